@@ -1,0 +1,1 @@
+"""jspec: lossless speculative decoding in JAX."""

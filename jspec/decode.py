@@ -1,0 +1,197 @@
+"""The decoding loop: draft a tree, verify it in one pass, commit the accepted path."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec import kv, tokens, topology
+from jspec.plan import Plan
+from jspec.types import (
+    Array,
+    Draft,
+    History,
+    Memory,
+    Params,
+    Request,
+    Shared,
+    TargetOutput,
+    Tree,
+    Verdict,
+)
+
+
+@struct.dataclass
+class Trace:
+    """What was drafted and accepted in each of the first R rounds, for inspection."""
+
+    accepted: Array  # [R, B] int32, -1 where the row did not run
+    tokens: Array  # [R, B, N] int32, -1 where a node is not valid
+    parents: Array  # [R, B, N] int32
+
+
+@struct.dataclass
+class Stats:
+    """Counts of a generation, one row each."""
+
+    rounds: Array  # [B] int32, passes of the target while the row ran
+    drafts: Array  # [B] int32, rounds with at least one drafted token
+    drafted: Array  # [B] int32, drafted tokens
+    accepted: Array  # [B, K+1] int32, how many drafts had 0..K accepted tokens
+    trace: Trace | None = None
+
+
+@struct.dataclass
+class DecodeState:
+    """What changes every round. Consumed by ``decode``."""
+
+    history: History
+    cache: kv.KVCache
+    memory: Memory
+    done: Array  # [B] bool
+    stats: Stats
+    round: Array  # [] int32
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
+def decode(
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, until: Array
+) -> tuple[Shared, DecodeState]:
+    """Steps until every row is done or ``state.round`` reaches ``until`` (int32 []).
+
+    One ``lax.while_loop`` on the device. ``plan`` is static; ``shared`` and ``state`` are consumed.
+    Called again with a larger ``until`` it goes on where it stopped, in the same program.
+    """
+
+    def running(carry: tuple[Shared, DecodeState]) -> Array:
+        _, state = carry
+        return ~state.done.all() & (state.round < until)
+
+    body = lambda carry: step(plan, params, request, *carry)
+    return lax.while_loop(running, body, (shared, state))
+
+
+def step(
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
+) -> tuple[Shared, DecodeState]:
+    """Adds 1 to K+1 tokens to every unfinished row.
+
+    Invariant, on entry and on exit: the caches hold every committed token but the
+    last one, which is the root (node 0) of the next draft.
+    """
+    # Draft N nodes a row, root included, parents before children.
+    draft, memory = plan.drafter.propose(params, request, shared, state.memory, state.history)
+    tree = topology.from_parents(draft.parents, draft.max_depth)
+    tree = topology.broadcast(tree, state.done.shape[0])
+    draft = tokens.trim(request, state.history, draft, tree, state.done)
+
+    # Verify all nodes in one pass of the target. Rows that are done emit nothing.
+    out, verdict = _verify(plan, params, request, state, draft, tree)
+    verdict = verdict.hold(state.done)
+
+    # Commit the accepted path and forget the rest.
+    history, verdict, ended = tokens.extend(request, state.history, draft, verdict)
+    memory, shared = plan.drafter.update(
+        params, request, shared, memory, history, draft, verdict, out
+    )
+    return shared, DecodeState(
+        history=history,
+        cache=kv.commit(state.cache, out.tree_kv, verdict),
+        memory=memory,
+        done=state.done | ended,
+        stats=record(state.stats, state.round, draft, tree, verdict),
+        round=state.round + 1,
+    )
+
+
+def _verify(
+    plan: Plan, params: Params, request: Request, state: DecodeState, draft: Draft, tree: Tree
+) -> tuple[TargetOutput, Verdict]:
+    """Runs target and rule on the smallest rung of the ladder that holds every valid node.
+
+    Branches read the cache, which is free; none may return it, which would copy it.
+    """
+
+    def rung(size: int):
+        def run() -> tuple[TargetOutput, Verdict]:
+            part, shape = _first_nodes(draft, size), topology.first_nodes(tree, size)
+            out = plan.target.forward(
+                params.target, part.tokens, shape, state.cache, plan.drafter.capture_layers
+            )
+            verdict = plan.verify(request, part, shape, out.logits, state.history)
+            return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
+
+        return run
+
+    if len(plan.ladder) == 1:
+        return rung(plan.ladder[0])()
+    last = jnp.where(draft.valid, jnp.arange(draft.valid.shape[1]), 0).max()
+    fits = jnp.array(plan.ladder) > last
+    return lax.switch(jnp.argmax(fits), [rung(size) for size in plan.ladder])
+
+
+def _first_nodes(draft: Draft, count: int) -> Draft:
+    cut = lambda x: x[:, :count]
+    logits = None if draft.logits is None else cut(draft.logits)
+    return draft.replace(tokens=cut(draft.tokens), valid=cut(draft.valid), logits=logits)
+
+
+def _pad(
+    out: TargetOutput, verdict: Verdict, num_nodes: int, max_depth: int
+) -> tuple[TargetOutput, Verdict]:
+    """Brings the results of a smaller rung to the shapes of the largest."""
+
+    def widen(x: Array, axis: int, size: int) -> Array:
+        missing = [(0, 0)] * x.ndim
+        missing[axis] = (0, size - x.shape[axis])
+        return jnp.pad(x, missing)
+
+    nodes = lambda axis: lambda x: widen(x, axis, num_nodes)
+    out = TargetOutput(
+        logits=nodes(1)(out.logits),
+        features=jax.tree.map(nodes(1), out.features),
+        tree_kv=jax.tree.map(nodes(2), out.tree_kv),
+    )
+    return out, verdict.replace(path=widen(verdict.path, 1, max_depth + 1))
+
+
+def init_stats(plan: Plan, batch: int) -> Stats:
+    """Zero counts, and room for the trace that ``plan`` asks for."""
+    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+    trace = None
+    if plan.record_rounds:
+        nodes = (plan.record_rounds, batch, plan.drafter.tree_size)
+        trace = Trace(zeros(*nodes[:2]) - 1, zeros(*nodes) - 1, zeros(*nodes) - 1)
+    return Stats(
+        zeros(batch), zeros(batch), zeros(batch), zeros(batch, plan.drafter.max_depth + 1), trace
+    )
+
+
+def record(stats: Stats, round_index: Array, draft: Draft, tree: Tree, verdict: Verdict) -> Stats:
+    """Counts a round. Rows that were done count nothing."""
+    ran = verdict.num_emitted > 0
+    num_drafted = draft.valid[:, 1:].sum(1, dtype=jnp.int32)
+    drew = ran & (num_drafted > 0)
+    num_accepted = jnp.maximum(verdict.num_emitted - 1, 0)
+    histogram = num_accepted[:, None] == jnp.arange(stats.accepted.shape[1])
+    return Stats(
+        rounds=stats.rounds + ran,
+        drafts=stats.drafts + drew,
+        drafted=stats.drafted + jnp.where(ran, num_drafted, 0),
+        accepted=stats.accepted + (histogram & drew[:, None]),
+        trace=_record_trace(stats.trace, round_index, draft, tree, ran, num_accepted),
+    )
+
+
+def _record_trace(trace, round_index, draft, tree, ran, num_accepted):
+    if trace is None:
+        return None
+    shown = draft.valid & ran[:, None]
+    put = lambda buffer, row: buffer.at[round_index].set(row, mode="drop")
+    return Trace(
+        accepted=put(trace.accepted, jnp.where(ran, num_accepted, -1)),
+        tokens=put(trace.tokens, jnp.where(shown, draft.tokens, -1)),
+        parents=put(trace.parents, jnp.where(shown, tree.parents, -1)),
+    )

@@ -1,0 +1,182 @@
+"""A small language model drafts a chain, token by token (arXiv 2211.17192).
+
+The draft model's cache holds what it has taken in of the committed history. One forward pass a
+drafted token suffices: the first takes in the root and, where the last round accepted every drafted
+token, the last of them, which the model drafted but never saw.
+
+    cache:  committed tokens       side buffer of a round:  slot 0    slot 1   slot 2 ...
+                                   two tokens to take in:   unseen    root     x_1   ...  x_{K-1}
+                                   one token to take in:    root      unused   x_1   ...  x_{K-1}
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec import kv, sampling, tokens, topology
+from jspec.models import decoder
+from jspec.types import Array, Draft
+
+_CATCH_UP = 2  # slots for the root and the token before it
+
+
+@struct.dataclass
+class DraftMemory:
+    """The draft model's cache, and the entries of a round that wait for the verdict."""
+
+    cache: kv.KVCache
+    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, K+1, head_dim] a layer
+    gap: Array  # [B] int32, committed tokens the round's first pass took in: 1 or 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafting by a decoder with the target's vocabulary; ``params.drafter`` are its weights.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    config: decoder.DecoderConfig
+    num_speculative_tokens: int
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    vocab_size: int | None = None  # of the target, where the two are padded differently
+    noise: Literal["own", "target"] = "own"
+
+    capture_layers = ()
+
+    def __post_init__(self):
+        if self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must be at least 1."
+            )
+        if self.draft_sample_method not in ("probabilistic", "greedy"):
+            raise ValueError(
+                f"draft_sample_method={self.draft_sample_method!r} must be 'probabilistic' or "
+                "'greedy'."
+            )
+
+    @property
+    def max_depth(self) -> int:
+        """K."""
+        return self.num_speculative_tokens
+
+    @property
+    def tree_size(self) -> int:
+        """A chain under the root."""
+        return self.num_speculative_tokens + 1
+
+    @property
+    def proposal(self) -> str:
+        """Sampled chains carry their law; argmax drafts are point masses."""
+        return "chain" if self.draft_sample_method == "probabilistic" else "point"
+
+    def init(self, params, request, capacity):
+        """An empty cache and side buffers."""
+        batch = request.max_length.shape[0]
+        side = decoder.init_cache(self.config, batch, self.max_depth + 1).layers
+        cache = decoder.init_cache(self.config, batch, capacity)
+        return DraftMemory(cache, side, jnp.ones((batch,), jnp.int32))
+
+    def absorb(self, params, memory, tokens, features, start, valid):
+        """Takes a chunk of the prompt into the cache."""
+        chunk = tokens[:, :-1]
+        batch, size = chunk.shape
+        tree = topology.from_parents(topology.chain(size - 1), size - 1)
+        out = decoder.forward(params.drafter, self.config, chunk, tree, memory.cache)
+        rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
+        return memory.replace(cache=kv.append(memory.cache, out.tree_kv, rows, valid))
+
+    def propose(self, params, request, shared, memory, history):
+        """Drafts K tokens a row."""
+        gap = history.length - memory.cache.length
+        hidden, side = self._catch_up(params, memory, history, gap)
+        first = self._next(params, request, history, hidden, jnp.int32(0))
+
+        def step(carry, index):
+            token, side = carry
+            hidden, side = self._feed(params, memory.cache, side, history, gap, token, index)
+            token, law = self._next(params, request, history, hidden, index)
+            return (token, side), (token, law)
+
+        rest = jnp.arange(1, self.max_depth)
+        (_, side), (later, laws) = lax.scan(step, (first[0], side), rest)
+        root = tokens.root(history)[:, None]
+        drafted = jnp.concatenate([root, first[0][:, None], later.T], 1)
+        draft = Draft(
+            tokens=drafted,
+            parents=topology.chain(self.max_depth),
+            valid=jnp.ones_like(drafted, dtype=bool),
+            logits=None if laws is None else _stack_laws(first[1], laws),
+            max_depth=self.max_depth,
+        )
+        return draft, DraftMemory(memory.cache, side, gap)
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Commits what the round took in and the accepted nodes, all but an unseen last one."""
+        slot = jnp.arange(self.max_depth + 1)
+        gap = memory.gap[:, None]
+        rows = jnp.where(slot < gap, slot, slot - gap + _CATCH_UP)
+        rows = jnp.minimum(rows, self.max_depth)
+        accepted = jnp.minimum(verdict.num_emitted - 1, self.max_depth - 1)
+        count = jnp.where(verdict.num_emitted > 0, memory.gap + accepted, 0)
+        return memory.replace(cache=kv.append(memory.cache, memory.side, rows, count)), shared
+
+    def _catch_up(self, params, memory, history, gap):
+        """Feeds the committed tokens not yet seen; returns the root's last stream [B, D]."""
+        slots = jnp.arange(self.max_depth + 1)
+        offset = jnp.arange(_CATCH_UP)
+        positions = memory.cache.length[:, None] + offset
+        unseen = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
+        mask = jnp.broadcast_to(slots <= offset[:, None], (*unseen.shape, slots.size))
+        hidden, side = decoder.extend(
+            params.drafter, self.config, unseen, positions, memory.cache, memory.side,
+            jnp.int32(0), mask,
+        )  # fmt: skip
+        return jnp.take_along_axis(hidden, gap[:, None, None] - 1, 1)[:, 0], side
+
+    def _feed(self, params, cache, side, history, gap, token, index):
+        """Feeds drafted node ``index`` (1..K-1); returns its last stream [B, D]."""
+        slots = jnp.arange(self.max_depth + 1)
+        own = index + _CATCH_UP - 1
+        mask = (slots <= own) & ((slots < gap[:, None]) | (slots >= _CATCH_UP))
+        hidden, side = decoder.extend(
+            params.drafter, self.config, token[:, None], (history.length - 1 + index)[:, None],
+            cache, side, own, mask[:, None],
+        )  # fmt: skip
+        return hidden[:, 0], side
+
+    def _next(self, params, request, history, hidden, index):
+        """Draws the child of node ``index`` and, where a rule needs it, records its law."""
+        logits = decoder.unembed(params.drafter, self.config, hidden)
+        logits = _fit(logits, self.vocab_size or self.config.vocab_size)
+        if request.sampling.greedy or self.draft_sample_method == "greedy":
+            return jnp.argmax(logits, -1).astype(jnp.int32), None
+        law = sampling.warp(logits, request.sampling)
+        if self.noise == "target":
+            position = history.length + index
+            return sampling.draw_target(law, request.sampling, request.keys, position), None
+        coins = sampling.round_noise(
+            request.keys, history.length - 1, sampling.DRAFT, self.max_depth
+        )
+        coin = lax.dynamic_index_in_dim(coins, index, 1, keepdims=False)
+        return sampling.draw(law, coin), law
+
+
+def _fit(logits: Array, vocab_size: int) -> Array:
+    """Cuts or pads logits [B, V'] to the target's vocabulary; padding is never drawn."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+
+
+def _stack_laws(first: Array, later: Array) -> Array:
+    """Laws [B, V] and [K-1, B, V] to [B, K, V] and a row for the leaf: [B, K+1, V]."""
+    laws = jnp.concatenate([first[None], later, jnp.zeros_like(first)[None]], 0)
+    return jnp.moveaxis(laws, 0, 1)
+
+

@@ -1,0 +1,96 @@
+"""Prompt lookup: propose what followed the last tokens when they occurred before.
+
+The rule is vLLM's n-gram proposer: the longest suffix of the history, between ``prompt_lookup_min``
+and ``prompt_lookup_max`` tokens, that occurs earlier; among equal lengths the earliest occurrence;
+the continuation may overlap the suffix and may be cut short by the end of the history.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec import tokens, topology
+from jspec.types import Array, Draft
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """N-gram lookup over the row's own history, on the device.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+
+    capture_layers = ()
+    proposal = "point"
+    noise = "own"
+
+    def __post_init__(self):
+        if self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must be at least 1."
+            )
+        if self.prompt_lookup_min < 1:
+            raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min} must be at least 1.")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} must be <= "
+                f"prompt_lookup_max={self.prompt_lookup_max}"
+            )
+
+    @property
+    def max_depth(self) -> int:
+        """K."""
+        return self.num_speculative_tokens
+
+    @property
+    def tree_size(self) -> int:
+        """A chain under the root."""
+        return self.num_speculative_tokens + 1
+
+    def init(self, params, request, capacity):
+        """The history is the only memory."""
+        return ()
+
+    def absorb(self, params, memory, tokens, features, start, valid):
+        """Nothing to learn."""
+        return memory
+
+    def propose(self, params, request, shared, memory, history):
+        """A chain copied from the history, of 0 to K tokens a row."""
+        count = self.num_speculative_tokens
+        start, found = jax.vmap(self._find)(history.tokens, history.length)
+        index = start[:, None] + jnp.arange(count)
+        drafted = jnp.take_along_axis(history.tokens, index, 1, mode="clip")
+        valid = found[:, None] & (index < history.length[:, None])
+        root = tokens.root(history)[:, None]
+        return Draft(
+            tokens=jnp.concatenate([root, jnp.where(valid, drafted, 0)], 1),
+            parents=topology.chain(count),
+            valid=jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True),
+            max_depth=count,
+        ), memory
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Nothing to learn."""
+        return memory, shared
+
+    def _find(self, row: Array, length: Array) -> tuple[Array, Array]:
+        """Where the continuation starts in one row [T], and whether there is one."""
+        size = row.shape[0]
+        place = jnp.arange(size)  # a candidate: tokens before it match the suffix
+        run = jnp.zeros(size, jnp.int32)
+        unbroken = (place > 0) & (place < length)
+        for back in range(1, self.prompt_lookup_max + 1):
+            last = row[jnp.maximum(length - back, 0)]
+            unbroken &= (jnp.roll(row, back) == last) & (place >= back)
+            run += unbroken
+        best = run.max()
+        return jnp.argmax(run == best), best >= self.prompt_lookup_min
+
+

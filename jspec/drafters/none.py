@@ -1,0 +1,37 @@
+"""No drafter: the same loop with K = 0 is plain autoregressive decoding, the baseline."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jspec import tokens, topology
+from jspec.types import Draft
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter:
+    """Proposes nothing: every round is one plain step of the target."""
+
+    max_depth = 0
+    tree_size = 1
+    capture_layers = ()
+    proposal = "point"
+    noise = "own"
+
+    def init(self, params, request, capacity):
+        """No memory."""
+        return ()
+
+    def absorb(self, params, memory, tokens, features, start, valid):
+        """Nothing to learn."""
+        return memory
+
+    def propose(self, params, request, shared, memory, history):
+        """The root alone."""
+        root = tokens.root(history)[:, None]
+        valid = jnp.ones_like(root, dtype=bool)
+        return Draft(root, topology.chain(0), valid, max_depth=0), memory
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Nothing to learn."""
+        return memory, shared

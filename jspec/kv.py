@@ -1,0 +1,65 @@
+"""The KV cache: one buffer a layer, head-major, every row with its own length.
+
+    slot      0 ........ length-1 | length ...... S-1
+              committed, readable | never read
+
+Keys and values of a round's nodes live outside the cache until the verdict; ``append`` is the only
+write. It is a ``dynamic_update_slice`` a row, the one idiom that XLA keeps in place on CPU, GPU
+and TPU alike, and it clamps at the end of the buffer: allocate K + 1 slots more than needed.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec.types import Array, Verdict
+
+
+@struct.dataclass
+class AttentionKV:
+    """Keys and values of one layer."""
+
+    k: Array  # [B, Hkv, S, D]
+    v: Array  # [B, Hkv, S, D]
+
+
+@struct.dataclass
+class KVCache:
+    """A layer-wise tuple of entries and the number of committed slots of each row."""
+
+    layers: tuple[AttentionKV, ...]
+    length: Array  # [B] int32
+
+
+def allocate(
+    num_layers: int, batch: int, num_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
+) -> KVCache:
+    """An empty cache of ``capacity`` slots a row."""
+    shape = (batch, num_heads, capacity, head_dim)
+    layers = tuple(
+        AttentionKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)
+    )
+    return KVCache(layers, jnp.zeros((batch,), jnp.int32))
+
+
+def append(cache: KVCache, new: tuple[AttentionKV, ...], rows: Array, count: Array) -> KVCache:
+    """Writes ``rows`` [B, R] of ``new`` after each row's prefix; the first ``count`` [B] are kept.
+
+    All R rows are written, but only ``count`` of them become readable.
+    """
+
+    def put(buffer: Array, fresh: Array) -> Array:
+        def one(buffer: Array, fresh: Array, rows: Array, start: Array) -> Array:
+            return lax.dynamic_update_slice(buffer, fresh[:, rows].astype(buffer.dtype),
+                                            (0, start, 0))  # fmt: skip
+
+        return jax.vmap(one)(buffer, fresh, rows, cache.length)
+
+    layers = jax.tree.map(put, cache.layers, new)
+    return KVCache(layers, cache.length + count)
+
+
+def commit(cache: KVCache, tree_kv: tuple[AttentionKV, ...], verdict: Verdict) -> KVCache:
+    """Keeps the root and the accepted nodes; the other branches are simply never written."""
+    return append(cache, tree_kv, verdict.path, verdict.num_emitted)

@@ -1,0 +1,1 @@
+"""Networks: they know weights, never what a draft or a verdict is for."""

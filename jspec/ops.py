@@ -1,0 +1,65 @@
+"""The only door to kernels: one operation, one function.
+
+``implementation=None`` takes the default of the device, a name forces one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.kernels.tree_attention import reference
+from jspec.types import Array
+
+# XLA's CPU matmul for bfloat16 reaches its fast path from two rows on, and gives rows that are
+# bit-equal from three rows on; one padded row count makes a token's logits independent of N.
+_BFLOAT16_ROWS = 4
+
+
+def linear(x: Array, w: Array) -> Array:
+    """``x @ w`` for x [..., I] and w [I, O], accumulated and returned in float32 (or wider).
+
+    A narrow ``w`` is never widened in memory: x is rounded to its dtype instead. float32 weights
+    multiply at full precision on every device.
+    """
+    dtype = jnp.promote_types(w.dtype, jnp.float32)
+    rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
+    count = rows.shape[0]
+    if w.dtype == jnp.bfloat16 and count < _BFLOAT16_ROWS:
+        rows = jnp.pad(rows, ((0, _BFLOAT16_ROWS - count), (0, 0)))
+    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    out = jnp.matmul(rows, w, preferred_element_type=dtype, precision=precision)
+    return out[:count].reshape(*x.shape[:-1], w.shape[-1])
+
+
+def attention(
+    q: Array,
+    tree_k: Array,
+    tree_v: Array,
+    tree_mask: Array,
+    cache_k: Array | None,
+    cache_v: Array | None,
+    length: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    positions: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attention of tree nodes over the committed prefix and each other; see the reference.
+
+    Raises:
+      ValueError: ``implementation`` is unknown.
+    """
+    if implementation not in (None, "reference"):
+        raise ValueError(
+            f"implementation={implementation!r} is not known; use None or 'reference'."
+        )
+    return reference.tree_attention(
+        q, tree_k, tree_v, tree_mask, cache_k, cache_v, length,
+        scale=scale, window=window, positions=positions,
+    )  # fmt: skip
+
+
+def default_backend() -> str:
+    """The platform programs run on: ``cpu``, ``gpu`` or ``tpu``."""
+    return jax.default_backend()

@@ -1,0 +1,146 @@
+"""The one warp of logits, noise and its addresses, and drawing.
+
+Noise has an address, and the address is all that it depends on:
+
+* noise of the *target* belongs to (row key, absolute position of the token it draws). Plain
+  sampling, ``match`` and ``coupled`` draw with it, so a text does not depend on the drafter;
+* noise of a *round* (drawing drafts, accepting, residuals) belongs to (row key, position of the
+  round's root, purpose, rank): fresh in every round. Keyed by absolute position it would be met
+  again by the next round after a rejection, which biases block verification over two rounds.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jspec.types import Array, Sampling
+
+WARPS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, as vLLM's do
+
+# Purposes of noise; part of every address.
+TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+
+_BLOCK = 64  # weights summed at a time when drawing by inverse CDF
+
+
+def warp(logits: Array, sampling: Sampling) -> Array:
+    """Warps logits [B, ..., V] to unnormalised log-probabilities of the same shape.
+
+    A greedy row becomes a point mass: 0 at its first maximum, -inf elsewhere; so every rule has its
+    greedy limit without a branch. In an all-greedy batch logits pass through unchanged, since only
+    their maximum is read. NaN counts as -inf. The dtype is at least float32.
+
+    Tokens that tie with the last one kept by top-k or top-p are kept too.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    if sampling.greedy:
+        return logits
+    column = lambda x: x.reshape(-1, *[1] * (logits.ndim - 1)).astype(logits.dtype)
+    temperature = column(sampling.temperature)
+    warped = logits / jnp.where(temperature > 0, temperature, 1)
+    if "min_p" in sampling.names:
+        floor = warped.max(-1, keepdims=True) + jnp.log(column(sampling.min_p))
+        warped = jnp.where(warped >= floor, warped, -jnp.inf)
+    if "top_k" in sampling.names or "top_p" in sampling.names:
+        warped = jnp.where(warped >= _threshold(warped, sampling, column), warped, -jnp.inf)
+    one_hot = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, -1, keepdims=True)
+    return jnp.where(temperature > 0, warped, jnp.where(one_hot, 0.0, -jnp.inf))
+
+
+def _threshold(warped: Array, sampling: Sampling, column) -> Array:
+    """The smallest logit that survives top-k, then top-p: [B, ..., 1]."""
+    ordered = jnp.flip(jnp.sort(warped, -1), -1)
+    if "top_k" in sampling.names:
+        wanted = jnp.where(sampling.top_k > 0, sampling.top_k, warped.shape[-1])
+        last = jnp.clip(wanted, 1, warped.shape[-1]).astype(jnp.int32) - 1
+        last = last.reshape(-1, *[1] * (warped.ndim - 1))
+        last = jnp.broadcast_to(last, (*warped.shape[:-1], 1))
+        floor = jnp.take_along_axis(ordered, last, -1)
+        ordered = jnp.where(ordered >= floor, ordered, -jnp.inf)
+    if "top_p" in sampling.names:
+        probs = jax.nn.softmax(ordered, -1)
+        before = jnp.cumsum(probs, -1) - probs  # mass above each token; 0 for the first
+        top_p = column(sampling.top_p)
+        ordered = jnp.where((before < top_p) | (top_p >= 1), ordered, -jnp.inf)
+    return jnp.where(jnp.isneginf(ordered), jnp.inf, ordered).min(-1, keepdims=True)
+
+
+def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
+    """Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
+
+    def one(key: Array, position: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), mode="high")
+
+    def row(key: Array, positions: Array) -> Array:
+        key = jax.random.fold_in(key, TARGET)
+        flat = jax.vmap(one, (None, 0))(key, positions.reshape(-1))
+        return flat.reshape(*positions.shape, vocab_size)
+
+    return jax.vmap(row)(keys, positions)
+
+
+def draw_target(warped: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
+    """The target's own draw of the tokens at ``positions`` [B, ...] from [B, ..., V]: int32.
+
+    Gumbel-max, so that whoever holds the same noise and nearly the same law draws the same token.
+    """
+    if not sampling.greedy:
+        warped = warped + target_noise(keys, positions, warped.shape[-1]).astype(warped.dtype)
+    return jnp.argmax(warped, -1).astype(jnp.int32)
+
+
+def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
+    """``count`` uniforms of one round for one purpose: float32 [B, count] in [0, 1).
+
+    ``root`` [B] is the position of the round's root.
+    """
+
+    def row(key: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, purpose), position)
+        return jax.random.uniform(key, (count,))
+
+    return jax.vmap(row)(keys, root)
+
+
+def draw(log_weights: Array, uniform: Array) -> Array:
+    """Draws from unnormalised log-weights [B, V] with one uniform a row [B]: int32 [B].
+
+    Inverse CDF in two levels (blocks, then tokens of one block): sums stay short, so float32
+    rounding stays near 1e-6 even at V = 150k, and one uniform replaces V Gumbels.
+    """
+    vocab = log_weights.shape[-1]
+    peak = log_weights.max(-1, keepdims=True)
+    weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
+    weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(-1, -(-vocab // _BLOCK),
+                                                                       _BLOCK)  # fmt: skip
+    sums = weights.sum(-1)
+    point = uniform.astype(weights.dtype) * sums.sum(-1)
+    block, before = _first_above(sums, point)
+    inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
+    token, _ = _first_above(inside, point - before)
+    return block * _BLOCK + token
+
+
+def _first_above(weights: Array, point: Array) -> tuple[Array, Array]:
+    """First index whose running sum exceeds ``point`` [B], and the sum before it.
+
+    Where rounding leaves none, the last index of positive weight.
+    """
+    running = jnp.cumsum(weights, -1)
+    above = running > point[:, None]
+    last = weights.shape[-1] - 1 - jnp.argmax(jnp.flip(weights > 0, -1), -1)
+    index = jnp.where(above.any(-1), jnp.argmax(above, -1), last).astype(jnp.int32)
+    taken = lambda x: jnp.take_along_axis(x, index[:, None], -1)[:, 0]
+    return index, taken(running) - taken(weights)
+
+
+def log_residual(log_p: Array, log_q: Array) -> Array:
+    """log of max(p - q, 0), unnormalised, [..., V]; where nothing is left, log p.
+
+    Both are log-probabilities. Nothing is left only where p = q up to rounding, and then a
+    rejection has probability zero up to rounding.
+    """
+    above = log_p > log_q
+    gap = jnp.where(above, log_q - log_p, -1.0)
+    log_rest = jnp.where(above, log_p + jnp.log1p(-jnp.exp(gap)), -jnp.inf)
+    return jnp.where(above.any(-1, keepdims=True), log_rest, log_p)

@@ -1,0 +1,53 @@
+"""The history of committed tokens: its root, and its growth by one verdict."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.types import Array, Draft, History, Request, Tree, Verdict
+
+
+def root(history: History) -> Array:
+    """The last committed token of every row, [B]: node 0 of the next draft."""
+    return jnp.take_along_axis(history.tokens, history.length[:, None] - 1, 1)[:, 0]
+
+
+def trim(request: Request, history: History, draft: Draft, tree: Tree, done: Array) -> Draft:
+    """Drops nodes that could never be emitted: past a row's limit, or in a row that is done.
+
+    A test of depth alone, blind to the values drawn: no rule loses its exactness by it.
+    """
+    room = request.max_length - history.length  # tokens still wanted; the last is never drafted
+    useful = (tree.depth < room[:, None]) & ~done[:, None]
+    return draft.replace(valid=draft.valid & useful)
+
+
+def extend(
+    request: Request, history: History, draft: Draft, verdict: Verdict
+) -> tuple[History, Verdict, Array]:
+    """Appends what a verdict emits, clipped at stop tokens and limits.
+
+    Returns:
+      The history, the clipped verdict, and which rows [B] ended in this round. A clipped row ends
+      with a drafted token, so the last token of its verdict is on the path and is its new root.
+    """
+    emitted = emitted_tokens(draft, verdict)
+    index = jnp.arange(emitted.shape[1])
+    count = jnp.minimum(verdict.num_emitted, request.max_length - history.length)
+    stops = (emitted[:, :, None] == request.stop_tokens[:, None, :]).any(-1)
+    stops &= index < count[:, None]
+    stopped = stops.any(-1)
+    count = jnp.where(stopped, jnp.argmax(stops, -1) + 1, count).astype(jnp.int32)
+
+    write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
+    grown = History(write(history.tokens, emitted, history.length), history.length + count)
+    ended = stopped | (grown.length >= request.max_length)
+    return grown, verdict.replace(num_emitted=count), ended
+
+
+def emitted_tokens(draft: Draft, verdict: Verdict) -> Array:
+    """The tokens a verdict emits, [B, K+1], defined for the first ``num_emitted`` of each row."""
+    accepted = jnp.take_along_axis(draft.tokens, verdict.path, 1)[:, 1:]
+    accepted = jnp.pad(accepted, ((0, 0), (0, 1)))
+    is_last = jnp.arange(accepted.shape[1]) == verdict.num_emitted[:, None] - 1
+    return jnp.where(is_last, verdict.next_token[:, None], accepted)

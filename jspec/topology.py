@@ -1,0 +1,82 @@
+"""Trees of drafted nodes: from parents to depths and ancestor sets.
+
+Node 0 is the root and parents precede their children, so a chain is ``[-1, 0, ..., K-1]``.
+Ancestor sets are bits in uint32 words, node j in bit ``j % 32`` of word ``j // 32``: N = 64 nodes
+need two words a row where a dense mask over the cache would need thousands of entries.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.types import Array, Tree
+
+WORD = 32
+
+
+def chain(depth: int) -> np.ndarray:
+    """Parents of a chain of ``depth`` drafted nodes under a root: int32 [depth + 1].
+
+    >>> chain(3)
+    array([-1,  0,  1,  2], dtype=int32)
+    """
+    return np.arange(-1, depth, dtype=np.int32)
+
+
+def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
+    """The tree of ``parents`` ([N] or [B, N], -1 at the root), at most ``max_depth`` edges deep.
+
+    A NumPy array gives NumPy constants, which XLA folds; a traced array gives traced values.
+
+    >>> tree = from_parents(np.array([-1, 0, 0, 1]), max_depth=2)
+    >>> tree.depth
+    array([0, 1, 1, 2], dtype=int32)
+    >>> tree.ancestors[..., 0]
+    array([ 1,  3,  5, 11], dtype=uint32)
+    """
+    xp = np if isinstance(parents, np.ndarray) else jnp
+    num_nodes = parents.shape[-1]
+    above = xp.maximum(parents, 0)  # the root is its own parent
+    # Pointer doubling: after i steps row n holds its 2**i nearest ancestors, itself included.
+    reach = xp.eye(num_nodes, dtype=bool) | (above[..., None] == xp.arange(num_nodes))
+    span = 1
+    while span < max_depth:
+        reach = xp.matmul(reach.astype(xp.int32), reach.astype(xp.int32)) > 0
+        span *= 2
+    depth = (reach.sum(-1) - 1).astype(xp.int32)
+    return Tree(above.astype(xp.int32), depth, pack_bits(reach), max_depth)
+
+
+def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:
+    """Packs bool [..., N] into uint32 words [..., W]."""
+    xp = np if isinstance(mask, np.ndarray) else jnp
+    num_words = -(-mask.shape[-1] // WORD)
+    missing = num_words * WORD - mask.shape[-1]
+    padded = xp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+    words = padded.reshape(*mask.shape[:-1], num_words, WORD).astype(xp.uint32)
+    return (words << xp.arange(WORD, dtype=xp.uint32)).sum(-1, dtype=xp.uint32)
+
+
+def unpack_bits(words: Array | np.ndarray, num_nodes: int) -> Array | np.ndarray:
+    """Inverse of ``pack_bits``: uint32 [..., W] to bool [..., num_nodes]."""
+    xp = np if isinstance(words, np.ndarray) else jnp
+    bits = (words[..., None] >> xp.arange(WORD, dtype=xp.uint32)) & xp.uint32(1)
+    return bits.reshape(*words.shape[:-1], -1)[..., :num_nodes] > 0
+
+
+def broadcast(tree: Tree, batch: int) -> Tree:
+    """Gives every array of ``tree`` a leading axis of ``batch`` rows, if it has none."""
+    if tree.depth.ndim == 2:
+        return tree
+    lead = lambda x: jnp.broadcast_to(x, (batch, *x.shape))
+    return Tree(lead(tree.parents), lead(tree.depth), lead(tree.ancestors), tree.max_depth)
+
+
+def first_nodes(tree: Tree, count: int) -> Tree:
+    """The tree of the first ``count`` nodes (parents precede children, so it is closed)."""
+    words = -(-count // WORD)
+    return Tree(
+        tree.parents[..., :count],
+        tree.depth[..., :count],
+        tree.ancestors[..., :count, :words],
+        min(tree.max_depth, count - 1),
+    )

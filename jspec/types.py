@@ -1,0 +1,176 @@
+"""The pytrees that travel through a round, and the protocols of what can be swapped.
+
+Shape letters, used everywhere in jspec:
+
+    B  rows of the batch                      N  nodes of a draft, root included
+    K  deepest drafted node (``max_depth``)   T  length of a token buffer
+    S  slots of a KV cache                    V  vocabulary of the target
+    L  layers                                 H  heads (Hkv for keys and values)
+    D  features of a head or of the model     W  uint32 words of an ancestor set
+
+Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` are the weights,
+``request`` is constant for a call, ``state`` changes every round, ``shared`` outlives calls.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+from flax import struct
+
+Array = jax.Array
+Memory = Any  # what a drafter carries from round to round: a pytree of its own
+Shared = Any  # what survives calls and has no batch axis: a pytree of the drafter's own
+
+Proposal = Literal["point", "chain", "iid", "without_replacement", "top_plus_one", "mixed"]
+
+
+@struct.dataclass
+class Sampling:
+    """How each row warps its logits. ``names`` is static: a warp that no row uses costs nothing.
+
+    Without ``"temperature"`` in ``names`` the whole batch is greedy.
+    """
+
+    temperature: Array  # [B] float32, 0 is greedy
+    min_p: Array  # [B] float32, 0 is off
+    top_k: Array  # [B] int32, 0 is off
+    top_p: Array  # [B] float32, 1 is off
+    names: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no row of the batch draws at random (known when tracing)."""
+        return "temperature" not in self.names
+
+
+@struct.dataclass
+class Request:
+    """What the caller asked of each row; constant for a call."""
+
+    keys: Array  # [B] typed PRNG keys, one a row
+    sampling: Sampling
+    stop_tokens: Array  # [B, E] int32, padded with -1
+    max_length: Array  # [B] int32, history length at which the row ends
+
+
+@struct.dataclass
+class History:
+    """Committed tokens of every row: prompt and answer in one buffer."""
+
+    tokens: Array  # [B, T] int32, undefined past ``length``
+    length: Array  # [B] int32
+
+
+@struct.dataclass
+class Draft:
+    """A proposal of N nodes a row. Node 0 is the root, parents precede their children."""
+
+    tokens: Array  # [B, N] int32, node 0 holds the root token
+    parents: Array  # [B, N] or static [N] int32, -1 for the root
+    valid: Array  # [B, N] bool; a valid node's parent is valid
+    logits: Array | None = None  # [B, N, V]: row i is the law the children of i were drawn from
+    max_depth: int = struct.field(pytree_node=False, default=0)
+
+
+@struct.dataclass
+class Tree:
+    """The shape of a draft, derived from its parents."""
+
+    parents: Array  # [B, N] int32, the root is its own parent
+    depth: Array  # [B, N] int32
+    ancestors: Array  # [B, N, W] uint32: bit j of row i says that j is i or above it
+    max_depth: int = struct.field(pytree_node=False, default=0)
+
+
+@struct.dataclass
+class TargetOutput:
+    """What one pass over N nodes gives. The pass writes nothing: ``tree_kv`` waits for a verdict."""
+
+    logits: Array  # [B, N, V]
+    features: tuple[Array, ...]  # one [B, N, D] for each of ``capture_layers``
+    tree_kv: tuple[Any, ...]  # one entry a layer, shaped like the cache's with N slots
+
+
+@struct.dataclass
+class Verdict:
+    """Which nodes survive, and the token that follows them.
+
+    A row commits the keys and values of ``path[:num_emitted]`` (the root and the accepted nodes)
+    and emits the tokens of ``path[1:num_emitted]`` and then ``next_token``.
+    """
+
+    path: Array  # [B, K+1] int32 node ids from the root down, undefined past ``num_emitted``
+    num_emitted: Array  # [B] int32, accepted nodes + 1; 0 for a row that is done
+    next_token: Array  # [B] int32
+
+    def hold(self, done: Array) -> "Verdict":
+        """Rows that are done emit nothing."""
+        return self.replace(num_emitted=jax.numpy.where(done, 0, self.num_emitted))
+
+
+class Params(NamedTuple):
+    """Weights. Drafters get both, since many share the target's embedding and head."""
+
+    target: Any
+    drafter: Any = None
+
+
+class Target(Protocol):
+    """A language model that scores N nodes in one pass and never writes its own cache."""
+
+    vocab_size: int
+    max_positions: int  # longest sequence that the positions allow
+
+    def init_cache(self, batch: int, capacity: int) -> Any:
+        """Allocates an empty cache of ``capacity`` slots a row."""
+
+    def forward(
+        self, params: Any, tokens: Array, tree: Tree, cache: Any, capture_layers: tuple[int, ...]
+    ) -> TargetOutput:
+        """Scores ``tokens`` [B, N] placed as ``tree`` after the cache's committed prefix."""
+
+    def embed(self, params: Any, tokens: Array) -> Array:
+        """Token ids to the model's input vectors [..., D]."""
+
+    def unembed(self, params: Any, hidden: Array) -> Array:
+        """Last residual stream [..., D] to logits [..., V]."""
+
+
+class Drafter(Protocol):
+    """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys."""
+
+    max_depth: int  # K
+    tree_size: int  # N, root included
+    capture_layers: tuple[int, ...]  # hidden_states indices wanted from the target
+    proposal: Proposal  # the law of a node's children: decides which rules are exact
+    noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)
+
+    def init(self, params: Params, request: Request, capacity: int) -> Memory:
+        """Allocates the memory for histories of up to ``capacity`` tokens."""
+
+    def absorb(
+        self, params: Params, memory: Memory, tokens: Array, features: tuple[Array, ...],
+        start: Array, valid: Array,
+    ) -> Memory:  # fmt: skip
+        """Takes in a chunk of the prompt.
+
+        ``tokens`` [B, C+1] are the chunk and one token of look-ahead, ``features`` hold C rows,
+        ``start`` [] is the position of the first one and ``valid`` [B] counts the rows that exist.
+        """
+
+    def propose(
+        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
+    ) -> tuple[Draft, Memory]:
+        """Drafts up to ``tree_size`` nodes a row, rooted at the last committed token."""
+
+    def update(
+        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History,
+        draft: Draft, verdict: Verdict, out: TargetOutput,
+    ) -> tuple[Memory, Shared]:  # fmt: skip
+        """Learns the verdict; ``history`` already holds the tokens of this round."""
+
+
+# A rule maps (warped logits [B, N, V], draft, tree, coins) to (path, num_accepted, next_logits);
+# see jspec.verify for the two kinds of coins.
+Walk = Callable[[Array, Draft, Tree, Array], tuple[Array, Array, Array]]

@@ -1,0 +1,119 @@
+"""Attention of N tree nodes over a committed prefix and over each other, in plain jnp.
+
+The scores of the tree block initialise a running softmax (Milakov and Gimelshein, arXiv
+1805.02867); then the prefix streams past in blocks up to the longest committed length, so the cost
+follows what is stored, not the capacity of the cache.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
+
+
+def tree_attention(
+    q: Array,
+    tree_k: Array,
+    tree_v: Array,
+    tree_mask: Array,
+    cache_k: Array | None,
+    cache_v: Array | None,
+    length: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    positions: Array | None = None,
+    block: int = 256,
+) -> Array:
+    """Softmax over ``[prefix, tree]``, in float32.
+
+    Args:
+      q: queries [B, H, N, D].
+      tree_k: keys of the nodes [B, Hkv, M, D]; M differs from N when earlier nodes are fed again.
+      tree_v: values of the nodes [B, Hkv, M, D].
+      tree_mask: bool [B, N, M], node n sees node m; every node sees at least one.
+      cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix.
+      cache_v: committed values [B, Hkv, S, D], or None.
+      length: committed slots of each row, int32 [B].
+      scale: factor on the scores.
+      window: a query at position p sees the prefix at positions > p - window. The tree's share of
+        the window belongs into ``tree_mask``.
+      positions: positions of the queries, int32 [B, N]; needed with ``window``.
+      block: slots of the prefix taken at a time.
+
+    Returns:
+      [B, H, N, D] in float32 (or the wider type of q).
+    """
+    batch, heads, nodes, dim = q.shape
+    kv_heads = tree_k.shape[1]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    # Query heads of one group become rows of one matmul: [B, Hkv, G*N, D].
+    rows = (q.astype(dtype) * scale).reshape(batch, kv_heads, heads // kv_heads * nodes, dim)
+
+    def spread(mask: Array) -> Array:  # [B, N, M] -> [B, 1, G*N, M]
+        return jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
+
+    scores = _scores(rows, tree_k, spread(tree_mask))
+    peak = scores.max(-1)
+    weights = jnp.exp(scores - peak[..., None])
+    carry = (peak, weights.sum(-1), _mix(weights, tree_v))
+    if cache_k is not None and cache_k.shape[2] > 0:
+        visible = _prefix_visibility(length, window, positions)
+        carry = _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block)
+    _, total, mixed = carry
+    return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
+
+
+def _scores(rows: Array, keys: Array, mask: Array) -> Array:
+    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, keys.astype(rows.dtype))
+    return jnp.where(mask, scores, MASKED)
+
+
+def _mix(weights: Array, values: Array) -> Array:
+    return jnp.einsum("bhrs,bhsd->bhrd", weights, values.astype(weights.dtype))
+
+
+def _prefix_visibility(length: Array, window: int | None, positions: Array | None):
+    """Returns (first slot, end slot, mask of given slots [B, N or 1, slots])."""
+
+    def mask(slots: Array) -> Array:
+        seen = slots < length[:, None, None]
+        if window is None:
+            return seen
+        return seen & (slots > positions[:, :, None] - window)
+
+    if window is None:
+        return jnp.int32(0), length.max(), mask
+    return jnp.maximum(positions.min() - window + 1, 0), length.max(), mask
+
+
+def _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block):
+    slots_total = cache_k.shape[2]
+    block = min(block, slots_total)
+    first, end, mask_of = visible
+
+    def take(start: Array, buffer: Array) -> Array:
+        return lax.dynamic_slice_in_dim(buffer, start, block, axis=2)
+
+    def step(index: Array, carry):
+        peak, total, mixed = carry
+        # The last block is pulled back inside the buffer; what it repeats is masked.
+        start = jnp.minimum(index * block, slots_total - block)
+        slots = start + jnp.arange(block)
+        mask = mask_of(slots) & (slots >= index * block)
+        mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
+        scores = _scores(rows, take(start, cache_k), mask)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        decay = jnp.exp(peak - new_peak)
+        weights = jnp.exp(scores - new_peak[..., None])  # 0 where masked: the peak is a real score
+        return (
+            new_peak,
+            total * decay + weights.sum(-1),
+            mixed * decay[..., None] + _mix(weights, take(start, cache_v)),
+        )
+
+    if block == slots_total:
+        return step(jnp.int32(0), carry)
+    return lax.fori_loop(first // block, (end + block - 1) // block, step, carry)
