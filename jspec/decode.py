@@ -106,6 +106,40 @@ def step(
     )
 
 
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "memory"))
+def prefill(
+    plan: Plan,
+    params: Params,
+    cache: kv.KVCache,
+    memory: Memory,
+    chunk: Array,
+    start: Array,
+    valid: Array,
+) -> tuple[kv.KVCache, Memory]:
+    """Takes a chunk of the prompt into the caches of target and drafter.
+
+    ``cache`` and ``memory`` are consumed. A prompt is taken in but for its last token, which is the
+    root of the first round.
+
+    Args:
+      plan: static.
+      params: weights.
+      cache: of the target, holding the first ``start`` tokens of every row that is not exhausted.
+      memory: of the drafter.
+      chunk: int32 [B, C+1], C tokens and one of look-ahead.
+      start: int32 [], position of the chunk's first token.
+      valid: int32 [B], how many of the C tokens each row takes in.
+    """
+    batch, size = chunk.shape[0], chunk.shape[1] - 1
+    tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
+    out = plan.target.forward(
+        params.target, chunk[:, :-1], tree, cache, plan.drafter.capture_layers
+    )
+    rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    memory = plan.drafter.absorb(params, memory, chunk, out.features, start, valid)
+    return kv.append(cache, out.tree_kv, rows, valid), memory
+
+
 def _verify(
     plan: Plan, params: Params, request: Request, state: DecodeState, draft: Draft, tree: Tree
 ) -> tuple[TargetOutput, Verdict]:

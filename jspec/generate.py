@@ -1,0 +1,348 @@
+"""The host side of a generation: check, group, pad, prefill, decode, unpad.
+
+Rows are grouped, padded to shape buckets and sorted as the host likes: a row's text depends on its
+own prompt, settings and seed alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jspec import decode as loop
+from jspec.drafters import NoDrafter
+from jspec.plan import Plan
+from jspec.sampling import WARPS
+from jspec.types import Array, Drafter, History, Params, Request, Sampling, Target
+
+PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
+MAX_NUM_SEQS = 32  # rows decoded together
+_SMALLEST_BUCKET = 64
+_FOREVER = np.int32(2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sequence to generate. Checked when made.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_tokens: most tokens to generate.
+      temperature: 0 is greedy.
+      top_k: 0 keeps every token.
+      top_p: 1 keeps every token.
+      min_p: 0 keeps every token.
+      stop_token_ids: ids that end the row; the one that did is kept in its tokens.
+      seed: with ``stream``, the address of the row's noise.
+      stream: tells rows of one seed apart.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    stream: int = 0
+
+    def __post_init__(self):
+        if not self.prompt:
+            raise ValueError("prompt is empty; give at least one token (such as the BOS token).")
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)} must be {wanted}.")
+
+    @property
+    def warps(self) -> tuple[str, ...]:
+        """The warps this row needs, in order."""
+        if self.temperature == 0:
+            return ()
+        used = (True, self.min_p > 0, self.top_k > 0, self.top_p < 1)
+        return tuple(name for name, is_used in zip(WARPS, used, strict=True) if is_used)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one row generated.
+
+    Attributes:
+      tokens: int32 [n], the generated ids, a stop token included.
+      finish_reason: ``"stop"``, ``"length"``, or None while the row runs.
+      stop_token: the id that ended the row, or None.
+      rounds: passes of the target.
+      drafts: rounds that had at least one drafted token.
+      drafted: drafted tokens.
+      accepted: int [K+1], how many drafts had 0..K tokens accepted.
+      trace: (accepted, tokens, parents) of every recorded round, or None.
+    """
+
+    tokens: np.ndarray
+    finish_reason: str | None
+    stop_token: int | None
+    rounds: int
+    drafts: int
+    drafted: int
+    accepted: np.ndarray
+    trace: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a pass of the target emitted, bonus included: 1.0 is no gain."""
+        return len(self.tokens) / max(self.rounds, 1)
+
+
+@struct.dataclass
+class Batch:
+    """Rows in flight: what a caller holds between slices of a generation."""
+
+    request: Request
+    state: loop.DecodeState
+    prompt_lengths: np.ndarray = struct.field(pytree_node=False)  # [rows], without padding rows
+
+
+def generate(
+    target: Target,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    drafter: Drafter | None = None,
+    drafter_params: Any = None,
+    rule: str = "rejection",
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop_token_ids: Sequence[int] = (),
+    seed: int = 0,
+    record_rounds: int = 0,
+) -> list[Answer]:
+    """Continues every prompt (token ids) with the target's own distribution.
+
+    Row i draws with noise of ``(seed, i)``. For settings of each row's own build ``Row``s and call
+    ``generate_rows``.
+
+    Raises:
+      ValueError: a setting is out of range, or a prompt does not fit the model.
+    """
+    rows = [
+        Row(
+            prompt=tuple(int(token) for token in prompt), max_tokens=max_new_tokens,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            stop_token_ids=tuple(stop_token_ids), seed=seed, stream=index,
+        )
+        for index, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    plan = Plan(target, drafter or NoDrafter(), rule, record_rounds=record_rounds)
+    return generate_rows(plan, Params(params, drafter_params), rows)
+
+
+def generate_rows(
+    plan: Plan, params: Params, rows: Sequence[Row], *, max_num_seqs: int = MAX_NUM_SEQS
+) -> list[Answer]:
+    """Generates all rows, ``max_num_seqs`` at a time; answers come in the order of ``rows``."""
+    answers: list[Answer | None] = [None] * len(rows)
+    for group in groups(rows, max_num_seqs):
+        batch = start(plan, params, [rows[index] for index in group], warps=warps_of(rows))
+        batch = advance(plan, params, batch)
+        for index, answer in zip(group, read(plan, batch), strict=True):
+            answers[index] = answer
+    return answers
+
+
+def stream_rows(
+    plan: Plan, params: Params, rows: Sequence[Row], *, rounds: int = 4
+) -> Iterator[list[Answer]]:
+    """Generates the rows as one batch and yields their answers so far every ``rounds`` rounds."""
+    batch = start(plan, params, rows, warps=warps_of(rows))
+    while True:
+        batch = advance(plan, params, batch, rounds)
+        answers = read(plan, batch)
+        yield answers
+        if all(answer.finish_reason for answer in answers):
+            return
+
+
+def groups(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
+    """Indices of rows to run together, rows of like length in one group."""
+    if size < 1:
+        raise ValueError(f"max_num_seqs={size} must be at least 1.")
+    ordered = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt) + rows[i].max_tokens)
+    for first in range(0, len(ordered), size):
+        yield ordered[first : first + size]
+
+
+def warps_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The warps that any of the rows needs, in order."""
+    used = {name for row in rows for name in row.warps}
+    return tuple(name for name in WARPS if name in used)
+
+
+def start(
+    plan: Plan, params: Params, rows: Sequence[Row], *, warps: tuple[str, ...] | None = None
+) -> Batch:
+    """Checks and pads the rows, allocates their state and takes in their prompts.
+
+    Raises:
+      ValueError: a row does not fit the model.
+    """
+    for index, row in enumerate(rows):
+        _check_fits(plan.target, index, row)
+    size = _bucket(len(rows), smallest=1)
+    longest = max(len(row.prompt) + row.max_tokens for row in rows)
+    capacity = _bucket(longest) + plan.drafter.max_depth + 1
+    request = _request(rows, size, warps_of(rows) if warps is None else warps)
+    prompts, lengths = _pad_prompts(rows, size, capacity)
+    cache = plan.target.init_cache(size, capacity)
+    memory = plan.drafter.init(params, request, capacity)
+    cache, memory = _take_in(plan, params, cache, memory, prompts, lengths)
+    state = loop.DecodeState(
+        history=History(jnp.array(prompts), jnp.array(lengths)),
+        cache=cache,
+        memory=memory,
+        done=jnp.arange(size) >= len(rows),
+        stats=loop.init_stats(plan, size),
+        round=jnp.int32(0),
+    )
+    return Batch(request, state, lengths[: len(rows)])
+
+
+def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
+    """Decodes up to ``rounds`` more rounds (None: to the end). Consumes ``batch``."""
+    state = batch.state
+    until = jnp.int32(_FOREVER) if rounds is None else state.round + rounds
+    _, state = loop.decode(plan, params, batch.request, (), state, until)
+    return batch.replace(state=state)
+
+
+def cancel(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Ends rows early, as when the host finds a stop string."""
+    done = batch.state.done.at[np.array(rows, np.int32)].set(True)
+    return batch.replace(state=batch.state.replace(done=done))
+
+
+def read(plan: Plan, batch: Batch) -> list[Answer]:
+    """Brings the rows' tokens and counts to the host."""
+    state = batch.state
+    host = jax.device_get((state.history, state.done, state.stats, batch.request.stop_tokens))
+    return [_answer(host, row, int(start)) for row, start in enumerate(batch.prompt_lengths)]
+
+
+def _answer(host, row: int, prompt_length: int) -> Answer:
+    history, done, stats, stop_tokens = host
+    tokens = history.tokens[row, prompt_length : history.length[row]].copy()
+    stops = set(stop_tokens[row].tolist()) - {-1}
+    stop_token = int(tokens[-1]) if len(tokens) and int(tokens[-1]) in stops else None
+    reason = None
+    if done[row]:
+        reason = "length" if stop_token is None else "stop"
+    trace = None
+    if stats.trace is not None:
+        ran = stats.trace.accepted[:, row] >= 0
+        trace = tuple(
+            part[ran, row]
+            for part in (stats.trace.accepted, stats.trace.tokens, stats.trace.parents)
+        )
+    return Answer(
+        tokens=tokens, finish_reason=reason, stop_token=stop_token, rounds=int(stats.rounds[row]),
+        drafts=int(stats.drafts[row]), drafted=int(stats.drafted[row]),
+        accepted=stats.accepted[row].copy(), trace=trace,
+    )  # fmt: skip
+
+
+def _check_fits(target: Target, index: int, row: Row) -> None:
+    total = len(row.prompt) + row.max_tokens
+    if total > target.max_positions:
+        raise ValueError(
+            f"prompt {index} has {len(row.prompt)} tokens and max_tokens={row.max_tokens}, together "
+            f"{total}, but the model has {target.max_positions} positions; shorten one of them."
+        )
+    low, high = min(row.prompt), max(row.prompt)
+    if low < 0 or high >= target.vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"prompt {index} holds token id {wrong}, outside the vocabulary of "
+            f"{target.vocab_size} tokens; was it made by another tokenizer?"
+        )
+
+
+def _request(rows: Sequence[Row], size: int, warps: tuple[str, ...]) -> Request:
+    """Per-row arrays; padding rows are greedy and done from the start."""
+
+    def column(values: list, fill, dtype) -> Array:
+        return jnp.array(values + [fill] * (size - len(rows)), dtype)
+
+    num_stops = _bucket(max((len(row.stop_token_ids) for row in rows), default=0), smallest=1)
+    stops = np.full((size, num_stops), -1, np.int32)
+    for index, row in enumerate(rows):
+        stops[index, : len(row.stop_token_ids)] = row.stop_token_ids
+    sampling = Sampling(
+        temperature=column([row.temperature for row in rows], 0.0, jnp.float32),
+        min_p=column([row.min_p for row in rows], 0.0, jnp.float32),
+        top_k=column([row.top_k for row in rows], 0, jnp.int32),
+        top_p=column([row.top_p for row in rows], 1.0, jnp.float32),
+        names=warps,
+    )
+    limits = [len(row.prompt) + row.max_tokens for row in rows]
+    return Request(_keys(rows, size), sampling, jnp.array(stops), column(limits, 1, jnp.int32))
+
+
+def _keys(rows: Sequence[Row], size: int) -> Array:
+    """One key a row. Always threefry: other generators are not independent of the batch."""
+    words = np.zeros((size, 2), np.uint32)
+    streams = np.zeros((size,), np.uint32)
+    for index, row in enumerate(rows):
+        words[index] = (row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF
+        streams[index] = row.stream
+    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(keys, streams)
+
+
+def _pad_prompts(
+    rows: Sequence[Row], size: int, capacity: int
+) -> tuple[np.ndarray, np.ndarray]:
+    prompts = np.zeros((size, capacity), np.int32)
+    lengths = np.ones((size,), np.int32)  # a padding row holds one token: it has a root
+    for index, row in enumerate(rows):
+        prompts[index, : len(row.prompt)] = row.prompt
+        lengths[index] = len(row.prompt)
+    return prompts, lengths
+
+
+def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarray):
+    """Prefills all but each prompt's last token, chunk by chunk."""
+    wanted = lengths - 1
+    longest = int(wanted.max())
+    width = min(_bucket(longest, smallest=16), PREFILL_CHUNK)
+    for begin in range(0, longest, width):
+        chunk = prompts[:, begin : begin + width + 1]
+        chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
+        valid = np.clip(wanted - begin, 0, width)
+        cache, memory = loop.prefill(
+            plan, params, cache, memory, jnp.array(chunk), jnp.int32(begin), jnp.array(valid)
+        )
+    return cache, memory
+
+
+def _bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
+    """The next power of two, so that calls of similar size share a program."""
+    bucket = smallest
+    while bucket < size:
+        bucket *= 2
+    return bucket
