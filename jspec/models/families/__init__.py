@@ -1,0 +1,62 @@
+"""Model families: which config.json makes which decoder, and where its tensors lie in the files.
+
+A new family is one file here and one line in ``FAMILIES``.
+"""
+
+import dataclasses
+
+from jspec.models.decoder import DecoderConfig
+from jspec.models.families import llama, mistral, qwen2, qwen3
+from jspec.models.families.common import Family
+
+# By ``model_type``. Writing takes the first family that can say everything about a decoder.
+FAMILIES = {
+    family.model_type: family
+    for family in (llama.FAMILY, mistral.FAMILY, qwen3.FAMILY, qwen2.FAMILY)
+}
+
+
+def find(raw: dict) -> Family:
+    """The family of a config.json, by ``model_type`` and, where given, ``architectures``.
+
+    Raises:
+      ValueError: the architecture is not one of ours; the message lists those that are.
+    """
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    architectures = raw.get("architectures") or []
+    family = FAMILIES.get(raw.get("model_type"))
+    if "model_type" not in raw:
+        family = next((f for f in FAMILIES.values() if [f.architecture] == architectures), None)
+    if family is None or architectures not in ([], [family.architecture]):
+        raise ValueError(
+            f"architecture {', '.join(map(str, architectures)) or 'unnamed'} (model_type "
+            f"{raw.get('model_type')!r}) is not supported; known, for text generation: {known}"
+        )
+    return family
+
+
+def describe(config: DecoderConfig) -> dict:
+    """A config.json for ``config``, in the layout of the first family that can express it.
+
+    Raises:
+      ValueError: no family can; the message says what gets lost in each.
+    """
+    lost = []
+    for family in FAMILIES.values():
+        raw = family.write(config)
+        again = family.read(raw)
+        changed = different_fields(config, again)
+        if not changed:
+            return raw
+        lost.append(f"{family.model_type} loses {', '.join(changed)}")
+    raise ValueError(f"no known architecture describes this config: {'; '.join(lost)}")
+
+
+def different_fields(one: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """Names of the fields that differ, apart from the precision that a machine works in."""
+    return [
+        field.name
+        for field in dataclasses.fields(DecoderConfig)
+        if field.name not in ("cache_dtype", "activation_dtype")
+        and getattr(one, field.name) != getattr(other, field.name)
+    ]

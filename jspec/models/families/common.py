@@ -1,0 +1,182 @@
+"""What the families share: a ``Family`` and the parts of config.json that mean the same in all."""
+
+import dataclasses
+from collections.abc import Callable
+
+from jspec.models.decoder import DecoderConfig
+from jspec.models.families import scaling
+from jspec.models.families.names import Entry, llama_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One ``model_type`` of Hugging Face: how its config.json and its tensors map to a decoder."""
+
+    model_type: str
+    architecture: str
+    defaults: dict  # what `transformers` assumes for keys that config.json leaves out
+    neutral: dict  # keys that we do not implement, and the values under which they do nothing
+    special: Callable[[dict], dict]  # config.json to the fields of DecoderConfig that differ
+    describe: Callable[[DecoderConfig], dict]  # the inverse of ``special``
+    table: Callable[[DecoderConfig], tuple[Entry, ...]] = llama_table
+
+    def read(self, raw: dict) -> DecoderConfig:
+        """The decoder that a config.json describes.
+
+        Raises:
+          ValueError: a key is missing, malformed, or has a value that is not implemented.
+        """
+        raw = self.defaults | raw
+        _refuse(raw, _NEUTRAL | self.neutral)
+        heads, hidden = whole(raw, "num_attention_heads"), whole(raw, "hidden_size")
+        given = lambda key, default: default if raw[key] is None else whole(raw, key)
+        kv_heads, head_dim = given("num_key_value_heads", heads), given("head_dim", hidden // heads)
+        if heads % kv_heads or head_dim % 2:
+            raise ValueError(
+                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
+                f"({kv_heads}), and head_dim ({head_dim}) even"
+            )
+        whole(raw, "max_position_embeddings")
+        rope, max_positions = scaling.read(raw, head_dim)
+        return DecoderConfig(
+            vocab_size=whole(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=whole(raw, "intermediate_size"),
+            num_layers=whole(raw, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_positions=max_positions,
+            norm_eps=_positive(raw, "rms_norm_eps"),
+            rope=rope,
+            tie_embeddings=flag(raw, "tie_word_embeddings"),
+            **self.special(raw),
+        )
+
+    def write(self, config: DecoderConfig) -> dict:
+        """A config.json for ``config``; only ``read`` can tell whether it says everything."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_eps,
+            "tie_word_embeddings": config.tie_embeddings,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            **scaling.write(config.rope, config.max_positions),
+            **self.describe(config),
+        }
+
+
+# Sizes have no defaults: a config.json without them is damaged.
+SHARED_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+# Keys through which relatives of these families change the computation. Others that we do not
+# read (dropout, initialisation, token ids, ...) have no say in inference.
+_NEUTRAL = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (None, 1),
+    "quantization_config": (None, {}),
+    "compression_config": (None, {}),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "per_layer_config": (None, {}),
+    "use_mrope": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+}
+
+
+def whole(raw: dict, key: str) -> int:
+    """The positive integer under ``key``."""
+    value = raw.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} must be a positive integer, got {value!r}")
+    return value
+
+
+def flag(raw: dict, key: str) -> bool:
+    """The boolean under ``key``; null counts as false."""
+    value = raw.get(key)
+    if value not in (None, False, True):
+        raise ValueError(f"{key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def windows(raw: dict) -> tuple[int | None, ...]:
+    """The sliding window of every layer, from the four keys that Qwen has for it."""
+    count = whole(raw, "num_hidden_layers")
+    sliding = raw["sliding_window"] is not None and flag(raw, "use_sliding_window")
+    kinds = raw["layer_types"]
+    if kinds is None:
+        first = raw["max_window_layers"]
+        kinds = ["sliding_attention" if sliding and layer >= first else "full_attention"
+                 for layer in range(count)]  # fmt: skip
+    if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"layer_types must name full_attention or sliding_attention for each of {count} "
+            f"layers, got {kinds}"
+        )
+    if "sliding_attention" not in kinds:
+        return ()
+    if not sliding:
+        raise ValueError(
+            "layer_types names sliding_attention, but use_sliding_window is "
+            f"{raw['use_sliding_window']} and sliding_window {raw['sliding_window']}; set both"
+        )
+    size = whole(raw, "sliding_window")
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+
+
+def describe_windows(config: DecoderConfig) -> dict:
+    """The inverse of ``windows``; layers share one size, or ``read`` gives something else."""
+    per_layer = config.windows or (None,) * config.num_layers
+    sizes = [size for size in per_layer if size is not None]
+    return {
+        "use_sliding_window": bool(sizes),
+        "sliding_window": sizes[0] if sizes else None,
+        "layer_types": [
+            "full_attention" if size is None else "sliding_attention" for size in per_layer
+        ],
+        "max_window_layers": config.num_layers,  # layer_types decides; old readers see no window
+    }
+
+
+def _positive(raw: dict, key: str) -> float:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _refuse(raw: dict, neutral: dict) -> None:
+    wrong = [
+        f"{key}={raw[key]!r} (only {' or '.join(repr(value) for value in allowed)})"
+        for key, allowed in neutral.items()
+        if key in raw and raw[key] not in allowed
+    ]
+    if wrong:
+        raise ValueError(f"not supported: {', '.join(wrong)}")

@@ -1,0 +1,122 @@
+"""Where each array of ``DecoderParams`` lives in a checkpoint, and how it gets there and back.
+
+Files store projections one by one and [out, in]; jspec keeps them [in, out], with q, k, v side by
+side in one matrix and gate, up in another.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams
+from jspec.types import Array
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"  # some files of tied models repeat the embedding under this name
+HARMLESS = ("rotary_emb.inv_freq",)  # ends of names: buffers that the config determines anyway
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OUTPUT = ("self_attn.o_proj",)
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_DOWN = ("mlp.down_proj",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of the parameters, and the tensors of the file that make it up.
+
+    ``layer`` is None for fields of ``DecoderParams`` itself. Several tensors are joined along
+    their first stored axis (the outputs), which is the last one in memory.
+    """
+
+    field: str
+    layer: int | None
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # as stored, [out, in]
+    transpose: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in memory."""
+        joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+        return joined[::-1] if self.transpose else joined
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def join(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
+        """The array in memory from the tensors of a file; always a copy, C-contiguous."""
+        out = np.empty(self.shape, dtype)
+        rows = out.T if self.transpose else out
+        start = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            rows[start : start + shape[0]] = tensors[name]
+            start += shape[0]
+        return out
+
+    def split(self, array: np.ndarray) -> list[np.ndarray]:
+        """The inverse of ``join``: the tensors of the file, as views."""
+        rows = array.T if self.transpose else array
+        edges = np.cumsum([shape[0] for shape in self.shapes])[:-1]
+        return np.split(rows, edges)
+
+    def pick(self, params: DecoderParams) -> Array | None:
+        """This entry's array in ``params``, or None."""
+        return getattr(params if self.layer is None else params.layers[self.layer], self.field)
+
+
+def llama_table(config: DecoderConfig) -> tuple[Entry, ...]:
+    """Names of Llama and of every family that kept them: Mistral, Qwen2, Qwen3."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    entries = [Entry("embedding", None, (EMBEDDING,), ((vocab, hidden),))]
+    for layer in range(config.num_layers):
+        entries += _layer(config, layer)
+    entries.append(Entry("norm", None, ("model.norm.weight",), ((hidden,),)))
+    if not config.tie_embeddings:
+        entries.append(Entry("head", None, (HEAD,), ((vocab, hidden),), transpose=True))
+    return tuple(entries)
+
+
+def _layer(config: DecoderConfig, layer: int) -> list[Entry]:
+    hidden, wide, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.qkv_sizes
+    qkv_sizes, gate_up_sizes = (q_size, kv_size, kv_size), (wide, wide)
+
+    def entry(field: str, owners, sizes, inputs: int | None = None, kind: str = "weight") -> Entry:
+        """A matrix of ``inputs`` columns as stored, or a vector where that is None."""
+        names = tuple(f"model.layers.{layer}.{owner}.{kind}" for owner in owners)
+        shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
+        return Entry(field, layer, names, shapes, transpose=inputs is not None)
+
+    entries = [
+        entry("attention_norm", ("input_layernorm",), (hidden,)),
+        entry("qkv", _QKV, qkv_sizes, hidden),
+        entry("output", _OUTPUT, (hidden,), q_size),
+        entry("mlp_norm", ("post_attention_layernorm",), (hidden,)),
+        entry("gate_up", _GATE_UP, gate_up_sizes, hidden),
+        entry("down", _DOWN, (hidden,), wide),
+    ]
+    if config.qkv_bias:
+        entries.append(entry("qkv_bias", _QKV, qkv_sizes, kind="bias"))
+    if config.output_bias:
+        entries.append(entry("output_bias", _OUTPUT, (hidden,), kind="bias"))
+    if config.mlp_bias:
+        entries.append(entry("gate_up_bias", _GATE_UP, gate_up_sizes, kind="bias"))
+        entries.append(entry("down_bias", _DOWN, (hidden,), kind="bias"))
+    if config.qk_norm:
+        entries.append(entry("q_norm", ("self_attn.q_norm",), (head_dim,)))
+        entries.append(entry("k_norm", ("self_attn.k_norm",), (head_dim,)))
+    return entries
+
+
+def assemble(entries: tuple[Entry, ...], arrays: list, num_layers: int) -> DecoderParams:
+    """Parameters from one array for each entry."""
+    whole: dict = {}
+    layers: list[dict] = [{} for _ in range(num_layers)]
+    for entry, array in zip(entries, arrays, strict=True):
+        (whole if entry.layer is None else layers[entry.layer])[entry.field] = array
+    return DecoderParams(layers=tuple(LayerParams(**layer) for layer in layers), **whole)

@@ -1,0 +1,68 @@
+"""Replacing several files of a directory as one: all of them take effect, or none.
+
+    directory/.jspec-saving/   being written; worthless if the writer dies
+    directory/.jspec-saved/    whole, the rename to this name is the commit; moved into place next
+
+A writer that dies between the commit and the last move leaves ``.jspec-saved`` behind, and the next
+reader or writer finishes the moves.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_SAVING, _SAVED, _MANIFEST = ".jspec-saving", ".jspec-saved", "files.json"
+
+
+@contextlib.contextmanager
+def replace_files(directory: str | Path, stale: re.Pattern) -> Iterator[Path]:
+    """Gives an empty directory to write into; on a clean exit its files replace the old ones.
+
+    Files of ``directory`` whose whole name matches ``stale`` and that were not written again are
+    removed; others stay. After an exception everything is as before.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    finish_interrupted(directory, stale)
+    saving = directory / _SAVING
+    shutil.rmtree(saving, ignore_errors=True)  # of a writer that died
+    saving.mkdir()
+    try:
+        yield saving
+        names = sorted(file.name for file in saving.iterdir())
+        (saving / _MANIFEST).write_text(json.dumps(names))
+        for name in (*names, _MANIFEST):
+            _sync(saving / name)
+        os.replace(saving, directory / _SAVED)  # the commit
+    except BaseException:
+        shutil.rmtree(saving, ignore_errors=True)
+        raise
+    finish_interrupted(directory, stale)
+
+
+def finish_interrupted(directory: Path, stale: re.Pattern) -> None:
+    """Moves committed files into place; does nothing where there are none.
+
+    Repeating it is harmless: the manifest says what belongs to the save, moved or not.
+    """
+    saved = directory / _SAVED
+    if not saved.is_dir():
+        return
+    with contextlib.suppress(FileNotFoundError):  # another process finishes the same save
+        names = json.loads((saved / _MANIFEST).read_text())
+        for file in directory.iterdir():
+            if stale.fullmatch(file.name) and file.name not in names:
+                file.unlink()
+        for name in names:
+            if (saved / name).exists():
+                os.replace(saved / name, directory / name)
+        shutil.rmtree(saved)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
