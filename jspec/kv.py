@@ -46,15 +46,19 @@ def allocate(
 def append(cache: KVCache, new: tuple[AttentionKV, ...], rows: Array, count: Array) -> KVCache:
     """Writes ``rows`` [B, R] of ``new`` after each row's prefix; the first ``count`` [B] are kept.
 
-    All R rows are written, but only ``count`` of them become readable.
+    All R rows are written, but only ``count`` of them become readable. Rows that keep nothing write
+    to the end of the buffer: where the write goes then depends on the verdict, so XLA must put it
+    after every read of the round, and need not copy the cache to reorder them.
     """
+    capacity = cache.layers[0].k.shape[2] if cache.layers else 0
+    start = jnp.where(count > 0, cache.length, capacity - rows.shape[1])
 
     def put(buffer: Array, fresh: Array) -> Array:
         def one(buffer: Array, fresh: Array, rows: Array, start: Array) -> Array:
             return lax.dynamic_update_slice(buffer, fresh[:, rows].astype(buffer.dtype),
                                             (0, start, 0))  # fmt: skip
 
-        return jax.vmap(one)(buffer, fresh, rows, cache.length)
+        return jax.vmap(one)(buffer, fresh, rows, start)
 
     layers = jax.tree.map(put, cache.layers, new)
     return KVCache(layers, cache.length + count)

@@ -15,11 +15,12 @@ from jspec.types import Array
 _BFLOAT16_ROWS = 4
 
 
-def linear(x: Array, w: Array) -> Array:
+def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
     """``x @ w`` for x [..., I] and w [I, O], accumulated and returned in float32 (or wider).
 
-    A narrow ``w`` is never widened in memory: x is rounded to its dtype instead. float32 weights
-    multiply at full precision on every device.
+    ``transposed`` takes w as [O, I], which spares a tied head a copy of the embedding. A narrow
+    ``w`` is never widened in memory: x is rounded to its dtype instead. float32 weights multiply at
+    full precision on every device.
     """
     dtype = jnp.promote_types(w.dtype, jnp.float32)
     rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
@@ -27,8 +28,9 @@ def linear(x: Array, w: Array) -> Array:
     if w.dtype == jnp.bfloat16 and count < _BFLOAT16_ROWS:
         rows = jnp.pad(rows, ((0, _BFLOAT16_ROWS - count), (0, 0)))
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    out = jnp.matmul(rows, w, preferred_element_type=dtype, precision=precision)
-    return out[:count].reshape(*x.shape[:-1], w.shape[-1])
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    out = lax.dot_general(rows, w, contracted, precision=precision, preferred_element_type=dtype)
+    return out[:count].reshape(*x.shape[:-1], out.shape[-1])
 
 
 def attention(

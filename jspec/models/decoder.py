@@ -130,11 +130,15 @@ def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
 
 
 def unembed(
-    params: DecoderParams, config: DecoderConfig, x: Array, linear: Linear = ops.linear
+    params: DecoderParams, config: DecoderConfig, x: Array, linear: Linear | None = None
 ) -> Array:
     """Last residual stream [..., D] to float32 logits [..., V]: final norm and head."""
     x = rms_norm(x, params.norm, config.norm_eps)
-    return linear(x, params.embedding.T if params.head is None else params.head)
+    if params.head is not None:
+        return (linear or ops.linear)(x, params.head)
+    if linear is not None:
+        return linear(x, params.embedding.T)
+    return ops.linear(x, params.embedding, transposed=True)
 
 
 def trunk(

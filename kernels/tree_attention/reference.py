@@ -25,7 +25,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     positions: Array | None = None,
-    block: int = 256,
+    block: int = 128,
 ) -> Array:
     """Softmax over ``[prefix, tree]``, in float32.
 
