@@ -26,6 +26,7 @@ SHARD = "model-{:05d}-of-{:05d}.safetensors"
 _ANY_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = ("float32", "bfloat16", "float16")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 Path_ = str | Path
 
@@ -38,10 +39,7 @@ def load_config(path: Path_) -> tuple[DecoderConfig, dict]:
     """
     directory = locate(path, weights=False)
     raw = _read_json(directory / "config.json")
-    try:
-        config = families.find(raw).read(raw)
-    except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from None
+    config = _read_config(directory / "config.json", raw)
     return _with_precision(config, _stated_dtype(raw) or "float32"), raw
 
 
@@ -93,14 +91,13 @@ def save_pretrained(
       ValueError: ``raw_config`` describes another model, or ``params`` do not fit ``config``.
     """
     raw = dict(hf_config(config) if raw_config is None else raw_config)
-    family = families.find(raw)
-    differing = families.different_fields(family.read(raw), config)
+    differing = families.different_fields(_read_config("raw_config", raw), config)
     if differing:
         raise ValueError(
             f"raw_config does not describe config: {', '.join(differing)} differ; "
             "pass raw_config=None to have one made up"
         )
-    entries = family.table(config)
+    entries = families.find(raw).table(config)
     _check_params(entries, params)
     dtype = _known_dtype(dtype or _common_dtype(params))
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
@@ -127,13 +124,18 @@ def load_tokenizer(path: Path_):
     from transformers import AutoTokenizer  # takes a second to import, and weights need none of it
 
     directory = locate(path, weights=False)
+    # Without any of these, transformers makes up an empty tokenizer for some architectures.
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
+        raise ValueError(
+            f"{directory} has no tokenizer (none of {', '.join(_VOCABULARIES)}); copy that of the "
+            "original model, tokenizer_config.json included, or pass token ids"
+        )
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # whatever transformers raises, its first line says it
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{directory} has no tokenizer that transformers can read ({reason}); "
-            "put tokenizer.json and tokenizer_config.json beside config.json"
+            f"transformers cannot read the tokenizer in {directory}: {_first_line(error)}; "
+            "download or save it again"
         ) from None
 
 
@@ -169,7 +171,7 @@ def locate(path: Path_, weights: bool = True) -> Path:
       ValueError: there is no such directory, and the hub has no such model or is out of reach.
     """
     directory = Path(path)
-    if directory.is_dir():
+    if path != "" and directory.is_dir():
         staging.finish_interrupted(directory, _ANY_WEIGHTS)
         return directory
     if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
@@ -180,12 +182,15 @@ def locate(path: Path_, weights: bool = True) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=patterns))
     except Exception as error:  # network, permissions, unknown id: one line with the remedy
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"model {str(path)!r} is not a local directory and cannot be fetched from the hub "
-            f"({type(error).__name__}: {reason}); check the name and the connection, log in with "
+            f"({_first_line(error)}); check the name and the connection, log in with "
             "`hf auth login` if it is gated, or give a local directory"
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 # Precision.
@@ -214,6 +219,13 @@ def _known_dtype(dtype: Any) -> np.dtype:
 
 
 # Reading.
+
+
+def _read_config(source: Path_, raw: dict) -> DecoderConfig:
+    try:
+        return families.find(raw).read(raw)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _read_json(path: Path) -> dict:
@@ -349,9 +361,6 @@ def _write_weights(
 def _write_shard(path: Path, shard: list[Entry], params: DecoderParams, dtype: np.dtype) -> None:
     layout = [(name, shape, dtype) for entry in shard
               for name, shape in zip(entry.names, entry.shapes, strict=True)]  # fmt: skip
-    pieces = (
-        piece.astype(dtype)
-        for entry in shard
-        for piece in entry.split(np.asarray(entry.pick(params)))
-    )
+    pieces = (piece for entry in shard
+              for piece in entry.split(np.asarray(entry.pick(params)), dtype))  # fmt: skip
     tensor_files.write(path, layout, pieces)

@@ -109,10 +109,10 @@ def _split(path: Path) -> tuple[dict, np.ndarray]:
 def _view(path: Path, name: str, entry: object, data: np.ndarray) -> np.ndarray:
     try:
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        numbers = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
-        numbers = False
-    if not numbers:
+        whole = False
+    if not whole or not isinstance(code, str):
         raise _corrupt(path, f"the header's entry of {name} is malformed: {entry}")
     if code not in DTYPES:
         raise _corrupt(path, f"{name} has dtype {code!r}; known: {', '.join(DTYPES)}")

@@ -24,7 +24,9 @@ def find(raw: dict) -> Family:
     """
     known = ", ".join(family.architecture for family in FAMILIES.values())
     architectures = raw.get("architectures") or []
-    family = FAMILIES.get(raw.get("model_type"))
+    if not isinstance(architectures, list):
+        raise ValueError(f"architectures must be a list of names, got {architectures!r}")
+    family = FAMILIES.get(str(raw.get("model_type")))
     if "model_type" not in raw:
         family = next((f for f in FAMILIES.values() if [f.architecture] == architectures), None)
     if family is None or architectures not in ([], [family.architecture]):

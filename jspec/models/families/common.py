@@ -31,7 +31,7 @@ class Family:
         heads, hidden = whole(raw, "num_attention_heads"), whole(raw, "hidden_size")
         given = lambda key, default: default if raw[key] is None else whole(raw, key)
         kv_heads, head_dim = given("num_key_value_heads", heads), given("head_dim", hidden // heads)
-        if heads % kv_heads or head_dim % 2:
+        if heads % kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
                 f"({kv_heads}), and head_dim ({head_dim}) even"
@@ -47,7 +47,7 @@ class Family:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             max_positions=max_positions,
-            norm_eps=_positive(raw, "rms_norm_eps"),
+            norm_eps=scaling.positive("rms_norm_eps", raw["rms_norm_eps"]),
             rope=rope,
             tie_embeddings=flag(raw, "tie_word_embeddings"),
             **self.special(raw),
@@ -110,11 +110,12 @@ _NEUTRAL = {
 }
 
 
-def whole(raw: dict, key: str) -> int:
-    """The positive integer under ``key``."""
+def whole(raw: dict, key: str, least: int = 1) -> int:
+    """The integer under ``key``, at least ``least``."""
     value = raw.get(key)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a positive integer, got {value!r}")
+    if type(value) is not int or value < least:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{key} must be {kind}, got {value!r}")
     return value
 
 
@@ -132,10 +133,11 @@ def windows(raw: dict) -> tuple[int | None, ...]:
     sliding = raw["sliding_window"] is not None and flag(raw, "use_sliding_window")
     kinds = raw["layer_types"]
     if kinds is None:
-        first = raw["max_window_layers"]
+        first = whole(raw, "max_window_layers", least=0)
         kinds = ["sliding_attention" if sliding and layer >= first else "full_attention"
                  for layer in range(count)]  # fmt: skip
-    if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ValueError(
             f"layer_types must name full_attention or sliding_attention for each of {count} "
             f"layers, got {kinds}"
@@ -163,13 +165,6 @@ def describe_windows(config: DecoderConfig) -> dict:
         ],
         "max_window_layers": config.num_layers,  # layer_types decides; old readers see no window
     }
-
-
-def _positive(raw: dict, key: str) -> float:
-    value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
 
 
 def _refuse(raw: dict, neutral: dict) -> None:

@@ -6,7 +6,7 @@ side in one matrix and gate, up in another.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -51,22 +51,31 @@ class Entry:
     def join(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
         """The array in memory from the tensors of a file; always a copy, C-contiguous."""
         out = np.empty(self.shape, dtype)
-        rows = out.T if self.transpose else out
-        start = 0
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            rows[start : start + shape[0]] = tensors[name]
-            start += shape[0]
+        for name, part in zip(self.names, self._parts(out), strict=True):
+            _copy(part, tensors[name])
         return out
 
-    def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """The inverse of ``join``: the tensors of the file, as views."""
+    def split(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """The inverse of ``join``: the tensors of the file one by one, C-contiguous copies."""
+        for shape, part in zip(self.shapes, self._parts(array), strict=True):
+            out = np.empty(shape, dtype)
+            _copy(out, part)
+            yield out
+
+    def _parts(self, array: np.ndarray) -> list[np.ndarray]:
+        """Views of ``array`` [in, out], each shaped like one tensor of the file."""
         rows = array.T if self.transpose else array
-        edges = np.cumsum([shape[0] for shape in self.shapes])[:-1]
-        return np.split(rows, edges)
+        return np.split(rows, np.cumsum([shape[0] for shape in self.shapes])[:-1])
 
     def pick(self, params: DecoderParams) -> Array | None:
         """This entry's array in ``params``, or None."""
         return getattr(params if self.layer is None else params.layers[self.layer], self.field)
+
+
+def _copy(out: np.ndarray, source: np.ndarray, block: int = 64) -> None:
+    """Copies in blocks of rows: a transposing copy stays in the CPU's caches, 4 times faster."""
+    for row in range(0, len(out), block):
+        out[row : row + block] = source[row : row + block]
 
 
 def llama_table(config: DecoderConfig) -> tuple[Entry, ...]:

@@ -33,12 +33,15 @@ def read(raw: dict, head_dim: int) -> tuple[RopeConfig, int]:
     trained = raw["max_position_embeddings"]
     given = _merge(raw)
     kind = given.pop("rope_type")
-    theta = float(given.pop("rope_theta"))
+    theta = positive("rope_theta", given.pop("rope_theta"))
     if kind not in KINDS:
         raise ValueError(f"rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
     _check_keys(kind, given)
-    original = raw.get("original_max_position_embeddings")  # Phi-3's place for it; it wins
-    original = original or given.get("original_max_position_embeddings") or trained
+    key = "original_max_position_embeddings"
+    original = raw.get(key)  # Phi-3's place for it; it wins
+    original = given.get(key, trained) if original is None else original
+    if type(original) is not int or original < 2:
+        raise ValueError(f"{key} must be a whole number of tokens, got {original!r}")
     if kind in ("default", "linear", "dynamic"):
         factor = float(given.get("factor", 1.0))
         length = trained if kind == "dynamic" else 0
@@ -120,10 +123,20 @@ def _check_keys(kind: str, given: dict) -> None:
             f"{', '.join(missing) or 'none'}; not understood: {', '.join(unknown) or 'none'}"
         )
     for key, value in given.items():
-        if key in ("short_factor", "long_factor", "truncate"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"rope {key} must be a positive number, got {value!r}")
+        if key in ("short_factor", "long_factor"):
+            for each in value if isinstance(value, list) else [value]:
+                positive(key, each)
+        elif key == "truncate" and not isinstance(value, bool):
+            raise ValueError(f"truncate must be true or false, got {value!r}")
+        elif key != "truncate":
+            positive(key, value)
+
+
+def positive(key: str, value: object) -> float:
+    """``value`` if it is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
 
 
 def _yarn_amplitude(given: dict, factor: float) -> float:
@@ -142,10 +155,10 @@ def _longrope(
 ) -> RopeConfig:  # fmt: skip
     for key in ("short_factor", "long_factor"):
         if not isinstance(given[key], list) or len(given[key]) != head_dim // 2:
-            raise ValueError(f"rope {key} must be a list of {head_dim // 2} numbers (head_dim / 2)")
+            raise ValueError(f"{key} must be a list of {head_dim // 2} numbers (head_dim / 2)")
     amplitude = given.get("attention_factor")
     if amplitude is None:
-        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
     return RopeConfig(
         theta, "longrope", factor, original,
         amplitude=float(amplitude),
