@@ -8,6 +8,8 @@ write. It is a ``dynamic_update_slice`` a row, the one idiom that XLA keeps in p
 and TPU alike, and it clamps at the end of the buffer: allocate K + 1 slots more than needed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -26,9 +28,12 @@ class AttentionKV:
 
 @struct.dataclass
 class KVCache:
-    """A layer-wise tuple of entries and the number of committed slots of each row."""
+    """A layer-wise tuple of entries and the number of committed slots of each row.
 
-    layers: tuple[AttentionKV, ...]
+    An entry is any pytree of buffers [B, Hkv, S, D] that share S; ``Hkv`` and ``D`` may be 1.
+    """
+
+    layers: tuple[Any, ...]
     length: Array  # [B] int32
 
 
@@ -43,14 +48,15 @@ def allocate(
     return KVCache(layers, jnp.zeros((batch,), jnp.int32))
 
 
-def append(cache: KVCache, new: tuple[AttentionKV, ...], rows: Array, count: Array) -> KVCache:
+def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
     """Writes ``rows`` [B, R] of ``new`` after each row's prefix; the first ``count`` [B] are kept.
 
     All R rows are written, but only ``count`` of them become readable. Rows that keep nothing write
     to the end of the buffer: where the write goes then depends on the verdict, so XLA must put it
     after every read of the round, and need not copy the cache to reorder them.
     """
-    capacity = cache.layers[0].k.shape[2] if cache.layers else 0
+    buffers = jax.tree.leaves(cache.layers)
+    capacity = buffers[0].shape[2] if buffers else 0
     start = jnp.where(count > 0, cache.length, capacity - rows.shape[1])
 
     def put(buffer: Array, fresh: Array) -> Array:
@@ -64,6 +70,6 @@ def append(cache: KVCache, new: tuple[AttentionKV, ...], rows: Array, count: Arr
     return KVCache(layers, cache.length + count)
 
 
-def commit(cache: KVCache, tree_kv: tuple[AttentionKV, ...], verdict: Verdict) -> KVCache:
+def commit(cache: KVCache, tree_kv: tuple[Any, ...], verdict: Verdict) -> KVCache:
     """Keeps the root and the accepted nodes; the other branches are simply never written."""
     return append(cache, tree_kv, verdict.path, verdict.num_emitted)

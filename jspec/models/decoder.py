@@ -220,7 +220,7 @@ def forward(
     Writes nothing: the keys and values of the nodes come back as ``tree_kv``.
     """
     tree = topology.broadcast(tree, tokens.shape[0])
-    attend, tree_kv = attention_over(config, cache, tree)
+    attend, tree_kv = attention_over(cache, tree, windows=config.windows)
     positions = cache.length[:, None] + tree.depth
     x, features = trunk(
         params, config, embed(params, config, tokens), positions, attend,
@@ -230,24 +230,39 @@ def forward(
 
 
 def attention_over(
-    config: DecoderConfig, cache: kv.KVCache, tree: Tree
+    cache: kv.KVCache,
+    tree: Tree,
+    *,
+    scale: float | None = None,
+    windows: tuple[int | None, ...] = (),
 ) -> tuple[Attend, list[kv.AttentionKV]]:
-    """Attention over a committed prefix and a tree, and the list its new entries land in."""
+    """Attention over a committed prefix and a tree, for any network that calls it once a layer.
+
+    Args:
+      cache: the committed prefix, read only.
+      tree: shape of the nodes, with a batch axis.
+      scale: factor on the scores; None for ``head_dim ** -0.5``.
+      windows: sliding window of each layer; () for none.
+
+    Returns:
+      ``attend``, and the list of entries [B, Hkv, N, head_dim], one a layer, that it fills.
+    """
     num_nodes = tree.depth.shape[1]
     positions = cache.length[:, None] + tree.depth
     mask = topology.unpack_bits(tree.ancestors, num_nodes)
-    fresh: list[kv.AttentionKV] = []
+    fresh = list(cache.layers)  # replaced one by one
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
-        fresh.append(kv.AttentionKV(k, v))
-        window = config.windows[index] if config.windows else None
+        fresh[index] = kv.AttentionKV(k, v)
+        window = windows[index] if windows else None
         near = mask
         if window is not None:
             near = mask & (positions[:, :, None] - positions[:, None, :] < window)
         entry = cache.layers[index]
         return ops.attention(
             q, k, v, near, entry.k, entry.v, cache.length,
-            scale=config.head_dim**-0.5, window=window, positions=positions,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window=window, positions=positions,
         )  # fmt: skip
 
     return attend, fresh
