@@ -9,14 +9,15 @@ import pytest
 from jax import lax
 
 from jspec import checkpoint, kv, topology
-from jspec.models import decoder
+from jspec.models import decoder, families
+from jspec.models import rope as rope_lib
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
 VOCAB, LAYERS, NEW_TOKENS = 128, 2, 64
-PROMPT_LENGTHS = (13, 3, 8)
+PROMPT_LENGTHS = (13, 3)
 CHUNK = 8  # prompts are fed 8 tokens at once, then one at a time
 TRAINED = 32  # prompts lie below this length and answers cross it
 LONGROPE = {"short_factor": [1.0 + 0.05 * j for j in range(8)],
@@ -55,7 +56,7 @@ CASES = {
     "qwen2-windows-yarn": ("Qwen2", {
         "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
         "tie_word_embeddings": True, "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
                             "original_max_position_embeddings": TRAINED,
                             "mscale": 1.0, "mscale_all_dim": 0.7},
     }),
@@ -190,3 +191,36 @@ def test_greedy_tokens_and_their_logits_equal_generate_of_transformers(case, pro
             err_msg=f"smallest gap between the two best logits: {np.diff(best).min()}",
         )
         np.testing.assert_allclose(logits[row, answer], theirs, atol=TOLERANCE, rtol=0)
+
+
+PUBLISHED_ROPES = {
+    "llama-2": {"rope_type": "default"},
+    "llama-3.1": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
+                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "qwen-long": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6,
+                  "original_max_position_embeddings": 32768},
+    "yarn-without-truncation": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000.0,
+                                "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn-with-a-ramp-past-the-end": {"rope_type": "yarn", "factor": 2.0,
+                                      "original_max_position_embeddings": 524288},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 4096,
+                 "short_factor": [1.0 + j / 64 for j in range(64)],
+                 "long_factor": [1.0 + j for j in range(64)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED_ROPES)
+def test_rotations_at_published_sizes_equal_those_of_transformers(name):
+    settings = {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 131072}
+    rope = {"rope_theta": 1e4, **PUBLISHED_ROPES[name]}
+    theirs = transformers.LlamaConfig(**settings, rope_parameters=rope)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    ours = families.find({"model_type": "llama"}).read(theirs.to_dict())
+    for positions in (np.arange(16), np.array([4095]), np.array([4096, 30000, 131071])):
+        expected = rotary(torch.zeros(1), torch.tensor(positions)[None])
+        found = rope_lib.cos_sin(ours.rope, 128, jnp.array(positions, jnp.int32))
+        # A relative error of 1e-7 in a frequency turns the last position by 1e-2.
+        tolerance = 1e-6 + 2e-7 * positions.max()
+        for half, both in zip(found, expected, strict=True):
+            np.testing.assert_allclose(half, both[0, :, :64].numpy(), atol=tolerance)
