@@ -1,0 +1,145 @@
+"""One case: who runs, who wins, and whether the text is the same."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.measure import Contender, Sample, race
+from benchmarks.ours import Ours
+from benchmarks.theirs import THREADS, Theirs
+from benchmarks.workload import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all cases share.
+
+    Attributes:
+      prompts: token ids.
+      max_new_tokens: of every row.
+      repeats: quiet samples wanted of each contender.
+      patience: further rounds to wait for quiet.
+      limit: cores that others may use during a quiet sample.
+      seed: of sampling.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    repeats: int
+    patience: int
+    limit: float
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Plain greedy text at batch 1, by jspec and by transformers."""
+
+    ours: list[list[int]]
+    theirs: list[list[int]]
+
+
+def autoregression(case: Case) -> Case:
+    """The same case without speculation."""
+    return dataclasses.replace(case, method="autoregressive", num_speculative_tokens=0)
+
+
+def references(ours: Ours, theirs: Theirs, setting: Setting, dtype: str) -> Reference:
+    """Runs plain greedy generation on both sides."""
+    case = Case("autoregressive", 1, 0.0, dtype, 0)
+    limits = setting.prompts, setting.max_new_tokens, setting.seed
+    return Reference(
+        ours.generate(case, *limits).tokens, theirs.generate(case, "eager", 2, *limits).tokens
+    )
+
+
+def run_case(
+    case: Case, ours: Ours, theirs: Theirs | None, setting: Setting, reference: Reference | None
+) -> dict[str, Any]:
+    """Races jspec against its own autoregression and the peer's modes; figures for a row."""
+    limits = setting.prompts, setting.max_new_tokens, setting.seed
+    plain = autoregression(case)
+    racers = {"jspec": lambda: ours.generate(case, *limits)}
+    if plain != case:
+        racers["jspec autoregressive"] = lambda: ours.generate(plain, *limits)
+    modes = case.peer_modes if theirs else ()
+    for mode in modes:
+        for threads in THREADS:
+            racers[f"{mode}/{threads}"] = _bind(theirs, case, mode, threads, limits)
+    warm = {name: _warm_up(run) for name, run in racers.items()}
+    field = [Contender(name, run, limit=setting.limit) for name, run in racers.items()]
+    race(field, setting.repeats, setting.patience)
+    by_name = {contender.name: contender for contender in field}
+    row = {
+        "case": dataclasses.asdict(case),
+        "ours": by_name["jspec"].summary() | _text(warm["jspec"], case, reference),
+        "peers": [
+            _against(by_name, mode, _acceptance(theirs, case, mode, limits)) for mode in modes
+        ],
+    }
+    if plain != case:
+        row["own_autoregression"] = _ratios(by_name["jspec"], by_name["jspec autoregressive"])
+    return row
+
+
+def _bind(theirs: Theirs, case: Case, mode: str, threads: int, limits) -> Callable[[], Sample]:
+    return lambda: theirs.generate(case, mode, threads, *limits)
+
+
+def _warm_up(run: Callable[[], Sample]) -> Sample:
+    """Compiles, then settles caches; the second sample is like any later one."""
+    run()
+    return run()
+
+
+def _acceptance(theirs: Theirs, case: Case, mode: str, limits) -> float | None:
+    """The peer's acceptance length; a compiled model must not be hooked, and has none."""
+    if mode not in ("assisted", "prompt_lookup"):
+        return None
+    sample = theirs.generate(case, mode, 2, *limits, count_passes=True)
+    return sample.num_tokens / sample.passes
+
+
+def _text(sample: Sample, case: Case, reference: Reference | None) -> dict:
+    """What the text tells: acceptance, variety, and equality with plain greedy text."""
+    facts = {
+        "acceptance_length": sample.num_tokens / sample.passes,
+        "distinct_tokens": sum(len(set(row)) for row in sample.tokens) / len(sample.tokens),
+    }
+    if case.temperature == 0 and reference:
+        facts["equal_to_own_greedy"] = difference(sample.tokens, reference.ours)
+        facts["equal_to_peer_greedy"] = difference(sample.tokens, reference.theirs)
+    return facts
+
+
+def difference(rows: Sequence[list[int]], wanted: Sequence[list[int]]) -> dict:
+    """Equal rows, and where the first unequal one parts."""
+    equal = [row == want for row, want in zip(rows, wanted, strict=True)]
+    facts: dict[str, Any] = {"equal": all(equal), "rows_equal": sum(equal), "rows": len(equal)}
+    if not all(equal):
+        row = equal.index(False)
+        pairs = enumerate(zip(rows[row], wanted[row], strict=True))
+        facts |= {"row": row, "position": next(i for i, (a, b) in pairs if a != b)}
+    return facts
+
+
+def _against(by_name: dict[str, Contender], mode: str, acceptance: float | None) -> dict:
+    """Ratio to the peer at its better number of threads."""
+    rivals = {threads: by_name[f"{mode}/{threads}"] for threads in THREADS}
+    threads = max(rivals, key=lambda count: rivals[count].best)
+    return {
+        "mode": mode,
+        "threads": threads,
+        "acceptance_length": acceptance,
+        **_ratios(by_name["jspec"], rivals[threads]),
+        "by_threads": {str(count): rival.summary() for count, rival in rivals.items()},
+    }
+
+
+def _ratios(ours: Contender, other: Contender) -> dict:
+    return {
+        "tokens_per_second_best": round(other.best, 2),
+        "tokens_per_second_median": round(other.median, 2),
+        "ratio_best": round(ours.best / other.best, 3),
+        "ratio_median": round(ours.median / other.median, 3),
+    }

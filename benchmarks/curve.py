@@ -1,0 +1,102 @@
+"""What a pass over N nodes costs: the curve that bounds speculation on a device.
+
+Speculation pays ``V(K+1) / V(1)`` for a round instead of 1, and ``c`` for each of its K drafted
+tokens, so with acceptance length tau it cannot gain more than ``tau / (V(K+1)/V(1) + K c)``.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import kv, topology
+from jspec.models import decoder
+
+_LOOPS = 24  # passes inside one program: long enough to time, short enough to be undisturbed
+_CAPACITY = 512
+
+
+def pass_seconds(
+    config: decoder.DecoderConfig,
+    params: decoder.DecoderParams,
+    widths: Sequence[int],
+    *,
+    batch: int = 1,
+    prefix: int = 192,
+    rounds: int = 12,
+) -> dict[int, float]:
+    """Seconds of one pass over N nodes a row and of writing their keys, for N in ``widths``.
+
+    Passes run inside a jitted ``fori_loop``, each fed by the last; widths take turns and the best
+    of ``rounds`` counts.
+    """
+    programs = {width: _program(config, width) for width in widths}
+    cache = decoder.init_cache(config, batch, _CAPACITY)
+    cache = cache.replace(length=jnp.full((batch,), prefix, jnp.int32))
+    tokens = {width: jnp.ones((batch, width), jnp.int32) for width in widths}
+    for width, program in programs.items():  # compiles
+        cache, tokens[width] = jax.block_until_ready(program(params, cache, tokens[width]))
+    best = dict.fromkeys(widths, float("inf"))
+    for _ in range(rounds):
+        for width, program in programs.items():
+            start = time.perf_counter()
+            cache, tokens[width] = jax.block_until_ready(program(params, cache, tokens[width]))
+            best[width] = min(best[width], (time.perf_counter() - start) / _LOOPS)
+    return best
+
+
+def _program(config: decoder.DecoderConfig, width: int):
+    tree = topology.from_parents(topology.chain(width - 1), width - 1)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def run(params, cache, tokens):
+        batch = tokens.shape[0]
+        rows = jnp.broadcast_to(jnp.arange(width), (batch, width))
+        none = jnp.zeros((batch,), jnp.int32)  # the prefix keeps its length
+
+        def body(_, carry):
+            cache, tokens = carry
+            out = decoder.forward(params, config, tokens, tree, cache)
+            cache = kv.append(cache, out.tree_kv, rows, none)
+            return cache, jnp.argmax(out.logits, -1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, _LOOPS, body, (cache, tokens))
+
+    return run
+
+
+def speedup_bound(
+    acceptance_length: float, widening: float, draft_cost: float, depth: int
+) -> float:
+    """Most that a chain of ``depth`` drafted tokens can gain over autoregression.
+
+    Args:
+      acceptance_length: tokens a round emits, bonus included.
+      widening: V(K+1) / V(1).
+      draft_cost: c, a pass of the draft model over a pass of the target.
+      depth: K.
+    """
+    return acceptance_length / (widening + depth * draft_cost)
+
+
+def logit_gap(
+    config: decoder.DecoderConfig, params: decoder.DecoderParams, tokens: Sequence[int]
+) -> float:
+    """Difference of the two largest logits of the token that follows ``tokens``."""
+    length = len(tokens)
+    padded = np.zeros((1, -(-length // 64) * 64), np.int32)
+    padded[0, :length] = tokens
+    size = padded.shape[1]
+    tree = topology.from_parents(topology.chain(size - 1), size - 1)
+    cache = decoder.init_cache(config, 1, 1)
+    logits = _forward(params, config, jnp.array(padded), tree, cache)[0, length - 1]
+    largest = jax.lax.top_k(logits, 2)[0]
+    return float(largest[0] - largest[1])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _forward(params, config, tokens, tree, cache):
+    return decoder.forward(params, config, tokens, tree, cache).logits

@@ -1,0 +1,184 @@
+"""jspec beside transformers, in one run, on the same weights, prompts and K.
+
+    python -m benchmarks.latency --model DIR --draft DIR [--out benchmarks/results/latency.json]
+
+Prints a table of methods, batches, temperatures and dtypes with ratios, the cost of a target pass
+over N nodes, and ``draft_model`` by K; writes them as JSON with device, versions and commit. Both
+sides are timed from token ids to token ids, warmed up, in turns; see ``benchmarks.measure``.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import compare, curve, environment, report, workload
+from benchmarks.compare import Setting
+from benchmarks.ours import Ours
+from benchmarks.peer import Peer
+from benchmarks.theirs import Theirs
+from benchmarks.workload import Case
+
+_RESULTS = Path(__file__).with_name("results")
+_WIDTHS = range(1, 17)
+_LOG_WIDTH = 160
+
+
+def main() -> None:
+    """Command line."""
+    arguments = _parser().parse_args()
+    console = Console()
+    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+        console = Console(width=_LOG_WIDTH)
+    setting = _setting(arguments)
+    facts = environment.describe() | {
+        "prompts": workload.fingerprint(setting.prompts),
+        "setting": {
+            key: value for key, value in dataclasses.asdict(setting).items() if key != "prompts"
+        },
+        "num_prompts": len(setting.prompts),
+        "prompt_tokens": len(setting.prompts[0]),
+    }
+    rows, curves, sweep = [], {}, []
+    with Progress(console=console, transient=True) as progress:
+        for dtype in arguments.dtypes:
+            ours = Ours(arguments.model, arguments.draft, dtype)
+            curves[dtype] = _curve(ours)
+            rows += _rows(arguments, setting, ours, dtype, progress)
+            sweep += _sweep(arguments, setting, ours, dtype, curves[dtype], progress)
+    facts["load_average_after"] = os.getloadavg()
+    if rows:
+        console.print(report.latency_table(rows, facts))
+    console.print(report.curve_table(curves))
+    if sweep:
+        console.print(report.sweep_table(sweep))
+    _write(arguments.out, facts | {"rows": rows, "curves": curves, "sweep": sweep})
+    console.print(f"wrote {arguments.out}; load average {os.getloadavg()[0]:.1f}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="jspec beside transformers on torch CPU")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=_RESULTS / "latency.json")
+    parser.add_argument("--methods", nargs="*", default=workload.METHODS, choices=workload.METHODS)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.8))
+    parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"))
+    parser.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K")
+    parser.add_argument("--sweep", type=int, nargs="*", default=(1, 2, 3, 4, 6), metavar="K")
+    parser.add_argument("--sweep-temperature", type=float, default=0.8)
+    parser.add_argument("--ngram-max", type=int, default=3)
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--patience", type=int, default=5, help="further rounds to find quiet")
+    parser.add_argument("--quiet", type=float, default=0.1, help="cores others may use meanwhile")
+    parser.add_argument("--random-prompts", action="store_true", help="for random weights")
+    parser.add_argument(
+        "--cpp-wrapper", action="store_true", help="peer: compile with inductor's C++ wrapper"
+    )
+    return parser
+
+
+def _setting(arguments: argparse.Namespace) -> Setting:
+    count, length = arguments.num_prompts, arguments.prompt_tokens
+    if arguments.random_prompts:
+        size = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
+        prompts = workload.random_prompts(size, count, length)
+    else:
+        from jspec import checkpoint
+
+        prompts = workload.source_prompts(checkpoint.load_tokenizer(arguments.model), count, length)
+    return Setting(
+        prompts, arguments.max_new_tokens, arguments.repeats, arguments.patience, arguments.quiet
+    )
+
+
+def _rows(arguments, setting: Setting, ours: Ours, dtype: str, progress: Progress) -> list[dict]:
+    """Every case of one dtype, against a peer of that dtype."""
+    if not arguments.methods:
+        return []
+    cases = list(
+        workload.cases(
+            arguments.methods, arguments.batches, arguments.temperatures, [dtype],
+            arguments.num_speculative_tokens, arguments.ngram_max,
+        )
+    )  # fmt: skip
+    with Peer(arguments.model, arguments.draft, dtype) as peer:
+        theirs = Theirs(peer, arguments.cpp_wrapper)
+        reference = compare.references(ours, theirs, setting, dtype)
+        rows = [
+            compare.run_case(case, ours, theirs, setting, reference)
+            for case in _tracked(cases, progress)
+        ]
+    for row in rows:
+        _add_gaps(row["ours"], ours, setting, reference)
+    return rows
+
+
+def _sweep(
+    arguments, setting: Setting, ours: Ours, dtype: str, costs: dict, progress: Progress
+) -> list[dict]:
+    """``draft_model`` at each K beside autoregression, sampled, with the bound on its gain."""
+    temperature = arguments.sweep_temperature
+    cases = [Case("draft_model", 1, temperature, dtype, depth) for depth in arguments.sweep]
+    rows = []
+    for case in _tracked(cases, progress):
+        row = compare.run_case(case, ours, None, setting, None)
+        depth = case.num_speculative_tokens
+        widening = costs["relative"][str(depth + 1)]
+        row |= {"widening": widening, "draft_cost": costs["draft_cost"]}
+        row["bound"] = curve.speedup_bound(
+            row["ours"]["acceptance_length"], widening, costs["draft_cost"], depth
+        )
+        rows.append(row)
+    return rows
+
+
+def _curve(ours: Ours) -> dict:
+    """V(N) of the target for N up to 16, and what a pass of the draft model costs beside V(1)."""
+    seconds = curve.pass_seconds(ours.config, ours.params, _WIDTHS)
+    draft = curve.pass_seconds(ours.draft_config, ours.draft_params, [1])[1]
+    return {
+        "milliseconds": {str(width): 1e3 * value for width, value in seconds.items()},
+        "relative": {str(width): value / seconds[1] for width, value in seconds.items()},
+        "draft_cost": draft / seconds[1],
+    }
+
+
+def _add_gaps(facts: dict, ours: Ours, setting: Setting, reference: compare.Reference) -> None:
+    """Where the text parts from plain greedy, how close the two best tokens were."""
+    for key, wanted in (
+        ("equal_to_own_greedy", reference.ours),
+        ("equal_to_peer_greedy", reference.theirs),
+    ):
+        if key in facts and not facts[key]["equal"]:
+            row, position = facts[key]["row"], facts[key]["position"]
+            context = setting.prompts[row] + wanted[row][:position]
+            facts[key]["gap"] = curve.logit_gap(ours.config, ours.params, context)
+
+
+def _tracked(cases: list[Case], progress: Progress) -> Iterable[Case]:
+    task = progress.add_task("", total=len(cases))
+    for case in cases:
+        name = f"{case.method} batch {case.batch} T={case.temperature:g} {case.dtype}"
+        progress.update(task, description=name)
+        yield case
+        progress.advance(task)
+    progress.remove_task(task)
+
+
+def _write(path: Path, results: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Timing contenders against each other on a machine that others may be using.
+
+Contenders run in turns, so that a slow minute is everybody's; the best of n says what the code can
+do, the median what happened. Each sample carries how many cores other processes kept busy
+meanwhile: samples that were disturbed are replaced, within limits, and counted where they stay.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_JIFFY = 0.01  # seconds of a count in /proc/stat, by the kernel's ABI
+
+
+@dataclasses.dataclass
+class Sample:
+    """One timed run.
+
+    Attributes:
+      seconds: wall time.
+      cpu_seconds: of all threads of the contender.
+      tokens: generated ids, one list a row.
+      passes: of the target, summed over calls, if counted.
+      foreign: mean cores that other processes kept busy; None where that cannot be known.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    tokens: list[list[int]]
+    passes: int | None = None
+    foreign: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens, all rows together."""
+        return sum(map(len, self.tokens))
+
+    def quiet(self, limit: float) -> bool:
+        """Whether others used less than ``limit`` cores meanwhile."""
+        return self.foreign is None or self.foreign <= limit
+
+
+@dataclasses.dataclass
+class Contender:
+    """Something that can be run under the clock."""
+
+    name: str
+    run: Callable[[], Sample]
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    limit: float = 0.1
+
+    @property
+    def kept(self) -> list[Sample]:
+        """The undisturbed samples, or all of them if there are none."""
+        return [sample for sample in self.samples if sample.quiet(self.limit)] or self.samples
+
+    @property
+    def best(self) -> float:
+        """Highest tokens/s."""
+        return max(sample.num_tokens / sample.seconds for sample in self.kept)
+
+    @property
+    def median(self) -> float:
+        """Median tokens/s."""
+        return statistics.median(sample.num_tokens / sample.seconds for sample in self.kept)
+
+    def summary(self) -> dict:
+        """Figures for the JSON file."""
+        return {
+            "name": self.name,
+            "tokens_per_second_best": round(self.best, 2),
+            "tokens_per_second_median": round(self.median, 2),
+            "seconds": [round(sample.seconds, 5) for sample in self.samples],
+            "cpu_seconds": [round(sample.cpu_seconds, 5) for sample in self.samples],
+            "foreign_cores": [sample.foreign for sample in self.samples],
+            "quiet_samples": sum(sample.quiet(self.limit) for sample in self.samples),
+        }
+
+
+def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
+    """Runs all contenders in turns until each has ``repeats`` quiet samples.
+
+    Gives up after ``patience`` further rounds. Every round starts with another contender.
+    """
+    for round_ in range(repeats + patience):
+        waiting = [
+            each
+            for each in contenders
+            if sum(sample.quiet(each.limit) for sample in each.samples) < repeats
+        ]
+        if not waiting:
+            return
+        # Everybody runs again: a ratio compares samples of the same minutes.
+        first = round_ % len(contenders)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            contender.samples.append(watched(contender.run))
+
+
+def watched(run: Callable[[], Sample]) -> Sample:
+    """Runs once and notes what other processes used."""
+    before, start = _busy_seconds(), time.perf_counter()
+    sample = run()
+    after, elapsed = _busy_seconds(), time.perf_counter() - start
+    if before is not None and after is not None:
+        others = max(after - before - sample.cpu_seconds, 0.0)
+        sample.foreign = round(others / elapsed, 3)
+    return sample
+
+
+def _busy_seconds() -> float | None:
+    """CPU time that all processes of the machine have used, or None where nothing tells."""
+    try:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[1:9])
+    return (user + nice + system + irq + softirq + steal) * _JIFFY

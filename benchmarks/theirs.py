@@ -1,0 +1,47 @@
+"""transformers as a contender: the worker's calls, gathered to samples."""
+
+from benchmarks.measure import Sample
+from benchmarks.peer import Peer
+from benchmarks.workload import Case
+
+THREADS = (1, 2)
+
+
+class Theirs:
+    """A peer process for one dtype, and the settings that a case needs there."""
+
+    def __init__(self, peer: Peer, cpp_wrapper: bool):
+        self.peer = peer
+        self.cpp_wrapper = cpp_wrapper
+
+    def generate(
+        self,
+        case: Case,
+        mode: str,
+        threads: int,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        seed: int,
+        count_passes: bool = False,
+    ) -> Sample:
+        """All prompts, ``case.batch`` at a time; seconds are those inside the worker."""
+        total = Sample(0.0, 0.0, [], passes=0 if count_passes else None)
+        for first in range(0, len(prompts), case.batch):
+            answer = self.peer.generate(
+                mode,
+                prompts[first : first + case.batch],
+                max_new_tokens=max_new_tokens,
+                temperature=case.temperature,
+                seed=seed + first,
+                threads=threads,
+                num_speculative_tokens=case.num_speculative_tokens,
+                ngram_max=case.ngram_max,
+                cpp_wrapper=self.cpp_wrapper,
+                count_passes=count_passes,
+            )
+            total.seconds += answer["seconds"]
+            total.cpu_seconds += answer["cpu_seconds"]
+            total.tokens += answer["tokens"]
+            if count_passes:
+                total.passes += answer["passes"] * len(answer["tokens"])
+        return total

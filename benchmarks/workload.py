@@ -1,0 +1,89 @@
+"""What is measured: cases and prompts."""
+
+import dataclasses
+import hashlib
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+METHODS = ("autoregressive", "ngram", "draft_model")
+# Modules of the standard library that the demo models are not trained on.
+HELD_OUT = ("argparse", "textwrap", "bisect", "shlex", "csv", "sched", "queue", "heapq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+      method: one of ``METHODS``.
+      batch: rows decoded together; the prompts run in so many groups.
+      temperature: 0 is greedy.
+      dtype: of the weights, ours and theirs.
+      num_speculative_tokens: K, 0 without speculation.
+      ngram_max: longest n-gram looked for, down to 1.
+    """
+
+    method: str
+    batch: int
+    temperature: float
+    dtype: str
+    num_speculative_tokens: int
+    ngram_max: int = 3
+
+    @property
+    def peer_modes(self) -> tuple[str, ...]:
+        """What the peer has to set against it: its speculative modes exist at batch 1 only."""
+        if self.batch > 1 or self.method == "autoregressive":
+            return ("eager", "compiled")
+        return {"ngram": ("prompt_lookup",), "draft_model": ("assisted",)}[self.method]
+
+
+def cases(
+    methods: Sequence[str],
+    batches: Sequence[int],
+    temperatures: Sequence[float],
+    dtypes: Sequence[str],
+    num_speculative_tokens: int,
+    ngram_max: int,
+) -> Iterator[Case]:
+    """The product, those that share a peer process together."""
+    for dtype, batch, temperature, method in itertools.product(
+        dtypes, batches, temperatures, methods
+    ):
+        num = 0 if method == "autoregressive" else num_speculative_tokens
+        yield Case(method, batch, temperature, dtype, num, ngram_max)
+
+
+def source_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` token ids from the middle of held-out source files.
+
+    All of one length: then neither side pads, and batch 8 compares like with like.
+    """
+    prompts = []
+    for index in range(count):
+        spec = importlib.util.find_spec(HELD_OUT[index % len(HELD_OUT)])
+        text = Path(spec.origin).read_text()
+        lines = text.splitlines(keepends=True)
+        skip = (1 + index // len(HELD_OUT)) * len(lines) // 4
+        ids = tokenizer.encode("".join(lines[skip:])[: 40 * length], add_special_tokens=False)
+        if len(ids) < length:
+            raise ValueError(f"{spec.name} is too short for prompts of {length} tokens")
+        prompts.append(list(ids[:length]))
+    return prompts
+
+
+def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """Token ids for models without a tokenizer, in which a few n-grams occur twice."""
+    import numpy as np
+
+    draws = np.random.default_rng(0).integers(2, vocab_size, (count, length))
+    half = length // 2
+    draws[:, -half:] = draws[:, :half]
+    return draws.tolist()
+
+
+def fingerprint(prompts: list[list[int]]) -> str:
+    """A short hash, so that two runs can be seen to have had the same prompts."""
+    return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
