@@ -28,10 +28,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
-Path_ = str | Path
+PathLike = str | Path
 
 
-def load_config(path: Path_) -> tuple[DecoderConfig, dict]:
+def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
     """The decoder that ``path``'s config.json describes, and config.json itself.
 
     Raises:
@@ -40,12 +40,10 @@ def load_config(path: Path_) -> tuple[DecoderConfig, dict]:
     directory = locate(path, weights=False)
     raw = _read_json(directory / "config.json")
     config = _read_config(directory / "config.json", raw)
-    return _with_precision(config, _stated_dtype(raw) or "float32"), raw
+    return _with_precision(config, _known_dtype(_stated_dtype(raw) or "float32")), raw
 
 
-def load_pretrained(
-    path: Path_, dtype: Any = None
-) -> tuple[DecoderConfig, DecoderParams, dict]:  # fmt: skip
+def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
     """Loads a checkpoint: the decoder's configuration, its weights, and the raw config.json.
 
     Args:
@@ -56,7 +54,8 @@ def load_pretrained(
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
     """
     directory = locate(path)
-    config, raw = load_config(directory)
+    raw = _read_json(directory / "config.json")
+    config = _read_config(directory / "config.json", raw)
     entries = families.find(raw).table(config)
     tensors = _open_tensors(directory)
     _check_fit(directory, config, entries, tensors)
@@ -66,7 +65,7 @@ def load_pretrained(
 
 
 def save_pretrained(
-    directory: Path_,
+    directory: PathLike,
     config: DecoderConfig,
     params: DecoderParams,
     raw_config: dict | None = None,
@@ -115,7 +114,7 @@ def hf_config(config: DecoderConfig) -> dict:
     return families.describe(config)
 
 
-def load_tokenizer(path: Path_):
+def load_tokenizer(path: PathLike):
     """The tokenizer of a checkpoint, through ``transformers.AutoTokenizer``.
 
     Raises:
@@ -139,7 +138,7 @@ def load_tokenizer(path: Path_):
         ) from None
 
 
-def eos_token_ids(source: Path_ | dict) -> tuple[int, ...]:
+def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
     """Every token that ends a text, by config.json and generation_config.json together.
 
     ``source`` is a checkpoint's path, or a raw config.json alone.
@@ -164,7 +163,7 @@ def eos_token_ids(source: Path_ | dict) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def locate(path: Path_, weights: bool = True) -> Path:
+def locate(path: PathLike, weights: bool = True) -> Path:
     """The local directory of a checkpoint, fetched from the hub if ``path`` is no directory.
 
     Raises:
@@ -175,7 +174,10 @@ def locate(path: Path_, weights: bool = True) -> Path:
         staging.finish_interrupted(directory, _ANY_WEIGHTS)
         return directory
     if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
-        raise ValueError(f"model {str(path)!r} is neither a directory nor an id on the hub")
+        raise ValueError(
+            f"model {str(path)!r} is neither a directory nor an id on the hub; give a directory "
+            "with config.json, or an id such as Qwen/Qwen3-0.6B"
+        )
     import huggingface_hub
 
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
@@ -196,9 +198,9 @@ def _first_line(error: Exception) -> str:
 # Precision.
 
 
-def _with_precision(config: DecoderConfig, weights_dtype: Any) -> DecoderConfig:
+def _with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:
     """On a CPU caches and activations stay float32; accelerators work in the weights' dtype."""
-    working = "float32" if ops.default_backend() == "cpu" else _known_dtype(weights_dtype).name
+    working = "float32" if ops.default_backend() == "cpu" else weights_dtype.name
     return dataclasses.replace(config, cache_dtype=working, activation_dtype=working)
 
 
@@ -221,7 +223,7 @@ def _known_dtype(dtype: Any) -> np.dtype:
 # Reading.
 
 
-def _read_config(source: Path_, raw: dict) -> DecoderConfig:
+def _read_config(source: PathLike, raw: dict) -> DecoderConfig:
     try:
         return families.find(raw).read(raw)
     except ValueError as error:

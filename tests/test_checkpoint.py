@@ -220,12 +220,13 @@ def test_shards_that_are_missing_or_out_of_place_are_named(tmp_path, params):
             checkpoint.load_pretrained(tmp_path)
 
 
-def test_an_unknown_dtype_is_refused_before_anything_is_read(saved):
+def test_an_unknown_dtype_is_refused_and_the_callers_choice_mends_it(saved):
     with pytest.raises(ValueError, match="dtype 'float8' is not supported; pass one of float32"):
         checkpoint.load_pretrained(saved, dtype="float8")
     edit_json(saved / "config.json", dtype="float64")
     with pytest.raises(ValueError, match="dtype 'float64' is not supported"):
         checkpoint.load_pretrained(saved)
+    assert checkpoint.load_pretrained(saved, dtype=np.float32)[1].norm.dtype == np.float32
 
 
 # Interrupted saves.
