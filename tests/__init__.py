@@ -1,0 +1,1 @@
+"""Tests of jspec, laid out as the package is."""
