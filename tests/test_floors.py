@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
-jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
+jspec.threefry jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
