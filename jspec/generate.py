@@ -304,7 +304,7 @@ def _request(rows: Sequence[Row], size: int, warps: tuple[str, ...]) -> Request:
 
 
 def _keys(rows: Sequence[Row], size: int) -> Array:
-    """One key a row. Always threefry: other generators are not independent of the batch."""
+    """One threefry key a row, folded from its seed and its stream."""
     words = np.zeros((size, 2), np.uint32)
     streams = np.zeros((size,), np.uint32)
     for index, row in enumerate(rows):

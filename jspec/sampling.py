@@ -12,12 +12,15 @@ Noise has an address, and the address is all that it depends on:
 import jax
 import jax.numpy as jnp
 
+from jspec.threefry import threefry
 from jspec.types import Array, Sampling
 
 WARPS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, as vLLM's do
 
-# Purposes of noise; part of every address.
-TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+# Purposes of a round's noise, part of its addresses. The target's own noise has ranks that are token
+# ids, below 2**24, so purposes start at 1.
+DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
+_RANK_BITS = 24
 
 _BLOCK = 64  # weights summed at a time when drawing by inverse CDF
 
@@ -67,16 +70,12 @@ def _threshold(warped: Array, sampling: Sampling, column) -> Array:
 
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
     """Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
-
-    def one(key: Array, position: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), mode="high")
-
-    def row(key: Array, positions: Array) -> Array:
-        key = jax.random.fold_in(key, TARGET)
-        flat = jax.vmap(one, (None, 0))(key, positions.reshape(-1))
-        return flat.reshape(*positions.shape, vocab_size)
-
-    return jax.vmap(row)(keys, positions)
+    high, low = _words(keys, positions[..., None], jnp.arange(vocab_size))
+    # All 64 bits go into the uniform near 0, so that the largest Gumbels, which decide for tokens
+    # of small probability, are as finely spaced as float32 allows.
+    scale = jnp.float32(2**-32)
+    uniform = (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * scale) * scale
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2**-24)))
 
 
 def draw_target(warped: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
@@ -94,12 +93,19 @@ def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
 
     ``root`` [B] is the position of the round's root.
     """
+    ranks = (purpose << _RANK_BITS) + jnp.arange(count)
+    high, _ = _words(keys, root[:, None], ranks)
+    return (high >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
-    def row(key: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(key, purpose), position)
-        return jax.random.uniform(key, (count,))
 
-    return jax.vmap(row)(keys, root)
+def _words(keys: Array, place: Array, rank: Array) -> tuple[Array, Array]:
+    """Two random words of each address (row key, place, rank): uint32, place and rank broadcast.
+
+    The address is the counter of one threefry block, so no key is ever split or folded.
+    """
+    data = jax.random.key_data(keys)
+    word = lambda index: data[:, index].reshape(-1, *[1] * (place.ndim - 1))
+    return threefry((word(0), word(1)), (place.astype(jnp.uint32), rank.astype(jnp.uint32)))
 
 
 def draw(log_weights: Array, uniform: Array) -> Array:
@@ -118,16 +124,17 @@ def draw(log_weights: Array, uniform: Array) -> Array:
     block, before = _first_above(sums, point)
     inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
     token, _ = _first_above(inside, point - before)
-    return block * _BLOCK + token
+    return jnp.minimum(block * _BLOCK + token, vocab - 1)  # in range even where all weights are 0
 
 
 def _first_above(weights: Array, point: Array) -> tuple[Array, Array]:
-    """First index whose running sum exceeds ``point`` [B], and the sum before it.
+    """First index of positive weight whose running sum exceeds ``point`` [B], and the sum before.
 
-    Where rounding leaves none, the last index of positive weight.
+    Where rounding leaves none, the last index of positive weight. Running sums are parallel and
+    rounded, so they can rise at a weight of 0: it must be refused by name.
     """
     running = jnp.cumsum(weights, -1)
-    above = running > point[:, None]
+    above = (running > point[:, None]) & (weights > 0)
     last = weights.shape[-1] - 1 - jnp.argmax(jnp.flip(weights > 0, -1), -1)
     index = jnp.where(above.any(-1), jnp.argmax(above, -1), last).astype(jnp.int32)
     taken = lambda x: jnp.take_along_axis(x, index[:, None], -1)[:, 0]

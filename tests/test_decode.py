@@ -1,0 +1,231 @@
+"""The loop itself: what is compiled, what is kept, what is never touched."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import decode as loop
+from jspec import generate as host
+from jspec import kv, topology
+from jspec.drafters import DraftModel
+from jspec.models import decoder
+from jspec.plan import Plan
+from jspec.types import Params
+from tests import tiny
+
+DRAFTERS = {
+    "none": tiny.NONE, "ngram": tiny.NGRAM, "draft_model": tiny.DRAFT, "greedy": tiny.GREEDY_DRAFT
+}  # fmt: skip
+
+
+def rows(max_tokens=24, temperature=0.0, **settings):
+    return [
+        host.Row(prompt, max_tokens=max_tokens, temperature=temperature, stream=index, **settings)
+        for index, prompt in enumerate(tiny.prompts())
+    ]
+
+
+def texts(answers):
+    return [answer.tokens.tolist() for answer in answers]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_loop_copies_no_cache(name, temperature):
+    plan = Plan(tiny.TARGET, DRAFTERS[name])
+    batch = host.start(plan, tiny.params(), rows(temperature=temperature))
+    arguments = (plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
+    compiled = loop.decode.lower(*arguments).compile()
+    shapes = {leaf.shape for leaf in jax.tree.leaves(batch.state.cache.layers)}
+    if name in ("draft_model", "greedy"):
+        shapes |= {leaf.shape for leaf in jax.tree.leaves(batch.state.memory.cache.layers)}
+    for shape in shapes:
+        dims = ",".join(map(str, shape))
+        copies = re.findall(rf"f32\[{dims}\]\S* copy(?:-start)?\(", compiled.as_text())
+        assert not copies, f"{len(copies)} copies of a cache of shape {shape}"
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves(batch.state.cache))
+    assert compiled.memory_analysis().alias_size_in_bytes >= donated
+
+
+def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
+    traced = []
+    step = loop.step
+    monkeypatch.setattr(loop, "step", lambda *args: traced.append(1) or step(*args))
+    jax.clear_caches()
+    for seed, max_tokens in ((1, 24), (2, 20)):
+        # A plan, a drafter and rows made afresh: equal, not the same objects.
+        drafter = DraftModel(decoder.DecoderConfig(**vars(tiny.DRAFT_CONFIG)), 4)
+        plan = Plan(decoder.Decoder(tiny.TARGET.config), drafter)
+        some = rows(max_tokens, temperature=0.5 * seed, seed=seed)
+        host.generate_rows(plan, tiny.params(), some)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_the_ladder_changes_no_text(name):
+    drafter = DRAFTERS[name]
+    ladders = [(5,), (1, 5), (1, 2, 3, 5)]
+    some = rows(temperature=0.8)
+    found = [
+        texts(host.generate_rows(Plan(tiny.TARGET, drafter, ladder=ladder), tiny.params(), some))
+        for ladder in ladders
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("ladder", [(1, 4), (5, 1), (0, 5), (1, 1, 5)])
+def test_a_ladder_that_does_not_fit_is_refused(ladder):
+    with pytest.raises(ValueError, match="must ascend from 1 or more to tree_size=5"):
+        Plan(tiny.TARGET, tiny.NGRAM, ladder=ladder)
+
+
+def test_a_rule_that_is_not_known_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="rule='typical' is not known; use one of rejection, block"):
+        Plan(tiny.TARGET, tiny.NGRAM, rule="typical")
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
+def test_the_caches_end_as_a_fresh_pass_over_the_text_would_leave_them(name):
+    plan = Plan(tiny.TARGET, DRAFTERS[name])
+    params = tiny.params()
+    batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.7)))
+    history = batch.state.history
+    check_cache(tiny.TARGET.config, params.target, batch.state.cache, history, behind=1)
+    if name == "draft_model":
+        cache = batch.state.memory.cache
+        behind = history.length - cache.length
+        assert ((behind == 1) | (behind == 2)).all()
+        check_cache(tiny.DRAFT_CONFIG, params.drafter, cache, history, behind)
+
+
+def check_cache(config, params, cache, history, behind):
+    length = history.length - behind
+    np.testing.assert_array_equal(cache.length, length)
+    size = history.tokens.shape[1]
+    tree = topology.from_parents(topology.chain(size - 1), size - 1)
+    empty = decoder.init_cache(config, len(length), 0)
+    fresh = jax.jit(lambda tokens: decoder.forward(params, config, tokens, tree, empty).tree_kv)(
+        history.tokens
+    )
+    for row, end in enumerate(length.tolist()):
+        for kept, wanted in zip(
+            jax.tree.leaves(cache.layers), jax.tree.leaves(fresh), strict=True
+        ):
+            np.testing.assert_allclose(
+                kept[row, :, :end], wanted[row, :, :end], rtol=2e-4, atol=2e-4
+            )
+
+
+def test_attention_never_reads_the_part_of_the_cache_that_no_row_has_reached():
+    config = tiny.TARGET.config
+    cache = decoder.init_cache(config, 2, 8192)
+    poison = jax.tree.map(lambda x: x.at[:, :, 256:].set(jnp.nan), cache.layers)
+    cache = kv.KVCache(poison, jnp.array([200, 0], jnp.int32))
+    tree = topology.from_parents(topology.chain(4), 4)
+    tokens = jnp.zeros((2, 5), jnp.int32)
+    logits = decoder.forward(tiny.params().target, config, tokens, tree, cache).logits
+    assert jnp.isfinite(logits).all()
+
+
+def test_a_generation_in_slices_is_the_generation_in_one_go():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
+    some = rows(temperature=0.8)
+    whole = texts(host.generate_rows(plan, params, some))
+    slices = list(host.stream_rows(plan, params, some, rounds=2))
+    assert texts(slices[-1]) == whole
+    assert len(slices) > 3
+    for answers in slices:
+        assert all(text == full[: len(text)] for text, full in zip(texts(answers), whole, strict=True))
+    assert {answer.finish_reason for answer in slices[0]} == {None}
+
+
+def test_a_cancelled_row_emits_nothing_more_and_the_others_go_on():
+    plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
+    some = rows(temperature=0.8)
+    whole = texts(host.generate_rows(plan, params, some))
+    batch = host.advance(plan, params, host.start(plan, params, some), rounds=2)
+    before = texts(host.read(plan, batch))
+    batch = host.advance(plan, params, host.cancel(batch, [1]))
+    after = texts(host.read(plan, batch))
+    assert after == [whole[0], before[1], whole[2]]
+
+
+def test_the_trace_of_rounds_spells_the_text():
+    plan = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32)
+    for answer in host.generate_rows(plan, tiny.params(), rows(temperature=0.6)):
+        accepted, drafted, parents = answer.trace
+        assert len(accepted) == answer.rounds
+        assert (accepted + 1).sum() == len(answer.tokens)
+        at = 0
+        for count, nodes in zip(accepted, drafted, strict=True):
+            assert nodes[1 : count + 1].tolist() == answer.tokens[at : at + count].tolist()
+            at += count + 1
+        assert (drafted[:, 1:] >= 0).sum() == answer.drafted
+        assert (parents[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_counts_add_up_to_the_text(name):
+    plan = Plan(tiny.TARGET, DRAFTERS[name])
+    for answer in host.generate_rows(plan, tiny.params(), rows()):
+        num_accepted = (answer.accepted * np.arange(5)).sum()
+        assert num_accepted + answer.rounds == len(answer.tokens) == 24
+        assert answer.accepted.sum() == answer.drafts <= answer.rounds
+        assert num_accepted <= answer.drafted <= 4 * answer.drafts
+
+
+def test_text_depends_neither_on_grouping_nor_on_neighbours():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    some = [*rows(temperature=0.8), host.Row((1, 2, 3), max_tokens=24, temperature=0.5, seed=4)]
+    together = texts(host.generate_rows(plan, params, some))
+    assert texts(host.generate_rows(plan, params, some, max_num_seqs=2)) == together
+    assert texts(host.generate_rows(plan, params, some[::-1])) == together[::-1]
+
+
+def test_a_long_prompt_is_taken_in_by_chunks(monkeypatch):
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    some = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
+    whole = texts(host.generate_rows(plan, params, some))
+    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    assert texts(host.generate_rows(plan, params, some)) == whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(prompt=()), "prompt is empty"),
+        (dict(max_tokens=0), "max_tokens=0 must be at least 1"),
+        (dict(temperature=-1.0), "temperature=-1.0 must be 0"),
+        (dict(temperature=float("nan")), "temperature=nan must be"),
+        (dict(top_p=0.0), r"top_p=0.0 must be in \(0, 1\]"),
+        (dict(top_k=-2), "top_k=-2 must be"),
+        (dict(min_p=1.5), "min_p=1.5 must be"),
+    ],
+)
+def test_rows_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        host.Row(**{"prompt": (1,), **settings})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (host.Row((1,) * 500, max_tokens=13), "together 513, but the model has 512 positions"),
+        (host.Row((3, 64)), "token id 64, outside the vocabulary of 64"),
+        (host.Row((-1, 3)), "token id -1, outside"),
+    ],
+)
+def test_rows_that_do_not_fit_the_model_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
+
+
+def test_params_of_both_models_are_arguments_and_never_constants():
+    plan = Plan(tiny.TARGET, tiny.DRAFT)
+    some = rows(max_tokens=4)
+    first = texts(host.generate_rows(plan, tiny.params(), some))
+    other = Params(jax.tree.map(lambda x: -x, tiny.params().target), tiny.params().drafter)
+    assert texts(host.generate_rows(plan, other, some)) != first

@@ -1,0 +1,56 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec import topology
+
+
+@st.composite
+def random_parents(draw):
+    size = draw(st.integers(1, 70))
+    return np.array([-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)], np.int32)
+
+
+def ancestors_by_walking(parents):
+    rows = []
+    for node in range(len(parents)):
+        row, at = np.zeros(len(parents), bool), node
+        while at >= 0:
+            row[at] = True
+            at = parents[at]
+        rows.append(row)
+    return np.array(rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(random_parents())
+def test_ancestor_sets_are_what_walking_up_finds(parents):
+    expected = ancestors_by_walking(parents)
+    tree = topology.from_parents(parents, max_depth=int(expected.sum(1).max()) - 1)
+    assert (topology.unpack_bits(tree.ancestors, len(parents)) == expected).all()
+    assert (tree.depth == expected.sum(1) - 1).all()
+
+
+def test_traced_parents_give_the_tree_of_static_parents():
+    parents = np.array([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 3]], np.int32)
+    static = topology.from_parents(parents, 4)
+    traced = topology.from_parents(jnp.array(parents), 4)
+    for left, right in zip(static.__dict__.values(), traced.__dict__.values(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 65])
+def test_packing_bits_and_unpacking_them_changes_nothing(size):
+    mask = np.random.default_rng(size).random((3, size)) < 0.5
+    words = topology.pack_bits(mask)
+    assert words.dtype == np.uint32 and words.shape == (3, -(-size // 32))
+    assert (topology.unpack_bits(words, size) == mask).all()
+
+
+def test_the_first_nodes_of_a_tree_are_a_tree():
+    parents = np.array([-1, 0, 0, 1, 2, 2], np.int32)
+    part = topology.first_nodes(topology.from_parents(parents, 2), 3)
+    alone = topology.from_parents(parents[:3], 1)
+    assert (part.depth == alone.depth).all() and (part.ancestors == alone.ancestors).all()

@@ -1,0 +1,46 @@
+"""One tiny target and one tiny draft model, shared by every test so that programs compile once."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jspec.drafters import DraftModel, NGram, NoDrafter
+from jspec.models import decoder
+from jspec.types import Params
+
+VOCAB = 64
+TARGET = decoder.Decoder(
+    decoder.DecoderConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_positions=512,
+    )
+)  # fmt: skip
+DRAFT_CONFIG = decoder.DecoderConfig(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
+    num_kv_heads=1, head_dim=8, max_positions=512, tie_embeddings=True,
+)  # fmt: skip
+NONE = NoDrafter()
+NGRAM = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
+DRAFT = DraftModel(DRAFT_CONFIG, 4)
+GREEDY_DRAFT = DraftModel(DRAFT_CONFIG, 4, draft_sample_method="greedy")
+
+
+def _loud(params):
+    """Random weights large enough for peaked, varied distributions."""
+    return jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
+
+
+@functools.cache
+def params() -> Params:
+    """Weights of the target and of the draft model."""
+    return Params(
+        _loud(decoder.init_params(jax.random.key(0), TARGET.config)),
+        _loud(decoder.init_params(jax.random.key(1), DRAFT_CONFIG)),
+    )
+
+
+def prompts(lengths=(1, 9, 23)) -> list[tuple[int, ...]]:
+    """Random prompts, one of each length."""
+    rng = np.random.default_rng(5)
+    return [tuple(rng.integers(0, VOCAB, size=length).tolist()) for length in lengths]
