@@ -1,0 +1,1 @@
+"""Training for jspec: pre-training of small models, and (later) distillation of drafters."""
