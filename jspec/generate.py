@@ -161,7 +161,7 @@ def generate_rows(
     for group in groups(rows, max_num_seqs):
         batch = start(plan, params, [rows[index] for index in group], warps=warps_of(rows))
         batch = advance(plan, params, batch)
-        for index, answer in zip(group, read(plan, batch), strict=True):
+        for index, answer in zip(group, read(batch), strict=True):
             answers[index] = answer
     return answers
 
@@ -173,7 +173,7 @@ def stream_rows(
     batch = start(plan, params, rows, warps=warps_of(rows))
     while True:
         batch = advance(plan, params, batch, rounds)
-        answers = read(plan, batch)
+        answers = read(batch)
         yield answers
         if all(answer.finish_reason for answer in answers):
             return
@@ -237,7 +237,7 @@ def cancel(batch: Batch, rows: Sequence[int]) -> Batch:
     return batch.replace(state=batch.state.replace(done=done))
 
 
-def read(plan: Plan, batch: Batch) -> list[Answer]:
+def read(batch: Batch) -> list[Answer]:
     """Brings the rows' tokens and counts to the host."""
     state = batch.state
     host = jax.device_get((state.history, state.done, state.stats, batch.request.stop_tokens))
@@ -270,8 +270,8 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
     total = len(row.prompt) + row.max_tokens
     if total > target.max_positions:
         raise ValueError(
-            f"prompt {index} has {len(row.prompt)} tokens and max_tokens={row.max_tokens}, together "
-            f"{total}, but the model has {target.max_positions} positions; shorten one of them."
+            f"prompt {index} has {len(row.prompt)} tokens and max_tokens={row.max_tokens}, "
+            f"together {total}, but the model has {target.max_positions} positions; shorten one of them."
         )
     low, high = min(row.prompt), max(row.prompt)
     if low < 0 or high >= target.vocab_size:
@@ -314,9 +314,7 @@ def _keys(rows: Sequence[Row], size: int) -> Array:
     return jax.vmap(jax.random.fold_in)(keys, streams)
 
 
-def _pad_prompts(
-    rows: Sequence[Row], size: int, capacity: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     prompts = np.zeros((size, capacity), np.int32)
     lengths = np.ones((size,), np.int32)  # a padding row holds one token: it has a root
     for index, row in enumerate(rows):

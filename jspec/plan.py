@@ -34,7 +34,8 @@ class Plan:
 
     def __post_init__(self):
         if self.rule not in verify.RULES:
-            raise ValueError(f"rule={self.rule!r} is not known; use one of {', '.join(verify.RULES)}.")
+            known = ", ".join(verify.RULES)
+            raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")
         proposal = self.drafter.proposal
         if proposal != "point" and proposal not in self._rule.exact_for:
             fitting = [name for name, rule in verify.RULES.items() if proposal in rule.exact_for]

@@ -17,8 +17,8 @@ from jspec.types import Array, Sampling
 
 WARPS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, as vLLM's do
 
-# Purposes of a round's noise, part of its addresses. The target's own noise has ranks that are token
-# ids, below 2**24, so purposes start at 1.
+# Purposes of a round's noise, part of its addresses. The ranks of the target's own noise are token
+# ids, below 2**24: purposes start at 1, above them.
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
 _RANK_BITS = 24
 

@@ -85,7 +85,7 @@ class Tree:
 
 @struct.dataclass
 class TargetOutput:
-    """What one pass over N nodes gives. The pass writes nothing: ``tree_kv`` waits for a verdict."""
+    """What one pass over N nodes gives; it writes nothing: ``tree_kv`` waits for a verdict."""
 
     logits: Array  # [B, N, V]
     features: tuple[Array, ...]  # one [B, N, D] for each of ``capture_layers``

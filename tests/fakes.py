@@ -275,7 +275,7 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
 def run_rows(plan, params: Params, rows, rounds=None) -> list[generate.Answer]:
     """Decodes ``rows`` as one batch, in their order (a script needs to know its rows)."""
     batch = generate.start(plan, params, rows)
-    return generate.read(plan, generate.advance(plan, params, batch, rounds))
+    return generate.read(generate.advance(plan, params, batch, rounds))
 
 
 def script(rows, answers) -> Array:

@@ -26,7 +26,7 @@ def rounds(draw):
 
 def expected(case):
     """What a Python list would do."""
-    emitted = (case["drafted"][: max(case["num_emitted"] - 1, 0)] + [case["next_token"]])
+    emitted = [*case["drafted"][: max(case["num_emitted"] - 1, 0)], case["next_token"]]
     history, ended = list(case["history"]), False
     for token in emitted[: case["num_emitted"]]:
         history.append(token)
@@ -50,9 +50,8 @@ def as_arrays(cases):
         array([c["num_emitted"] for c in cases]),
         array([c["next_token"] for c in cases]),
     )
-    request = Request(
-        None, None, array([pad(c["stops"], 2, -1) for c in cases]), array([c["limit"] for c in cases])
-    )
+    stops = array([pad(c["stops"], 2, -1) for c in cases])
+    request = Request(None, None, stops, array([c["limit"] for c in cases]))
     return request, history, draft, verdict
 
 

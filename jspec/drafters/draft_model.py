@@ -178,5 +178,3 @@ def _stack_laws(first: Array, later: Array) -> Array:
     """Laws [B, V] and [K-1, B, V] to [B, K, V] and a row for the leaf: [B, K+1, V]."""
     laws = jnp.concatenate([first[None], later, jnp.zeros_like(first)[None]], 0)
     return jnp.moveaxis(laws, 0, 1)
-
-

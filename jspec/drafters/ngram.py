@@ -92,5 +92,3 @@ class NGram:
             run += unbroken
         best = run.max()
         return jnp.argmax(run == best), best >= self.prompt_lookup_min
-
-

@@ -31,7 +31,7 @@ class DecoderConfig:
     head_dim: int
     max_positions: int
     norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
@@ -173,7 +173,6 @@ def trunk(
 
 def _attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
     batch, length, _ = x.shape
-    q_size, kv_size = config.qkv_sizes
     fused = _affine(rms_norm(x, layer.attention_norm, config.norm_eps), layer.qkv,
                     layer.qkv_bias, linear)  # fmt: skip
     heads = fused.reshape(batch, length, -1, config.head_dim)
@@ -183,7 +182,7 @@ def _attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
         k = rms_norm(k, layer.k_norm, config.norm_eps)
     q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
     mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
-    mixed = mixed.swapaxes(1, 2).reshape(batch, length, q_size)
+    mixed = mixed.swapaxes(1, 2).reshape(batch, length, -1)
     return _affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
 
 

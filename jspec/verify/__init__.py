@@ -1,7 +1,7 @@
 """Acceptance rules: which drafted nodes survive, and the law of the token after them.
 
-A rule is a pure function of (warped logits, draft, tree, coins), so that the shipped code itself can
-be enumerated. Its coins are of one of two kinds:
+A rule is a pure function of (warped logits, draft, tree, coins), so that the shipped code itself
+can be enumerated. Its coins are of one of two kinds:
 
 * ``target``: the target's own draw after every node, int32 [B, N];
 * ``round``: one uniform a node, float32 [B, N], fresh in every round.

@@ -7,9 +7,7 @@ from jspec.types import Array, Draft, Tree
 from jspec.verify.chain import ChainLaws, chain_laws
 
 
-def rejection(
-    warped: Array, draft: Draft, tree: Tree, coins: Array
-) -> tuple[Array, Array, Array]:
+def rejection(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:
     """Accepts x_i while u_i < p_i(x_i) / q_i(x_i); a rejection leaves the residual max(p - q, 0).
 
     Args:

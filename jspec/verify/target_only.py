@@ -12,9 +12,7 @@ from jspec import topology
 from jspec.types import Array, Draft, Tree
 
 
-def match(
-    warped: Array, draft: Draft, tree: Tree, draws: Array
-) -> tuple[Array, Array, Array]:
+def match(warped: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array, Array, Array]:
     """Accepts the longest path whose every token is the draw of its parent.
 
     Args:

@@ -1,0 +1,1 @@
+"""Attention of tree nodes over a committed prefix and over each other."""

@@ -25,7 +25,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     positions: Array | None = None,
-    block: int = 128,
+    block: int | None = None,
 ) -> Array:
     """Softmax over ``[prefix, tree]``, in float32.
 
@@ -41,7 +41,7 @@ def tree_attention(
       window: a query at position p sees the prefix at positions > p - window. The tree's share of
         the window belongs into ``tree_mask``.
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
-      block: slots of the prefix taken at a time.
+      block: slots of the prefix taken at a time; None for a 32nd of the capacity, at least 64.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -91,7 +91,8 @@ def _prefix_visibility(length: Array, window: int | None, positions: Array | Non
 
 def _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block):
     slots_total = cache_k.shape[2]
-    block = min(block, slots_total)
+    # Short blocks follow the length closely, long ones spare turns of the loop.
+    block = min(block or max(64, slots_total // 32), slots_total)
     first, end, mask_of = visible
 
     def take(start: Array, buffer: Array) -> Array:

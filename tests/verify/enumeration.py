@@ -4,8 +4,8 @@ A rule sees warped logits, a draft and coins, and nothing else, so its output la
 
 * over every draft tuple, weighted with the law it was drawn from;
 * over every pass/fail cell of its coins, weighted with thresholds that are *measured*: for coin i,
-  bisect between 0 and 1 while earlier coins are 0 (they pass if they can) and later ones are 1 (they
-  fail), and watch whether ``num_accepted`` reaches i. No formula of the rule is repeated here;
+  bisect between 0 and 1 while earlier coins are 0 (they pass if they can) and later ones are 1
+  (they fail), and watch whether ``num_accepted`` reaches i. No formula of the rule is repeated;
 * for rules whose coins are the target's draws: over every tuple of draws.
 
 Outputs shorter than K+1 tokens are extended by the target, so every law lives on V**(K+1) texts.
