@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
+WHOLE = 320  # slots of a cache that is cheaper to read than to cut into blocks
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 
 
@@ -41,7 +42,8 @@ def tree_attention(
       window: a query at position p sees the prefix at positions > p - window. The tree's share of
         the window belongs into ``tree_mask``.
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
-      block: slots of the prefix taken at a time; None for a 32nd of the capacity, at least 64.
+      block: slots of the prefix taken at a time; None for all of a small cache, else a
+        32nd of it, at least 64.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -64,6 +66,14 @@ def tree_attention(
         carry = _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block)
     _, total, mixed = carry
     return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
+
+
+def default_block(slots: int) -> int:
+    """Slots at a time: short blocks follow the length closely, long ones spare turns of the loop.
+
+    A block is copied out of the cache, so a cache of a few hundred slots is read whole instead.
+    """
+    return slots if slots <= WHOLE else max(64, slots // 32)
 
 
 def _scores(rows: Array, keys: Array, mask: Array) -> Array:
@@ -91,8 +101,7 @@ def _prefix_visibility(length: Array, window: int | None, positions: Array | Non
 
 def _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block):
     slots_total = cache_k.shape[2]
-    # Short blocks follow the length closely, long ones spare turns of the loop.
-    block = min(block or max(64, slots_total // 32), slots_total)
+    block = min(block or default_block(slots_total), slots_total)
     first, end, mask_of = visible
 
     def take(start: Array, buffer: Array) -> Array:
