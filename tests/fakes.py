@@ -6,11 +6,12 @@ Targets (``params.target`` is a table of logits):
 * ``PrefixTarget``: the law depends on every token of the prefix, read from a real KV cache, so a
   single misplaced, missing or stale slot changes the text.
 
-Drafters that know the answer (``params.drafter`` is the script, int32 [B, T]: the text that plain
-decoding gives, prompt included; see ``script``). They are point masses:
+Drafters that know the answer (``params.drafter`` is a ``Script``: the text that plain decoding
+gives, prompt included). They are point masses:
 
 * ``OracleDrafter``: always right.          * ``NeverRightDrafter``: always wrong.
 * ``RandomDrafter``: right half the time.   * ``RandomLengthDrafter``: right, 0 to K tokens long.
+* ``ScriptedDrafter``: any of the four, row by row.
 * ``BushDrafter``: a tree with at most one right child a node, at a changing rank.
 
 ``TableDrafter`` draws a chain from a table of its own (``params.drafter``, float [V, V], the law of
@@ -18,10 +19,12 @@ a token given the one before it) and records the laws it drew from.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jspec import generate, kv, sampling, tokens, topology
 from jspec.types import Array, Draft, Params, Sampling, TargetOutput
@@ -136,94 +139,90 @@ class _Chain:
             max_depth=self.num_speculative_tokens,
         )
 
-    def _length(self, history):
-        """0 to K, by a hash of the position alone: no drafted value has a say."""
-        hashed = _scramble(history.length.astype(jnp.uint32))
+    def _length(self, request, history):
+        """0 to K, by a hash of row key and position: no drafted value has a say."""
+        words = jax.random.key_data(request.keys)[:, -1]
+        hashed = _scramble(words + history.length.astype(jnp.uint32))
         return (hashed % (self.num_speculative_tokens + 1)).astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class OracleDrafter(_Chain):
-    """Drafts what the script says: always right."""
-
-    def propose(self, params, request, shared, memory, history):
-        return self._draft(history, self._answer(params, history)), memory
-
-    def _answer(self, params, history):
-        index = history.length[:, None] + jnp.arange(self.num_speculative_tokens)
-        return jnp.take_along_axis(params.drafter, index, 1, mode="clip")
+RIGHT, WRONG, RANDOM, RANDOM_LENGTH = range(4)
 
 
-@dataclasses.dataclass(frozen=True)
-class NeverRightDrafter(OracleDrafter):
-    """Drafts the token after the right one: always wrong, always in the vocabulary."""
+@struct.dataclass
+class Script:
+    """The text that plain decoding gives each row, and how a ``ScriptedDrafter`` uses it."""
 
-    vocab_size: int = 2
-
-    def propose(self, params, request, shared, memory, history):
-        wrong = (self._answer(params, history) + 1) % self.vocab_size
-        return self._draft(history, wrong), memory
+    tokens: Array  # [B, T] int32
+    kind: Array  # [B] int32
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomDrafter(OracleDrafter):
-    """Each token is right with probability a half, else the token after the right one."""
+class ScriptedDrafter(_Chain):
+    """Drafts from ``params.drafter``, a ``Script``; wrong tokens are the next in the vocabulary.
 
-    vocab_size: int = 2
-
-    def propose(self, params, request, shared, memory, history):
-        answer = self._answer(params, history)
-        positions = history.length[:, None] + jnp.arange(self.num_speculative_tokens)
-        rows = jnp.arange(answer.shape[0], dtype=jnp.uint32)[:, None]
-        off = (_scramble(positions.astype(jnp.uint32) * 8191 + rows) % 2).astype(jnp.int32)
-        return self._draft(history, (answer + off) % self.vocab_size), memory
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomLengthDrafter(OracleDrafter):
-    """Right, but 0 to K tokens long; the length depends on the position alone."""
-
-    def propose(self, params, request, shared, memory, history):
-        drafted = self._answer(params, history)
-        return self._draft(history, drafted, self._length(history)), memory
-
-
-@dataclasses.dataclass(frozen=True)
-class BushDrafter(OracleDrafter):
-    """A static tree: siblings hold neighbouring tokens, of which at most one is right.
-
-    ``parents`` as in ``topology``; ``num_speculative_tokens`` is its depth.
+    ``kind`` is RIGHT, WRONG, RANDOM (each token right with probability a half) or RANDOM_LENGTH
+    (right, but 0 to K tokens long) for every row, or None for what the script says of each row.
     """
 
-    parents: tuple[int, ...] = (-1, 0)
     vocab_size: int = 2
+    kind: int | None = None
+
+    def propose(self, params, request, shared, memory, history):
+        kind = params.drafter.kind if self.kind is None else jnp.int32(self.kind)
+        kind = jnp.broadcast_to(kind, history.length.shape)[:, None]
+        positions = history.length[:, None] + jnp.arange(self.num_speculative_tokens)
+        answer = jnp.take_along_axis(params.drafter.tokens, positions, 1, mode="clip")
+        words = jax.random.key_data(request.keys)[:, -1:]
+        coin = _scramble(words + positions.astype(jnp.uint32)) % 2 == 0
+        off = (kind == WRONG) | (kind == RANDOM) & coin
+        drafted = jnp.where(off, (answer + 1) % self.vocab_size, answer)
+        length = jnp.where(
+            kind[:, 0] == RANDOM_LENGTH, self._length(request, history), self.max_depth
+        )
+        return self._draft(history, drafted, length), memory
+
+
+OracleDrafter = functools.partial(ScriptedDrafter, kind=RIGHT)
+NeverRightDrafter = functools.partial(ScriptedDrafter, kind=WRONG)
+RandomDrafter = functools.partial(ScriptedDrafter, kind=RANDOM)
+RandomLengthDrafter = functools.partial(ScriptedDrafter, kind=RANDOM_LENGTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class BushDrafter(_Chain):
+    """A static tree: siblings hold neighbouring tokens, of which at most one is right.
+
+    ``parents`` as in ``topology``; ``num_speculative_tokens`` is its depth. ``params.drafter`` is a
+    ``Script``, whose ``kind`` is not used.
+    """
+
+    vocab_size: int = 2
+    parents: tuple[int, ...] = (-1, 0)
 
     @property
     def tree_size(self):
         return len(self.parents)
 
     def propose(self, params, request, shared, memory, history):
-        tree = topology.from_parents(np.array(self.parents, np.int32), self.max_depth)
+        parents = np.array(self.parents, np.int32)
+        depth = topology.from_parents(parents, self.max_depth).depth
         ranks = np.array([self.parents[:node].count(up) for node, up in enumerate(self.parents)])
         width = int(ranks.max()) + 1
-        positions = history.length[:, None] - 1 + tree.depth
-        answer = jnp.take_along_axis(params.drafter, positions, 1, mode="clip")
+        positions = history.length[:, None] - 1 + depth
+        answer = jnp.take_along_axis(params.drafter.tokens, positions, 1, mode="clip")
         right = (_scramble(positions.astype(jnp.uint32)) % (width + 1)).astype(jnp.int32)
-        drafted = ((answer + ranks - right) % self.vocab_size).at[:, 0].set(tokens.root(history))
-        draft = Draft(
-            tokens=drafted,
-            parents=np.array(self.parents, np.int32),
-            valid=jnp.ones_like(drafted, dtype=bool),
-            max_depth=self.max_depth,
-        )
-        return draft, memory
+        drafted = (answer + ranks - right) % self.vocab_size
+        drafted = drafted.at[:, 0].set(tokens.root(history))
+        valid = jnp.ones_like(drafted, dtype=bool)
+        return Draft(drafted, parents, valid, max_depth=self.max_depth), memory
 
 
 @dataclasses.dataclass(frozen=True)
 class TableDrafter(_Chain):
     """Draws a chain from the table ``params.drafter`` [V, V], warped as the target is.
 
-    ``ragged`` cuts chains to 0..K tokens by a hash of the position.
+    ``ragged`` cuts chains to 0..K tokens by a hash of the row's key and the position.
     """
 
     noise: str = "own"
@@ -232,9 +231,7 @@ class TableDrafter(_Chain):
 
     def propose(self, params, request, shared, memory, history):
         count = self.num_speculative_tokens
-        coins = sampling.round_noise(
-            request.keys, history.length - 1, sampling.DRAFT, count
-        )
+        coins = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, count)
         token, drafted, laws = tokens.root(history), [], []
         for index in range(count):
             law = sampling.warp(params.drafter[token], request.sampling)
@@ -249,7 +246,7 @@ class TableDrafter(_Chain):
         recorded = jnp.stack([*laws, jnp.zeros_like(laws[0])], 1)
         sampled = self.noise == "own" and not request.sampling.greedy
         draft = self._draft(
-            history, jnp.stack(drafted, 1), self._length(history) if self.ragged else None,
+            history, jnp.stack(drafted, 1), self._length(request, history) if self.ragged else None,
             recorded if sampled else None,
         )  # fmt: skip
         return draft, memory
@@ -272,19 +269,24 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
     )  # fmt: skip
 
 
-def run_rows(plan, params: Params, rows, rounds=None) -> list[generate.Answer]:
+def run_rows(plan, params: Params, rows, rounds=None, warps=None) -> list[generate.Answer]:
     """Decodes ``rows`` as one batch, in their order (a script needs to know its rows)."""
-    batch = generate.start(plan, params, rows)
+    batch = generate.start(plan, params, rows, warps=warps)
     return generate.read(generate.advance(plan, params, batch, rounds))
 
 
-def script(rows, answers) -> Array:
-    """The script for the scripted drafters: every row's prompt and answer, padded [B, T]."""
-    texts = [[*row.prompt, *answer.tokens] for row, answer in zip(rows, answers, strict=True)]
+def script(rows, answers, kind=RIGHT, length=64) -> Script:
+    """The script for ``rows``: prompts and answers, in ``length`` slots; ``kind`` for all or each.
+
+    Padded to a power of two rows, as ``generate.start`` pads the batch.
+    """
     size = 1
     while size < len(rows):
-        size *= 2  # as ``generate.start`` pads the batch
-    out = np.zeros((size, max(map(len, texts))), np.int32)
-    for index, text in enumerate(texts):
-        out[index, : len(text)] = text
-    return jnp.array(out)
+        size *= 2
+    tokens = np.zeros((size, length), np.int32)
+    for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        text = [*row.prompt, *answer.tokens]
+        tokens[index, : len(text)] = text
+    kinds = np.zeros(size, np.int32)
+    kinds[: len(rows)] = kind
+    return Script(jnp.array(tokens), jnp.array(kinds))

@@ -142,7 +142,7 @@ def _tiled(walk: Callable, laws: "_Laws", copies: int) -> Callable:
     def run(coins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = coins.reshape(batch * copies, -1)
         flat = jnp.asarray(np.pad(flat, ((0, 0), (1, 0)), constant_values=0.5))
-        num_accepted, logits = _judge(walk, warped, tokens, valid, recorded, flat)
+        num_accepted, logits = judge(walk, warped, tokens, valid, recorded, flat)
         logits = np.asarray(logits)
         return (
             np.asarray(num_accepted).reshape(batch, copies),
@@ -152,13 +152,14 @@ def _tiled(walk: Callable, laws: "_Laws", copies: int) -> Callable:
     return run
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _judge(walk, warped, tokens, valid, recorded, coins):
-    """The rule itself, on chains."""
+# A proof needs the same operations, not fast ones: half the time would go into optimising them.
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
+def judge(walk, warped, tokens, valid, recorded, coins):
+    """The rule itself, on chains: num_accepted [B] and next_logits [B, V]."""
     depth = tokens.shape[1] - 1
-    tree = topology.broadcast(
-        topology.from_parents(topology.chain(depth), depth), tokens.shape[0]
-    )
+    tree = topology.broadcast(topology.from_parents(topology.chain(depth), depth), tokens.shape[0])
     draft = Draft(tokens, topology.chain(depth), valid, recorded, depth)
     path, num_accepted, next_logits = walk(warped, draft, tree, coins)
     del path  # of a chain: nodes 0..K
@@ -187,7 +188,7 @@ def _outcome_of_draws(walk: Callable, case: Case) -> Outcome:
     draws = _all_tuples(case.vocab_size, case.depth + 1)
     batch, copies = len(laws.tuples), len(draws)
     tile = lambda x: jnp.asarray(np.repeat(x, copies, 0))
-    num_accepted, logits = _judge(
+    num_accepted, logits = judge(
         walk, tile(laws.warped), tile(laws.tokens), tile(laws.valid), tile(laws.recorded),
         jnp.asarray(np.tile(draws, (batch, 1)), jnp.int32),
     )  # fmt: skip
@@ -212,10 +213,9 @@ class _Laws:
     def __init__(self, case: Case):
         depth, vocab = case.depth, case.vocab_size
         self.vocab_size = vocab
-        target = [_warp(level, case.sampling) for level in case.target]
-        recorded = [_warp(level, case.sampling) for level in case.recorded]
-        drawn_sampling = case.drawn_sampling or case.sampling
-        drawn = [_warp(level, drawn_sampling) for level in case.drawn or case.recorded]
+        target = warp_levels(case.target, case.sampling)
+        recorded = warp_levels(case.recorded, case.sampling)
+        drawn = warp_levels(case.drawn or case.recorded, case.drawn_sampling or case.sampling)
         self.levels = [_softmax(level) for level in target]
         self.tuples = _all_tuples(vocab, depth)
         index = _prefix_index(self.tuples, vocab)  # [B, K+1]
@@ -263,15 +263,21 @@ def _prefix_index(tuples: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.stack(columns, 1)
 
 
-def _warp(logits: np.ndarray, settings: Sampling | None) -> np.ndarray:
+def warp_levels(levels: Levels, settings: Sampling | None) -> Levels:
     """The shipped warp in float64, one set of settings for all rows."""
-    if settings is None:
-        return logits
-    rows = settings.replace(
-        temperature=settings.temperature[:1], min_p=settings.min_p[:1],
-        top_k=settings.top_k[:1], top_p=settings.top_p[:1],
+    if settings is None or not levels:
+        return levels
+    settings = Sampling(
+        settings.temperature[:1], settings.min_p[:1], settings.top_k[:1], settings.top_p[:1],
+        settings.names,
     )  # fmt: skip
-    return np.asarray(sampling.warp(jnp.asarray(logits)[None], rows))[0]
+    with jax.enable_x64(True):
+        rows = jnp.asarray(np.concatenate(levels))[None]
+        warped = np.asarray(_jitted_warp(rows, settings))[0]
+    return np.split(warped, np.cumsum([len(level) for level in levels])[:-1])
+
+
+_jitted_warp = jax.jit(sampling.warp)
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

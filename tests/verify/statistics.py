@@ -1,0 +1,103 @@
+"""Laws of the compiled program, by counting many rows of one batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import decode as loop
+from jspec.types import History, Params, Request, Sampling
+
+_LONGEST = 8  # tokens of a text, the first one included
+
+
+def fresh_decode(plan):
+    """``decode`` traced anew, so that what a test has patched is what runs."""
+
+    def run(params, request, shared, state, until):
+        return loop.decode.__wrapped__(plan, params, request, shared, state, until)
+
+    return jax.jit(run)
+
+
+def shipped_decode(plan):
+    """``decode`` as users call it."""
+    return lambda *arguments: loop.decode(plan, *arguments)
+
+
+def texts(
+    plan, params: Params, sampled: Sampling, num_tokens: int, *, seed=0, chunks=1, rounds=None,
+    decode=None,
+):  # fmt: skip
+    """Texts of ``num_tokens`` <= 7 after token 0, one a row of ``sampled``, ``chunks`` times over.
+
+    Returns:
+      int32 [rows, num_tokens] and how many of them each row has, [rows]: all, unless ``rounds``
+      stops the program early.
+    """
+    decode = decode or shipped_decode(plan)
+    batch = sampled.temperature.shape[0]
+    found = []
+    for chunk in range(chunks):
+        keys = jax.random.split(jax.random.key(1000 * seed + chunk), batch)
+        limit = jnp.full((batch,), num_tokens + 1, jnp.int32)
+        request = Request(keys, sampled, jnp.full((batch, 1), -1, jnp.int32), limit)
+        until = jnp.int32(num_tokens if rounds is None else rounds)
+        _, state = decode(params, request, (), _start(plan, params, request), until)
+        found.append(jax.device_get((state.history.tokens, state.history.length)))
+    tokens, length = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return tokens[:, 1 : num_tokens + 1], length - 1
+
+
+def _start(plan, params, request):
+    batch = request.max_length.shape[0]
+    capacity = _LONGEST + plan.drafter.max_depth + 1  # the same for all: programs are shared
+    return loop.DecodeState(
+        history=History(jnp.zeros((batch, capacity), jnp.int32), jnp.ones((batch,), jnp.int32)),
+        cache=plan.target.init_cache(batch, capacity),
+        memory=plan.drafter.init(params, request, capacity),
+        done=jnp.zeros((batch,), bool),
+        stats=loop.init_stats(plan, batch),
+        round=jnp.int32(0),
+    )
+
+
+def joint_law(transitions: np.ndarray, num_tokens: int) -> np.ndarray:
+    """The law of the first ``num_tokens`` after token 0 of a Markov chain [V, V]: [V**n]."""
+    vocab = len(transitions)
+    law = transitions[0]
+    for _ in range(num_tokens - 1):
+        law = (law.reshape(-1, vocab)[:, :, None] * transitions).ravel()
+    return law
+
+
+def counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """How often each text occurs, [V**n], in lexicographic order."""
+    places = vocab_size ** np.arange(tokens.shape[1])[::-1]
+    return np.bincount(tokens @ places, minlength=vocab_size ** tokens.shape[1])
+
+
+def excess(observed: np.ndarray, law: np.ndarray) -> float:
+    """Chi-square above its mean, in units of what is allowed: from 1 on the law is refused.
+
+    Bins that expect fewer than 5 are merged; allowed are ``10 sqrt(2 df)`` above ``df``, as in
+    vLLM's tests.
+    """
+    expected = observed.sum() * law
+    assert observed[law == 0].sum() == 0, "a text without probability occurred"
+    large = expected >= 5
+    large &= expected[~large].sum() >= 5 or expected > expected[large].min()
+    merge = lambda x: np.append(x[large], x[~large].sum())
+    observed, expected = merge(observed), merge(expected)
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    df = len(expected) - 1
+    return float((statistic - df) / (10 * (2 * df) ** 0.5))
+
+
+def distance(observed: np.ndarray, law: np.ndarray) -> float:
+    """Total variation between frequencies and a law."""
+    return 0.5 * float(np.abs(observed / observed.sum() - law).sum())
+
+
+def noise_floor(law: np.ndarray, count: int) -> float:
+    """The total variation that ``count`` draws from ``law`` itself show on average."""
+    return float(np.sqrt(law * (1 - law) / (2 * np.pi * count)).sum())

@@ -1,0 +1,233 @@
+"""Classic mistakes, kept alive so that the checker of losslessness is itself checked.
+
+Each mutant must be off by more than ``CAUGHT`` where the shipped rule is exact to 1e-12. Mistakes
+of noise, which a single round cannot show, are in ``test_joint_law.py``.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jspec import sampling
+from jspec.verify import RULES
+from tests.fakes import settings
+from tests.verify.enumeration import Case, context_dependent, judge, outcome, warp_levels
+
+EXACT, CAUGHT = 1e-12, 1e-3
+DEPTH, V = 2, 4
+TARGET, DRAFT = context_dependent(0, V, DEPTH + 1), context_dependent(1, V, DEPTH)
+rejection, block = RULES["rejection"].walk, RULES["block"].walk
+
+
+# ---------------------------------------------------------- drafts that are not what was recorded
+
+
+def argmax_of(levels):
+    return [np.where(np.eye(V)[level.argmax(-1)] > 0, 0.0, -np.inf) for level in levels]
+
+
+def rounded(levels):
+    return [level.astype(ml_dtypes.bfloat16).astype(np.float64) for level in levels]
+
+
+def drop_improbable(drafted):
+    """Keeps a drafted token, and what follows, only if its own law gave it 0.2."""
+    index, keep = np.zeros(len(drafted), int), np.ones(drafted.shape, bool)
+    for node, level in enumerate(DRAFT):
+        law = np.exp(level[index]) / np.exp(level[index]).sum(-1, keepdims=True)
+        keep[:, node:] &= np.take_along_axis(law, drafted[:, [node]], 1) > 0.2
+        index = index * V + drafted[:, node]
+    return keep
+
+
+WRONG_CASES = {
+    "the argmax is drafted, a soft law recorded":
+        Case(TARGET, DRAFT, drawn=argmax_of(DRAFT)),
+    "drafted at temperature 0.7, recorded at 1":
+        Case(TARGET, DRAFT, drawn_sampling=settings(1, 0.7)),
+    "drafted under top-k, recorded without":
+        Case(TARGET, DRAFT, drawn_sampling=settings(1, 1.0, top_k=3)),
+    "drafted without top-k, recorded under it":
+        Case(TARGET, DRAFT, sampling=settings(1, 1.0, top_k=3), drawn_sampling=settings(1)),
+    "the law of another context is recorded":
+        Case(TARGET, context_dependent(2, V, DEPTH), drawn=DRAFT),
+    "drafted tokens of small probability are dropped":
+        Case(TARGET, DRAFT, keep=drop_improbable),
+    "bfloat16 laws are recorded of float32 draws":
+        Case(TARGET, rounded([4 * level for level in DRAFT]), drawn=[4 * level for level in DRAFT]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("mistake", WRONG_CASES)
+def test_drafts_that_differ_from_their_record_are_caught(mistake, rule):
+    found = outcome(rule, WRONG_CASES[mistake])
+    # How much rounding costs grows with the vocabulary; on four tokens it is small.
+    assert found.distance > (1e-4 if "bfloat16" in mistake else CAUGHT)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafts_drawn_from_what_was_recorded_are_exact_though_rounded(rule):
+    coarse = rounded([4 * level for level in DRAFT])
+    assert outcome(rule, Case(TARGET, coarse)).distance < EXACT
+
+
+# ------------------------------------------------------------------------------- rules that are off
+
+
+def at_end(rows, num_accepted):
+    return jnp.take_along_axis(rows, num_accepted[:, None, None], 1)[:, 0]
+
+
+def passes_alone(rule, warped, draft, tree, coins):
+    """Whether each node's own coin passes, whatever the others do: [B, K]."""
+    index = jnp.arange(coins.shape[1])
+    alone = [
+        rule(warped, draft, tree, jnp.where(index < i, 0, jnp.where(index == i, coins, jnp.inf)))
+        for i in range(1, coins.shape[1])
+    ]
+    return jnp.stack([found[1] > i for i, found in enumerate(alone)], 1)
+
+
+def ending_at(rule, warped, draft, tree, num_accepted):
+    """What a rule says when its coins make it accept exactly ``num_accepted`` nodes."""
+    index = jnp.arange(draft.tokens.shape[1])
+    coins = jnp.where(index <= num_accepted[:, None], 0.0, jnp.inf)
+    return rule(warped, draft, tree, coins.astype(warped.dtype))
+
+
+def resamples_from_p(rule):
+    def mutant(warped, draft, tree, coins):
+        path, num_accepted, _ = rule(warped, draft, tree, coins)
+        return path, num_accepted, at_end(warped, num_accepted)
+
+    return mutant
+
+
+def is_lenient(rule):
+    return lambda warped, draft, tree, coins: rule(warped, draft, tree, coins / 2)
+
+
+def judges_placeholders(rule):
+    return lambda warped, draft, tree, coins: rule(
+        warped, draft.replace(valid=jnp.ones_like(draft.valid)), tree, coins
+    )
+
+
+def shifts_the_recorded_laws(rule):
+    return lambda warped, draft, tree, coins: rule(
+        warped, draft.replace(logits=jnp.roll(draft.logits, 1, 1)), tree, coins
+    )
+
+
+def unwarps_the_bonus(rule):
+    def mutant(warped, draft, tree, coins):
+        path, num_accepted, logits = rule(warped, draft, tree, coins)
+        complete = num_accepted[:, None] == tree.max_depth
+        return path, num_accepted, jnp.where(complete, logits * 0.6, logits)
+
+    return mutant
+
+
+def stops_block_at_its_first_failure(warped, draft, tree, coins):
+    passed = passes_alone(block, warped, draft, tree, coins)
+    return ending_at(block, warped, draft, tree, jnp.cumprod(passed, 1).sum(1))
+
+
+def accepts_by_rejection_with_the_residual_of_block(warped, draft, tree, coins):
+    _, num_accepted, _ = rejection(warped, draft, tree, coins)
+    return ending_at(block, warped, draft, tree, num_accepted)
+
+
+def accepts_by_block_with_the_residual_of_rejection(warped, draft, tree, coins):
+    path, num_accepted, _ = block(warped, draft, tree, coins)
+    log_p = jax.nn.log_softmax(at_end(warped, num_accepted), -1)
+    log_q = jax.nn.log_softmax(at_end(draft.logits, num_accepted), -1)
+    refused = num_accepted[:, None] < tree.max_depth
+    return path, num_accepted, jnp.where(refused, sampling.log_residual(log_p, log_q), log_p)
+
+
+def accepts_after_a_rejection(warped, draft, tree, coins):
+    passed = passes_alone(rejection, warped, draft, tree, coins)
+    last = jnp.where(passed, jnp.arange(1, passed.shape[1] + 1), 0).max(1)
+    return ending_at(rejection, warped, draft, tree, last)
+
+
+def first_node_only(drafted):
+    return np.broadcast_to(np.arange(DEPTH) < 1, drafted.shape)
+
+
+SOFT = Case(TARGET, DRAFT)
+POINT = Case(TARGET, argmax_of(DRAFT))
+COOL = Case(TARGET, DRAFT, sampling=settings(1, 0.6))
+RAGGED = Case(TARGET, DRAFT, keep=first_node_only)
+
+WRONG_RULES = {
+    "rejection draws again from p": (resamples_from_p(rejection), SOFT),
+    "block draws again from p": (resamples_from_p(block), SOFT),
+    "a refused point mass is not masked": (resamples_from_p(rejection), POINT),
+    "rejection accepts leniently": (is_lenient(rejection), SOFT),
+    "block accepts leniently": (is_lenient(block), SOFT),
+    "rejection judges placeholders": (judges_placeholders(rejection), RAGGED),
+    "block judges placeholders": (judges_placeholders(block), RAGGED),
+    "recorded laws are one node late": (shifts_the_recorded_laws(rejection), SOFT),
+    "the bonus of rejection is not warped": (unwarps_the_bonus(rejection), COOL),
+    "the bonus of block is not warped": (unwarps_the_bonus(block), COOL),
+    "block stops at its first failure": (stops_block_at_its_first_failure, SOFT),
+    "rejection with the residual of block":
+        (accepts_by_rejection_with_the_residual_of_block, SOFT),
+    "block with the residual of rejection":
+        (accepts_by_block_with_the_residual_of_rejection, SOFT),
+    "rejection goes on after a refusal": (accepts_after_a_rejection, SOFT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG_RULES)
+def test_rules_that_are_off_are_caught(mistake):
+    mutant, case = WRONG_RULES[mistake]
+    assert outcome(mutant, case).distance > CAUGHT
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "case", [SOFT, POINT, COOL, RAGGED], ids=["soft", "point", "cool", "ragged"]
+)
+def test_the_shipped_rules_are_exact_where_their_mutants_are_not(rule, case):
+    assert outcome(rule, case).distance < EXACT
+
+
+def test_a_verifier_that_cuts_top_p_before_the_temperature_is_caught():
+    sampled = settings(1, 0.6, top_p=0.8)
+    shipped = outcome("rejection", Case(TARGET, DRAFT, sampling=sampled))
+    swapped = [level / 0.6 for level in warp_levels(TARGET, settings(1, 1.0, top_p=0.8))]
+    found = outcome("rejection", Case(swapped, DRAFT))
+    assert shipped.distance < EXACT
+    assert 0.5 * np.abs(found.law - shipped.exact).sum() > CAUGHT
+
+
+# ---------------------------------------------------------------- what only a single coin can show
+
+
+def accepts_the_impossible(rule):
+    """Whether a coin of exactly 0 lets a token through that the target excludes."""
+    warped = jnp.log(jnp.array([[[0.5, 0.5, 0.0]] * 2]))
+    recorded = jnp.log(jnp.array([[[0.2, 0.3, 0.5]] * 2]))
+    draft = jnp.array([[0, 2]])
+    num_accepted, _ = judge(rule, warped, draft, draft == draft, recorded, jnp.zeros((1, 2)))
+    return bool(num_accepted[0])
+
+
+def compares_with_less_or_equal(rule):
+    """``u <= p / q`` differs from ``u < p / q`` at u = 0, as if no ratio were quite 0."""
+    return lambda warped, draft, tree, coins: rule(jnp.maximum(warped, -1e30), draft, tree, coins)
+
+
+def test_no_coin_lets_a_token_through_that_the_target_excludes():
+    assert not accepts_the_impossible(rejection)
+    assert not accepts_the_impossible(block)
+
+
+def test_less_or_equal_in_place_of_less_is_caught():
+    assert accepts_the_impossible(compares_with_less_or_equal(rejection))
