@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec import generate, kv, sampling, tokens, topology
+from jspec import kv, sampling, tokens, topology
+from jspec.generate import Answer, advance, read, start
 from jspec.types import Array, Draft, Params, Sampling, TargetOutput
 
 # ---------------------------------------------------------------------------------------- targets
@@ -269,16 +270,16 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
     )  # fmt: skip
 
 
-def run_rows(plan, params: Params, rows, rounds=None, warps=None) -> list[generate.Answer]:
+def run_rows(plan, params: Params, rows, rounds=None, warps=None) -> list[Answer]:
     """Decodes ``rows`` as one batch, in their order (a script needs to know its rows)."""
-    batch = generate.start(plan, params, rows, warps=warps)
-    return generate.read(generate.advance(plan, params, batch, rounds))
+    batch = start(plan, params, rows, warps=warps)
+    return read(advance(plan, params, batch, rounds))
 
 
 def script(rows, answers, kind=RIGHT, length=64) -> Script:
     """The script for ``rows``: prompts and answers, in ``length`` slots; ``kind`` for all or each.
 
-    Padded to a power of two rows, as ``generate.start`` pads the batch.
+    Padded to a power of two rows, as ``start`` pads the batch.
     """
     size = 1
     while size < len(rows):
