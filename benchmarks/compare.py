@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.measure import Contender, Sample, race
 from benchmarks.ours import Ours
-from benchmarks.theirs import THREADS, Theirs
+from benchmarks.theirs import Theirs
 from benchmarks.workload import Case
 
 
@@ -49,7 +49,7 @@ def references(ours: Ours, theirs: Theirs, setting: Setting, dtype: str) -> Refe
     case = Case("autoregressive", 1, 0.0, dtype, 0)
     limits = setting.prompts, setting.max_new_tokens, setting.seed
     return Reference(
-        ours.generate(case, *limits).tokens, theirs.generate(case, "eager", 2, *limits).tokens
+        ours.generate(case, *limits).tokens, theirs.generate(case, "eager", 1, *limits).tokens
     )
 
 
@@ -64,7 +64,7 @@ def run_case(
         racers["jspec autoregressive"] = lambda: ours.generate(plain, *limits)
     modes = case.peer_modes if theirs else ()
     for mode in modes:
-        for threads in THREADS:
+        for threads in theirs.threads:
             racers[f"{mode}/{threads}"] = _bind(theirs, case, mode, threads, limits)
     warm = {name: _warm_up(run) for name, run in racers.items()}
     field = [Contender(name, run, limit=setting.limit) for name, run in racers.items()]
@@ -74,7 +74,8 @@ def run_case(
         "case": dataclasses.asdict(case),
         "ours": by_name["jspec"].summary() | _text(warm["jspec"], case, reference),
         "peers": [
-            _against(by_name, mode, _acceptance(theirs, case, mode, limits)) for mode in modes
+            _against(by_name, mode, theirs.threads, _acceptance(theirs, case, mode, limits))
+            for mode in modes
         ],
     }
     if plain != case:
@@ -96,7 +97,7 @@ def _acceptance(theirs: Theirs, case: Case, mode: str, limits) -> float | None:
     """The peer's acceptance length; a compiled model must not be hooked, and has none."""
     if mode not in ("assisted", "prompt_lookup"):
         return None
-    sample = theirs.generate(case, mode, 2, *limits, count_passes=True)
+    sample = theirs.generate(case, mode, 1, *limits, count_passes=True)
     return sample.num_tokens / sample.passes
 
 
@@ -123,9 +124,11 @@ def difference(rows: Sequence[list[int]], wanted: Sequence[list[int]]) -> dict:
     return facts
 
 
-def _against(by_name: dict[str, Contender], mode: str, acceptance: float | None) -> dict:
+def _against(
+    by_name: dict[str, Contender], mode: str, tried: Sequence[int], acceptance: float | None
+) -> dict:
     """Ratio to the peer at its better number of threads."""
-    rivals = {threads: by_name[f"{mode}/{threads}"] for threads in THREADS}
+    rivals = {count: by_name[f"{mode}/{count}"] for count in tried}
     threads = max(rivals, key=lambda count: rivals[count].best)
     return {
         "mode": mode,
@@ -142,4 +145,5 @@ def _ratios(ours: Contender, other: Contender) -> dict:
         "tokens_per_second_median": round(other.median, 2),
         "ratio_best": round(ours.best / other.best, 3),
         "ratio_median": round(ours.median / other.median, 3),
+        "disturbed": not (ours.has_quiet and other.has_quiet),
     }

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -36,29 +36,39 @@ def main() -> None:
     if not console.is_terminal:  # a log or a pipe: nothing is cut off there
         console = Console(width=_LOG_WIDTH)
     setting = _setting(arguments)
-    facts = environment.describe() | {
-        "prompts": workload.fingerprint(setting.prompts),
-        "setting": {
-            key: value for key, value in dataclasses.asdict(setting).items() if key != "prompts"
-        },
-        "num_prompts": len(setting.prompts),
-        "prompt_tokens": len(setting.prompts[0]),
-    }
-    rows, curves, sweep = [], {}, []
+    results = environment.describe() | _describe(setting) | {"rows": [], "curves": {}, "sweep": []}
     with Progress(console=console, transient=True) as progress:
         for dtype in arguments.dtypes:
             ours = Ours(arguments.model, arguments.draft, dtype)
-            curves[dtype] = _curve(ours)
-            rows += _rows(arguments, setting, ours, dtype, progress)
-            sweep += _sweep(arguments, setting, ours, dtype, curves[dtype], progress)
-    facts["load_average_after"] = os.getloadavg()
-    if rows:
-        console.print(report.latency_table(rows, facts))
-    console.print(report.curve_table(curves))
-    if sweep:
-        console.print(report.sweep_table(sweep))
-    _write(arguments.out, facts | {"rows": rows, "curves": curves, "sweep": sweep})
+            results["curves"][dtype] = _curve(ours)
+            for row in _rows(arguments, setting, ours, dtype, progress):
+                results["rows"].append(row)
+                progress.console.print(report.line(row))
+                _write(arguments.out, results)
+            for row in _sweep(arguments, setting, ours, dtype, results["curves"][dtype], progress):
+                results["sweep"].append(row)
+    results["load_average_after"] = os.getloadavg()
+    _write(arguments.out, results)
+    if results["rows"]:
+        console.print(report.latency_table(results["rows"], results))
+    console.print(report.curve_table(results["curves"]))
+    if results["sweep"]:
+        console.print(report.sweep_table(results["sweep"]))
     console.print(f"wrote {arguments.out}; load average {os.getloadavg()[0]:.1f}")
+
+
+def _describe(setting: Setting) -> dict:
+    """The setting without its prompts, of which a fingerprint is enough."""
+    numbers = dataclasses.asdict(setting)
+    prompts = numbers.pop("prompts")
+    return {
+        "setting": numbers,
+        "prompts": {
+            "sha256": workload.fingerprint(prompts),
+            "count": len(prompts),
+            "tokens_each": len(prompts[0]),
+        },
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", type=float, default=0.1, help="cores others may use meanwhile")
     parser.add_argument("--random-prompts", action="store_true", help="for random weights")
     parser.add_argument(
+        "--threads", type=int, nargs="+", default=(1, 2), help="peer: the best of these counts"
+    )
+    parser.add_argument(
         "--cpp-wrapper", action="store_true", help="peer: compile with inductor's C++ wrapper"
     )
     return parser
@@ -101,10 +114,12 @@ def _setting(arguments: argparse.Namespace) -> Setting:
     )
 
 
-def _rows(arguments, setting: Setting, ours: Ours, dtype: str, progress: Progress) -> list[dict]:
+def _rows(
+    arguments, setting: Setting, ours: Ours, dtype: str, progress: Progress
+) -> Iterator[dict]:
     """Every case of one dtype, against a peer of that dtype."""
     if not arguments.methods:
-        return []
+        return
     cases = list(
         workload.cases(
             arguments.methods, arguments.batches, arguments.temperatures, [dtype],
@@ -112,24 +127,20 @@ def _rows(arguments, setting: Setting, ours: Ours, dtype: str, progress: Progres
         )
     )  # fmt: skip
     with Peer(arguments.model, arguments.draft, dtype) as peer:
-        theirs = Theirs(peer, arguments.cpp_wrapper)
+        theirs = Theirs(peer, arguments.threads, arguments.cpp_wrapper)
         reference = compare.references(ours, theirs, setting, dtype)
-        rows = [
-            compare.run_case(case, ours, theirs, setting, reference)
-            for case in _tracked(cases, progress)
-        ]
-    for row in rows:
-        _add_gaps(row["ours"], ours, setting, reference)
-    return rows
+        for case in _tracked(cases, progress):
+            row = compare.run_case(case, ours, theirs, setting, reference)
+            _add_gaps(row["ours"], ours, setting, reference)
+            yield row
 
 
 def _sweep(
     arguments, setting: Setting, ours: Ours, dtype: str, costs: dict, progress: Progress
-) -> list[dict]:
+) -> Iterator[dict]:
     """``draft_model`` at each K beside autoregression, sampled, with the bound on its gain."""
     temperature = arguments.sweep_temperature
     cases = [Case("draft_model", 1, temperature, dtype, depth) for depth in arguments.sweep]
-    rows = []
     for case in _tracked(cases, progress):
         row = compare.run_case(case, ours, None, setting, None)
         depth = case.num_speculative_tokens
@@ -138,14 +149,13 @@ def _sweep(
         row["bound"] = curve.speedup_bound(
             row["ours"]["acceptance_length"], widening, costs["draft_cost"], depth
         )
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _curve(ours: Ours) -> dict:
     """V(N) of the target for N up to 16, and what a pass of the draft model costs beside V(1)."""
-    seconds = curve.pass_seconds(ours.config, ours.params, _WIDTHS)
-    draft = curve.pass_seconds(ours.draft_config, ours.draft_params, [1])[1]
+    seconds = curve.pass_seconds(ours.target.config, ours.target.params, _WIDTHS)
+    draft = curve.pass_seconds(ours.draft.config, ours.draft.params, [1])[1]
     return {
         "milliseconds": {str(width): 1e3 * value for width, value in seconds.items()},
         "relative": {str(width): value / seconds[1] for width, value in seconds.items()},
@@ -162,10 +172,10 @@ def _add_gaps(facts: dict, ours: Ours, setting: Setting, reference: compare.Refe
         if key in facts and not facts[key]["equal"]:
             row, position = facts[key]["row"], facts[key]["position"]
             context = setting.prompts[row] + wanted[row][:position]
-            facts[key]["gap"] = curve.logit_gap(ours.config, ours.params, context)
+            facts[key]["gap"] = curve.logit_gap(ours.target.config, ours.target.params, context)
 
 
-def _tracked(cases: list[Case], progress: Progress) -> Iterable[Case]:
+def _tracked(cases: list[Case], progress: Progress) -> Iterator[Case]:
     task = progress.add_task("", total=len(cases))
     for case in cases:
         name = f"{case.method} batch {case.batch} T={case.temperature:g} {case.dtype}"

@@ -1,7 +1,8 @@
 """Timing contenders against each other on a machine that others may be using.
 
 Contenders run in turns, so that a slow minute is everybody's; the best of n says what the code can
-do, the median what happened. Each sample carries how many cores other processes kept busy
+do, the median what happened. Disturbance is not fair: OpenMP threads that spin lose far more to a
+busy neighbour than XLA's do, so a ratio from a busy machine flatters us. Each sample carries how many cores other processes kept busy
 meanwhile: samples that were disturbed are replaced, within limits, and counted where they stay.
 """
 
@@ -50,6 +51,11 @@ class Contender:
     run: Callable[[], Sample]
     samples: list[Sample] = dataclasses.field(default_factory=list)
     limit: float = 0.1
+
+    @property
+    def has_quiet(self) -> bool:
+        """Whether any sample was undisturbed."""
+        return any(sample.quiet(self.limit) for sample in self.samples)
 
     @property
     def kept(self) -> list[Sample]:

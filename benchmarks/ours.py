@@ -1,53 +1,66 @@
-"""jspec as a contender."""
+"""jspec as a contender, through the door its users take."""
 
 import time
 from pathlib import Path
 
 from benchmarks.measure import Sample
 from benchmarks.workload import Case
-from jspec import checkpoint
-from jspec.drafters import METHODS
-from jspec.generate import Row, generate_rows
-from jspec.models.decoder import Decoder
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec import loading
+from jspec.llm import LLM
+from jspec.params import SamplingParams
 
 
 class Ours:
-    """The loaded models of one dtype. Programs compile at a case's first call."""
+    """The loaded models of one dtype, and an ``LLM`` for each method and K asked for.
+
+    Programs compile at a case's first call.
+    """
 
     def __init__(self, model: Path, draft: Path, dtype: str):
-        self.config, self.params, _ = checkpoint.load_pretrained(model, dtype)
-        self.draft_config, self.draft_params, _ = checkpoint.load_pretrained(draft, dtype)
+        self.target = loading.load(model, dtype)
+        self.draft = loading.load(draft, dtype)
+        self._llms: dict[tuple, LLM] = {}
 
     def generate(
         self, case: Case, prompts: list[list[int]], max_new_tokens: int, seed: int
     ) -> Sample:
         """All prompts, ``case.batch`` at a time, under the clock."""
-        plan = Plan(Decoder(self.config), self._drafter(case))
-        params = Params(self.params, self.draft_params if case.method == "draft_model" else None)
-        answers = []
+        llm = self._llm(case)
+        settings = [
+            SamplingParams(
+                temperature=case.temperature,
+                seed=seed + index,
+                max_tokens=max_new_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]
+        wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = []
         start, cpu = time.perf_counter(), time.process_time()
         for first in range(0, len(prompts), case.batch):
-            rows = [
-                Row(
-                    tuple(prompt),
-                    max_tokens=max_new_tokens,
-                    temperature=case.temperature,
-                    seed=seed,
-                    stream=first + index,
-                )
-                for index, prompt in enumerate(prompts[first : first + case.batch])
-            ]
-            answers += generate_rows(plan, params, rows)
-        tokens = [answer.tokens.tolist() for answer in answers]
+            part = slice(first, first + case.batch)
+            outputs += llm.generate(wrapped[part], settings[part])
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        return Sample(seconds, cpu, tokens, passes=sum(answer.rounds for answer in answers))
+        answers = [output.outputs[0] for output in outputs]
+        tokens = [answer.token_ids for answer in answers]
+        # A pass emits what it accepted and one token more.
+        accepted = sum(
+            answer.speculative_decoding_stats["num_accepted_draft_tokens"] for answer in answers
+        )
+        return Sample(seconds, cpu, tokens, passes=sum(map(len, tokens)) - accepted)
 
-    def _drafter(self, case: Case):
-        num = case.num_speculative_tokens
+    def _llm(self, case: Case) -> LLM:
+        key = case.method, case.num_speculative_tokens, case.ngram_max
+        if key not in self._llms:
+            self._llms[key] = LLM(self.target, self._speculative_config(case))
+        return self._llms[key]
+
+    def _speculative_config(self, case: Case) -> dict | None:
+        if case.method == "autoregressive":
+            return None
+        config = {"method": case.method, "num_speculative_tokens": case.num_speculative_tokens}
         if case.method == "draft_model":
-            return METHODS["draft_model"](self.draft_config, num)
-        if case.method == "ngram":
-            return METHODS["ngram"](num, prompt_lookup_min=1, prompt_lookup_max=case.ngram_max)
-        return METHODS["none"]()
+            return config | {"model": self.draft}
+        return config | {"prompt_lookup_min": 1, "prompt_lookup_max": case.ngram_max}

@@ -43,7 +43,10 @@ class Worker:
 
     def __init__(self, model: str, draft: str | None, dtype: str):
         import torch
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # assisted generation warns of its own inner call
         self.torch = torch
         self.target = self._load(model, dtype)
         self.draft = self._load(draft, dtype) if draft else None

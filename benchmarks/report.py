@@ -14,12 +14,13 @@ def latency_table(rows: Sequence[dict], facts: dict) -> Table:
         caption="peer: mode / its better number of threads. "
         "= greedy: same text as plain greedy of jspec / of transformers. "
         "tau: tokens a target pass emits, jspec / transformers. x: ratio of the best of n (of the "
-        "medians). quiet: samples that no other process disturbed, of all, jspec / transformers.",
+        "medians). quiet: samples that no other process disturbed, of all, jspec / transformers; "
+        "?: a side has none, and the ratio says nothing.",
     )
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     for name in ("batch", "T", "dtype", "K", "= greedy", "distinct", "tau", "jspec", "x own AR"):
         table.add_column(name, justify="right")
-    table.add_column("peer")
+    table.add_column("peer", no_wrap=True)
     for name in ("theirs", "x", "quiet"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -30,6 +31,16 @@ def latency_table(rows: Sequence[dict], facts: dict) -> Table:
             own = [""] * len(own)
         table.add_section()
     return table
+
+
+def line(row: dict) -> str:
+    """A row in one line, for a log that grows."""
+    case = row["case"]
+    peers = ", ".join(f"{_ratio(peer)} x {_peer_cells(peer)[0]}" for peer in row["peers"])
+    return (
+        f"{case['method']} batch {case['batch']} T={case['temperature']:g} {case['dtype']}: "
+        f"{row['ours']['tokens_per_second_best']:.0f} tokens/s, {peers}"
+    )
 
 
 def curve_table(curves: dict[str, dict]) -> Table:
@@ -124,4 +135,5 @@ def _quiet(row: dict, peer: dict | None) -> str:
 
 
 def _ratio(figures: dict) -> str:
-    return f"{figures['ratio_best']:.2f} ({figures['ratio_median']:.2f})"
+    doubt = "?" if figures["disturbed"] else ""
+    return f"{figures['ratio_best']:.2f} ({figures['ratio_median']:.2f}){doubt}"

@@ -1,18 +1,23 @@
 """transformers as a contender: the worker's calls, gathered to samples."""
 
+from collections.abc import Sequence
+
 from benchmarks.measure import Sample
 from benchmarks.peer import Peer
 from benchmarks.workload import Case
 
-THREADS = (1, 2)
-
 
 class Theirs:
-    """A peer process for one dtype, and the settings that a case needs there."""
+    """A peer process for one dtype, and the settings that a case needs there.
 
-    def __init__(self, peer: Peer, cpp_wrapper: bool):
-        self.peer = peer
-        self.cpp_wrapper = cpp_wrapper
+    Attributes:
+      threads: numbers of threads to try; the better one counts.
+    """
+
+    def __init__(self, peer: Peer, threads: Sequence[int], cpp_wrapper: bool):
+        self.threads = tuple(threads)
+        self._peer = peer
+        self._cpp_wrapper = cpp_wrapper
 
     def generate(
         self,
@@ -27,7 +32,7 @@ class Theirs:
         """All prompts, ``case.batch`` at a time; seconds are those inside the worker."""
         total = Sample(0.0, 0.0, [], passes=0 if count_passes else None)
         for first in range(0, len(prompts), case.batch):
-            answer = self.peer.generate(
+            answer = self._peer.generate(
                 mode,
                 prompts[first : first + case.batch],
                 max_new_tokens=max_new_tokens,
@@ -36,7 +41,7 @@ class Theirs:
                 threads=threads,
                 num_speculative_tokens=case.num_speculative_tokens,
                 ngram_max=case.ngram_max,
-                cpp_wrapper=self.cpp_wrapper,
+                cpp_wrapper=self._cpp_wrapper,
                 count_passes=count_passes,
             )
             total.seconds += answer["seconds"]
