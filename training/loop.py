@@ -128,7 +128,7 @@ def train(
     """
     settings = trainer.settings
     checkpoints = Checkpoints(settings.out_dir / "checkpoints")
-    state, record = _start(trainer, checkpoints)
+    state, record = _start(trainer, checkpoints, corpus)
     windows = Windows(corpus.train, settings.length, settings.seed)
     held_out = Windows(corpus.holdout, settings.length)
     first = step = int(state.step)
@@ -160,14 +160,19 @@ def train(
     return state, record
 
 
-def _start(trainer: Trainer, checkpoints: Checkpoints) -> tuple[TrainState, dict]:
+def _start(trainer: Trainer, checkpoints: Checkpoints, corpus: Corpus) -> tuple[TrainState, dict]:
     """The newest checkpoint, or step 0."""
     settings, state = trainer.settings, trainer.init()
-    record = {"settings": dataclasses.asdict(settings), "losses": [], "seconds": 0.0}
+    text = corpus.description["train"]["sha256"]
+    record = {
+        "settings": dataclasses.asdict(settings), "corpus": text, "losses": [], "seconds": 0.0
+    }  # fmt: skip
     if checkpoints.latest is None:
         return state, record
     before = checkpoints.record()
     check_resumable(settings, before["settings"])
+    if before["corpus"] != text:
+        raise ValueError(f"out {settings.out!r} was trained on other data; give a new --out")
     state, before = checkpoints.restore(state)
     return state, before | {"settings": record["settings"]}
 

@@ -47,10 +47,13 @@ def _matmul_bfloat16_back(saved, grad: Array):
 def _weight_grad(rows: Array, grad_rows: Array) -> Array:
     """rows [R, M] transposed by grad_rows [R, N] -> [M, N].
 
-    The transpose is materialised: a contraction over rows is five times slower on a CPU.
+    The transpose is materialised, since a contraction over rows is five times slower on a CPU.
     """
     transposed = with_layout_constraint(rows.T, Layout((0, 1)))
-    return jnp.matmul(transposed, grad_rows, preferred_element_type=jnp.float32)
+    out = jnp.matmul(transposed, grad_rows, preferred_element_type=jnp.float32)
+    # A caller that transposes the result (a tied head) must not get that folded into the matmul:
+    # XLA's CPU backend has no such bfloat16 kernel and fails when it runs.
+    return with_layout_constraint(out, Layout((0, 1)))
 
 
 linear_bfloat16.defvjp(_matmul_bfloat16, _matmul_bfloat16_back)

@@ -115,9 +115,9 @@ class Settings:
 
 # What must be equal for a resumed run to continue the same run. `steps` and `decay` may change.
 IDENTITY = (
-    "data", "holdout", "source_megabytes", "vocab_size", "hidden_size", "intermediate_size",
-    "layers", "heads", "kv_heads", "head_dim", "length", "batch", "accumulate", "schedule",
-    "warmup", "learning_rate", "weight_decay", "optimizer", "compute", "teacher_weight", "seed",
+    "vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim",
+    "length", "batch", "accumulate", "schedule", "warmup", "learning_rate", "weight_decay",
+    "optimizer", "compute", "teacher_weight", "seed",
 )  # fmt: skip
 
 
@@ -128,8 +128,7 @@ def check_resumable(now: Settings, before: dict) -> None:
       ValueError: naming every option that differs.
     """
     current = dataclasses.asdict(now)
-    plain = lambda value: list(value) if isinstance(value, tuple) else value
-    changed = [name for name in IDENTITY if plain(current[name]) != plain(before[name])]
+    changed = [name for name in IDENTITY if current[name] != before[name]]
     if now.schedule == "cosine" and now.steps != before["steps"]:
         changed.append("steps")  # the whole cosine depends on it
     if changed:

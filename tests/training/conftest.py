@@ -1,0 +1,54 @@
+"""A tiny corpus of source files and the settings of a run that takes seconds."""
+
+import dataclasses
+
+import pytest
+
+from training import data
+from training.settings import Settings
+
+HELD_OUT = "secret"
+MARK = "xylophone"  # a word of the held-out module alone
+
+
+def _module(name: str, words: tuple[str, ...]) -> str:
+    lines = [f"# module {name}, which holds functions of no use whatever"]
+    for i, word in enumerate(words * 12):
+        lines += [f"def {name}_{word}_{i}(value):", f'    """Returns {word} for {name}."""',
+                  f"    return value + {i}", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    """A folder of three modules, one of them to be held out."""
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "alpha.py").write_text(_module("alpha", ("red", "green", "blue")))
+    (folder / "beta").mkdir()
+    (folder / "beta" / "inner.py").write_text(_module("beta", ("one", "two", "three")))
+    (folder / f"{HELD_OUT}.py").write_text(_module(HELD_OUT, (MARK, "green", "blue")))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(sources, tmp_path_factory):
+    """The tokenised corpus, shared by every run."""
+    folder = tmp_path_factory.mktemp("corpus")
+    return data.prepare(folder, [str(sources)], [HELD_OUT], vocab_size=300)
+
+
+@pytest.fixture
+def settings(corpus, tmp_path):
+    """A run of 12 steps of a one-layer model."""
+    return Settings(
+        out=str(tmp_path / "run"), corpus=str(corpus.directory), vocab_size=300, hidden_size=32,
+        intermediate_size=64, layers=1, heads=2, kv_heads=1, head_dim=16, max_positions=64,
+        length=32, batch=4, accumulate=2, steps=12, warmup=2, decay=4, learning_rate=1e-2,
+        eval_every=5, eval_windows=4, schedule="wsd", compute="float32",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def with_options(settings):
+    """``settings`` with some of them changed."""
+    return lambda **options: dataclasses.replace(settings, **options)

@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig
+from training import objective
+
+CONFIG = DecoderConfig(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, max_positions=64, tie_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def params():
+    return decoder.init_params(jax.random.key(0), CONFIG)
+
+
+@pytest.fixture
+def windows():
+    return jax.random.randint(jax.random.key(1), (3, 41), 0, CONFIG.vocab_size)
+
+
+def test_attention_in_blocks_equals_plain_causal_attention(monkeypatch):
+    monkeypatch.setattr(objective, "QUERY_BLOCK", 16)
+    q, k, v = (
+        jax.random.normal(jax.random.key(n), (2, heads, 40, 8)) for n, heads in enumerate((4, 2, 2))
+    )
+    wide = [jnp.repeat(part, 2, axis=1) for part in (k, v)]
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, wide[0]) / np.sqrt(8)
+    scores = jnp.where(np.tril(np.ones((40, 40), bool)), scores, -jnp.inf)
+    plain = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, -1), wide[1])
+    np.testing.assert_allclose(objective.causal_attention(0, q, k, v), plain, atol=2e-6)
+
+
+def test_loss_in_chunks_equals_the_plain_loss_and_its_gradient(monkeypatch, params, windows):
+    monkeypatch.setattr(objective, "LOSS_CHUNK", 50)  # 120 rows: chunks of 40
+
+    def plain(params):
+        x = objective.hidden_states(params, CONFIG, windows[:, :-1], "float32")
+        log_p = jax.nn.log_softmax(x @ objective.head_of(params))
+        return -jnp.take_along_axis(log_p, windows[:, 1:, None], -1).mean()
+
+    chunked = lambda params: objective.next_token_loss(params, CONFIG, windows, "float32")[0]
+    ours, theirs = (
+        jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(params)) for loss in (chunked, plain)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_bfloat16_gradients_stay_close_to_float32_ones(params, windows):
+    def gradient(compute):
+        loss = lambda params: objective.next_token_loss(params, CONFIG, windows, compute)[0]
+        return jax.jit(jax.grad(loss))(params)
+
+    for coarse, fine in zip(
+        jax.tree.leaves(gradient("bfloat16")), jax.tree.leaves(gradient("float32")), strict=True
+    ):
+        assert jnp.abs(coarse - fine).max() < 0.03 * jnp.abs(fine).max()
+
+
+def test_a_student_equal_to_its_teacher_has_nothing_left_to_learn(params, windows):
+    teacher = objective.Teacher(CONFIG, weight=1.0)
+
+    def loss(student):
+        return objective.distillation_loss(student, CONFIG, windows, "float32", teacher, params)
+
+    (_, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert abs(metrics["kl"]) < 1e-6 and abs(metrics["overlap"] - 1) < 1e-5
+    assert max(jnp.abs(grad).max() for grad in jax.tree.leaves(grads)) < 1e-6
+
+
+def test_distillation_mixes_divergence_and_next_token_loss(params, windows):
+    student = decoder.init_params(jax.random.key(7), CONFIG)
+    teacher = objective.Teacher(CONFIG, weight=0.25)
+    mixed, metrics = objective.distillation_loss(
+        student, CONFIG, windows, "float32", teacher, params
+    )
+    alone, _ = objective.next_token_loss(student, CONFIG, windows, "float32")
+    np.testing.assert_allclose(metrics["loss"], alone, rtol=1e-6)
+    np.testing.assert_allclose(mixed, 0.25 * metrics["kl"] + 0.75 * alone, rtol=1e-6)
+    assert metrics["kl"] > 0 and 0 < metrics["overlap"] < 1
