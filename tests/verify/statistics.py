@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import decode as loop
+from jspec.decode import DecodeState, decode, init_stats
 from jspec.types import History, Params, Request, Sampling
 
 _LONGEST = 8  # tokens of a text, the first one included
@@ -14,19 +14,19 @@ def fresh_decode(plan):
     """``decode`` traced anew, so that what a test has patched is what runs."""
 
     def run(params, request, shared, state, until):
-        return loop.decode.__wrapped__(plan, params, request, shared, state, until)
+        return decode.__wrapped__(plan, params, request, shared, state, until)
 
     return jax.jit(run)
 
 
 def shipped_decode(plan):
     """``decode`` as users call it."""
-    return lambda *arguments: loop.decode(plan, *arguments)
+    return lambda *arguments: decode(plan, *arguments)
 
 
 def texts(
     plan, params: Params, sampled: Sampling, num_tokens: int, *, seed=0, chunks=1, rounds=None,
-    decode=None,
+    program=None,
 ):  # fmt: skip
     """Texts of ``num_tokens`` <= 7 after token 0, one a row of ``sampled``, ``chunks`` times over.
 
@@ -34,7 +34,7 @@ def texts(
       int32 [rows, num_tokens] and how many of them each row has, [rows]: all, unless ``rounds``
       stops the program early.
     """
-    decode = decode or shipped_decode(plan)
+    program = program or shipped_decode(plan)
     batch = sampled.temperature.shape[0]
     found = []
     for chunk in range(chunks):
@@ -42,7 +42,7 @@ def texts(
         limit = jnp.full((batch,), num_tokens + 1, jnp.int32)
         request = Request(keys, sampled, jnp.full((batch, 1), -1, jnp.int32), limit)
         until = jnp.int32(num_tokens if rounds is None else rounds)
-        _, state = decode(params, request, (), _start(plan, params, request), until)
+        _, state = program(params, request, (), _start(plan, params, request), until)
         found.append(jax.device_get((state.history.tokens, state.history.length)))
     tokens, length = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return tokens[:, 1 : num_tokens + 1], length - 1
@@ -51,12 +51,12 @@ def texts(
 def _start(plan, params, request):
     batch = request.max_length.shape[0]
     capacity = _LONGEST + plan.drafter.max_depth + 1  # the same for all: programs are shared
-    return loop.DecodeState(
+    return DecodeState(
         history=History(jnp.zeros((batch, capacity), jnp.int32), jnp.ones((batch,), jnp.int32)),
         cache=plan.target.init_cache(batch, capacity),
         memory=plan.drafter.init(params, request, capacity),
         done=jnp.zeros((batch,), bool),
-        stats=loop.init_stats(plan, batch),
+        stats=init_stats(plan, batch),
         round=jnp.int32(0),
     )
 

@@ -25,9 +25,9 @@ BATCH = 50_000  # rows of a run: the same for all, so that runs of a rule share 
 def run(rule, params, num_tokens, *, ragged=False, chunks=1, mutated=False):
     """Counts of all texts of ``num_tokens`` [V**num_tokens] at temperature 1."""
     plan = Plan(ToyTarget(V), TableDrafter(K, ragged=ragged), rule, ladder=(K + 1,))
-    decode = statistics.fresh_decode(plan) if mutated else None
+    program = statistics.fresh_decode(plan) if mutated else None
     tokens, length = statistics.texts(
-        plan, params, settings(BATCH), num_tokens, chunks=chunks, decode=decode
+        plan, params, settings(BATCH), num_tokens, chunks=chunks, program=program
     )
     assert (length == num_tokens).all()
     return statistics.counts(tokens, V)
