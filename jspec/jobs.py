@@ -1,0 +1,94 @@
+"""A prompt and its settings, as the rows that run and the texts that come of them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from jspec.generate import Row
+from jspec.outputs import RequestOutput, Transcript
+from jspec.params import SamplingParams
+from jspec.prompts import Prompt
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """One request of a caller: ``n`` rows and, for each, what it has become so far."""
+
+    number: int
+    prompt: Prompt
+    params: SamplingParams
+    rows: tuple[Row, ...]
+    transcripts: tuple[Transcript, ...]
+
+    def output(self, detailed: bool) -> RequestOutput:
+        """The request as it stands."""
+        outputs = [each.output(index, detailed) for index, each in enumerate(self.transcripts)]
+        return RequestOutput(
+            request_id=str(self.number),
+            prompt=self.prompt.text,
+            prompt_token_ids=list(self.prompt.token_ids),
+            outputs=outputs,
+            finished=all(output.finished() for output in outputs),
+        )
+
+
+def make(
+    number: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    room: int,
+    seed: int,
+    eos: frozenset[int],
+    tokenizer: Any,
+) -> Job:
+    """The job of one prompt.
+
+    Args:
+      number: of the request.
+      prompt: what to continue.
+      params: how.
+      room: tokens that the model can still take.
+      seed: of the noise, where ``params`` names none; with the number it makes the row's own.
+      eos: the model's ends of text.
+      tokenizer: makes the text; None where none is wanted.
+    """
+    ends = frozenset() if params.ignore_eos else eos
+    row = Row(
+        prompt=prompt.token_ids,
+        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        temperature=float(params.temperature),
+        top_k=max(int(params.top_k), 0),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})),
+        seed=_derived(seed, number) if params.seed is None else int(params.seed),
+    )
+    rows = tuple(dataclasses.replace(row, stream=index) for index in range(params.n))
+    transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in rows)
+    return Job(number, prompt, params, rows, transcripts)
+
+
+def one_each(params: Any, count: int) -> list[SamplingParams]:
+    """The settings of each of ``count`` prompts: one for all, or a list.
+
+    Raises:
+      ValueError: it is neither, or a list of another length.
+    """
+    given = SamplingParams() if params is None else params
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+        raise ValueError("sampling_params must be a SamplingParams, or a list of one a prompt.")
+    if len(given) != count:
+        raise ValueError(
+            f"The lengths of prompts and params must be the same: {count} prompts and "
+            f"{len(given)} sampling_params."
+        )
+    return list(given)
+
+
+def _derived(seed: int, number: int) -> int:
+    """A seed of 64 bits for a request that names none."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest())

@@ -1,0 +1,130 @@
+"""What a request gives back, in the shape of vLLM's ``RequestOutput``."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jspec import metrics, text
+from jspec.generate import Answer
+from jspec.params import SamplingParams
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One generated text.
+
+    Attributes:
+      index: which of the request's ``n`` texts.
+      text: without what ended it, unless ``include_stop_str_in_output``.
+      token_ids: a stop token included; up to the token that completed a stop string.
+      finish_reason: "stop", "length", or None while it runs.
+      stop_reason: the stop string or stop token id that ended it; None for the model's own end of
+        text, and for "length".
+      speculative_decoding_stats: see ``jspec.metrics.request_stats``.
+      cumulative_logprob, logprobs: None; not supported yet.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    speculative_decoding_stats: dict[str, Any] | None = None
+
+    def finished(self) -> bool:
+        """Whether no more will come."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """The texts generated for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: None = None
+
+    @property
+    def speculative_decoding_stats(self) -> dict[str, Any] | None:
+        """Of the first text; each of ``outputs`` has its own."""
+        return self.outputs[0].speculative_decoding_stats
+
+
+class Transcript:
+    """The host's side of one row: its tokens become text, which may end it at a stop string.
+
+    Attributes:
+      answer: what the row generated so far, cut where it ended; None before its first round.
+      text: the text so far.
+      finish_reason, stop_reason: as in ``CompletionOutput``.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], tokenizer: Any, eos: frozenset[int]
+    ):
+        self._params, self._eos = params, eos
+        self._detokenizer = None
+        if params.detokenize:
+            self._detokenizer = text.Detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._num_read = 0
+        self.answer: Answer | None = None
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def read(self, answer: Answer) -> bool:
+        """Takes in the row's answer so far. True if a stop string ended it just now.
+
+        The device does not know of stop strings: such a row must then be cancelled.
+        """
+        if self.finish_reason:
+            return False
+        self.answer = answer
+        if self._detokenizer and self._read_text(answer):
+            return True
+        self._num_read = len(answer.tokens)
+        self.finish_reason = answer.finish_reason
+        if self.finish_reason and self._detokenizer:
+            self.text += self._detokenizer.flush()
+        if answer.stop_token is not None and answer.stop_token not in self._eos:
+            self.stop_reason = answer.stop_token
+        return False
+
+    def _read_text(self, answer: Answer) -> bool:
+        hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
+        shown = len(answer.tokens) - hidden
+        for count in range(self._num_read, shown):
+            known = len(self.text)
+            self.text += self._detokenizer.feed(answer.tokens[count])
+            found = text.find_stop(self.text, known, self._params.stop)
+            if found is not None:
+                self._end_at(found, count + 1)
+                return True
+        return False
+
+    def _end_at(self, found: tuple[int, int, str], num_tokens: int) -> None:
+        begin, end, self.stop_reason = found
+        self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
+        self.finish_reason = "stop"
+        self.answer = metrics.cut(self.answer, num_tokens)
+
+    def output(self, index: int, detailed: bool) -> CompletionOutput:
+        """The row as it stands. Text that may yet belong to a stop string is held back."""
+        shown = self.text
+        if not self.finish_reason and not self._params.include_stop_str_in_output:
+            shown = shown[: len(shown) - text.held_back(shown, self._params.stop)]
+        return CompletionOutput(
+            index=index,
+            text=shown,
+            token_ids=[] if self.answer is None else self.answer.tokens.tolist(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            speculative_decoding_stats=(
+                None if self.answer is None else metrics.request_stats(self.answer, detailed)
+            ),
+        )

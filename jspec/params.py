@@ -1,0 +1,175 @@
+"""How a request wants its text drawn: vLLM's ``SamplingParams``, names, defaults and meanings."""
+
+import dataclasses
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from jspec.naming import did_you_mean
+
+# What vLLM has and jspec has not, with the value that asks for nothing. Accepted at that value.
+NOT_YET: dict[str, Any] = {
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "best_of": None,
+    "early_stopping": False,
+    "extra_args": None,
+    "flat_logprobs": False,
+    "frequency_penalty": 0.0,
+    "guided_decoding": None,
+    "length_penalty": 1.0,
+    "logit_bias": None,
+    "logits_processors": None,
+    "logprob_token_ids": None,
+    "logprobs": None,
+    "min_tokens": 0,
+    "output_kind": None,
+    "presence_penalty": 0.0,
+    "prompt_logprob_start": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprobs": None,
+    "repetition_detection": None,
+    "repetition_penalty": 1.0,
+    "routed_experts_prompt_start": 0,
+    "skip_clone": False,
+    "skip_reading_prefix_cache": None,
+    "spaces_between_special_tokens": True,
+    "stream_interval": None,
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "trace_decode_token_ids": None,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+}
+
+_COLDEST = 1e-5  # a lower temperature overflows float32 before it differs from greedy
+_SEEDS = range(-(2**63), 2**64)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class SamplingParams:
+    """Settings of one request, given by name. Checked when made.
+
+    Attributes:
+      n: texts to generate, each with noise of its own.
+      temperature: 0 is greedy.
+      top_p: keep the likeliest tokens that hold this much probability; 1 keeps all.
+      top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
+      min_p: keep tokens at least this likely relative to the likeliest; 0 keeps all.
+      seed: same seed, prompt and settings: same text. None draws anew for every request.
+      stop: strings that end the text, which then ends before them; one string or a list.
+      stop_token_ids: ids that end the text; kept in ``token_ids``, not shown in ``text``.
+      ignore_eos: whether to go on after the model's own end-of-text tokens.
+      max_tokens: most tokens to generate; None for as many as the model has room for.
+      include_stop_str_in_output: whether ``text`` shows what ended it.
+      detokenize: whether to make text at all.
+      skip_special_tokens: whether ``text`` leaves out special tokens.
+
+    Raises:
+      ValueError: a value is out of range, a name is unknown, or a setting of vLLM's that jspec does
+        not support (see ``NOT_YET``) asks for something.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __init__(self, **given: Any):
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, given.pop(field.name, field.default))
+        _refuse(given)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        object.__setattr__(self, "stop", stop)
+        ids = dict.fromkeys(_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        if self.seed == -1:  # vLLM's other spelling of None
+            object.__setattr__(self, "seed", None)
+        self._check()
+
+    def _check(self) -> None:
+        whole, real = _is_whole, _is_real
+        checks = (
+            ("n", whole(self.n) and self.n >= 1, "a whole number of at least 1"),
+            ("temperature", real(self.temperature) and self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
+            ("top_k", whole(self.top_k) and self.top_k >= -1,
+             "a whole number of at least 1, or 0 to turn it off"),
+            ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
+            ("seed", self.seed is None or (whole(self.seed) and self.seed in _SEEDS),
+             "None or a whole number of at most 64 bits"),
+            ("stop", all(isinstance(text, str) and text for text in self.stop),
+             "a string or a list of strings, none of them empty"),
+            ("stop_token_ids", all(whole(token) and token >= 0 for token in self.stop_token_ids),
+             "a list of token ids"),
+            ("max_tokens", self.max_tokens is None
+             or (whole(self.max_tokens) and self.max_tokens >= 1),
+             "a whole number of at least 1, or None for all the room there is"),
+        )  # fmt: skip
+        switches = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+        checks += tuple(
+            (name, isinstance(getattr(self, name), bool), "a bool") for name in switches
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise ValueError(f"{name}={_shown(getattr(self, name))} must be {wanted}.")
+        if 0 < self.temperature < _COLDEST:
+            raise ValueError(
+                f"temperature={self.temperature} is too close to 0 to divide by; use 0 for greedy "
+                f"sampling, or at least {_COLDEST}."
+            )
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(
+                f"n must be 1 when using greedy sampling, got {self.n}: all texts would be equal; "
+                "set temperature above 0."
+            )
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop strings are only supported when detokenize is True. Set detokenize=True to "
+                "use stop, or stop at stop_token_ids."
+            )
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    """Raises on every setting that would change the text and is not supported."""
+    for name, value in given.items():
+        if name not in NOT_YET:
+            known = [field.name for field in dataclasses.fields(SamplingParams)]
+            raise ValueError(
+                f"SamplingParams has no {name!r}{did_you_mean(name, [*known, *NOT_YET])}"
+            )
+        asks_nothing = value is None or value == NOT_YET[name] or value in ([], {}, ())
+        if not asks_nothing:
+            raise ValueError(
+                f"{name}={_shown(value)} is not supported yet; leave it at {NOT_YET[name]!r}."
+            )
+
+
+def _tuple(name: str, value: Any) -> tuple:
+    if value is None:
+        return ()
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name}={_shown(value)} must be a list.") from None
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,74 @@
+"""Prompts as users give them: text, token ids, or lists of either."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from jspec.naming import did_you_mean
+
+_KEYS = ("prompt", "prompt_token_ids")
+_FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model sees it, and its text where it was given as text."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+def read(given: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
+    """Reads one prompt or a list of them.
+
+    Raises:
+      ValueError: one is empty or of no known form.
+    """
+    items = [given] if isinstance(given, str | Mapping) else given
+    if not isinstance(items, Sequence) or isinstance(items, bytes):
+        raise ValueError(f"prompts={_short(given)} must be {_FORMS}.")
+    if items and all(isinstance(item, Integral) for item in items):
+        raise ValueError(
+            f"prompts={_short(given)} is a list of numbers; give token ids as "
+            "{'prompt_token_ids': [...]}."
+        )
+    return [_read_one(index, item, encode) for index, item in enumerate(items)]
+
+
+def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> Prompt:
+    if isinstance(item, str):
+        item = {"prompt": item}
+    if not isinstance(item, Mapping) or not item:
+        raise ValueError(f"prompt {index} is {_short(item)}; it must be {_FORMS}.")
+    for key in item:
+        if key not in _KEYS:
+            raise ValueError(
+                f"prompt {index} has the key {key!r}; known are {', '.join(_KEYS)}"
+                f"{did_you_mean(key, _KEYS)}"
+            )
+    text, ids = item.get("prompt"), item.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt {index} is {_short(text)}; its 'prompt' must be text.")
+    ids = _token_ids(index, ids) if ids is not None else encode(text) if text else ()
+    if not len(ids):
+        raise ValueError(
+            f"prompt {index} is empty; give at least one token (such as the BOS token)."
+        )
+    return Prompt(tuple(int(token) for token in ids), text)
+
+
+def _token_ids(index: int, ids: Any) -> list[int]:
+    ids = list(ids) if isinstance(ids, Sequence) or hasattr(ids, "__array__") else [ids]
+    for token in ids:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise ValueError(
+                f"prompt {index} holds {_short(token)} among its prompt_token_ids, which must be "
+                "whole numbers."
+            )
+    return ids
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

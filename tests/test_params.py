@@ -1,0 +1,102 @@
+"""SamplingParams: vLLM's names and defaults, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from jspec.params import NOT_YET, SamplingParams
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.n, params.max_tokens, params.seed) == (1, 16, None)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == ((), (), False)
+
+
+def test_one_stop_string_is_a_list_of_one_and_ids_are_listed_once():
+    params = SamplingParams(stop="a", stop_token_ids=[7, 3, 7])
+    assert params.stop == ("a",)
+    assert params.stop_token_ids == (7, 3)
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
+def test_minus_one_switches_top_k_and_the_seed_off_as_in_vllm():
+    assert SamplingParams(top_k=-1, seed=-1).seed is None
+
+
+def test_settings_can_be_replaced():
+    params = SamplingParams(stop=["x"], max_tokens=None)
+    assert dataclasses.replace(params, temperature=0).stop == ("x",)
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_what_vllm_has_beyond_jspec_is_accepted_at_its_default(name):
+    assert SamplingParams(**{name: NOT_YET[name]}) == SamplingParams()
+    assert SamplingParams(**{name: None}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported yet; leave it at 0.0."),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported yet"),
+        ({"logprobs": 0}, "logprobs=0 is not supported yet; leave it at None."),
+        ({"logit_bias": {3: 1.0}}, "logit_bias={3: 1.0} is not supported yet"),
+        ({"bad_words": ["no"]}, "bad_words=['no'] is not supported yet"),
+        ({"min_tokens": 4}, "min_tokens=4 is not supported yet"),
+        ({"structured_outputs": {"json": "{}"}}, "structured_outputs="),
+    ],
+)
+def test_what_vllm_has_beyond_jspec_raises_when_it_asks_for_something(given, message):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**given)
+    assert message in str(error.value)
+
+
+def test_asking_for_nothing_with_an_empty_list_is_accepted():
+    assert SamplingParams(bad_words=[], logit_bias={}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("temprature", "temperature"), ("max_new_tokens", "max_tokens"), ("stop_tokens", "stop"),
+     ("presence_penality", "presence_penalty")],
+)  # fmt: skip
+def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
+    with pytest.raises(ValueError, match=f"has no '{name}'; did you mean '{nearest}"):
+        SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy) or more."),
+        ({"temperature": float("nan")}, "temperature=nan must be"),
+        ({"temperature": float("inf")}, "temperature=inf must be"),
+        ({"temperature": 1e-7}, "temperature=1e-07 is too close to 0 to divide by; use 0"),
+        ({"temperature": "hot"}, "temperature='hot' must be"),
+        ({"top_p": 0}, "top_p=0 must be in (0, 1]; 1 turns it off."),
+        ({"top_p": 1.5}, "top_p=1.5 must be"),
+        ({"top_k": -2}, "top_k=-2 must be a whole number of at least 1, or 0 to turn it off."),
+        ({"top_k": 2.5}, "top_k=2.5 must be"),
+        ({"min_p": 2}, "min_p=2 must be in [0, 1]; 0 turns it off."),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1"),
+        ({"max_tokens": True}, "max_tokens=True must be"),
+        ({"n": 0}, "n=0 must be a whole number of at least 1."),
+        ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2"),
+        ({"seed": 2**64}, "must be None or a whole number of at most 64 bits"),
+        ({"seed": 0.5}, "seed=0.5 must be"),
+        ({"stop": ["a", ""]}, "stop=['a', ''] must be a string or a list of strings"),
+        ({"stop": 5}, "stop=5 must be a list."),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids=['a'] must be a list of token ids."),
+        ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be"),
+        ({"ignore_eos": "no"}, "ignore_eos='no' must be a bool."),
+        ({"stop": "a", "detokenize": False}, "stop strings are only supported when detokenize"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_its_remedy(given, message):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**given)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
