@@ -279,3 +279,9 @@ class Windows:
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, int(epoch))).permutation(self.count)
+
+
+def cut(windows: np.ndarray, context: int) -> np.ndarray:
+    """Windows [B, T + 1] cut into [B * T / context, context + 1]; the same inputs and targets."""
+    inputs, targets = (part.reshape(-1, context) for part in (windows[:, :-1], windows[:, 1:]))
+    return np.concatenate([inputs, targets[:, -1:]], axis=1)

@@ -56,6 +56,9 @@ def provenance(
         "tokens_seen": step * settings.batch * settings.length,
         "seconds": record["seconds"],
         "heldout": held_out,
+        "segments": [
+            part | {"teacher": without_folders(part["teacher"])} for part in record["segments"]
+        ],
         "losses": record["losses"],
         "data": _describe(corpus.description),
     }

@@ -19,7 +19,7 @@ from jspec.models.decoder import DecoderParams
 from jspec.types import Array
 from training import objective
 from training.checkpointing import Checkpoints
-from training.data import Corpus, Windows
+from training.data import Corpus, Windows, cut
 from training.optim import make_optimizer, make_schedule
 from training.settings import Settings, check_resumable
 
@@ -132,12 +132,16 @@ def train(
     windows = Windows(corpus.train, settings.length, settings.seed)
     held_out = Windows(corpus.holdout, settings.length)
     first = step = int(state.step)
+    if first < settings.steps:
+        changing = ("steps", "decay", "context", "teacher")  # what a resumed run may change
+        options = {name: getattr(settings, name) for name in changing}
+        record["segments"].append({"from_step": first} | options)
     last = settings.steps if stop_after is None else min(settings.steps, first + stop_after)
     asked_to_stop: list[int] = []
     with _signals(asked_to_stop), (settings.out_dir / "log.jsonl").open("a") as log:
         saved = begun = time.monotonic()
         while step < last and not asked_to_stop:
-            batch = windows.batch(step, settings.batch)
+            batch = cut(windows.batch(step, settings.batch), settings.context or settings.length)
             state, metrics = trainer.step(state, batch, trainer.extra)
             step += 1
             entry = {"step": step} | {name: float(value) for name, value in metrics.items()}
@@ -165,7 +169,8 @@ def _start(trainer: Trainer, checkpoints: Checkpoints, corpus: Corpus) -> tuple[
     settings, state = trainer.settings, trainer.init()
     text = corpus.description["train"]["sha256"]
     record = {
-        "settings": dataclasses.asdict(settings), "corpus": text, "losses": [], "seconds": 0.0
+        "settings": dataclasses.asdict(settings), "corpus": text, "segments": [], "losses": [],
+        "seconds": 0.0,
     }  # fmt: skip
     if checkpoints.latest is None:
         return state, record

@@ -37,6 +37,8 @@ class Settings:
     head_dim: int = _option(64, "width of a head")
     max_positions: int = _option(1024, "longest sequence that the exported model promises")
     length: int = _option(512, "tokens of a training window")
+    context: int = _option(0, "tokens that attention sees in training: windows are cut to it "
+                           "(0: whole windows); may grow when a run is resumed")  # fmt: skip
     batch: int = _option(16, "windows of one step")
     accumulate: int = _option(4, "parts in which a step's windows are computed, to save memory")
     steps: int = _option(2000, "optimiser steps in all")
@@ -61,7 +63,7 @@ class Settings:
             value, choices = getattr(self, field.name), field.metadata["choices"]
             if choices and value not in choices:
                 raise _bad(field.name, value, f"choose one of {', '.join(choices)}")
-            counts = field.name not in ("seed", "warmup", "decay")
+            counts = field.name not in ("seed", "warmup", "decay", "context")
             if isinstance(value, int) and value < int(counts):
                 raise _bad(field.name, value, f"it must be at least {int(counts)}")
         if not self.out:
@@ -79,6 +81,8 @@ class Settings:
             raise _bad("head_dim", self.head_dim, "it must be even (rotary positions)")
         if self.batch % self.accumulate:
             raise _bad("accumulate", self.accumulate, f"it must divide --batch {self.batch}")
+        if self.context and self.length % self.context:
+            raise _bad("context", self.context, f"it must divide --length {self.length}")
         if self.length > self.max_positions:
             raise _bad("length", self.length, f"at most --max-positions {self.max_positions}")
         if self.warmup + (self.decay if self.schedule == "wsd" else 0) > self.steps:

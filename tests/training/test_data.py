@@ -46,6 +46,15 @@ def test_each_epoch_visits_every_window_once_and_in_its_own_order():
     assert across.tolist() == [*first[7:], *second[:4]]
 
 
+def test_cut_windows_keep_every_input_and_its_target():
+    windows = data.Windows(np.arange(65, dtype=np.uint16), length=32).batch(0, 2)
+    parts = data.cut(windows, 8)
+    assert parts.shape == (8, 9)
+    pairs = lambda rows: set(zip(rows[:, :-1].ravel(), rows[:, 1:].ravel(), strict=True))
+    assert pairs(parts) == pairs(windows)
+    assert np.array_equal(data.cut(windows, 32), windows)
+
+
 def test_no_source_gives_more_text_than_its_cap(sources, tmp_path):
     corpus = data.prepare(
         tmp_path, [str(sources)], [HELD_OUT], vocab_size=300, source_megabytes=0.004

@@ -27,6 +27,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(with_options, cor
         state, record = loop.train(trainer, corpus, stop_after=steps)
     assert int(state.step) == 12 and same(state, whole)
     assert [entry["step"] for entry in record["losses"]] == [5, 10, 12]
+    assert [part["from_step"] for part in record["segments"]] == [0, 5, 8]
 
 
 def test_an_interrupted_save_leaves_the_old_checkpoint_whole(with_options, corpus, monkeypatch):
@@ -119,6 +120,7 @@ def test_another_run_is_not_resumed_by_mistake(with_options):
         (["--kv-heads", "3"], "--kv-heads 3 does not work; it must divide --heads 4"),
         (["--accumulate", "5"], "--accumulate 5 does not work; it must divide --batch 16"),
         (["--length", "2048"], "--length 2048 does not work; at most --max-positions 1024"),
+        (["--context", "100"], "--context 100 does not work; it must divide --length 512"),
         (["--learning-rate", "0"], "--learning-rate 0.0 does not work; it must be above 0"),
         (["--vocab-size", "10"], "--vocab-size 10 does not work; take 257 to 65536"),
         (["--head-dim", "7"], "--head-dim 7 does not work; it must be even"),
