@@ -34,16 +34,33 @@ def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
     array([ 1,  3,  5, 11], dtype=uint32)
     """
     xp = np if isinstance(parents, np.ndarray) else jnp
-    num_nodes = parents.shape[-1]
     above = xp.maximum(parents, 0)  # the root is its own parent
-    # Pointer doubling: after i steps row n holds its 2**i nearest ancestors, itself included.
-    reach = xp.eye(num_nodes, dtype=bool) | (above[..., None] == xp.arange(num_nodes))
-    span = 1
-    while span < max_depth:
-        reach = xp.matmul(reach.astype(xp.int32), reach.astype(xp.int32)) > 0
-        span *= 2
+    reach = (_reach_static if xp is np else _reach_traced)(above, max_depth)
     depth = (reach.sum(-1) - 1).astype(xp.int32)
     return Tree(above.astype(xp.int32), depth, pack_bits(reach), max_depth)
+
+
+def _reach_static(above: np.ndarray, max_depth: int) -> np.ndarray:
+    """bool [..., N, N]: row by row, a node reaches itself and what its parent reaches."""
+    del max_depth
+    reach = np.zeros((*above.shape, above.shape[-1]), bool)
+    reach[..., 0, 0] = True
+    for node in range(1, above.shape[-1]):
+        parent = above[..., node, None, None]
+        reach[..., node, :] = np.take_along_axis(reach, parent, -2)[..., 0, :]
+        reach[..., node, node] = True
+    return reach
+
+
+def _reach_traced(above: Array, max_depth: int) -> Array:
+    """The same in few operations: squaring the reach of i edges gives that of 2 i edges."""
+    num_nodes = above.shape[-1]
+    reach = jnp.eye(num_nodes, dtype=bool) | (above[..., None] == jnp.arange(num_nodes))
+    span = 1
+    while span < max_depth:
+        reach = jnp.matmul(reach.astype(jnp.int32), reach.astype(jnp.int32)) > 0
+        span *= 2
+    return reach
 
 
 def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:
