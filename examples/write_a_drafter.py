@@ -1,0 +1,59 @@
+"""A drafting method of your own: the token that most often followed the last one, K times over.
+
+python examples/write_a_drafter.py [checkpoint directory]
+"""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jspec
+from jspec import tokens, topology
+from jspec.models import decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigram(jspec.NoDrafter):
+    """Inherits what it does not change: it keeps no memory and wants no hidden states."""
+
+    num_speculative_tokens: int
+    vocab_size: int
+
+    proposal = "point"  # certain, not drawn: there are no probabilities to hand over
+    max_depth = property(lambda self: self.num_speculative_tokens)
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)  # with the root
+
+    def propose(self, params, request, shared, memory, history):
+        """A chain of K tokens a row under the last committed one; any tree would do."""
+        drafted, valid = [tokens.root(history)], [history.length > 0]
+        for _ in range(self.max_depth):
+            token, seen = jax.vmap(self.follow)(history.tokens, history.length, drafted[-1])
+            drafted.append(token)
+            valid.append(valid[-1] & seen)
+        drafted, valid = jnp.stack(drafted, 1), jnp.stack(valid, 1)
+        parents = topology.chain(self.max_depth)
+        return jspec.Draft(drafted, parents, valid, max_depth=self.max_depth), memory
+
+    def follow(self, row, length, token):
+        """What most often followed ``token`` in a row's text, and whether anything did."""
+        hits = (row[:-1] == token) & (jnp.arange(row.size - 1) < length - 1)
+        counts = jnp.zeros(self.vocab_size, jnp.int32).at[row[1:]].add(hits)
+        return counts.argmax().astype(jnp.int32), hits.any()
+
+
+if len(sys.argv) > 1:
+    loaded = jspec.load(sys.argv[1])
+    target, params = loaded.target, loaded.params
+else:  # a small model with random weights; its text soon runs in circles
+    target = decoder.Decoder(decoder.DecoderConfig(128, 64, 128, 2, 4, 2, 16, max_positions=512))
+    params = decoder.init_params(jax.random.key(0), target.config)
+
+prompts, limit = [[1, 2, 3], [4, 5]], {"max_new_tokens": 100}
+plain = jspec.generate(target, params, prompts, **limit)
+drafted = jspec.generate(target, params, prompts, drafter=Bigram(4, target.vocab_size), **limit)
+for a, b in zip(plain, drafted, strict=True):
+    print("same text:", np.array_equal(a.tokens, b.tokens))
+    print(f"tokens a pass: {a.acceptance_length:.2f} plain, {b.acceptance_length:.2f} drafted")
