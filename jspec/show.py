@@ -9,15 +9,25 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec import config_keys, drafters, verify
+from jspec.llm import LLM
 from jspec.outputs import CompletionOutput
 from jspec.text import Detokenizer
 
 DRAFTED = "bold green"  # drafted, and accepted by the target
 OWN = "yellow"  # drawn by the target itself
 
+
 def legend() -> Text:
-    """What the colours mean."""
+    """What the colors mean."""
     return Text.assemble(("drafted and accepted", DRAFTED), ", ", ("the target's own", OWN))
+
+
+def tokenizer_of(llm: LLM) -> Any:
+    """The tokenizer that the model comes with, or None."""
+    try:
+        return llm.get_tokenizer()
+    except ValueError:
+        return None
 
 
 def colored(tokenizer: Any, prompt: Sequence[int], output: CompletionOutput) -> Text:
@@ -28,7 +38,7 @@ def colored(tokenizer: Any, prompt: Sequence[int], output: CompletionOutput) -> 
     for token, drafted in zip(output.token_ids, marks, strict=True):
         text.append(detokenizer.feed(token), DRAFTED if drafted else OWN)
     text.append(detokenizer.flush(), OWN)
-    return text[: len(output.text)]  # a stop string is not shown
+    return text[: len(output.text)]  # what ended the text is not shown
 
 
 def drafted_tokens(token_ids: Sequence[int], stats: dict[str, Any]) -> list[bool]:
@@ -46,38 +56,44 @@ def drafted_tokens(token_ids: Sequence[int], stats: dict[str, Any]) -> list[bool
     return marks
 
 
-def stats_table(stats: dict[str, Any], seconds: float, num_tokens: int) -> Table:
-    """One request's statistics, under the names that vLLM gives them."""
+def stats_table(output: CompletionOutput, seconds: float) -> Table:
+    """One text's statistics, under the names that vLLM gives them."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in stats.items():
+    for name, value in output.speculative_decoding_stats.items():
         if not name.startswith("per_step"):
             table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    table.add_row("num_tokens", str(num_tokens))
+    table.add_row("num_tokens", str(len(output.token_ids)))
     table.add_row("seconds", f"{seconds:.2f}, compilation included")
     return table
 
 
 def methods_table() -> Table:
     """Every drafting method of the registry, and those of vLLM's that are still to be built."""
-    table = Table(title="speculative_config: method", title_justify="left")
-    for heading in ("method", "what it does", "keys and defaults", "drafts", "status"):
-        table.add_column(heading, no_wrap=heading in ("method", "status"))
+    table = Table(title="speculative_config: method", title_justify="left", show_lines=True)
+    table.add_column("method", no_wrap=True)
+    table.add_column("what it does")
+    table.add_column("keys and defaults", no_wrap=True)
+    table.add_column("status", no_wrap=True)
     for name, method in drafters.METHODS.items():
-        table.add_row(name, _summary(method), _keys(method), _law(method), "works")
-    for name in config_keys.METHODS_NOT_BUILT:
-        table.add_row(name, "", "", "", "not built", style="dim")
+        table.add_row(name, _summary(method), _keys(method), "works")
+    waiting = Text(", ".join(config_keys.METHODS_NOT_BUILT), style="dim")
+    table.add_row(Text("others", style="dim"), waiting, "", Text("not built", style="dim"))
     return table
 
 
 def rules_table() -> Table:
-    """Every acceptance rule, and the drafts for which it leaves the target's distribution."""
-    table = Table(title="speculative_config: rejection_sample_method", title_justify="left")
+    """Every acceptance rule, and the drafts for which it keeps the target's distribution."""
+    table = Table(
+        title="speculative_config: rejection_sample_method", title_justify="left",
+        caption="exact for: drafts whose law the rule can judge; drafts that are not drawn at "
+        "random\n(ngram, greedy drafting) are exact under every rule",
+        caption_justify="left", show_lines=True,
+    )  # fmt: skip
     for heading in ("name", "rule", "what it does", "exact for", "lossless"):
         table.add_column(heading, no_wrap=heading != "what it does")
     for name, rule_name in config_keys.RULE_NAMES.items():
         rule = verify.RULES[rule_name]
-        every = len(rule.exact_for) > 2
-        laws = "all drafts" if every else ", ".join(sorted(rule.exact_for | {"point"}))
+        laws = "all drafts" if len(rule.exact_for) > 3 else "\n".join(sorted(rule.exact_for))
         lossless = "yes" if rule.lossless else "no"
         table.add_row(name, rule.name, rule.summary, laws, lossless)
     return table
@@ -90,15 +106,10 @@ def _summary(method: type) -> str:
 
 def _keys(method: type) -> str:
     """The fields of a drafter that are keys of ``speculative_config``, one a line."""
-    lines = []
-    for field in dataclasses.fields(method):
-        if field.name in config_keys.KEYS:
-            required = field.default is dataclasses.MISSING
-            lines.append(f"{field.name} (required)" if required else f"{field.name}={field.default}")
+    fields = {field.name: field.default for field in dataclasses.fields(method)}
+    lines = ["model (required)"] if "config" in fields else []
+    for name, default in fields.items():
+        if name in config_keys.KEYS:
+            missing = default is dataclasses.MISSING
+            lines.append(f"{name} (required)" if missing else f"{name}={default}")
     return "\n".join(lines)
-
-
-def _law(method: type) -> str:
-    """The law of a method's drafts, or what it depends on."""
-    law = method.proposal
-    return law if isinstance(law, str) else (law.__doc__ or "")

@@ -10,8 +10,9 @@ jspec.threefry jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
-jspec.staging jspec.tensor_files jspec.checkpoint jspec.config jspec.metrics
-jspec.llm jspec
+jspec.staging jspec.tensor_files jspec.naming jspec.params jspec.prompts jspec.text
+jspec.checkpoint jspec.loading jspec.config_keys jspec.config jspec.metrics jspec.outputs
+jspec.jobs jspec.llm jspec
 jspec.show jspec.demo jspec.cli jspec.__main__
 training
 tests benchmarks examples"""

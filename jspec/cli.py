@@ -1,0 +1,201 @@
+"""The command ``jspec``. Only here is the environment set or read, and only here noise silenced."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:  # the commands import it when they run, so that --help is quick
+    from jspec.llm import LLM
+    from jspec.params import SamplingParams
+
+# Read by transformers when it is imported. jspec needs no torch, so its advice would only mislead.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+app = typer.Typer(
+    help="Lossless speculative decoding in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_SAMPLING = {"rich_help_panel": "Sampling"}
+
+
+def main() -> None:
+    """Runs a command; bad input of every kind is one line on stderr and exit code 2."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        sys.exit(app(arguments, prog_name="jspec", standalone_mode=False) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        message = _complaint(error)
+        if debug or message is None:
+            raise
+        print(f"jspec: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _complaint(error: Exception) -> str | None:
+    """One line about bad input; None for what is no fault of the input."""
+    if hasattr(error, "format_message"):  # typer's, whichever click it carries
+        message = f"{error.format_message()} (jspec --help shows the usage)"
+    elif isinstance(error, ValueError | OSError):
+        message = str(error)
+    else:
+        return None
+    return " ".join(message.split())
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input.")] = False,
+) -> None:
+    del debug  # taken by main, so that it may stand anywhere
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A local directory, or a model id on the hub.")],
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="File with the prompt; - for standard input.")
+    ] = None,
+    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids: "1,2,3".')] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="JSON, vLLM's keys.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence, prompt included.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print as it comes.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Color what was drafted; print statistics.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(**_SAMPLING)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", **_SAMPLING)] = 0.0,
+    top_p: Annotated[float, typer.Option(**_SAMPLING)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.", **_SAMPLING)] = 0,
+    min_p: Annotated[float, typer.Option(**_SAMPLING)] = 0.0,
+    seed: Annotated[int | None, typer.Option(**_SAMPLING)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before it; may be repeated.", **_SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", **_SAMPLING)] = False,
+    n: Annotated[int, typer.Option("-n", help="How many texts.", **_SAMPLING)] = 1,
+) -> None:
+    """Continue a prompt."""
+    given = _prompt(prompt, prompt_file, token_ids)
+    config = _json("--speculative-config", speculative_config)
+    if stream and n > 1:
+        raise ValueError(f"--stream prints one text, but -n is {n}; leave one of them out.")
+    from jspec import show
+    from jspec.llm import LLM
+    from jspec.params import SamplingParams
+
+    params = SamplingParams(
+        n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        seed=seed, stop=stop or (), ignore_eos=ignore_eos,
+    )  # fmt: skip
+    with _busy("loading"):
+        llm = LLM(
+            model, config, dtype=dtype, max_model_len=max_model_len,
+            per_request_stats="detailed" if stats else None,
+        )  # fmt: skip
+    if token_ids is not None and show.tokenizer_of(llm) is None:
+        params = dataclasses.replace(params, detokenize=False)
+    _answer(llm, given, params, stream=stream, stats=stats)
+
+
+@app.command()
+def methods() -> None:
+    """List the drafting methods and acceptance rules."""
+    from jspec import show
+
+    console = Console()
+    console.print(show.methods_table())
+    console.print(show.rules_table())
+
+
+@app.command()
+def demo(
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Timed runs a row, of which the best counts.")] = 3,
+    assets: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Continue a prompt with the embedded model, with and without speculation, and compare."""
+    from jspec import demo
+
+    demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
+
+
+def _answer(llm: "LLM", given: Any, params: "SamplingParams", *, stream: bool, stats: bool) -> None:
+    """Runs the request and prints its texts, and statistics where they are wanted."""
+    from jspec import show
+
+    tokenizer = show.tokenizer_of(llm)
+    begin = time.perf_counter()
+    with _busy("compiling and generating"):
+        running = llm.stream(given, params) if stream else iter(llm.generate(given, params))
+        first = next(running)
+    console, shown, end = Console(highlight=False, soft_wrap=True), 0, "" if stream else "\n"
+    for request in itertools.chain([first], running):
+        for output in request.outputs:
+            if params.n > 1:
+                print(f"text {output.index + 1} of {params.n}")
+            if stats and tokenizer:
+                text = show.colored(tokenizer, request.prompt_token_ids, output)
+                console.print(text[shown:], end=end)
+            else:  # as it is: a console would expand tabs
+                text = output.text if tokenizer else ",".join(map(str, output.token_ids))
+                print(text[shown:], end=end, flush=True)
+            shown = len(text) if stream else 0
+    if stream:
+        print()
+    if stats:
+        seconds = time.perf_counter() - begin
+        console.print()
+        console.print(show.legend())
+        for output in request.outputs:
+            console.print(show.stats_table(output, seconds))
+
+
+def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
+    """The one prompt that was given, as ``LLM.generate`` takes it."""
+    if sum(given is not None for given in (text, file, token_ids)) != 1:
+        raise ValueError("give one prompt: as an argument, with --prompt-file or with --token-ids.")
+    if token_ids is not None:
+        try:
+            return {"prompt_token_ids": [int(token) for token in token_ids.split(",")]}
+        except ValueError:
+            raise ValueError(
+                f'--token-ids {token_ids!r} must be whole numbers with commas, such as "1,2,3".'
+            ) from None
+    if file == "-":
+        return sys.stdin.read()
+    return text if file is None else Path(file).read_text(encoding="utf-8")
+
+
+def _json(option: str, given: str | None) -> Any:
+    try:
+        return None if given is None else json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{option} is not JSON ({error}); quote it whole, such as "
+            '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+        ) from None
+
+
+def _busy(words: str) -> contextlib.AbstractContextManager:
+    """A spinner on stderr, so that stdout holds the text alone."""
+    return Console(stderr=True).status(words)

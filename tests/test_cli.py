@@ -1,0 +1,192 @@
+"""The command line, run in this process but where what it prints as a whole is the point."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jspec import cli, config_keys, demo, drafters, show, verify
+from jspec.llm import LLM
+from jspec.outputs import CompletionOutput, RequestOutput
+from jspec.params import SamplingParams
+from tests import llm_fixtures
+
+PROMPT = "def add(x, y):"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return llm_fixtures.checkpoints(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def jspec(monkeypatch, capsys):
+    """Runs a command; returns its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["jspec", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        return stopped.value.code, printed.out, printed.err
+
+    return run
+
+
+def test_generate_prints_the_text_and_nothing_else(jspec, models):
+    code, out, _ = jspec("generate", models["target"], PROMPT, "--max-tokens", 12)
+    answer = LLM(models["target"]).generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))
+    assert code == 0
+    assert out == answer[0].outputs[0].text + "\n"
+
+
+def test_every_way_to_give_a_prompt_gives_the_same_text(jspec, models, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    ids = LLM(models["target"]).get_tokenizer().encode(PROMPT)
+    start = ("generate", models["target"], "--max-tokens", 12)
+    texts = {
+        jspec(*start, PROMPT)[1],
+        jspec(*start, "--prompt-file", file)[1],
+        jspec(*start, "--token-ids", ",".join(map(str, ids)))[1],
+        jspec(*start, PROMPT, "--stream")[1],
+        jspec(*start, PROMPT, "--stream", "--speculative-config", json.dumps(NGRAM))[1],
+    }
+    assert len(texts) == 1
+
+
+def test_stats_follow_the_text_and_carry_the_names_of_vllm(jspec, models):
+    code, out, _ = jspec(
+        "generate", models["target"], PROMPT, "--stats", "--max-tokens", 12,
+        "--speculative-config", json.dumps(NGRAM),
+    )  # fmt: skip
+    plain = jspec("generate", models["target"], PROMPT, "--max-tokens", 12)[1]
+    assert code == 0 and out.startswith(plain)
+    assert re.search(r"^mean_acceptance_length +\d\.\d{3} *$", out, re.M)
+    assert "num_draft_tokens" in out and "per_step" not in out
+
+
+def test_several_texts_are_numbered(jspec, models):
+    code, out, _ = jspec(
+        "generate", models["target"], PROMPT, "-n", 2, "--temperature", 1, "--max-tokens", 4
+    )
+    assert code == 0
+    assert out.startswith("text 1 of 2\n") and "\ntext 2 of 2\n" in out
+
+
+def test_a_model_without_tokenizer_takes_and_gives_token_ids(jspec, tmp_path):
+    llm_fixtures.write_model(tmp_path, llm_fixtures.TARGET, 0)
+    code, out, _ = jspec("generate", tmp_path, "--token-ids", "5,6,7", "--max-tokens", 4)
+    assert code == 0 and re.fullmatch(r"\d+(,\d+)*\n", out)
+    assert "tokenizer" in _complaint(jspec("generate", tmp_path, "text"))
+
+
+def _complaint(ran):
+    """The one line that bad input gets."""
+    code, out, err = ran
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"jspec: .+\n", err), err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere/at/all", "x"], "nowhere/at/all"),
+        (["TARGET"], "give one prompt"),
+        (["TARGET", "x", "--token-ids", "1"], "give one prompt"),
+        (["TARGET", "x", "--prompt-file", "y"], "give one prompt"),
+        (["TARGET", "--prompt-file", "missing.txt"], "missing.txt"),
+        (["TARGET", "--token-ids", "1,two"], "'1,two'"),
+        (["TARGET", "--token-ids", "999999"], "999999"),
+        (["TARGET", ""], "empty"),
+        (["TARGET", "x", "--speculative-config", "{method: ngram}"], "not JSON"),
+        (["TARGET", "x", "--speculative-config", "[]"], "must be a dict"),
+        (["TARGET", "x", "--speculative-config", '{"method": "ngrams"}'], "did you mean 'ngram'"),
+        (["TARGET", "x", "--temperature", "-1"], "temperature=-1.0"),
+        (["TARGET", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["TARGET", "x", "--dtype", "float7"], "float7"),
+        (["TARGET", "x", "--max-model-len", "9999"], "9999"),
+        (["TARGET", "x", "--stream", "-n", "2", "--temperature", "1"], "--stream"),
+        (["TARGET", "x", "--no-such-option"], "--no-such-option"),
+        ([], "model"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(jspec, models, arguments, words):
+    given = [models["target"] if word == "TARGET" else word for word in arguments]
+    assert words in _complaint(jspec("generate", *given))
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jspec", "generate", "nowhere/at/all", "x", "--debug"])
+    with pytest.raises(ValueError, match="nowhere/at/all"):
+        cli.main()
+
+
+def test_an_interrupt_is_quiet(jspec, models, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "generate", interrupt)
+    code, out, _ = jspec("generate", models["target"], "x")
+    assert (code, out) == (130, "")
+
+
+def test_a_fresh_process_prints_the_text_without_any_noise(models):
+    command = [sys.executable, "-m", "jspec", "generate", models["target"], "x", "--max-tokens=2"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_methods_lists_both_registries(jspec):
+    code, out, _ = jspec("methods")
+    assert code == 0
+    for name in (*drafters.METHODS, *config_keys.RULE_NAMES, "prompt_lookup_max=5"):
+        assert name in out
+    assert set(config_keys.RULE_NAMES.values()) == set(verify.RULES)
+
+
+def test_the_last_token_of_a_clipped_round_counts_as_drafted():
+    stats = {"per_step_accepted": [1, 1], "per_step_drafted_token_ids": [[5, 9], [7, 8]]}
+    assert show.drafted_tokens([5, 6, 7, 8], stats) == [True, False, True, True]
+    assert show.drafted_tokens([5, 6, 7, 4], stats) == [True, False, True, False]
+
+
+def test_the_demo_compares_every_setting_with_its_autoregression(jspec, tmp_path, monkeypatch):
+    few = [0, 1, 6, 7]  # greedy and sampled float32: the other rows would only compile more
+    monkeypatch.setattr(demo, "SETTINGS", [demo.SETTINGS[index] for index in few])
+    monkeypatch.setattr(demo, "PROMPT", tmp_path / "prompt.txt")
+    demo.PROMPT.write_text(PROMPT)
+    for name, config, key in (("target", llm_fixtures.TARGET, 0), ("draft", llm_fixtures.DRAFT, 1)):
+        llm_fixtures.write_model(tmp_path / name, config, key)
+        llm_fixtures.write_tokenizer(tmp_path / name)
+    code, out, _ = jspec("demo", "--assets", tmp_path, "--max-tokens", 12, "--repeats", 1)
+    assert code == 0
+    assert "float32, greedy" in out and "float32, T = 0.8" in out
+    for method, end in (("autoregressive", r"1\.00"), ("ngram|draft_model", "identical")):
+        rows = re.findall(rf"^ +({method}) .* {end} *$", out, re.M)
+        assert len(rows) == 2, out
+
+
+def test_a_text_that_parts_is_shown_with_the_gap_of_the_target():
+    output = lambda ids: RequestOutput("0", None, [7], [CompletionOutput(0, "", ids)], True)
+    setting = lambda dtype: demo.Setting("ngram", dtype, 0.0, NGRAM)
+    run = lambda dtype, ids: demo.Run(setting(dtype), output(ids), again=None)
+    asked = []
+    gap = lambda dtype, ids: asked.append((dtype, ids)) or 0.0123
+    base = run("bfloat16", [1, 2, 3, 4])
+    assert demo.verdict(run("bfloat16", [1, 2, 3, 4]), base, gap).plain == "identical"
+    assert demo.verdict(run("bfloat16", [1, 2, 9, 4]), base, gap).plain == (
+        "parts at token 2, gap 0.012"
+    )
+    assert asked == [("bfloat16", [7, 1, 2])]
+    assert "red" in demo.verdict(run("float32", [1, 2, 9, 4]), base, gap).style
+
+
+def test_the_demo_says_what_is_missing(jspec, tmp_path):
+    assert str(tmp_path / "target") in _complaint(jspec("demo", "--assets", tmp_path))
+    assert "repeats=0" in _complaint(jspec("demo", "--repeats", 0))
+    assert demo.PROMPT.is_file()
