@@ -1,6 +1,6 @@
 """jspec beside transformers, in one run, on the same weights, prompts and K.
 
-    python -m benchmarks.latency --model DIR --draft DIR [--out benchmarks/results/latency.json]
+    python -m benchmarks.latency [--model DIR --draft DIR] [--out benchmarks/results/latency.json]
 
 Prints a table of methods, batches, temperatures and dtypes with ratios, the cost of a target pass
 over N nodes, and ``draft_model`` by K; writes them as JSON with device, versions and commit. Both
@@ -17,14 +17,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+import jspec
 from benchmarks import compare, curve, environment, report, workload
 from benchmarks.compare import Setting
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer
 from benchmarks.theirs import Theirs
 from benchmarks.workload import Case
+from jspec import checkpoint, loading
 
 _RESULTS = Path(__file__).with_name("results")
+_DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _WIDTHS = range(1, 17)
 _LOG_WIDTH = 160
 
@@ -35,6 +38,7 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:  # a log or a pipe: nothing is cut off there
         console = Console(width=_LOG_WIDTH)
+    loading.keep_compiled_programs()
     setting = _setting(arguments)
     results = environment.describe() | _describe(setting) | {"rows": [], "curves": {}, "sweep": []}
     with Progress(console=console, transient=True) as progress:
@@ -73,8 +77,8 @@ def _describe(setting: Setting) -> dict:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="jspec beside transformers on torch CPU")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=_DEMO / "target")
+    parser.add_argument("--draft", type=Path, default=_DEMO / "draft")
     parser.add_argument("--out", type=Path, default=_RESULTS / "latency.json")
     parser.add_argument("--methods", nargs="*", default=workload.METHODS, choices=workload.METHODS)
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
@@ -106,8 +110,6 @@ def _setting(arguments: argparse.Namespace) -> Setting:
         size = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
         prompts = workload.random_prompts(size, count, length)
     else:
-        from jspec import checkpoint
-
         prompts = workload.source_prompts(checkpoint.load_tokenizer(arguments.model), count, length)
     return Setting(
         prompts, arguments.max_new_tokens, arguments.repeats, arguments.patience, arguments.quiet

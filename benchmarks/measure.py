@@ -2,8 +2,9 @@
 
 Contenders run in turns, so that a slow minute is everybody's; the best of n says what the code can
 do, the median what happened. Disturbance is not fair: OpenMP threads that spin lose far more to a
-busy neighbour than XLA's do, so a ratio from a busy machine flatters us. Each sample carries how many cores other processes kept busy
-meanwhile: samples that were disturbed are replaced, within limits, and counted where they stay.
+busy neighbour than XLA's do, so a ratio from a busy machine flatters us. So each sample carries how
+many cores other processes kept busy meanwhile; samples that were disturbed are replaced, within
+limits, and counted where they stay.
 """
 
 import dataclasses
