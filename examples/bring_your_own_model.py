@@ -53,8 +53,8 @@ slope = jax.jit(jax.grad(loss))
 for _ in range(60):
     weights = jax.tree.map(lambda w, g: w - 0.003 * jnp.sign(g), weights, slope(weights))
 target, params = jspec.adapters.from_nnx(nnx.merge(graph, weights), max_positions=POSITIONS)
-prompt = RHYME[:20].encode()
+prompt, rest = RHYME[:20].encode(), len(RHYME) - 20
 for drafter in (jspec.NoDrafter(), jspec.NGram(6, 2, 4)):
-    [answer] = jspec.generate(target, params, [prompt], drafter=drafter, max_new_tokens=340)
+    [answer] = jspec.generate(target, params, [prompt], drafter=drafter, max_new_tokens=rest)
     print(f"{type(drafter).__name__}: {len(answer.tokens)} tokens in {answer.rounds} passes")
 print(prompt.decode() + bytes(answer.tokens.tolist()).decode())
