@@ -1,0 +1,305 @@
+"""``speculative_config``: vLLM's keys, meanings and errors, read into a method and a rule."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from jspec.config_keys import (
+    DRAFT_SAMPLE_METHODS,
+    KEYS,
+    METHOD_ALIASES,
+    METHOD_IN_NAME,
+    METHODS_NOT_BUILT,
+    METHODS_REFUSED,
+    MODELS_NAMING_METHODS,
+    RULE_NAMES,
+    RULES_LOSSY,
+)
+from jspec.drafters import METHODS
+from jspec.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig
+from jspec.naming import did_you_mean
+from jspec.types import Drafter
+
+NONE = "none"
+_PROMPT_LOOKUP = 5  # vLLM's n-gram length where neither end is given
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    """What a ``speculative_config`` asks for. Made by ``read``.
+
+    Attributes:
+      method: a name in ``jspec.drafters.METHODS``.
+      rule: a name in ``jspec.verify.RULES``.
+      model: of the drafter: a path, a hub id or a loaded model; None for methods without one.
+      max_model_len: longest sequence to draft for; None for all that the draft model can take.
+      settings: fields of the method's drafter.
+    """
+
+    method: str = NONE
+    rule: str = "rejection"
+    model: Any = None
+    max_model_len: int | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the method has a network of its own."""
+        return "config" in _fields(self.method)
+
+    def drafter(self, draft: DecoderConfig | None, vocab_size: int) -> Drafter:
+        """The drafter for a target of ``vocab_size`` tokens; ``draft`` is its network, if any.
+
+        Raises:
+          ValueError: a setting is out of range.
+        """
+        fitted = {"config": draft, "vocab_size": vocab_size}
+        wanted = {name: fitted[name] for name in _fields(self.method) & fitted.keys()}
+        return METHODS[self.method](**self.settings, **wanted)
+
+
+def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
+    """Checks a ``speculative_config``; None asks for plain decoding.
+
+    Raises:
+      ValueError: a key is unknown, or a value is out of range or not supported.
+    """
+    if given is None:
+        return SpeculativeConfig()
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"speculative_config={given!r} must be a dict, such as "
+            "{'method': 'ngram', 'num_speculative_tokens': 4}."
+        )
+    for name, value in given.items():
+        _check_standing(name, value)
+    values = {name: given.get(name) for name, key in KEYS.items() if key.standing == "works"}
+    method = _method(values)
+    _check_used(method, values)
+    _check_parallel(values["draft_tensor_parallel_size"])
+    settings = _settings(method, values)
+    if "config" in _fields(method):
+        _check_path(values["model"])
+    return SpeculativeConfig(
+        method=method,
+        rule=_rule(values["rejection_sample_method"]),
+        model=values["model"] if "config" in _fields(method) else None,
+        max_model_len=_at_least_one("max_model_len", values["max_model_len"]),
+        settings=settings,
+    )
+
+
+def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len: int) -> None:
+    """Checks that the draft model reaches as far as the target.
+
+    Raises:
+      ValueError: it does not, or ``max_model_len`` of the config exceeds one of the two.
+    """
+    speculative_max_model_len = config.max_model_len
+    if speculative_max_model_len is not None:
+        for name, limit in (("draft", draft_positions), ("target", max_model_len)):
+            if speculative_max_model_len > limit:
+                raise ValueError(
+                    f"{speculative_max_model_len=} cannot be larger than "
+                    f"{name}_max_model_len={limit}"
+                )
+    reach = speculative_max_model_len or draft_positions
+    if reach < max_model_len:
+        raise ValueError(
+            f"the draft model takes sequences of up to {reach} tokens and the target of up to "
+            f"{max_model_len}; sitting out the rounds beyond is not built yet: pass "
+            f"max_model_len={reach} to LLM."
+        )
+
+
+def check_vocabularies(
+    target_size: int, draft_size: int, target_tokenizer: Any = None, draft_tokenizer: Any = None
+) -> None:
+    """Checks that target and draft model mean the same by every token id.
+
+    Tokenizers decide where both are known: they must agree on every id that both have. The models'
+    sizes may then differ, being padded.
+
+    Raises:
+      ValueError: they do not share a vocabulary.
+    """
+    hint = ""
+    if target_tokenizer is None or draft_tokenizer is None:
+        if target_size == draft_size:
+            return
+    else:
+        target = {index: token for token, index in target_tokenizer.get_vocab().items()}
+        draft = {index: token for token, index in draft_tokenizer.get_vocab().items()}
+        differing = min((i for i in target.keys() & draft if target[i] != draft[i]), default=None)
+        if differing is None and target and draft:
+            return
+        if differing is not None:
+            hint = (f" Their tokenizers differ first at id {differing}: "
+                    f"{target[differing]!r} and {draft[differing]!r}.")  # fmt: skip
+    raise ValueError(
+        "Target and draft model should have the same vocabulary size. Target model "
+        f"vocab_size={target_size}. Draft model vocab_size={draft_size}. Using models with "
+        "different tokenizers can cause out-of-bounds errors during speculative decoding." + hint
+    )
+
+
+def _check_standing(name: str, value: Any) -> None:
+    if name not in KEYS:
+        raise ValueError(f"speculative_config has no key {name!r}{did_you_mean(name, KEYS)}")
+    key = KEYS[name]
+    if key.standing == "works" or key.asks_nothing(value):
+        return
+    if name == "tensor_parallel_size":
+        raise ValueError(key.note)
+    standing = "not supported yet" if key.standing == "not built" else "refused"
+    raise ValueError(
+        f"speculative_config: {name}={value!r} is {standing}: {key.note.rstrip('.')}; leave it out."
+    )
+
+
+def _method(values: Mapping[str, Any]) -> str:
+    """The method, given or inferred as vLLM infers it."""
+    method, model = values["method"], values["model"]
+    if method is None and model is None:
+        if values["num_speculative_tokens"] is not None:
+            raise ValueError(
+                "num_speculative_tokens was provided but without speculative model. Add "
+                "'method' (such as 'ngram') or 'model'."
+            )
+        raise ValueError(f"speculative_config needs a 'method' ({_working()}) or a 'model'.")
+    if method is None:
+        name = str(model).lower() if isinstance(model, str | os.PathLike) else ""
+        in_name = (method for part, method in METHOD_IN_NAME.items() if part in name)
+        method = name if name in MODELS_NAMING_METHODS else next(in_name, "draft_model")
+    if not isinstance(method, str):
+        raise ValueError(f"method={method!r} must be a name: {_working()}.")
+    return _known_method(method)
+
+
+def _known_method(name: str) -> str:
+    method = METHOD_ALIASES.get(name, name)
+    if method in METHODS:
+        return method
+    if method in METHODS_REFUSED:
+        raise ValueError(f"method={name!r} is refused: {METHODS_REFUSED[method]}.")
+    if "." in method:
+        raise ValueError(
+            f"method={name!r}: custom classes are not supported here yet; these work: {_working()}."
+            " A drafter of your own runs with jspec.generate(..., drafter=...)."
+        )
+    if method in METHODS_NOT_BUILT or method.endswith("_mtp"):
+        raise ValueError(
+            f"method={name!r} is not built yet; these work: {_working()}. If the model is a plain "
+            "language model, say method='draft_model'."
+        )
+    near = did_you_mean(method, [*METHODS, *METHODS_NOT_BUILT])
+    raise ValueError(f"Unsupported speculative method: {name!r}; these work: {_working()}{near}")
+
+
+def _working() -> str:
+    return ", ".join(repr(name) for name in METHODS if name != NONE)
+
+
+def _check_used(method: str, values: Mapping[str, Any]) -> None:
+    """Keys that the method would ignore must not ask for anything."""
+    used = _fields(method) | {"method", "rejection_sample_method", "draft_tensor_parallel_size",
+                              "draft_sample_method"}  # fmt: skip
+    if "config" in used:
+        used |= {"model", "max_model_len"}
+    for name, value in values.items():
+        names_method = name == "model" and METHOD_ALIASES.get(str(value), value) == method
+        if name not in used and not names_method and not KEYS[name].asks_nothing(value):
+            raise ValueError(
+                f"speculative_config: {name}={value!r} is not used by method={method!r}; "
+                "leave it out."
+            )
+
+
+def _check_parallel(size: Any) -> None:
+    if size not in (None, 1) or isinstance(size, bool):
+        raise ValueError(
+            f"speculative_draft_tensor_parallel_size={size!r} cannot be other value than 1 or "
+            "target model tensor_parallel_size, which is 1."
+        )
+
+
+def _check_path(model: Any) -> None:
+    if model is None:
+        raise ValueError("method='draft_model' needs a 'model': a local directory or a hub id.")
+    if not isinstance(model, str | os.PathLike | LoadedModel):
+        raise ValueError(f"model={model!r} must be a local directory or a hub id.")
+
+
+def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter's fields, with vLLM's defaults where they are not given."""
+    fields = _fields(method)
+    values = dict(values)
+    sampled = values["draft_sample_method"] = values["draft_sample_method"] or "probabilistic"
+    if sampled not in DRAFT_SAMPLE_METHODS:
+        known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
+        raise ValueError(
+            f"draft_sample_method={sampled!r} must be {known}"
+            f"{did_you_mean(sampled, DRAFT_SAMPLE_METHODS) or '.'}"
+        )
+    if "num_speculative_tokens" in fields:
+        _check_count(values["num_speculative_tokens"], "config" in fields)
+    if "prompt_lookup_max" in fields:
+        values |= _prompt_lookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
+    return {name: values[name] for name in fields & values.keys()}
+
+
+def _check_count(count: Any, has_model: bool) -> None:
+    if count is None and has_model:
+        raise ValueError(
+            "A speculative model was provided, but `num_speculative_tokens` was not provided"
+        )
+    if count is None:
+        raise ValueError(
+            "num_speculative_tokens must be provided with speculative model unless the draft model "
+            "config contains an n_predict parameter."
+        )
+    if not isinstance(count, Integral) or isinstance(count, bool):
+        raise ValueError(f"num_speculative_tokens={count!r} must be a whole number.")
+    if count < 1:
+        raise ValueError(f"Expected num_speculative_tokens to be greater than zero ({count}).")
+
+
+def _prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:
+    shortest = _at_least_one("prompt_lookup_min", shortest)
+    longest = _at_least_one("prompt_lookup_max", longest)
+    shortest = shortest or longest or _PROMPT_LOOKUP
+    longest = longest or shortest
+    if shortest > longest:
+        raise ValueError(f"prompt_lookup_min={shortest} must be <= prompt_lookup_max={longest}")
+    return {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+
+
+def _at_least_one(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+    return int(value)
+
+
+def _rule(name: Any) -> str:
+    name = "standard" if name is None else name
+    if name in RULES_LOSSY:
+        raise ValueError(
+            f"rejection_sample_method={name!r} is lossy: its output does not follow the target's "
+            f"distribution, so it is refused; use one of {', '.join(RULE_NAMES)}."
+        )
+    if not isinstance(name, str) or name not in RULE_NAMES:
+        raise ValueError(
+            f"rejection_sample_method={name!r} is not known; use one of "
+            f"{', '.join(RULE_NAMES)}{did_you_mean(name, RULE_NAMES)}"
+        )
+    return RULE_NAMES[name]
+
+
+def _fields(method: str) -> set[str]:
+    """The settings of a method: its drafter's fields are its config keys."""
+    return {field.name for field in dataclasses.fields(METHODS[method])}

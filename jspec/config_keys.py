@@ -1,0 +1,174 @@
+"""Every key of vLLM's ``speculative_config`` and its standing here: data, for code and docs alike.
+
+vLLM's keys are those of July 2026 (commit 002e77c) and the older ones that users still carry along.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jspec.drafters import METHODS
+
+Standing = Literal["works", "not built", "refused"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of ``speculative_config``.
+
+    Attributes:
+      name: its name.
+      default: vLLM's default, at which every key is accepted.
+      standing: "works"; "not built": other values raise until the feature exists; "refused": other
+        values raise for good.
+      note: what it does, or why it is refused; shown in error messages and in the docs.
+      also: other values that ask for nothing.
+    """
+
+    name: str
+    default: Any
+    standing: Standing
+    note: str
+    also: tuple = ()
+
+    def asks_nothing(self, value: Any) -> bool:
+        """Whether ``value`` leaves everything as it is without the key."""
+        idle = (None, self.default, *self.also)
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool)
+                   for one in idle)  # fmt: skip
+
+
+_VLLM_ONLY = "an engine setting of vLLM's; one XLA program has no such part"
+_SUFFIX = "comes with method 'suffix'"
+_SYNTHETIC = (
+    "synthetic_acceptance_rates / synthetic_acceptance_length are only valid with "
+    "rejection_sample_method='synthetic'."
+)
+_GONE = "gone from vLLM too"
+
+_WORKS = (
+    ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
+    ("model", None, "the draft model: a local directory or a hub id; 'ngram' names the method"),
+    ("num_speculative_tokens", None, "K, drafted tokens a round; required"),
+    ("prompt_lookup_max", None,
+     "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
+    ("prompt_lookup_min", None,
+     "shortest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_max`"),
+    ("rejection_sample_method", "standard",
+     "'standard', 'block', 'coupled' (the text of plain sampling; not in vLLM), and the older "
+     "'probabilistic' (standard) and 'strict' (the target's own draw must equal the draft)"),
+    ("draft_sample_method", "greedy",
+     "'probabilistic' (the default here: drafts are sampled, with their law recorded) or 'greedy'"),
+    ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism is built"),
+    ("max_model_len", None,
+     "checked against target and draft model; a value below the target's raises until drafters "
+     "can sit out the rounds past it"),
+)  # fmt: skip
+
+_NOT_BUILT = (
+    ("code_revision", None, "the hub's default revision is fetched"),
+    ("draft_load_config", None, "safetensors are loaded as they lie"),
+    ("dspark_draft_topk", None, "dspark_draft_topk is only supported by DSpark"),
+    ("enable_adaptive_verification", False, "Adaptive verification only supported with DSpark"),
+    ("index_share_for_mtp_iteration", None,
+     "index_share_for_mtp_iteration is only supported with method='mtp'"),
+    ("kv_cache_dtype", None, "the draft model's cache has the dtype it computes in"),
+    ("num_speculative_tokens_per_batch_size", None, "K is the same for every batch size"),
+    ("parallel_drafting", False, "comes with the parallel drafters"),
+    ("quantization", None, "draft models load in float32, bfloat16 or float16"),
+    ("revision", None, "the hub's default revision is fetched"),
+    ("speculative_token_tree", None, "comes with trees of drafts; gone from vLLM"),
+    ("suffix_decoding_max_cached_requests", 10000, _SUFFIX),
+    ("suffix_decoding_max_spec_factor", 1.0, _SUFFIX),
+    ("suffix_decoding_max_tree_depth", 24, _SUFFIX),
+    ("suffix_decoding_min_token_prob", 0.1, _SUFFIX),
+    ("synthetic_acceptance_length", None, _SYNTHETIC),
+    ("synthetic_acceptance_rates", None, _SYNTHETIC),
+    ("use_heterogeneous_vocab", False, "target and draft model must share their vocabulary"),
+    ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
+)  # fmt: skip
+
+_REFUSED = (
+    ("tensor_parallel_size", None,
+     "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
+     "'draft_tensor_parallel_size' instead."),
+    ("attention_backend", None, "jspec.ops chooses the kernel by device"),
+    ("disable_eagle_block_drop", False, _VLLM_ONLY),
+    ("disable_padded_drafter_batch", False, _VLLM_ONLY),
+    ("enforce_eager", None, "the whole loop is one compiled program; there is no eager mode"),
+    ("moe_backend", None, "jspec.ops chooses the kernel by device"),
+    ("draft_model_config", None, _VLLM_ONLY),
+    ("draft_parallel_config", None, _VLLM_ONLY),
+    ("target_model_config", None, _VLLM_ONLY),
+    ("target_parallel_config", None, _VLLM_ONLY),
+    ("acceptance_method", "rejection_sampler", f"{_GONE}; use rejection_sample_method"),
+    ("disable_by_batch_size", None, _GONE),
+    ("disable_logprobs", None, _GONE),
+    ("disable_mqa_scorer", False, _GONE),
+    ("fly_entropy_threshold", None, "lossy: the output would not follow the target"),
+    ("fly_window_size", None, "lossy: the output would not follow the target"),
+    ("posterior_alpha", None, f"{_GONE}, and lossy: the output would not follow the target"),
+    ("posterior_threshold", None, f"{_GONE}, and lossy: the output would not follow the target"),
+)  # fmt: skip
+
+_ALSO = {"enforce_eager": (False,), "attention_backend": ("auto",), "kv_cache_dtype": ("auto",),
+         "moe_backend": ("auto",), "index_share_for_mtp_iteration": (False,)}  # fmt: skip
+
+KEYS = {
+    name: Key(name, default, standing, note, _ALSO.get(name, ()))
+    for standing, rows in (("works", _WORKS), ("not built", _NOT_BUILT), ("refused", _REFUSED))
+    for name, default, note in rows
+}
+
+# What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
+METHODS_NOT_BUILT = (
+    "custom_class", "dflash", "dspark", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp",
+    "suffix",
+)  # fmt: skip
+METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
+# Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
+# always runs on the device.
+METHOD_ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
+MODELS_NAMING_METHODS = ("ngram", "suffix", *METHOD_ALIASES)
+# A model's name that contains one of these says its method, as in vLLM.
+METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "dspark": "dspark"}
+
+# rejection_sample_method to the name in ``jspec.verify.RULES``.
+RULE_NAMES = {
+    "standard": "rejection",
+    "block": "block",
+    "coupled": "coupled",
+    "probabilistic": "rejection",
+    "strict": "match",
+}
+RULES_LOSSY = ("fly", "lenient", "synthetic", "typical", "typical_acceptance_sampler")
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+
+
+def markdown() -> str:
+    """The tables of docs/speculative_config.md, which a test holds equal to them."""
+    words = {"works": "works", "not built": "raises until built", "refused": "refused"}
+    keys = [(f"`{key.name}`", f"`{key.default}`", words[key.standing], key.note)
+            for key in KEYS.values()]  # fmt: skip
+    methods = [
+        *((f"`{name}`", "works", "") for name in METHODS),
+        *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
+        *((f"`{name}`", "raises until built", "") for name in METHODS_NOT_BUILT),
+        *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),
+    ]
+    rules = [
+        *((f"`{name}`", "works", f"rule `{rule}`") for name, rule in RULE_NAMES.items()),
+        *((f"`{name}`", "refused", "lossy") for name in RULES_LOSSY),
+    ]
+    return "\n".join(
+        (
+            _table(("key", "vLLM's default", "standing", ""), keys),
+            _table(("`method`", "standing", ""), methods),
+            _table(("`rejection_sample_method`", "standing", ""), rules),
+        )
+    )
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

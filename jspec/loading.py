@@ -1,0 +1,138 @@
+"""Opening a model for use: its network, weights, tokenizer and end-of-text tokens in one value."""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import platformdirs
+
+from jspec import checkpoint, topology
+from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
+from jspec.types import Array, Tree
+
+_SLOW_COMPILE = 0.1  # seconds; programs that compile faster are not worth a file
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model and its weights. Made by ``load``.
+
+    Attributes:
+      path: where it came from: a directory or a hub id.
+      config: sizes of the network.
+      params: weights.
+      raw_config: config.json.
+    """
+
+    path: str | os.PathLike
+    config: DecoderConfig
+    params: DecoderParams = dataclasses.field(repr=False)
+    raw_config: dict = dataclasses.field(repr=False)
+
+    @property
+    def target(self) -> Decoder:
+        """The network as the ``Target`` of a ``Plan``."""
+        return Decoder(self.config)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, read when first asked for.
+
+        Raises:
+          ValueError: the checkpoint has none, or it cannot be read.
+        """
+        return checkpoint.load_tokenizer(self.path)
+
+    @functools.cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, by config.json and generation_config.json."""
+        return checkpoint.eos_token_ids(self.path)
+
+    def logits(self, token_ids: Any) -> Array:
+        """The plain forward pass: token ids [B, T] to float32 logits [B, T, V].
+
+        Raises:
+          ValueError: ``token_ids`` are not a [B, T] block of ids of the vocabulary, or too long.
+        """
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"token_ids must be whole numbers [B, T], got {tokens.dtype}{list(tokens.shape)}; "
+                "score texts of unlike length one by one."
+            )
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise ValueError(
+                f"token_ids hold {wrong}, outside the vocabulary of {self.config.vocab_size}."
+            )
+        if tokens.shape[1] > self.config.max_positions:
+            raise ValueError(
+                f"token_ids are {tokens.shape[1]} long, but the model has "
+                f"{self.config.max_positions} positions."
+            )
+        return _logits(self.target, self.params, jnp.asarray(tokens, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def _logits(target: Decoder, params: DecoderParams, tokens: Array) -> Array:
+    """A text is a chain of nodes after an empty prefix."""
+    batch, length = tokens.shape
+    # Written down, since deriving a chain's ancestors takes the cube of its length.
+    depth = np.arange(length, dtype=np.int32)
+    above = topology.pack_bits(np.tri(length, dtype=bool))
+    tree = Tree(np.maximum(depth - 1, 0), depth, above, length - 1)
+    return target.forward(params, tokens, tree, target.init_cache(batch, 0)).logits
+
+
+def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
+    """Loads a checkpoint in the Hugging Face layout; a loaded model is returned as it is.
+
+    Args:
+      model: a local directory or a hub id.
+      dtype: "float32", "bfloat16" or "float16"; None or "auto" for the checkpoint's own.
+
+    Raises:
+      ValueError: it cannot be read; the message says what is wrong and where.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
+    return LoadedModel(model, *checkpoint.load_pretrained(_path(model), chosen))
+
+
+def sizes(model: str | os.PathLike | LoadedModel) -> DecoderConfig:
+    """The network of a model, without loading its weights."""
+    if isinstance(model, LoadedModel):
+        return model.config
+    return checkpoint.load_config(_path(model))[0]
+
+
+def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:
+    """A model's tokenizer, or None where it has none that can be read."""
+    try:
+        loaded = isinstance(model, LoadedModel)
+        return model.tokenizer if loaded else checkpoint.load_tokenizer(model)
+    except ValueError:
+        return None
+
+
+def _path(model: Any) -> str | os.PathLike:
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(f"model={model!r} must be a local directory or an id on the hub.")
+    return model
+
+
+def keep_compiled_programs() -> None:
+    """Turns on JAX's persistent compilation cache, in the user's cache directory.
+
+    Leaves it alone where the user has chosen a directory (jax_compilation_cache_dir) already, or
+    has turned the cache off (jax_enable_compilation_cache).
+    """
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        directory = platformdirs.user_cache_path("jspec") / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _SLOW_COMPILE)

@@ -1,0 +1,239 @@
+"""speculative_config: what each key means, and what every key that jspec lacks answers."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jspec import config, config_keys
+from jspec.config_keys import KEYS
+from jspec.drafters import METHODS, DraftModel, NGram, NoDrafter
+from jspec.verify import RULES
+from tests import tiny
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "speculative_config.md"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+DRAFT = {"model": "some/draft", "num_speculative_tokens": 4}
+
+
+def ngram(**settings):
+    return config.read(NGRAM | settings).drafter(None, 64)
+
+
+def error_of(given):
+    with pytest.raises(ValueError) as error:
+        config.read(given)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_docs_hold_the_table_that_the_code_reads():
+    assert config_keys.markdown() in DOCS.read_text(encoding="utf-8"), (
+        "paste into docs/speculative_config.md what this prints: "
+        "python -c 'from jspec import config_keys; print(config_keys.markdown())'"
+    )
+
+
+def test_no_config_decodes_plainly():
+    assert config.read(None).drafter(None, 64) == NoDrafter()
+    assert config.read({"method": "none"}) == config.read(None)
+
+
+def test_every_method_and_every_rule_has_a_name_in_the_config():
+    assert set(config_keys.RULE_NAMES.values()) == set(RULES)
+    assert not set(METHODS) & set(config_keys.METHODS_NOT_BUILT)
+
+
+def test_a_drafters_fields_are_config_keys():
+    own = {"config", "vocab_size", "noise"}  # set by LLM and Plan
+    for method in METHODS.values():
+        assert {field.name for field in dataclasses.fields(method)} - own <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [
+        ({"method": "ngram"}, "ngram"),
+        ({"model": "ngram"}, "ngram"),
+        ({"model": "[ngram]"}, "ngram"),
+        ({"method": "ngram_gpu"}, "ngram"),
+        ({"method": "ngram", "model": "ngram"}, "ngram"),
+        ({"model": "meta-llama/Llama-3.2-1B"}, "draft_model"),
+        ({"model": Path("/models/draft")}, "draft_model"),
+        ({"method": "draft_model", "model": "my/eagle3-distilled"}, "draft_model"),
+    ],
+)
+def test_the_method_is_inferred_as_in_vllm(given, method):
+    assert config.read(given | {"num_speculative_tokens": 2}).method == method
+
+
+@pytest.mark.parametrize(
+    ("settings", "bounds"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 7}, (7, 7)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+        ({"prompt_lookup_min": None, "prompt_lookup_max": 4}, (4, 4)),
+    ],
+)
+def test_one_bound_of_the_lookup_is_a_copy_of_the_other_and_none_means_five(settings, bounds):
+    assert ngram(**settings) == NGram(4, *bounds)
+
+
+def test_draft_models_sample_unless_told_to_be_greedy():
+    build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, 64)
+    assert build() == DraftModel(tiny.DRAFT_CONFIG, 4, "probabilistic", vocab_size=64)
+    assert build(draft_sample_method="greedy").draft_sample_method == "greedy"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(None, "rejection"), ("standard", "rejection"), ("probabilistic", "rejection"),
+     ("strict", "match"), ("block", "block"), ("coupled", "coupled")],
+)  # fmt: skip
+def test_rules_go_by_the_names_of_vllm_old_and_new(name, rule):
+    assert config.read(NGRAM | {"rejection_sample_method": name}).rule == rule
+
+
+@pytest.mark.parametrize("name", ["synthetic", "typical", "lenient", "fly"])
+def test_lossy_rules_are_refused(name):
+    assert "lossy" in error_of(NGRAM | {"rejection_sample_method": name})
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.standing != "works"])
+def test_a_key_that_is_not_supported_is_accepted_at_its_default_and_raises_otherwise(name):
+    assert config.read(NGRAM | {name: KEYS[name].default}) == config.read(NGRAM)
+    assert config.read(NGRAM | {name: None}) == config.read(NGRAM)
+    assert KEYS[name].note.rstrip(".") in error_of(NGRAM | {name: 7})
+
+
+def test_keys_left_at_vllms_defaults_change_nothing():
+    defaults = {name: key.default for name, key in KEYS.items() if key.default is not None}
+    assert config.read(defaults | NGRAM) == config.read(NGRAM)
+
+
+@pytest.mark.parametrize(
+    "method", [*config_keys.METHODS_NOT_BUILT, "qwen3_next_mtp", "deepseek_mtp"]
+)
+def test_a_method_that_is_not_built_names_those_that_work(method):
+    message = error_of({"method": method, "model": "some/head", "num_speculative_tokens": 3})
+    assert f"method={method!r} is not built yet; these work: 'ngram', 'draft_model'" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("yuhuili/EAGLE3-LLaMA3.1", "eagle3"), ("yuhuili/EAGLE-LLaMA3", "eagle"),
+     ("z-lab/Qwen3-DFlash-b16", "dflash"), ("suffix", "suffix")],
+)  # fmt: skip
+def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
+    assert f"method={method!r} is not built" in error_of({"model": name})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("ngram", "speculative_config='ngram' must be a dict, such as {'method'"),
+        ({}, "speculative_config needs a 'method' ('ngram', 'draft_model') or a 'model'."),
+        ({"num_speculative_tokens": 4},
+         "num_speculative_tokens was provided but without speculative model."),
+        ({"method": "ngrm"}, "Unsupported speculative method: 'ngrm'; these work: 'ngram', "
+         "'draft_model'; did you mean 'ngram'?"),
+        ({"method": 5}, "method=5 must be a name"),
+        ({"method": "my.pkg.Drafter"}, "custom classes are not supported here yet"),
+        ({"method": "extract_hidden_states"}, "it drafts nothing"),
+        ({"model": "some/draft"}, "A speculative model was provided, but `num_speculative_tokens` "
+         "was not provided"),
+        ({"method": "ngram"}, "num_speculative_tokens must be provided with speculative model "
+         "unless the draft model config contains an n_predict parameter."),
+        (NGRAM | {"num_speculative_tokens": 0},
+         "Expected num_speculative_tokens to be greater than zero (0)."),
+        (NGRAM | {"num_speculative_tokens": -3}, "greater than zero (-3)"),
+        (NGRAM | {"num_speculative_tokens": "4"}, "num_speculative_tokens='4' must be a whole"),
+        (NGRAM | {"num_speculative_tokens": 2.5}, "num_speculative_tokens=2.5 must be a whole"),
+        (NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 2},
+         "prompt_lookup_min=5 must be <= prompt_lookup_max=2"),
+        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min=0 must be a whole number of at"),
+        (NGRAM | {"tensor_parallel_size": 2},
+         "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
+         "'draft_tensor_parallel_size' instead."),
+        (DRAFT | {"draft_tensor_parallel_size": 2},
+         "speculative_draft_tensor_parallel_size=2 cannot be other value than 1 or target model "
+         "tensor_parallel_size"),
+        (DRAFT | {"prompt_lookup_max": 3},
+         "prompt_lookup_max=3 is not used by method='draft_model'"),
+        (NGRAM | {"model": "some/draft"}, "model='some/draft' is not used by method='ngram'"),
+        (NGRAM | {"max_model_len": 64}, "max_model_len=64 is not used by method='ngram'"),
+        (DRAFT | {"max_model_len": 0}, "max_model_len=0 must be a whole number of at least 1."),
+        ({"method": "none", "num_speculative_tokens": 4}, "is not used by method='none'"),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, "needs a 'model'"),
+        (DRAFT | {"model": ["a"]}, "model=['a'] must be a local directory or a hub id."),
+        (DRAFT | {"draft_sample_method": "probabalistic"},
+         "draft_sample_method='probabalistic' must be 'probabilistic' or 'greedy'; did you mean "
+         "'probabilistic'?"),
+        (NGRAM | {"rejection_sample_method": "strikt"},
+         "rejection_sample_method='strikt' is not known; use one of standard, block, coupled, "
+         "probabilistic, strict; did you mean 'strict'?"),
+        (NGRAM | {"rejection_sample_method": ["block"]}, "is not known"),
+        (NGRAM | {"num_spec_tokens": 4},
+         "speculative_config has no key 'num_spec_tokens'; did you mean 'num_speculative_tokens'?"),
+        (NGRAM | {"prompt_lookup_mx": 4}, "did you mean 'prompt_lookup_max'?"),
+        (NGRAM | {"enable_adaptive_verification": True},
+         "Adaptive verification only supported with DSpark"),
+        (NGRAM | {"synthetic_acceptance_length": 2.0},
+         "only valid with rejection_sample_method='synthetic'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_remedy(given, message):
+    assert message in error_of(given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 300},
+         "speculative_max_model_len=300 cannot be larger than draft_max_model_len=256"),
+        ({"max_model_len": 250},
+         "speculative_max_model_len=250 cannot be larger than target_max_model_len=200"),
+        ({"max_model_len": 150}, "pass max_model_len=150 to LLM"),
+    ],
+)  # fmt: skip
+def test_the_draft_model_reaches_as_far_as_the_target(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config.check_lengths(config.read(DRAFT | settings), 256, 200)
+
+
+def test_a_draft_model_with_too_few_positions_is_named():
+    config.check_lengths(config.read(DRAFT), 256, 256)
+    with pytest.raises(ValueError, match="up to 128 tokens and the target of up to 256"):
+        config.check_lengths(config.read(DRAFT), 128, 256)
+
+
+class Tokens(dict):
+    """A tokenizer that is its vocabulary."""
+
+    def get_vocab(self):
+        return self
+
+
+ABC = Tokens(a=0, b=1, c=2)
+VLLM = "Target and draft model should have the same vocabulary size. Target model vocab_size=128."
+
+
+@pytest.mark.parametrize("tokenizers", [(None, None), (ABC, None), (None, ABC)])
+def test_without_both_tokenizers_the_models_sizes_must_agree(tokenizers):
+    config.check_vocabularies(128, 128, *tokenizers)
+    with pytest.raises(ValueError, match=VLLM):
+        config.check_vocabularies(128, 120, *tokenizers)
+
+
+def test_padded_sizes_may_differ_where_the_tokenizers_agree():
+    config.check_vocabularies(128, 120, ABC, Tokens(ABC))
+    config.check_vocabularies(128, 120, ABC, Tokens(ABC, extra=3))
+
+
+def test_tokenizers_that_disagree_are_refused_at_equal_sizes_too():
+    with pytest.raises(ValueError) as error:
+        config.check_vocabularies(128, 128, ABC, Tokens(a=0, c=1, b=2))
+    assert VLLM in str(error.value)
+    assert "Their tokenizers differ first at id 1: 'b' and 'c'." in str(error.value)
