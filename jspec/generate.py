@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec import decode as loop
+from jspec.decode import DecodeState, decode, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.plan import Plan
 from jspec.sampling import WARPS
@@ -112,7 +112,7 @@ class Batch:
     """Rows in flight: what a caller holds between slices of a generation."""
 
     request: Request
-    state: loop.DecodeState
+    state: DecodeState
     prompt_lengths: np.ndarray = struct.field(pytree_node=False)  # [rows], without padding rows
 
 
@@ -212,12 +212,12 @@ def start(
     cache = plan.target.init_cache(size, capacity)
     memory = plan.drafter.init(params, request, capacity)
     cache, memory = _take_in(plan, params, cache, memory, prompts, lengths)
-    state = loop.DecodeState(
+    state = DecodeState(
         history=History(jnp.array(prompts), jnp.array(lengths)),
         cache=cache,
         memory=memory,
         done=jnp.arange(size) >= len(rows),
-        stats=loop.init_stats(plan, size),
+        stats=init_stats(plan, size),
         round=jnp.int32(0),
     )
     return Batch(request, state, lengths[: len(rows)])
@@ -227,7 +227,7 @@ def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None)
     """Decodes up to ``rounds`` more rounds (None: to the end). Consumes ``batch``."""
     state = batch.state
     until = jnp.int32(_FOREVER) if rounds is None else state.round + rounds
-    _, state = loop.decode(plan, params, batch.request, (), state, until)
+    _, state = decode(plan, params, batch.request, (), state, until)
     return batch.replace(state=state)
 
 
@@ -332,7 +332,7 @@ def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarr
         chunk = prompts[:, begin : begin + width + 1]
         chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
         valid = np.clip(wanted - begin, 0, width)
-        cache, memory = loop.prefill(
+        cache, memory = prefill(
             plan, params, cache, memory, jnp.array(chunk), jnp.int32(begin), jnp.array(valid)
         )
     return cache, memory

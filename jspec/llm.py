@@ -1,0 +1,315 @@
+"""``LLM``: prompts in, texts out, with vLLM's names and meanings."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.progress import track
+
+from jspec import checkpoint, config, jobs, loading, metrics, prompts
+from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
+from jspec.jobs import Job
+from jspec.loading import LoadedModel
+from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.outputs import RequestOutput
+from jspec.params import SamplingParams
+from jspec.plan import Plan
+from jspec.types import Params
+
+STREAM_ROUNDS = 4  # rounds between two outputs of a stream
+STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
+_STATS = (None, "summary", "detailed")
+
+Settings = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A target, loaded with its drafter, that continues prompts.
+
+    Args:
+      model: of the target: a local directory, a hub id, or what ``jspec.load`` returned.
+      speculative_config: vLLM's keys; see docs/speculative_config.md. None decodes plainly.
+      dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for what each
+        checkpoint says. Has no say over models that are loaded already.
+      max_model_len: longest sequence, prompt included; None for all that the target can take.
+      seed: with the request's number, the noise of requests whose own seed is None.
+      max_num_seqs: sequences that run together. Texts do not depend on it.
+      per_request_stats: "summary" (as None) or "detailed", which adds what every round drafted and
+        accepted to ``speculative_decoding_stats``.
+      tokenizer: a path, or a tokenizer of ``transformers``; None for the model's own.
+
+    Raises:
+      ValueError: a setting is out of range or not supported, the models do not fit each other, or
+        a checkpoint cannot be read. Settings are checked before weights are loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | LoadedModel,
+        speculative_config: Mapping[str, Any] | None = None,
+        *,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        per_request_stats: str | None = None,
+        tokenizer: Any = None,
+    ):
+        speculative = config.read(speculative_config)
+        if per_request_stats not in _STATS:
+            raise ValueError(
+                f"per_request_stats={per_request_stats!r} must be None, 'summary' or 'detailed'."
+            )
+        self._detailed = per_request_stats == "detailed"
+        self._seed = SamplingParams(seed=seed).seed
+        self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
+        loading.keep_compiled_programs()
+        sizes = loading.sizes(model)
+        self.max_model_len = _length_limit(max_model_len, sizes.max_positions)
+        self._tokenizer = tokenizer
+        if isinstance(tokenizer, str | os.PathLike):
+            self._tokenizer = checkpoint.load_tokenizer(tokenizer)
+        draft_sizes = None
+        if speculative.needs_model:
+            draft_sizes = self._check_draft_model(model, sizes, speculative)
+        _plan(speculative, sizes, draft_sizes)  # raises before weights are moved
+        self._model = loading.load(model, dtype)
+        draft = loading.load(speculative.model, dtype) if speculative.needs_model else None
+        self._plan = _plan(speculative, self._model.config, draft and draft.config)
+        self._params = Params(self._model.params, draft and draft.params)
+        self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
+        self._num_prompt_tokens = 0
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Any, sampling_params: Settings = None, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """Continues every prompt; results come in the order of the prompts.
+
+        Args:
+          prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of these.
+          sampling_params: one for all or a list of one each; None for ``SamplingParams()``.
+          use_tqdm: show a progress bar.
+
+        Raises:
+          ValueError: a prompt is empty, does not fit the model, or needs a tokenizer that is not
+            there; nothing has run then.
+        """
+        return self._finish(self._jobs(prompts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Settings = None,
+        use_tqdm: bool = False,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of a list of conversations.
+
+        Args:
+          messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
+          sampling_params: as in ``generate``.
+          use_tqdm: as in ``generate``.
+          chat_template: Jinja; None for the tokenizer's own.
+          add_generation_prompt: whether the text ends with the opening of the assistant's turn.
+          chat_template_kwargs: more variables for the template.
+
+        Raises:
+          ValueError: as ``generate``; or there is no chat template, or it refuses the messages.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError(
+                "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists."
+            )
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        variables = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt)
+        texts = [self._render(each, chat_template, variables) for each in conversations]
+        # The template has written the special tokens already.
+        return self._finish(self._jobs(texts, sampling_params, add_special_tokens=False), use_tqdm)
+
+    def stream(
+        self, prompts: Any, sampling_params: Settings = None, *, rounds: int = STREAM_ROUNDS
+    ) -> Iterator[RequestOutput]:
+        """Continues the prompts and yields a request each time it has grown, whole texts so far.
+
+        The last output of a request is what ``generate`` would have returned. Arguments as in
+        ``generate``; ``rounds`` of the loop run between two looks. Bad input raises at once.
+        """
+        _at_least_one("rounds", rounds)
+        return self._stream(self._jobs(prompts, sampling_params), rounds)
+
+    def get_metrics(self) -> list[metrics.Metric]:
+        """Counts of all requests that finished, under vLLM's names."""
+        labels = {"model_name": str(self._model.path), "engine": "0"}
+        prompt_tokens = metrics.Counter("vllm:prompt_tokens", labels, self._num_prompt_tokens)
+        return [*metrics.entries(self._counts, labels), prompt_tokens]
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of texts.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return self._model.tokenizer if self._tokenizer is None else self._tokenizer
+
+    def _check_draft_model(
+        self, model: Any, sizes: DecoderConfig, speculative: config.SpeculativeConfig
+    ) -> DecoderConfig:
+        """The draft model's sizes, once it is found to fit the target."""
+        draft = loading.sizes(speculative.model)
+        config.check_lengths(speculative, draft.max_positions, self.max_model_len)
+        if self._tokenizer is None:
+            self._tokenizer = loading.tokenizer_if_any(model)
+        drafts_own = loading.tokenizer_if_any(speculative.model)
+        config.check_vocabularies(
+            sizes.vocab_size, draft.vocab_size, self._tokenizer, drafts_own
+        )  # fmt: skip
+        return draft
+
+    def _jobs(
+        self, given: Any, sampling_params: Settings, add_special_tokens: bool = True
+    ) -> list[Job]:
+        """Checks everything that is asked for, before any of it runs."""
+
+        def encode(text: str) -> list[int]:
+            return self.get_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+
+        items = prompts.read(given, encode)
+        settings = jobs.one_each(sampling_params, len(items))
+        for index, item in enumerate(items):
+            self._check_fits(index, item.token_ids)
+        decoder = self._decoder() if any(each.detokenize for each in settings) else None
+        made = [
+            jobs.make(
+                self._num_requests + index, item, params,
+                room=self.max_model_len - len(item.token_ids), seed=self._seed,
+                eos=self._eos_token_ids, tokenizer=decoder if params.detokenize else None,
+            )
+            for index, (item, params) in enumerate(zip(items, settings, strict=True))
+        ]  # fmt: skip
+        self._num_requests += len(made)
+        return made
+
+    def _check_fits(self, index: int, prompt: Sequence[int]) -> None:
+        size = self._plan.target.vocab_size
+        if len(prompt) >= self.max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens, but max_model_len={self.max_model_len} "
+                "must hold it and at least one more; shorten it or raise max_model_len."
+            )
+        wrong = next((token for token in prompt if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt {index} holds token id {wrong}, outside the vocabulary of {size} tokens; "
+                "was it made by another tokenizer?"
+            )
+
+    def _decoder(self) -> Any:
+        try:
+            return self.get_tokenizer()
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; without a tokenizer ask for SamplingParams(detokenize=False)"
+            ) from None
+
+    @functools.cached_property
+    def _eos_token_ids(self) -> frozenset[int]:
+        """What the checkpoint and the tokenizer, if there is one, call the end of a text."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            tokenizer = loading.tokenizer_if_any(self._model)
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        return frozenset({*self._model.eos_token_ids, own} - {None})
+
+    def _finish(self, todo: list[Job], show_progress: bool) -> list[RequestOutput]:
+        rounds = STOP_ROUNDS if any(job.params.stop for job in todo) else None
+        for _ in self._run(todo, rounds, show_progress):
+            pass
+        return [job.output(self._detailed) for job in todo]
+
+    def _stream(self, todo: list[Job], rounds: int) -> Iterator[RequestOutput]:
+        seen: dict[Job, RequestOutput] = {}
+        for running in self._run(todo, rounds):
+            for job in running:
+                output = job.output(self._detailed)
+                if output != seen.get(job):
+                    seen[job] = output
+                    yield output
+
+    def _run(
+        self, todo: list[Job], rounds: int | None, show_progress: bool = False
+    ) -> Iterator[Iterable[Job]]:
+        """Generates group by group; yields the group's jobs after every slice of ``rounds``."""
+        work = [(job, *one) for job in todo for one in zip(job.rows, job.transcripts, strict=True)]
+        rows = [row for _, row, _ in work]
+        if not rows:
+            return
+        plan, warps = self._recording_plan(todo), warps_of(rows)
+        parts = list(groups(rows, self._max_num_seqs))
+        for group in track(parts, "Generating") if show_progress else parts:
+            owners, members, transcripts = zip(*(work[index] for index in group), strict=True)
+            batch = start(plan, self._params, members, warps=warps)
+            while not all(transcript.finish_reason for transcript in transcripts):
+                batch = advance(plan, self._params, batch, rounds)
+                answers = zip(transcripts, read(batch), strict=True)
+                cut = [i for i, (transcript, answer) in enumerate(answers)
+                       if transcript.read(answer)]  # fmt: skip
+                if cut:
+                    batch = cancel(batch, cut)
+                yield dict.fromkeys(owners)
+            for transcript in transcripts:
+                self._counts += metrics.Counts.of(transcript.answer)
+        self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
+
+    def _recording_plan(self, todo: list[Job]) -> Plan:
+        """The plan; where details or stop strings need it, one that records every round."""
+        if not self._detailed and not any(job.params.stop for job in todo):
+            return self._plan
+        longest = max(row.max_tokens for job in todo for row in job.rows)
+        # A power of two, so that calls of similar length share a program.
+        return dataclasses.replace(self._plan, record_rounds=1 << (longest - 1).bit_length())
+
+    def _render(
+        self, messages: Sequence[Mapping], chat_template: str | None, variables: dict[str, Any]
+    ) -> str:
+        tokenizer = self.get_tokenizer()
+        if chat_template is None and not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {self._model.path} has no chat template; pass chat_template=, "
+                "or write the prompt yourself and call generate."
+            )
+        try:
+            return tokenizer.apply_chat_template(
+                messages, chat_template=chat_template, tokenize=False, **variables
+            )
+        except Exception as error:  # of Jinja, or the template's own complaint
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the chat template refuses the messages: {reason}") from None
+
+
+def _plan(
+    speculative: config.SpeculativeConfig, sizes: DecoderConfig, draft: DecoderConfig | None
+) -> Plan:
+    return Plan(Decoder(sizes), speculative.drafter(draft, sizes.vocab_size), speculative.rule)
+
+
+def _length_limit(asked: int | None, max_positions: int) -> int:
+    if asked is None:
+        return max_positions
+    if _at_least_one("max_model_len", asked) > max_positions:
+        raise ValueError(
+            f"max_model_len={asked} is more than the {max_positions} positions of the model; "
+            "lower it or leave it out."
+        )
+    return asked
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+    return value
