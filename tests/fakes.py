@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from jspec import kv, sampling, tokens, topology
 from jspec.generate import Answer, advance, read, start
@@ -233,24 +234,24 @@ class TableDrafter(_Chain):
     def propose(self, params, request, shared, memory, history):
         count = self.num_speculative_tokens
         coins = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, count)
-        token, drafted, laws = tokens.root(history), [], []
-        for index in range(count):
+        target_draws = self.noise == "target" or request.sampling.greedy
+
+        def draw_one(token, step):
+            index, coin = step
             law = sampling.warp(params.drafter[token], request.sampling)
-            if self.noise == "target" or request.sampling.greedy:
-                token = sampling.draw_target(
-                    law, request.sampling, request.keys, history.length + index
-                )
+            if target_draws:
+                place = history.length + index
+                token = sampling.draw_target(law, request.sampling, request.keys, place)
             else:
-                token = sampling.draw(law, coins[:, index])
-            drafted.append(token)
-            laws.append(law)
-        recorded = jnp.stack([*laws, jnp.zeros_like(laws[0])], 1)
-        sampled = self.noise == "own" and not request.sampling.greedy
-        draft = self._draft(
-            history, jnp.stack(drafted, 1), self._length(request, history) if self.ragged else None,
-            recorded if sampled else None,
-        )  # fmt: skip
-        return draft, memory
+                token = sampling.draw(law, coin)
+            return token, (token, law)
+
+        steps = (jnp.arange(count), coins.T)
+        _, (drafted, laws) = lax.scan(draw_one, tokens.root(history), steps)
+        leaf = jnp.zeros_like(laws[:1])
+        recorded = None if target_draws else jnp.moveaxis(jnp.concatenate([laws, leaf]), 0, 1)
+        length = self._length(request, history) if self.ragged else None
+        return self._draft(history, drafted.T, length, recorded), memory
 
 
 # ---------------------------------------------------------------------------------------- helpers

@@ -94,11 +94,15 @@ def context_dependent(seed: int, vocab_size: int, count: int, scale: float = 1.5
     return [scale * rng.normal(size=(vocab_size**level, vocab_size)) for level in range(count)]
 
 
-def outcome(rule: str | Callable, case: Case) -> Outcome:
-    """The exact output law of a rule: a name in ``RULES``, or a function judged by round coins."""
+def outcome(rule: str | Callable, case: Case, *, redraw: bool = False) -> Outcome:
+    """The exact output law of a rule: a name in ``RULES``, or a function judged by round coins.
+
+    ``redraw`` is a mutation of rules judged by the target's draws: the next token is drawn afresh
+    from the law at the path's end, in place of the draw that ended the path.
+    """
     with jax.enable_x64(True):
         if isinstance(rule, str) and RULES[rule].coins == "target":
-            return _outcome_of_draws(RULES[rule].walk, case)
+            return _outcome_of_draws(RULES[rule].walk, case, redraw)
         return _outcome_of_coins(RULES[rule].walk if isinstance(rule, str) else rule, case)
 
 
@@ -183,7 +187,7 @@ def is_constant_in_cells(rule: str, case: Case, seed: int = 0) -> bool:
 # ------------------------------------------------------------------- rules with the target's draws
 
 
-def _outcome_of_draws(walk: Callable, case: Case) -> Outcome:
+def _outcome_of_draws(walk: Callable, case: Case, redraw: bool) -> Outcome:
     laws = _Laws(case)
     draws = _all_tuples(case.vocab_size, case.depth + 1)
     batch, copies = len(laws.tuples), len(draws)
@@ -199,7 +203,7 @@ def _outcome_of_draws(walk: Callable, case: Case) -> Outcome:
     probs = _softmax(laws.warped)[:, None, np.arange(case.depth + 1), draws]  # [B, copies, K+1]
     weight = laws.weights[:, None] * probs.reshape(batch, copies, -1).prod(-1)
     emitted = np.take_along_axis(draws[None], num_accepted[..., None], 2)[..., 0]
-    next_law = np.eye(case.vocab_size)[emitted]
+    next_law = at_end if redraw else np.eye(case.vocab_size)[emitted]
     law, accepted = laws.collect(weight, num_accepted, next_law)
     return Outcome(law, laws.exact, accepted)
 

@@ -198,6 +198,11 @@ def test_the_shipped_rules_are_exact_where_their_mutants_are_not(rule, case):
     assert outcome(rule, case).distance < EXACT
 
 
+def test_a_match_that_draws_again_where_the_path_ends_is_caught():
+    assert outcome("match", SOFT).distance < EXACT
+    assert outcome("match", SOFT, redraw=True).distance > CAUGHT
+
+
 def test_a_verifier_that_cuts_top_p_before_the_temperature_is_caught():
     sampled = settings(1, 0.6, top_p=0.8)
     shipped = outcome("rejection", Case(TARGET, DRAFT, sampling=sampled))
