@@ -11,11 +11,14 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from jspec import decode, generate, kv, topology
+from jspec import kv, topology
+from jspec.decode import decode
 from jspec.drafters import NGram, NoDrafter
+from jspec.generate import Row, generate_rows
 from jspec.models import adapters
+from jspec.plan import Plan
 from jspec.tokens import root
-from jspec.types import Draft
+from jspec.types import Draft, Params
 
 VOCAB, LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 64, 2, 32, 4, 2, 8, 64
 PROMPTS = ((3,), (5, 9, 5, 9, 5, 9, 5), (1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3))  # shortest first
@@ -242,10 +245,17 @@ def drafter_of(name, kind):
     return {"none": NoDrafter(), "ngram": NGram(3, 1, 2)}[name]
 
 
+def generated(target, params, drafter, count=NEW_TOKENS):
+    """Texts after PROMPTS; on one rung, since ``none`` is the other one and compiling is slow."""
+    plan = Plan(target, drafter, ladder=(drafter.tree_size,))
+    rows = [Row(prompt, count) for prompt in PROMPTS]
+    return generate_rows(plan, Params(params), rows)
+
+
 # --- Text ---
 
 
-# Pairs of a kind, a way in and a drafter. The plain step of ``none`` is a rung of the others too.
+# Every kind, both ways in, every drafter.
 COVER = [
     ("plain", True, "none"), ("plain", True, "tree"), ("plain", False, "ngram"),
     ("linen", True, "ngram"), ("linen", False, "tree"),
@@ -256,9 +266,7 @@ COVER = [
 @pytest.mark.parametrize(("kind", "use_cache", "name"), COVER)
 def test_an_adapted_model_writes_the_text_of_its_own_greedy_loop(kind, use_cache, name):
     target, params = model_of(kind)[0](use_cache)
-    answers = generate(
-        target, params, PROMPTS, drafter=drafter_of(name, kind), max_new_tokens=NEW_TOKENS
-    )
+    answers = generated(target, params, drafter_of(name, kind))
     assert tuple(tuple(answer.tokens.tolist()) for answer in answers) == greedy_text(kind)
     if name == "tree":  # its right nodes are scattered over the tree, and were accepted
         assert min(answer.acceptance_length for answer in answers) > 1.8
@@ -267,9 +275,7 @@ def test_an_adapted_model_writes_the_text_of_its_own_greedy_loop(kind, use_cache
 def test_a_text_may_fill_every_position_of_a_model_without_a_cache():
     target, params = model_of("plain")[0](False)
     room = POSITIONS - len(PROMPTS[-1])
-    answers = generate(
-        target, params, PROMPTS, drafter=drafter_of("ngram", "plain"), max_new_tokens=room
-    )
+    answers = generated(target, params, drafter_of("ngram", "plain"), room)
     assert [len(answer.tokens) for answer in answers] == [room] * len(PROMPTS)
     texts = tuple(tuple(answer.tokens[:NEW_TOKENS].tolist()) for answer in answers)
     assert texts == greedy_text("plain")
@@ -365,9 +371,7 @@ def test_equal_modules_with_other_weights_share_a_program():
     texts, sizes = [], []
     for seed in (2, 12):
         target, params = adapters.from_nnx(nnx_model(seed), max_positions=POSITIONS)
-        answers = generate(
-            target, params, PROMPTS, drafter=drafter_of("ngram", "nnx"), max_new_tokens=NEW_TOKENS
-        )
+        answers = generated(target, params, drafter_of("ngram", "nnx"))
         texts.append(answers[0].tokens.tolist())
         sizes.append(decode._cache_size())
     assert sizes[0] == sizes[1]
