@@ -5,6 +5,7 @@ own prompt, settings and seed alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -207,20 +208,31 @@ def start(
     size = _bucket(len(rows), smallest=1)
     longest = max(len(row.prompt) + row.max_tokens for row in rows)
     capacity = _bucket(longest) + plan.drafter.max_depth + 1
-    request = _request(rows, size, warps_of(rows) if warps is None else warps)
+    asked = _request(rows, size, warps_of(rows) if warps is None else warps)
     prompts, lengths = _pad_prompts(rows, size, capacity)
-    cache = plan.target.init_cache(size, capacity)
-    memory = plan.drafter.init(params, request, capacity)
-    cache, memory = _take_in(plan, params, cache, memory, prompts, lengths)
-    state = DecodeState(
-        history=History(jnp.array(prompts), jnp.array(lengths)),
-        cache=cache,
-        memory=memory,
-        done=jnp.arange(size) >= len(rows),
+    done = np.arange(size) >= len(rows)
+    request, state = _allocate(plan, params, asked, History(prompts, lengths), done)
+    cache, memory = _take_in(plan, params, state.cache, state.memory, prompts, lengths)
+    return Batch(request, state.replace(cache=cache, memory=memory), lengths[: len(rows)])
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _allocate(
+    plan: Plan, params: Params, asked: tuple[Request, Array], history: History, done: Array
+) -> tuple[Request, DecodeState]:
+    """Everything that a batch starts with, in one launch instead of one a buffer."""
+    request, streams = asked
+    keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
+    request = request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams))
+    size, capacity = history.tokens.shape
+    return request, DecodeState(
+        history=history,
+        cache=plan.target.init_cache(size, capacity),
+        memory=plan.drafter.init(params, request, capacity),
+        done=done,
         stats=init_stats(plan, size),
         round=jnp.int32(0),
     )
-    return Batch(request, state, lengths[: len(rows)])
 
 
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
@@ -271,7 +283,8 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
     if total > target.max_positions:
         raise ValueError(
             f"prompt {index} has {len(row.prompt)} tokens and max_tokens={row.max_tokens}, "
-            f"together {total}, but the model has {target.max_positions} positions; shorten one of them."
+            f"together {total}, but the model has {target.max_positions} positions; "
+            "shorten one of them."
         )
     low, high = min(row.prompt), max(row.prompt)
     if low < 0 or high >= target.vocab_size:
@@ -282,36 +295,31 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
         )
 
 
-def _request(rows: Sequence[Row], size: int, warps: tuple[str, ...]) -> Request:
-    """Per-row arrays; padding rows are greedy and done from the start."""
+def _request(rows: Sequence[Row], size: int, warps: tuple[str, ...]) -> tuple[Request, np.ndarray]:
+    """Per-row arrays; padding rows are greedy and done from the start.
 
-    def column(values: list, fill, dtype) -> Array:
-        return jnp.array(values + [fill] * (size - len(rows)), dtype)
+    The keys are the bare words of the seeds still, to be folded with the streams [B] beside them.
+    """
+
+    def column(values: list, fill: float, dtype: type) -> np.ndarray:
+        return np.array(values + [fill] * (size - len(rows)), dtype)
 
     num_stops = _bucket(max((len(row.stop_token_ids) for row in rows), default=0), smallest=1)
     stops = np.full((size, num_stops), -1, np.int32)
+    seeds = np.zeros((size, 2), np.uint32)
     for index, row in enumerate(rows):
         stops[index, : len(row.stop_token_ids)] = row.stop_token_ids
+        seeds[index] = (row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF
     sampling = Sampling(
-        temperature=column([row.temperature for row in rows], 0.0, jnp.float32),
-        min_p=column([row.min_p for row in rows], 0.0, jnp.float32),
-        top_k=column([row.top_k for row in rows], 0, jnp.int32),
-        top_p=column([row.top_p for row in rows], 1.0, jnp.float32),
+        temperature=column([row.temperature for row in rows], 0.0, np.float32),
+        min_p=column([row.min_p for row in rows], 0.0, np.float32),
+        top_k=column([row.top_k for row in rows], 0, np.int32),
+        top_p=column([row.top_p for row in rows], 1.0, np.float32),
         names=warps,
     )
-    limits = [len(row.prompt) + row.max_tokens for row in rows]
-    return Request(_keys(rows, size), sampling, jnp.array(stops), column(limits, 1, jnp.int32))
-
-
-def _keys(rows: Sequence[Row], size: int) -> Array:
-    """One threefry key a row, folded from its seed and its stream."""
-    words = np.zeros((size, 2), np.uint32)
-    streams = np.zeros((size,), np.uint32)
-    for index, row in enumerate(rows):
-        words[index] = (row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF
-        streams[index] = row.stream
-    keys = jax.random.wrap_key_data(words, impl="threefry2x32")
-    return jax.vmap(jax.random.fold_in)(keys, streams)
+    limits = column([len(row.prompt) + row.max_tokens for row in rows], 1, np.int32)
+    streams = column([row.stream for row in rows], 0, np.uint32)
+    return Request(seeds, sampling, stops, limits), streams
 
 
 def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -333,7 +341,7 @@ def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarr
         chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
         valid = np.clip(wanted - begin, 0, width)
         cache, memory = prefill(
-            plan, params, cache, memory, jnp.array(chunk), jnp.int32(begin), jnp.array(valid)
+            plan, params, cache, memory, chunk, np.int32(begin), valid.astype(np.int32)
         )
     return cache, memory
 
