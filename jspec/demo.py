@@ -200,7 +200,7 @@ def _footnote(runs: Sequence[Run], repeats: int) -> Text:
         f"{len(set(first.tokens))} of them distinct (float32, greedy).\n"
         f"Best of {repeats} runs, prefill included, on {device}.\n"
         "acceptance length: tokens a pass of the target, its own included; 1 is no gain.\n"
-        "text: token for token, against autoregression of the same dtype and T, temperature;\n"
-        "gap: between the target's two best logits, where the texts part.",
+        "text: compared token for token with autoregression of the same dtype and T;\n"
+        "gap: between the target's two best logits where texts part. T: temperature.",
         style="dim",
     )
