@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 from rich.progress import track
@@ -80,6 +81,7 @@ class LLM:
         self._plan = _plan(speculative, self._model.config, draft and draft.config)
         self._params = Params(self._model.params, draft and draft.params)
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
+        self._seconds = 0.0
         self._num_prompt_tokens = 0
         self._num_requests = 0
 
@@ -144,10 +146,13 @@ class LLM:
         return self._stream(self._jobs(prompts, sampling_params), rounds)
 
     def get_metrics(self) -> list[metrics.Metric]:
-        """Counts of all requests that finished, under vLLM's names."""
+        """Counts of all requests that finished, under vLLM's names.
+
+        Tokens a second are those of the time spent generating, compilation included.
+        """
         labels = {"model_name": str(self._model.path), "engine": "0"}
         prompt_tokens = metrics.Counter("vllm:prompt_tokens", labels, self._num_prompt_tokens)
-        return [*metrics.entries(self._counts, labels), prompt_tokens]
+        return [*metrics.entries(self._counts, self._seconds, labels), prompt_tokens]
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of texts.
@@ -251,20 +256,27 @@ class LLM:
             return
         plan, warps = self._recording_plan(todo), warps_of(rows)
         parts = list(groups(rows, self._max_num_seqs))
-        for group in track(parts, "Generating") if show_progress else parts:
-            owners, members, transcripts = zip(*(work[index] for index in group), strict=True)
-            batch = start(plan, self._params, members, warps=warps)
-            while not all(transcript.finish_reason for transcript in transcripts):
-                batch = advance(plan, self._params, batch, rounds)
-                answers = zip(transcripts, read(batch), strict=True)
-                cut = [i for i, (transcript, answer) in enumerate(answers)
-                       if transcript.read(answer)]  # fmt: skip
-                if cut:
-                    batch = cancel(batch, cut)
-                yield dict.fromkeys(owners)
-            for transcript in transcripts:
-                self._counts += metrics.Counts.of(transcript.answer)
+        for part in track(parts, "Generating") if show_progress else parts:
+            yield from self._run_group(plan, warps, [work[index] for index in part], rounds)
         self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
+
+    def _run_group(
+        self, plan: Plan, warps: tuple[str, ...], work: list[tuple], rounds: int | None
+    ) -> Iterator[Iterable[Job]]:
+        owners, rows, transcripts = zip(*work, strict=True)
+        begin = perf_counter()
+        batch = start(plan, self._params, rows, warps=warps)
+        while not all(transcript.finish_reason for transcript in transcripts):
+            batch = advance(plan, self._params, batch, rounds)
+            answers = enumerate(zip(transcripts, read(batch), strict=True))
+            cut = [index for index, (transcript, answer) in answers if transcript.read(answer)]
+            if cut:
+                batch = cancel(batch, cut)
+            self._seconds += perf_counter() - begin
+            yield dict.fromkeys(owners)
+            begin = perf_counter()  # whoever reads a stream may take his time
+        for transcript in transcripts:
+            self._counts += metrics.Counts.of(transcript.answer)
 
     def _recording_plan(self, todo: list[Job]) -> Plan:
         """The plan; where details or stop strings need it, one that records every round."""

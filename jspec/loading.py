@@ -14,8 +14,6 @@ from jspec import checkpoint, topology
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.types import Array, Tree
 
-_SLOW_COMPILE = 0.1  # seconds; programs that compile faster are not worth a file
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
@@ -135,4 +133,5 @@ def keep_compiled_programs() -> None:
     if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
         directory = platformdirs.user_cache_path("jspec") / "xla"
         jax.config.update("jax_compilation_cache_dir", str(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _SLOW_COMPILE)
+        # Small programs too: the first call runs dozens, and they add up to seconds.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -85,6 +85,10 @@ class Counts:
         """Tokens / passes of the target."""
         return _ratio(self.num_tokens, self.num_passes)
 
+    def tokens_per_second(self, seconds: float) -> float:
+        """Tokens / the seconds they took."""
+        return _ratio(self.num_tokens, seconds)
+
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
@@ -205,14 +209,21 @@ class Counter(Metric):
 
 
 @dataclasses.dataclass(frozen=True)
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Vector(Metric):
     """Numbers that only grow, one for each drafted position."""
 
     values: list[int]
 
 
-def entries(counts: Counts, labels: dict[str, str]) -> list[Metric]:
-    """The counts as vLLM's counters."""
+def entries(counts: Counts, seconds: float, labels: dict[str, str]) -> list[Metric]:
+    """The counts as vLLM's counters, and the tokens a second of the ``seconds`` they took."""
     name = "vllm:spec_decode_num_{}".format
     return [
         Counter(name("drafts"), labels, counts.num_drafts),
@@ -220,6 +231,11 @@ def entries(counts: Counts, labels: dict[str, str]) -> list[Metric]:
         Counter(name("accepted_tokens"), labels, counts.num_accepted_tokens),
         Vector(name("accepted_tokens_per_pos"), labels, list(counts.num_accepted_tokens_per_pos)),
         Counter("vllm:generation_tokens", labels, counts.num_tokens),
+        Gauge(
+            "vllm:avg_generation_throughput_toks_per_s",
+            labels,
+            counts.tokens_per_second(seconds),
+        ),
     ]
 
 

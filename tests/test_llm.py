@@ -288,6 +288,7 @@ def test_metrics_are_the_sums_over_all_requests(root):
     assert isinstance(per_pos, metrics.Vector) and len(per_pos.values) == 3
     assert sum(per_pos.values) == total("num_accepted_draft_tokens")
     assert value("generation_tokens") == sum(map(len, ids(outputs)))
+    assert value("avg_generation_throughput_toks_per_s") > 0
     assert value("prompt_tokens") == sum(len(output.prompt_token_ids) for output in outputs)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from jspec import metrics
 from jspec.generate import Answer
-from jspec.metrics import Counter, Counts, Vector
+from jspec.metrics import Counter, Counts, Gauge, Vector
 
 # K = 3. Rounds drafted 3, 0, 3, 2 and 3 tokens, of which 3, 0, 0, 1 and 1 were accepted.
 ACCEPTED = [3, 0, 0, 1, 1]
@@ -119,12 +119,13 @@ def test_a_cut_answer_counts_what_it_would_have_counted_had_it_ended_there(
 
 def test_entries_carry_the_counter_names_of_vllm():
     labels = {"model_name": "m"}
-    entries = metrics.entries(COUNTS, labels)
-    assert entries[:4] == [
+    assert metrics.entries(COUNTS, 4.0, labels) == [
         Counter("vllm:spec_decode_num_drafts", labels, 4),
         Counter("vllm:spec_decode_num_draft_tokens", labels, 11),
         Counter("vllm:spec_decode_num_accepted_tokens", labels, 5),
         Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, [3, 1, 1]),
+        Counter("vllm:generation_tokens", labels, 10),
+        Gauge("vllm:avg_generation_throughput_toks_per_s", labels, 2.5),
     ]
 
 

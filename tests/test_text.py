@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from jspec import text
 from jspec.generate import Answer
@@ -47,6 +49,22 @@ def test_special_tokens_are_left_out_on_request():
 @given(st.lists(st.sampled_from([*"aé🙂".encode(), 32, 10]), max_size=20))
 def test_pieces_join_to_the_decoding_of_the_whole(ids):
     assert "".join(pieces(ids)) == bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_tokenizers_with_marked_spaces_and_byte_tokens_are_read_alike():
+    """As Llama 2's: the decoder drops the first space of whatever it is given."""
+    words = ["<unk>", "\u2581the", "\u2581fox", "s", *(f"<0x{b:02X}>" for b in "🙂".encode())]
+    tokenizer = Tokenizer(models.BPE(dict(zip(words, range(8), strict=True)), [], unk_token="<unk>",
+                                     byte_fallback=True))  # fmt: skip
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    detokenizer = text.Detokenizer(fast, (1, 2))
+    assert [detokenizer.feed(i) for i in (1, 2, 3, 4, 5, 6, 7, 2)] == [
+        " the", " fox", "s", "", "", "", "🙂", " fox",
+    ]  # fmt: skip
 
 
 def first_stop(whole, stops):
