@@ -43,6 +43,7 @@ NOT_YET: dict[str, Any] = {
 }
 
 _COLDEST = 1e-5  # a lower temperature overflows float32 before it differs from greedy
+_INT32 = 2**31
 _SEEDS = range(-(2**63), 2**64)
 
 
@@ -90,11 +91,12 @@ class SamplingParams:
         _refuse(given)
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        ids = dict.fromkeys(_tuple("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        ids = _tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
         if self.seed == -1:  # vLLM's other spelling of None
             object.__setattr__(self, "seed", None)
         self._check()
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
 
     def _check(self) -> None:
         whole, real = _is_whole, _is_real
@@ -102,14 +104,15 @@ class SamplingParams:
             ("n", whole(self.n) and self.n >= 1, "a whole number of at least 1"),
             ("temperature", real(self.temperature) and self.temperature >= 0, "0 (greedy) or more"),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
-            ("top_k", whole(self.top_k) and self.top_k >= -1,
+            ("top_k", whole(self.top_k) and -1 <= self.top_k < _INT32,
              "a whole number of at least 1, or 0 to turn it off"),
             ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
             ("seed", self.seed is None or (whole(self.seed) and self.seed in _SEEDS),
              "None or a whole number of at most 64 bits"),
             ("stop", all(isinstance(text, str) and text for text in self.stop),
              "a string or a list of strings, none of them empty"),
-            ("stop_token_ids", all(whole(token) and token >= 0 for token in self.stop_token_ids),
+            ("stop_token_ids",
+             all(whole(token) and 0 <= token < _INT32 for token in self.stop_token_ids),
              "a list of token ids"),
             ("max_tokens", self.max_tokens is None
              or (whole(self.max_tokens) and self.max_tokens >= 1),
