@@ -56,7 +56,7 @@ class SpeculativeConfig:
         Raises:
           ValueError: a setting is out of range.
         """
-        fitted = {"config": draft, "vocab_size": vocab_size}
+        fitted = {"config": draft, "vocab_size": vocab_size, "max_length": self.max_model_len}
         wanted = {name: fitted[name] for name in _fields(self.method) & fitted.keys()}
         return METHODS[self.method](**self.settings, **wanted)
 
@@ -93,10 +93,12 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
 
 
 def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len: int) -> None:
-    """Checks that the draft model reaches as far as the target.
+    """Checks that the config's ``max_model_len`` is within the reach of both models.
+
+    A draft model that reaches less far than the target sits out the rounds beyond.
 
     Raises:
-      ValueError: it does not, or ``max_model_len`` of the config exceeds one of the two.
+      ValueError: ``max_model_len`` exceeds what one of the two can take.
     """
     speculative_max_model_len = config.max_model_len
     if speculative_max_model_len is not None:
@@ -106,13 +108,6 @@ def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len
                     f"{speculative_max_model_len=} cannot be larger than "
                     f"{name}_max_model_len={limit}"
                 )
-    reach = speculative_max_model_len or draft_positions
-    if reach < max_model_len:
-        raise ValueError(
-            f"the draft model takes sequences of up to {reach} tokens and the target of up to "
-            f"{max_model_len}; sitting out the rounds beyond is not built yet: pass "
-            f"max_model_len={reach} to LLM."
-        )
 
 
 def check_vocabularies(

@@ -61,8 +61,7 @@ _WORKS = (
      "'probabilistic' (the default here: drafts are sampled, with their law recorded) or 'greedy'"),
     ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism is built"),
     ("max_model_len", None,
-     "checked against target and draft model; a value below the target's raises until drafters "
-     "can sit out the rounds past it"),
+     "longest text to draft for, at most that of either model; rounds past it are plain steps"),
 )  # fmt: skip
 
 _NOT_BUILT = (

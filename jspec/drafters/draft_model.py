@@ -44,6 +44,7 @@ class DraftModel:
     num_speculative_tokens: int
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     vocab_size: int | None = None  # of the target, where the two are padded differently
+    max_length: int | None = None  # history length past which nothing is drafted
     noise: Literal["own", "target"] = "own"
 
     capture_layers = ()
@@ -57,6 +58,12 @@ class DraftModel:
             raise ValueError(
                 f"draft_sample_method={self.draft_sample_method!r} must be 'probabilistic' or "
                 "'greedy'."
+            )
+        narrow = min((window for window in self.config.windows if window), default=None)
+        if narrow is not None and narrow < self.num_speculative_tokens + 2:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} does not fit into the draft "
+                f"model's sliding window of {narrow}; it must be at most {narrow - 2}."
             )
 
     @property
@@ -109,7 +116,7 @@ class DraftModel:
         draft = Draft(
             tokens=drafted,
             parents=topology.chain(self.max_depth),
-            valid=jnp.ones_like(drafted, dtype=bool),
+            valid=self._valid(history),
             logits=None if laws is None else _stack_laws(first[1], laws),
             max_depth=self.max_depth,
         )
@@ -124,6 +131,12 @@ class DraftModel:
         accepted = jnp.minimum(verdict.num_emitted - 1, self.max_depth - 1)
         count = jnp.where(verdict.num_emitted > 0, memory.gap + accepted, 0)
         return memory.replace(cache=kv.append(memory.cache, memory.side, rows, count)), shared
+
+    def _valid(self, history):
+        """All K tokens, but for those past the longest text that the model can take: [B, N]."""
+        node = jnp.arange(self.tree_size)
+        limit = self.config.max_positions if self.max_length is None else self.max_length
+        return (node == 0) | (history.length[:, None] - 1 + node < limit)
 
     def _catch_up(self, params, memory, history, gap):
         """Feeds the committed tokens not yet seen; returns the root's last stream [B, D]."""
