@@ -107,7 +107,7 @@ def make_trainer(settings: Settings, teacher=None) -> Trainer:
             params, config, windows, settings.compute
         )
         return Trainer(settings, loss, ())
-    taught = objective.Teacher(teacher[0], settings.teacher_weight)
+    taught = objective.Teacher(teacher[0], settings.teacher_weight, settings.teacher_distance)
     loss = lambda params, windows, extra: objective.distillation_loss(
         params, config, windows, settings.compute, taught, extra
     )
@@ -133,7 +133,13 @@ def train(
     held_out = Windows(corpus.holdout, settings.length)
     first = step = int(state.step)
     if first < settings.steps:
-        changing = ("steps", "decay", "context", "teacher")  # what a resumed run may change
+        changing = (
+            "steps",
+            "decay",
+            "context",
+            "teacher",
+            "teacher_distance",
+        )  # what a resumed run may change
         options = {name: getattr(settings, name) for name in changing}
         record["segments"].append({"from_step": first} | options)
     last = settings.steps if stop_after is None else min(settings.steps, first + stop_after)

@@ -129,12 +129,16 @@ def next_token_loss(
     return means["loss"], means
 
 
+DISTANCES = ("kl", "overlap")
+
+
 @dataclasses.dataclass(frozen=True)
 class Teacher:
     """Settings of distillation: the teacher's sizes, and how the two losses are mixed."""
 
     config: DecoderConfig
-    weight: float  # of the divergence from the teacher; the next-token loss has the rest
+    weight: float  # of the distance from the teacher; the next-token loss has the rest
+    distance: str = "kl"  # or "overlap": -log of the chance that a drafted token is accepted
 
 
 def distillation_loss(
@@ -145,7 +149,7 @@ def distillation_loss(
     teacher: Teacher,
     teacher_params: DecoderParams,
 ) -> tuple[Array, dict[str, Array]]:
-    """KL(teacher || student) mixed with the next-token loss, over windows [B, T + 1].
+    """The distance from the teacher mixed with the next-token loss, over windows [B, T + 1].
 
     Metrics: ``loss`` (next token), ``kl``, and ``overlap`` = sum of min(p, q), which is the chance
     that speculative sampling accepts a token that the student drafts (arXiv 2211.17192, section 3).
@@ -162,8 +166,9 @@ def distillation_loss(
         log_p = jax.nn.log_softmax(LINEARS[compute](taught, teacher_head))
         p = jnp.exp(log_p)
         loss, kl = -_take(log_q, targets), jnp.sum(p * (log_p - log_q), -1)
-        overlap = jnp.sum(jnp.minimum(p, jax.lax.stop_gradient(jnp.exp(log_q))), -1)
-        mixed = teacher.weight * kl + (1 - teacher.weight) * loss
+        overlap = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), -1)
+        distance = kl if teacher.distance == "kl" else -jnp.log(overlap)
+        mixed = teacher.weight * distance + (1 - teacher.weight) * loss
         return {"objective": mixed, "loss": loss, "kl": kl, "overlap": overlap}
 
     given = (_flat(windows[:, 1:]), _flat(taught))

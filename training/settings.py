@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jspec.models.decoder import DecoderConfig
-from training.objective import LINEARS
+from training.objective import DISTANCES, LINEARS
 from training.optim import OPTIMIZERS, SCHEDULES
 
 
@@ -51,7 +51,9 @@ class Settings:
                              OPTIMIZERS)  # fmt: skip
     compute: str = _option("bfloat16", "factors of every matmul; sums stay float32", LINEARS)
     teacher: str = _option("", "exported model to distil from (same tokenizer)")
-    teacher_weight: float = _option(0.8, "share of the divergence from the teacher in the loss")
+    teacher_weight: float = _option(0.8, "share of the distance from the teacher in the loss")
+    teacher_distance: str = _option("kl", "kl, or overlap: -log of the chance that speculative "
+                                    "sampling accepts a token", DISTANCES)  # fmt: skip
     seed: int = _option(0, "of the first weights and the order of the data")
     eval_every: int = _option(100, "steps between held-out losses")
     eval_windows: int = _option(64, "windows of a held-out loss on the way (the last takes all)")

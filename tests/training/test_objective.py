@@ -73,6 +73,27 @@ def test_a_student_equal_to_its_teacher_has_nothing_left_to_learn(params, window
     assert max(jnp.abs(grad).max() for grad in jax.tree.leaves(grads)) < 1e-6
 
 
+def test_the_overlap_distance_raises_the_overlap(params, windows):
+    student = decoder.init_params(jax.random.key(7), CONFIG)
+    teacher = objective.Teacher(CONFIG, weight=1.0, distance="overlap")
+
+    @jax.jit
+    def step(student):
+        loss = lambda student: objective.distillation_loss(
+            student, CONFIG, windows, "float32", teacher, params
+        )
+        grads, metrics = jax.grad(loss, has_aux=True)(student)
+        return jax.tree.map(lambda w, g: w - 3.0 * g, student, grads), metrics
+
+    later, before = step(student)
+    after = step(later)[1]
+    assert after["overlap"] > before["overlap"]
+    np.testing.assert_allclose(
+        objective.distillation_loss(student, CONFIG, windows, "float32", teacher, params)[0],
+        -np.log(before["overlap"]), rtol=0.02,
+    )  # fmt: skip
+
+
 def test_distillation_mixes_divergence_and_next_token_loss(params, windows):
     student = decoder.init_params(jax.random.key(7), CONFIG)
     teacher = objective.Teacher(CONFIG, weight=0.25)
