@@ -252,14 +252,15 @@ def attention_over(
     fresh = list(cache.layers)  # replaced one by one
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
-        fresh[index] = kv.AttentionKV(k, v)
+        entry = cache.layers[index]
+        # As the cache will hold them: a token's logits must not depend on what is committed yet.
+        fresh[index] = new = kv.AttentionKV(k.astype(entry.k.dtype), v.astype(entry.v.dtype))
         window = windows[index] if windows else None
         near = mask
         if window is not None:
             near = mask & (positions[:, :, None] - positions[:, None, :] < window)
-        entry = cache.layers[index]
         return ops.attention(
-            q, k, v, near, entry.k, entry.v, cache.length,
+            q, new.k, new.v, near, entry.k, entry.v, cache.length,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=window, positions=positions,
         )  # fmt: skip
@@ -295,7 +296,9 @@ def extend(
     side = list(side)
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
-        put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)
+        put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(
+            buffer, new.astype(buffer.dtype), slot, axis=2
+        )
         near = side[index] = jax.tree.map(put, side[index], kv.AttentionKV(k, v))
         window = config.windows[index] if config.windows else None
         entry = cache.layers[index]

@@ -3,6 +3,7 @@ import functools
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -83,3 +84,15 @@ def test_a_sliding_window_must_hold_a_round():
     config = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(5,))
     with pytest.raises(ValueError, match="sliding window of 5; it must be at most 3"):
         DraftModel(config, 4)
+
+
+def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
+    narrow = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
+    target = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, **narrow))
+    drafter = DraftModel(dataclasses.replace(tiny.DRAFT_CONFIG, **narrow), 4)
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params())
+    short = [dataclasses.replace(row, max_tokens=6) for row in ROWS[1:2]]
+    batch = host.start(Plan(target, drafter), weights, short)
+    batch = host.advance(Plan(target, drafter), weights, batch)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(batch.state.cache.layers)} == {"bfloat16"}
+    assert [len(answer.tokens) for answer in host.read(batch)] == [6]
