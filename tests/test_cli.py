@@ -1,5 +1,6 @@
 """The command line, run in this process but where what it prints as a whole is the point."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -156,7 +157,7 @@ def test_the_last_token_of_a_clipped_round_counts_as_drafted():
 
 
 def test_the_demo_compares_every_setting_with_its_autoregression(jspec, tmp_path, monkeypatch):
-    few = [0, 1, 6, 7]  # greedy and sampled float32: the other rows would only compile more
+    few = [0, 1, 6, 8]  # greedy and sampled float32: the other rows would only compile more
     monkeypatch.setattr(demo, "SETTINGS", [demo.SETTINGS[index] for index in few])
     monkeypatch.setattr(demo, "PROMPT", tmp_path / "prompt.txt")
     demo.PROMPT.write_text(PROMPT)
@@ -183,6 +184,11 @@ def test_a_text_that_parts_is_shown_with_the_gap_of_the_target():
         "parts at token 2, gap 0.012"
     )
     assert asked == [("bfloat16", [7, 1, 2])]
+    sampled = dataclasses.replace(setting("bfloat16"), temperature=0.8)
+    block = dataclasses.replace(sampled, config={"rejection_sample_method": "block"})
+    other = [1, 2, 9, 4]
+    said = lambda setting: demo.verdict(demo.Run(setting, output(other), None), base, gap).plain
+    assert (said(sampled), said(block)) == ("parts at token 2", "same law")
     assert "red" in demo.verdict(run("float32", [1, 2, 9, 4]), base, gap).style
 
 
