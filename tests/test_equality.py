@@ -7,6 +7,7 @@ misplaced key changes the text as well as a wrong verdict does.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,7 +75,8 @@ def check_counts(answers):
 def test_the_target_notices_a_single_misplaced_key():
     tree = topology.from_parents(topology.chain(0), 0)
     cache = TARGET.init_cache(1, 8).replace(length=jnp.array([3]))
-    seen = lambda cache: TARGET.forward(WEIGHTS, jnp.zeros((1, 1), jnp.int32), tree, cache).logits
+    root = jnp.zeros((1, 1), jnp.int32)
+    seen = jax.jit(lambda cache: TARGET.forward(WEIGHTS, root, tree, cache).logits)
     for slot in range(3):
         layer = cache.layers[0]
         moved = layer.replace(k=layer.k.at[0, 0, slot].add(1))
@@ -103,9 +105,10 @@ def test_text_does_not_depend_on_a_drafter_that_is(kind):
     check_counts(scripted(kind))
 
 
-def test_a_drafter_that_is_always_right_needs_no_round_more_than_it_must():
+def test_a_drafter_that_is_always_right_needs_no_round_and_no_node_more_than_it_must():
     for row, answer in zip(rows(), scripted(fakes.RIGHT), strict=True):
         assert answer.rounds == -(-row.max_tokens // (K + 1))
+        assert answer.drafted == len(answer.tokens) - answer.rounds  # none past the row's limit
 
 
 def test_a_drafter_that_is_always_wrong_gives_one_token_a_round():

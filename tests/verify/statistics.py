@@ -16,7 +16,7 @@ def fresh_decode(plan):
     def run(params, request, shared, state, until):
         return decode.__wrapped__(plan, params, request, shared, state, until)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 1})  # compiles sooner
 
 
 def shipped_decode(plan):
