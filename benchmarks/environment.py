@@ -27,7 +27,7 @@ def describe() -> dict:
         "versions": {name: _version(name) for name in _PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "jspec", "kernels")),
-        "argv": ["benchmarks.latency", *(_shortened(word) for word in sys.argv[1:])],
+        "argv": [f"benchmarks.{Path(sys.argv[0]).stem}", *map(_shortened, sys.argv[1:])],
         "load_average": os.getloadavg(),
     }
 
