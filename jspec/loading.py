@@ -12,7 +12,7 @@ import platformdirs
 
 from jspec import checkpoint, topology
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
-from jspec.types import Array, Tree
+from jspec.types import Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,10 +79,7 @@ class LoadedModel:
 def _logits(target: Decoder, params: DecoderParams, tokens: Array) -> Array:
     """A text is a chain of nodes after an empty prefix."""
     batch, length = tokens.shape
-    # Written down, since deriving a chain's ancestors takes the cube of its length.
-    depth = np.arange(length, dtype=np.int32)
-    above = topology.pack_bits(np.tri(length, dtype=bool))
-    tree = Tree(np.maximum(depth - 1, 0), depth, above, length - 1)
+    tree = topology.from_parents(topology.chain(length - 1), length - 1)
     return target.forward(params, tokens, tree, target.init_cache(batch, 0)).logits
 
 
