@@ -46,7 +46,7 @@ def warp(logits: Array, sampling: Sampling) -> Array:
         warped = jnp.where(warped >= floor, warped, -jnp.inf)
     if "top_k" in sampling.names or "top_p" in sampling.names:
         warped = jnp.where(warped >= _threshold(warped, sampling, column), warped, -jnp.inf)
-    one_hot = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, -1, keepdims=True)
+    one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
     return jnp.where(temperature > 0, warped, jnp.where(one_hot, 0.0, -jnp.inf))
 
 
@@ -68,6 +68,20 @@ def _threshold(warped: Array, sampling: Sampling, column) -> Array:
     return jnp.where(jnp.isneginf(ordered), jnp.inf, ordered).min(-1, keepdims=True)
 
 
+def argmax(logits: Array) -> Array:
+    """The lowest index of the maximum over the last axis [..., V]: int32 [...].
+
+    Two plain reductions: what feeds them is vectorised on CPU, where XLA's own reduction to a
+    (value, index) pair makes it scalar, noise and all (four times slower at V = 4096).
+
+    >>> int(argmax(jnp.array([1.0, 3.0, 3.0])))
+    1
+    """
+    size = logits.shape[-1]
+    index = jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(logits == logits.max(-1, keepdims=True), index, size - 1).min(-1)
+
+
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
     """Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
     high, low = _words(keys, positions[..., None], jnp.arange(vocab_size))
@@ -85,7 +99,7 @@ def draw_target(warped: Array, sampling: Sampling, keys: Array, positions: Array
     """
     if not sampling.greedy:
         warped = warped + target_noise(keys, positions, warped.shape[-1]).astype(warped.dtype)
-    return jnp.argmax(warped, -1).astype(jnp.int32)
+    return argmax(warped)
 
 
 def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:

@@ -167,7 +167,7 @@ class DraftModel:
         logits = decoder.unembed(params.drafter, self.config, hidden)
         logits = _fit(logits, self.vocab_size or self.config.vocab_size)
         if request.sampling.greedy or self.draft_sample_method == "greedy":
-            return jnp.argmax(logits, -1).astype(jnp.int32), None
+            return sampling.argmax(logits), None
         law = sampling.warp(logits, request.sampling)
         if self.noise == "target":
             position = history.length + index
