@@ -37,7 +37,7 @@ def attention(
     q: Array,
     tree_k: Array,
     tree_v: Array,
-    tree_mask: Array,
+    ancestors: Array,
     cache_k: Array | None,
     cache_v: Array | None,
     length: Array,
@@ -45,20 +45,31 @@ def attention(
     scale: float,
     window: int | None = None,
     positions: Array | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of tree nodes over the committed prefix and each other; see the reference.
 
     Raises:
-      ValueError: ``implementation`` is unknown.
+      ValueError: ``implementation`` is unknown, ``ancestors`` are not words, or ``window`` comes
+        without ``positions``.
     """
     if implementation not in (None, "reference"):
         raise ValueError(
             f"implementation={implementation!r} is not known; use None or 'reference'."
         )
+    words = -(-tree_k.shape[2] // 32)
+    if ancestors.dtype != jnp.uint32 or ancestors.shape != (q.shape[0], q.shape[2], words):
+        raise ValueError(
+            f"ancestors is {ancestors.dtype}{list(ancestors.shape)}, but {tree_k.shape[2]} tree "
+            f"keys need uint32{[q.shape[0], q.shape[2], words]}; topology.pack_bits makes words of "
+            "a mask."
+        )
+    if window is not None and positions is None:
+        raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
     return reference.tree_attention(
-        q, tree_k, tree_v, tree_mask, cache_k, cache_v, length,
-        scale=scale, window=window, positions=positions,
+        q, tree_k, tree_v, ancestors, cache_k, cache_v, length,
+        scale=scale, window=window, positions=positions, soft_cap=soft_cap,
     )  # fmt: skip
 
 

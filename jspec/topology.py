@@ -80,6 +80,17 @@ def unpack_bits(words: Array | np.ndarray, num_nodes: int) -> Array | np.ndarray
     return bits.reshape(*words.shape[:-1], -1)[..., :num_nodes] > 0
 
 
+def within(tree: Tree, window: int) -> Array | np.ndarray:
+    """Ancestor words [..., N, W] of a sliding window: a node sees fewer than ``window`` edges up.
+
+    >>> within(from_parents(chain(3), max_depth=3), window=2)[..., 0]
+    array([ 1,  3,  6, 12], dtype=uint32)
+    """
+    if tree.max_depth < window:
+        return tree.ancestors
+    return tree.ancestors & pack_bits(tree.depth[..., :, None] - tree.depth[..., None, :] < window)
+
+
 def broadcast(tree: Tree, batch: int) -> Tree:
     """Gives every array of ``tree`` a leading axis of ``batch`` rows, if it has none."""
     if tree.depth.ndim == 2:

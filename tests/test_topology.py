@@ -49,6 +49,16 @@ def test_packing_bits_and_unpacking_them_changes_nothing(size):
     assert (topology.unpack_bits(words, size) == mask).all()
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 9])
+def test_a_window_keeps_the_ancestors_that_are_fewer_edges_up(window):
+    tree = topology.from_parents(np.array([-1, 0, 0, 1, 3, 4], np.int32), 4)
+    seen = topology.unpack_bits(topology.within(tree, window), 6)
+    every = topology.unpack_bits(tree.ancestors, 6)
+    for node, ancestor in zip(*np.nonzero(every), strict=True):
+        assert seen[node, ancestor] == (tree.depth[node] - tree.depth[ancestor] < window)
+    assert not (seen & ~every).any()
+
+
 def test_the_first_nodes_of_a_tree_are_a_tree():
     parents = np.array([-1, 0, 0, 1, 2, 2], np.int32)
     part = topology.first_nodes(topology.from_parents(parents, 2), 3)

@@ -51,7 +51,7 @@ class DecoderConfig:
 class LayerParams:
     """Weights of one block; None where the family has no such tensor."""
 
-    attention_norm: Array  # [D]
+    attention_norm: Array | None  # [D]; None for a first block whose input is prepared already
     qkv: Array  # [D, (H + 2 Hkv) * head_dim]
     output: Array  # [H * head_dim, D]
     mlp_norm: Array  # [D]
@@ -82,13 +82,35 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> DecoderParams:
     """Random weights: normal, 0.02 wide, the projections into the residual stream narrower."""
-    keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
+    embedding_key, *layer_keys, head_key = jax.random.split(key, 4 * config.num_layers + 2)
+    vocab, hidden = config.vocab_size, config.hidden_size
+    tied = config.tie_embeddings
+    return DecoderParams(
+        embedding=_normal(embedding_key, (vocab, hidden), dtype),
+        layers=_init_layers(layer_keys, config, dtype),
+        norm=jnp.ones((hidden,), dtype),
+        head=None if tied else _normal(head_key, (hidden, vocab), dtype),
+    )
+
+
+def init_layers(
+    key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32
+) -> tuple[LayerParams, ...]:
+    """The blocks of ``init_params`` alone."""
+    return _init_layers(jax.random.split(key, 4 * config.num_layers), config, dtype)
+
+
+def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 1.0) -> Array:
+    return (0.02 * scale * jax.random.normal(key, shape)).astype(dtype)
+
+
+def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerParams, ...]:
+    """Blocks from four keys each."""
+    keys = iter(keys)
     hidden, wide = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.qkv_sizes
     shrink = (2 * config.num_layers) ** -0.5
-
-    def normal(shape: tuple[int, ...], scale: float = 1.0) -> Array:
-        return (0.02 * scale * jax.random.normal(next(keys), shape)).astype(dtype)
+    normal = lambda shape, scale=1.0: _normal(next(keys), shape, dtype, scale)
 
     def optional(wanted: bool, size: int, fill: float = 0.0) -> Array | None:
         return jnp.full((size,), fill, dtype) if wanted else None
@@ -109,12 +131,7 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
             k_norm=optional(config.qk_norm, config.head_dim, 1.0),
         )
 
-    return DecoderParams(
-        embedding=normal((config.vocab_size, hidden)),
-        layers=tuple(layer() for _ in range(config.num_layers)),
-        norm=jnp.ones((hidden,), dtype),
-        head=None if config.tie_embeddings else normal((hidden, config.vocab_size)),
-    )
+    return tuple(layer() for _ in range(config.num_layers))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -130,10 +147,19 @@ def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
 
 
 def unembed(
-    params: DecoderParams, config: DecoderConfig, x: Array, linear: Linear | None = None
+    params: DecoderParams,
+    config: DecoderConfig,
+    x: Array,
+    linear: Linear | None = None,
+    *,
+    norm: bool = True,
 ) -> Array:
-    """Last residual stream [..., D] to float32 logits [..., V]: final norm and head."""
-    x = rms_norm(x, params.norm, config.norm_eps)
+    """Last residual stream [..., D] to float32 logits [..., V]: final norm and head.
+
+    Without ``norm`` the head alone, for a stream that the final norm has passed already.
+    """
+    if norm:
+        x = rms_norm(x, params.norm, config.norm_eps)
     if params.head is not None:
         return (linear or ops.linear)(x, params.head)
     if linear is not None:
@@ -163,18 +189,19 @@ def trunk(
     cos, sin = rope_lib.cos_sin(config.rope, config.head_dim, positions)
     stream = [x]
     for index, layer in enumerate(params.layers):
-        x = x + _attention(layer, config, x, cos, sin, index, attend, linear)
-        x = x + _mlp(layer, config, x, linear)
+        normed = rms_norm(x, layer.attention_norm, config.norm_eps)
+        x = x + attention(layer, config, normed, cos, sin, index, attend, linear)
+        x = x + mlp(layer, config, x, linear)
         stream.append(x)
     if config.num_layers in capture_layers:
         stream[-1] = rms_norm(x, params.norm, config.norm_eps)
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def _attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
+def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
+    """A block's attention [B, T, D] for its normed input x [B, T, inputs of ``layer.qkv``]."""
     batch, length, _ = x.shape
-    fused = _affine(rms_norm(x, layer.attention_norm, config.norm_eps), layer.qkv,
-                    layer.qkv_bias, linear)  # fmt: skip
+    fused = affine(x, layer.qkv, layer.qkv_bias, linear)
     heads = fused.reshape(batch, length, -1, config.head_dim)
     q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
     if config.qk_norm:
@@ -183,17 +210,19 @@ def _attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
     q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
     mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
     mixed = mixed.swapaxes(1, 2).reshape(batch, length, -1)
-    return _affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
+    return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
 
 
-def _mlp(layer, config, x, linear) -> Array:
-    fused = _affine(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up,
-                    layer.gate_up_bias, linear)  # fmt: skip
+def mlp(layer, config, x, linear) -> Array:
+    """A block's norm and MLP [B, T, D] for the residual stream x [B, T, D]."""
+    fused = affine(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up,
+                   layer.gate_up_bias, linear)  # fmt: skip
     gate, up = jnp.split(fused, 2, axis=-1)
-    return _affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)
+    return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)
 
 
-def _affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:
+def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:
+    """``x @ weight + bias`` in the dtype that ``linear`` gives; None for no bias."""
     out = linear(x, weight)
     return out if bias is None else out + bias.astype(out.dtype)
 
@@ -246,9 +275,7 @@ def attention_over(
     Returns:
       ``attend``, and the list of entries [B, Hkv, N, head_dim], one a layer, that it fills.
     """
-    num_nodes = tree.depth.shape[1]
     positions = cache.length[:, None] + tree.depth
-    mask = topology.unpack_bits(tree.ancestors, num_nodes)
     fresh = list(cache.layers)  # replaced one by one
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
@@ -256,9 +283,7 @@ def attention_over(
         # As the cache will hold them: a token's logits must not depend on what is committed yet.
         fresh[index] = new = kv.AttentionKV(k.astype(entry.k.dtype), v.astype(entry.v.dtype))
         window = windows[index] if windows else None
-        near = mask
-        if window is not None:
-            near = mask & (positions[:, :, None] - positions[:, None, :] < window)
+        near = tree.ancestors if window is None else topology.within(tree, window)
         return ops.attention(
             q, new.k, new.v, near, entry.k, entry.v, cache.length,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -293,22 +318,42 @@ def extend(
     Returns:
       The last residual stream [B, n, D] and the side buffers with the new entries.
     """
-    side = list(side)
+    attend, side = attention_beside(cache, side, slot, mask, positions, windows=config.windows)
+    x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
+    return x, tuple(side)
+
+
+def attention_beside(
+    cache: kv.KVCache,
+    side: tuple[kv.AttentionKV, ...],
+    slot: Array,
+    mask: Array,
+    positions: Array,
+    *,
+    windows: tuple[int | None, ...] = (),
+) -> tuple[Attend, list[kv.AttentionKV]]:
+    """Attention over a committed prefix and side buffers, for the steps of a drafting network.
+
+    Arguments are those of ``extend``.
+
+    Returns:
+      ``attend``, and the list of side buffers that it updates, one a layer.
+    """
+    side, seen = list(side), topology.pack_bits(mask)
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(
             buffer, new.astype(buffer.dtype), slot, axis=2
         )
         near = side[index] = jax.tree.map(put, side[index], kv.AttentionKV(k, v))
-        window = config.windows[index] if config.windows else None
+        window = windows[index] if windows else None
         entry = cache.layers[index]
         return ops.attention(
-            q, near.k, near.v, mask, entry.k, entry.v, cache.length,
-            scale=config.head_dim**-0.5, window=window, positions=positions,
+            q, near.k, near.v, seen, entry.k, entry.v, cache.length,
+            scale=q.shape[-1] ** -0.5, window=window, positions=positions,
         )  # fmt: skip
 
-    x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
-    return x, tuple(side)
+    return attend, side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,6 +384,6 @@ class Decoder:
         """See ``embed``."""
         return embed(params, self.config, tokens)
 
-    def unembed(self, params: DecoderParams, hidden: Array) -> Array:
+    def unembed(self, params: DecoderParams, hidden: Array, *, norm: bool = True) -> Array:
         """See ``unembed``."""
-        return unembed(params, self.config, hidden)
+        return unembed(params, self.config, hidden, norm=norm)

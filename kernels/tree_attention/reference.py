@@ -12,13 +12,14 @@ from jax import lax
 Array = jax.Array
 WHOLE = 320  # slots of a cache that is cheaper to read than to cut into blocks
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
+_WORD = 32
 
 
 def tree_attention(
     q: Array,
     tree_k: Array,
     tree_v: Array,
-    tree_mask: Array,
+    ancestors: Array,
     cache_k: Array | None,
     cache_v: Array | None,
     length: Array,
@@ -26,22 +27,28 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     positions: Array | None = None,
+    soft_cap: float | None = None,
     block: int | None = None,
 ) -> Array:
     """Softmax over ``[prefix, tree]``, in float32.
+
+    Keys and values of a narrow dtype are never widened in memory: queries and weights are rounded
+    to it instead, and their products accumulate in float32.
 
     Args:
       q: queries [B, H, N, D].
       tree_k: keys of the nodes [B, Hkv, M, D]; M differs from N when earlier nodes are fed again.
       tree_v: values of the nodes [B, Hkv, M, D].
-      tree_mask: bool [B, N, M], node n sees node m; every node sees at least one.
+      ancestors: uint32 [B, N, W], bit ``m % 32`` of word ``m // 32`` says that node n sees node m;
+        every node sees at least one.
       cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix.
       cache_v: committed values [B, Hkv, S, D], or None.
       length: committed slots of each row, int32 [B].
       scale: factor on the scores.
       window: a query at position p sees the prefix at positions > p - window. The tree's share of
-        the window belongs into ``tree_mask``.
+        the window belongs into ``ancestors``.
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
+      soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
       block: slots of the prefix taken at a time; None for all of a small cache, else a
         32nd of it, at least 64.
 
@@ -57,13 +64,19 @@ def tree_attention(
     def spread(mask: Array) -> Array:  # [B, N, M] -> [B, 1, G*N, M]
         return jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
 
-    scores = _scores(rows, tree_k, spread(tree_mask))
+    def scores_of(keys: Array, mask: Array) -> Array:
+        scores = _dot("bhrd,bhsd->bhrs", rows, keys)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        return jnp.where(mask, scores, MASKED)
+
+    scores = scores_of(tree_k, spread(unpack(ancestors, tree_k.shape[2])))
     peak = scores.max(-1)
     weights = jnp.exp(scores - peak[..., None])
-    carry = (peak, weights.sum(-1), _mix(weights, tree_v))
+    carry = (peak, weights.sum(-1), _dot("bhrs,bhsd->bhrd", weights, tree_v))
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
-        carry = _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block)
+        carry = _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block)
     _, total, mixed = carry
     return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
 
@@ -76,13 +89,21 @@ def default_block(slots: int) -> int:
     return slots if slots <= WHOLE else max(64, slots // 32)
 
 
-def _scores(rows: Array, keys: Array, mask: Array) -> Array:
-    scores = jnp.einsum("bhrd,bhsd->bhrs", rows, keys.astype(rows.dtype))
-    return jnp.where(mask, scores, MASKED)
+def unpack(words: Array, count: int) -> Array:
+    """uint32 [..., W] to the first ``count`` bits, bool [..., count]."""
+    bits = (words[..., None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & jnp.uint32(1)
+    return bits.reshape(*words.shape[:-1], -1)[..., :count] > 0
 
 
-def _mix(weights: Array, values: Array) -> Array:
-    return jnp.einsum("bhrs,bhsd->bhrd", weights, values.astype(weights.dtype))
+def _dot(equation: str, rows: Array, stored: Array) -> Array:
+    """A product with keys or values, accumulated in the dtype of ``rows``."""
+    if stored.dtype.itemsize >= 4:
+        stored = stored.astype(rows.dtype)
+    precision = lax.Precision.HIGHEST if stored.dtype == jnp.float32 else None
+    return jnp.einsum(
+        equation, rows.astype(stored.dtype), stored,
+        precision=precision, preferred_element_type=rows.dtype,
+    )  # fmt: skip
 
 
 def _prefix_visibility(length: Array, window: int | None, positions: Array | None):
@@ -99,7 +120,7 @@ def _prefix_visibility(length: Array, window: int | None, positions: Array | Non
     return jnp.maximum(positions.min() - window + 1, 0), length.max(), mask
 
 
-def _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block):
+def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
     slots_total = cache_k.shape[2]
     block = min(block or default_block(slots_total), slots_total)
     first, end, mask_of = visible
@@ -114,14 +135,14 @@ def _stream_prefix(rows, cache_k, cache_v, visible, spread, carry, block):
         slots = start + jnp.arange(block)
         mask = mask_of(slots) & (slots >= index * block)
         mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
-        scores = _scores(rows, take(start, cache_k), mask)
+        scores = scores_of(take(start, cache_k), mask)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])  # 0 where masked: the peak is a real score
         return (
             new_peak,
             total * decay + weights.sum(-1),
-            mixed * decay[..., None] + _mix(weights, take(start, cache_v)),
+            mixed * decay[..., None] + _dot("bhrs,bhsd->bhrd", weights, take(start, cache_v)),
         )
 
     if block == slots_total:
