@@ -133,8 +133,11 @@ class Target(Protocol):
     def embed(self, params: Any, tokens: Array) -> Array:
         """Token ids to the model's input vectors [..., D]."""
 
-    def unembed(self, params: Any, hidden: Array) -> Array:
-        """Last residual stream [..., D] to logits [..., V]."""
+    def unembed(self, params: Any, hidden: Array, *, norm: bool = True) -> Array:
+        """Last residual stream [..., D] to logits [..., V].
+
+        ``norm=False`` is for a stream that the final norm has passed already: the head alone.
+        """
 
 
 class Drafter(Protocol):

@@ -59,7 +59,7 @@ class AdaptedTarget:
     vocab_size: int
     max_positions: int
     embed_function: Callable[[Any, Array], Array] | None
-    unembed_function: Callable[[Any, Array], Array] | None
+    unembed_function: Callable[..., Array] | None
 
     def embed(self, params: Any, tokens: Array) -> Array:
         """Token ids to the model's input vectors [..., D].
@@ -69,13 +69,13 @@ class AdaptedTarget:
         """
         return _given(self.embed_function, "embed")(params, tokens)
 
-    def unembed(self, params: Any, hidden: Array) -> Array:
-        """Last residual stream [..., D] to logits [..., V].
+    def unembed(self, params: Any, hidden: Array, *, norm: bool = True) -> Array:
+        """Last residual stream [..., D] to logits [..., V]; without ``norm`` the head alone.
 
         Raises:
           ValueError: the adapter was made without ``unembed``.
         """
-        return _given(self.unembed_function, "unembed")(params, hidden)
+        return _given(self.unembed_function, "unembed")(params, hidden, norm=norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def from_function(
     scale: float | None = None,
     windows: tuple[int | None, ...] = (),
     embed: Callable[[Any, Array], Array] | None = None,
-    unembed: Callable[[Any, Array], Array] | None = None,
+    unembed: Callable[..., Array] | None = None,
 ) -> tuple[CachedTarget | StatelessTarget, Any]:
     """A plain function as a target; the module's docstring says what it takes and returns.
 
@@ -214,7 +214,8 @@ def from_function(
       scale: factor on the attention scores, ``head_dim ** -0.5`` if None.
       windows: sliding window of each layer, None for a layer without; () for none at all.
       embed: ``(params, tokens [...]) -> [..., D]``; for drafters that share the embedding.
-      unembed: ``(params, hidden [..., D]) -> [..., V]``; for drafters that share the head.
+      unembed: ``(params, hidden [..., D], *, norm) -> [..., V]``; for drafters that share the
+        head. ``norm`` says whether the final norm comes first or has been applied already.
 
     Returns:
       The target, and ``params`` unchanged.
@@ -264,7 +265,7 @@ def from_linen(
       method: the method to call, ``__call__`` if None.
       options: keyword arguments of every call, such as ``{"deterministic": True}``.
       embed: a method's name, or a function of (module, tokens).
-      unembed: a method's name, or a function of (module, hidden).
+      unembed: a method's name, or a function of (module, hidden, *, norm).
       **settings: those of ``from_function``; ``max_positions`` is required.
 
     Raises:
@@ -297,7 +298,7 @@ def from_nnx(
       method: the method to call, ``__call__`` if None.
       options: keyword arguments of every call.
       embed: a method's name, or a function of (module, tokens).
-      unembed: a method's name, or a function of (module, hidden).
+      unembed: a method's name, or a function of (module, hidden, *, norm).
       **settings: those of ``from_function``; ``max_positions`` is required.
 
     Raises:
@@ -343,9 +344,10 @@ class _LinenCall:
     method: Callable | str | None
     options: tuple[tuple[str, Hashable], ...]
 
-    def __call__(self, variables: Any, *args: Any) -> Any:
+    def __call__(self, variables: Any, *args: Any, **more: Any) -> Any:
+        options = dict(self.options) | more
         try:
-            return self.module.apply(variables, *args, method=self.method, **dict(self.options))
+            return self.module.apply(variables, *args, method=self.method, **options)
         except (flax_errors.InvalidRngError, flax_errors.ModifyScopeVariableError) as error:
             raise ValueError(
                 f"{type(self.module).__name__} is not a pure function of its variables: {error} "
@@ -362,7 +364,7 @@ class _NNXCall:
     method: Callable | str | None
     options: tuple[tuple[str, Hashable], ...]
 
-    def __call__(self, state: Any, *args: Any) -> Any:
+    def __call__(self, state: Any, *args: Any, **more: Any) -> Any:
         from flax import nnx
 
         module = nnx.merge(self.graph, state)
@@ -373,7 +375,7 @@ class _NNXCall:
         before = values()
         name = self.method or "__call__"
         function = getattr(type(module), name) if isinstance(name, str) else name
-        result = function(module, *args, **dict(self.options))
+        result = function(module, *args, **dict(self.options), **more)
         after = values()
         changed = [path for path, (_, old) in before.items() if after[path][1] is not old]
         # Where even parameters are new, a transformation has rewritten them all, unchanged.

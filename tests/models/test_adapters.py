@@ -348,12 +348,14 @@ def test_embed_and_unembed_are_what_the_user_gives():
     )
     assert target.embed(variables, jnp.array([3]))[0, 3] == 1
 
-    module = nnx_model(2)
+    module, rms = nnx_model(2), norm
     target, params = adapters.from_nnx(
-        module, max_positions=POSITIONS, unembed=lambda module, x: module.head(norm(x))
-    )
-    x = jnp.ones((1, WIDTH))
-    np.testing.assert_allclose(target.unembed(params, x), module.head(norm(x)), rtol=1e-6)
+        module, max_positions=POSITIONS,
+        unembed=lambda module, x, *, norm: module.head(rms(x) if norm else x),
+    )  # fmt: skip
+    x = jnp.arange(1.0, WIDTH + 1)[None]
+    np.testing.assert_allclose(target.unembed(params, x), module.head(rms(x)), rtol=1e-6)
+    np.testing.assert_allclose(target.unembed(params, x, norm=False), module.head(x), rtol=1e-6)
 
 
 # --- Equality and purity ---

@@ -1,0 +1,128 @@
+"""Medusa heads (arXiv 2401.10774): each guesses one token further ahead, from one hidden state.
+
+Head i (from 0) takes the target's last hidden state h after its final norm, at the position whose
+own logits give t+1, and guesses t+2+i: ::
+
+    x = h;  x = x + silu(W x + b) for each of its blocks;  logits = head_i(x)
+
+There is no attention, no position and no memory of what other heads guessed.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec import ops
+from jspec.models import decoder
+from jspec.models.decoder import Linear
+from jspec.types import Array, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaConfig:
+    """Sizes of a set of heads; static and hashable.
+
+    Attributes:
+      num_heads: tokens guessed.
+      num_layers: residual blocks of each head.
+      hidden_size: D, the target's.
+      vocab_size: Vd, the columns of the heads' logits.
+      target_vocab_size: V.
+      capture_layers: the target's hidden state after its final norm: (number of its layers,).
+      bias: whether the blocks have biases.
+      num_outputs: output matrices that the heads bring: one each, 1 for all of them together, or
+        0 where the target's serves.
+      activation_dtype: of the stream.
+
+    Raises:
+      ValueError: a size is out of range, or the settings contradict each other.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    target_vocab_size: int
+    capture_layers: tuple[int, ...]
+    num_outputs: int
+    bias: bool = True
+    activation_dtype: str = "float32"
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name}={vars(self)[name]} must be at least 1.")
+        if self.num_outputs not in (0, 1, self.num_heads):
+            raise ValueError(
+                f"num_outputs={self.num_outputs} must be {self.num_heads} (one a head), 1 or 0."
+            )
+        if len(self.capture_layers) != 1:
+            raise ValueError(f"capture_layers={self.capture_layers} must be one hidden state.")
+        if self.reduced and not self.num_outputs:
+            raise ValueError(
+                f"heads with {self.vocab_size} of the target's {self.target_vocab_size} tokens "
+                "need output matrices of their own."
+            )
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the heads know only some of the target's tokens."""
+        return self.vocab_size != self.target_vocab_size
+
+
+@struct.dataclass
+class BlockParams:
+    """Weights of a residual block."""
+
+    weight: Array  # [D, D]
+    bias: Array | None = None  # [D]
+
+
+@struct.dataclass
+class MedusaParams:
+    """Weights of the heads."""
+
+    blocks: tuple[tuple[BlockParams, ...], ...]  # of each head
+    outputs: tuple[Array, ...]  # ``num_outputs`` of [D, Vd]
+    draft_to_target: Array | None = None  # [Vd] int32, ascending
+
+
+def init_params(key: Array, config: MedusaConfig, dtype: jnp.dtype = jnp.float32) -> MedusaParams:
+    """Blocks that do nothing yet, random outputs; a reduced vocabulary is the first Vd tokens."""
+    size = config.hidden_size
+    block = BlockParams(
+        jnp.zeros((size, size), dtype), jnp.zeros((size,), dtype) if config.bias else None
+    )
+    keys = jax.random.split(key, config.num_heads)[: config.num_outputs]
+    return MedusaParams(
+        blocks=((block,) * config.num_layers,) * config.num_heads,
+        outputs=tuple(
+            (0.02 * jax.random.normal(key, (size, config.vocab_size))).astype(dtype) for key in keys
+        ),
+        draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
+    )
+
+
+def heads(
+    params: MedusaParams,
+    config: MedusaConfig,
+    hidden: Array,
+    target: Target,
+    target_params: object,
+    *,
+    linear: Linear = ops.linear,
+) -> Array:
+    """Hidden states of the target [..., D] to float32 logits [..., num_heads, Vd]."""
+    hidden = hidden.astype(config.activation_dtype)
+    logits = []
+    for index, blocks in enumerate(params.blocks):
+        x = hidden
+        for block in blocks:
+            x = x + jax.nn.silu(decoder.affine(x, block.weight, block.bias, linear)).astype(x.dtype)
+        if params.outputs:
+            logits.append(linear(x, params.outputs[index % len(params.outputs)]))
+        else:
+            logits.append(target.unembed(target_params, x, norm=False))
+    return jnp.stack(logits, -2)
