@@ -5,12 +5,102 @@ Ancestor sets are bits in uint32 words, node j in bit ``j % 32`` of word ``j // 
 need two words a row where a dense mask over the cache would need thousands of entries.
 """
 
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.types import Array, Tree
 
 WORD = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A static tree of ranks: node i holds its parent's child of rank ``ranks[i]``.
+
+    Nodes are sorted by (depth, path), so parents precede children, siblings ascend by rank and
+    every level is one run of nodes. Hashable: a setting of drafters.
+
+    Attributes:
+      parents: -1 at the root, then one a node.
+      ranks: 0 for the likeliest (or first drawn) child of a parent; 0 at the root.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """N, the root included."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def depth(self) -> tuple[int, ...]:
+        """Edges above each node."""
+        depth = [0]
+        for parent in self.parents[1:]:
+            depth.append(depth[parent] + 1)
+        return tuple(depth)
+
+    @property
+    def max_depth(self) -> int:
+        """Edges from the root to the deepest leaf."""
+        return self.depth[-1]
+
+    @functools.cached_property
+    def num_children(self) -> tuple[int, ...]:
+        """Children of each node."""
+        return tuple(np.bincount(np.array(self.parents[1:], int), minlength=self.size).tolist())
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the children of every node have the ranks 0, 1, 2, ... without a gap."""
+        widest = [0] * self.size
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            widest[parent] = max(widest[parent], rank + 1)
+        return tuple(widest) == self.num_children
+
+
+def from_choices(paths: Iterable[Sequence[int]]) -> Shape:
+    """The tree of a list of rank paths, as Medusa and EAGLE publish theirs.
+
+    A path names a node by the ranks that lead to it: ``(0, 1)`` is the second child of the root's
+    first. The root is not listed.
+
+    >>> from_choices([(0,), (1,), (0, 0), (0, 1)])
+    Shape(parents=(-1, 0, 0, 1, 1), ranks=(0, 0, 1, 0, 1))
+
+    Raises:
+      ValueError: a path is no list of ranks, stands twice, or lacks its parent; or there is none.
+    """
+    given = [_path(path) for path in paths]
+    if not given:
+        raise ValueError("a tree needs at least one path, such as (0,).")
+    ordered = sorted(set(given), key=lambda path: (len(path), path))
+    if len(ordered) < len(given):
+        twice = next(path for path in ordered if given.count(path) > 1)
+        raise ValueError(f"path {list(twice)} of the tree is listed twice.")
+    index = {(): 0} | {path: node for node, path in enumerate(ordered, 1)}
+    for path in ordered:
+        if path[:-1] not in index:
+            raise ValueError(
+                f"path {list(path)} of the tree has no parent: list {list(path[:-1])} as well."
+            )
+    parents = (-1, *(index[path[:-1]] for path in ordered))
+    return Shape(parents, (0, *(path[-1] for path in ordered)))
+
+
+def _path(path: Sequence[int]) -> tuple[int, ...]:
+    is_path = isinstance(path, Sequence) and not isinstance(path, str) and len(path) > 0
+    if not is_path or not all(
+        isinstance(rank, Integral) and not isinstance(rank, bool) and rank >= 0 for rank in path
+    ):
+        raise ValueError(f"path {path!r} of a tree must be a list of ranks, such as [0, 1].")
+    return tuple(int(rank) for rank in path)
 
 
 def chain(depth: int) -> np.ndarray:

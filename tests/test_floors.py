@@ -6,11 +6,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
-jspec.threefry jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
+jspec.threefry jspec.naming jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
+jspec.shapes jspec.growth
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
-jspec.staging jspec.tensor_files jspec.naming jspec.params jspec.prompts jspec.text
+jspec.staging jspec.tensor_files jspec.params jspec.prompts jspec.text
 jspec.checkpoint jspec.loading jspec.config_keys jspec.config jspec.metrics jspec.outputs
 jspec.jobs jspec.llm jspec
 jspec.show jspec.demo jspec.cli jspec.__main__

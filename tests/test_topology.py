@@ -64,3 +64,34 @@ def test_the_first_nodes_of_a_tree_are_a_tree():
     part = topology.first_nodes(topology.from_parents(parents, 2), 3)
     alone = topology.from_parents(parents[:3], 1)
     assert (part.depth == alone.depth).all() and (part.ancestors == alone.ancestors).all()
+
+
+def test_a_tree_of_rank_paths_is_sorted_by_depth_and_path_whatever_the_order_given():
+    shape = topology.from_choices([[2], (0, 1), [0], (2, 0, 4), (2, 0)])
+    assert shape.parents == (-1, 0, 0, 1, 2, 4) and shape.ranks == (0, 0, 2, 1, 0, 4)
+    assert shape.depth == (0, 1, 1, 2, 2, 3) and shape.num_children == (2, 1, 1, 0, 1, 0)
+    assert shape.size == 6 and shape.max_depth == 3 and not shape.gapless
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_a_chain_is_the_tree_of_first_children(depth):
+    shape = topology.from_choices([(0,) * length for length in range(1, depth + 1)])
+    assert shape.parents == tuple(topology.chain(depth).tolist()) and shape.gapless
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "at least one path"),
+        ([(0,), ()], r"path \(\) of a tree must be a list of ranks"),
+        ([(0,), 1], "path 1 of a tree must be a list of ranks"),
+        ([(0,), (-1,)], r"path \(-1,\) of a tree"),
+        ([(0,), (True,)], r"path \(True,\) of a tree"),
+        ([(0,), "01"], "path '01' of a tree"),
+        ([(0,), (0, 0), [0]], r"path \[0\] of the tree is listed twice"),
+        ([(0,), (1, 0)], r"path \[1, 0\] of the tree has no parent: list \[1\] as well"),
+    ],
+)
+def test_lists_that_are_no_tree_are_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        topology.from_choices(paths)
