@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, ops, tensor_files
+from jspec import checkpoint, model_files, ops, tensor_files
 from jspec.models.decoder import DecoderConfig, init_params
 
 CONFIG = DecoderConfig(
@@ -69,7 +69,7 @@ def test_sharded_weights_load_again_and_the_index_names_every_tensor(tmp_path, p
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     params = params.replace(head=None) if tied else params
     checkpoint.save_pretrained(tmp_path, config, params, max_shard_bytes=6000)
-    index = json.loads((tmp_path / checkpoint.INDEX).read_text())
+    index = json.loads((tmp_path / model_files.INDEX).read_text())
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert shards == sorted(set(index["weight_map"].values()))
     assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
@@ -150,7 +150,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(saved):
         tensors["model.layers.0.self_attn.q_norm.weight"] = np.zeros((4,), np.float32)
         tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
 
-    edit_tensors(saved / checkpoint.WEIGHTS, damage)
+    edit_tensors(saved / model_files.WEIGHTS, damage)
     with pytest.raises(ValueError) as error:
         checkpoint.load_pretrained(saved)
     message = str(error.value)
@@ -165,7 +165,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(saved):
 
 def test_rotary_buffers_of_old_exports_are_ignored(saved, params):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(saved / checkpoint.WEIGHTS, lambda t: t.update({name: np.ones(4, np.float32)}))
+    edit_tensors(saved / model_files.WEIGHTS, lambda t: t.update({name: np.ones(4, np.float32)}))
     assert_same(checkpoint.load_pretrained(saved)[1], params)
 
 
@@ -174,7 +174,7 @@ def test_a_head_repeated_by_a_tied_model_must_equal_its_embedding(saved, params)
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         checkpoint.load_pretrained(saved)
     repeat = lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]})
-    edit_tensors(saved / checkpoint.WEIGHTS, repeat)
+    edit_tensors(saved / model_files.WEIGHTS, repeat)
     assert_same(checkpoint.load_pretrained(saved)[1], params.replace(head=None))
 
 
@@ -204,7 +204,7 @@ def test_damaged_files_are_named_in_one_line(saved, file, content, message):
 
 def test_shards_that_are_missing_or_out_of_place_are_named(tmp_path, params):
     checkpoint.save_pretrained(tmp_path, CONFIG, params, max_shard_bytes=6000)
-    index = tmp_path / checkpoint.INDEX
+    index = tmp_path / model_files.INDEX
     weight_map = json.loads(index.read_text())["weight_map"]
     other = weight_map["model.norm.weight"]
     edit_json(index, weight_map=weight_map | {"model.embed_tokens.weight": other})
@@ -274,7 +274,7 @@ def test_a_save_that_dies_while_moving_files_is_finished_by_the_next_reader(
 def test_a_save_leaves_no_stale_weights_and_keeps_other_files(saved, params):
     (saved / "tokenizer.json").write_text("{}")
     checkpoint.save_pretrained(saved, CONFIG, params, max_shard_bytes=6000)
-    assert not (saved / checkpoint.WEIGHTS).exists()
+    assert not (saved / model_files.WEIGHTS).exists()
     checkpoint.save_pretrained(saved, CONFIG, params)
     assert sorted(file.name for file in saved.iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",

@@ -11,8 +11,10 @@ jspec.shapes jspec.growth
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
-jspec.staging jspec.tensor_files jspec.params jspec.prompts jspec.text
-jspec.checkpoint jspec.loading jspec.config_keys jspec.config jspec.metrics jspec.outputs
+jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
+jspec.model_files
+jspec.checkpoint jspec.head_files jspec.loading
+jspec.config_keys jspec.config jspec.metrics jspec.outputs
 jspec.jobs jspec.llm jspec
 jspec.show jspec.demo jspec.cli jspec.__main__
 training

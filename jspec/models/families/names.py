@@ -1,12 +1,14 @@
-"""Where each array of ``DecoderParams`` lives in a checkpoint, and how it gets there and back.
+"""Where each array of the parameters lives in a checkpoint, and how it gets there and back.
 
 Files store projections one by one and [out, in]; jspec keeps them [in, out], with q, k, v side by
 side in one matrix and gate, up in another.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +29,11 @@ _DOWN = ("mlp.down_proj",)
 class Entry:
     """One array of the parameters, and the tensors of the file that make it up.
 
-    ``layer`` is None for fields of ``DecoderParams`` itself. Several tensors are joined along
-    their first stored axis (the outputs), which is the last one in memory.
+    ``path`` are the fields, and the places in tuples, that lead to the array. Several tensors are
+    joined along their first stored axis (the outputs), which is the last one in memory.
     """
 
-    field: str
-    layer: int | None
+    path: tuple[str | int, ...]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # as stored, [out, in]
     transpose: bool = False
@@ -67,9 +68,15 @@ class Entry:
         rows = array.T if self.transpose else array
         return np.split(rows, np.cumsum([shape[0] for shape in self.shapes])[:-1])
 
-    def pick(self, params: DecoderParams) -> Array | None:
+    def pick(self, params: Any) -> Array | None:
         """This entry's array in ``params``, or None."""
-        return getattr(params if self.layer is None else params.layers[self.layer], self.field)
+        step = lambda node, key: node[key] if isinstance(key, int) else getattr(node, key)
+        return functools.reduce(step, self.path, params)
+
+    @property
+    def label(self) -> str:
+        """The path as one would write it: ``layers[0].norm``."""
+        return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)[1:]
 
 
 def _copy(out: np.ndarray, source: np.ndarray, block: int = 64) -> None:
@@ -84,29 +91,44 @@ def _copy(out: np.ndarray, source: np.ndarray, block: int = 64) -> None:
 def llama_table(config: DecoderConfig) -> tuple[Entry, ...]:
     """Names of Llama and of every family that kept them: Mistral, Qwen2, Qwen3."""
     hidden, vocab = config.hidden_size, config.vocab_size
-    entries = [Entry("embedding", None, (EMBEDDING,), ((vocab, hidden),))]
+    entries = [Entry(("embedding",), (EMBEDDING,), ((vocab, hidden),))]
     for layer in range(config.num_layers):
-        entries += _layer(config, layer)
-    entries.append(Entry("norm", None, ("model.norm.weight",), ((hidden,),)))
+        entries += block_table(config, layer, f"model.layers.{layer}")
+    entries.append(Entry(("norm",), ("model.norm.weight",), ((hidden,),)))
     if not config.tie_embeddings:
-        entries.append(Entry("head", None, (HEAD,), ((vocab, hidden),), transpose=True))
+        entries.append(Entry(("head",), (HEAD,), ((vocab, hidden),), transpose=True))
     return tuple(entries)
 
 
-def _layer(config: DecoderConfig, layer: int) -> list[Entry]:
+def block_table(
+    config: DecoderConfig,
+    layer: int,
+    prefix: str,
+    inputs: int | None = None,
+    input_norm: bool = True,
+) -> list[Entry]:
+    """Names of one block, ``params.layers[layer]``.
+
+    Args:
+      config: sizes.
+      layer: which block.
+      prefix: what its tensors' names begin with.
+      inputs: width that its attention reads, ``hidden_size`` if None.
+      input_norm: whether it norms what its attention reads.
+    """
     hidden, wide, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.qkv_sizes
     qkv_sizes, gate_up_sizes = (q_size, kv_size, kv_size), (wide, wide)
 
     def entry(field: str, owners, sizes, inputs: int | None = None, kind: str = "weight") -> Entry:
         """A matrix of ``inputs`` columns as stored, or a vector where that is None."""
-        names = tuple(f"model.layers.{layer}.{owner}.{kind}" for owner in owners)
+        names = tuple(f"{prefix}.{owner}.{kind}" for owner in owners)
         shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
-        return Entry(field, layer, names, shapes, transpose=inputs is not None)
+        return Entry(("layers", layer, field), names, shapes, transpose=inputs is not None)
 
-    entries = [
-        entry("attention_norm", ("input_layernorm",), (hidden,)),
-        entry("qkv", _QKV, qkv_sizes, hidden),
+    entries = [entry("attention_norm", ("input_layernorm",), (hidden,))] if input_norm else []
+    entries += [
+        entry("qkv", _QKV, qkv_sizes, inputs or hidden),
         entry("output", _OUTPUT, (hidden,), q_size),
         entry("mlp_norm", ("post_attention_layernorm",), (hidden,)),
         entry("gate_up", _GATE_UP, gate_up_sizes, hidden),
@@ -125,10 +147,25 @@ def _layer(config: DecoderConfig, layer: int) -> list[Entry]:
     return entries
 
 
-def assemble(entries: tuple[Entry, ...], arrays: list, num_layers: int) -> DecoderParams:
-    """Parameters from one array for each entry."""
-    whole: dict = {}
-    layers: list[dict] = [{} for _ in range(num_layers)]
+def nest(entries: tuple[Entry, ...], arrays: list) -> dict:
+    """One array for each entry, as nested dicts: {"norm": …, "layers": {0: {"qkv": …}}}."""
+    root: dict = {}
     for entry, array in zip(entries, arrays, strict=True):
-        (whole if entry.layer is None else layers[entry.layer])[entry.field] = array
-    return DecoderParams(layers=tuple(LayerParams(**layer) for layer in layers), **whole)
+        *owners, last = entry.path
+        node = functools.reduce(lambda node, key: node.setdefault(key, {}), owners, root)
+        node[last] = array
+    return root
+
+
+def blocks(nested: dict) -> tuple[LayerParams, ...]:
+    """The blocks of what ``nest`` gave."""
+    layers = nested.pop("layers")
+    return tuple(
+        LayerParams(**{"attention_norm": None} | layers[index]) for index in sorted(layers)
+    )
+
+
+def assemble(entries: tuple[Entry, ...], arrays: list) -> DecoderParams:
+    """Parameters from one array for each entry."""
+    nested = nest(entries, arrays)
+    return DecoderParams(layers=blocks(nested), **nested)
