@@ -1,0 +1,241 @@
+"""Tree attention for NVIDIA GPUs of the Hopper kind (Pallas on Mosaic GPU).
+
+One warpgroup computes 64 query rows of one key head over one split of the prefix:
+
+    split 0:  tree blocks, then its share of the row's cache blocks
+    others:   their share of the row's cache blocks
+
+Blocks of keys and values arrive by TMA, ``stages`` of them in flight; both matmuls are wgmma. The
+splits write their own softmaxes, which a second pass merges.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.kernels.tree_attention import layout
+from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
+
+Array = jax.Array
+
+TILE_ROWS = 64  # of a wgmma
+MULTIPROCESSORS = 132  # of an H100 or H200
+SPLIT_SLOTS = 256  # a shorter split costs more to merge than it spares
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut."""
+
+    splits: int  # programs that share a row's prefix
+    slots: int = 64  # of the cache, in a block; a multiple of 64
+    stages: int = 3  # blocks in shared memory
+    weights_in_registers: bool = True  # else in shared memory, the only place JAX can interpret
+
+
+def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
+    """Blocks for ``rows`` query rows of each key head and a cache of ``slots``."""
+    programs = batch * kv_heads * -(-rows // TILE_ROWS)
+    return Blocks(max(1, min(MULTIPROCESSORS // programs, slots // SPLIT_SLOTS)))
+
+
+def tree_attention(
+    q: Array,
+    tree_k: Array,
+    tree_v: Array,
+    ancestors: Array,
+    cache_k: Array,
+    cache_v: Array,
+    length: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    positions: Array | None = None,
+    soft_cap: float | None = None,
+    blocks: Blocks | None = None,
+    interpret: object = None,
+) -> Array:
+    """As the reference, over a bfloat16 cache that is not empty and a head of 16 n features.
+
+    ``blocks`` None chooses by shape; ``interpret`` takes Mosaic GPU's interpreter parameters.
+    """
+    batch, heads, nodes, dim = q.shape
+    kv_heads, slots = cache_k.shape[1:3]
+    group = heads // kv_heads
+    count = group * nodes
+    blocks = blocks or choose_blocks(batch, kv_heads, count, slots)
+    rows = layout.pad_to(layout.queries(q, kv_heads, scale, cache_k.dtype), 2, TILE_ROWS)
+    # Blocks are whole: a cache shorter than one is padded, the last one is pulled back inside.
+    cache = [layout.pad_to(x, 2, blocks.slots) if slots < blocks.slots else x
+             for x in (cache_k, cache_v)]  # fmt: skip
+    tree = [layout.pad_to(x, 2, blocks.slots) for x in (tree_k, tree_v)]
+    words = layout.known_bits(ancestors, tree_k.shape[2])
+    words = layout.pad_to(words, 2, blocks.slots // WORD)
+    by_row = [_row_facts(words, group)]
+    if window is not None:
+        by_row.append(_row_facts(positions[..., None], group))
+    span = layout.span(length, blocks.slots, blocks.splits, window, positions)
+    mixed, log_total = _call(span, rows, by_row, tree, cache, blocks, window, soft_cap, interpret)
+    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total)
+    return merged[:, :, :count].reshape(batch, heads, nodes, dim)
+
+
+def _row_facts(values: Array, group: int) -> Array:
+    """[B, N, W] of nodes to int32 [B, W, R]: what a program reads of one word lies together."""
+    values = lax.bitcast_convert_type(layout.per_row(values, group), jnp.int32)
+    return layout.pad_to(values.swapaxes(1, 2), 2, TILE_ROWS)
+
+
+def _call(span, rows, by_row, tree, cache, blocks, window, soft_cap, interpret):
+    """Returns (results [B, Hkv, C, R, D], logs of their sums [B, Hkv, C, R]), both float32."""
+    batch, kv_heads, padded, dim = rows.shape
+    shape = (batch, kv_heads, blocks.splits, padded)
+    queries, results = _smem(TILE_ROWS, dim, rows.dtype), _smem(TILE_ROWS, dim, jnp.float32)
+    staged = _smem(blocks.slots, dim, rows.dtype, blocks.stages)
+    weights = () if blocks.weights_in_registers else (_smem(TILE_ROWS, blocks.slots, rows.dtype),)
+    options = {} if interpret is None else {"interpret": interpret}
+    return plgpu.kernel(
+        functools.partial(_kernel, blocks=blocks, window=window, soft_cap=soft_cap),
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(kv_heads, batch, padded // TILE_ROWS, blocks.splits),
+        grid_names=("head", "row", "tile", "split"),
+        scratch_types=[
+            queries, staged, staged, results, plgpu.SMEM((TILE_ROWS,), jnp.float32),
+            plgpu.Barrier(), plgpu.Barrier(num_barriers=blocks.stages),
+            plgpu.Barrier(num_barriers=blocks.stages), *weights,
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **options,
+    )(*span, *tree, *cache, rows, *by_row)  # fmt: skip
+
+
+def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
+    """Shared memory [*lead, size, width] for TMA and wgmma, with the widest swizzle that fits."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next(size for size in (128, 64, 32) if width * itemsize % size == 0)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    shape = (*lead, size, width)
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _kernel(first, count, share, length, seen_by_all, tree_k, tree_v, cache_k, cache_v, q, words,
+            *refs, blocks, window, soft_cap):  # fmt: skip
+    """One split of one tile of rows; ``refs`` begin with positions if there is a window."""
+    del seen_by_all  # every block is masked: it costs little beside the wait for the next one
+    positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
+    out, log_total, q_s, k_s, v_s, out_s, log_s, q_ready, k_ready, v_ready, *weights_s = refs
+    head, row = lax.axis_index("head"), lax.axis_index("row")
+    split, rows = lax.axis_index("split"), pl.ds(lax.axis_index("tile") * TILE_ROWS, TILE_ROWS)
+    slots, stages, dim = blocks.slots, blocks.stages, q.shape[-1]
+    wgmma, by_wgmma_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    num_tree = jnp.where(split == 0, tree_k.shape[2] // slots, 0)
+    begin = split * share[row]
+    num_blocks = num_tree + jnp.clip(count[row] - begin, 0, share[row])
+    last_start = cache_k.shape[2] - slots
+
+    def begin_of(index):  # first slot of the cache block that is the index-th of this split
+        return (first[row] + begin + index - num_tree) * slots
+
+    def fetch(index):
+        slot = lax.rem(index, jnp.int32(stages))
+
+        def copy(k, v, start):
+            source = (row, head, pl.ds(start, slots))
+            plgpu.copy_gmem_to_smem(k.at[source], k_s.at[slot], k_ready.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[source], v_s.at[slot], v_ready.at[slot])
+
+        @pl.when(index < num_tree)
+        def _():
+            copy(tree_k, tree_v, index * slots)
+
+        @pl.when((index >= num_tree) & (index < num_blocks))
+        def _():
+            copy(cache_k, cache_v, jnp.minimum(begin_of(index), last_start))
+
+    def load_row(ref, word):
+        return plgpu.load(ref, (row, word, rows), layout=by_wgmma_row, optimized=False)
+
+    def spread(vector, width):
+        return lax.broadcast_in_dim(vector, (TILE_ROWS, width), [0])
+
+    def block(index, carry, seen_of):
+        mixed, peak, total = carry
+        slot = lax.rem(index, jnp.int32(stages))
+        fetch(index + stages - 1)  # into the slot that the last turn has done with
+        plgpu.barrier_wait(k_ready.at[slot])
+        scores = _wgmma((TILE_ROWS, slots), q_s, k_s.at[slot].transpose((1, 0)))
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(seen_of(index), scores * LOG2_E, MASKED)
+        new_peak = jnp.maximum(peak, scores.max(axis=1))
+        weights = jnp.exp2(scores - spread(new_peak, slots))
+        decay = jnp.exp2(peak - new_peak)
+        total = decay * total + weights.sum(axis=1)
+        weights = weights.astype(q_s.dtype)
+        if weights_s:
+            weights_s[0][...] = weights
+            plgpu.commit_smem()
+            weights = weights_s[0]
+        plgpu.barrier_wait(v_ready.at[slot])
+        values = _wgmma((TILE_ROWS, dim), weights, v_s.at[slot])
+        return mixed * spread(decay, dim) + values, new_peak, total
+
+    def column():
+        return plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, slots), 1, layout=wgmma)
+
+    def sees_key(index):
+        key, per_block = column(), slots // WORD
+        word = spread(load_row(words, index * per_block), slots)
+        for other in range(1, per_block):
+            later = spread(load_row(words, index * per_block + other), slots)
+            word = jnp.where(key >= other * WORD, later, word)
+        return lax.shift_right_logical(word, key & (WORD - 1)) & 1 > 0
+
+    def sees_slot(index):
+        start = begin_of(index)
+        slot = jnp.minimum(start, last_start) + column()
+        seen = (slot >= start) & (slot < length[row])
+        if window is None:
+            return seen
+        return seen & (slot > spread(load_row(positions, 0), slots) - window)
+
+    plgpu.copy_gmem_to_smem(q.at[row, head, rows], q_s, q_ready)
+    for index in range(stages - 1):
+        fetch(jnp.int32(index))
+    plgpu.barrier_wait(q_ready)
+    carry = (
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS, dim), jnp.float32), wgmma),
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), LOWEST, jnp.float32), by_wgmma_row),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), jnp.float32), by_wgmma_row),
+    )
+    carry = lax.fori_loop(0, num_tree, lambda i, carry: block(i, carry, sees_key), carry)
+    mixed, peak, total = lax.fori_loop(
+        num_tree, num_blocks, lambda i, carry: block(i, carry, sees_slot), carry
+    )
+    whole = jnp.where(total > 0, total, 1.0)
+    out_s[...] = mixed / spread(whole, dim)
+    log_s[...] = jnp.where(total > 0, peak / LOG2_E + jnp.log(whole), MASKED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_s, out.at[row, head, split, rows])
+    plgpu.copy_smem_to_gmem(log_s, log_total.at[row, head, split, rows])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _wgmma(shape: tuple[int, int], a, b) -> Array:
+    """One product, accumulated in float32 registers; returns when it is complete."""
+
+    def run(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))

@@ -1,0 +1,219 @@
+"""Tree attention for TPU (Pallas on Mosaic TPU).
+
+    grid:   batch row, key head, tile of query rows, split of the prefix, block of the split
+    block:  0               1               2                      (dead)
+            tree, slots     slots           slots up to length     not fetched, not computed
+
+The tree block starts the running softmax, then the row's own blocks of the cache stream past. Where
+they lie is prefetched as scalars: a block past a row's length, or outside its window, repeats the
+index of the last live one, so nothing is fetched for it. Only the blocks on an edge of the span are
+masked; what lies in them past ``length`` is never used, whatever it holds.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jspec.kernels.tree_attention import layout
+from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
+
+Array = jax.Array
+
+# Slots of the cache in a block, by query rows of a tile: few rows take long blocks, which spare
+# turns of the grid; many rows are bound by the scores [rows, slots] in vector memory.
+SLOTS_BY_ROWS = ((64, 2048), (128, 1024), (512, 512))
+TILE_ROWS = SLOTS_BY_ROWS[-1][0]
+CORES = 2  # of a chip that shares its grid among its cores (v4, v5p)
+MAX_TREE_KEYS = 1024  # they are read as one block
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut."""
+
+    rows: int  # query rows of a tile
+    slots: int  # of the cache, in a block
+    splits: int  # programs that share a row's prefix
+
+
+def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
+    """Blocks for ``rows`` query rows of each key head and a cache of ``slots``."""
+    tile = min(rows, TILE_ROWS)
+    wanted = next(size for limit, size in SLOTS_BY_ROWS if tile <= limit)
+    block = min(wanted, -(-slots // 16) * 16)
+    programs = batch * kv_heads * -(-rows // tile)
+    splits = min(-(-CORES // programs), -(-slots // block))
+    return Blocks(tile, block, splits)
+
+
+def tree_attention(
+    q: Array,
+    tree_k: Array,
+    tree_v: Array,
+    ancestors: Array,
+    cache_k: Array,
+    cache_v: Array,
+    length: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    positions: Array | None = None,
+    soft_cap: float | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Array:
+    """As the reference, over a cache that is not empty; ``blocks`` None chooses by shape."""
+    batch, heads, nodes, dim = q.shape
+    kv_heads, slots = cache_k.shape[1:3]
+    group = heads // kv_heads
+    blocks = blocks or choose_blocks(batch, kv_heads, group * nodes, slots)
+    rows = layout.queries(q, kv_heads, scale, cache_k.dtype)
+    words = layout.per_row(layout.known_bits(ancestors, tree_k.shape[2]), group)
+    by_row = [rows, lax.bitcast_convert_type(words, jnp.int32)]
+    if window is not None:
+        by_row.append(layout.per_row(positions, group)[..., None])
+    by_row = [layout.pad_to(x, x.ndim - 2, blocks.rows) for x in by_row]
+    span = layout.span(length, blocks.slots, blocks.splits, window, positions)
+    if tree_k.shape[2] == 1:  # a matmul over a single key does not lower
+        tree_k, tree_v = (layout.pad_to(x, 2, 8) for x in (tree_k, tree_v))
+    tree, cache = (tree_k, tree_v), (cache_k, cache_v)
+    mixed, log_total = _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret)
+    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., 0])
+    return merged[:, :, : group * nodes].reshape(batch, heads, nodes, dim)
+
+
+def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
+    """Returns (results [B, Hkv, C, R, D], logs of their sums [B, Hkv, C, R, 1]), both float32."""
+    batch, kv_heads, rows, dim = by_row[0].shape
+    tree_keys, slots = tree[0].shape[2], cache[0].shape[2]
+    words = by_row[1].shape[-1]
+    tile, splits = blocks.rows, blocks.splits
+
+    def cache_block(b, h, _, c, s, first, count, share, *__):
+        index = jnp.minimum(c * share[b] + jnp.minimum(s, share[b] - 1), count[b] - 1)
+        return b, h, first[b] + jnp.maximum(index, 0), 0
+
+    of_row = lambda width: pl.BlockSpec((None, tile, width), lambda b, _, t, *__: (b, t, 0))
+    of_split = lambda width: pl.BlockSpec(
+        (None, None, None, tile, width), lambda b, h, t, c, *_: (b, h, c, t, 0)
+    )
+    of_tree = pl.BlockSpec((None, None, tree_keys, dim), lambda b, h, *_: (b, h, 0, 0))
+    of_cache = pl.BlockSpec((None, None, blocks.slots, dim), cache_block)
+    of_queries = pl.BlockSpec((None, None, tile, dim), lambda b, h, t, *_: (b, h, t, 0))
+    widths = (dim, 1) if splits > 1 else (dim,)
+    out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
+    steps = jnp.maximum(span.share.max(), 1)  # of the longest row
+    results = pl.pallas_call(
+        functools.partial(
+            _kernel, slots=blocks.slots, window=window, soft_cap=soft_cap
+        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out_shape],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(span),
+            grid=(batch, kv_heads, rows // tile, splits, steps),
+            in_specs=[
+                of_queries, of_row(words), *([of_row(1)] if window is not None else []),
+                of_tree, of_tree, of_cache, of_cache,
+            ],
+            out_specs=[of_split(width) for width in widths],
+            scratch_shapes=[pltpu.VMEM((tile, width), jnp.float32) for width in (1, 1, dim)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=_cost(by_row[0], tree[0], cache[0], slots + tree_keys),
+        interpret=interpret,
+        name="tree_attention",
+    )(*span, *by_row, *tree, *cache)  # fmt: skip
+    return results if splits > 1 else (*results, None)
+
+
+def _cost(rows: Array, tree_k: Array, cache_k: Array, keys: int) -> pl.CostEstimate:
+    """An upper bound: a full cache. What is committed is not known when compiling."""
+    scores = rows.size // rows.shape[-1] * keys
+    stored = (tree_k.size + cache_k.size) * 2 * cache_k.dtype.itemsize
+    return pl.CostEstimate(
+        flops=4 * scores * rows.shape[-1],
+        transcendentals=scores,
+        bytes_accessed=stored + rows.size * (rows.dtype.itemsize + 4),
+    )
+
+
+def _kernel(first, count, share, length, seen_by_all, q, words, *refs, slots, window, soft_cap):
+    """One block of one split; see the picture above. ``refs`` begin with positions if a window."""
+    positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
+    tree_k, tree_v, k, v, out, *log_total, peak, total, mixed = refs
+    row, split, step = pl.program_id(0), pl.program_id(3), pl.program_id(4)
+    index = split * share[row] + step
+    start = (first[row] + index) * slots
+
+    def scores_of(keys):
+        scores = _dot(q[...], keys, contract_last=True)
+        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+    def accumulate(scores, values):
+        new_peak = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
+        weights = jnp.exp(scores - new_peak)
+        decay = jnp.exp(peak[...] - new_peak)
+        peak[...] = new_peak
+        total[...] = decay * total[...] + weights.sum(-1, keepdims=True)
+        mixed[...] = decay * mixed[...] + _dot(weights.astype(values.dtype), values)
+
+    @pl.when(step == 0)
+    def _():
+        peak[...] = jnp.full_like(peak, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        mixed[...] = jnp.zeros_like(mixed)
+
+    @pl.when((step == 0) & (split == 0))
+    def _():
+        seen = _bits(words[...], tree_k.shape[0])
+        accumulate(jnp.where(seen, scores_of(tree_k[...]), MASKED), tree_v[...])
+
+    live = (step < share[row]) & (index < count[row])
+    inside = (start >= seen_by_all[row]) & (start + slots <= length[row])
+
+    @pl.when(live & inside)
+    def _():
+        accumulate(scores_of(k[...]), v[...])
+
+    @pl.when(live & ~inside)
+    def _():
+        scores = scores_of(k[...])
+        slot = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        seen = slot < length[row]
+        if window is not None:
+            seen &= slot > positions[...] - window
+        stored = start + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length[row]
+        values = jnp.where(stored, v[...].astype(jnp.float32), 0.0).astype(v.dtype)
+        accumulate(jnp.where(seen, scores, MASKED), values)
+
+    @pl.when(step == pl.num_programs(4) - 1)
+    def _():
+        some = total[...] > 0
+        whole = jnp.where(some, total[...], 1.0)
+        out[...] = mixed[...] / whole
+        if log_total:
+            log_total[0][...] = jnp.where(some, peak[...] + jnp.log(whole), MASKED)
+
+
+def _bits(words: Array, count: int) -> Array:
+    """int32 words [R, W] to the first ``count`` bits of every row, bool [R, count]."""
+    key = lax.broadcasted_iota(jnp.int32, (words.shape[0], count), 1)
+    word = jnp.broadcast_to(words[:, :1], key.shape)
+    for index in range(1, words.shape[1]):
+        word = jnp.where(key >> 5 == index, words[:, index : index + 1], word)
+    return lax.shift_right_logical(word, key & (WORD - 1)) & 1 > 0
+
+
+def _dot(a: Array, b: Array, *, contract_last: bool = False) -> Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    contracted = (((1,), (1 if contract_last else 0,)), ((), ()))
+    return lax.dot_general(
+        a, b, contracted, precision=precision, preferred_element_type=jnp.float32
+    )
