@@ -167,9 +167,15 @@ def _verify(
 
 
 def _first_nodes(draft: Draft, count: int) -> Draft:
-    cut = lambda x: x[:, :count]
-    logits = None if draft.logits is None else cut(draft.logits)
-    return draft.replace(tokens=cut(draft.tokens), valid=cut(draft.valid), logits=logits)
+    cut = lambda x: None if x is None else x[:, :count]
+    return draft.replace(
+        tokens=cut(draft.tokens),
+        parents=draft.parents[..., :count],
+        valid=cut(draft.valid),
+        logits=cut(draft.logits),
+        sampled=cut(draft.sampled),
+        max_depth=min(draft.max_depth, count - 1),
+    )
 
 
 def _pad(

@@ -64,12 +64,23 @@ class History:
 
 @struct.dataclass
 class Draft:
-    """A proposal of N nodes a row. Node 0 is the root, parents precede their children."""
+    """A proposal of N nodes a row. Node 0 is the root, parents precede their children.
 
-    tokens: Array  # [B, N] int32, node 0 holds the root token
+    Children of a node are in drawing order by node index. Siblings are distinct, except where the
+    drafter's ``proposal`` is "iid".
+    """
+
+    tokens: Array  # [B, N] int32 ids of the target, node 0 holds the root token
     parents: Array  # [B, N] or static [N] int32, -1 for the root
     valid: Array  # [B, N] bool; a valid node's parent is valid
-    logits: Array | None = None  # [B, N, V]: row i is the law the children of i were drawn from
+    # [B, N, Vd], row i: unnormalised log-weights of the law that the children of i were drawn
+    # from, warped, and rounded before the draw as they are stored here. None: nothing was drawn.
+    logits: Array | None = None
+    # [B, N] bool: drawn from the parent's row; False: a point mass, chosen without looking at
+    # chance. None: every node was drawn, if there are logits; else none was.
+    sampled: Array | None = None
+    # [Vd] int32, ascending: target ids of a reduced draft vocabulary. None: Vd is V, ids agree.
+    draft_to_target: Array | None = None
     max_depth: int = struct.field(pytree_node=False, default=0)
 
 

@@ -164,7 +164,7 @@ def judge(walk, warped, tokens, valid, recorded, coins):
     """The rule itself, on chains: num_accepted [B] and next_logits [B, V]."""
     depth = tokens.shape[1] - 1
     tree = topology.broadcast(topology.from_parents(topology.chain(depth), depth), tokens.shape[0])
-    draft = Draft(tokens, topology.chain(depth), valid, recorded, depth)
+    draft = Draft(tokens, topology.chain(depth), valid, recorded, max_depth=depth)
     path, num_accepted, next_logits = walk(warped, draft, tree, coins)
     del path  # of a chain: nodes 0..K
     return num_accepted, next_logits
