@@ -19,7 +19,7 @@ WARPS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, a
 
 # Purposes of a round's noise, part of its addresses. The ranks of the target's own noise are token
 # ids, below 2**24: purposes start at 1, above them.
-DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
+DRAFT, ACCEPT, RESIDUAL, BRANCH = 1, 2, 3, 4
 _RANK_BITS = 24
 
 _BLOCK = 64  # weights summed at a time when drawing by inverse CDF
@@ -84,7 +84,29 @@ def argmax(logits: Array) -> Array:
 
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
     """Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
-    high, low = _words(keys, positions[..., None], jnp.arange(vocab_size))
+    return _gumbel(*_words(keys, positions[..., None], jnp.arange(vocab_size)))
+
+
+def node_noise(keys: Array, root: Array, nodes: Array, vocab_size: int) -> Array:
+    """Gumbel noise of one round for drawing the children of ``nodes``: float32 [B, F, V].
+
+    Every node has a key of its own, made of the address (row key, root, purpose, node).
+
+    Args:
+      keys: one a row, [B].
+      root: position of the round's root, int32 [B].
+      nodes: int32 [F].
+      vocab_size: V.
+    """
+    place = root[:, None] + jnp.zeros_like(nodes)
+    key = _words(keys, place, (BRANCH << _RANK_BITS) + nodes)
+    high, low = (word[..., None] for word in key)
+    tokens = jnp.arange(vocab_size, dtype=jnp.uint32)
+    return _gumbel(*threefry((high, low), (jnp.uint32(0), tokens)))
+
+
+def _gumbel(high: Array, low: Array) -> Array:
+    """Standard Gumbel noise of two random words each."""
     # All 64 bits go into the uniform near 0, so that the largest Gumbels, which decide for tokens
     # of small probability, are as finely spaced as float32 allows.
     scale = jnp.float32(2**-32)
@@ -107,8 +129,12 @@ def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
 
     ``root`` [B] is the position of the round's root.
     """
-    ranks = (purpose << _RANK_BITS) + jnp.arange(count)
-    high, _ = _words(keys, root[:, None], ranks)
+    return round_noise_at(keys, root, purpose, jnp.arange(count))
+
+
+def round_noise_at(keys: Array, root: Array, purpose: int, ranks: Array) -> Array:
+    """The uniforms of ``ranks``, int32 [R], among those of one round: float32 [B, R] in [0, 1)."""
+    high, _ = _words(keys, root[:, None], (purpose << _RANK_BITS) + ranks)
     return (high >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 

@@ -1,11 +1,13 @@
-"""Static trees: the published ones by name, and the best one for a budget.
+"""What a drafter's tree settings ask for: a static shape, or the budget of a dynamic tree.
 
 A published tree stands here as the number of children of every node, level by level, nodes without
 children left out at a level's end; children have the ranks 0, 1, 2, ... (all published trees do).
 """
 
+import dataclasses
 import heapq
 import itertools
+from typing import Literal
 
 from jspec import topology
 from jspec.naming import did_you_mean
@@ -34,6 +36,148 @@ PUBLISHED = {
     "medusa_zephyr_stage2":
         "10, 10 6 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1, 2 1",
 }  # fmt: skip
+
+NAMES = ("chain", "eagle2", "sampled", *PUBLISHED)
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy", "top_plus_one")
+_EAGLE2 = {"size": 60, "top_k": 10}  # the authors' defaults
+_SAMPLED = {"size": 16, "top_k": 4}
+
+Tree = str | tuple[tuple[int, ...], ...]
+Proposal = Literal["point", "chain", "without_replacement", "top_plus_one"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """The budget of EAGLE-2's tree.
+
+    Attributes:
+      size: N, the root included.
+      max_depth: edges from the root to the deepest leaf, at most.
+      top_k: children of a node, and nodes of a level that get children.
+
+    Raises:
+      ValueError: fewer than ``size`` nodes are ever candidates.
+    """
+
+    size: int
+    max_depth: int
+    top_k: int
+
+    def __post_init__(self):
+        most = _num_candidates(self.max_depth, self.top_k) + 1
+        if not 2 <= self.size <= most:
+            raise ValueError(
+                f"tree_size={self.size} must be 2 to {most}, the nodes that an 'eagle2' tree of "
+                f"tree_depth={self.max_depth} and tree_top_k={self.top_k} chooses from, root "
+                "included."
+            )
+
+
+def _num_candidates(max_depth: int, top_k: int) -> int:
+    """How many nodes EAGLE-2's expansion looks at: k, and k times k at every level below."""
+    return top_k + (max_depth - 1) * top_k**2
+
+
+def requested(
+    tree: Tree,
+    num_speculative_tokens: int | None = None,
+    tree_size: int | None = None,
+    tree_depth: int | None = None,
+    tree_top_k: int | None = None,
+) -> Shape | Dynamic:
+    """The tree that the settings of a drafter ask for.
+
+    Args:
+      tree: "chain", "eagle2", "sampled" (``best`` of the budget), a name in ``PUBLISHED``, or rank
+        paths.
+      num_speculative_tokens: K, edges from the root to the deepest leaf.
+      tree_size: N, nodes with the root. None for 60 ("eagle2") or 16 ("sampled"), or for as many as
+        there can be where that is less.
+      tree_depth: the same as ``num_speculative_tokens``.
+      tree_top_k: children of a node at most. None for 10 ("eagle2") or 4 ("sampled").
+
+    Raises:
+      ValueError: a setting is out of range, contradicts another, or is not used by that tree.
+    """
+    given = {"num_speculative_tokens": num_speculative_tokens, "tree_depth": tree_depth,
+             "tree_size": tree_size, "tree_top_k": tree_top_k}  # fmt: skip
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if tree not in ("chain", "eagle2", "sampled"):
+        shape = published(tree) if isinstance(tree, str) else topology.from_choices(tree)
+        return _agreeing(tree, shape, given)
+    depth = tree_depth if num_speculative_tokens is None else num_speculative_tokens
+    if depth is None:
+        raise ValueError(f"tree={tree!r} needs num_speculative_tokens, the depth of its leaves.")
+    if tree_depth not in (None, depth):
+        raise ValueError(
+            f"{num_speculative_tokens=} and {tree_depth=} are the same depth of the tree; give one."
+        )
+    if tree == "chain":
+        paths = [(0,) * length for length in range(1, depth + 1)]
+        return _agreeing(tree, topology.from_choices(paths), given)
+    defaults = _EAGLE2 if tree == "eagle2" else _SAMPLED
+    top_k = tree_top_k or defaults["top_k"]
+    if tree == "eagle2":
+        most = _num_candidates(depth, top_k) + 1
+        return Dynamic(tree_size or min(defaults["size"], most), depth, top_k)
+    return best(tree_size or min(defaults["size"], _full(depth, top_k)), depth, top_k)
+
+
+def _agreeing(tree: Tree, shape: Shape, given: dict[str, int | None]) -> Shape:
+    """A shape that has a depth and size of its own; settings must not say otherwise."""
+    own = {"num_speculative_tokens": shape.max_depth, "tree_depth": shape.max_depth,
+           "tree_size": shape.size, "tree_top_k": max(shape.widths)}  # fmt: skip
+    for name, value in given.items():
+        if value not in (None, own[name]):
+            shown = f"tree={tree!r}" if isinstance(tree, str) else "the tree of these paths"
+            raise ValueError(f"{name}={value}, but {shown} has {own[name]}; leave {name} out.")
+    return shape
+
+
+def drawn_by(tree: Tree, shape: Shape | Dynamic, method: str | None) -> str:
+    """How the children of a tree are chosen: by ``method``; None draws wherever that is exact.
+
+    Raises:
+      ValueError: the method is unknown, or would not be exact for this tree.
+    """
+    if method is None:
+        can_draw = isinstance(shape, Shape) and shape.gapless
+        return "probabilistic" if can_draw else "greedy"
+    if method not in DRAFT_SAMPLE_METHODS:
+        known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
+        raise ValueError(f"draft_sample_method={method!r} must be {known}.")
+    if isinstance(shape, Dynamic) and method != "greedy":
+        raise ValueError(
+            f"draft_sample_method={method!r} is not exact for tree='eagle2', which drops nodes for "
+            "their values; leave it out, or use tree='sampled'."
+        )
+    if tree == "sampled" and method == "greedy":
+        raise ValueError(
+            "draft_sample_method='greedy' draws nothing, but tree='sampled' asks for draws; leave "
+            "it out, or choose another tree."
+        )
+    if method == "top_plus_one" and max(shape.widths) < 2:
+        raise ValueError(
+            "draft_sample_method='top_plus_one' needs a tree with siblings; a chain is "
+            "'probabilistic' or 'greedy'."
+        )
+    if method != "greedy" and not shape.gapless:
+        raise ValueError(
+            f"draft_sample_method={method!r} needs a tree whose siblings have the ranks 0, 1, 2, "
+            "...; list the ranks left out, or use draft_sample_method='greedy'."
+        )
+    return method
+
+
+def proposal(shape: Shape | Dynamic, method: str) -> Proposal:
+    """The law of the children that ``method`` chooses."""
+    if method == "greedy":
+        return "point"
+    if max(shape.widths) == 1:
+        return "chain"
+    return "top_plus_one" if method == "top_plus_one" else "without_replacement"
 
 
 def published(name: str) -> Shape:
@@ -73,7 +217,7 @@ def best(size: int, max_depth: int, top_k: int) -> Shape:
     Raises:
       ValueError: a full tree of that depth and width has fewer nodes.
     """
-    full = sum(top_k**depth for depth in range(max_depth + 1))
+    full = _full(max_depth, top_k)
     if not 2 <= size <= full:
         raise ValueError(
             f"tree_size={size} must be 2 to {full}, the nodes of a full tree of "
@@ -91,6 +235,11 @@ def best(size: int, max_depth: int, top_k: int) -> Shape:
         if len(path) < max_depth:
             heapq.heappush(heap, (weight * _chance(0), next(counter), (*path, 0)))
     return topology.from_choices(paths)
+
+
+def _full(max_depth: int, top_k: int) -> int:
+    """Nodes of a full tree, root included."""
+    return sum(top_k**depth for depth in range(max_depth + 1))
 
 
 def _chance(rank: int) -> float:

@@ -56,13 +56,18 @@ class Shape:
         """Children of each node."""
         return tuple(np.bincount(np.array(self.parents[1:], int), minlength=self.size).tolist())
 
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """One more than the highest rank among the children of each node."""
+        widths = [0] * self.size
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            widths[parent] = max(widths[parent], rank + 1)
+        return tuple(widths)
+
     @property
     def gapless(self) -> bool:
         """Whether the children of every node have the ranks 0, 1, 2, ... without a gap."""
-        widest = [0] * self.size
-        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
-            widest[parent] = max(widest[parent], rank + 1)
-        return tuple(widest) == self.num_children
+        return self.widths == self.num_children
 
 
 def from_choices(paths: Iterable[Sequence[int]]) -> Shape:

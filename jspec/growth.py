@@ -1,0 +1,328 @@
+"""Growing a draft level by level, in static shapes, by any head that says what may come next.
+
+The nodes whose children are wanted next are a *frontier* of F nodes; a head is a function that
+takes a frontier in and gives a row of logits for each of its nodes. Three kinds of trees:
+
+* ``chain``: one child a node;
+* ``ranked``: a static ``Shape``. Its children are the likeliest tokens, draws without replacement,
+  or the likeliest and one draw;
+* ``dynamic``: EAGLE-2's tree (arXiv 2406.16858), whose shape follows the head's confidence. Its
+  children are the likeliest tokens: a node that was drawn may not be dropped for its value.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec import sampling, tokens, topology
+from jspec.shapes import Dynamic
+from jspec.topology import Shape
+from jspec.types import Array, Draft, History, Request
+
+Frontier = Any
+# feed(frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) -> (frontier', logits)
+#
+# ``tokens`` become the frontier. ``parents`` index the frontier before; ``depth`` is that of the
+# tokens, the root's being 0; ``slot`` counts the nodes fed before in this round. All but the
+# frontier and its tokens may be static. The logits are [B, F', Vd], or [B, 1, Vd] for all alike.
+Feed = Callable[..., tuple[Frontier, Array]]
+
+
+class Children(NamedTuple):
+    """Up to k children of each node of a frontier, F being 1 where all nodes have the same."""
+
+    ids: Array  # [B, F, k] int32, in the draft's vocabulary
+    valid: Array | None = None  # [B, F, k]; None: all
+    sampled: Array | None = None  # [B, F, k]; None: none
+    law: Array | None = None  # [B, F, Vd], what they were drawn from; None: they were not drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How the children of a round are chosen.
+
+    Attributes:
+      request: what the rows ask for.
+      history: tokens up to the root.
+      method: "probabilistic": drawn, without replacement where a node has several; "greedy": the
+        likeliest; "top_plus_one": the likeliest k - 1, and one drawn from the rest (arXiv
+        2502.18779). Rows at temperature 0 take the likeliest in any case.
+      noise: "target" draws with the noise that the target will draw with.
+      vocab_size: V, of the target.
+      draft_to_target: target ids of the draft's vocabulary, int32 [Vd]; None for the same ids.
+    """
+
+    request: Request
+    history: History
+    method: Literal["probabilistic", "greedy", "top_plus_one"]
+    noise: Literal["own", "target"]
+    vocab_size: int
+    draft_to_target: Array | None = None
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether no child is drawn."""
+        return self.method == "greedy" or self.request.sampling.greedy
+
+    def target_ids(self, ids: Array) -> Array:
+        """Ids of the draft's vocabulary to the target's."""
+        return ids if self.draft_to_target is None else self.draft_to_target[ids]
+
+    def children(
+        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array
+    ) -> Children:
+        """Chooses the children of a frontier, k = max(widths) for each; those beyond are no use.
+
+        Args:
+          logits: [B, F, Vd], or [B, 1, Vd] for all nodes.
+          widths: how many children each node needs, static int [F].
+          nodes: int32 [F], the nodes: addresses of the noise.
+          depth: of the nodes.
+        """
+        width = int(widths.max())
+        if self.deterministic:
+            return Children(_top(logits, width)[1])
+        law = sampling.warp(logits, self.request.sampling)
+        if self.noise == "target":
+            return self._shared_noise(logits, law, width, depth)
+        if width == 1:
+            return self._draw_one(law, nodes)
+        if self.method == "top_plus_one":
+            return self._top_plus_one(logits, law, widths, nodes)
+        return self._draw_distinct(logits, law, width, nodes)
+
+    @property
+    def _random_rows(self) -> Array:
+        return (self.request.sampling.temperature > 0)[:, None, None]
+
+    @property
+    def _root(self) -> Array:
+        return self.history.length - 1
+
+    def _draw_one(self, law: Array, nodes: Array) -> Children:
+        """One child each, by the inverse CDF: a greedy row's law is a point mass already."""
+        coins = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
+        each = jnp.broadcast_to(law, (*coins.shape, law.shape[-1]))
+        ids = sampling.draw(each.reshape(coins.size, -1), coins.reshape(-1))
+        ids = ids.reshape(*coins.shape, 1)
+        return Children(ids, sampled=jnp.broadcast_to(self._random_rows, ids.shape), law=law)
+
+    def _draw_distinct(self, logits: Array, law: Array, width: int, nodes: Array) -> Children:
+        """Successive draws without replacement: the largest of law plus Gumbel noise, in order."""
+        noise = sampling.node_noise(self.request.keys, self._root, nodes, law.shape[-1])
+        random = self._random_rows
+        heights, ids = _top(jnp.where(random, law + noise.astype(law.dtype), logits), width)
+        return Children(ids, heights > -jnp.inf, jnp.broadcast_to(random, ids.shape), law)
+
+    def _top_plus_one(
+        self, logits: Array, law: Array, widths: np.ndarray, nodes: Array
+    ) -> Children:
+        """The likeliest ``widths`` - 1 children of each node, and one draw from what is left."""
+        width = int(widths.max())
+        heights, top = _top(law, width)
+        rest = jnp.broadcast_to(law, (law.shape[0], nodes.shape[0], law.shape[-1]))
+        for rank in range(width - 1):
+            taken = jnp.arange(law.shape[-1]) == top[..., rank, None]
+            rest = jnp.where(taken & (rank < widths - 1)[:, None], -jnp.inf, rest)
+        drawn = self._draw_one(rest, nodes).ids
+        is_drawn = np.arange(width) == widths[:, None] - 1
+        left = (rest > -jnp.inf).any(-1, keepdims=True)
+        random = self._random_rows
+        return Children(
+            jnp.where(random, jnp.where(is_drawn, drawn, top), _top(logits, width)[1]),
+            ~random | jnp.where(is_drawn, left, heights > -jnp.inf),
+            random & is_drawn,
+            law,
+        )
+
+    def _shared_noise(self, logits: Array, law: Array, width: int, depth: Array) -> Children:
+        """The target's likeliest draws after these nodes, by the head's lights."""
+        position = self.history.length + depth
+        noise = sampling.target_noise(self.request.keys, position, self.vocab_size)
+        noise = noise[:, : law.shape[-1]] if self.draft_to_target is None else (
+            noise[:, self.draft_to_target]
+        )  # fmt: skip
+        noisy = law + noise[:, None].astype(law.dtype)
+        heights, ids = _top(jnp.where(self._random_rows, noisy, logits), width)
+        return Children(ids, heights > -jnp.inf)
+
+
+def _top(logits: Array, width: int) -> tuple[Array, Array]:
+    """The ``width`` largest and their places, ties toward the lower one: both [..., width]."""
+    if width > 1:
+        return lax.top_k(logits, width)
+    place = sampling.argmax(logits)[..., None]
+    return jnp.take_along_axis(logits, place, -1), place
+
+
+def chain(drawing: Drawing, depth: int, logits: Array, feed: Feed, frontier: Frontier) -> Draft:
+    """A chain of ``depth`` nodes.
+
+    Args:
+      drawing: how children are chosen.
+      depth: K.
+      logits: after the root, [B, 1, Vd].
+      feed: takes in drafted tokens; depth and slot are traced.
+      frontier: the root.
+    """
+    only = np.ones(1, int)
+
+    def draw(logits: Array, node: Array) -> tuple[Array, Array | None]:
+        drawn = drawing.children(logits, only, node[None], node)
+        return drawing.target_ids(drawn.ids[:, :, 0]), drawn.law
+
+    def step(carry: tuple[Frontier, Array], node: Array):
+        frontier, token = carry
+        frontier, logits = feed(frontier, token, only - 1, node, node - 1)
+        token, law = draw(logits, node)
+        return (frontier, token), (token[:, 0], None if law is None else law[:, 0])
+
+    first, law = draw(logits, jnp.int32(0))
+    _, (later, laws) = lax.scan(step, (frontier, first), jnp.arange(1, depth))
+    if law is not None:  # and a row for the leaf, which has no children
+        laws = jnp.concatenate([law, jnp.moveaxis(laws, 0, 1), jnp.zeros_like(law)], 1)
+    drafted = jnp.concatenate([tokens.root(drawing.history)[:, None], first, later.T], 1)
+    return Draft(
+        tokens=drafted,
+        parents=topology.chain(depth),
+        valid=jnp.ones_like(drafted, dtype=bool),
+        logits=laws,
+        draft_to_target=None if laws is None else drawing.draft_to_target,
+        max_depth=depth,
+    )
+
+
+def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: Frontier) -> Draft:
+    """A tree of a static shape; arguments as for ``chain``, but depths and slots are static."""
+    parents, ranks, depths, widths = (
+        np.array(part) for part in (shape.parents, shape.ranks, shape.depth, shape.widths)
+    )
+    root = tokens.root(drawing.history)[:, None]
+    grown = _Grown(root, jnp.ones_like(root, dtype=bool), jnp.zeros_like(root, dtype=bool))
+    inner, laws, slot = np.zeros(1, int), [], 0  # nodes of a level that have children
+    for depth in range(shape.max_depth):
+        children = drawing.children(logits, widths[inner], jnp.asarray(inner), depth)
+        if children.law is not None:
+            laws.append(children.law[:, np.arange(inner.size) % children.law.shape[1]])
+        below = np.flatnonzero(depths == depth + 1)
+        row = np.searchsorted(inner, parents[below])
+        grown = _append(grown, drawing, children, parents[below], row, ranks[below])
+        inner = below[widths[below] > 0]
+        if inner.size:
+            rows = row[inner - below[0]]
+            frontier, logits = feed(frontier, grown.tokens[:, inner], rows, depth + 1, slot)
+            slot += inner.size
+    # A row for every node; leaves, which have no law, repeat another's.
+    row = np.maximum(np.cumsum(widths > 0) - 1, 0)
+    return Draft(
+        tokens=grown.tokens,
+        parents=np.array(parents, np.int32),
+        valid=grown.valid,
+        logits=jnp.concatenate(laws, 1)[:, row] if laws else None,
+        sampled=grown.sampled if laws else None,
+        draft_to_target=drawing.draft_to_target if laws else None,
+        max_depth=shape.max_depth,
+    )
+
+
+class _Grown(NamedTuple):
+    """The nodes so far, [B, n]."""
+
+    tokens: Array
+    valid: Array
+    sampled: Array
+
+
+def _append(
+    grown: _Grown,
+    drawing: Drawing,
+    children: Children,
+    parents: np.ndarray,
+    row: np.ndarray,
+    rank: np.ndarray,
+) -> _Grown:
+    """Adds a level: child ``rank`` [n] of frontier node ``row`` [n], whose node is ``parents``."""
+    pick = lambda x: x[:, row % x.shape[1], rank]
+    valid = grown.valid[:, parents]
+    if children.valid is not None:
+        valid &= pick(children.valid)
+    sampled = jnp.zeros_like(valid) if children.sampled is None else pick(children.sampled) & valid
+    drafted = jnp.where(valid, drawing.target_ids(pick(children.ids)), 0)
+    join = lambda old, new: jnp.concatenate([old, new], 1)
+    return _Grown(
+        join(grown.tokens, drafted), join(grown.valid, valid), join(grown.sampled, sampled)
+    )
+
+
+def dynamic(
+    drawing: Drawing, budget: Dynamic, logits: Array, feed: Feed, frontier: Frontier
+) -> Draft:
+    """EAGLE-2's tree: widen where the head is confident, then keep the most confident nodes.
+
+    A node's confidence is the product of the head's probabilities along its path. Each level feeds
+    the k most confident nodes of the level above and looks at k children of each; of all that were
+    looked at, the N - 1 most confident stay. No child is more confident than its parent, and ties
+    go to the node that was looked at first, so parents stay with their children.
+
+    Arguments as for ``chain``; ``frontier`` holds the root k times.
+    """
+    top_k, batch = budget.top_k, logits.shape[0]
+
+    def likeliest(logits: Array) -> tuple[Array, Array]:
+        scores, ids = _top(jax.nn.log_softmax(logits, -1), top_k)
+        return scores, drawing.target_ids(ids)
+
+    def step(carry, depth: Array):
+        frontier, fed, rows = carry
+        frontier, logits = feed(frontier, fed.tokens, rows, depth, (depth - 1) * top_k)
+        scores, drafted = likeliest(logits)
+        flat = lambda x: jnp.broadcast_to(x, (batch, top_k, top_k)).reshape(batch, -1)
+        order = jnp.arange(top_k**2).reshape(top_k, top_k)
+        looked_at = _Candidates(
+            flat(drafted), flat(fed.scores[..., None] + scores), flat(fed.index[..., None]),
+            flat(top_k + (depth - 1) * top_k**2 + order),
+        )  # fmt: skip
+        _, best = _top(looked_at.scores, top_k)
+        return (frontier, looked_at.take(best), best // top_k), looked_at
+
+    scores, drafted = (x[:, 0] for x in likeliest(logits))
+    order = jnp.broadcast_to(jnp.arange(top_k), (batch, top_k))
+    first = _Candidates(drafted, scores, jnp.full_like(order, -1), order)
+    carry = (frontier, first, jnp.zeros_like(order))
+    _, later = lax.scan(step, carry, jnp.arange(1, budget.max_depth))
+    rest = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1), later)
+    every = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), first, rest)
+    _, best = _top(every.scores, budget.size - 1)
+    return _rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)
+
+
+class _Candidates(NamedTuple):
+    """Nodes that were looked at, [B, n]."""
+
+    tokens: Array  # target ids
+    scores: Array  # log of the product of probabilities along the path
+    parents: Array  # index of the parent; -1 for the root
+    index: Array  # in the order of being looked at
+
+    def take(self, rows: Array) -> "_Candidates":
+        return _Candidates(*(jnp.take_along_axis(x, rows, 1) for x in self))
+
+
+def _rerooted(drawing: Drawing, kept: _Candidates, max_depth: int) -> Draft:
+    """The draft of the candidates that were kept, in ascending order, under the root."""
+    before = (kept.index[:, None, :] < kept.parents[:, :, None]).sum(-1, dtype=jnp.int32)
+    parents = jnp.where(kept.parents < 0, 0, 1 + before)
+    valid = kept.scores > -jnp.inf
+    lead = lambda x, fill: jnp.pad(x, ((0, 0), (1, 0)), constant_values=fill)
+    drafted = lead(jnp.where(valid, kept.tokens, 0), 0)
+    return Draft(
+        tokens=drafted.at[:, 0].set(tokens.root(drawing.history)),
+        parents=lead(jnp.where(valid, parents, 0), -1),
+        valid=lead(valid, True),
+        max_depth=max_depth,
+    )
