@@ -50,14 +50,15 @@ def attention(
 ) -> Array:
     """Attention of tree nodes over the committed prefix and each other; see the reference.
 
+    ``implementation`` forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
+    None takes the default of the device, which is the reference everywhere: a kernel becomes the
+    default of a device, for the shapes where it wins, once ``benchmarks/kernels.py`` has a row
+    measured there that beats XLA, and there is none yet.
+
     Raises:
-      ValueError: ``implementation`` is unknown, ``ancestors`` are not words, or ``window`` comes
-        without ``positions``.
+      ValueError: ``implementation`` is unknown or does not take these shapes or dtypes,
+        ``ancestors`` are not words, or ``window`` comes without ``positions``.
     """
-    if implementation not in (None, "reference"):
-        raise ValueError(
-            f"implementation={implementation!r} is not known; use None or 'reference'."
-        )
     words = -(-tree_k.shape[2] // 32)
     if ancestors.dtype != jnp.uint32 or ancestors.shape != (q.shape[0], q.shape[2], words):
         raise ValueError(
@@ -67,10 +68,30 @@ def attention(
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
-    return reference.tree_attention(
+    kernel = _attention_kernel(implementation, q, tree_k, cache_k)
+    return kernel.tree_attention(
         q, tree_k, tree_v, ancestors, cache_k, cache_v, length,
         scale=scale, window=window, positions=positions, soft_cap=soft_cap,
     )  # fmt: skip
+
+
+def _attention_kernel(name: str | None, q: Array, tree_k: Array, cache_k: Array | None):
+    """The module of an implementation. Pallas is imported by those who ask for it only."""
+    if name in (None, "reference"):
+        return reference
+    if name == "pallas_tpu":
+        from jspec.kernels.tree_attention import pallas_tpu as kernel
+    elif name == "pallas_gpu":
+        from jspec.kernels.tree_attention import pallas_gpu as kernel
+    else:
+        raise ValueError(
+            f"implementation={name!r} is not known; use None, 'reference', 'pallas_tpu' or "
+            "'pallas_gpu'."
+        )
+    refusal = kernel.refusal(q, tree_k, cache_k)
+    if refusal:
+        raise ValueError(f"implementation={name!r} {refusal}; 'reference' takes everything.")
+    return kernel
 
 
 def default_backend() -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 Array = jax.Array
 MASKED = -1e30  # score of a key that is not seen
+SLOT_MULTIPLE = 8  # slots of a cache that TPUs and GPUs read where it lies
 LOWEST = -1e29  # first peak of a running softmax: masked scores weigh exactly 0 even beside it
 WORD = 32
 
@@ -25,6 +26,23 @@ class Span(NamedTuple):
     share: Array  # blocks that each split takes
     length: Array  # slots past it are never read
     seen_by_all: Array  # slots from here to ``length`` are in the window of every query
+
+
+def refusal(tree_k: Array, cache_k: Array | None, dtypes: tuple[str, ...]) -> str | None:
+    """What neither kernel can do, and the remedy."""
+    if cache_k is None or cache_k.shape[2] == 0:
+        return "needs a cache: a tree alone is one small softmax"
+    if cache_k.dtype.name not in dtypes or tree_k.dtype != cache_k.dtype:
+        return (
+            f"takes keys and values in {' or '.join(dtypes)}, the tree's like the cache's, not "
+            f"{tree_k.dtype.name} beside {cache_k.dtype.name}"
+        )
+    if cache_k.shape[2] % SLOT_MULTIPLE:
+        return (
+            f"needs a cache of a multiple of {SLOT_MULTIPLE} slots, not {cache_k.shape[2]}, which "
+            "would be copied in every call; allocate some more"
+        )
+    return None
 
 
 def span(

@@ -25,6 +25,7 @@ from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 Array = jax.Array
 
 TILE_ROWS = 64  # of a wgmma
+FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: one wgmma deep, and what shared memory holds
 MULTIPROCESSORS = 132  # of an H100 or H200
 SPLIT_SLOTS = 256  # a shorter split costs more to merge than it spares
 LOG2_E = math.log2(math.e)
@@ -44,6 +45,17 @@ def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
     """Blocks for ``rows`` query rows of each key head and a cache of ``slots``."""
     programs = batch * kv_heads * -(-rows // TILE_ROWS)
     return Blocks(max(1, min(MULTIPROCESSORS // programs, slots // SPLIT_SLOTS)))
+
+
+def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
+    """Why these arguments are not taken, with the remedy; None if they are."""
+    dim = q.shape[-1]
+    if dim % FEATURE_MULTIPLE or dim > MAX_FEATURES:
+        return (
+            f"takes heads of a multiple of {FEATURE_MULTIPLE} features up to {MAX_FEATURES}, not "
+            f"{dim}; pad them"
+        )
+    return layout.refusal(tree_k, cache_k, ("bfloat16",))
 
 
 def tree_attention(

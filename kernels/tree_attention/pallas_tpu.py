@@ -51,6 +51,15 @@ def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
     return Blocks(tile, block, splits)
 
 
+def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
+    """Why these arguments are not taken, with the remedy; None if they are."""
+    if tree_k.shape[2] > MAX_TREE_KEYS:
+        return f"takes up to {MAX_TREE_KEYS} tree keys, not {tree_k.shape[2]}; feed fewer at a time"
+    if q.dtype == jnp.float64:
+        return "computes in float32, but q is float64; cast it"
+    return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"))
+
+
 def tree_attention(
     q: Array,
     tree_k: Array,

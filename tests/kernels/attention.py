@@ -1,0 +1,60 @@
+"""Random cases of tree attention, and what a dense softmax in NumPy gives for them."""
+
+import numpy as np
+
+from jspec import topology
+
+
+def random_case(
+    heads, kv_heads, dim, nodes, keys, slots, lengths, *, dtype=np.float32, window=None, seed=0
+):
+    """Arguments of ``ops.attention`` in order, as NumPy arrays, and its options.
+
+    Every node sees one key at least. Slots past a length hold what would spoil every result.
+    """
+    rng = np.random.default_rng(seed)
+    batch = len(lengths)
+    array = lambda *shape: rng.standard_normal(shape).astype(dtype)
+    mask = rng.random((batch, nodes, keys)) < 0.4
+    mask[:, np.arange(nodes), np.arange(nodes) % keys] = True
+    length = np.array(lengths, np.int32)
+    case = dict(
+        q=array(batch, heads, nodes, dim),
+        tree_k=array(batch, kv_heads, keys, dim),
+        tree_v=array(batch, kv_heads, keys, dim),
+        ancestors=topology.pack_bits(mask),
+        cache_k=array(batch, kv_heads, slots, dim),
+        cache_v=array(batch, kv_heads, slots, dim),
+        length=length,
+    )
+    for row, stored in enumerate(length):
+        case["cache_k"][row, :, stored:] = case["cache_v"][row, :, stored:] = 50.0
+    if window is None:
+        return case, {}
+    depth = np.arange(nodes, dtype=np.int32) // 2  # several nodes at one position, as in a tree
+    return case, dict(window=window, positions=length[:, None] + depth)
+
+
+def dense(
+    q, tree_k, tree_v, ancestors, cache_k, cache_v, length, scale,
+    window=None, positions=None, soft_cap=None,
+):  # fmt: skip
+    """One softmax over all keys, in float64."""
+    wide = lambda x: x.astype(np.float64)
+    heads, nodes = q.shape[1:3]
+    group = heads // tree_k.shape[1]
+    keys = np.repeat(np.concatenate([wide(cache_k), wide(tree_k)], 2), group, 1)
+    values = np.repeat(np.concatenate([wide(cache_v), wide(tree_v)], 2), group, 1)
+    slots = np.arange(cache_k.shape[2])
+    prefix = np.broadcast_to(slots < length[:, None, None], (len(q), nodes, len(slots)))
+    if window is not None:
+        prefix = prefix & (slots > positions[:, :, None] - window)
+    key = np.arange(tree_k.shape[2])
+    near = ancestors[..., key // 32] >> (key % 32).astype(np.uint32) & 1
+    mask = np.concatenate([prefix, near > 0], -1)[:, None]
+    scores = np.einsum("bhnd,bhsd->bhns", wide(q), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    scores = np.where(mask, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhns,bhsd->bhnd", weights / weights.sum(-1, keepdims=True), values)

@@ -1,0 +1,175 @@
+"""The kernels of tree attention over the shapes of real models, on any machine.
+
+Interpreted, they must give what a dense softmax in NumPy gives: those for TPU with simulated memory
+and DMA, which catches races and accesses out of bounds; those for GPU where JAX can interpret them.
+Lowered, they must pass every check that needs neither the device nor its compiler.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from jspec import ops
+from jspec.kernels.tree_attention import pallas_gpu, pallas_tpu
+from jspec.kernels.tree_attention.shapes import CASES
+from tests.kernels.attention import dense, random_case
+
+SLOTS = 112
+LENGTHS = (0, 61, SLOTS)  # nothing committed yet, an odd length, a full cache
+KERNELS = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
+CUDA_OR_TPU = {"pallas_tpu": ("tpu", "tpu_custom_call"), "pallas_gpu": ("cuda", "mosaic_gpu")}
+HEADS_TESTED = 2  # key heads: what is computed for one does not depend on how many there are
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+needs_gpu_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX cannot interpret Mosaic GPU kernels"
+)
+
+
+def arguments_of(case, dtype):
+    heads = case.heads
+    kv_heads = min(heads.keys, HEADS_TESTED)
+    group = heads.queries // heads.keys
+    arrays, options = random_case(
+        group * kv_heads, kv_heads, heads.features, case.nodes, case.keys, SLOTS, LENGTHS,
+        dtype=dtype, window=case.window,
+    )  # fmt: skip
+    options |= dict(scale=heads.features**-0.5, soft_cap=case.soft_cap)
+    return arrays, options, group * case.nodes
+
+
+def run(kernel, arrays, options, **settings):
+    return jax.jit(functools.partial(kernel.tree_attention, **options, **settings))(
+        *arrays.values()
+    )
+
+
+def tpu_races():
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races.races_found
+
+
+def simulated():
+    """Memory starts as NaN, reads past an array raise, and races are recorded."""
+    return pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    )
+
+
+def test_the_simulation_that_the_next_test_trusts_sees_a_race():
+    def reads_too_early(source, out, buffer, semaphore):
+        copy = pltpu.make_async_copy(source, buffer, semaphore)
+        copy.start()
+        out[...] = buffer[...]
+        copy.wait()
+
+    x = jnp.ones((8, 128))
+    pl.pallas_call(
+        reads_too_early,
+        out_shape=x,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        interpret=simulated(),
+    )(x).block_until_ready()
+    assert tpu_races()
+
+
+@each_case
+def test_the_tpu_kernel_is_a_dense_softmax(case):
+    arrays, options, rows = arguments_of(case, np.float32)
+    chosen = pallas_tpu.choose_blocks(len(LENGTHS), HEADS_TESTED, rows, SLOTS)
+    # Blocks that neither divide the cache nor hold all of it, and several tiles of many rows.
+    blocks = dataclasses.replace(
+        chosen, rows=min(chosen.rows, 256), slots=48, splits=case.splits or chosen.splits
+    )
+    found = run(pallas_tpu, arrays, options, blocks=blocks, interpret=simulated())
+    np.testing.assert_allclose(found, dense(**arrays, **options), rtol=2e-5, atol=5e-6)
+    assert not tpu_races()
+
+
+def test_the_tpu_kernel_accumulates_narrow_keys_and_values_in_float32():
+    arrays, options, _ = arguments_of(CASES["a chain of 4"], ml_dtypes.bfloat16)
+    found = run(pallas_tpu, arrays, options, interpret=True)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, dense(**arrays, **options), atol=1e-2)
+
+
+@needs_gpu_interpreter
+@each_case
+def test_the_gpu_kernel_is_a_dense_softmax(case):
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    arrays, options, _ = arguments_of(case, ml_dtypes.bfloat16)
+    blocks = pallas_gpu.Blocks(case.splits or 1, weights_in_registers=False)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = run(pallas_gpu, arrays, options, blocks=blocks, interpret=interpret)
+    np.testing.assert_allclose(found, dense(**arrays, **options), atol=1e-2)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@each_case
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("pallas_tpu", "float32"), ("pallas_tpu", "bfloat16"), ("pallas_gpu", "bfloat16")],
+)
+def test_the_kernels_lower_at_the_real_size(case, name, dtype):
+    (queries, kv_heads, features), batch, slots = case.heads, 2, 4112
+    shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct((batch, *sizes), dtype)
+    tree, cache = shape(kv_heads, case.keys, features), shape(kv_heads, slots, features)
+    words = shape(case.nodes, -(-case.keys // 32), dtype="uint32")
+    integers = shape(dtype="int32"), shape(case.nodes, dtype="int32")
+
+    def attend(*arrays):
+        return ops.attention(
+            *arrays[:-1], positions=arrays[-1], scale=0.1, window=case.window,
+            soft_cap=case.soft_cap, implementation=name,
+        )  # fmt: skip
+
+    arrays = (shape(queries, case.nodes, features), tree, tree, words, cache, cache, *integers)
+    platform, call = CUDA_OR_TPU[name]
+    lowered = jax.jit(attend).trace(*arrays).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count(call) >= 1
+    assert lowered.out_info.shape == (batch, queries, case.nodes, features)
+
+
+def test_small_batches_share_a_prefix_among_several_programs():
+    assert pallas_gpu.choose_blocks(1, 8, 20, 32768).splits == 16
+    assert pallas_gpu.choose_blocks(1, 8, 20, 1024).splits == 4  # not shorter than it pays
+    assert pallas_gpu.choose_blocks(32, 8, 20, 32768).splits == 1
+    assert pallas_tpu.choose_blocks(1, 1, 71, 32768).splits == 2
+    assert pallas_tpu.choose_blocks(1, 8, 20, 32768).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("pallas_tpu", dict(slots=20), r"multiple of 8 slots, not 20.*allocate some more"),
+        ("pallas_tpu", dict(dtype=np.float16), "float32.*not float16 beside float16"),
+        ("pallas_tpu", dict(keys=1025), "up to 1024 tree keys, not 1025; feed fewer"),
+        ("pallas_gpu", dict(dtype=np.float32), "in bfloat16.*not float32 beside float32"),
+        ("pallas_gpu", dict(dim=72), "multiple of 16 features up to 128, not 72; pad them"),
+        ("pallas_gpu", dict(dim=256), "up to 128, not 256"),
+    ],
+)
+def test_what_a_kernel_does_not_take_is_refused_with_a_remedy(name, changes, message):
+    sizes = dict(heads=4, kv_heads=2, dim=64, nodes=3, keys=3, slots=24, dtype=ml_dtypes.bfloat16)
+    arrays, _ = random_case(**sizes | changes, lengths=[0, 5])
+    with pytest.raises(ValueError, match=f"implementation='{name}' .*{message}.*'reference' takes"):
+        ops.attention(*arrays.values(), scale=1.0, implementation=name)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_without_a_cache_is_refused(name):
+    arrays, _ = random_case(4, 2, 64, 3, 3, 24, [0, 5])
+    alone = arrays | dict(cache_k=None, cache_v=None)
+    with pytest.raises(ValueError, match="needs a cache"):
+        ops.attention(*alone.values(), scale=1.0, implementation=name)
