@@ -23,6 +23,7 @@ from jspec.types import Array, Drafter, History, Params, Request, Sampling, Targ
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
 MAX_NUM_SEQS = 32  # rows decoded together
 _SMALLEST_BUCKET = 64
+_TILE_SLOTS = 16  # a kernel copies a cache that ends inside a tile of the device's memory layout
 _FOREVER = np.int32(2**31 - 1)
 
 
@@ -207,7 +208,8 @@ def start(
         _check_fits(plan.target, index, row)
     size = _bucket(len(rows), smallest=1)
     longest = max(len(row.prompt) + row.max_tokens for row in rows)
-    capacity = _bucket(longest) + plan.drafter.max_depth + 1
+    needed = _bucket(longest) + plan.drafter.max_depth + 1
+    capacity = -(-needed // _TILE_SLOTS) * _TILE_SLOTS
     asked = _request(rows, size, warps_of(rows) if warps is None else warps)
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)

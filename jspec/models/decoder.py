@@ -40,6 +40,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; () for none
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # of the residual stream
+    attention: str | None = None  # implementation of ops.attention; None for the device's default
 
     @property
     def qkv_sizes(self) -> tuple[int, int]:
@@ -248,7 +249,9 @@ def forward(
     Writes nothing: the keys and values of the nodes come back as ``tree_kv``.
     """
     tree = topology.broadcast(tree, tokens.shape[0])
-    attend, tree_kv = attention_over(cache, tree, windows=config.windows)
+    attend, tree_kv = attention_over(
+        cache, tree, windows=config.windows, implementation=config.attention
+    )
     positions = cache.length[:, None] + tree.depth
     x, features = trunk(
         params, config, embed(params, config, tokens), positions, attend,
@@ -263,6 +266,7 @@ def attention_over(
     *,
     scale: float | None = None,
     windows: tuple[int | None, ...] = (),
+    implementation: str | None = None,
 ) -> tuple[Attend, list[kv.AttentionKV]]:
     """Attention over a committed prefix and a tree, for any network that calls it once a layer.
 
@@ -271,6 +275,7 @@ def attention_over(
       tree: shape of the nodes, with a batch axis.
       scale: factor on the scores; None for ``head_dim ** -0.5``.
       windows: sliding window of each layer; () for none.
+      implementation: of ``ops.attention``; None for the device's default.
 
     Returns:
       ``attend``, and the list of entries [B, Hkv, N, head_dim], one a layer, that it fills.
@@ -287,7 +292,7 @@ def attention_over(
         return ops.attention(
             q, new.k, new.v, near, entry.k, entry.v, cache.length,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            window=window, positions=positions,
+            window=window, positions=positions, implementation=implementation,
         )  # fmt: skip
 
     return attend, fresh
@@ -318,7 +323,10 @@ def extend(
     Returns:
       The last residual stream [B, n, D] and the side buffers with the new entries.
     """
-    attend, side = attention_beside(cache, side, slot, mask, positions, windows=config.windows)
+    attend, side = attention_beside(
+        cache, side, slot, mask, positions,
+        windows=config.windows, implementation=config.attention,
+    )  # fmt: skip
     x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
     return x, tuple(side)
 
@@ -331,10 +339,11 @@ def attention_beside(
     positions: Array,
     *,
     windows: tuple[int | None, ...] = (),
+    implementation: str | None = None,
 ) -> tuple[Attend, list[kv.AttentionKV]]:
     """Attention over a committed prefix and side buffers, for the steps of a drafting network.
 
-    Arguments are those of ``extend``.
+    Arguments are those of ``extend``; ``windows`` and ``implementation`` as in ``attention_over``.
 
     Returns:
       ``attend``, and the list of side buffers that it updates, one a layer.
@@ -351,6 +360,7 @@ def attention_beside(
         return ops.attention(
             q, near.k, near.v, seen, entry.k, entry.v, cache.length,
             scale=q.shape[-1] ** -0.5, window=window, positions=positions,
+            implementation=implementation,
         )  # fmt: skip
 
     return attend, side
