@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from jspec import shapes
 from jspec.config_keys import (
     DRAFT_SAMPLE_METHODS,
     KEYS,
@@ -18,8 +19,9 @@ from jspec.config_keys import (
     RULES_LOSSY,
 )
 from jspec.drafters import METHODS
+from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
-from jspec.models.decoder import DecoderConfig
+from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.naming import did_you_mean
 from jspec.types import Drafter
 
@@ -34,7 +36,7 @@ class SpeculativeConfig:
     Attributes:
       method: a name in ``jspec.drafters.METHODS``.
       rule: a name in ``jspec.verify.RULES``.
-      model: of the drafter: a path, a hub id or a loaded model; None for methods without one.
+      model: of the drafter: a path, a hub id or what was loaded; None for methods without one.
       max_model_len: longest sequence to draft for; None for all that the draft model can take.
       settings: fields of the method's drafter.
     """
@@ -47,16 +49,22 @@ class SpeculativeConfig:
 
     @property
     def needs_model(self) -> bool:
-        """Whether the method has a network of its own."""
-        return "config" in _fields(self.method)
+        """Whether the method drafts with a language model of its own."""
+        return "config" in _fields(self.method) and not self.needs_head
 
-    def drafter(self, draft: DecoderConfig | None, vocab_size: int) -> Drafter:
-        """The drafter for a target of ``vocab_size`` tokens; ``draft`` is its network, if any.
+    @property
+    def needs_head(self) -> bool:
+        """Whether the method drafts with a head, which reads the target's hidden states."""
+        return "target" in _fields(self.method)
+
+    def drafter(self, draft: DecoderConfig | HeadConfig | None, target: Decoder) -> Drafter:
+        """The drafter for ``target``; ``draft`` is its network, if any.
 
         Raises:
           ValueError: a setting is out of range.
         """
-        fitted = {"config": draft, "vocab_size": vocab_size, "max_length": self.max_model_len}
+        fitted = {"config": draft, "target": target, "vocab_size": target.vocab_size,
+                  "max_length": self.max_model_len}  # fmt: skip
         wanted = {name: fitted[name] for name in _fields(self.method) & fitted.keys()}
         return METHODS[self.method](**self.settings, **wanted)
 
@@ -82,7 +90,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
     _check_parallel(values["draft_tensor_parallel_size"])
     settings = _settings(method, values)
     if "config" in _fields(method):
-        _check_path(values["model"])
+        _check_path(method, values["model"])
     return SpeculativeConfig(
         method=method,
         rule=_rule(values["rejection_sample_method"]),
@@ -221,16 +229,19 @@ def _check_parallel(size: Any) -> None:
         )
 
 
-def _check_path(model: Any) -> None:
+def _check_path(method: str, model: Any) -> None:
     if model is None:
-        raise ValueError("method='draft_model' needs a 'model': a local directory or a hub id.")
-    if not isinstance(model, str | os.PathLike | LoadedModel):
+        raise ValueError(f"method={method!r} needs a 'model': a local directory or a hub id.")
+    loaded = LoadedHead if "target" in _fields(method) else LoadedModel
+    if not isinstance(model, str | os.PathLike | loaded):
         raise ValueError(f"model={model!r} must be a local directory or a hub id.")
 
 
 def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The drafter's fields, with vLLM's defaults where they are not given."""
     fields = _fields(method)
+    if "tree" in fields:
+        return _tree_settings(values)
     values = dict(values)
     sampled = values["draft_sample_method"] = values["draft_sample_method"] or "probabilistic"
     if sampled not in DRAFT_SAMPLE_METHODS:
@@ -244,6 +255,34 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if "prompt_lookup_max" in fields:
         values |= _prompt_lookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
     return {name: values[name] for name in fields & values.keys()}
+
+
+def _tree_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a tree, which are the same for all heads, once they fit each other."""
+    tree = _tree("chain" if values["tree"] is None else values["tree"])
+    names = ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k")
+    if values["num_speculative_tokens"] is not None or (
+        tree == "chain" and not values["tree_depth"]
+    ):
+        _check_count(values["num_speculative_tokens"], has_model=True)
+    numbers = {name: _at_least_one(name, values[name]) for name in names}
+    shapes.drawn_by(tree, shapes.requested(tree, **numbers), values["draft_sample_method"])
+    return numbers | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
+
+
+def _tree(given: Any) -> shapes.Tree:
+    if isinstance(given, str):
+        if given not in shapes.NAMES:
+            raise ValueError(
+                f"tree={given!r} is not known; use one of {', '.join(shapes.NAMES)}, or a list of "
+                f"rank paths{did_you_mean(given, shapes.NAMES)}"
+            )
+        return given
+    if not isinstance(given, Sequence) or not all(isinstance(path, Sequence) for path in given):
+        raise ValueError(
+            f"tree={given!r} must be a name or a list of rank paths, such as [[0], [1], [0, 0]]."
+        )
+    return tuple(tuple(path) for path in given)
 
 
 def _check_count(count: Any, has_model: bool) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jspec import shapes
 from jspec.drafters import METHODS
 
 Standing = Literal["works", "not built", "refused"]
@@ -49,7 +50,8 @@ _GONE = "gone from vLLM too"
 _WORKS = (
     ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
     ("model", None, "the draft model: a local directory or a hub id; 'ngram' names the method"),
-    ("num_speculative_tokens", None, "K, drafted tokens a round; required"),
+    ("num_speculative_tokens", None,
+     "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one"),
     ("prompt_lookup_max", None,
      "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
     ("prompt_lookup_min", None,
@@ -58,10 +60,21 @@ _WORKS = (
      "'standard', 'block', 'coupled' (the text of plain sampling; not in vLLM), and the older "
      "'probabilistic' (standard) and 'strict' (the target's own draw must equal the draft)"),
     ("draft_sample_method", "greedy",
-     "'probabilistic' (the default here: drafts are sampled, with their law recorded) or 'greedy'"),
+     "'probabilistic' (the default here: drafts are sampled, with their law recorded) or 'greedy'; "
+     "for trees also 'top_plus_one' (the likeliest children and one draw; not in vLLM)"),
     ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism is built"),
     ("max_model_len", None,
      "longest text to draft for, at most that of either model; rounds past it are plain steps"),
+    ("tree", "chain",
+     "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence), "
+     "'sampled' (a static tree of draws), a published tree's name or a list of rank paths"),
+    ("tree_size", None,
+     "not in vLLM; nodes a row with the root, 60 for 'eagle2' and 16 for 'sampled' if left out"),
+    ("tree_depth", None,
+     "not in vLLM; edges from the root to the deepest leaf, another name of "
+     "`num_speculative_tokens`"),
+    ("tree_top_k", None,
+     "not in vLLM; children of a node at most, 10 for 'eagle2' and 4 for 'sampled' if left out"),
 )  # fmt: skip
 
 _NOT_BUILT = (
@@ -76,7 +89,6 @@ _NOT_BUILT = (
     ("parallel_drafting", False, "comes with the parallel drafters"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
-    ("speculative_token_tree", None, "comes with trees of drafts; gone from vLLM"),
     ("suffix_decoding_max_cached_requests", 10000, _SUFFIX),
     ("suffix_decoding_max_spec_factor", 1.0, _SUFFIX),
     ("suffix_decoding_max_tree_depth", 24, _SUFFIX),
@@ -108,6 +120,7 @@ _REFUSED = (
     ("fly_window_size", None, "lossy: the output would not follow the target"),
     ("posterior_alpha", None, f"{_GONE}, and lossy: the output would not follow the target"),
     ("posterior_threshold", None, f"{_GONE}, and lossy: the output would not follow the target"),
+    ("speculative_token_tree", None, f"{_GONE}; use tree"),
 )  # fmt: skip
 
 _ALSO = {"enforce_eager": (False,), "attention_backend": ("auto",), "kv_cache_dtype": ("auto",),
@@ -121,8 +134,7 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "custom_class", "dflash", "dspark", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp",
-    "suffix",
+    "custom_class", "dflash", "dspark", "mlp_speculator", "mtp", "suffix",
 )  # fmt: skip
 METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
@@ -141,7 +153,7 @@ RULE_NAMES = {
     "strict": "match",
 }
 RULES_LOSSY = ("fly", "lenient", "synthetic", "typical", "typical_acceptance_sampler")
-DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # of chains; trees have more
 
 
 def markdown() -> str:
@@ -149,6 +161,7 @@ def markdown() -> str:
     words = {"works": "works", "not built": "raises until built", "refused": "refused"}
     keys = [(f"`{key.name}`", f"`{key.default}`", words[key.standing], key.note)
             for key in KEYS.values()]  # fmt: skip
+    trees = [(f"`{name}`", *_tree_sizes(name)) for name in shapes.NAMES]
     methods = [
         *((f"`{name}`", "works", "") for name in METHODS),
         *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
@@ -164,8 +177,17 @@ def markdown() -> str:
             _table(("key", "vLLM's default", "standing", ""), keys),
             _table(("`method`", "standing", ""), methods),
             _table(("`rejection_sample_method`", "standing", ""), rules),
+            _table(("`tree`", "nodes with the root", "depth"), trees),
         )
     )
+
+
+def _tree_sizes(name: str) -> tuple[str, str]:
+    if name in shapes.PUBLISHED:
+        shape = shapes.published(name)
+        return str(shape.size), str(shape.max_depth)
+    size = "`num_speculative_tokens` + 1" if name == "chain" else "`tree_size`"
+    return size, "`num_speculative_tokens`"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,6 +11,7 @@ from rich.progress import track
 
 from jspec import checkpoint, config, jobs, loading, metrics, prompts
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
+from jspec.head_files import HeadConfig, LoadedHead
 from jspec.jobs import Job
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -72,12 +73,16 @@ class LLM:
         self._tokenizer = tokenizer
         if isinstance(tokenizer, str | os.PathLike):
             self._tokenizer = checkpoint.load_tokenizer(tokenizer)
-        draft_sizes = None
+        draft = self._open_head(sizes, speculative, dtype)
+        draft_sizes = draft and draft.config
         if speculative.needs_model:
             draft_sizes = self._check_draft_model(model, sizes, speculative)
         _plan(speculative, sizes, draft_sizes)  # raises before weights are moved
         self._model = loading.load(model, dtype)
-        draft = loading.load(speculative.model, dtype) if speculative.needs_model else None
+        if speculative.needs_model:
+            draft = loading.load(speculative.model, dtype)
+        elif draft:
+            draft = loading.sharing(draft, self._model.params.embedding)
         self._plan = _plan(speculative, self._model.config, draft and draft.config)
         self._params = Params(self._model.params, draft and draft.params)
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
@@ -161,6 +166,15 @@ class LLM:
           ValueError: there is none.
         """
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
+
+    def _open_head(
+        self, sizes: DecoderConfig, speculative: config.SpeculativeConfig, dtype: str | None
+    ) -> LoadedHead | None:
+        """The head, if the method has one: small beside the target, and so loaded first."""
+        if not speculative.needs_head:
+            return None
+        config.check_lengths(speculative, sizes.max_positions, self.max_model_len)
+        return loading.load_head(speculative.model, sizes, kind=speculative.method, dtype=dtype)
 
     def _check_draft_model(
         self, model: Any, sizes: DecoderConfig, speculative: config.SpeculativeConfig
@@ -305,9 +319,12 @@ class LLM:
 
 
 def _plan(
-    speculative: config.SpeculativeConfig, sizes: DecoderConfig, draft: DecoderConfig | None
+    speculative: config.SpeculativeConfig,
+    sizes: DecoderConfig,
+    draft: DecoderConfig | HeadConfig | None,
 ) -> Plan:
-    return Plan(Decoder(sizes), speculative.drafter(draft, sizes.vocab_size), speculative.rule)
+    target = Decoder(sizes)
+    return Plan(target, speculative.drafter(draft, target), speculative.rule)
 
 
 def _length_limit(asked: int | None, max_positions: int) -> int:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import platformdirs
 
-from jspec import checkpoint, topology
+from jspec import checkpoint, head_files, topology
+from jspec.head_files import LoadedHead
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.types import Array
 
@@ -97,6 +98,46 @@ def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> Lo
         return model
     chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
     return LoadedModel(model, *checkpoint.load_pretrained(_path(model), chosen))
+
+
+def load_head(
+    head: str | os.PathLike | LoadedHead,
+    target: DecoderConfig,
+    *,
+    kind: str | None = None,
+    dtype: str | None = None,
+) -> LoadedHead:
+    """Loads a draft head; a loaded one is returned as it is.
+
+    Args:
+      head: a local directory or a hub id.
+      target: sizes of the target that it drafts for.
+      kind: the method it must be of, "eagle", "eagle3" or "medusa"; None for any.
+      dtype: as in ``load``.
+
+    Raises:
+      ValueError: it cannot be read, is of another method or was made for another target.
+    """
+    if not isinstance(head, LoadedHead):
+        chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
+        return head_files.load_head(_path(head), target, kind=kind, dtype=chosen)
+    if kind not in (None, head.kind):
+        raise ValueError(
+            f"the head is of method {head.kind!r}, not {kind!r}; ask for {head.kind!r}."
+        )
+    fits = head.config.target_vocab_size == target.vocab_size
+    if not fits or max(head.config.capture_layers) > target.num_layers:
+        raise ValueError("the head was made for another target.")
+    return head
+
+
+def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
+    """The head without its embedding where that is the target's: one copy in memory will do."""
+    own = head.params.embedding if head.kind != "medusa" else None
+    if own is None or own.shape != embedding.shape or not (own == embedding).all():
+        return head
+    config = dataclasses.replace(head.config, own_embedding=False)
+    return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))
 
 
 def sizes(model: str | os.PathLike | LoadedModel) -> DecoderConfig:

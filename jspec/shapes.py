@@ -147,7 +147,8 @@ def drawn_by(tree: Tree, shape: Shape | Dynamic, method: str | None) -> str:
         return "probabilistic" if can_draw else "greedy"
     if method not in DRAFT_SAMPLE_METHODS:
         known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
-        raise ValueError(f"draft_sample_method={method!r} must be {known}.")
+        near = did_you_mean(method, DRAFT_SAMPLE_METHODS) or "."
+        raise ValueError(f"draft_sample_method={method!r} must be {known}{near}")
     if isinstance(shape, Dynamic) and method != "greedy":
         raise ValueError(
             f"draft_sample_method={method!r} is not exact for tree='eagle2', which drops nodes for "

@@ -7,17 +7,23 @@ import pytest
 
 from jspec import config, config_keys
 from jspec.config_keys import KEYS
-from jspec.drafters import METHODS, DraftModel, NGram, NoDrafter
+from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, NGram, NoDrafter
+from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.medusa import MedusaConfig
 from jspec.verify import RULES
 from tests import tiny
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "speculative_config.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 DRAFT = {"model": "some/draft", "num_speculative_tokens": 4}
+EAGLE = {"method": "eagle", "model": "some/head", "num_speculative_tokens": 4}
+TARGET = tiny.TARGET
+HEAD = EagleConfig(TARGET.config, 1, (2,), 32, tiny.VOCAB)
+HEADS = MedusaConfig(5, 1, 32, tiny.VOCAB, tiny.VOCAB, (2,), 5)
 
 
 def ngram(**settings):
-    return config.read(NGRAM | settings).drafter(None, 64)
+    return config.read(NGRAM | settings).drafter(None, TARGET)
 
 
 def error_of(given):
@@ -35,7 +41,7 @@ def test_the_docs_hold_the_table_that_the_code_reads():
 
 
 def test_no_config_decodes_plainly():
-    assert config.read(None).drafter(None, 64) == NoDrafter()
+    assert config.read(None).drafter(None, TARGET) == NoDrafter()
     assert config.read({"method": "none"}) == config.read(None)
 
 
@@ -45,7 +51,7 @@ def test_every_method_and_every_rule_has_a_name_in_the_config():
 
 
 def test_a_drafters_fields_are_config_keys():
-    own = {"config", "vocab_size", "max_length", "noise"}  # set by LLM and Plan
+    own = {"config", "target", "vocab_size", "max_length", "noise"}  # set by LLM and Plan
     for method in METHODS.values():
         assert {field.name for field in dataclasses.fields(method)} - own <= set(KEYS)
 
@@ -82,7 +88,7 @@ def test_one_bound_of_the_lookup_is_a_copy_of_the_other_and_none_means_five(sett
 
 
 def test_draft_models_sample_unless_told_to_be_greedy():
-    build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, 64)
+    build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, TARGET)
     assert build() == DraftModel(tiny.DRAFT_CONFIG, 4, "probabilistic", vocab_size=64)
     assert build(draft_sample_method="greedy").draft_sample_method == "greedy"
 
@@ -118,7 +124,7 @@ def test_keys_left_at_vllms_defaults_change_nothing():
 )
 def test_a_method_that_is_not_built_names_those_that_work(method):
     message = error_of({"method": method, "model": "some/head", "num_speculative_tokens": 3})
-    assert f"method={method!r} is not built yet; these work: 'ngram', 'draft_model'" in message
+    assert f"method={method!r} is not built yet; these work: 'ngram', 'draft_model', " in message
 
 
 @pytest.mark.parametrize(
@@ -127,18 +133,114 @@ def test_a_method_that_is_not_built_names_those_that_work(method):
      ("z-lab/Qwen3-DFlash-b16", "dflash"), ("suffix", "suffix")],
 )  # fmt: skip
 def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
-    assert f"method={method!r} is not built" in error_of({"model": name})
+    given = {"model": name, "num_speculative_tokens": 4}
+    if method in METHODS:
+        assert config.read(given).method == method
+    else:
+        assert f"method={method!r} is not built" in error_of(given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, dict(num_speculative_tokens=4)),
+        ({"tree": "chain", "draft_sample_method": "greedy"},
+         dict(num_speculative_tokens=4, draft_sample_method="greedy")),
+        ({"tree": "eagle2", "tree_size": 20, "tree_top_k": 5},
+         dict(num_speculative_tokens=4, tree="eagle2", tree_size=20, tree_top_k=5)),
+        ({"tree": "eagle2", "num_speculative_tokens": None, "tree_depth": 6},
+         dict(tree_depth=6, tree="eagle2")),
+        ({"tree": "sampled", "draft_sample_method": "top_plus_one"},
+         dict(num_speculative_tokens=4, tree="sampled", draft_sample_method="top_plus_one")),
+        ({"tree": "medusa_vicuna_7b_stage2", "num_speculative_tokens": None},
+         dict(tree="medusa_vicuna_7b_stage2")),
+        ({"tree": [[0], [1], [0, 0]], "num_speculative_tokens": 2},
+         dict(tree=((0,), (1,), (0, 0)), num_speculative_tokens=2)),
+        ({"max_model_len": 64}, dict(num_speculative_tokens=4, max_length=64)),
+    ],
+)  # fmt: skip
+def test_tree_keys_are_the_fields_of_a_drafter_with_a_head(settings, expected):
+    drafter = config.read(EAGLE | settings).drafter(HEAD, TARGET)
+    assert drafter == Eagle(HEAD, TARGET, **expected)
+    if expected.get("tree") != "eagle2" and drafter.max_depth <= 5:
+        given = EAGLE | settings | {"method": "medusa"}
+        assert config.read(given).drafter(HEADS, TARGET) == Medusa(HEADS, TARGET, **expected)
+
+
+def test_a_dynamic_tree_has_the_authors_size_unless_its_depth_admits_fewer_nodes():
+    sizes = [
+        config.read(EAGLE | {"tree": "eagle2", "num_speculative_tokens": depth})
+        .drafter(HEAD, TARGET).tree_size
+        for depth in (1, 2, 8)
+    ]  # fmt: skip
+    assert sizes == [11, 60, 60]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_speculative_tokens": None}, "`num_speculative_tokens` was not provided"),
+        ({"num_speculative_tokens": None, "tree": "eagle2"}, "tree='eagle2' needs num_speculative"),
+        ({"tree": "eagle_2"}, "tree='eagle_2' is not known; use one of chain, eagle2, sampled, "),
+        ({"tree": "mc_sim_7b_63"}, "tree='mc_sim_7b_63' is not known"),
+        ({"tree": 7}, "tree=7 must be a name or a list of rank paths"),
+        ({"tree": [0, 1]}, "tree=[0, 1] must be a name or a list of rank paths"),
+        ({"tree": [[0], [0, 0], [1, 0]], "num_speculative_tokens": 2},
+         "path [1, 0] of the tree has no parent"),
+        ({"tree": [[0], [1]]}, "num_speculative_tokens=4, but the tree of these paths has 1"),
+        ({"tree": [[0], [1]], "num_speculative_tokens": 1, "tree_size": 4},
+         "tree_size=4, but the tree of these paths has 3; leave tree_size out"),
+        ({"tree_size": 9}, "tree_size=9, but tree='chain' has 5"),
+        ({"tree_depth": 3}, "num_speculative_tokens=4 and tree_depth=3 are the same depth"),
+        ({"tree": "eagle2", "tree_size": 1}, "tree_size=1 must be 2 to 311"),
+        ({"tree": "eagle2", "tree_size": 99, "tree_top_k": 3}, "tree_size=99 must be 2 to 31"),
+        ({"tree": "sampled", "tree_size": 99, "tree_top_k": 2}, "tree_size=99 must be 2 to 31"),
+        ({"tree": "eagle2", "tree_size": "9"}, "tree_size='9' must be a whole number"),
+        ({"tree": "eagle2", "tree_top_k": 0}, "tree_top_k=0 must be a whole number of at least 1"),
+        ({"tree": "eagle2", "draft_sample_method": "probabilistic"},
+         "draft_sample_method='probabilistic' is not exact for tree='eagle2'"),
+        ({"tree": "sampled", "draft_sample_method": "greedy"}, "tree='sampled' asks for draws"),
+        ({"draft_sample_method": "top_plus_one"}, "needs a tree with siblings"),
+        ({"tree": [[0], [2]], "num_speculative_tokens": 1, "draft_sample_method": "probabilistic"},
+         "needs a tree whose siblings have the ranks 0, 1, 2"),
+        ({"draft_sample_method": "gredy"}, "did you mean 'greedy'?"),
+        ({"model": None}, "method='eagle' needs a 'model'"),
+        ({"prompt_lookup_max": 3}, "prompt_lookup_max=3 is not used by method='eagle'"),
+    ],
+)  # fmt: skip
+def test_tree_keys_that_do_not_fit_each_other_are_refused(settings, message):
+    assert message in error_of(EAGLE | settings)
+
+
+def test_methods_without_a_head_have_no_trees():
+    assert "tree='eagle2' is not used by method='ngram'" in error_of(NGRAM | {"tree": "eagle2"})
+    assert config.read(NGRAM | {"tree": "chain"}) == config.read(NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (lambda: Medusa(HEADS, TARGET, 3, tree="eagle2"), "tree='eagle2' follows the confidence"),
+        (lambda: Medusa(HEADS, TARGET, 6), "the tree is 6 deep, but there are 5 heads"),
+        (lambda: Eagle(HEAD, TARGET, 2, tree="eagle2", tree_top_k=65, tree_size=9),
+         "nodes with 65 children, but the head knows only 64 tokens"),
+    ],
+)  # fmt: skip
+def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
+    with pytest.raises(ValueError, match=message):
+        drafter()
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("ngram", "speculative_config='ngram' must be a dict, such as {'method'"),
-        ({}, "speculative_config needs a 'method' ('ngram', 'draft_model') or a 'model'."),
+        ({}, "speculative_config needs a 'method' ('ngram', 'draft_model', 'eagle', 'eagle3', "
+         "'medusa') or a 'model'."),
         ({"num_speculative_tokens": 4},
          "num_speculative_tokens was provided but without speculative model."),
         ({"method": "ngrm"}, "Unsupported speculative method: 'ngrm'; these work: 'ngram', "
-         "'draft_model'; did you mean 'ngram'?"),
+         "'draft_model', 'eagle', 'eagle3', 'medusa'; did you mean 'ngram'?"),
         ({"method": 5}, "method=5 must be a name"),
         ({"method": "my.pkg.Drafter"}, "custom classes are not supported here yet"),
         ({"method": "extract_hidden_states"}, "it drafts nothing"),

@@ -1,7 +1,16 @@
 """Drafting methods, by the names that ``speculative_config`` gives them."""
 
 from jspec.drafters.draft_model import DraftModel
+from jspec.drafters.eagle import Eagle
+from jspec.drafters.medusa import Medusa
 from jspec.drafters.ngram import NGram
 from jspec.drafters.none import NoDrafter
 
-METHODS = {"none": NoDrafter, "ngram": NGram, "draft_model": DraftModel}
+METHODS = {
+    "none": NoDrafter,
+    "ngram": NGram,
+    "draft_model": DraftModel,
+    "eagle": Eagle,
+    "eagle3": Eagle,
+    "medusa": Medusa,
+}
