@@ -254,7 +254,7 @@ def write_weights(
     entries: tuple[Entry, ...],
     params: Any,
     dtype: np.dtype,
-    max_shard_bytes: int,
+    max_shard_bytes: int = 5 * 10**9,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes safetensors files, several with an index where one would be too large.

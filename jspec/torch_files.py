@@ -153,6 +153,9 @@ class _Machine:
             push(argument)
         elif opcode == "GLOBAL":
             push(self.known(argument))
+        elif opcode == "STACK_GLOBAL":
+            attribute, module = self.stack.pop(), self.stack.pop()
+            push(self.known(f"{module} {attribute}"))
         elif opcode in ("BINPUT", "LONG_BINPUT", "PUT"):
             self.memo[argument] = self.stack[-1]
         elif opcode == "MEMOIZE":

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import kv, ops
+from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
@@ -109,7 +109,7 @@ class EagleParams:
     fc_bias: Array | None = None  # [D]
     embedding_norm: Array | None = None  # [D], of e
     hidden_norm: Array | None = None  # [D], of f
-    feature_norms: tuple[Array, ...] | None = None  # C of [D_target]
+    feature_norms: Array | None = None  # [C * D_target], one norm after the other
     input_norm: Array | None = None  # [C * D_target]
     norm: Array | None = None  # [D], before the head
     head: Array | None = None  # [D, Vd]
@@ -131,14 +131,13 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
     third = config.generation == 3
     if third:
         first = first.replace(qkv=normal(first_key, 2 * hidden, first.qkv.shape[1]))
-    norms = tuple(ones(config.target_hidden_size, True) for _ in config.capture_layers)
     return EagleParams(
         fc=normal(fc_key, config.fc_inputs, hidden),
         layers=(first, *layers[1:]),
         fc_bias=jnp.zeros((hidden,), dtype) if config.fc_bias else None,
         embedding_norm=ones(hidden, third or config.norm_inputs),
         hidden_norm=ones(hidden, third or config.norm_inputs),
-        feature_norms=norms if config.feature_norms else None,
+        feature_norms=ones(config.fc_inputs, config.feature_norms),
         input_norm=ones(config.fc_inputs, config.input_norm),
         norm=ones(hidden, third),
         head=normal(head_key, hidden, config.vocab_size) if config.own_head else None,
@@ -177,12 +176,10 @@ def fuse(
     if config.generation == 1:
         return features[0].astype(dtype)
     eps = config.network.norm_eps
+    apart = jnp.stack([x.astype(dtype) for x in features], -2)  # [..., C, D_target]
     if params.feature_norms is not None:
-        features = tuple(
-            rms_norm(x, weight, eps)
-            for x, weight in zip(features, params.feature_norms, strict=True)
-        )
-    joined = jnp.concatenate([x.astype(dtype) for x in features], -1)
+        apart = rms_norm(apart, params.feature_norms.reshape(apart.shape[-2:]), eps)
+    joined = apart.reshape(*apart.shape[:-2], -1)
     if params.input_norm is not None:
         joined = rms_norm(joined, params.input_norm, eps)
     return decoder.affine(joined, params.fc, params.fc_bias, linear).astype(dtype)
@@ -229,6 +226,35 @@ def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Arr
     return x, x
 
 
+def take_in(
+    params: EagleParams,
+    config: EagleConfig,
+    embedded: Array,
+    features: Array,
+    cache: kv.KVCache,
+) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+    """Runs n rows of true features that come next after those in the cache, in order.
+
+    Args:
+      params: weights.
+      config: sizes.
+      embedded: e [B, n, D], of the token after each row's feature.
+      features: f [B, n, D].
+      cache: earlier rows, read only.
+
+    Returns:
+      f' [B, n, D], and the rows' entries for ``kv.append``, one a layer [B, Hkv, n, head_dim].
+    """
+    batch, size, _ = embedded.shape
+    tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
+    attend, entries = decoder.attention_over(
+        cache, tree, windows=config.network.windows, implementation=config.network.attention
+    )
+    positions = cache.length[:, None] + tree.depth
+    x = blocks(params, config, embedded, features, positions, attend)
+    return x, tuple(entries)
+
+
 def extend(
     params: EagleParams,
     config: EagleConfig,
@@ -247,7 +273,8 @@ def extend(
       config: sizes.
       embedded: e [B, n, D], of the token after each row's feature.
       features: f [B, n, D].
-      positions: int32 [B, n], of the features: one less than the tokens' own.
+      positions: int32 [B, n], of the features: one less than the tokens' own. A sliding window
+        bounds what a row sees of the cache; of ``side`` it sees what ``mask`` says.
       cache: rows of true features, read only.
       side: one entry a layer, [B, Hkv, M, head_dim]: this round's keys and values so far.
       slot: int32 [], where in ``side`` the n new entries go.
@@ -257,8 +284,9 @@ def extend(
       f' [B, n, D] and the side buffers with the new entries.
     """
     attend, side = decoder.attention_beside(
-        cache, side, slot, mask, positions, windows=config.network.windows
-    )
+        cache, side, slot, mask, positions,
+        windows=config.network.windows, implementation=config.network.attention,
+    )  # fmt: skip
     x = blocks(params, config, embedded, features, positions, attend)
     return x, tuple(side)
 
@@ -293,6 +321,8 @@ def _check(config: EagleConfig) -> None:
     ]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")
+    if config.feature_norms and config.input_norm:
+        raise ValueError("feature_norms and input_norm exclude each other.")
     if not config.capture_layers or (config.generation == 1 and len(config.capture_layers) > 1):
         raise ValueError(
             f"capture_layers={config.capture_layers}: EAGLE-1 reads one hidden state, EAGLE-3 one "

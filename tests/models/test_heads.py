@@ -1,0 +1,155 @@
+"""EAGLE and Medusa heads, loaded from files that torch wrote, against torch: the same logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import head_files, kv
+from jspec.models import decoder
+from jspec.models.heads import eagle, medusa
+
+torch = pytest.importorskip("torch")
+from tests.models import head_cases, torch_heads  # noqa: E402
+from tests.models.head_cases import REDUCED, TARGET, VOCAB, WIDTH  # noqa: E402
+
+TOLERANCE = 1e-4
+ROWS, CHUNK, STEPS = 8, 5, 3  # rows of true features, taken in 5 at first; self-fed rows
+MODEL = decoder.Decoder(TARGET)
+
+
+@functools.cache
+def target_params():
+    return decoder.init_params(jax.random.key(3), TARGET).replace(
+        head=jax.random.normal(jax.random.key(4), (WIDTH, VOCAB)) / 6,
+        embedding=jax.random.normal(jax.random.key(5), (VOCAB, WIDTH)),
+    )
+
+
+def to_torch(array):
+    return torch.from_numpy(np.array(array))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def take_in(params, config, states, tokens, cache):
+    """Logits of rows of true features [1, n, ...], what they gave out, and the cache with them."""
+    embedded = eagle.embed(params, config, tokens, MODEL, target_params())
+    features = eagle.fuse(params, config, states)
+    hidden, entries = eagle.take_in(params, config, embedded, features, cache)
+    size = tokens.shape[1]
+    cache = kv.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
+    return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, cache
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def feed(params, config, hidden, token, position, cache, side, slot, mask):
+    """Logits of a row that takes ``hidden`` [1, 1, D], what it gave out, and the side buffers."""
+    embedded = eagle.embed(params, config, token, MODEL, target_params())
+    hidden, side = eagle.extend(
+        params, config, embedded, hidden, jnp.full((1, 1), position), cache, side, slot, mask
+    )
+    return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, side
+
+
+def draft_logits(head, states, tokens):
+    """Our logits of every row: true ones through the cache in two chunks, then self-fed ones."""
+    params, config = head.params, head.config
+    states = tuple(jnp.asarray(states[None, :, i]) for i in range(states.shape[1]))
+    tokens = jnp.asarray(tokens, jnp.int32)[None]
+    cache, found = eagle.init_cache(config, 1, 16), []
+    for rows in (slice(0, CHUNK), slice(CHUNK, ROWS)):
+        chunk = tuple(x[:, rows] for x in states)
+        logits, hidden, cache = take_in(params, config, chunk, tokens[:, rows], cache)
+        found.append(logits)
+    side = eagle.init_cache(config, 1, STEPS).layers
+    hidden = hidden[:, -1:]
+    for slot in range(STEPS):
+        row = ROWS + slot
+        mask = (jnp.arange(STEPS) <= slot)[None, None]
+        logits, hidden, side = feed(
+            params, config, hidden, tokens[:, row : row + 1], row, cache, side, slot, mask
+        )
+        found.append(logits)
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", head_cases.EAGLE_CASES)
+def test_draft_logits_equal_those_of_torch_for_true_and_for_self_fed_rows(tmp_path, name):
+    tensors, raw = head_cases.eagle_case(name)
+    file = "pytorch_model.bin" if name in ("eagle", "eagle3") else "model.safetensors"
+    head = head_files.load_head(head_cases.write(tmp_path / "head", tensors, raw, file), TARGET)
+    embedding, output = (to_torch(x) for x in (target_params().embedding, target_params().head.T))
+    reference = torch_heads.Eagle1Ref if head.kind == "eagle" else torch_heads.Eagle3Ref
+    reference = reference(tensors, raw, embedding, output)
+
+    states = torch.randn(ROWS, len(head.config.capture_layers), WIDTH) * 2
+    tokens = torch.randint(0, VOCAB, (ROWS + STEPS,))
+    expected = reference.draft_logits(states, tokens).numpy()
+    assert np.ptp(expected, -1).min() > 0.5  # the head says something
+    found = draft_logits(head, states.numpy(), tokens.numpy())
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    if head.config.reduced:
+        ids = reference.target_ids().numpy()
+        np.testing.assert_array_equal(head.params.draft_to_target, ids)
+
+
+@pytest.mark.parametrize("switch", ["norm_before_residual", "norm_output"])
+@pytest.mark.parametrize("name", ["speculators", "speculators-norms-two-layers", "eagle3-1"])
+def test_a_switch_without_tensors_read_the_other_way_would_have_been_seen(name, switch):
+    tensors, raw = head_cases.eagle_case(name)
+    flipped = raw | {switch: not raw.get(switch)}
+    references = [torch_heads.Eagle3Ref(tensors, config, torch.randn(VOCAB, WIDTH))
+                  for config in (raw, flipped)]  # fmt: skip
+    references[1].embedding = references[0].embedding
+    states = torch.randn(ROWS, tensors["fc.weight"].shape[1] // WIDTH, WIDTH)
+    tokens = torch.randint(0, VOCAB, (ROWS + STEPS,))
+    one, other = (reference.draft_logits(states, tokens) for reference in references)
+    assert (one - other).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", head_cases.MEDUSA_CASES)
+def test_medusa_logits_equal_those_of_torch(tmp_path, name):
+    tensors, raw, num_heads, num_layers = head_cases.medusa_case(name)
+    file = "medusa_lm_head.pt" if name == "medusa" else "model.safetensors"
+    head = head_files.load_head(head_cases.write(tmp_path / "head", tensors, raw, file), TARGET)
+    assert (head.config.num_heads, head.config.num_layers) == (num_heads, num_layers)
+    output = to_torch(target_params().head.T)
+    reference = torch_heads.MedusaRef(tensors, num_heads, num_layers, output)
+    hidden = torch.randn(5, WIDTH) * 2
+    expected = reference.draft_logits(hidden).numpy()
+    found = medusa.heads(
+        head.params, head.config, jnp.asarray(hidden.numpy()), MODEL, target_params()
+    )
+    ids = np.arange(VOCAB)
+    if "token_map" in tensors:
+        # vLLM: column j of the logits is token_map[j]; ours are sorted by target id.
+        token_map = tensors["token_map"].numpy()
+        order = np.argsort(token_map)
+        wide = expected.shape[-1] == VOCAB
+        expected = expected[..., token_map[order] if wide else order]
+        ids = token_map[order]
+        assert found.shape[-1] == REDUCED
+        np.testing.assert_array_equal(head.params.draft_to_target, ids)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_medusa_2_heads_are_found_inside_a_language_model(tmp_path):
+    tensors, raw, *_ = head_cases.medusa_case("medusa")
+    wrapped = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
+    wrapped |= {"model.layers.0.input_layernorm.weight": torch.ones(WIDTH)}
+    alone = head_files.load_head(head_cases.write(tmp_path / "a", tensors, raw), TARGET)
+    inside = head_files.load_head(head_cases.write(tmp_path / "b", wrapped, raw), TARGET)
+    assert inside.config == alone.config
+    jax.tree.map(np.testing.assert_array_equal, inside.params, alone.params)
+
+
+@pytest.mark.parametrize("wrapper", ["model.", "module.", "draft_model.", "module.draft_model."])
+def test_wrappers_of_trainers_are_stripped(tmp_path, wrapper):
+    tensors, raw = head_cases.eagle_case("eagle3")
+    wrapped = {f"{wrapper}{name}": tensor for name, tensor in tensors.items()}
+    alone = head_files.load_head(head_cases.write(tmp_path / "a", tensors, raw), TARGET)
+    again = head_files.load_head(head_cases.write(tmp_path / "b", wrapped, raw), TARGET)
+    assert again.kind == "eagle3" and again.config == alone.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, alone.params)
