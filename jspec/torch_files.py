@@ -36,6 +36,10 @@ _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 _ORDERED_DICT, _TENSOR, _PARAMETER = (
     "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
 )  # fmt: skip
+# What zipfile says to damaged archives, besides what it is documented to say.
+_BAD_ARCHIVE = (
+    zipfile.BadZipFile, NotImplementedError, OSError, EOFError, struct.error, ValueError,
+)  # fmt: skip
 _MOST_INSTRUCTIONS = 10_000_000
 
 
@@ -53,7 +57,9 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             records = _Records(path, archive)
             return _Machine(path, records).run(records.program())
-    except zipfile.BadZipFile as error:
+    except _Refused:
+        raise
+    except _BAD_ARCHIVE as error:
         raise ValueError(
             f"{path} is not a whole file of torch 1.6 or later ({error}); download it again, or "
             "load it with torch and save it as safetensors"
@@ -138,9 +144,9 @@ class _Machine:
                 self.step(opcode.name, argument)
             (result,) = self.stack
         # What pickletools and Python say to a malformed program: each means the same here.
-        except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, _Refused):
-                raise
+        except _Refused:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise _refused(self.path, f"its pickle is damaged ({error})") from None
         return self.checked(result)
 
