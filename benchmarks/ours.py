@@ -10,6 +10,41 @@ from jspec.llm import LLM
 from jspec.params import SamplingParams
 
 
+def sample(
+    llm: LLM,
+    batch: int,
+    temperature: float,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    seed: int,
+) -> Sample:
+    """All prompts, ``batch`` at a time, under the clock."""
+    settings = [
+        SamplingParams(
+            temperature=temperature,
+            seed=seed + index,
+            max_tokens=max_new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for index in range(len(prompts))
+    ]
+    wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = []
+    start, cpu = time.perf_counter(), time.process_time()
+    for first in range(0, len(prompts), batch):
+        part = slice(first, first + batch)
+        outputs += llm.generate(wrapped[part], settings[part])
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    answers = [output.outputs[0] for output in outputs]
+    tokens = [answer.token_ids for answer in answers]
+    # A pass emits what it accepted and one token more.
+    accepted = sum(
+        answer.speculative_decoding_stats["num_accepted_draft_tokens"] for answer in answers
+    )
+    return Sample(seconds, cpu, tokens, passes=sum(map(len, tokens)) - accepted)
+
+
 class Ours:
     """The loaded models of one dtype, and an ``LLM`` for each method and K asked for.
 
@@ -26,30 +61,7 @@ class Ours:
     ) -> Sample:
         """All prompts, ``case.batch`` at a time, under the clock."""
         llm = self._llm(case)
-        settings = [
-            SamplingParams(
-                temperature=case.temperature,
-                seed=seed + index,
-                max_tokens=max_new_tokens,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for index in range(len(prompts))
-        ]
-        wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = []
-        start, cpu = time.perf_counter(), time.process_time()
-        for first in range(0, len(prompts), case.batch):
-            part = slice(first, first + case.batch)
-            outputs += llm.generate(wrapped[part], settings[part])
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        answers = [output.outputs[0] for output in outputs]
-        tokens = [answer.token_ids for answer in answers]
-        # A pass emits what it accepted and one token more.
-        accepted = sum(
-            answer.speculative_decoding_stats["num_accepted_draft_tokens"] for answer in answers
-        )
-        return Sample(seconds, cpu, tokens, passes=sum(map(len, tokens)) - accepted)
+        return sample(llm, case.batch, case.temperature, prompts, max_new_tokens, seed)
 
     def _llm(self, case: Case) -> LLM:
         key = case.method, case.num_speculative_tokens, case.ngram_max

@@ -65,6 +65,14 @@ class Shape:
         return tuple(widths)
 
     @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rank path of every drafted node: what ``from_choices`` takes."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths[1:])
+
+    @property
     def gapless(self) -> bool:
         """Whether the children of every node have the ranks 0, 1, 2, ... without a gap."""
         return self.widths == self.num_children
@@ -78,6 +86,8 @@ def from_choices(paths: Iterable[Sequence[int]]) -> Shape:
 
     >>> from_choices([(0,), (1,), (0, 0), (0, 1)])
     Shape(parents=(-1, 0, 0, 1, 1), ranks=(0, 0, 1, 0, 1))
+    >>> from_choices([(1,), (0,), (0, 1)]).paths
+    ((0,), (1,), (0, 1))
 
     Raises:
       ValueError: a path is no list of ranks, stands twice, or lacks its parent; or there is none.
