@@ -59,7 +59,7 @@ EAGLE_CASES = {
         "speculators",
         {"draft_vocab_size": VOCAB, "norm_output": True, "fc_norm": True,
          "transformer_layer_config": {
-             "model_type": "qwen3", "num_hidden_layers": 2, "sliding_window": 3,
+             "model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 3,
              "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}},
         ("embed", "qk_norm"),
     ),

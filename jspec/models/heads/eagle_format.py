@@ -126,12 +126,13 @@ def _transformer_config(raw: dict) -> dict:
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, dict):
         raise ValueError(f"transformer_layer_config must be an object, got {inner!r}")
-    if inner.get("model_type", "qwen3") not in ("llama", "qwen3"):
+    kind = inner.get("model_type", "qwen3")
+    if kind not in ("llama", "qwen3"):
         raise ValueError(
-            f"transformer_layer_config.model_type {inner['model_type']!r} is not supported; known: "
-            "'llama', 'qwen3'"
+            f"transformer_layer_config.model_type {kind!r} is not supported; known: 'llama', "
+            "'qwen3'"
         )
-    return inner
+    return families.FAMILIES[kind].defaults | inner  # the library's networks are transformers'
 
 
 def _network(inner: dict, tensors: Mapping[str, np.ndarray], vocab: int) -> DecoderConfig:
