@@ -3,6 +3,8 @@
 ``implementation=None`` takes the default of the device, a name forces one.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -69,10 +71,17 @@ def attention(
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
     kernel = _attention_kernel(implementation, q, tree_k, cache_k)
-    return kernel.tree_attention(
-        q, tree_k, tree_v, ancestors, cache_k, cache_v, length,
-        scale=scale, window=window, positions=positions, soft_cap=soft_cap,
-    )  # fmt: skip
+
+    def run(*arrays: Array, **blocks: int) -> Array:
+        options = dict(scale=scale, window=window, positions=positions, soft_cap=soft_cap)
+        return kernel.tree_attention(*arrays, **options, **blocks)
+
+    arrays = (q, tree_k, tree_v, ancestors, cache_k, cache_v, length)
+    if kernel is not reference or cache_k is None:
+        return run(*arrays)
+    rows, slots = q.shape[0] * q.shape[1] * q.shape[2], cache_k.shape[2]
+    on_accelerator = functools.partial(run, block=reference.accelerator_block(slots, rows))
+    return lax.platform_dependent(*arrays, cpu=run, default=on_accelerator)
 
 
 def _attention_kernel(name: str | None, q: Array, tree_k: Array, cache_k: Array | None):

@@ -91,6 +91,8 @@ def tree_attention(
     if tree_k.shape[2] == 1:  # a matmul over a single key does not lower
         tree_k, tree_v = (layout.pad_to(x, 2, 8) for x in (tree_k, tree_v))
     tree, cache = (tree_k, tree_v), (cache_k, cache_v)
+    if not interpret:  # else XLA may bring a whole cache into vector memory, past every length
+        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     mixed, log_total = _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret)
     merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., 0])
     return merged[:, :, : group * nodes].reshape(batch, heads, nodes, dim)

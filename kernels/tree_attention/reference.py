@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
-WHOLE = 320  # slots of a cache that is cheaper to read than to cut into blocks
+WHOLE = 320  # slots of a cache that a CPU reads faster than it cuts it into blocks
+# Turns of a loop cost an accelerator more than slots it reads in vain (on a GPU each waits for the
+# host): the fewest turns whose scores stay small. Reckoned from bandwidths, not measured.
+ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 _WORD = 32
 
@@ -49,8 +52,7 @@ def tree_attention(
         the window belongs into ``ancestors``.
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
-      block: slots of the prefix taken at a time; None for all of a small cache, else a
-        32nd of it, at least 64.
+      block: slots of the prefix taken at a time; None for what suits a CPU.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -81,12 +83,18 @@ def tree_attention(
     return (mixed / total[..., None]).reshape(batch, heads, nodes, dim)
 
 
-def default_block(slots: int) -> int:
+def cpu_block(slots: int) -> int:
     """Slots at a time: short blocks follow the length closely, long ones spare turns of the loop.
 
     A block is copied out of the cache, so a cache of a few hundred slots is read whole instead.
     """
     return slots if slots <= WHOLE else max(64, slots // 32)
+
+
+def accelerator_block(slots: int, rows: int) -> int:
+    """Slots at a time on a GPU or TPU, for ``rows`` = B * H * N queries in all."""
+    longest = slots if slots <= ACCELERATOR_WHOLE else ACCELERATOR_BLOCK
+    return min(longest, max(128, ACCELERATOR_SCORES // rows))
 
 
 def unpack(words: Array, count: int) -> Array:
@@ -122,7 +130,7 @@ def _prefix_visibility(length: Array, window: int | None, positions: Array | Non
 
 def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
     slots_total = cache_k.shape[2]
-    block = min(block or default_block(slots_total), slots_total)
+    block = min(block or cpu_block(slots_total), slots_total)
     first, end, mask_of = visible
 
     def take(start: Array, buffer: Array) -> Array:

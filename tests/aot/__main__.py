@@ -1,0 +1,94 @@
+"""``python -m tests.aot``: compiles for every device, and compares with the table.
+
+Each device and number of chips has a process of its own with a time limit, since a compiler that
+crashes or hangs must not end the run. Exits with 1 if a program has become worse.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+
+from tests.aot import table
+from tests.aot.devices import DEVICES, ENVIRONMENT
+
+CHIPS = (1, 4)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__.split("\n")[0])
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
+    parser.add_argument("--chips", nargs="+", type=int, choices=CHIPS, default=CHIPS)
+    parser.add_argument("--only", default="", help="programs whose name begins so")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a device and chips")
+    parser.add_argument("--write", action="store_true", help="take what is found into the table")
+    arguments = parser.parse_args()
+
+    known, comparable = table.load(), True
+    if known["jax"] not in (None, jax.__version__) and not arguments.write:
+        comparable = False
+        print(f"The table is of JAX {known['jax']}, this is {jax.__version__}: figures are shown, "
+              "not compared.")  # fmt: skip
+    rows, failures = {}, []
+    for device in arguments.devices:
+        for chips in arguments.chips:
+            place = f"{device} x{chips}"
+            before = known["devices"].get(place, {})
+            after = rows[place] = dict(before if arguments.only else {})
+            for line in compiled(device, chips, arguments.only, arguments.timeout):
+                problems = judge(line, before, arguments.write or not comparable)
+                show(place, line, problems)
+                failures += [f"{place}: {line['program']} {problem}" for problem in problems]
+                if "figures" in line:
+                    after[line["program"]] = line["figures"]
+    if arguments.write:
+        table.save(jax.__version__, rows)
+    print(*failures, sep="\n", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def compiled(device: str, chips: int, beginning: str, timeout: float) -> Iterator[dict]:
+    """The lines of a worker; where it dies, the last one says so."""
+    command = [sys.executable, "-m", "tests.aot.worker", device, str(chips), beginning]
+    worker = subprocess.Popen(
+        ["timeout", "--kill-after=10", str(timeout), *command],
+        env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in worker.stdout:
+        if line.startswith("{"):
+            yield json.loads(line)
+    messages = worker.stderr.read().strip().splitlines()
+    if status := worker.wait():
+        cause = f"{timeout:g} s were not enough" if status == 124 else (messages or [""])[-1]
+        yield {"program": "the worker", "error": f"ended with status {status}: {cause}"}
+
+
+def judge(line: dict, before: dict, figures_are_new: bool) -> list[str]:
+    """What is wrong with a line, in words."""
+    if "error" in line:
+        return [line["error"].splitlines()[0]]
+    figures = line["figures"]
+    if figures.get("cache_copies_in_loop"):
+        return [f"copies a cache in the loop, {figures['cache_copies_in_loop']} times"]
+    return [] if figures_are_new else table.regressions(before.get(line["program"]), figures)
+
+
+def show(place: str, line: dict, problems: list[str]) -> None:
+    """One line for a person."""
+    figures = dict(line.get("figures", {}))
+    size = figures.pop("temp_bytes", None)
+    facts = [f"{size / 1e6:.1f} MB of temporaries"] if size is not None else []
+    facts += [f"{count} {name}" for name, count in figures.items() if count]
+    if "seconds" in line:
+        facts.append(f"{line['seconds']:.0f} s")
+    mark = "WORSE" if problems else "ok"
+    print(f"{place:9} {mark:5} {line['program']}: {', '.join(facts + problems)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

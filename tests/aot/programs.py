@@ -1,0 +1,160 @@
+"""What is compiled ahead of time: the kernels at real sizes, and whole decode loops."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jspec import ops
+from jspec.decode import DecodeState, decode, init_stats
+from jspec.drafters import DraftModel, Medusa
+from jspec.kernels.tree_attention.shapes import CASES
+from jspec.models import decoder
+from jspec.models.heads import medusa
+from jspec.plan import Plan
+from jspec.types import History, Params, Request, Sampling
+
+BATCH, CAPACITY = 8, 1040  # of the loops
+KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
+ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
+
+TARGET = decoder.DecoderConfig(
+    vocab_size=32000, hidden_size=512, intermediate_size=1536, num_layers=4, num_heads=12,
+    num_kv_heads=4, head_dim=128, max_positions=2048, **ACCELERATOR,
+)  # fmt: skip
+DRAFT = decoder.DecoderConfig(
+    vocab_size=32000, hidden_size=256, intermediate_size=768, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=128, max_positions=2048, **ACCELERATOR,
+)  # fmt: skip
+MEDUSA = medusa.MedusaConfig(
+    num_heads=4, num_layers=1, hidden_size=512, vocab_size=32000, target_vocab_size=32000,
+    capture_layers=(4,), num_outputs=4, activation_dtype="bfloat16",
+)  # fmt: skip
+
+
+class Program(NamedTuple):
+    """Something to compile."""
+
+    trace: Callable[[Any], Any]  # of a placing function, see ``place``; gives jax.stages.Traced
+    cache_shapes: tuple[tuple[int, ...], ...] = ()
+
+
+def place(devices: list, batch: int) -> Callable[[Any], Any]:
+    """A function that puts abstract arrays on ``devices``: those that lead with the batch sharded.
+
+    It takes a pytree, and whether it holds weights, which every device gets whole.
+    """
+    mesh = Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,))
+
+    def put(tree: Any, *, weights: bool = False) -> Any:
+        def one(leaf):
+            sharded = not weights and leaf.shape[:1] == (batch,)
+            spec = PartitionSpec("batch") if sharded else PartitionSpec()
+            sharding = NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(one, tree)
+
+    return put
+
+
+def programs(platform: str, num_devices: int) -> dict[str, Program]:
+    """All programs of a platform, by name. Kernels are compiled for one device."""
+    found = {}
+    kernel, dtypes = {"tpu": ("pallas_tpu", ("bfloat16", "float32")),
+                      "cuda": ("pallas_gpu", ("bfloat16",))}[platform]  # fmt: skip
+    if num_devices == 1:
+        for name in CASES:
+            for dtype in dtypes:
+                program = functools.partial(attention, name, kernel, dtype)
+                found[f"tree_attention, {name}, {dtype}"] = Program(program)
+    kernels = (None, kernel) if num_devices == 1 else (None,)
+    for implementation in kernels:
+        suffix = f", {implementation}" if implementation else ""
+        for name, plan in plans(implementation).items():
+            found[f"decode, {name}{suffix}"] = Program(
+                functools.partial(loop, plan), _cache_shapes(plan, num_devices)
+            )
+    return found
+
+
+def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], Any]) -> Any:
+    """One of the cases shared with the tests of the kernel, over a long cache."""
+    case = CASES[name]
+    queries, kv_heads, features = case.heads
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((KERNEL_BATCH, *shape), dtype)
+    tree, cache = array(kv_heads, case.keys, features), array(kv_heads, KERNEL_SLOTS, features)
+    words = array(case.nodes, -(-case.keys // 32), dtype="uint32")
+    arrays = (array(queries, case.nodes, features), tree, tree, words, cache, cache,
+              array(dtype="int32"), array(case.nodes, dtype="int32"))  # fmt: skip
+
+    def attend(*arrays):
+        return ops.attention(
+            *arrays[:-1], positions=arrays[-1], scale=0.1, window=case.window,
+            soft_cap=case.soft_cap, implementation=implementation,
+        )  # fmt: skip
+
+    return jax.jit(attend).trace(*put(arrays))
+
+
+def plans(implementation: str | None) -> dict[str, Plan]:
+    """The decode loops: a sampled chain of a small model, and Medusa's published static tree."""
+    with_kernel = lambda config: config.__class__(**vars(config) | {"attention": implementation})
+    target = decoder.Decoder(with_kernel(TARGET))
+    chain = DraftModel(with_kernel(DRAFT), 7)
+    tree = Medusa(MEDUSA, target, tree="medusa_mc_sim_7b_63", draft_sample_method="greedy")
+    return {"draft_model": Plan(target, chain), "static tree": Plan(target, tree)}
+
+
+def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
+    """The whole decode loop of a plan, at temperature."""
+    narrow = dict(dtype=jnp.bfloat16)
+    init = {DraftModel: decoder.init_params, Medusa: medusa.init_params}[type(plan.drafter)]
+    key = jax.random.key(0)
+    params = jax.eval_shape(
+        lambda: Params(
+            decoder.init_params(key, plan.target.config, **narrow),
+            init(key, plan.drafter.config, **narrow),
+        )
+    )
+    request = jax.eval_shape(_request)
+    state = jax.eval_shape(functools.partial(_state, plan), params, request)
+    until = jax.ShapeDtypeStruct((), jnp.int32)
+    return decode.trace(
+        plan, put(params, weights=True), put(request), (), put(state), put(until)
+    )  # fmt: skip
+
+
+def _request() -> Request:
+    column = lambda dtype: jnp.zeros((BATCH,), dtype)
+    sampling = Sampling(
+        temperature=column(jnp.float32), min_p=column(jnp.float32), top_k=column(jnp.int32),
+        top_p=column(jnp.float32), names=("temperature",),
+    )  # fmt: skip
+    keys = jax.vmap(jax.random.key)(jnp.arange(BATCH))
+    return Request(keys, sampling, jnp.zeros((BATCH, 1), jnp.int32), column(jnp.int32))
+
+
+def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
+    return DecodeState(
+        history=History(jnp.zeros((BATCH, CAPACITY), jnp.int32), jnp.zeros((BATCH,), jnp.int32)),
+        cache=plan.target.init_cache(BATCH, CAPACITY),
+        memory=plan.drafter.init(params, request, CAPACITY),
+        done=jnp.zeros((BATCH,), bool),
+        stats=init_stats(plan, BATCH),
+        round=jnp.int32(0),
+    )
+
+
+def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the target's and the draft model's cache buffers on one device."""
+    models = [plan.target.config]
+    if isinstance(plan.drafter, DraftModel):
+        models.append(plan.drafter.config)
+    return tuple(
+        (BATCH // num_devices, model.num_kv_heads, CAPACITY, model.head_dim) for model in models
+    )
