@@ -3,10 +3,10 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
-from jspec import shapes
+from jspec import shapes, verify
 from jspec.config_keys import (
     DRAFT_SAMPLE_METHODS,
     KEYS,
@@ -15,8 +15,9 @@ from jspec.config_keys import (
     METHODS_NOT_BUILT,
     METHODS_REFUSED,
     MODELS_NAMING_METHODS,
+    RULE_KEYS,
     RULE_NAMES,
-    RULES_LOSSY,
+    RULES_NOT_BUILT,
 )
 from jspec.drafters import METHODS
 from jspec.head_files import HeadConfig, LoadedHead
@@ -35,14 +36,14 @@ class SpeculativeConfig:
 
     Attributes:
       method: a name in ``jspec.drafters.METHODS``.
-      rule: a name in ``jspec.verify.RULES``.
+      rule: a name in ``jspec.verify.RULES``, or the rule itself where keys have set it.
       model: of the drafter: a path, a hub id or what was loaded; None for methods without one.
       max_model_len: longest sequence to draft for; None for all that the draft model can take.
       settings: fields of the method's drafter.
     """
 
     method: str = NONE
-    rule: str = "rejection"
+    rule: str | verify.Rule = "rejection"
     model: Any = None
     max_model_len: int | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,7 +94,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         _check_path(method, values["model"])
     return SpeculativeConfig(
         method=method,
-        rule=_rule(values["rejection_sample_method"]),
+        rule=_rule(values),
         model=values["model"] if "config" in _fields(method) else None,
         max_model_len=_at_least_one("max_model_len", values["max_model_len"]),
         settings=settings,
@@ -209,7 +210,7 @@ def _working() -> str:
 def _check_used(method: str, values: Mapping[str, Any]) -> None:
     """Keys that the method would ignore must not ask for anything."""
     used = _fields(method) | {"method", "rejection_sample_method", "draft_tensor_parallel_size",
-                              "draft_sample_method"}  # fmt: skip
+                              "draft_sample_method", *sum(RULE_KEYS.values(), ())}  # fmt: skip
     if "config" in used:
         used |= {"model", "max_model_len"}
     for name, value in values.items():
@@ -319,12 +320,36 @@ def _at_least_one(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def _rule(name: Any) -> str:
+def _rule(values: Mapping[str, Any]) -> str | verify.Rule:
+    """The rule, with its settings."""
+    rule = _rule_name(values["rejection_sample_method"])
+    for other, names in RULE_KEYS.items():
+        if rule != other and any(values[name] is not None for name in names):
+            raise ValueError(
+                f"{' / '.join(names)} are only valid with rejection_sample_method={other!r}."
+            )
+    given = [values[name] for name in RULE_KEYS.get(rule, ())]
+    for name, value in zip(RULE_KEYS.get(rule, ()), given, strict=True):
+        _check_real(name, value, listed=name == "synthetic_acceptance_rates")
+    if rule == "synthetic":
+        # Of a published tree the depth is not known yet: Plan compares it with the rates.
+        _check_acceptance(*given, values["num_speculative_tokens"] or values["tree_depth"])
+        return verify.synthetic(*given)
+    if any(value is not None for value in given):
+        default = verify.RULES[rule].walk
+        return verify.typical(
+            *(old if new is None else new
+              for old, new in zip(dataclasses.astuple(default), given, strict=True))
+        )  # fmt: skip
+    return rule
+
+
+def _rule_name(name: Any) -> str:
     name = "standard" if name is None else name
-    if name in RULES_LOSSY:
+    if name in RULES_NOT_BUILT:
         raise ValueError(
-            f"rejection_sample_method={name!r} is lossy: its output does not follow the target's "
-            f"distribution, so it is refused; use one of {', '.join(RULE_NAMES)}."
+            f"rejection_sample_method={name!r} is lossy and not built; use one of "
+            f"{', '.join(RULE_NAMES)}."
         )
     if not isinstance(name, str) or name not in RULE_NAMES:
         raise ValueError(
@@ -332,6 +357,29 @@ def _rule(name: Any) -> str:
             f"{', '.join(RULE_NAMES)}{did_you_mean(name, RULE_NAMES)}"
         )
     return RULE_NAMES[name]
+
+
+def _check_real(name: str, value: Any, *, listed: bool) -> None:
+    is_real = lambda x: isinstance(x, Real) and not isinstance(x, bool)
+    if listed and value is not None:
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Sequence)
+            or not all(map(is_real, value))
+        ):
+            raise ValueError(f"{name}={value!r} must be a list of numbers.")
+    elif value is not None and not is_real(value):
+        raise ValueError(f"{name}={value!r} must be a number.")
+
+
+def _check_acceptance(rates: Sequence[float] | None, length: float | None, depth: Any) -> None:
+    """What vLLM says of rates and lengths that do not fit the draft."""
+    if depth is None:
+        return
+    if rates is not None and len(rates) != depth:
+        raise ValueError(f"synthetic_acceptance_rates must have length {depth}, got {len(rates)}.")
+    if length is not None and not 1 <= length <= depth + 1:
+        raise ValueError(f"synthetic_acceptance_length must be in [1, {depth + 1}], got {length}.")
 
 
 def _fields(method: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jspec import shapes
 from jspec.drafters import METHODS
+from jspec.verify import RULES
 
 Standing = Literal["works", "not built", "refused"]
 
@@ -41,10 +42,6 @@ class Key:
 
 _VLLM_ONLY = "an engine setting of vLLM's; one XLA program has no such part"
 _SUFFIX = "comes with method 'suffix'"
-_SYNTHETIC = (
-    "synthetic_acceptance_rates / synthetic_acceptance_length are only valid with "
-    "rejection_sample_method='synthetic'."
-)
 _GONE = "gone from vLLM too"
 
 _WORKS = (
@@ -58,7 +55,8 @@ _WORKS = (
      "shortest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_max`"),
     ("rejection_sample_method", "standard",
      "'standard', 'block', 'coupled' (the text of plain sampling; not in vLLM), and the older "
-     "'probabilistic' (standard) and 'strict' (the target's own draw must equal the draft)"),
+     "'probabilistic' (standard) and 'strict' (the target's own draw must equal the draft); lossy "
+     "are 'synthetic' (for benchmarks) and 'typical' (Medusa's; not in vLLM)"),
     ("draft_sample_method", "greedy",
      "'probabilistic' (the default here: drafts are sampled, with their law recorded) or 'greedy'; "
      "for trees also 'top_plus_one' (the likeliest children and one draw; not in vLLM)"),
@@ -75,6 +73,13 @@ _WORKS = (
      "`num_speculative_tokens`"),
     ("tree_top_k", None,
      "not in vLLM; children of a node at most, 10 for 'eagle2' and 4 for 'sampled' if left out"),
+    ("synthetic_acceptance_rates", None,
+     "of 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K"),
+    ("synthetic_acceptance_length", None,
+     "of 'synthetic', in place of rates: mean tokens a round, the one after the draft included"),
+    ("posterior_threshold", None,
+     "of 'typical', 0.09 if left out: accepted is p > min(threshold, alpha * exp(-entropy))"),
+    ("posterior_alpha", None, "of 'typical', 0.3 if left out"),
 )  # fmt: skip
 
 _NOT_BUILT = (
@@ -93,8 +98,6 @@ _NOT_BUILT = (
     ("suffix_decoding_max_spec_factor", 1.0, _SUFFIX),
     ("suffix_decoding_max_tree_depth", 24, _SUFFIX),
     ("suffix_decoding_min_token_prob", 0.1, _SUFFIX),
-    ("synthetic_acceptance_length", None, _SYNTHETIC),
-    ("synthetic_acceptance_rates", None, _SYNTHETIC),
     ("use_heterogeneous_vocab", False, "target and draft model must share their vocabulary"),
     ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
 )  # fmt: skip
@@ -118,8 +121,6 @@ _REFUSED = (
     ("disable_mqa_scorer", False, _GONE),
     ("fly_entropy_threshold", None, "lossy: the output would not follow the target"),
     ("fly_window_size", None, "lossy: the output would not follow the target"),
-    ("posterior_alpha", None, f"{_GONE}, and lossy: the output would not follow the target"),
-    ("posterior_threshold", None, f"{_GONE}, and lossy: the output would not follow the target"),
     ("speculative_token_tree", None, f"{_GONE}; use tree"),
 )  # fmt: skip
 
@@ -151,8 +152,15 @@ RULE_NAMES = {
     "coupled": "coupled",
     "probabilistic": "rejection",
     "strict": "match",
+    "synthetic": "synthetic",
+    "typical": "typical",
 }
-RULES_LOSSY = ("fly", "lenient", "synthetic", "typical", "typical_acceptance_sampler")
+# Keys that only one rule reads.
+RULE_KEYS = {
+    "synthetic": ("synthetic_acceptance_rates", "synthetic_acceptance_length"),
+    "typical": ("posterior_threshold", "posterior_alpha"),
+}
+RULES_NOT_BUILT = ("fly", "lenient")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # of chains; trees have more
 
 
@@ -169,8 +177,8 @@ def markdown() -> str:
         *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),
     ]
     rules = [
-        *((f"`{name}`", "works", f"rule `{rule}`") for name, rule in RULE_NAMES.items()),
-        *((f"`{name}`", "refused", "lossy") for name in RULES_LOSSY),
+        *((f"`{name}`", "works", _described(rule)) for name, rule in RULE_NAMES.items()),
+        *((f"`{name}`", "raises until built", "lossy") for name in RULES_NOT_BUILT),
     ]
     return "\n".join(
         (
@@ -180,6 +188,11 @@ def markdown() -> str:
             _table(("`tree`", "nodes with the root", "depth"), trees),
         )
     )
+
+
+def _described(rule: str) -> str:
+    lossy = "" if RULES[rule].lossless else "; lossy: the output does not follow the target"
+    return f"rule `{rule}`{lossy}"
 
 
 def _tree_sizes(name: str) -> tuple[str, str]:

@@ -1,9 +1,10 @@
 """The plan of a generation: everything static, in one hashable value."""
 
 import dataclasses
+from typing import get_args
 
 from jspec import verify
-from jspec.types import Array, Draft, Drafter, History, Request, Target, Tree, Verdict
+from jspec.types import Array, Draft, Drafter, History, Proposal, Request, Target, Tree, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,35 +16,30 @@ class Plan:
     Attributes:
       target: the model whose distribution the output has.
       drafter: what proposes.
-      rule: a name in ``jspec.verify.RULES``.
+      rule: a name in ``jspec.verify.RULES``, or a ``Rule``: of your own, or with other settings
+        than those listed. A lossy rule must be asked for like this; nothing falls back on one.
       ladder: node counts that the target's pass is compiled for, ascending, the last one being the
         drafter's ``tree_size``; a round runs at the smallest that holds its longest draft. () for
         the default: 1 and ``tree_size``.
       record_rounds: rounds whose drafts are kept for inspection, 0 for none.
 
     Raises:
-      ValueError: the rule is unknown, or not exact for the drafter's proposals, or the ladder does
-        not end at ``tree_size``.
+      ValueError: the rule is unknown, or not exact for the drafter's proposals, or its settings are
+        for other depths, or the ladder does not end at ``tree_size``.
     """
 
     target: Target
     drafter: Drafter
-    rule: str = "rejection"
+    rule: str | verify.Rule = "rejection"
     ladder: tuple[int, ...] = ()
     record_rounds: int = 0
 
     def __post_init__(self):
-        if self.rule not in verify.RULES:
+        if isinstance(self.rule, str) and self.rule not in verify.RULES:
             known = ", ".join(verify.RULES)
             raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")
-        proposal = self.drafter.proposal
-        if proposal != "point" and proposal not in self._rule.exact_for:
-            fitting = [name for name, rule in verify.RULES.items() if proposal in rule.exact_for]
-            raise ValueError(
-                f"rule={self.rule!r} is not exact for the {proposal!r} drafts of "
-                f"{type(self.drafter).__name__}; use one of {', '.join(fitting)}."
-            )
-        if self._rule.shares_noise and proposal != "point":
+        _check_pair(self._rule, self.drafter)
+        if self._rule.shares_noise and self.drafter.proposal != "point":
             object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, noise="target"))
         size = self.drafter.tree_size
         ladder = self.ladder or tuple(sorted({1, size}))
@@ -55,15 +51,43 @@ class Plan:
 
     @property
     def _rule(self) -> verify.Rule:
-        return verify.RULES[self.rule]
+        return verify.RULES[self.rule] if isinstance(self.rule, str) else self.rule
 
     @property
     def effective_rule(self) -> verify.Rule:
-        """The rule that runs: point-mass drafts take the target-only walk, the same law."""
-        return verify.TARGET_ONLY if self.drafter.proposal == "point" else self._rule
+        """The rule as it runs on this drafter's proposals."""
+        return self._rule.judging(self.drafter.proposal)
 
     def verify(
         self, request: Request, draft: Draft, tree: Tree, logits: Array, history: History
     ) -> Verdict:
         """Judges a draft by the target's raw logits; see ``jspec.verify``."""
         return verify.verify(self.effective_rule, request, draft, tree, logits, history)
+
+
+def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:
+    """Refuses what is not exact, unless it is a lossy rule, which must be asked for by name."""
+    proposal, name = drafter.proposal, type(drafter).__name__
+    if proposal not in get_args(Proposal):
+        known = ", ".join(map(repr, get_args(Proposal)))
+        raise ValueError(f"{name}.proposal={proposal!r} is not known; use one of {known}.")
+    if proposal == "chain" and drafter.tree_size != drafter.max_depth + 1:
+        raise ValueError(
+            f"{name} says proposal='chain', but has tree_size={drafter.tree_size} nodes for "
+            f"max_depth={drafter.max_depth}: name the law of its siblings, such as "
+            "'without_replacement'."
+        )
+    if rule.lossless and proposal not in rule.exact_for:
+        fitting = [known.name for known in verify.RULES.values() if proposal in known.exact_for]
+        raise ValueError(
+            f"rule={rule.name!r} is not exact for the {proposal!r} drafts of {name}; use one of "
+            f"{', '.join(fitting)}."
+        )
+    least, most = rule.depths
+    if not least <= drafter.max_depth <= (drafter.max_depth if most is None else most):
+        wanted = f"{least} or more" if most is None else f"{least}"
+        raise ValueError(
+            f"rule={rule.name!r} is set for drafts of depth {wanted}, but {name} drafts to depth "
+            f"{drafter.max_depth}; give Plan a rule made for it, such as "
+            f"rule=jspec.verify.{rule.name}(...)."
+        )

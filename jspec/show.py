@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +12,7 @@ from jspec import config_keys, drafters, verify
 from jspec.llm import LLM
 from jspec.outputs import CompletionOutput
 from jspec.text import Detokenizer
+from jspec.types import Proposal
 
 DRAFTED = "bold green"  # drafted, and accepted by the target
 OWN = "yellow"  # drawn by the target itself
@@ -85,18 +86,28 @@ def rules_table() -> Table:
     """Every acceptance rule, and the drafts for which it keeps the target's distribution."""
     table = Table(
         title="speculative_config: rejection_sample_method", title_justify="left",
-        caption="exact for: drafts whose law the rule can judge; drafts that are not drawn at "
-        "random\n(ngram, greedy drafting) are exact under every rule",
+        caption="exact for: laws of drafts that the rule can judge (see jspec.types.Proposal); "
+        "rules that\nare not lossless run only where they are asked for by name",
         caption_justify="left", show_lines=True,
     )  # fmt: skip
     for heading in ("name", "rule", "what it does", "exact for", "lossless"):
         table.add_column(heading, no_wrap=heading != "what it does")
     for name, rule_name in config_keys.RULE_NAMES.items():
         rule = verify.RULES[rule_name]
-        laws = "all drafts" if len(rule.exact_for) > 3 else "\n".join(sorted(rule.exact_for))
+        laws = _exact_for(rule)
         lossless = "yes" if rule.lossless else "no"
         table.add_row(name, rule.name, rule.summary, laws, lossless)
     return table
+
+
+def _exact_for(rule: verify.Rule) -> str:
+    """The laws of drafts that a rule is exact for, in few words."""
+    missing = set(get_args(Proposal)) - rule.exact_for
+    if not rule.exact_for or not missing:
+        return "all drafts" if rule.exact_for else "none"
+    if len(missing) > 2:
+        return "\n".join(sorted(rule.exact_for))
+    return f"all drafts\nbut {', '.join(sorted(missing))}"
 
 
 def _summary(method: type) -> str:

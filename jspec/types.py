@@ -22,7 +22,22 @@ Array = jax.Array
 Memory = Any  # what a drafter carries from round to round: a pytree of its own
 Shared = Any  # what survives calls and has no batch axis: a pytree of the drafter's own
 
-Proposal = Literal["point", "chain", "iid", "without_replacement", "top_plus_one", "mixed"]
+# The law of a node's children, given its row of ``Draft.logits``:
+#
+# * "point": chosen without chance, as the likeliest or by looking up; no rows;
+# * "chain": one child, drawn from the row;
+# * "iid": drawn with replacement;
+# * "without_replacement": successive draws, each from what those before it left of the row;
+# * "top_plus_one": point masses, then one child drawn from the row without their tokens;
+# * "mixed": any of those above but "iid", by ``Draft.sampled``: children drawn without replacement
+#   from the row without the tokens of their point-mass siblings;
+# * "pruned": drawn, but some were dropped for their own value: no law of the rest is known.
+#
+# Where fewer tokens have weight than there are children, the rest of the children are not valid.
+# Otherwise, but for "pruned", whether a node is valid never depends on its own or a later value.
+Proposal = Literal[
+    "point", "chain", "iid", "without_replacement", "top_plus_one", "mixed", "pruned"
+]
 
 
 @struct.dataclass
@@ -185,6 +200,6 @@ class Drafter(Protocol):
         """Learns the verdict; ``history`` already holds the tokens of this round."""
 
 
-# A rule maps (warped logits [B, N, V], draft, tree, coins) to (path, num_accepted, next_logits);
-# see jspec.verify for the two kinds of coins.
+# A rule's walk maps (warped logits [B, N, V], draft, tree, coins) to (path, num_accepted,
+# next_logits); see jspec.verify for the two kinds of coins.
 Walk = Callable[[Array, Draft, Tree, Array], tuple[Array, Array, Array]]

@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from jspec import config, config_keys
+from jspec import config, config_keys, verify
 from jspec.config_keys import KEYS
 from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, NGram, NoDrafter
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
+from jspec.plan import Plan
 from jspec.verify import RULES
 from tests import tiny
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "speculative_config.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
 DRAFT = {"model": "some/draft", "num_speculative_tokens": 4}
 EAGLE = {"method": "eagle", "model": "some/head", "num_speculative_tokens": 4}
 TARGET = tiny.TARGET
@@ -102,9 +104,31 @@ def test_rules_go_by_the_names_of_vllm_old_and_new(name, rule):
     assert config.read(NGRAM | {"rejection_sample_method": name}).rule == rule
 
 
-@pytest.mark.parametrize("name", ["synthetic", "typical", "lenient", "fly"])
-def test_lossy_rules_are_refused(name):
-    assert "lossy" in error_of(NGRAM | {"rejection_sample_method": name})
+@pytest.mark.parametrize("name", config_keys.RULES_NOT_BUILT)
+def test_lossy_rules_that_are_not_built_are_refused(name):
+    assert "lossy and not built" in error_of(NGRAM | {"rejection_sample_method": name})
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"rejection_sample_method": "typical"}, "typical"),
+        ({"rejection_sample_method": "typical", "posterior_alpha": 0.5}, verify.typical(0.09, 0.5)),
+        ({"rejection_sample_method": "typical", "posterior_threshold": 0.2},
+         verify.typical(0.2, 0.3)),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5},
+         verify.synthetic(length=2.5)),
+        ({"rejection_sample_method": "synthetic",
+          "synthetic_acceptance_rates": [0.9, 0.5, 0.5, 0]},
+         verify.synthetic([0.9, 0.5, 0.5, 0.0])),
+    ],
+)  # fmt: skip
+def test_lossy_rules_run_where_they_are_asked_for_by_name(settings, rule):
+    read = config.read(NGRAM | settings)
+    assert read.rule == rule
+    plan = Plan(tiny.TARGET, read.drafter(None, tiny.TARGET), read.rule)
+    assert not plan.effective_rule.lossless
+    assert hash(plan) == hash(Plan(tiny.TARGET, plan.drafter, config.read(NGRAM | settings).rule))
 
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.standing != "works"])
@@ -275,7 +299,7 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
          "'probabilistic'?"),
         (NGRAM | {"rejection_sample_method": "strikt"},
          "rejection_sample_method='strikt' is not known; use one of standard, block, coupled, "
-         "probabilistic, strict; did you mean 'strict'?"),
+         "probabilistic, strict, synthetic, typical; did you mean 'strict'?"),
         (NGRAM | {"rejection_sample_method": ["block"]}, "is not known"),
         (NGRAM | {"num_spec_tokens": 4},
          "speculative_config has no key 'num_spec_tokens'; did you mean 'num_speculative_tokens'?"),
@@ -283,7 +307,28 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         (NGRAM | {"enable_adaptive_verification": True},
          "Adaptive verification only supported with DSpark"),
         (NGRAM | {"synthetic_acceptance_length": 2.0},
-         "only valid with rejection_sample_method='synthetic'"),
+         "synthetic_acceptance_rates / synthetic_acceptance_length are only valid with "
+         "rejection_sample_method='synthetic'."),
+        (NGRAM | {"posterior_alpha": 0.3}, "posterior_threshold / posterior_alpha are only valid "
+         "with rejection_sample_method='typical'."),
+        (SYNTHETIC, "rejection_sample_method='synthetic' requires exactly one of "
+         "synthetic_acceptance_rates or synthetic_acceptance_length."),
+        (SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 0, 0]},
+         "requires exactly one of"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [1, 1]},
+         "synthetic_acceptance_rates must have length 4, got 2."),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [1, 1, 0.5, -0.5]},
+         "synthetic_acceptance_rates entries must be in [0, 1], got [1.0, 1.0, 0.5, -0.5]."),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.5, 0.5]},
+         "synthetic_acceptance_rates must be non-increasing, got [0.5, 0.6, 0.5, 0.5]."),
+        (SYNTHETIC | {"synthetic_acceptance_rates": "1100"}, "must be a list of numbers"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 5.5},
+         "synthetic_acceptance_length must be in [1, 5], got 5.5."),
+        (SYNTHETIC | {"synthetic_acceptance_length": True}, "must be a number"),
+        (NGRAM | {"rejection_sample_method": "typical", "posterior_threshold": 2},
+         "posterior_threshold=2 must be in [0, 1]"),
+        (NGRAM | {"rejection_sample_method": "typical", "posterior_alpha": -1},
+         "posterior_alpha=-1 must be a number of at least 0"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_remedy(given, message):

@@ -87,8 +87,8 @@ def test_a_ladder_that_does_not_fit_is_refused(ladder):
 
 
 def test_a_rule_that_is_not_known_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="rule='typical' is not known; use one of rejection"):
-        Plan(tiny.TARGET, tiny.NGRAM, rule="typical")
+    with pytest.raises(ValueError, match="rule='tipical' is not known; use one of rejection"):
+        Plan(tiny.TARGET, tiny.NGRAM, rule="tipical")
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])

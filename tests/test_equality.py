@@ -134,7 +134,7 @@ def test_text_does_not_depend_on_drafts_drawn_with_the_targets_noise():
 # -------------------------------------------------------------------------- greedy and neighbours
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
 def test_greedy_text_is_that_of_plain_decoding_under_every_rule(rule):
     params = Params(WEIGHTS, table(1, V, V))
     answers = run_rows(one_rung(TableDrafter(K), rule), params, greedy_rows())

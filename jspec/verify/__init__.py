@@ -5,50 +5,104 @@ can be enumerated. Its coins are of one of two kinds:
 
 * ``target``: the target's own draw after every node, int32 [B, N];
 * ``round``: one uniform a node, float32 [B, N], fresh in every round.
+
+A rule of your own is a ``Rule``, which ``Plan`` takes in place of a name.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
 
 from jspec import sampling
 from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
-from jspec.verify.rejection import block, rejection
+from jspec.verify import block, rejection
+from jspec.verify.synthetic import Synthetic
 from jspec.verify.target_only import match
+from jspec.verify.typical import Typical
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An acceptance rule and what is true of it."""
+    """An acceptance rule and what is true of it.
+
+    Attributes:
+      name: in tables and messages.
+      walk: the rule itself. Part of a plan, so hashable: a function, or a frozen dataclass whose
+        fields are the rule's settings.
+      coins: what decides.
+      exact_for: laws of drafts for which the output law is the target's; none for a lossy rule.
+      walk_replaced: the walk where siblings were drawn with replacement; None for the same one.
+      point_rule: name of the rule that runs in its place, by the same law, on point masses.
+      shares_noise: the drafter draws with the target's noise.
+      lossless: False for rules that change the output's law. They judge drafts of any kind.
+      greedy_is_match: at temperature 0 the rule comes to ``match``.
+      depths: how deep the drafts are that its settings are for, at least and at most; None for any.
+      summary: one line.
+    """
 
     name: str
     walk: Walk
     coins: Literal["target", "round"]
-    exact_for: frozenset[Proposal]  # laws of drafts for which the output law is the target's
-    shares_noise: bool = False  # the drafter draws with the target's noise
+    exact_for: frozenset[Proposal]
+    walk_replaced: Walk | None = None
+    point_rule: str | None = None
+    shares_noise: bool = False
     lossless: bool = True
+    greedy_is_match: bool = True
+    depths: tuple[int, int | None] = (0, None)
     summary: str = ""
 
+    def judging(self, proposal: Proposal) -> "Rule":
+        """The rule as it runs on drafts of a law."""
+        if proposal == "point" and self.point_rule is not None:
+            return RULES[self.point_rule]
+        if proposal == "iid" and self.walk_replaced is not None:
+            return dataclasses.replace(self, walk=self.walk_replaced)
+        return self
 
-_ANY = frozenset({"point", "chain", "iid", "without_replacement", "top_plus_one", "mixed"})
+
+def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
+    """Medusa's typical acceptance; see ``jspec.verify.typical.Typical``. Lossy."""
+    return Rule(
+        "typical", Typical(threshold, alpha), "round", frozenset(), lossless=False,
+        summary="Medusa's: accept what the target finds likely enough, by its entropy; greedy "
+        "stays exact",
+    )  # fmt: skip
+
+
+def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
+    """Acceptance by rates, for benchmarks; see ``jspec.verify.synthetic.Synthetic``. Lossy."""
+    walk = Synthetic(rates if rates is None else tuple(rates), length)
+    return Rule(
+        "synthetic", walk, "round", frozenset(), lossless=False, greedy_is_match=False,
+        depths=walk.depths, summary="for benchmarks: accept whatever is drafted, at given rates",
+    )  # fmt: skip
+
+
+_DRAWN = frozenset({"chain", "iid", "without_replacement", "top_plus_one", "mixed"})
+_WITH_POINTS = _DRAWN | {"point"}
 
 RULES = {
     rule.name: rule
     for rule in (
-        Rule("rejection", rejection, "round", frozenset({"chain"}),
+        # On point masses both come to the target-only walk: the same law, and without a residual.
+        Rule("rejection", rejection.rejection, "round", _WITH_POINTS, rejection.with_replacement,
+             point_rule="match",
              summary="token rule with p/q: accept by ratio, else draw from the residual"),
-        Rule("block", block, "round", frozenset({"chain"}),
-             summary="block verification: judges the chain as a whole, accepts at least as much"),
-        Rule("match", match, "target", _ANY,
+        Rule("block", block.block, "round", _WITH_POINTS, block.with_replacement,
+             point_rule="match",
+             summary="judges the draft as a whole, accepts at least as much: block verification "
+             "of chains, traversal verification of trees"),
+        Rule("match", match, "target", _WITH_POINTS | {"pruned"},
              summary="accept while the target's own draw equals the draft"),
-        Rule("coupled", match, "target", _ANY, shares_noise=True,
+        Rule("coupled", match, "target", _WITH_POINTS | {"pruned"}, shares_noise=True,
              summary="match, with draft and target sharing noise: the text of plain sampling"),
+        typical(),
+        synthetic(rates=()),  # for drafts of depth 0: rates have no default
     )
 }  # fmt: skip
-
-# What rejection and block come to for point-mass drafts: the same law, and without a residual.
-TARGET_ONLY = RULES["match"]
 
 
 def verify(
@@ -59,7 +113,8 @@ def verify(
     The one place where keys become coins.
     """
     warped = sampling.warp(logits, request.sampling)
-    if rule.coins == "target" or request.sampling.greedy:  # greedy is the limit of every rule
+    greedy = request.sampling.greedy
+    if rule.coins == "target" or (greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth  # of the token drawn after each node
         draws = sampling.draw_target(warped, request.sampling, request.keys, positions)
         path, num_accepted, _ = match(warped, draft, tree, draws)
@@ -70,5 +125,6 @@ def verify(
         coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, draft.tokens.shape[1])
         path, num_accepted, next_logits = rule.walk(warped, draft, tree, coins)
         coin = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
-        next_token = sampling.draw(next_logits, coin[:, 0])
+        draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
+        next_token = draw(next_logits)
     return Verdict(path, num_accepted + 1, next_token)

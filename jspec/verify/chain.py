@@ -1,19 +1,29 @@
-"""The laws of a drafted chain, which every rule for sampled chains starts from."""
+"""The laws of a drafted chain, which the rules for drawn drafts start from, and end with."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jspec.types import Array, Draft
+from jspec import topology
+from jspec.sampling import log_residual
+from jspec.types import Array, Draft, Tree
 
 
 class ChainLaws(NamedTuple):
     """Normalised log-laws of a chain of K drafted tokens, and their ratio at the tokens."""
 
     log_p: Array  # [B, K+1, V], row i is the target's law after node i
-    log_q: Array  # [B, K, V], row i is the law that node i + 1 was drawn from
-    log_ratio: Array  # [B, K], log p(x) / q(x) of node i + 1
+    log_q: Array  # [B, K, Vd], row i is the law that node i + 1 was drawn from
+    log_ratio: Array  # [B, K], log p(x) / q(x) of node i + 1, q being 1 for a point mass
+    log_p_token: Array  # [B, K], log p(x) of node i + 1
+
+
+def is_chain(draft: Draft) -> bool:
+    """Whether a draft with laws is known to be a chain when tracing."""
+    known = isinstance(draft.parents, np.ndarray) and draft.logits is not None
+    return known and np.array_equal(draft.parents, topology.chain(draft.tokens.shape[1] - 1))
 
 
 def chain_laws(warped: Array, draft: Draft) -> ChainLaws:
@@ -25,9 +35,66 @@ def chain_laws(warped: Array, draft: Draft) -> ChainLaws:
     depth = draft.tokens.shape[1] - 1
     log_p = jax.nn.log_softmax(warped, -1)
     log_q = jax.nn.log_softmax(draft.logits[:, :depth].astype(log_p.dtype), -1)
-    tokens = draft.tokens[:, 1:, None]
-    at_p = jnp.take_along_axis(log_p[:, :depth], tokens, -1)[..., 0]
-    at_q = jnp.take_along_axis(log_q, tokens, -1)[..., 0]
+    at_p = _at(log_p[:, :depth], draft.tokens[:, 1:])
+    at_q = _at_draft_tokens(log_q, draft)
+    if draft.sampled is not None:
+        at_q = jnp.where(draft.sampled[:, 1:], at_q, 0)
     drawable = ~jnp.isneginf(at_q)
     log_ratio = jnp.where(drawable, at_p - jnp.where(drawable, at_q, 0), -jnp.inf)
-    return ChainLaws(log_p, log_q, log_ratio)
+    return ChainLaws(log_p, log_q, log_ratio, at_p)
+
+
+def _at(log_law: Array, tokens: Array) -> Array:
+    return jnp.take_along_axis(log_law, tokens[..., None], -1)[..., 0]
+
+
+def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:
+    """log q at the drafted tokens, -inf for those outside a reduced vocabulary: [B, K]."""
+    tokens = draft.tokens[:, 1:]
+    if draft.draft_to_target is None:
+        return _at(log_q, tokens)
+    ids = jnp.searchsorted(draft.draft_to_target, tokens)
+    ids = jnp.minimum(ids, draft.draft_to_target.shape[0] - 1)
+    return jnp.where(draft.draft_to_target[ids] == tokens, _at(log_q, ids), -jnp.inf)
+
+
+def conclude(
+    laws: ChainLaws,
+    warped: Array,
+    draft: Draft,
+    tree: Tree,
+    num_accepted: Array,
+    scale: Array | None,
+) -> tuple[Array, Array, Array]:
+    """Path, length and next law: the residual where a node was refused, else the target's law.
+
+    ``scale`` [B, 1] is the log of the factor on p in the residual; None for 1.
+    """
+    row = num_accepted[:, None, None]
+    log_p = jnp.take_along_axis(laws.log_p, row, 1)[:, 0]
+    if laws.log_q.shape[1]:
+        refused = jnp.take_along_axis(
+            jnp.pad(draft.valid[:, 1:], ((0, 0), (0, 1))), num_accepted[:, None], 1
+        )
+        last = laws.log_q.shape[1] - 1
+        log_q = jnp.take_along_axis(laws.log_q, jnp.minimum(row, last), 1)[:, 0]
+        log_q = _judged_against(log_q, draft, num_accepted, log_p)
+        scaled = log_p if scale is None else log_p + scale
+        log_p = jnp.where(refused, log_residual(scaled, log_q), log_p)
+    path = jnp.broadcast_to(jnp.arange(tree.max_depth + 1, dtype=jnp.int32),
+                            (warped.shape[0], tree.max_depth + 1))  # fmt: skip
+    return path, num_accepted.astype(jnp.int32), log_p
+
+
+def _judged_against(log_q: Array, draft: Draft, num_accepted: Array, like: Array) -> Array:
+    """The recorded row [B, Vd] over all target ids; a point mass is all on its token: [B, V]."""
+    if draft.draft_to_target is not None:
+        log_q = jnp.full_like(like, -jnp.inf).at[:, draft.draft_to_target].set(
+            log_q, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
+        )  # fmt: skip
+    if draft.sampled is None:
+        return log_q
+    node = jnp.minimum(num_accepted + 1, draft.tokens.shape[1] - 1)[:, None]
+    is_token = jnp.arange(like.shape[1]) == jnp.take_along_axis(draft.tokens, node, 1)
+    drawn = jnp.take_along_axis(draft.sampled, node, 1)
+    return jnp.where(drawn, log_q, jnp.where(is_token, 0.0, -jnp.inf))

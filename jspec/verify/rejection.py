@@ -1,86 +1,125 @@
-"""Speculative sampling of a chain, token by token (arXiv 2211.17192, 2302.01318)."""
+"""Speculative sampling, token by token (arXiv 2211.17192, 2302.01318), on chains and on trees.
+
+On a tree, the children of a node are judged one after the other, each against the residual that the
+refusal of those before it left (recursive rejection sampling: arXiv 2305.09781 for children drawn
+with replacement, 2402.12374 and 2402.14160 for those drawn without).
+"""
+
+import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
-from jspec.sampling import log_residual
 from jspec.types import Array, Draft, Tree
-from jspec.verify.chain import ChainLaws, chain_laws
+from jspec.verify.chain import chain_laws, conclude, is_chain
+from jspec.verify.nodes import Nodes, normalize, one_hot, take
 
 
-def rejection(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:
-    """Accepts x_i while u_i < p_i(x_i) / q_i(x_i); a rejection leaves the residual max(p - q, 0).
+def rejection(
+    warped: Array, draft: Draft, tree: Tree, coins: Array, *, replaced: bool = False
+) -> tuple[Array, Array, Array]:
+    """Accepts a token x where u < p(x) / q(x); a refusal leaves the residual max(p - q, 0).
+
+    q is the law that the child was drawn from, given its siblings before it; that of a point mass
+    is 1 at its token. From the root, the walk goes on from the first child accepted.
 
     Args:
-      warped: the target's warped logits [B, K+1, V].
-      draft: a chain whose tokens were drawn from ``draft.logits``.
+      warped: the target's warped logits [B, N, V].
+      draft: the proposal; siblings hold distinct tokens, unless ``replaced``.
       tree: its shape.
-      coins: uniforms in [0, 1), [B, K+1]; coin i decides node i, coin 0 is not used.
+      coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
+      replaced: static, whether siblings were drawn with replacement.
 
     Returns:
-      path [B, K+1], num_accepted [B], next_logits [B, V]: the residual after a rejection, the
-      target's law after full acceptance.
+      path [B, max_depth+1], num_accepted [B], next_logits [B, V]: the residual at the path's end,
+      or the target's law where the end has no children.
     """
+    if is_chain(draft):
+        return _chain(warped, draft, tree, coins)
+    nodes = Nodes(warped, draft, tree, coins, replaced)
+    end, law = _walk(nodes)
+    return *nodes.path_to(end), jnp.log(law)
+
+
+with_replacement = functools.partial(rejection, replaced=True)
+
+
+def _chain(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:
     laws = chain_laws(warped, draft)
     # u q < p, in logs. Strict, so that p(x) = 0 is never accepted, not even by u = 0.
     accept = jnp.log(coins[:, 1:]) < laws.log_ratio
     num_accepted = jnp.cumprod(accept & draft.valid[:, 1:], 1, dtype=jnp.int32).sum(1)
-    return _conclude(laws, warped, draft, tree, num_accepted, scale=None)
+    return conclude(laws, warped, draft, tree, num_accepted, scale=None)
 
 
-def block(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:
-    """Block verification (arXiv 2403.10444): the chain is judged as a whole, never accepting less.
+def _walk(nodes: Nodes) -> tuple[Array, Array]:
+    """Walks down from the root: the last node accepted [B], and the law after it [B, V].
 
-    With P_0 = 1 and P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), node i passes its own coin with
-    probability h_i = R_i / (R_i + 1 - P_i), where R_i is the mass of max(P_i p_{i+1} - q_{i+1}, 0),
-    and h_i = P_i at the last drafted node. The *last* node that passes ends the accepted prefix.
-    Arguments and results as for ``rejection``.
+    The laws of one node a row are held at a time. The loops run while some row descends and while
+    some child is refused, so a round that accepts at sight costs little.
     """
-    laws = chain_laws(warped, draft)
-    valid = draft.valid[:, 1:]
-    keep = jnp.where(valid, laws.log_ratio, -jnp.inf)
-    log_joint = _clipped_cumsum(keep)  # log P_i, [B, K]
-    rest = _residual_mass(laws, log_joint)  # R_i, [B, K]; the last column is not used
-    joint = jnp.exp(log_joint)
-    # 0 / 0 means that everything so far and the next law agree: passing is certain.
-    missing = rest + 1 - joint
-    threshold = jnp.where(missing > 0, rest / jnp.where(missing > 0, missing, 1), 1)
-    is_last = valid & ~jnp.pad(valid[:, 1:], ((0, 0), (0, 1)))
-    threshold = jnp.where(is_last, joint, threshold)
-    passed = valid & (coins[:, 1:] < threshold)
-    num_accepted = jnp.where(passed, jnp.arange(1, passed.shape[1] + 1), 0).max(1, initial=0)
-    reached = jnp.pad(log_joint, ((0, 0), (1, 0)))  # log P_0 = 0
-    scale = jnp.take_along_axis(reached, num_accepted[:, None], 1)
-    return _conclude(laws, warped, draft, tree, num_accepted, scale)
 
-
-def _clipped_cumsum(log_ratio: Array) -> Array:
-    """log P_i = min(0, log P_{i-1} + log r_i) along a chain, [B, K]."""
-    log_joint, columns = jnp.zeros(log_ratio.shape[:1], log_ratio.dtype), []
-    for index in range(log_ratio.shape[1]):
-        log_joint = jnp.minimum(0, log_joint + log_ratio[:, index])
-        columns.append(log_joint)
-    return jnp.stack(columns, 1) if columns else log_ratio
-
-
-def _residual_mass(laws: ChainLaws, log_joint: Array) -> Array:
-    """R_i = sum over x of max(P_i p_{i+1}(x) - q_{i+1}(x), 0) for i = 1..K-1, then 0: [B, K]."""
-    p = jnp.exp(log_joint[:, :-1, None] + laws.log_p[:, 1:-1])
-    q = jnp.exp(laws.log_q[:, 1:])
-    return jnp.pad(jnp.maximum(p - q, 0).sum(-1), ((0, 0), (0, 1)))[:, : log_joint.shape[1]]
-
-
-def _conclude(laws, warped, draft, tree, num_accepted, scale):
-    """Path and next law: the residual where a drafted node was refused, else the target's law."""
-    row = num_accepted[:, None, None]
-    log_p = jnp.take_along_axis(laws.log_p, row, 1)[:, 0]
-    if laws.log_q.shape[1]:
-        refused = jnp.take_along_axis(
-            jnp.pad(draft.valid[:, 1:], ((0, 0), (0, 1))), num_accepted[:, None], 1
+    def descend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        node, law, going = carry
+        waiting = nodes.children(node) & going[:, None]
+        found = _judge(nodes, _Siblings(nodes.target_law(node), nodes.draft_law(node), waiting))
+        return (
+            jnp.where(found.accepted, found.child, node),
+            jnp.where(going[:, None], found.siblings.p, law),
+            found.accepted,
         )
-        last = laws.log_q.shape[1] - 1
-        log_q = jnp.take_along_axis(laws.log_q, jnp.minimum(row, last), 1)[:, 0]
-        scaled = log_p if scale is None else log_p + scale
-        log_p = jnp.where(refused, log_residual(scaled, log_q), log_p)
-    path = jnp.broadcast_to(jnp.arange(tree.max_depth + 1, dtype=jnp.int32),
-                            (warped.shape[0], tree.max_depth + 1))  # fmt: skip
-    return path, num_accepted.astype(jnp.int32), log_p
+
+    root = jnp.zeros_like(nodes.tree.parents[:, 0])
+    start = (root, jnp.zeros_like(nodes.warped[:, 0]), jnp.ones(root.shape, bool))
+    end, law, _ = lax.while_loop(lambda carry: carry[2].any(), descend, start)
+    return end, law
+
+
+class _Siblings(NamedTuple):
+    """The children of one node a row, some of them refused already."""
+
+    p: Array  # [B, V], the target's law; once a child is refused, what that left
+    q: Array  # [B, V], the law of the next child drawn
+    waiting: Array  # [B, N] bool, children that are not judged yet
+
+
+class _Judged(NamedTuple):
+    """A child of each row under its coin; a row that has none left is neither."""
+
+    siblings: _Siblings
+    child: Array  # [B]
+    accepted: Array  # [B] bool
+    refused: Array  # [B] bool
+
+
+def _judge(nodes: Nodes, siblings: _Siblings) -> _Judged:
+    """Judges one child after the other, until one is accepted or none is left."""
+
+    def toss(siblings: _Siblings) -> _Judged:
+        child, exists = nodes.first(siblings.waiting), siblings.waiting.any(1)
+        at_p, at_q = nodes.odds(child, siblings.p, siblings.q)
+        # Strict, so that p(x) = 0 is never accepted, not even by u = 0.
+        passes = take(nodes.coins, child) * at_q < at_p
+        return _Judged(siblings, child, exists & passes, exists & ~passes)
+
+    def refuse(judged: _Judged) -> _Judged:
+        p, q, waiting = judged.siblings
+        rest, next_q = nodes.refuse(judged.child, p, q)
+        # Nothing is left only where p = q up to rounding, and then nothing is refused either.
+        rest = jnp.where(rest.any(-1, keepdims=True), normalize(rest), p)
+        refused = judged.refused[:, None]
+        left = _Siblings(
+            p=jnp.where(refused, rest, p),
+            q=jnp.where(refused, next_q, q),
+            waiting=waiting & ~one_hot(judged.child, waiting.shape[1]),
+        )
+        again = toss(left)
+        return _Judged(
+            left,
+            child=jnp.where(judged.refused, again.child, judged.child),
+            accepted=judged.accepted | judged.refused & again.accepted,
+            refused=judged.refused & again.refused,
+        )
+
+    return lax.while_loop(lambda judged: judged.refused.any(), refuse, toss(siblings))

@@ -150,7 +150,7 @@ def _tiled(walk: Callable, laws: "_Laws", copies: int) -> Callable:
         logits = np.asarray(logits)
         return (
             np.asarray(num_accepted).reshape(batch, copies),
-            _softmax(logits).reshape(batch, copies, -1),
+            softmax(logits).reshape(batch, copies, -1),
         )
 
     return run
@@ -198,9 +198,9 @@ def _outcome_of_draws(walk: Callable, case: Case, redraw: bool) -> Outcome:
     )  # fmt: skip
     num_accepted = np.asarray(num_accepted).reshape(batch, copies)
     # The law at the end of the path must be that of the draw which is emitted.
-    at_end = np.take_along_axis(_softmax(laws.warped), num_accepted[..., None], 1)
-    np.testing.assert_array_equal(_softmax(np.asarray(logits)).reshape(at_end.shape), at_end)
-    probs = _softmax(laws.warped)[:, None, np.arange(case.depth + 1), draws]  # [B, copies, K+1]
+    at_end = np.take_along_axis(softmax(laws.warped), num_accepted[..., None], 1)
+    np.testing.assert_array_equal(softmax(np.asarray(logits)).reshape(at_end.shape), at_end)
+    probs = softmax(laws.warped)[:, None, np.arange(case.depth + 1), draws]  # [B, copies, K+1]
     weight = laws.weights[:, None] * probs.reshape(batch, copies, -1).prod(-1)
     emitted = np.take_along_axis(draws[None], num_accepted[..., None], 2)[..., 0]
     next_law = at_end if redraw else np.eye(case.vocab_size)[emitted]
@@ -220,7 +220,7 @@ class _Laws:
         target = warp_levels(case.target, case.sampling)
         recorded = warp_levels(case.recorded, case.sampling)
         drawn = warp_levels(case.drawn or case.recorded, case.drawn_sampling or case.sampling)
-        self.levels = [_softmax(level) for level in target]
+        self.levels = [softmax(level) for level in target]
         self.tuples = _all_tuples(vocab, depth)
         index = _prefix_index(self.tuples, vocab)  # [B, K+1]
         rows = lambda levels: [level[index[:, i]] for i, level in enumerate(levels)]
@@ -228,7 +228,7 @@ class _Laws:
         leaf = np.zeros((len(self.tuples), vocab))
         self.recorded = np.stack([*rows(recorded), leaf], 1)
         at_tokens = [
-            np.take_along_axis(_softmax(law), self.tuples[:, i, None], 1)[:, 0]
+            np.take_along_axis(softmax(law), self.tuples[:, i, None], 1)[:, 0]
             for i, law in enumerate(rows(drawn))
         ]
         self.weights = np.prod([np.ones(len(self.tuples)), *at_tokens], axis=0)
@@ -284,7 +284,8 @@ def warp_levels(levels: Levels, settings: Sampling | None) -> Levels:
 _jitted_warp = jax.jit(sampling.warp)
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities of logits [..., V]."""
     peak = logits.max(-1, keepdims=True)
     weights = np.exp(logits - np.where(np.isfinite(peak), peak, 0))
     return weights / weights.sum(-1, keepdims=True)

@@ -1,0 +1,136 @@
+"""What rules over trees share: the laws at a node, its children one by one, the path to an end."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec import topology
+from jspec.types import Array, Draft, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """The judging of a draft: looks things up for one node a row, [B], at a time.
+
+    Arguments as for ``jspec.verify.rejection``; laws are probabilities.
+    """
+
+    warped: Array
+    draft: Draft
+    tree: Tree
+    coins: Array
+    replaced: bool
+
+    @property
+    def drawn(self) -> Array:
+        """Which nodes were drawn at random, bool [B, N]; all others are point masses.
+
+        Raises:
+          ValueError: nodes are said to be drawn, but no law is recorded.
+        """
+        draft = self.draft
+        if draft.sampled is None:
+            return jnp.full(draft.tokens.shape, draft.logits is not None)
+        if draft.logits is None:
+            raise ValueError("a draft with `sampled` must record the laws: give `logits` as well.")
+        return draft.sampled
+
+    def children(self, node: Array) -> Array:
+        """The valid children of ``node`` [B]: bool [B, N]."""
+        index = jnp.arange(self.tree.parents.shape[1])
+        return self.draft.valid & (self.tree.parents == node[:, None]) & (index > 0)
+
+    def first(self, waiting: Array) -> Array:
+        """The next of the ``waiting`` siblings [B, N] to be judged: [B], 0 where there is none.
+
+        Drawn ones come in their order, before point masses: with k - 1 likeliest children and one
+        drawn from the rest that is the best order, the same as to judge the drawn one alone and
+        then to follow the token that comes out (arXiv 2502.18779).
+        """
+        num_nodes = waiting.shape[1]
+        index = jnp.arange(num_nodes)
+        turn = jnp.where(waiting, jnp.where(self.drawn, index, index + num_nodes), 2 * num_nodes)
+        return jnp.where(waiting.any(1), jnp.argmin(turn, 1), 0).astype(jnp.int32)
+
+    def target_law(self, node: Array) -> Array:
+        """The target's law after ``node`` [B]: [B, V]."""
+        return jax.nn.softmax(take(self.warped, node), -1)
+
+    def draft_law(self, node: Array) -> Array:
+        """The law that the first drawn child of ``node`` [B] came from, [B, V]; 0 if there is none.
+
+        That is the recorded row without the tokens of the point masses among the children, since
+        siblings are distinct.
+        """
+        shape = (node.shape[0], self.warped.shape[-1])
+        if self.draft.logits is None:
+            return jnp.zeros(shape, self.warped.dtype)
+        weights = jax.nn.softmax(take(self.draft.logits, node).astype(self.warped.dtype), -1)
+        if self.draft.draft_to_target is not None:
+            weights = jnp.zeros(shape, weights.dtype).at[:, self.draft.draft_to_target].set(
+                weights, indices_are_sorted=True, unique_indices=True
+            )  # fmt: skip
+        if self.draft.sampled is None:
+            return weights
+        fixed = jnp.where(self.children(node) & ~self.drawn, self.draft.tokens, shape[1])
+        rows = jnp.arange(shape[0])[:, None]
+        return normalize(weights.at[rows, fixed].set(0, mode="drop"))
+
+    def odds(self, child: Array, p: Array, q: Array) -> tuple[Array, Array]:
+        """p(x) and q(x) of ``child`` [B]; q is 1 for a point mass. Accept where u q < p."""
+        token = take(self.draft.tokens, child)
+        at_p, at_q = take(p, token), jnp.where(take(self.drawn, child), take(q, token), 1)
+        # A token that its own recorded law excludes was not drawn from it: it is refused.
+        return jnp.where(at_q > 0, at_p, 0), at_q
+
+    def refuse(self, child: Array, p: Array, q: Array) -> tuple[Array, Array]:
+        """What the refusal of ``child`` [B] leaves: max(p - q, 0) [B, V] and the next child's q.
+
+        ``p`` may have any mass.
+        """
+        is_token = one_hot(take(self.draft.tokens, child), p.shape[1])
+        is_drawn = take(self.drawn, child)[:, None]
+        rest = jnp.maximum(p - jnp.where(is_drawn, q, is_token), 0)
+        if self.replaced:
+            return rest, q
+        return rest, jnp.where(is_drawn, normalize(jnp.where(is_token, 0, q)), q)
+
+    def path_to(self, end: Array) -> tuple[Array, Array]:
+        """Node ids from the root down to ``end`` [B], [B, max_depth+1], and its depth [B]."""
+        return path_to(end, self.tree), take(self.tree.depth, end)
+
+
+def reached(passes: Array, tree: Tree) -> tuple[Array, Array]:
+    """Nodes that pass, [B, N], with all above them; and who is above whom: [B, N], [B, N, N].
+
+    The root passes in any case: it is committed already. One reduction in place of a walk.
+    """
+    above = topology.unpack_bits(tree.ancestors, tree.depth.shape[1])
+    passes = passes.at[:, 0].set(True)
+    return (~above | passes[:, None, :]).all(-1), above
+
+
+def path_to(end: Array, tree: Tree) -> Array:
+    """Node ids from the root down to ``end`` [B], 0 below it: [B, max_depth+1]."""
+    above = topology.unpack_bits(take(tree.ancestors, end), tree.depth.shape[1])  # [B, N]
+    level = jnp.arange(tree.max_depth + 1)[:, None]
+    here = above[:, None, :] & (tree.depth[:, None, :] == level)  # [B, max_depth+1, N]
+    return jnp.argmax(here, -1).astype(jnp.int32)
+
+
+def take(rows: Array, index: Array) -> Array:
+    """Entry ``index`` [B] of each of ``rows`` [B, N, ...]: [B, ...]."""
+    index = index.reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.take_along_axis(rows, index, 1, mode="clip")[:, 0]
+
+
+def one_hot(index: Array, size: int) -> Array:
+    """Bool [B, size], True at ``index`` [B]."""
+    return jnp.arange(size) == index[:, None]
+
+
+def normalize(weights: Array) -> Array:
+    """Weights [B, V] to probabilities; where all are 0 they stay."""
+    total = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1)

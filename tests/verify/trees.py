@@ -1,0 +1,277 @@
+"""Exact laws of the shipped rules on drafted trees, by enumeration in float64.
+
+The same sum as in ``enumeration.py``, over trees: over every draft that a law of drawing can give
+(``drafts``, an independent account of what the proposals mean), and over every pass/fail cell of
+the coins, whose thresholds are measured: node v's coin is bisected while its ancestors' are 0 (they
+pass if they can) and all others' infinite (they fail), and v is watched for being on the path.
+
+Laws that depend on the context are levels, as in ``enumeration.py``.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from jspec import topology
+from jspec.types import Draft
+from tests.verify.enumeration import Levels, Outcome, softmax
+
+NUM_NODES, DEPTH = 7, 3  # of every tree, filled up with nodes that are not valid
+_BISECTIONS = 50
+_CHUNK = 1024
+
+
+@dataclasses.dataclass
+class TreeCase:
+    """What is drafted, by what law, and what it is judged by.
+
+    Attributes:
+      parents: of the tree, -1 at the root; at most ``NUM_NODES``, at most ``DEPTH`` edges deep.
+      proposal: the law of a node's children, one of ``CHILDREN``; or one a node.
+      target: raw logits of the target, DEPTH + 1 levels.
+      drafter: raw logits of the drafter, DEPTH levels, over its own vocabulary.
+      vocabulary: target ids of the drafter's vocabulary; None for the same.
+      exists: bool [N], False for nodes that are never drafted; None for all.
+      recorded: what the rule is told; takes tokens, parents and rows [T, N, V] and gives rows;
+        None for the rows that tokens are drawn from.
+      altered: changes the drafts before they are judged (a mutation): takes and gives ``Draft``.
+    """
+
+    parents: tuple[int, ...]
+    proposal: str | tuple[str, ...]
+    target: Levels
+    drafter: Levels
+    vocabulary: tuple[int, ...] | None = None
+    exists: tuple[bool, ...] | None = None
+    altered: Callable[[Draft], Draft] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.target[0].shape[1]
+
+    def proposal_of(self, node: int) -> str:
+        """The law of the children of ``node``."""
+        return self.proposal if isinstance(self.proposal, str) else self.proposal[node]
+
+
+# ------------------------------------------------------------------------------ laws of drawing
+#
+# Each takes the law of a row [V] and the number of children, and gives every possible outcome:
+# tokens (None: not valid, since nothing was left to draw), which are drawn, and the probability.
+
+Children = tuple[tuple[int | None, ...], tuple[bool, ...], float]
+
+
+def point(law: np.ndarray, count: int) -> Iterator[Children]:
+    """The likeliest tokens."""
+    yield tuple(np.argsort(-law, kind="stable")[:count].tolist()), (False,) * count, 1.0
+
+
+def iid(law: np.ndarray, count: int) -> Iterator[Children]:
+    """Draws with replacement."""
+    for drawn in itertools.product(range(len(law)), repeat=count):
+        yield drawn, (True,) * count, float(law[list(drawn)].prod())
+
+
+def without_replacement(law: np.ndarray, count: int) -> Iterator[Children]:
+    """Successive draws, each from what those before it left."""
+    if count == 0:
+        yield (), (), 1.0
+    elif law.sum() == 0:
+        yield (None,) * count, (True,) * count, 1.0
+    else:
+        for token in range(len(law)):
+            left = np.where(np.arange(len(law)) == token, 0, law)
+            for tokens, drawn, weight in without_replacement(left, count - 1):
+                yield (token, *tokens), (True, *drawn), weight * law[token] / law.sum()
+
+
+def top_plus_one(law: np.ndarray, count: int) -> Iterator[Children]:
+    """The likeliest, and one draw from the rest."""
+    if count == 0:
+        yield (), (), 1.0
+        return
+    top = np.argsort(-law, kind="stable")[: count - 1]
+    fixed = tuple(int(token) if law[token] > 0 else None for token in top)
+    left = law.copy()
+    left[top] = 0
+    for token, _, weight in without_replacement(left, 1):
+        yield (*fixed, *token), (False,) * (count - 1) + (True,), weight
+
+
+CHILDREN = {
+    "point": point, "chain": iid, "iid": iid, "without_replacement": without_replacement,
+    "top_plus_one": top_plus_one,
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Drafts:
+    """Every draft of a case, padded to ``NUM_NODES``."""
+
+    tokens: np.ndarray  # [T, N]
+    valid: np.ndarray  # [T, N]
+    sampled: np.ndarray  # [T, N]
+    weights: np.ndarray  # [T]
+    context: np.ndarray  # [T, N], the number of a node's prefix among those of its length
+
+
+def drafts(case: TreeCase) -> Drafts:
+    """Draws every node's children in every way there is."""
+    laws = [softmax(level) for level in case.drafter]
+    vocabulary = case.vocabulary or tuple(range(case.vocab_size))
+    parents, size = case.parents, len(case.parents)
+    families = [[c for c in range(size) if parents[c] == node] for node in range(size)]
+    exists = case.exists or (True,) * size
+    found = []
+
+    def grow(node: int, tokens: dict, drawn: dict, context: dict, weight: float) -> None:
+        """Draws the children of ``node`` and goes on with the next node."""
+        if node == size:
+            found.append((dict(tokens), dict(drawn), dict(context), weight))
+            return
+        family = [child for child in families[node] if exists[child]]
+        if not family or node not in tokens:
+            grow(node + 1, tokens, drawn, context, weight)
+            return
+        level, number = context[node]
+        outcomes = CHILDREN[case.proposal_of(node)](laws[level][number], len(family))
+        for ids, flags, chance in outcomes:
+            if chance == 0:
+                continue
+            alive = [(c, vocabulary[i], f) for c, i, f in zip(family, ids, flags, strict=True)
+                     if i is not None]  # fmt: skip
+            grow(
+                node + 1,
+                tokens | {child: token for child, token, _ in alive},
+                drawn | {child: flag for child, _, flag in alive},
+                context | {child: (level + 1, number * case.vocab_size + token)
+                           for child, token, _ in alive},
+                weight * chance,
+            )  # fmt: skip
+
+    grow(0, {0: 0}, {0: False}, {0: (0, 0)}, 1.0)
+    column = lambda part, pick, fill: np.array(
+        [[pick(row[part][n]) if n in row[part] else fill for n in range(NUM_NODES)]
+         for row in found]
+    )  # fmt: skip
+    return Drafts(
+        tokens=column(0, int, 0).astype(np.int32),
+        valid=column(0, lambda _: True, False),
+        sampled=column(1, bool, False),
+        weights=np.array([row[3] for row in found]),
+        context=column(2, lambda place: place[1], 0),
+    )
+
+
+# -------------------------------------------------------------------------------------- the sum
+
+
+def outcome(walk: Callable, case: TreeCase) -> Outcome:
+    """The exact output law of a rule judged by one coin a node."""
+    with jax.enable_x64(True):
+        return _outcome(walk, case)
+
+
+def _outcome(walk: Callable, case: TreeCase) -> Outcome:
+    every = drafts(case)
+    count, size = len(every.weights), len(case.parents)
+    run = _runner(walk, case, every)
+    parents = np.pad(case.parents, (0, NUM_NODES - size))
+    tree = topology.from_parents(parents.astype(np.int32), DEPTH)
+    above = topology.unpack_bits(tree.ancestors, NUM_NODES) & ~np.eye(NUM_NODES, dtype=bool)
+
+    coins = np.where(above[1:size], 0.0, np.inf)[None].repeat(count, 0)  # [T, size-1, N]
+    watched = np.arange(size - 1)
+    low, high = np.zeros((count, size - 1)), np.ones((count, size - 1))
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        coins[:, watched, watched + 1] = middle
+        path, _, _ = run(coins)
+        reached = (path == watched[None, :, None] + 1).any(-1)
+        low, high = np.where(reached, middle, low), np.where(reached, high, middle)
+    limit = (low + high) / 2
+
+    cells = np.array(list(itertools.product([True, False], repeat=size - 1)), bool)
+    coins = np.ones((count, len(cells), NUM_NODES))
+    # Strictly inside a cell, where rounding cannot matter.
+    coins[:, :, 1:size] = np.where(cells, limit[:, None] / 2, (1 + limit[:, None]) / 2)
+    path, num_accepted, next_law = run(coins)
+    weight = np.where(cells, limit[:, None], 1 - limit[:, None]).prod(-1)
+    weight *= every.weights[:, None]
+    end = np.take_along_axis(path, num_accepted[..., None], -1)[..., 0]
+    return Outcome(*_collect(case, every, weight, end, num_accepted, next_law), limit)
+
+
+def _collect(case, every, weight, end, num_accepted, next_law):
+    """Sums weighted outcomes [T, C] into the law of DEPTH+1 tokens; the target's; of lengths."""
+    law, exact, vocab = np.zeros(1), np.ones(1), case.vocab_size
+    context = np.take_along_axis(every.context, end, 1)
+    for depth, level in enumerate(case.target):
+        here = num_accepted == depth
+        ends = np.zeros((vocab**depth, vocab))
+        np.add.at(ends, context[here], weight[here][:, None] * next_law[here])
+        law = (law[:, None] * softmax(level)).ravel() * (depth > 0) + ends.ravel()
+        exact = (exact[:, None] * softmax(level)).ravel()
+    accepted = np.bincount(num_accepted.ravel(), weight.ravel(), minlength=DEPTH + 1)
+    return law, exact, accepted
+
+
+def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
+    """The rule on every draft: coins [T, C, N] to path, num_accepted and next law."""
+    size = len(case.parents)
+    parents = np.pad(case.parents, (0, NUM_NODES - size), constant_values=0).astype(np.int32)
+    depth = topology.from_parents(parents, DEPTH).depth
+    row = lambda levels, node: levels[min(depth[node], len(levels) - 1)][
+        every.context[:, node] if depth[node] < len(levels) else 0 * every.context[:, node]
+    ]
+    rows = lambda levels: np.stack([row(levels, node) for node in range(NUM_NODES)], 1)
+    draft = Draft(
+        tokens=every.tokens,
+        parents=np.broadcast_to(parents, every.tokens.shape),
+        valid=every.valid,
+        logits=rows(case.drafter),
+        sampled=every.sampled,
+        draft_to_target=None if case.vocabulary is None else np.array(case.vocabulary, np.int32),
+        max_depth=DEPTH,
+    )
+    draft = draft if case.altered is None else case.altered(draft)
+    warped = rows(case.target)
+
+    def run(coins: np.ndarray):
+        copies = coins.shape[1]
+        which = np.repeat(np.arange(len(every.weights)), copies)
+        flat = coins.reshape(len(which), -1)
+        parts = []
+        for start in range(0, len(which), _CHUNK):
+            index = np.resize(which[start : start + _CHUNK], _CHUNK)
+            own = np.resize(flat[start : start + _CHUNK], (_CHUNK, NUM_NODES))
+            parts.append(jax.device_get(_judge(walk, warped, draft, index, own)))
+        joined = [np.concatenate(part)[: len(which)] for part in zip(*parts, strict=True)]
+        path, num_accepted, logits = (x.reshape(-1, copies, *x.shape[1:]) for x in joined)
+        return path, num_accepted, softmax(logits)
+
+    return run
+
+
+def _judge(walk, warped, draft, index, coins):
+    rows = lambda x: None if x is None else x[index]
+    part = draft.replace(
+        tokens=rows(draft.tokens), parents=rows(draft.parents), valid=rows(draft.valid),
+        logits=rows(draft.logits), sampled=rows(draft.sampled),
+    )  # fmt: skip
+    return judge(walk, warped[index], part, coins)
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
+def judge(walk, warped, draft, coins):
+    """The rule itself: path, num_accepted and next_logits."""
+    tree = topology.from_parents(draft.parents, draft.max_depth)
+    return walk(warped, draft, topology.broadcast(tree, coins.shape[0]), coins)
