@@ -228,11 +228,11 @@ def _read_eagle(raw, tensors, target_config, layout, dtype, embedding):
     if config.fc_bias and not np.any(tensors.get("fc.bias", True)):
         config = dataclasses.replace(config, fc_bias=False)  # as ``save_head`` writes it
         tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
+    entries = eagle_format.table(config)
+    model_files.check_fit("the file", entries, tensors, ("d2t", "t2d", *_TRAINING_ONLY))
     ids = vocabulary.from_offsets(
         tensors.get("d2t"), tensors.get("t2d"), config.vocab_size, config.target_vocab_size
     )
-    entries = eagle_format.table(config)
-    model_files.check_fit("the file", entries, tensors, ("d2t", "t2d", *_TRAINING_ONLY))
     dtype = model_files.known_dtype(dtype or tensors["fc.weight"].dtype)
     if embedding is not None and config.own_embedding:
         theirs = tensors["embed_tokens.weight"].astype(dtype)

@@ -356,6 +356,8 @@ def _check_layout(config: EagleConfig, layout: str) -> None:
             f"layout={layout!r} has no place for {', '.join(found)}; layouts are 'eagle' (EAGLE-1 "
             "and -2), 'eagle3' and 'speculators' (EAGLE-3)"
         )
+    if layout == "speculators" and not config.own_embedding:
+        raise ValueError("layout='speculators' needs an embedding; pass the target's as embedding")
 
 
 def _layer_ids(layers: tuple[int, ...], num_layers: int) -> dict:
