@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test lint clean
+# Compilers for TPUs and GPUs that are not there; the table of tests/aot is of this JAX.
+AOT_VENV := .venv-aot
+AOT_JAX := 0.10.2
+AOT ?=
+
+.PHONY: demo test lint aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -17,8 +22,11 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 
-clean:  ## forget the environment; the next command makes it anew
-	rm -rf $(VENV)
+aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write renews the table
+	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)
+
+clean:  ## forget the environments; the next command makes its own anew
+	rm -rf $(VENV) $(AOT_VENV)
 
 # Each stamp holds what the one before it does, and is as old as the pyproject.toml it was made of.
 $(VENV)/.core: pyproject.toml | $(BIN)/pip
@@ -35,6 +43,15 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/pip
 	@echo "Installing jspec and its development tools into $(VENV) (once; a few minutes) ..."
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.core
+
+$(AOT_VENV)/.aot: pyproject.toml Makefile
+	@echo "Installing compilers for TPU and CUDA into $(AOT_VENV) (once; a minute or two) ..."
+	@$(PYTHON) -m venv $(AOT_VENV)
+	@$(AOT_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[tpu]' \
+	  'jax[tpu]==$(AOT_JAX)'
+	@$(AOT_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  jax-cuda13-plugin==$(AOT_JAX) jax-cuda13-pjrt==$(AOT_JAX)
+	@touch $@
 
 # pip comes last when an environment is made: without it, an earlier attempt was interrupted.
 $(BIN)/pip:

@@ -46,8 +46,8 @@ def main() -> int:
                 failures += [f"{place}: {line['program']} {problem}" for problem in problems]
                 if "figures" in line:
                     after[line["program"]] = line["figures"]
-    if arguments.write:
-        table.save(jax.__version__, rows)
+            if arguments.write:
+                table.save(jax.__version__, rows)
     print(*failures, sep="\n", file=sys.stderr)
     return 1 if failures else 0
 

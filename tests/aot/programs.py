@@ -72,13 +72,11 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             for dtype in dtypes:
                 program = functools.partial(attention, name, kernel, dtype)
                 found[f"tree_attention, {name}, {dtype}"] = Program(program)
-    kernels = (None, kernel) if num_devices == 1 else (None,)
-    for implementation in kernels:
-        suffix = f", {implementation}" if implementation else ""
-        for name, plan in plans(implementation).items():
-            found[f"decode, {name}{suffix}"] = Program(
-                functools.partial(loop, plan), _cache_shapes(plan, num_devices)
-            )
+    loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
+    if num_devices == 1:
+        loops[f"decode, draft_model, {kernel}"] = plans(kernel)["draft_model"]
+    for name, plan in loops.items():
+        found[name] = Program(functools.partial(loop, plan), _cache_shapes(plan, num_devices))
     return found
 
 
