@@ -9,7 +9,7 @@ AOT_VENV := .venv-aot
 AOT_JAX := 0.10.2
 AOT ?=
 
-.PHONY: demo test lint aot clean
+.PHONY: demo test conformance lint aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -17,6 +17,9 @@ demo: $(VENV)/.core  ## continue a prompt with and without speculation, and comp
 
 test: $(VENV)/.test  ## all tests but the slow ones
 	@$(BIN)/pytest -q -m "not slow"
+
+conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; a quarter of an hour
+	@$(BIN)/pytest -q tests/test_conformance.py
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
