@@ -1,0 +1,153 @@
+"""Tiny heads for the tiny target, random and trained in seconds, and the torch view of each."""
+
+import dataclasses
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from safetensors.torch import load_file
+
+from jspec import head_files, topology
+from jspec.drafters import Eagle, Medusa
+from jspec.models.heads import eagle, medusa
+from jspec.types import Array
+from tests import tiny
+from tests.models.torch_heads import Eagle1Ref, Eagle3Ref, MedusaRef
+
+METHODS = ("eagle", "eagle3", "medusa")
+LAST = tiny.TARGET.config.num_layers
+KEPT = 40  # tokens of the reduced vocabulary
+_NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=1, intermediate_size=48)
+CONFIGS = {
+    "eagle": eagle.EagleConfig(
+        _NETWORK, 1, (LAST,), _NETWORK.hidden_size, tiny.VOCAB, fc_bias=True
+    ),
+    "eagle3": eagle.EagleConfig(
+        dataclasses.replace(_NETWORK, vocab_size=KEPT), 3, (0, 1), _NETWORK.hidden_size,
+        tiny.VOCAB, own_head=True,
+    ),
+    "medusa": medusa.MedusaConfig(
+        4, 1, _NETWORK.hidden_size, tiny.VOCAB, tiny.VOCAB, (LAST,), num_outputs=4
+    ),
+}  # fmt: skip
+
+
+def drafter(method: str, num_speculative_tokens: int | None = None, **settings):
+    """The drafter of a method for the tiny target."""
+    kind = Medusa if method == "medusa" else Eagle
+    return kind(CONFIGS[method], tiny.TARGET, num_speculative_tokens, **settings)
+
+
+@functools.cache
+def random_params(method: str):
+    """Weights large enough for varied drafts; a reduced vocabulary of scattered tokens."""
+    config, key = CONFIGS[method], jax.random.key(METHODS.index(method) + 10)
+    module = medusa if method == "medusa" else eagle
+    shapes = jax.eval_shape(lambda: module.init_params(key, config))
+    rng = np.random.default_rng(METHODS.index(method))
+    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
+    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    if not config.reduced:
+        return params
+    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
+    return params.replace(draft_to_target=jnp.asarray(kept))
+
+
+@functools.cache
+def trained_params(method: str):
+    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    config = CONFIGS[method]
+    frozen = lambda params: getattr(params, "draft_to_target", None)
+    start = random_params(method)
+    weights, kept = start.replace(draft_to_target=None), frozen(start)
+    windows, features, logits = _lessons(config.capture_layers)
+    schedule = optax.adam(optax.cosine_decay_schedule(5e-3, 300))
+
+    def loss(weights, batch):
+        shown = tuple(feature[batch] for feature in features)
+        rows, wanted = logits_of(method, weights, windows[batch], shown)
+        wanted = wanted(logits[batch])
+        if kept is not None:
+            wanted = wanted[..., kept]
+        return -(jax.nn.softmax(wanted, -1) * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
+
+    def step(carry, batch):
+        weights, state = carry
+        gradients = jax.grad(loss)(weights, batch)
+        updates, state = schedule.update(gradients, state, weights)
+        return (optax.apply_updates(weights, updates), state), None
+
+    order = np.random.default_rng(0).integers(0, len(windows), (300, 16))
+    run = jax.jit(
+        lambda weights: jax.lax.scan(step, (weights, schedule.init(weights)), order)[0][0]
+    )
+    return run(weights).replace(draft_to_target=kept)
+
+
+def logits_of(method, params, windows, features):
+    """Logits of every row of a window, and what of the target's logits each should come to."""
+    target, config = tiny.params().target, CONFIGS[method]
+    if method == "medusa":
+        rows = medusa.heads(params, config, features[0], tiny.TARGET, target)
+        length = rows.shape[1] - config.num_heads - 1
+        ahead = lambda wanted: jnp.stack(
+            [wanted[:, 1 + i : 1 + i + length] for i in range(config.num_heads)], 2
+        )
+        return rows[:, :length], ahead
+    batch, size = windows.shape
+    positions = jnp.broadcast_to(jnp.arange(size - 1), (batch, size - 1))
+    mask = jnp.broadcast_to(np.tri(size - 1, dtype=bool), (batch, size - 1, size - 1))
+    side = eagle.init_cache(config, batch, size - 1).layers
+    hidden, _ = eagle.extend(
+        params, config, eagle.embed(params, config, windows[:, 1:], tiny.TARGET, target),
+        eagle.fuse(params, config, tuple(x[:, :-1] for x in features)), positions,
+        eagle.init_cache(config, batch, 0), side, jnp.int32(0), mask,
+    )  # fmt: skip
+    return eagle.unembed(params, config, hidden, tiny.TARGET, target), lambda wanted: wanted[:, 1:]
+
+
+@functools.cache
+def _lessons(capture_layers):
+    """Texts that the target draws itself, with its hidden states and logits."""
+    count, length = 256, 24
+    texts = jax.random.randint(jax.random.key(1), (count, length), 0, tiny.VOCAB)
+
+    def grow(texts, place):  # greedy text after a random start: what a greedy row will say
+        logits = hidden_states(texts, ())[1]
+        drawn = jnp.argmax(logits[:, place - 1], -1)
+        return texts.at[:, place].set(drawn), None
+
+    texts, _ = jax.jit(lambda texts: jax.lax.scan(grow, texts, jnp.arange(3, length)))(texts)
+    features, logits = hidden_states(texts, capture_layers)
+    return texts, features, logits
+
+
+@functools.partial(jax.jit, static_argnames="capture_layers")
+def hidden_states(texts: Array, capture_layers: tuple[int, ...]):
+    """The target's hidden states (one [B, T, D] a layer) and logits, from one full pass."""
+    size = texts.shape[1]
+    tree = topology.from_parents(topology.chain(size - 1), size - 1)
+    cache = tiny.TARGET.init_cache(texts.shape[0], 0)
+    out = tiny.TARGET.forward(tiny.params().target, texts, tree, cache, capture_layers)
+    return out.features, out.logits
+
+
+def torch_reference(method: str, params):
+    """The head in plain torch, from the file that jspec writes of it."""
+    target = tiny.params().target
+    embedding, output = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
+    layout = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa-vllm"}[method]
+    with tempfile.TemporaryDirectory() as directory:
+        head_files.save_head(directory, CONFIGS[method], params, tiny.TARGET.config, layout=layout)
+        tensors = load_file(Path(directory) / "model.safetensors")
+        config = json.loads((Path(directory) / "config.json").read_text())
+    if method == "medusa":
+        return MedusaRef(tensors, 4, 1, output)
+    kind = Eagle1Ref if method == "eagle" else Eagle3Ref
+    return kind(tensors, config, embedding, output)

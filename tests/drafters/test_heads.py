@@ -1,0 +1,235 @@
+"""Drafters with a head: drafts equal to plain torch's in every round, memory, prompts, programs."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jspec.plan import Plan
+from jspec.types import Params
+from tests import tiny
+from tests.drafters import heads
+
+host = importlib.import_module("jspec.generate")
+loop = importlib.import_module("jspec.decode")
+ROWS = [
+    host.Row(prompt, max_tokens=64, stream=index)
+    for index, prompt in enumerate(tiny.prompts((1, 9)))
+]
+# Method, tree, and N where the tree does not say it.
+CASES = {
+    "eagle-chain": ("eagle", dict(num_speculative_tokens=4)),
+    "eagle-paths": ("eagle", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
+    "eagle3-chain": ("eagle3", dict(num_speculative_tokens=4)),
+    "eagle3-eagle2": ("eagle3", dict(num_speculative_tokens=3, tree="eagle2", tree_size=14,
+                                     tree_top_k=4)),
+    "medusa-chain": ("medusa", dict(num_speculative_tokens=3)),
+    "medusa-paths": ("medusa", dict(tree=((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)))),
+}  # fmt: skip
+WEIGHTS = {"random": heads.random_params, "trained": heads.trained_params}
+
+
+def params_of(method, weights):
+    return Params(tiny.params().target, WEIGHTS[weights](method))
+
+
+def plan_of(drafter, rule="coupled", **settings):
+    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
+
+
+@functools.cache
+def plain():
+    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
+    return [answer.tokens.tolist() for answer in answers]
+
+
+@functools.cache
+def drafted(case, weights):
+    """Greedy answers with everything that was drafted."""
+    method, settings = CASES[case]
+    drafter = heads.drafter(method, **settings, draft_sample_method="greedy")
+    plan = plan_of(drafter, record_rounds=64)
+    return drafter, host.generate_rows(plan, params_of(method, weights), ROWS)
+
+
+# ------------------------------------------------------------------------------------- references
+
+
+@functools.cache
+def reference(method, weights):
+    """What torch says may follow a path: log-probabilities [V] of (row of texts, root, path)."""
+    head = heads.torch_reference(method, WEIGHTS[weights](method))
+    layers = heads.CONFIGS[method].capture_layers
+    texts = [np.array([*row.prompt, *text]) for row, text in zip(ROWS, plain(), strict=True)]
+    found = [jax.device_get(heads.hidden_states(text[None], layers)[0]) for text in texts]
+    features = [torch.tensor(np.stack([x[0] for x in each], 1)) for each in found]
+
+    @functools.cache
+    def log_probs(row, root, path):
+        if method == "medusa":
+            logits = head.draft_logits(features[row][root - 1 : root, 0])[0, len(path)]
+        else:
+            tokens = [*texts[row][1 : root + 1].tolist(), *path]
+            logits = head.draft_logits(features[row][:root], tokens)[-1]
+        law = torch.full((tiny.VOCAB,), -float("inf"))
+        ids = head.target_ids() if method == "eagle3" else torch.arange(tiny.VOCAB)
+        law[ids] = logits.float()
+        return law.log_softmax(-1).detach().numpy()
+
+    return texts, log_probs
+
+
+def likeliest(scores, count):
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+
+
+def slow_static(shape, law):
+    """Paths of a static tree, node by node."""
+    paths = [()]
+    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+        paths.append((*paths[parent], likeliest(law(paths[parent]), rank + 1)[rank]))
+    return paths
+
+
+def slow_dynamic(budget, law):
+    """Paths of EAGLE-2's tree."""
+    scores = law(())
+    looked_at = [((token,), scores[token]) for token in likeliest(scores, budget.top_k)]
+    frontier = list(looked_at)
+    for _ in range(budget.max_depth - 1):
+        children = []
+        for path, score in frontier:
+            scores = law(path)
+            children += [((*path, token), score + scores[token])
+                         for token in likeliest(scores, budget.top_k)]  # fmt: skip
+        looked_at += children
+        best = likeliest([score for _, score in children], budget.top_k)
+        frontier = [children[i] for i in best]
+    best = likeliest([score for _, score in looked_at], budget.size - 1)
+    return [(), *(looked_at[i][0] for i in sorted(best))]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
+    drafter, answers = drafted(case, weights)
+    method = CASES[case][0]
+    texts, log_probs = reference(method, weights)
+    slow = slow_dynamic if case == "eagle3-eagle2" else slow_static
+    total = 0
+    for row, answer in enumerate(answers):
+        assert answer.tokens.tolist() == plain()[row]
+        root = len(ROWS[row].prompt) - 1
+        for accepted, nodes, parents in zip(*answer.trace, strict=True):
+            expected = [()]
+            if root:  # the first feature comes with the second token
+                expected = slow(drafter.shape, lambda path: log_probs(row, root, path))  # noqa: B023
+            room = len(texts[row]) - 1 - root  # tokens still wanted: deeper nodes are dropped
+            paths = {0: ()}
+            for node in np.flatnonzero(nodes >= 0)[1:]:
+                paths[node] = (*paths[parents[node]], int(nodes[node]))
+            assert list(paths.values()) == [path for path in expected if len(path) < room]
+            following = texts[row][root + 1 :].tolist()
+            agreeing = [len(p) for p in paths.values() if list(p) == following[: len(p)]]
+            assert accepted == max(agreeing)
+            root += accepted + 1
+            total += accepted
+        assert root == len(texts[row]) - 1
+    assert weights == "random" or total > 50  # a trained head is right often
+
+
+# ----------------------------------------------------------------------------------------- memory
+
+
+def after_rounds(drafter, method, rounds):
+    """The state of three rows, two of them sampled, after some rounds."""
+    rows = [
+        host.Row(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
+    ]
+    plan, params = plan_of(drafter), params_of(method, "trained")
+    return params, host.advance(plan, params, host.start(plan, params, rows), rounds).state
+
+
+@pytest.mark.parametrize("method", heads.METHODS)
+def test_what_a_head_remembers_is_what_a_fresh_pass_over_the_text_gives(method):
+    """So nothing that was fed to itself is left, whatever was accepted or refused."""
+    drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
+    params, state = after_rounds(drafter, method, 9)
+    texts, lengths = (np.asarray(x) for x in (state.history.tokens, state.history.length))
+    assert len(set(lengths[:3] - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    for row in range(3):
+        size = lengths[row]
+        tokens = texts[row : row + 1, :size]
+        features, _ = heads.hidden_states(tokens, drafter.capture_layers)
+        empty = drafter.init(params, _request(), 128)
+        fresh = drafter.absorb(params, empty, tokens, tuple(x[:, :-1] for x in features),
+                               np.int32(0), np.array([size - 1], np.int32))  # fmt: skip
+        np.testing.assert_allclose(state.memory.hidden[row], fresh.hidden[0], atol=2e-4)
+        if method == "medusa":
+            assert state.memory.known[row]
+            continue
+        assert state.memory.cache.length[row] == fresh.cache.length[0] == size - 1
+        for kept, recomputed in zip(
+            jax.tree.leaves(state.memory.cache.layers), jax.tree.leaves(fresh.cache.layers),
+            strict=True,
+        ):  # fmt: skip
+            np.testing.assert_allclose(
+                kept[row, :, : size - 1], recomputed[0, :, : size - 1], atol=2e-4
+            )
+
+
+def _request():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    return host.start(plan, tiny.params(), [host.Row((1,), max_tokens=1)]).request
+
+
+@pytest.mark.parametrize("method", heads.METHODS)
+def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(method, monkeypatch):
+    drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
+    plan, params = plan_of(drafter), params_of(method, "random")
+    rows = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((1, 17, 40, 33))]
+    whole = host.start(plan, params, rows).state.memory
+    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    parts = host.start(plan, params, rows).state.memory
+    np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-5)
+    if method == "medusa":
+        assert whole.known.tolist() == parts.known.tolist() == [False, True, True, True]
+        return
+    assert parts.cache.length.tolist() == whole.cache.length.tolist() == [0, 16, 39, 32]
+    for left, right in zip(*(jax.tree.leaves(m.cache.layers) for m in (parts, whole)), strict=True):
+        for row, length in enumerate(parts.cache.length):
+            np.testing.assert_allclose(left[row, :, :length], right[row, :, :length], atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------- programs
+
+
+def test_an_equal_drafter_traces_nothing_new(monkeypatch):
+    traced = []
+    step = loop.step
+    monkeypatch.setattr(loop, "step", lambda *args: traced.append(1) or step(*args))
+    for seed in (1, 2):
+        drafter = heads.drafter("eagle3", 2, tree="eagle2", tree_size=6, tree_top_k=3)
+        rows = [dataclasses.replace(row, seed=seed, max_tokens=30 + seed) for row in ROWS]
+        host.generate_rows(plan_of(drafter), params_of("eagle3", "random"), rows)
+    assert len(traced) == 1
+
+
+def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
+    drafter = heads.drafter("eagle", 3, tree="sampled", tree_size=8, max_length=30)
+    plan = plan_of(drafter, record_rounds=64)
+    answers = host.generate_rows(plan, params_of("eagle", "trained"), ROWS)
+    for row, answer in zip(ROWS, answers, strict=True):
+        root = len(row.prompt) - 1
+        for accepted, nodes, _ in zip(*answer.trace, strict=True):
+            depths = np.array(drafter.shape.depth)[nodes >= 0]
+            assert root + depths[1:].max(initial=0) < 30 or len(depths) == 1
+            if 0 < root < 26:
+                assert depths.max() == 3
+            root += accepted + 1
+    assert [answer.tokens.tolist() for answer in answers] == plain()

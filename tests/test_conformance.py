@@ -1,0 +1,157 @@
+"""Every drafting method with every tree, under every rule, for greedy, sampled and mixed rows.
+
+What must hold is the same for all: greedy rows, and all rows where drafts are point masses or share
+the target's noise, say what plain decoding says (but under a rule that is lossy even then); every
+row says the same whatever stands beside it; and counts add up. ``make test`` runs a cover of all
+pairs of (method, tree, rule, rows), ``make conformance`` the full product.
+"""
+
+import functools
+import importlib
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.drafters import METHODS
+from jspec.plan import Plan
+from jspec.types import Params
+from jspec.verify import RULES, synthetic
+from tests import tiny
+from tests.drafters import heads
+
+host = importlib.import_module("jspec.generate")
+loop = importlib.import_module("jspec.decode")
+
+TREES = {
+    "chain": dict(num_speculative_tokens=3),
+    "greedy chain": dict(num_speculative_tokens=3, draft_sample_method="greedy"),
+    "eagle2": dict(num_speculative_tokens=3, tree="eagle2", tree_size=9, tree_top_k=3),
+    "sampled": dict(num_speculative_tokens=3, tree="sampled", tree_size=8),
+    "top plus one": dict(num_speculative_tokens=3, tree="sampled", tree_size=8,
+                         draft_sample_method="top_plus_one"),
+    "paths": dict(tree=((0,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))),
+}  # fmt: skip
+
+
+def _head(method):
+    trees = {name: settings for name, settings in TREES.items()
+             if (method, name) != ("medusa", "eagle2")}  # fmt: skip
+    return {
+        name: (heads.drafter(method, **settings), functools.partial(heads.random_params, method))
+        for name, settings in trees.items()
+    }
+
+
+def _draft():
+    return tiny.params().drafter
+
+
+# method: {tree: (drafter, its weights)}. A new method is tested by an entry here. Among cases that
+# cover as much the first is chosen: those that compile soonest come first.
+DRAFTERS = {
+    "none": {"greedy chain": (tiny.NONE, lambda: None)},
+    "ngram": {"greedy chain": (tiny.NGRAM, lambda: None)},
+    "medusa": _head("medusa"),
+    "draft_model": {"chain": (tiny.DRAFT, _draft), "greedy chain": (tiny.GREEDY_DRAFT, _draft)},
+    "eagle": _head("eagle"),
+    "eagle3": _head("eagle3"),
+}
+TEMPERATURES = {"mixed": (0, 1, 0, 0.7), "sampled": (1, 0.7, 1.3, 0.4), "greedy": (0, 0, 0, 0)}
+SETTINGS = RULES | {"synthetic": synthetic(length=2.0)}  # a mean that any depth can have
+PRODUCT = [
+    (method, tree, rule, rows)
+    for method, trees in DRAFTERS.items()
+    for tree, rule, rows in itertools.product(trees, RULES, TEMPERATURES)
+]
+
+
+def effective(case):
+    """The case, with the rule that runs: rules that are one on point masses are one case."""
+    method, tree, rule, rows = case
+    proposal = DRAFTERS[method][tree][0].proposal
+    return method, tree, SETTINGS[rule].judging(proposal).name, rows
+
+
+def pairwise(product):
+    """Few cases of the product, in which every pair of values of any two places occurs."""
+    pairs = lambda case: set(itertools.combinations(enumerate(effective(case)), 2))
+    missing, chosen = set().union(*map(pairs, product)), []
+    while missing:
+        chosen.append(max(product, key=lambda case: len(missing & pairs(case))))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+COVER = pairwise(PRODUCT)
+
+
+def rows_of(kind):
+    """Rows of one token, so that no prompt is taken in, and of unlike lengths."""
+    return [
+        host.Row((7 * i + 3,), max_tokens=14 - 4 * i, temperature=temperature, stream=i)
+        for i, temperature in enumerate(TEMPERATURES[kind])
+    ]
+
+
+# What is tested is the program, not how fast it runs.
+_decode = jax.jit(
+    loop.decode.__wrapped__, static_argnums=0,
+    compiler_options={"xla_backend_optimization_level": 0},
+)  # fmt: skip
+
+
+def run(plan, params, rows):
+    batch = host.start(plan, params, rows)
+    _, state = _decode(plan, params, batch.request, (), batch.state, np.int32(1000))
+    return host.read(batch.replace(state=state))
+
+
+@functools.cache
+def plain(kind):
+    plan = Plan(tiny.TARGET, tiny.NONE, ladder=(1,))
+    return [answer.tokens.tolist() for answer in run(plan, tiny.params(), rows_of(kind))]
+
+
+def check(method, tree, rule, kind):
+    drafter, weights = DRAFTERS[method][tree]
+    asked = SETTINGS[rule]
+    if rule == "synthetic" and method == "none":
+        with pytest.raises(ValueError, match="NoDrafter drafts to depth 0"):
+            Plan(tiny.TARGET, drafter, asked)
+        return
+    assert drafter.proposal in asked.exact_for or not asked.lossless
+    plan = Plan(tiny.TARGET, drafter, asked, ladder=(drafter.tree_size,))
+    params = Params(tiny.params().target, weights())
+    rows = rows_of(kind)
+    answers = run(plan, params, rows)
+    for row, answer in zip(rows, answers, strict=True):
+        assert len(answer.tokens) == row.max_tokens
+        accepted = answer.accepted @ np.arange(drafter.max_depth + 1)
+        assert len(answer.tokens) == answer.rounds + accepted
+        assert accepted <= answer.drafted and answer.drafts == answer.accepted.sum()
+    texts = [answer.tokens.tolist() for answer in answers]
+    same = plan.effective_rule.coins == "target"
+    for row, text, expected in zip(rows, texts, plain(kind), strict=True):
+        if same or (row.temperature == 0 and asked.greedy_is_match):
+            assert text == expected
+    if not same:
+        backwards = run(plan, params, rows[::-1])
+        assert [answer.tokens.tolist() for answer in backwards[::-1]] == texts
+
+
+def test_every_method_is_covered():
+    assert set(DRAFTERS) == set(METHODS)
+    assert {case[:2] for case in COVER} == {case[:2] for case in PRODUCT}
+
+
+@pytest.mark.parametrize("case", COVER, ids="-".join)
+def test_a_method_conforms(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(set(PRODUCT) - set(COVER)), ids="-".join)
+def test_a_method_conforms_in_every_other_combination(case):
+    check(*case)

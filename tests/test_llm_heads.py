@@ -1,0 +1,110 @@
+"""LLM with heads: opened from their files, drafting trees, and refused where they do not fit."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from jspec import head_files, loading
+from jspec.models.heads import eagle, medusa
+from tests import llm_fixtures
+
+TARGET = llm_fixtures.TARGET
+EAGLE = eagle.EagleConfig(
+    TARGET, 1, (1,), TARGET.hidden_size, TARGET.vocab_size, own_embedding=True
+)
+MEDUSA = medusa.MedusaConfig(
+    3, 1, TARGET.hidden_size, TARGET.vocab_size, TARGET.vocab_size, (1,), 3
+)
+PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
+GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Where the checkpoints lie, and the compiled programs too."""
+    root = tmp_path_factory.getbasetemp() / "llm"
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
+    yield root
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@functools.cache
+def head(root, kind):
+    """The directory of a random head; the EAGLE head brings a copy of the target's embedding."""
+    config, module = (EAGLE, eagle) if kind == "eagle" else (MEDUSA, medusa)
+    shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), shapes)
+    if kind == "eagle":
+        embedding = llm_fixtures.loaded(root)["target"].params.embedding
+        params = params.replace(embedding=np.asarray(embedding))
+    directory = root / f"head-{kind}"
+    head_files.save_head(directory, config, params, TARGET)
+    return directory
+
+
+def open_llm(root, kind, **settings):
+    config = {"method": kind, "model": str(head(root, kind))} | settings
+    return jspec.LLM(llm_fixtures.loaded(root)["target"], config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle", {"num_speculative_tokens": 3, "tree": "eagle2", "tree_size": 8, "tree_top_k": 3}),
+        ("medusa", {"tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}),
+    ],
+)
+def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, kind, settings):
+    found = open_llm(root, kind, **settings).generate(PROMPTS, GREEDY)
+    plain = jspec.LLM(llm_fixtures.loaded(root)["target"]).generate(PROMPTS, GREEDY)
+    texts = lambda outputs: [output.outputs[0].token_ids for output in outputs]
+    assert texts(found) == texts(plain)
+    drafted = found[0].outputs[0].speculative_decoding_stats["num_draft_tokens"]
+    assert drafted > 16
+
+
+def test_a_head_with_the_targets_embedding_shares_it(root):
+    target = llm_fixtures.loaded(root)["target"]
+    own = loading.load_head(head(root, "eagle"), TARGET)
+    assert own.config.own_embedding
+    shared = loading.sharing(own, target.params.embedding)
+    assert not shared.config.own_embedding and shared.params.embedding is None
+    other = loading.sharing(own, target.params.embedding + 1)
+    assert other is own
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("eagle", {"method": "eagle3", "num_speculative_tokens": 2},
+         "holds a head of method 'eagle', not 'eagle3'"),
+        ("medusa", {"num_speculative_tokens": 4}, "the tree is 4 deep, but there are 3 heads"),
+        ("medusa", {"num_speculative_tokens": 2, "tree": "eagle2"}, "Medusa's heads do not"),
+        ("eagle", {"num_speculative_tokens": 2, "max_model_len": 300},
+         "speculative_max_model_len=300 cannot be larger than"),
+    ],
+)  # fmt: skip
+def test_a_head_that_does_not_fit_is_refused_before_the_target_is_loaded(
+    root, kind, settings, message, monkeypatch
+):
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=message):
+        open_llm(root, kind, **settings)
+
+
+def test_a_head_for_another_target_is_refused(root, tmp_path):
+    config = json.loads((head(root, "eagle") / "config.json").read_text())
+    weights = (head(root, "eagle") / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
+    with pytest.raises(ValueError, match="999"):
+        jspec.LLM(
+            llm_fixtures.loaded(root)["target"],
+            {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2},
+        )
