@@ -94,8 +94,12 @@ def tree_attention(
     if window is not None:
         by_row.append(_row_facts(positions[..., None], group))
     span = layout.span(length, blocks.slots, blocks.splits, window, positions)
-    mixed, log_total = _call(span, rows, by_row, tree, cache, blocks, window, soft_cap, interpret)
-    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total)
+    # Of a tile that is not full, only the rows that are read again leave the chip.
+    kept = rows.shape[2] if count > TILE_ROWS else -(-count // 8) * 8
+    body = functools.partial(_kernel, blocks=blocks, window=window, soft_cap=soft_cap)
+    arrays = (*span, *tree, *cache, rows, *by_row)
+    mixed, log_total = _call(body, arrays, rows, kept, blocks, interpret)
+    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., :kept])
     return merged[:, :, :count].reshape(batch, heads, nodes, dim)
 
 
@@ -105,19 +109,19 @@ def _row_facts(values: Array, group: int) -> Array:
     return layout.pad_to(values.swapaxes(1, 2), 2, TILE_ROWS)
 
 
-def _call(span, rows, by_row, tree, cache, blocks, window, soft_cap, interpret):
-    """Returns (results [B, Hkv, C, R, D], logs of their sums [B, Hkv, C, R]), both float32."""
+def _call(body, arrays, rows, kept, blocks, interpret):
+    """Returns (results [B, Hkv, C, kept, D], logs of their sums [B, Hkv, C, R]), both float32."""
     batch, kv_heads, padded, dim = rows.shape
-    shape = (batch, kv_heads, blocks.splits, padded)
+    shape = (batch, kv_heads, blocks.splits)
     queries, results = _smem(TILE_ROWS, dim, rows.dtype), _smem(TILE_ROWS, dim, jnp.float32)
     staged = _smem(blocks.slots, dim, rows.dtype, blocks.stages)
     weights = () if blocks.weights_in_registers else (_smem(TILE_ROWS, blocks.slots, rows.dtype),)
     options = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
-        functools.partial(_kernel, blocks=blocks, window=window, soft_cap=soft_cap),
+        body,
         out_type=(
-            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct((*shape, kept, dim), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, padded), jnp.float32),
         ),
         grid=(kv_heads, batch, padded // TILE_ROWS, blocks.splits),
         grid_names=("head", "row", "tile", "split"),
@@ -128,7 +132,7 @@ def _call(span, rows, by_row, tree, cache, blocks, window, soft_cap, interpret):
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
-    )(*span, *tree, *cache, rows, *by_row)  # fmt: skip
+    )(*arrays)  # fmt: skip
 
 
 def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
@@ -147,7 +151,8 @@ def _kernel(first, count, share, length, seen_by_all, tree_k, tree_v, cache_k, c
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
     out, log_total, q_s, k_s, v_s, out_s, log_s, q_ready, k_ready, v_ready, *weights_s = refs
     head, row = lax.axis_index("head"), lax.axis_index("row")
-    split, rows = lax.axis_index("split"), pl.ds(lax.axis_index("tile") * TILE_ROWS, TILE_ROWS)
+    split, begin_row = lax.axis_index("split"), lax.axis_index("tile") * TILE_ROWS
+    rows, kept = pl.ds(begin_row, TILE_ROWS), min(TILE_ROWS, out.shape[3])
     slots, stages, dim = blocks.slots, blocks.stages, q.shape[-1]
     wgmma, by_wgmma_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     num_tree = jnp.where(split == 0, tree_k.shape[2] // slots, 0)
@@ -238,7 +243,9 @@ def _kernel(first, count, share, length, seen_by_all, tree_k, tree_v, cache_k, c
     out_s[...] = mixed / spread(whole, dim)
     log_s[...] = jnp.where(total > 0, peak / LOG2_E + jnp.log(whole), MASKED)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_s, out.at[row, head, split, rows])
+    plgpu.copy_smem_to_gmem(
+        out_s.at[pl.ds(0, kept)], out.at[row, head, split, pl.ds(begin_row, kept)]
+    )
     plgpu.copy_smem_to_gmem(log_s, log_total.at[row, head, split, rows])
     plgpu.wait_smem_to_gmem(0)
 
