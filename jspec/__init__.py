@@ -7,7 +7,7 @@
 # The functions `generate` and `decode` take the place of the modules they come from: import what
 # else those have by name, `from jspec.generate import Row`.
 from jspec.decode import decode, step
-from jspec.drafters import METHODS, DraftModel, NGram, NoDrafter
+from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, NGram, NoDrafter
 from jspec.generate import generate
 from jspec.llm import LLM
 from jspec.loading import LoadedModel, load
@@ -26,7 +26,9 @@ __all__ = [
     "Draft",
     "DraftModel",
     "Drafter",
+    "Eagle",
     "LoadedModel",
+    "Medusa",
     "NGram",
     "NoDrafter",
     "Params",

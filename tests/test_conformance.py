@@ -74,9 +74,15 @@ def effective(case):
     return method, tree, SETTINGS[rule].judging(proposal).name, rows
 
 
+def pairs(case):
+    """Any two places of a case and their values; of a lossy rule, not the pair with the tree."""
+    found = itertools.combinations(enumerate(effective(case)), 2)
+    lossless = SETTINGS[case[2]].lossless
+    return {pair for pair in found if lossless or (pair[0][0], pair[1][0]) != (1, 2)}
+
+
 def pairwise(product):
     """Few cases of the product, in which every pair of values of any two places occurs."""
-    pairs = lambda case: set(itertools.combinations(enumerate(effective(case)), 2))
     missing, chosen = set().union(*map(pairs, product)), []
     while missing:
         chosen.append(max(product, key=lambda case: len(missing & pairs(case))))
