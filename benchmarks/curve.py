@@ -6,7 +6,7 @@ tokens, so with acceptance length tau it cannot gain more than ``tau / (V(K+1)/V
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +33,34 @@ def pass_seconds(
     Passes run inside a jitted ``fori_loop``, each fed by the last; widths take turns and the best
     of ``rounds`` counts.
     """
-    programs = {width: _program(config, width) for width in widths}
-    cache = decoder.init_cache(config, batch, _CAPACITY)
-    cache = cache.replace(length=jnp.full((batch,), prefix, jnp.int32))
-    tokens = {width: jnp.ones((batch, width), jnp.int32) for width in widths}
-    for width, program in programs.items():  # compiles
-        cache, tokens[width] = jax.block_until_ready(program(params, cache, tokens[width]))
+    runs = {width: passes(config, params, width, batch=batch, prefix=prefix) for width in widths}
     best = dict.fromkeys(widths, float("inf"))
     for _ in range(rounds):
-        for width, program in programs.items():
-            start = time.perf_counter()
-            cache, tokens[width] = jax.block_until_ready(program(params, cache, tokens[width]))
-            best[width] = min(best[width], (time.perf_counter() - start) / _LOOPS)
+        for width, run in runs.items():
+            best[width] = min(best[width], run())
     return best
+
+
+def passes(
+    config: decoder.DecoderConfig,
+    params: decoder.DecoderParams,
+    width: int,
+    *,
+    batch: int = 1,
+    prefix: int = 192,
+) -> Callable[[], float]:
+    """A compiled function that runs passes over ``width`` nodes and returns the seconds of one."""
+    program = _program(config, width)
+    cache = decoder.init_cache(config, batch, _CAPACITY)
+    cache = cache.replace(length=jnp.full((batch,), prefix, jnp.int32))
+    state = [program(params, cache, jnp.ones((batch, width), jnp.int32))]
+
+    def run() -> float:
+        start = time.perf_counter()
+        state[0] = jax.block_until_ready(program(params, *state[0]))
+        return (time.perf_counter() - start) / _LOOPS
+
+    return run
 
 
 def _program(config: decoder.DecoderConfig, width: int):
