@@ -77,8 +77,7 @@ class Eagle(TreeDrafter):
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt: its features, each with the token after."""
-        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1] - 1), tokens[:, 1:].shape)
-        return self._take_in(params, memory, tokens[:, 1:], features, positions, valid)
+        return self._take_in(params, memory, tokens[:, 1:], features, valid)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Takes in the rows of the accepted path, whose features are now true."""
@@ -88,9 +87,7 @@ class Eagle(TreeDrafter):
         features = tuple(
             jnp.take_along_axis(feature, verdict.path[..., None], 1) for feature in out.features
         )
-        memory = self._take_in(
-            params, memory, following, features, positions, verdict.num_emitted
-        )  # fmt: skip
+        memory = self._take_in(params, memory, following, features, verdict.num_emitted)
         return memory, shared
 
     def propose(self, params, request, shared, memory, history):
@@ -111,19 +108,17 @@ class Eagle(TreeDrafter):
         # The first feature comes with the second token.
         return self.limit(draft, history, memory.cache.length > 0), memory
 
-    def _take_in(self, params, memory, following, features, positions, count):
+    def _take_in(self, params, memory, following, features, count):
         """Commits the first ``count`` [B] of n rows of true features [B, n, D_target]."""
         batch, size = following.shape
-        mask = jnp.broadcast_to(np.tri(size, dtype=bool), (batch, size, size))
-        hidden, side = head.extend(
+        hidden, entries = head.take_in(
             params.drafter, self.config, self._embed(params, following),
-            head.fuse(params.drafter, self.config, features), positions, memory.cache,
-            head.init_cache(self.config, batch, size).layers, jnp.int32(0), mask,
+            head.fuse(params.drafter, self.config, features), memory.cache,
         )  # fmt: skip
         last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
         rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
         return EagleMemory(
-            cache=kv.append(memory.cache, side, rows, count),
+            cache=kv.append(memory.cache, entries, rows, count),
             hidden=jnp.where((count > 0)[:, None], last, memory.hidden),
         )
 
