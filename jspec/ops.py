@@ -4,13 +4,18 @@
 """
 
 import functools
+import importlib
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jspec.kernels.rejection_sampling import laws
+from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
 from jspec.kernels.tree_attention import reference
-from jspec.types import Array
+from jspec.types import Array, Draft, Sampling, Tree
 
 # XLA's CPU matmul for bfloat16 reaches its fast path from two rows on, and gives rows that are
 # bit-equal from three rows on; one padded row count makes a token's logits independent of N.
@@ -70,7 +75,7 @@ def attention(
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
-    kernel = _attention_kernel(implementation, q, tree_k, cache_k)
+    kernel = _kernel_of("tree_attention", reference, implementation, q, tree_k, cache_k)
 
     def run(*arrays: Array, **blocks: int) -> Array:
         options = dict(scale=scale, window=window, positions=positions, soft_cap=soft_cap)
@@ -84,23 +89,108 @@ def attention(
     return lax.platform_dependent(*arrays, cpu=run, default=on_accelerator)
 
 
-def _attention_kernel(name: str | None, q: Array, tree_k: Array, cache_k: Array | None):
+def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays: Array | None):
     """The module of an implementation. Pallas is imported by those who ask for it only."""
     if name in (None, "reference"):
         return reference
-    if name == "pallas_tpu":
-        from jspec.kernels.tree_attention import pallas_tpu as kernel
-    elif name == "pallas_gpu":
-        from jspec.kernels.tree_attention import pallas_gpu as kernel
-    else:
+    if name not in ("pallas_tpu", "pallas_gpu"):
         raise ValueError(
             f"implementation={name!r} is not known; use None, 'reference', 'pallas_tpu' or "
             "'pallas_gpu'."
         )
-    refusal = kernel.refusal(q, tree_k, cache_k)
+    kernel = importlib.import_module(f"jspec.kernels.{operation}.{name}")
+    refusal = kernel.refusal(*arrays)
     if refusal:
         raise ValueError(f"implementation={name!r} {refusal}; 'reference' takes everything.")
     return kernel
+
+
+def rejection_sampling(
+    logits: Array,
+    sampling: Sampling,
+    draft: Draft,
+    tree: Tree,
+    coins: Array,
+    uniform: Array,
+    *,
+    rule: str = "rejection",
+    replaced: bool = False,
+    max_children: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """Judges a draft and draws the token after what was accepted; see the reference.
+
+    For the same coins that is what a rule of ``jspec.verify`` and ``sampling.draw`` give, up to
+    rounding to float32, but the kernels store no law: raw logits are read where they lie, top-k and
+    top-p search for their thresholds instead of sorting, and the token is drawn from one row.
+
+    Args:
+      logits: raw logits of the target [B, N, V].
+      sampling: the warps of every row.
+      draft: the proposal, N rows of ``logits`` with it. Laws over a reduced vocabulary are spread
+        over all of V first, which the kernels do not spare.
+      tree: its shape.
+      coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
+      uniform: uniforms in [0, 1), [B]; they draw the token.
+      rule: "rejection", or "block" for chains; static, like all that follows.
+      replaced: siblings were drawn with replacement.
+      max_children: of a node; None: as ``draft.parents`` say, if they are static.
+      implementation: forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
+        None is the reference on every device, until a row of ``benchmarks/kernels.py`` measured
+        there beats it; there is none yet.
+
+    Returns:
+      path int32 [B, max_depth + 1], num_accepted int32 [B], next_token int32 [B].
+
+    Raises:
+      ValueError: ``implementation`` or ``rule`` is unknown or does not take this draft, or
+        ``max_children`` is not known.
+    """
+    form = _form_of(draft, tree, rule, replaced, max_children)
+    kernel = _kernel_of("rejection_sampling", rejection_sampling_reference, implementation, logits)
+    drawn = draft.sampled
+    if drawn is None:
+        drawn = jnp.full(draft.tokens.shape, draft.logits is not None)
+    proposal = laws.Proposal(
+        draft.tokens,
+        jnp.broadcast_to(jnp.asarray(tree.parents), draft.tokens.shape),
+        draft.valid,
+        drawn,
+        _over_target_ids(draft, logits.shape[-1]),
+    )
+    warps = laws.Warps(
+        sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, sampling.names
+    )
+    return kernel.rejection_sampling(logits, warps, proposal, coins, uniform, form)
+
+
+def _form_of(
+    draft: Draft, tree: Tree, rule: str, replaced: bool, max_children: int | None
+) -> laws.Form:
+    static = isinstance(draft.parents, np.ndarray)
+    parents = draft.parents if static else np.zeros(draft.tokens.shape[1], int)
+    if rule not in ("rejection", "block"):
+        raise ValueError(f"rule={rule!r} is not known; use 'rejection' or 'block'.")
+    if rule == "block" and not (
+        static and np.array_equal(parents[1:], np.arange(len(parents) - 1))
+    ):
+        raise ValueError(
+            "rule='block' takes chains with static parents; use jspec.verify for trees."
+        )
+    if max_children is None and not static:
+        raise ValueError("max_children=None, but draft.parents are traced; say how many at most.")
+    if max_children is None:
+        max_children = int(np.bincount(parents[1:], minlength=1).max(initial=0))
+    mixed = draft.sampled is not None and draft.logits is not None and max_children > 1
+    return laws.Form(rule, tree.max_depth, max_children, replaced, mixed)
+
+
+def _over_target_ids(draft: Draft, vocab: int) -> Array | None:
+    """The recorded laws over all target ids, [B, N, V]."""
+    if draft.logits is None or draft.draft_to_target is None:
+        return draft.logits
+    spread = jnp.full((*draft.logits.shape[:2], vocab), -jnp.inf, draft.logits.dtype)
+    return spread.at[:, :, draft.draft_to_target].set(draft.logits, unique_indices=True)
 
 
 def default_backend() -> str:

@@ -1,0 +1,231 @@
+"""Rejection sampling for TPU (Pallas on Mosaic TPU): two kernels, each one pass over HBM.
+
+``laws`` holds eight whole rows in vector memory, where the thresholds of top-k and top-p are
+searched bit by bit instead of sorting. ``masses`` streams the rows that a rule asks for, and adds
+up what is left of their laws in every segment of the vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jspec.kernels.rejection_sampling import acceptance
+from jspec.kernels.rejection_sampling import laws as shared
+from jspec.kernels.rejection_sampling.laws import (
+    DraftLaw,
+    Form,
+    Law,
+    Masses,
+    Proposal,
+    Refusal,
+    Warps,
+)
+
+Array = jax.Array
+
+TILE_ROWS = 8
+RESIDENT_BYTES = 48 * 2**20  # of vector memory for eight rows, and the eight that follow
+OTHER_BYTES = 8 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut."""
+
+    chunk: int = 2048  # tokens of resident rows taken at a time: 16 registers of each value
+    segment: int = 2048  # tokens that a mass is the sum of
+    # Of a threshold, decided in one pass: vector memory is near, and more would spill registers.
+    pass_bits: int = 1
+
+
+BLOCKS = Blocks()
+
+
+def rejection_sampling(
+    logits: Array, warps: Warps, proposal: Proposal, coins: Array, uniform: Array, form: Form,
+    *, blocks: Blocks = BLOCKS, interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """As the reference, in float32."""
+    run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
+    kernels = acceptance.Kernels(run(laws), run(masses), blocks.segment)
+    return acceptance.rejection_sampling(kernels, logits, warps, proposal, coins, uniform, form)
+
+
+def refusal(logits: Array) -> str | None:
+    """Why logits [..., V] are not taken, or None."""
+    if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes bfloat16, float16 or float32 logits, not {logits.dtype}"
+    resident = 2 * TILE_ROWS * logits.shape[-1] * logits.dtype.itemsize
+    if resident > RESIDENT_BYTES:
+        return f"keeps whole rows in vector memory, and {logits.shape[-1]} tokens are too many"
+    return None
+
+
+def laws(
+    logits: Array,
+    warps: Warps | None,
+    *,
+    blocks: Blocks = BLOCKS,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Law:
+    """The warped law of every row of ``logits`` [R, V]; ``warps`` [R], None for none."""
+    rows, vocab = logits.shape
+    names = None if warps is None else warps.names
+    settings = () if warps is None else warps[:4]
+    tile = min(rows, TILE_ROWS)
+    of_row = pl.BlockSpec((tile, 1), lambda i: (i, 0))
+    column = lambda dtype: jax.ShapeDtypeStruct((rows, 1), dtype)
+    measured = pl.pallas_call(
+        functools.partial(_laws_kernel, names=names, blocks=blocks),
+        out_shape=[column(jnp.float32), column(jnp.float32), column(jnp.int32)],
+        grid=(pl.cdiv(rows, tile),),
+        in_specs=[pl.BlockSpec((tile, vocab), lambda i: (i, 0)), *[of_row] * len(settings)],
+        out_specs=[of_row] * 3,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=2 * tile * vocab * logits.dtype.itemsize + OTHER_BYTES,
+        ),
+        cost_estimate=_laws_cost(logits, names or (), blocks.pass_bits),
+        interpret=interpret,
+        name="rejection_sampling_laws",
+    )(logits, *(x[:, None] for x in settings))
+    return shared.law_of(warps, *(x[:, 0] for x in measured))
+
+
+def _laws_cost(logits: Array, names: Sequence[str], pass_bits: int) -> pl.CostEstimate:
+    """Of one reading of the logits, and of the passes over what was read."""
+    bits = shared.SIGN_AND_EXPONENT_BITS + jnp.finfo(logits.dtype).nmant
+    searches = [-(-bits // pass_bits) * (name in names) for name in ("top_k", "top_p")]
+    return pl.CostEstimate(
+        flops=logits.size * (8 + 3 * sum(searches)),
+        transcendentals=logits.size * (1 + searches[1]),
+        bytes_accessed=logits.size * logits.dtype.itemsize,
+    )
+
+
+def _laws_kernel(logits, *refs, names, blocks):
+    warps = None if names is None else Warps(*(ref[...] for ref in refs[:4]), names)
+    floor, log_total, first = refs[-3:]
+    measured = shared.measure(_Resident(logits, blocks), warps)
+    floor[...], log_total[...], first[...] = measured
+
+
+class _Resident:
+    """Rows [tile, V] in vector memory; scalars are columns [tile, 1]. See ``laws.Row``."""
+
+    def __init__(self, ref, blocks: Blocks):
+        self.ref, self.vocab = ref, ref.shape[1]
+        self.chunk, self.pass_bits = blocks.chunk, blocks.pass_bits
+        self.mantissa_bits = jnp.finfo(ref.dtype).nmant
+
+    def sums(self, term: Callable) -> list[Array]:
+        """Over the vocabulary, of each value."""
+        return self._fold(lambda x, _: term(x), jnp.add, lambda x: x.sum(-1, keepdims=True))
+
+    def greatest(self, term: Callable) -> Array:
+        """Over the vocabulary."""
+        return self._fold(lambda x, _: [term(x)], jnp.maximum, lambda x: x.max(-1, keepdims=True))[
+            0
+        ]
+
+    def least(self, term: Callable) -> Array:
+        """Over the vocabulary."""
+        one = lambda x, token: [term(x, token)]
+        return self._fold(one, jnp.minimum, lambda x: x.min(-1, keepdims=True))[0]
+
+    def as_float(self, bits: Array) -> Array:
+        """The float32 of the same bits."""
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def _fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
+        """Chunk by chunk, lanes kept apart to the end; the last chunk may be shorter."""
+
+        def chunk(start, width: int):
+            x = self.ref[:, pl.ds(start, width)].astype(jnp.float32)
+            return term(x, start + lax.broadcasted_iota(jnp.int32, x.shape, 1))
+
+        whole, rest = divmod(self.vocab, self.chunk)
+        parts = []
+        if whole:
+            join_chunk = lambda i, carry: [
+                join(a, b) for a, b in zip(carry, chunk(i * self.chunk, self.chunk), strict=True)
+            ]
+            folded = lax.fori_loop(1, whole, join_chunk, chunk(0, self.chunk))
+            parts.append([reduce(x) for x in folded])
+        if rest:
+            parts.append([reduce(x) for x in chunk(whole * self.chunk, rest)])
+        return [functools.reduce(join, values) for values in zip(*parts, strict=True)]
+
+
+def masses(
+    logits: Array, draft: Array | None, rows: Array | None, law: Law, draft_law: DraftLaw | None,
+    steps: Sequence[Refusal], *, blocks: Blocks = BLOCKS,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Masses:  # fmt: skip
+    """What ``steps`` leave of the laws of ``rows``, summed over segments of the vocabulary.
+
+    Args:
+      logits: of the target, raw [R, V].
+      draft: log-weights [R, V] of the draft's laws, or None.
+      rows: int32 [M], rows of ``logits`` and ``draft``; None for all of them.
+      law: of these rows, [M].
+      draft_law: of these rows of ``draft``, [M]; None without it.
+      steps: [M] each.
+      blocks: how the work is cut.
+      interpret: for machines without a TPU.
+    """
+    # Eight rows share a tile of memory: gathering those wanted costs less than reading eight each.
+    take = lambda x: x if rows is None else jnp.take(x, rows, axis=0)
+    streams = [take(x) for x in (logits, draft) if x is not None]
+    count, vocab = streams[0].shape
+    tile, width = min(count, TILE_ROWS), min(vocab, blocks.segment)
+    segments = pl.cdiv(vocab, width)
+    facts = [jnp.stack(columns, 1) for columns in shared.pack(law, draft_law, steps)]
+    of_row = lambda size: pl.BlockSpec((tile, size), lambda i, _: (i, 0))
+    of_block = pl.BlockSpec((tile, width), lambda i, s: (i, s))
+    absent = 0 if draft_law is None else len(draft_law.absent)
+    kernel = functools.partial(
+        _masses_kernel, vocab=vocab, drafted=draft is not None, absent=absent
+    )
+    found = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((count, segments), jnp.float32)] * len(Masses._fields),
+        grid=(pl.cdiv(count, tile), segments),
+        in_specs=[*(of_row(x.shape[1]) for x in facts), *[of_block] * len(streams)],
+        out_specs=[of_row(segments)] * len(Masses._fields),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_masses_cost(streams, steps),
+        interpret=interpret,
+        name="rejection_sampling_masses",
+    )(*facts, *streams)
+    return Masses(*found)
+
+
+def _masses_cost(streams: Sequence[Array], steps: Sequence[Refusal]) -> pl.CostEstimate:
+    """Of reading the rows once."""
+    return pl.CostEstimate(
+        flops=streams[0].size * (8 + 6 * len(steps)),
+        transcendentals=sum(x.size for x in streams),
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in streams),
+    )
+
+
+def _masses_kernel(floats, ints, x, *refs, vocab, drafted, absent):
+    y, outs = refs[0] if drafted else None, refs[drafted:]
+    segment = pl.program_id(1)
+    token = segment * x.shape[1] + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    columns = [[ref[:, i : i + 1] for i in range(ref.shape[1])] for ref in (floats, ints)]
+    law, draft_law, steps = shared.unpack(*columns, drafted, absent)
+    found = shared.weights(x[...], y[...] if drafted else None, token, law, draft_law, steps)
+    lane = lax.broadcasted_iota(jnp.int32, outs[0].shape, 1)
+    for out, values in zip(outs, found, strict=True):
+        # The last block reaches past the vocabulary, where memory may hold anything.
+        mass = jnp.where(token < vocab, values, 0.0).sum(-1, keepdims=True)
+        kept = jnp.where(segment == 0, 0.0, out[...])  # of the segments before this one
+        out[...] = jnp.where(lane == segment, mass, kept)

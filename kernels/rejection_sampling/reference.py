@@ -1,0 +1,150 @@
+"""Rejection sampling in plain jnp: what the kernels must do, with every law written out.
+
+Fed with the coins of a round, it gives the path, its length and the token of ``jspec.verify``, from
+raw logits and without any of its code.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.kernels.rejection_sampling.laws import Form, Proposal, Warps
+
+Array = jax.Array
+
+
+def rejection_sampling(
+    logits: Array, warps: Warps, proposal: Proposal, coins: Array, uniform: Array, form: Form
+) -> tuple[Array, Array, Array]:
+    """Judges a draft and draws the token after what was accepted.
+
+    Args:
+      logits: raw, of the target [B, N, V].
+      warps: of every row [B].
+      proposal: a draft; its parents precede their children.
+      coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
+      uniform: [B], draws the token by inverse CDF.
+      form: static facts.
+
+    Returns:
+      path int32 [B, max_depth + 1], 0 below its end; num_accepted int32 [B]; token int32 [B].
+    """
+    path, num_accepted, law = judge(logits, warps, proposal, coins, form)
+    running = jnp.cumsum(law, -1)
+    above = (running > (uniform * running[:, -1])[:, None]) & (law > 0)
+    return path, num_accepted, jnp.argmax(above, -1).astype(jnp.int32)
+
+
+def judge(
+    logits: Array, warps: Warps, proposal: Proposal, coins: Array, form: Form
+) -> tuple[Array, Array, Array]:
+    """Path and its length, as above, and the law of the next token: weights [B, V].
+
+    Rule "rejection" walks down from the root: the children of a node are judged in turn, drawn
+    ones before point masses and each in order, accepting x where u q(x) < p(x). A refusal turns p
+    into max(p - q, 0), renormalised, and takes the token from q unless siblings were drawn with
+    replacement. Rule "block" is block verification of a chain (arXiv 2403.10444).
+    """
+    p = target_law(logits, warps)
+    q = jnp.zeros_like(p)
+    if proposal.logits is not None:
+        q = jax.nn.softmax(proposal.logits.astype(p.dtype), -1)
+    rule = {"rejection": _tree, "block": _chain}[form.rule]
+    return jax.vmap(functools.partial(rule, form))(p, q, proposal, coins)
+
+
+def target_law(logits: Array, warps: Warps) -> Array:
+    """Probabilities of the warped laws [B, N, V]; the order of warps is ``jspec.sampling``'s."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    temperature, min_p, top_k, top_p = (x[:, None, None] for x in warps[:4])
+    vocab = logits.shape[-1]
+    x = logits / jnp.where(temperature > 0, temperature, 1)
+    if "min_p" in warps.names:
+        x = jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(min_p), x, -jnp.inf)
+    if "top_k" in warps.names:
+        wanted = jnp.broadcast_to(jnp.where(top_k > 0, top_k, vocab), (*x.shape[:2], 1))
+        least = jnp.take_along_axis(jnp.sort(x), vocab - jnp.clip(wanted, 1, vocab), -1)
+        x = jnp.where(x >= least, x, -jnp.inf)
+    if "top_p" in warps.names:
+        order = jnp.argsort(-x, -1)
+        probs = jnp.take_along_axis(jax.nn.softmax(x, -1), order, -1)
+        first = (jnp.cumsum(probs, -1) - probs < top_p) | (top_p >= 1)
+        sorted_x = jnp.take_along_axis(x, order, -1)
+        kept = first & (sorted_x > -jnp.inf)
+        x = jnp.where(x >= jnp.where(kept, sorted_x, jnp.inf).min(-1, keepdims=True), x, -jnp.inf)
+    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), vocab, dtype=x.dtype)
+    return jnp.where(temperature > 0, jax.nn.softmax(x, -1), greedy)
+
+
+def _tree(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
+    """The walk of one batch row: p, q [N, V]. As nodes follow their parents, one scan suffices."""
+    nodes, vocab = p.shape
+    index = jnp.arange(nodes)
+    token_mass = jax.nn.one_hot(draft.tokens, vocab, dtype=p.dtype)
+    points = draft.valid & ~draft.sampled & (index > 0)
+
+    def enter(node: Array) -> tuple[Array, Array]:
+        """The law at a node, and that of its first drawn child: q without the point masses."""
+        siblings = points & (draft.parents == node)
+        fixed = jnp.where(siblings[:, None], token_mass, 0).any(0)
+        return p[node], _normalised(jnp.where(fixed, 0, q[node]))
+
+    def meet(carry, node):
+        here, law, law_q, path, depth = carry
+        token = token_mass[node]
+        against = jnp.where(draft.sampled[node], law_q, token)
+        at_p, at_q = (law * token).sum(), (against * token).sum()
+        judged = draft.valid[node] & (draft.parents[node] == here) & (node > 0)
+        accepted = judged & (coins[node] * at_q < at_p) & (at_q > 0)
+        refused = judged & ~accepted
+        rest = jnp.maximum(law - against, 0)
+        rest = jnp.where(rest.any(), _normalised(rest), law)
+        rest_q = law_q if form.replaced else _normalised(law_q * (1 - token))
+        law = jnp.where(refused, rest, law)
+        law_q = jnp.where(refused & draft.sampled[node], rest_q, law_q)
+        entered = enter(node)
+        depth = depth + accepted
+        path = path.at[jnp.where(accepted, depth, form.max_depth + 1)].set(node, mode="drop")
+        here = jnp.where(accepted, node, here)
+        law, law_q = (jnp.where(accepted, a, b) for a, b in zip(entered, (law, law_q), strict=True))
+        return (here, law, law_q, path, depth), None
+
+    # Node by node of one parent after the other, drawn children before point masses.
+    turns = jnp.lexsort((index, ~draft.sampled, draft.parents)).astype(jnp.int32)
+    path = jnp.zeros((form.max_depth + 1,), jnp.int32)
+    start = (jnp.int32(0), *enter(jnp.int32(0)), path, jnp.int32(0))
+    (_, law, _, path, depth), _ = lax.scan(meet, start, turns)
+    return path, depth, law
+
+
+def _normalised(weights: Array) -> Array:
+    total = weights.sum()
+    return weights / jnp.where(total > 0, total, 1)
+
+
+def _chain(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
+    """Block verification of one batch row: p, q [K + 1, V]."""
+    nodes, vocab = p.shape
+    token_mass = jax.nn.one_hot(draft.tokens, vocab, dtype=p.dtype)
+    drawn_from = lambda node: jnp.where(draft.sampled[node], q[node - 1], token_mass[node])
+    joint, accepted, law = jnp.ones((), p.dtype), jnp.int32(0), p[0]
+    for node in range(nodes):
+        if node:  # P of the node
+            at_p, at_q = ((row * token_mass[node]).sum() for row in (p[node - 1], drawn_from(node)))
+            ratio = jnp.where(at_q > 0, at_p / jnp.where(at_q > 0, at_q, 1), 0)
+            joint = jnp.minimum(1, joint * jnp.where(draft.valid[node], ratio, 0))
+        passing, left = joint, p[node]
+        if node + 1 < nodes:
+            has_child = draft.valid[node + 1]
+            rest = jnp.maximum(joint * p[node] - drawn_from(node + 1), 0)
+            missing = rest.sum() + 1 - joint  # 0 only where all agrees, and passing is certain
+            ratio = jnp.where(missing > 0, rest.sum() / jnp.where(missing > 0, missing, 1), 1)
+            passing = jnp.where(has_child, ratio, joint)
+            left = jnp.where(has_child & rest.any(), rest, p[node])
+        passes = (node == 0) | (draft.valid[node] & (coins[node] < passing))
+        accepted = jnp.where(passes, node, accepted)
+        law = jnp.where(passes, left, law)
+    return jnp.arange(form.max_depth + 1, dtype=jnp.int32), accepted.astype(jnp.int32), law

@@ -1,0 +1,72 @@
+"""Vocabularies and drafts of real models that tests, compiles and benchmarks share."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+VOCABULARIES = {
+    "Llama-2-7B": 32000,
+    "Phi-3-mini": 32064,  # not a multiple of 128
+    "Llama-3.1-8B": 128256,
+    "Qwen2.5-7B": 151936,
+}
+
+
+class Case(NamedTuple):
+    """A draft under a rule."""
+
+    model: str
+    parents: tuple[int, ...]  # the root is its own parent
+    rule: str = "rejection"
+    proposal: str = "chain"
+    warps: tuple[str, ...] = ("temperature",)
+    logits: str = "float32"  # dtype of the target's
+    draft: str = "float32"  # dtype of the draft's
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the target."""
+        return VOCABULARIES[self.model]
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    @property
+    def children(self) -> int:
+        """Of the node that has most."""
+        return int(np.bincount(self.parents[1:], minlength=1).max(initial=0))
+
+
+def chain(depth: int) -> tuple[int, ...]:
+    """A node below the other."""
+    return (0, *range(depth))
+
+
+def tree(children: int, nodes: int) -> tuple[int, ...]:
+    """Level by level, with as many children each, until there are enough nodes."""
+    return (0, *((node - 1) // children for node in range(1, nodes)))
+
+
+ALL_WARPS = ("temperature", "min_p", "top_k", "top_p")
+
+CASES = {
+    "a chain of 1": Case("Llama-2-7B", chain(1), warps=ALL_WARPS),
+    "a chain of 4 over an odd vocabulary":
+        Case("Phi-3-mini", chain(4), warps=("temperature", "top_p"), logits="bfloat16"),
+    "a chain of 8": Case("Llama-3.1-8B", chain(8), logits="bfloat16", draft="bfloat16"),
+    "a chain of 5 as a whole": Case("Qwen2.5-7B", chain(5), "block", logits="bfloat16"),
+    "a chain of 3 as a whole, warped": Case("Phi-3-mini", chain(3), "block", warps=ALL_WARPS),
+    "a chain of drawn tokens and point masses":
+        Case("Llama-2-7B", chain(6), "block", "mixed"),
+    "a tree of 8": Case("Llama-2-7B", tree(2, 8), proposal="without_replacement"),
+    "a tree of 13 with repeats": Case("Phi-3-mini", tree(3, 13), proposal="iid"),
+    "a tree of 21, the likeliest and one drawn":
+        Case("Llama-2-7B", tree(4, 21), proposal="top_plus_one", warps=("temperature", "top_k")),
+    "a tree of 64": Case("Llama-3.1-8B", tree(4, 64), proposal="without_replacement",
+                         logits="bfloat16", draft="bfloat16"),
+}  # fmt: skip
