@@ -55,7 +55,19 @@ def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
             f"takes heads of a multiple of {FEATURE_MULTIPLE} features up to {MAX_FEATURES}, not "
             f"{dim}; pad them"
         )
+    if jax.default_backend() == "gpu" and (wrong := wrong_device(jax.devices()[0])):
+        return wrong
     return layout.refusal(tree_k, cache_k, ("bfloat16",))
+
+
+def wrong_device(device: jax.Device) -> str | None:
+    """Why a GPU does not run the kernel: wgmma is Hopper's alone, before and after it."""
+    if device.compute_capability.split(".")[0] == "9":
+        return None
+    return (
+        f"needs a GPU of compute capability 9 (Hopper), not {device.compute_capability} "
+        f"({device.device_kind}); take another"
+    )
 
 
 def tree_attention(

@@ -7,6 +7,7 @@ Lowered, they must pass every check that needs neither the device nor its compil
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,13 @@ def test_what_a_kernel_does_not_take_is_refused_with_a_remedy(name, changes, mes
     arrays, _ = random_case(**sizes | changes, lengths=[0, 5])
     with pytest.raises(ValueError, match=f"implementation='{name}' .*{message}.*'reference' takes"):
         ops.attention(*arrays.values(), scale=1.0, implementation=name)
+
+
+def test_the_gpu_kernel_is_for_hopper():
+    gpu = lambda capability: SimpleNamespace(compute_capability=capability, device_kind="NVIDIA X")
+    assert pallas_gpu.wrong_device(gpu("9.0")) is None
+    for other in ("8.0", "10.0"):
+        assert f"(Hopper), not {other} (NVIDIA X)" in pallas_gpu.wrong_device(gpu(other))
 
 
 @pytest.mark.parametrize("name", KERNELS)
