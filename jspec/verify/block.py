@@ -6,14 +6,16 @@ token by token (arXiv 2403.10444 for chains, 2505.12398 for trees).
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jspec.types import Array, Draft, Tree
 from jspec.verify.chain import ChainLaws, chain_laws, conclude, is_chain
-from jspec.verify.nodes import Nodes, normalize, one_hot, take
+from jspec.verify.nodes import Nodes, one_hot, take
 
 
 def block(
@@ -100,9 +102,11 @@ def _residual_mass(laws: ChainLaws, draft: Draft, log_joint: Array) -> Array:
 class _Stack(NamedTuple):
     """The root and the opened nodes below it down to where each row stands, one a depth."""
 
-    p: Array  # [B, D, V], the target's law; once a child is refused, what that left
-    q: Array  # [B, D, V], the law of the next child drawn
+    p: Array  # [B, D, V], weights of the target's law; once a child is refused, what that left
+    q: Array  # [B, D, V], weights of the law of the next child drawn
     joint: Array  # [B, D], P
+    factor: Array  # [B, D], of p: times it, its mass is P
+    q_mass: Array  # [B, D]
 
 
 class _Place(NamedTuple):
@@ -128,12 +132,14 @@ class _Traversal(Nodes):
 
     def _start(self) -> _Place:
         """Every row at its root."""
-        batch, num_nodes, vocab_size = self.warped.shape
         root = jnp.zeros_like(self.tree.parents[:, 0])
-        rows = jnp.zeros((batch, max(self.tree.max_depth, 1), vocab_size), self.warped.dtype)
-        stack = self._push(_Stack(rows, rows, rows[..., 0]), root, jnp.ones_like(rows[:, 0, 0]))
-        waiting = self.draft.valid & (jnp.arange(num_nodes) > 0)
-        return _Place(stack, root, waiting, jnp.ones((batch,), bool))
+        below = max(self.tree.max_depth, 1) - 1
+        stack = jax.tree.map(
+            lambda x: jnp.pad(x[:, None], ((0, 0), (0, below), (0, 0))[: x.ndim + 1]),
+            self._entry(root, jnp.ones(root.shape, self.warped.dtype)),
+        )
+        waiting = self.draft.valid & (jnp.arange(self.tree.parents.shape[1]) > 0)
+        return _Place(stack, root, waiting, jnp.ones(root.shape, bool))
 
     def _judge(self, place: _Place) -> _Place:
         """Judges the next leaf below the node, or the node itself where there is none."""
@@ -156,10 +162,12 @@ class _Traversal(Nodes):
     def _next(self, place: _Place) -> tuple[Array, Array, Array]:
         """The next child of the node, whether there is one, and its P: each [B]."""
         own = place.waiting & (self.tree.parents == place.node[:, None])
-        child, depth = self.first(own), take(self.tree.depth, place.node)
-        at_p, at_q = self.odds(child, take(place.stack.p, depth), take(place.stack.q, depth))
-        joint = take(place.stack.joint, depth) * at_p / jnp.where(at_q > 0, at_q, 1)
-        return child, own.any(1), jnp.minimum(1, joint)
+        child, stack = self.first(own), place.stack
+        top = (jnp.arange(own.shape[0]), take(self.tree.depth, place.node))
+        at = (*top, take(self.draft.tokens, child))
+        at_p, at_q = stack.p[at] * stack.factor[top], stack.q[at]
+        at_p, at_q = self.odds(child, at_p, at_q, stack.q_mass[top])
+        return child, own.any(1), jnp.minimum(1, at_p / at_q)
 
     def _next_to_open(self, place: _Place) -> tuple[Array, Array, Array]:
         """The same, if the next child is to be opened."""
@@ -172,31 +180,47 @@ class _Traversal(Nodes):
     def _dive(self, place: _Place) -> _Place:
         """Opens the next child, where it is to be opened."""
         child, dives, joint = self._next_to_open(place)
+        dives &= joint >= 0  # always: so the stack is read before it is written, not copied
+        put = _writer(place.stack, take(self.tree.depth, child), dives)
         is_child = one_hot(child, place.waiting.shape[1])
         return _Place(
-            stack=self._push(place.stack, child, joint, dives),
+            stack=_Stack(*map(put, place.stack, self._entry(child, joint))),
             node=jnp.where(dives, child, place.node),
             waiting=place.waiting & ~(is_child & dives[:, None]),
             going=place.going,
         )
 
-    def _push(self, stack: _Stack, node: Array, joint: Array, where: Array | bool = True) -> _Stack:
-        laws = self.target_law(node), self.draft_law(node)
-        return _put(stack, take(self.tree.depth, node), where, *laws, joint)
+    def _entry(self, node: Array, joint: Array) -> _Stack:
+        """Of a node that is opened: [B, V] and [B]."""
+        q, q_mass = self.draft_law(node)
+        return _Stack(self.target_law(node), q, joint, joint, q_mass)
 
     def _refuse(self, stack: _Stack, child: Array, parent: Array, where: Array) -> _Stack:
         """What the refusal of ``child`` leaves to its ``parent``, which is on top."""
         depth = take(self.tree.depth, parent)
-        p, q, joint = (take(rows, depth) for rows in stack)
-        rest, next_q = self.refuse(child, joint[:, None] * p, q)
+        p, q, joint, factor, q_mass = (take(rows, depth) for rows in stack)
+        rest = self.residual(child, factor[:, None] * p, q, q_mass)
         mass = rest.sum(-1)
-        p = jnp.where(mass[:, None] > 0, normalize(rest), p)
-        return _put(stack, depth, where, p, next_q, _passing(mass, joint))
+        passing, left = _passing(mass, joint), mass > 0
+        # Nothing left: P was 0 and is, or P p = q up to rounding and nothing is refused.
+        factor = jnp.where(left, passing / jnp.where(left, mass, 1), passing * factor)
+        token, drops = take(self.draft.tokens, child), where & self.leaves_law(child)
+        dropped = one_hot(token, q.shape[1]) & drops[:, None]
+        q_mass = jnp.where(dropped, 0, q).sum(-1)
+        # The mass is never below 0: so the stack is read before it is written, not copied.
+        token = jnp.where(drops & (q_mass >= 0) & (mass >= 0), token, q.shape[1])
+        put = _writer(stack, depth, where & (mass >= 0))
+        return _Stack(
+            p=put(stack.p, jnp.where(left[:, None], rest, p)),
+            q=stack.q.at[jnp.arange(token.shape[0]), depth, token].set(0, mode="drop"),
+            joint=put(stack.joint, passing),
+            factor=put(stack.factor, factor),
+            q_mass=put(stack.q_mass, q_mass),
+        )
 
 
-def _put(stack: _Stack, depth: Array, where: Array | bool, *entry: Array) -> _Stack:
+def _writer(stack: _Stack, depth: Array, where: Array) -> Callable[[Array, Array], Array]:
     """Writes one entry a row at ``depth`` [B], in the rows ``where`` [B]."""
     batch = jnp.arange(depth.shape[0])
     depth = jnp.where(where, depth, stack.joint.shape[1])  # out of bounds: dropped
-    put = lambda rows, row: rows.at[batch, depth].set(row, mode="drop")
-    return _Stack(*map(put, stack, entry))
+    return lambda rows, entry: rows.at[batch, depth].set(entry, mode="drop")

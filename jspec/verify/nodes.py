@@ -13,7 +13,8 @@ from jspec.types import Array, Draft, Tree
 class Nodes:
     """The judging of a draft: looks things up for one node a row, [B], at a time.
 
-    Arguments as for ``jspec.verify.rejection``; laws are probabilities.
+    Arguments as for ``jspec.verify.rejection.rejection``. Laws are weights, not logs of them; their
+    mass stands beside them where it need not be 1.
     """
 
     warped: Array
@@ -57,44 +58,42 @@ class Nodes:
         """The target's law after ``node`` [B]: [B, V]."""
         return jax.nn.softmax(take(self.warped, node), -1)
 
-    def draft_law(self, node: Array) -> Array:
-        """The law that the first drawn child of ``node`` [B] came from, [B, V]; 0 if there is none.
+    def draft_law(self, node: Array) -> tuple[Array, Array]:
+        """The law that the first drawn child of ``node`` [B] came from: weights [B, V], mass [B].
 
         That is the recorded row without the tokens of the point masses among the children, since
         siblings are distinct.
         """
         shape = (node.shape[0], self.warped.shape[-1])
         if self.draft.logits is None:
-            return jnp.zeros(shape, self.warped.dtype)
-        weights = jax.nn.softmax(take(self.draft.logits, node).astype(self.warped.dtype), -1)
+            return jnp.zeros(shape, self.warped.dtype), jnp.zeros(shape[:1], self.warped.dtype)
+        q = jax.nn.softmax(take(self.draft.logits, node).astype(self.warped.dtype), -1)
         if self.draft.draft_to_target is not None:
-            weights = jnp.zeros(shape, weights.dtype).at[:, self.draft.draft_to_target].set(
-                weights, indices_are_sorted=True, unique_indices=True
+            q = jnp.zeros(shape, q.dtype).at[:, self.draft.draft_to_target].set(
+                q, indices_are_sorted=True, unique_indices=True
             )  # fmt: skip
-        if self.draft.sampled is None:
-            return weights
-        fixed = jnp.where(self.children(node) & ~self.drawn, self.draft.tokens, shape[1])
-        rows = jnp.arange(shape[0])[:, None]
-        return normalize(weights.at[rows, fixed].set(0, mode="drop"))
+        if self.draft.sampled is not None:
+            fixed = jnp.where(self.children(node) & ~self.drawn, self.draft.tokens, shape[1])
+            q = q.at[jnp.arange(shape[0])[:, None], fixed].set(0, mode="drop")
+        return q, q.sum(-1)
 
-    def odds(self, child: Array, p: Array, q: Array) -> tuple[Array, Array]:
-        """p(x) and q(x) of ``child`` [B]; q is 1 for a point mass. Accept where u q < p."""
-        token = take(self.draft.tokens, child)
-        at_p, at_q = take(p, token), jnp.where(take(self.drawn, child), take(q, token), 1)
+    def odds(self, child: Array, at_p: Array, at_q: Array, q_mass: Array) -> tuple[Array, Array]:
+        """p(x) and q(x) of ``child`` [B], given its weights; it passes where u q < p."""
+        drawn = take(self.drawn, child)
         # A token that its own recorded law excludes was not drawn from it: it is refused.
-        return jnp.where(at_q > 0, at_p, 0), at_q
+        possible = ~drawn | (at_q > 0)
+        at_q = jnp.where(drawn & possible, at_q / jnp.where(q_mass > 0, q_mass, 1), 1)
+        return jnp.where(possible, at_p, 0), at_q
 
-    def refuse(self, child: Array, p: Array, q: Array) -> tuple[Array, Array]:
-        """What the refusal of ``child`` [B] leaves: max(p - q, 0) [B, V] and the next child's q.
-
-        ``p`` may have any mass.
-        """
+    def residual(self, child: Array, p: Array, q: Array, q_mass: Array) -> Array:
+        """What the refusal of ``child`` [B] leaves of p: max(p - q, 0), [B, V]."""
         is_token = one_hot(take(self.draft.tokens, child), p.shape[1])
-        is_drawn = take(self.drawn, child)[:, None]
-        rest = jnp.maximum(p - jnp.where(is_drawn, q, is_token), 0)
-        if self.replaced:
-            return rest, q
-        return rest, jnp.where(is_drawn, normalize(jnp.where(is_token, 0, q)), q)
+        q = q / jnp.where(q_mass > 0, q_mass, 1)[:, None]
+        return jnp.maximum(p - jnp.where(take(self.drawn, child)[:, None], q, is_token), 0)
+
+    def leaves_law(self, child: Array) -> Array:
+        """Whether the refusal of ``child`` takes its token out of the law of the next: bool [B]."""
+        return jnp.zeros(child.shape, bool) if self.replaced else take(self.drawn, child)
 
     def path_to(self, end: Array) -> tuple[Array, Array]:
         """Node ids from the root down to ``end`` [B], [B, max_depth+1], and its depth [B]."""
@@ -128,9 +127,3 @@ def take(rows: Array, index: Array) -> Array:
 def one_hot(index: Array, size: int) -> Array:
     """Bool [B, size], True at ``index`` [B]."""
     return jnp.arange(size) == index[:, None]
-
-
-def normalize(weights: Array) -> Array:
-    """Weights [B, V] to probabilities; where all are 0 they stay."""
-    total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jspec.types import Array, Draft, Tree
 from jspec.verify.chain import chain_laws, conclude, is_chain
-from jspec.verify.nodes import Nodes, normalize, one_hot, take
+from jspec.verify.nodes import Nodes, one_hot, take
 
 
 def rejection(
@@ -63,7 +63,7 @@ def _walk(nodes: Nodes) -> tuple[Array, Array]:
     def descend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         node, law, going = carry
         waiting = nodes.children(node) & going[:, None]
-        found = _judge(nodes, _Siblings(nodes.target_law(node), nodes.draft_law(node), waiting))
+        found = _judge(nodes, _Siblings(nodes.target_law(node), *nodes.draft_law(node), waiting))
         return (
             jnp.where(found.accepted, found.child, node),
             jnp.where(going[:, None], found.siblings.p, law),
@@ -80,7 +80,8 @@ class _Siblings(NamedTuple):
     """The children of one node a row, some of them refused already."""
 
     p: Array  # [B, V], the target's law; once a child is refused, what that left
-    q: Array  # [B, V], the law of the next child drawn
+    q: Array  # [B, V], weights of the law of the next child drawn
+    q_mass: Array  # [B]
     waiting: Array  # [B, N] bool, children that are not judged yet
 
 
@@ -96,30 +97,41 @@ class _Judged(NamedTuple):
 def _judge(nodes: Nodes, siblings: _Siblings) -> _Judged:
     """Judges one child after the other, until one is accepted or none is left."""
 
+    batch = jnp.arange(siblings.p.shape[0])
+
     def toss(siblings: _Siblings) -> _Judged:
         child, exists = nodes.first(siblings.waiting), siblings.waiting.any(1)
-        at_p, at_q = nodes.odds(child, siblings.p, siblings.q)
+        token = take(nodes.draft.tokens, child)
+        at_p, at_q = take(siblings.p, token), take(siblings.q, token)
+        at_p, at_q = nodes.odds(child, at_p, at_q, siblings.q_mass)
         # Strict, so that p(x) = 0 is never accepted, not even by u = 0.
         passes = take(nodes.coins, child) * at_q < at_p
         return _Judged(siblings, child, exists & passes, exists & ~passes)
 
     def refuse(judged: _Judged) -> _Judged:
-        p, q, waiting = judged.siblings
-        rest, next_q = nodes.refuse(judged.child, p, q)
+        p, q, q_mass, waiting = judged.siblings
+        child, refused = judged.child, judged.refused
+        rest = nodes.residual(child, p, q, q_mass)
+        mass = rest.sum(-1, keepdims=True)
         # Nothing is left only where p = q up to rounding, and then nothing is refused either.
-        rest = jnp.where(rest.any(-1, keepdims=True), normalize(rest), p)
-        refused = judged.refused[:, None]
-        left = _Siblings(
-            p=jnp.where(refused, rest, p),
-            q=jnp.where(refused, next_q, q),
-            waiting=waiting & ~one_hot(judged.child, waiting.shape[1]),
+        left = refused[:, None] & (mass > 0)
+        # The mass is never below 0: so q is read before it is written, not copied.
+        drops = refused & nodes.leaves_law(child) & (mass[:, 0] >= 0)
+        token = jnp.where(drops, take(nodes.draft.tokens, child), q.shape[1])
+        q = q.at[batch, token].set(0, mode="drop")
+        again = toss(
+            _Siblings(
+                p=jnp.where(left, rest / jnp.where(left, mass, 1), p),
+                q=q,
+                q_mass=q.sum(-1),
+                waiting=waiting & ~one_hot(child, waiting.shape[1]),
+            )
         )
-        again = toss(left)
         return _Judged(
-            left,
-            child=jnp.where(judged.refused, again.child, judged.child),
-            accepted=judged.accepted | judged.refused & again.accepted,
-            refused=judged.refused & again.refused,
+            again.siblings,
+            child=jnp.where(refused, again.child, child),
+            accepted=judged.accepted | refused & again.accepted,
+            refused=refused & again.refused,
         )
 
     return lax.while_loop(lambda judged: judged.refused.any(), refuse, toss(siblings))

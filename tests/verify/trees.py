@@ -36,9 +36,8 @@ class TreeCase:
       drafter: raw logits of the drafter, DEPTH levels, over its own vocabulary.
       vocabulary: target ids of the drafter's vocabulary; None for the same.
       exists: bool [N], False for nodes that are never drafted; None for all.
-      recorded: what the rule is told; takes tokens, parents and rows [T, N, V] and gives rows;
-        None for the rows that tokens are drawn from.
       altered: changes the drafts before they are judged (a mutation): takes and gives ``Draft``.
+      static: whether the parents are known when tracing, and no node is filled in.
     """
 
     parents: tuple[int, ...]
@@ -48,6 +47,12 @@ class TreeCase:
     vocabulary: tuple[int, ...] | None = None
     exists: tuple[bool, ...] | None = None
     altered: Callable[[Draft], Draft] | None = None
+    static: bool = False
+
+    @property
+    def size(self) -> int:
+        """Nodes of a draft as it is judged."""
+        return len(self.parents) if self.static else NUM_NODES
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +117,7 @@ CHILDREN = {
 
 @dataclasses.dataclass
 class Drafts:
-    """Every draft of a case, padded to ``NUM_NODES``."""
+    """Every draft of a case."""
 
     tokens: np.ndarray  # [T, N]
     valid: np.ndarray  # [T, N]
@@ -157,7 +162,7 @@ def drafts(case: TreeCase) -> Drafts:
 
     grow(0, {0: 0}, {0: False}, {0: (0, 0)}, 1.0)
     column = lambda part, pick, fill: np.array(
-        [[pick(row[part][n]) if n in row[part] else fill for n in range(NUM_NODES)]
+        [[pick(row[part][n]) if n in row[part] else fill for n in range(case.size)]
          for row in found]
     )  # fmt: skip
     return Drafts(
@@ -182,9 +187,8 @@ def _outcome(walk: Callable, case: TreeCase) -> Outcome:
     every = drafts(case)
     count, size = len(every.weights), len(case.parents)
     run = _runner(walk, case, every)
-    parents = np.pad(case.parents, (0, NUM_NODES - size))
-    tree = topology.from_parents(parents.astype(np.int32), DEPTH)
-    above = topology.unpack_bits(tree.ancestors, NUM_NODES) & ~np.eye(NUM_NODES, dtype=bool)
+    tree = topology.from_parents(_padded(case), DEPTH)
+    above = topology.unpack_bits(tree.ancestors, case.size) & ~np.eye(case.size, dtype=bool)
 
     coins = np.where(above[1:size], 0.0, np.inf)[None].repeat(count, 0)  # [T, size-1, N]
     watched = np.arange(size - 1)
@@ -198,7 +202,7 @@ def _outcome(walk: Callable, case: TreeCase) -> Outcome:
     limit = (low + high) / 2
 
     cells = np.array(list(itertools.product([True, False], repeat=size - 1)), bool)
-    coins = np.ones((count, len(cells), NUM_NODES))
+    coins = np.ones((count, len(cells), case.size))
     # Strictly inside a cell, where rounding cannot matter.
     coins[:, :, 1:size] = np.where(cells, limit[:, None] / 2, (1 + limit[:, None]) / 2)
     path, num_accepted, next_law = run(coins)
@@ -222,18 +226,23 @@ def _collect(case, every, weight, end, num_accepted, next_law):
     return law, exact, accepted
 
 
+def _padded(case: TreeCase) -> np.ndarray:
+    return np.pad(case.parents, (0, case.size - len(case.parents))).astype(np.int32)
+
+
 def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
     """The rule on every draft: coins [T, C, N] to path, num_accepted and next law."""
-    size = len(case.parents)
-    parents = np.pad(case.parents, (0, NUM_NODES - size), constant_values=0).astype(np.int32)
-    depth = topology.from_parents(parents, DEPTH).depth
-    row = lambda levels, node: levels[min(depth[node], len(levels) - 1)][
-        every.context[:, node] if depth[node] < len(levels) else 0 * every.context[:, node]
-    ]
-    rows = lambda levels: np.stack([row(levels, node) for node in range(NUM_NODES)], 1)
+    depths = topology.from_parents(_padded(case), DEPTH).depth
+
+    def rows(levels: Levels) -> np.ndarray:  # of leaves, below the drafter's last level: any
+        find = lambda node, depth: levels[depth][every.context[:, node]]
+        anything = np.tile(levels[0], (len(every.weights), 1))
+        return np.stack([find(node, depth) if depth < len(levels) else anything
+                         for node, depth in enumerate(depths)], 1)  # fmt: skip
+
     draft = Draft(
         tokens=every.tokens,
-        parents=np.broadcast_to(parents, every.tokens.shape),
+        parents=np.broadcast_to(_padded(case), every.tokens.shape),
         valid=every.valid,
         logits=rows(case.drafter),
         sampled=every.sampled,
@@ -242,6 +251,7 @@ def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
     )
     draft = draft if case.altered is None else case.altered(draft)
     warped = rows(case.target)
+    static = case.parents if case.static else None
 
     def run(coins: np.ndarray):
         copies = coins.shape[1]
@@ -250,28 +260,25 @@ def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
         parts = []
         for start in range(0, len(which), _CHUNK):
             index = np.resize(which[start : start + _CHUNK], _CHUNK)
-            own = np.resize(flat[start : start + _CHUNK], (_CHUNK, NUM_NODES))
-            parts.append(jax.device_get(_judge(walk, warped, draft, index, own)))
+            own = np.resize(flat[start : start + _CHUNK], (_CHUNK, flat.shape[1]))
+            shared = draft.draft_to_target
+            part = jax.tree.map(lambda x: x[index], draft.replace(draft_to_target=None))  # noqa: B023
+            part = part.replace(draft_to_target=shared)
+            parts.append(jax.device_get(judge(walk, static, warped[index], part, own)))
         joined = [np.concatenate(part)[: len(which)] for part in zip(*parts, strict=True)]
         path, num_accepted, logits = (x.reshape(-1, copies, *x.shape[1:]) for x in joined)
-        return path, num_accepted, softmax(logits)
+        on_path = np.arange(path.shape[-1]) <= num_accepted[..., None]  # past it: undefined
+        return np.where(on_path, path, -1), num_accepted, softmax(logits)
 
     return run
 
 
-def _judge(walk, warped, draft, index, coins):
-    rows = lambda x: None if x is None else x[index]
-    part = draft.replace(
-        tokens=rows(draft.tokens), parents=rows(draft.parents), valid=rows(draft.valid),
-        logits=rows(draft.logits), sampled=rows(draft.sampled),
-    )  # fmt: skip
-    return judge(walk, warped[index], part, coins)
-
-
 @functools.partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+    jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
 )
-def judge(walk, warped, draft, coins):
+def judge(walk, parents, warped, draft, coins):
     """The rule itself: path, num_accepted and next_logits."""
+    if parents is not None:
+        draft = draft.replace(parents=np.array(parents, np.int32))
     tree = topology.from_parents(draft.parents, draft.max_depth)
     return walk(warped, draft, topology.broadcast(tree, coins.shape[0]), coins)
