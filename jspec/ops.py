@@ -158,9 +158,8 @@ def rejection_sampling(
         drawn,
         _over_target_ids(draft, logits.shape[-1]),
     )
-    warps = laws.Warps(
-        sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, sampling.names
-    )
+    temperature = sampling.temperature * (not sampling.greedy)
+    warps = laws.Warps(temperature, sampling.min_p, sampling.top_k, sampling.top_p, sampling.names)
     return kernel.rejection_sampling(logits, warps, proposal, coins, uniform, form)
 
 

@@ -61,10 +61,9 @@ def refusal(logits: Array) -> str | None:
     if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes bfloat16, float16 or float32 logits, not {logits.dtype}"
     vocab = logits.shape[-1]
-    if vocab % VECTOR or vocab < SEGMENT:
-        return (
-            f"takes vocabularies of at least {SEGMENT} tokens, a multiple of {VECTOR}, not {vocab}"
-        )
+    least = max(BLOCKS.chunk, BLOCKS.segment)
+    if vocab % VECTOR or vocab < least:
+        return f"takes vocabularies of {least} tokens or more, a multiple of {VECTOR}, not {vocab}"
     return None
 
 

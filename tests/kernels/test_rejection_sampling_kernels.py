@@ -1,0 +1,245 @@
+"""The kernels of rejection sampling over the vocabularies of real models, on any machine.
+
+Interpreted, they must judge as the reference and the shipped rules do, coin for coin: those for TPU
+with simulated memory, which catches races and accesses out of bounds, those for GPU where JAX can
+interpret them. Lowered, they must pass every check that needs neither the device nor its compiler.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+from scipy.special import softmax
+from scipy.stats import chisquare
+
+from jspec import ops, sampling, topology
+from jspec.kernels.rejection_sampling import pallas_gpu, pallas_tpu
+from jspec.kernels.rejection_sampling.laws import DraftLaw, Law, Refusal, Warps
+from jspec.kernels.rejection_sampling.shapes import ALL_WARPS, CASES, VOCABULARIES
+from jspec.types import Draft
+from jspec.verify import RULES
+from tests.kernels.drafts import random_draft, settings, trace
+
+SCALED_DOWN = 2052  # tokens: several chunks and segments, the last ones almost empty
+ROWS = 3
+SIMULATED = dict(
+    interpret=pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    )
+)
+# Short for drafts, to have several of each; long for whole vocabularies, to have few.
+SHORT, LONG = pallas_tpu.Blocks(512, 512), pallas_tpu.Blocks(16384, 16384)
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+each_vocabulary = pytest.mark.parametrize("vocab", VOCABULARIES.values(), ids=VOCABULARIES.keys())
+each_judged_case = pytest.mark.parametrize("name", [
+    "a chain of 4 over an odd vocabulary", "a chain of 3 as a whole, warped",
+    "a chain of drawn tokens and point masses", "a tree of 8", "a tree of 13 with repeats",
+    "a tree of 21, the likeliest and one drawn",
+])  # fmt: skip
+needs_gpu_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX cannot interpret Mosaic GPU kernels"
+)
+
+
+def races_on_tpu():
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races.races_found
+
+
+def use(monkeypatch, module, **options):
+    """Has ``ops`` run the kernels of a module under ``options``."""
+    kernel = functools.partial(module.rejection_sampling, **options)
+    monkeypatch.setattr(module, "rejection_sampling", kernel)
+
+
+# ----------------------------------------------------------------------------------- whole drafts
+
+
+@functools.cache
+def judged(name, judge):
+    """(path, num_accepted, token) of a case: ``judge`` is an implementation, or "rule"."""
+    case = CASES[name]
+    rows = (0, 3) if case.proposal in ("iid", "without_replacement") else (0, 1, 2, 3)
+    logits, draft, tree, coins, uniform = random_draft(case, rows, SCALED_DOWN)
+    warps, parents = settings(list(rows), case.warps), draft.parents
+
+    def by_rule(logits, warps, draft, coins, uniform):
+        walk = RULES[case.rule].judging(case.proposal).walk
+        path, num_accepted, law = walk(sampling.warp(logits, warps), draft, tree, coins)
+        return path, num_accepted, sampling.draw(law, uniform)
+
+    def by_op(logits, warps, draft, coins, uniform):
+        return ops.rejection_sampling(
+            logits, warps, draft, tree, coins, uniform, rule=case.rule,
+            replaced=case.proposal == "iid", implementation=judge,
+        )  # fmt: skip
+
+    def run(logits, warps, draft, coins, uniform):
+        draft = draft.replace(parents=parents)  # static
+        return (by_rule if judge == "rule" else by_op)(logits, warps, draft, coins, uniform)
+
+    return jax.jit(run)(logits, warps, draft.replace(parents=None), coins, uniform)
+
+
+def assert_same(found, expected):
+    (path, num_accepted, token), (expected_path, *expected_rest) = found, expected
+    np.testing.assert_array_equal(num_accepted, expected_rest[0])
+    np.testing.assert_array_equal(token, expected_rest[1])
+    on_path = np.arange(path.shape[1]) <= num_accepted[:, None]
+    np.testing.assert_array_equal(path * on_path, expected_path * on_path)
+
+
+@each_judged_case
+def test_the_reference_judges_as_the_shipped_rule(name):
+    assert_same(judged(name, "reference"), judged(name, "rule"))
+
+
+@each_judged_case
+def test_the_tpu_kernel_judges_as_the_reference(monkeypatch, name):
+    use(monkeypatch, pallas_tpu, blocks=SHORT, **SIMULATED)
+    assert_same(judged(name, "pallas_tpu"), judged(name, "reference"))
+    assert not races_on_tpu()
+
+
+@needs_gpu_interpreter
+@each_judged_case
+def test_the_gpu_kernel_judges_as_the_reference(monkeypatch, name):
+    use(monkeypatch, pallas_gpu, interpret=plgpu.InterpretGPUParams())
+    assert_same(judged(name, "pallas_gpu"), judged(name, "reference"))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch, rule):
+    use(monkeypatch, pallas_tpu, interpret=True)
+    rng, count, vocab = np.random.default_rng(1), 6000, 5
+    target = 1.5 * rng.standard_normal((1 + vocab + vocab**2, vocab))  # a law after each prefix
+    recorded = 1.5 * rng.standard_normal((1 + vocab, vocab))
+    q, p = (softmax(x, -1) for x in (recorded, target))
+    pick = lambda law: (law.cumsum(-1) > rng.random(len(law))[:, None]).argmax(-1)
+    first = pick(np.tile(q[0], (count, 1)))
+    second = pick(q[1 + first])
+    at = np.stack([np.zeros(count, int), 1 + first, 1 + vocab + vocab * first + second], 1)
+    parents = np.array([-1, 0, 1], np.int32)
+    tokens = np.stack([np.zeros(count, int), first, second], 1).astype(np.int32)
+    laws = recorded[np.minimum(at, vocab)]  # the last node's is not used
+    narrow = lambda x: jnp.array(x, jnp.float32)
+    draft = Draft(jnp.array(tokens), parents, jnp.ones((count, 3), bool), narrow(laws), max_depth=2)
+    warps = settings([0] * count, ("temperature",)).replace(temperature=jnp.ones(count))
+    _, num_accepted, token = ops.rejection_sampling(
+        narrow(target[at]), warps, draft,
+        topology.broadcast(topology.from_parents(parents, 2), count),
+        narrow(rng.random((count, 3))), narrow(rng.random(count)),
+        rule=rule, implementation="pallas_tpu",
+    )  # fmt: skip
+    num_accepted, token = np.array(num_accepted), np.array(token)
+    emitted_first = np.where(num_accepted > 0, first, token)
+    continued = pick(p[1 + emitted_first])  # where one token came out, the target adds the next
+    emitted_second = np.select([num_accepted == 0, num_accepted == 1], [continued, token], second)
+    found = np.bincount(emitted_first * vocab + emitted_second, minlength=vocab**2)
+    exact = (p[0][:, None] * p[1 : 1 + vocab]).reshape(-1)
+    assert chisquare(found, exact * count).pvalue > 1e-3
+
+
+# ------------------------------------------------------------------------------ whole vocabularies
+
+
+def rows_of(vocab, coarse):
+    """(raw logits [3, V] with many ties, warps of the rows)."""
+    rng = np.random.default_rng(vocab)
+    logits = 3 * rng.standard_normal((ROWS, vocab))
+    logits = jnp.array(np.round(logits * 8) / 8, jnp.bfloat16 if coarse else jnp.float32)
+    return logits, settings(list(range(ROWS)), ALL_WARPS)
+
+
+def assert_laws_are_those_of_the_one_warp(laws_of, vocab):
+    logits, warps = rows_of(vocab, coarse=vocab > 40000)
+    law = laws_of(logits, Warps(warps.temperature, warps.min_p, warps.top_k, warps.top_p,
+                                warps.names))  # fmt: skip
+    warped = np.array(sampling.warp(logits[:, None], warps)[:, 0], np.float64)
+    kept = np.array(logits.astype(jnp.float32) >= law.floor[:, None])
+    greedy = np.array(warps.temperature) == 0
+    np.testing.assert_array_equal(kept[~greedy], np.isfinite(warped[~greedy]))
+    log_total = np.log(np.exp(warped).sum(-1))
+    np.testing.assert_allclose(law.log_total[~greedy], log_total[~greedy], rtol=1e-5)
+    np.testing.assert_array_equal(law.only[greedy], warped[greedy].argmax(-1))
+    assert (law.only[~greedy] == -1).all()
+
+
+def assert_masses_are_sums(masses_of, vocab, segment):
+    """Two refusals, one of a drawn token and one of a point mass, over rows in another order."""
+    rng = np.random.default_rng(vocab)
+    x, y = (rng.standard_normal((ROWS, vocab)).astype(np.float32) for _ in range(2))
+    narrow = jnp.array(y, jnp.bfloat16)
+    rows = np.array([2, 0], np.int32)
+    p, q = (softmax(np.array(z, np.float64)[rows], -1) for z in (x, narrow.astype(jnp.float32)))
+    scalar = lambda *values: jnp.array(values, jnp.float32)
+    dropped, absent = np.array([5, vocab - 1]), np.array([vocab - 2, -1])
+    total = lambda z: jnp.array(np.log(np.exp(np.array(z, np.float64)).sum(-1)), jnp.float32)[rows]
+    law = Law(scalar(1, 1), scalar(-np.inf, -np.inf), total(x), jnp.array([-1, 7]))
+    p[1] = np.arange(vocab) == 7
+    q[0, absent[0]] = 0
+    steps = (
+        Refusal(scalar(1, 1), scalar(0.7, 0), jnp.array([-1, -1])),
+        Refusal(scalar(2, 1), scalar(0, 0), jnp.array(dropped)),
+    )
+    found = masses_of(
+        jnp.array(x), narrow, jnp.array(rows), law,
+        DraftLaw(total(narrow.astype(jnp.float32)), (jnp.array(absent),)), steps,
+    )  # fmt: skip
+    before = np.maximum(p - np.array([[0.7], [0]]) * q, 0)
+    after = 2 * before * np.array([[1], [0.5]])
+    after[[0, 1], dropped] = q[[0, 1], dropped] = 0
+    starts = np.arange(0, vocab, segment)
+    for mass, values in zip(found, (before, after, q), strict=True):
+        expected = np.add.reduceat(values, starts, -1)
+        np.testing.assert_allclose(mass, expected, rtol=1e-4, atol=1e-9)
+
+
+@each_vocabulary
+def test_the_tpu_kernel_finds_what_the_warp_keeps(vocab):
+    # Simulated memory is slow; the largest are interpreted plainly.
+    options = SIMULATED if vocab < 40000 else dict(interpret=True)
+    laws = functools.partial(pallas_tpu.laws, blocks=LONG, **options)
+    assert_laws_are_those_of_the_one_warp(laws, vocab)
+    assert not races_on_tpu()
+
+
+@each_vocabulary
+def test_the_tpu_kernel_sums_what_refusals_leave(vocab):
+    masses = functools.partial(pallas_tpu.masses, blocks=LONG, **SIMULATED)
+    assert_masses_are_sums(masses, vocab, LONG.segment)
+    assert not races_on_tpu()
+
+
+@needs_gpu_interpreter
+@each_vocabulary
+def test_the_gpu_kernel_finds_what_the_warp_keeps(vocab):
+    blocks = pallas_gpu.Blocks(16384, 16384)
+    options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
+    assert_laws_are_those_of_the_one_warp(functools.partial(pallas_gpu.laws, **options), vocab)
+
+
+@needs_gpu_interpreter
+@each_vocabulary
+def test_the_gpu_kernel_sums_what_refusals_leave(vocab):
+    blocks = pallas_gpu.Blocks(16384, 16384)
+    options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
+    assert_masses_are_sums(functools.partial(pallas_gpu.masses, **options), vocab, blocks.segment)
+
+
+# ---------------------------------------------------------------------------------------- lowering
+
+
+@each_case
+@pytest.mark.parametrize(("name", "platform", "call"), [
+    ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "mosaic_gpu"),
+])  # fmt: skip
+def test_the_kernels_lower_at_the_real_size(case, name, platform, call):
+    lowered = trace(case, 8, name).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count(call) >= 3
