@@ -86,8 +86,8 @@ def rules_table() -> Table:
     """Every acceptance rule, and the drafts for which it keeps the target's distribution."""
     table = Table(
         title="speculative_config: rejection_sample_method", title_justify="left",
-        caption="exact for: laws of drafts that the rule can judge (see jspec.types.Proposal); "
-        "rules that\nare not lossless run only where they are asked for by name",
+        caption="exact for: laws of drafts that the rule can judge (jspec.types.Proposal)\n"
+        "lossy rules run only where they are asked for by name",
         caption_justify="left", show_lines=True,
     )  # fmt: skip
     for heading in ("name", "rule", "what it does", "exact for", "lossless"):

@@ -15,7 +15,8 @@ gives, prompt included). They are point masses:
 * ``BushDrafter``: a tree with at most one right child a node, at a changing rank.
 
 ``TableDrafter`` draws a chain from a table of its own (``params.drafter``, float [V, V], the law of
-a token given the one before it) and records the laws it drew from.
+a token given the one before it) and records the laws it drew from. ``TreeTableDrafter`` draws a
+tree from it.
 """
 
 import dataclasses
@@ -252,6 +253,50 @@ class TableDrafter(_Chain):
         recorded = None if target_draws else jnp.moveaxis(jnp.concatenate([laws, leaf]), 0, 1)
         length = self._length(request, history) if self.ragged else None
         return self._draft(history, drafted.T, length, recorded), memory
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeTableDrafter(_Chain):
+    """Draws a static tree from the table that ``TableDrafter`` draws from, children in order.
+
+    ``parents`` as in ``topology``; ``num_speculative_tokens`` is its depth. Siblings are drawn
+    without replacement, or with it where ``proposal`` is "iid".
+    """
+
+    parents: tuple[int, ...] = (-1, 0)
+    proposal: str = "without_replacement"
+
+    @property
+    def tree_size(self):
+        return len(self.parents)
+
+    def propose(self, params, request, shared, memory, history):
+        place = history.length - 1
+        drafted = [tokens.root(history)] + [None] * (self.tree_size - 1)
+        laws = []
+        for node in range(self.tree_size):
+            law = sampling.warp(params.drafter[drafted[node]], request.sampling)
+            laws.append(law)
+            family = [child for child, up in enumerate(self.parents) if up == node]
+            for child, token in zip(family, self._draw(request, place, node, law, len(family)),
+                                    strict=True):  # fmt: skip
+                drafted[child] = token
+        drafted = jnp.stack(drafted, 1)
+        return Draft(
+            tokens=drafted,
+            parents=np.array(self.parents, np.int32),
+            valid=jnp.ones_like(drafted, dtype=bool),
+            logits=jnp.stack(laws, 1),
+            max_depth=self.max_depth,
+        ), memory
+
+    def _draw(self, request, place, node, law, count):
+        if self.proposal == "iid":
+            nodes = self.tree_size * node + jnp.arange(count)
+            noise = sampling.node_noise(request.keys, place, nodes, law.shape[-1])
+            return list(sampling.argmax(law[:, None] + noise).T)
+        noise = sampling.node_noise(request.keys, place, jnp.array([node]), law.shape[-1])[:, 0]
+        return list(lax.top_k(law + noise, count)[1].T) if count else []
 
 
 # ---------------------------------------------------------------------------------------- helpers

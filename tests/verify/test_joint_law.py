@@ -12,7 +12,7 @@ import scipy.special
 from jspec import sampling
 from jspec.plan import Plan
 from jspec.types import Params
-from tests.fakes import TableDrafter, ToyTarget, settings, table
+from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter, settings, table
 from tests.verify import statistics
 
 V, K = 4, 3
@@ -22,9 +22,13 @@ GOLDEN_P, GOLDEN_Q = np.array([0.5, 0.3, 0.2, 0]), np.array([0.2, 0.5, 0.3, 0])
 BATCH = 50_000  # rows of a run: the same for all, so that runs of a rule share a program
 
 
-def run(rule, params, num_tokens, *, depth=K, ragged=False, chunks=1, mutated=False):
+TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
+
+
+def run(rule, params, num_tokens, drafter=None, *, chunks=1, mutated=False):
     """Counts of all texts of ``num_tokens`` [V**num_tokens] at temperature 1."""
-    plan = Plan(ToyTarget(V), TableDrafter(depth, ragged=ragged), rule, ladder=(depth + 1,))
+    drafter = drafter or TableDrafter(K)
+    plan = Plan(ToyTarget(V), drafter, rule, ladder=(drafter.tree_size,))
     program = statistics.fresh_decode(plan) if mutated else None
     tokens, length = statistics.texts(
         plan, params, settings(BATCH), num_tokens, chunks=chunks, program=program
@@ -45,17 +49,22 @@ def pairs(texts):
     ("rule", "ragged"), [("rejection", True), ("block", False), ("block", True)]
 )
 def test_texts_of_several_rounds_have_the_targets_law(rule, ragged):
-    check_markov_texts(rule, ragged, chunks=2)
+    check_markov_texts(rule, TableDrafter(K, ragged=ragged), chunks=2)
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
 def test_texts_drawn_with_the_targets_noise_have_its_law(rule):
-    check_markov_texts(rule, ragged=True, chunks=1)
+    check_markov_texts(rule, TableDrafter(K, ragged=True), chunks=1)
 
 
-def check_markov_texts(rule, ragged, chunks):
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_texts_drafted_as_trees_have_the_targets_law(rule):
+    check_markov_texts(rule, TREE, chunks=1)
+
+
+def check_markov_texts(rule, drafter, chunks):
     target = table(0, V, V)
-    observed = run(rule, Params(target, table(1, V, V)), LENGTH, ragged=ragged, chunks=chunks)
+    observed = run(rule, Params(target, table(1, V, V)), LENGTH, drafter, chunks=chunks)
     law = statistics.joint_law(scipy.special.softmax(np.asarray(target, np.float64), -1), LENGTH)
     assert statistics.excess(observed, law) < 1
     floor = statistics.noise_floor(law, observed.sum())
@@ -67,12 +76,12 @@ def check_markov_texts(rule, ragged, chunks):
 # ------------------------------------------------------------------------ noise that serves twice
 
 
-def golden_texts(rule, noise=None, monkeypatch=None, depth=K):
+def golden_texts(rule, noise=None, monkeypatch=None, drafter=None):
     """Excess of chi-square and total variation of golden texts; ``noise`` replaces the shipped."""
     if noise is not None:
         monkeypatch.setattr(sampling, "round_noise", noise)
     params = Params(*(jnp.tile(jnp.log(jnp.array(law)), (V, 1)) for law in (GOLDEN_P, GOLDEN_Q)))
-    observed = run(rule, params, GOLDEN_LENGTH, depth=depth, mutated=noise is not None)
+    observed = run(rule, params, GOLDEN_LENGTH, drafter, mutated=noise is not None)
     law = statistics.joint_law(np.tile(GOLDEN_P, (V, 1)), GOLDEN_LENGTH)
     return statistics.excess(observed, law), statistics.distance(observed, law)
 
@@ -109,6 +118,18 @@ def test_block_with_noise_keyed_by_position_is_caught(monkeypatch):
     assert distance == pytest.approx(0.101, abs=0.02)  # as algorithms.md measured it
 
 
+def test_traversal_with_fresh_noise_every_round_has_the_golden_law():
+    excess, distance = golden_texts("block", drafter=TREE)
+    assert excess < 1
+    assert distance < 0.03
+
+
+def test_traversal_with_noise_keyed_by_position_is_caught(monkeypatch):
+    excess, distance = golden_texts("block", keyed_by_position, monkeypatch, TREE)
+    assert excess > 2
+    assert distance > 0.04
+
+
 @pytest.mark.parametrize(
     ("noise", "depth"),
     [(reusing(sampling.RESIDUAL, sampling.DRAFT), 1), (reusing(sampling.ACCEPT, sampling.DRAFT), 2),
@@ -117,6 +138,6 @@ def test_block_with_noise_keyed_by_position_is_caught(monkeypatch):
          "every round has the noise of the first"],
 )  # fmt: skip
 def test_noise_that_serves_twice_is_caught(noise, depth, monkeypatch):
-    excess, distance = golden_texts("rejection", noise, monkeypatch, depth)
+    excess, distance = golden_texts("rejection", noise, monkeypatch, TableDrafter(depth))
     assert excess > 10
     assert distance > 0.05

@@ -13,6 +13,7 @@ import pytest
 from jspec import sampling
 from jspec.verify import RULES
 from tests.fakes import settings
+from tests.verify import trees
 from tests.verify.enumeration import Case, context_dependent, judge, outcome, warp_levels
 
 EXACT, CAUGHT = 1e-12, 1e-3
@@ -210,6 +211,97 @@ def test_a_verifier_that_cuts_top_p_before_the_temperature_is_caught():
     found = outcome("rejection", Case(swapped, DRAFT))
     assert shipped.distance < EXACT
     assert 0.5 * np.abs(found.law - shipped.exact).sum() > CAUGHT
+
+
+# ------------------------------------------------------------------------------- trees that are off
+
+TWO, THREE, UNEVEN = (-1, 0, 0), (-1, 0, 0, 0), (-1, 0, 0, 1, 1)
+
+
+def tree(proposal, parents=TWO, altered=None):
+    target, drafter = context_dependent(32, V, trees.DEPTH + 1), context_dependent(132, V, 3)
+    return trees.TreeCase(parents, proposal, target, drafter, altered=altered)
+
+
+def says_drawn(draft):
+    return draft.replace(sampled=np.ones_like(draft.sampled))
+
+
+def says_certain(draft):
+    return draft.replace(sampled=np.zeros_like(draft.sampled))
+
+
+def pruned_by_their_own_probability(draft):
+    laws = np.take_along_axis(draft.logits, np.maximum(draft.parents, 0)[..., None], 1)
+    laws = np.exp(laws) / np.exp(laws).sum(-1, keepdims=True)
+    kept = np.take_along_axis(laws, draft.tokens[..., None], -1)[..., 0] > 0.25
+    kept[:, 0] = True
+    return draft.replace(valid=draft.valid & kept & np.take_along_axis(kept, draft.parents, 1))
+
+
+def missing_where_the_next_sibling_is_zero(draft):
+    valid = draft.valid.copy()
+    valid[:, 1] &= draft.tokens[:, 2] != 0
+    return draft.replace(valid=valid)
+
+
+def recorded_one_node_late(draft):
+    return draft.replace(logits=np.roll(draft.logits, 1, 1))
+
+
+def draws_again_from_p(rule):
+    def mutant(warped, draft, tree, coins):
+        path, num_accepted, _ = rule(warped, draft, tree, coins)
+        end = jnp.take_along_axis(path, num_accepted[:, None], 1)[:, 0]
+        return path, num_accepted, at_end(warped, end)
+
+    return mutant
+
+
+def with_replacement(rule):
+    return RULES[rule].judging("iid").walk
+
+
+# What is wrong, by rule: the walk that is run, and the case.
+WRONG_TREES = {
+    "children drawn without replacement are judged by a stale q":
+        lambda rule: (with_replacement(rule), tree("without_replacement", THREE)),
+    "children drawn with replacement are judged as if without":
+        lambda rule: (RULES[rule].walk, tree("iid", THREE)),
+    "the likeliest children are judged by p / q":
+        lambda rule: (RULES[rule].walk, tree("point", altered=says_drawn)),
+    "the likeliest child is not taken out of the law of the drawn one":
+        lambda rule: (RULES[rule].walk, tree("top_plus_one", altered=says_drawn)),
+    "children are pruned by their own probability":
+        lambda rule: (RULES[rule].walk,
+                      tree("without_replacement", UNEVEN, pruned_by_their_own_probability)),
+    "whether a child exists hangs on its later sibling":
+        lambda rule: (RULES[rule].walk,
+                      tree("without_replacement", TWO, missing_where_the_next_sibling_is_zero)),
+    "recorded laws are one node late":
+        lambda rule: (RULES[rule].walk,
+                      tree("without_replacement", UNEVEN, recorded_one_node_late)),
+    "refused children are not masked":
+        lambda rule: (draws_again_from_p(RULES[rule].walk), tree("without_replacement")),
+    "a refused point mass is not masked":
+        lambda rule: (draws_again_from_p(RULES[rule].walk), tree("point")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("mistake", WRONG_TREES)
+def test_trees_that_are_off_are_caught(mistake, rule):
+    walk, case = WRONG_TREES[mistake](rule)
+    assert trees.outcome(walk, case).distance > CAUGHT
+
+
+def test_siblings_pruned_by_value_are_exact_under_the_target_only_walk_alone():
+    exact = {name for name, rule in RULES.items() if "pruned" in rule.exact_for}
+    assert exact == {"match", "coupled"}
+    # For it all children are point masses: that is what it comes to.
+    as_points = lambda draft: says_certain(pruned_by_their_own_probability(draft))
+    case = tree("without_replacement", UNEVEN, as_points)
+    assert trees.outcome(rejection, case).distance < EXACT
 
 
 # ---------------------------------------------------------------- what only a single coin can show

@@ -21,8 +21,8 @@ from jspec.types import Draft
 from tests.verify.enumeration import Levels, Outcome, softmax
 
 NUM_NODES, DEPTH = 7, 3  # of every tree, filled up with nodes that are not valid
-_BISECTIONS = 50
-_CHUNK = 1024
+_BISECTIONS = 46
+_CHUNK = 256
 
 
 @dataclasses.dataclass
