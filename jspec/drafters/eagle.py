@@ -116,6 +116,9 @@ class Eagle(TreeDrafter):
             head.fuse(params.drafter, self.config, features), memory.cache,
         )  # fmt: skip
         last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+        # The rows' keys are known before the rows have attended to the cache. The write waits for
+        # what they give out (for this, a broken row commits nothing), or XLA copies the cache.
+        count = jnp.where(jnp.isnan(last[:, 0]), 0, count)
         rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
         return EagleMemory(
             cache=kv.append(memory.cache, entries, rows, count),

@@ -3,12 +3,16 @@
 import dataclasses
 import functools
 import importlib
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+from jspec.drafters import Eagle
+from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params
 from tests import tiny
@@ -218,6 +222,43 @@ def test_an_equal_drafter_traces_nothing_new(monkeypatch):
         rows = [dataclasses.replace(row, seed=seed, max_tokens=30 + seed) for row in ROWS]
         host.generate_rows(plan_of(drafter), params_of("eagle3", "random"), rows)
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("tree", ["chain", "eagle2", "sampled"])
+def test_the_loop_copies_neither_the_targets_cache_nor_the_heads(tree):
+    settings = {} if tree == "chain" else dict(tree=tree, tree_size=6, tree_top_k=3)
+    plan = Plan(tiny.TARGET, heads.drafter("eagle", 2, **settings))
+    rows = [dataclasses.replace(row, temperature=0.9) for row in ROWS]
+    params = params_of("eagle", "random")
+    batch = host.start(plan, params, rows)
+    arguments = (plan, params, batch.request, (), batch.state, np.int32(9))
+    compiled = loop.decode.lower(*arguments).compile()
+    caches = (batch.state.cache, batch.state.memory.cache)
+    for shape in {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}:
+        dims = ",".join(map(str, shape))
+        copies = re.findall(rf"f32\[{dims}\]\S* copy(?:-start)?\(", compiled.as_text())
+        assert not copies, f"{len(copies)} copies of a cache of shape {shape}"
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    assert compiled.memory_analysis().alias_size_in_bytes >= donated
+
+
+def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
+    narrow = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
+    target = decoder.Decoder(dataclasses.replace(tiny.TARGET.config, **narrow))
+    config = heads.CONFIGS["eagle3"]
+    config = dataclasses.replace(config, network=dataclasses.replace(config.network, **narrow))
+    for tree in ("chain", "eagle2"):
+        drafter = Eagle(config, target, 2, tree=tree, tree_size=3 if tree == "chain" else 5)
+        plan = Plan(target, drafter)
+        weights = jax.tree.map(
+            lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x,
+            params_of("eagle3", "random"),
+        )
+        rows = [dataclasses.replace(ROWS[1], max_tokens=6)]
+        batch = host.advance(plan, weights, host.start(plan, weights, rows))
+        held = jax.tree.leaves((batch.state.cache.layers, batch.state.memory.cache.layers))
+        assert {leaf.dtype.name for leaf in held} == {"bfloat16"}
+        assert [len(answer.tokens) for answer in host.read(batch)] == [6]
 
 
 def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
