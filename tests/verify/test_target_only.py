@@ -89,6 +89,22 @@ def test_any_tree_gives_the_targets_law(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_every_node_is_accepted_as_often_as_the_target_says_its_path(seed):
+    # No rule can accept a path more often, so the walk is the best there is for point masses.
+    parents, tokens = random_tree(np.random.default_rng(seed))
+    levels = context_dependent(seed, V, DEPTH + 1)
+    _, _, accepted = tree_law(parents, tokens, levels)
+    chance, prefix, depth = [1.0], [0], [0]
+    for node in range(1, NUM_NODES):
+        up, token = parents[node], tokens[node]
+        chance.append(chance[up] * softmax(levels[depth[up]][prefix[up]])[token])
+        prefix.append(prefix[up] * V + int(token))
+        depth.append(depth[up] + 1)
+    assert max(depth) > 1
+    assert accepted @ np.arange(DEPTH + 1) == pytest.approx(sum(chance[1:]), abs=EXACT)
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_siblings_that_repeat_a_token_do_no_harm(seed):
     parents, tokens = random_tree(np.random.default_rng(seed), distinct=False)
     law, exact, _ = tree_law(parents, tokens, context_dependent(seed, V, DEPTH + 1))

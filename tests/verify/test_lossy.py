@@ -1,0 +1,196 @@
+"""The lossy rules do what they say, and nothing runs them that did not ask for them."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import topology, verify
+from jspec.generate import Row
+from jspec.plan import Plan
+from jspec.types import Draft, Params
+from jspec.verify import RULES
+from tests.fakes import (
+    RIGHT,
+    NeverRightDrafter,
+    ScriptedDrafter,
+    ToyTarget,
+    run_rows,
+    script,
+    table,
+)
+from tests.verify.enumeration import context_dependent, softmax
+from tests.verify.trees import TreeCase, outcome
+
+EXACT = 1e-12
+V, DEPTH, NUM_NODES = 5, 3, 9
+UNEVEN = (-1, 0, 0, 1, 1, 3)  # its first path is 1, 3, 5
+
+
+# ----------------------------------------------------------------------------------------- typical
+
+
+def medusa(logits, parents, tokens, valid, threshold, alpha):
+    """Typical acceptance as its paper has it, one tree: the end of the path."""
+    best = (0, 0.0, 0)
+    for end in np.flatnonzero(valid):
+        depth, score, node, accepted = 0, 0.0, end, True
+        while node:
+            law = softmax(logits[parents[node]])
+            entropy = -(law * np.log(law + 1e-5)).sum()
+            p = law[tokens[node]]
+            accepted &= p > min(threshold, alpha * np.exp(-entropy))
+            score, depth, node = score + np.log(p), depth + 1, parents[node]
+        if accepted and (depth, score) > best[:2] and end:
+            best = (depth, score, int(end))
+    return best[2]
+
+
+def bushes(rng, count):
+    """Random trees [B, N], siblings distinct, and some nodes not valid."""
+    grown = [bush(rng) for _ in range(count)]
+    return tuple(np.stack(part) for part in zip(*grown, strict=True))
+
+
+def bush(rng):
+    parents, tokens = np.zeros((2, NUM_NODES), np.int32)
+    valid, depth, taken = np.ones(NUM_NODES, bool), [0], [set() for _ in range(NUM_NODES)]
+    for node in range(1, NUM_NODES):
+        ups = [up for up in range(node) if depth[up] < DEPTH and len(taken[up]) < V]
+        up = parents[node] = rng.choice(ups)
+        tokens[node] = rng.choice(sorted(set(range(V)) - taken[up]))
+        taken[up].add(int(tokens[node]))
+        depth.append(depth[up] + 1)
+        valid[node] = valid[up] and rng.random() < 0.9
+    return parents, tokens, valid
+
+
+def judged(walk, logits, parents, tokens, valid):
+    tree = topology.from_parents(jnp.asarray(parents), DEPTH)
+    draft = Draft(jnp.asarray(tokens), parents, jnp.asarray(valid), max_depth=DEPTH)
+    coins = jnp.full(tokens.shape, jnp.nan)  # never looked at
+    path, num_accepted, law = walk(jnp.asarray(logits), draft, tree, coins)
+    end = np.take_along_axis(np.asarray(path), np.asarray(num_accepted)[:, None], 1)[:, 0]
+    return end, np.asarray(law)
+
+
+@pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.5, 0.2), (1.0, 0.0)])
+def test_typical_ends_where_medusas_rule_does(threshold, alpha):
+    rng = np.random.default_rng(0)
+    trees = bushes(rng, 200)
+    logits = 2 * rng.normal(size=(200, NUM_NODES, V)).astype(np.float32)
+    end, law = judged(verify.typical(threshold, alpha).walk, logits, *trees)
+    wanted = [medusa(*row, threshold, alpha) for row in zip(logits, *trees, strict=True)]
+    np.testing.assert_array_equal(end, wanted)
+    assert len(set(wanted)) > 3
+    np.testing.assert_array_equal(law, logits[np.arange(200), end])
+
+
+def test_typical_meets_a_target_without_a_choice_exactly():
+    rng = np.random.default_rng(1)
+    trees = bushes(rng, 200)
+    draws = rng.integers(0, V, (200, NUM_NODES)).astype(np.int32)
+    certain = np.where(np.arange(V) == draws[..., None], 0.0, -np.inf).astype(np.float32)
+    end, _ = judged(RULES["typical"].walk, certain, *trees)
+    parents, tokens, valid = (jnp.asarray(x) for x in trees)
+    tree = topology.from_parents(parents, DEPTH)
+    draft = Draft(tokens, parents, valid, max_depth=DEPTH)
+    path, num_accepted, _ = RULES["match"].walk(jnp.asarray(certain), draft, tree, draws)
+    np.testing.assert_array_equal(end, np.take_along_axis(path, num_accepted[:, None], 1)[:, 0])
+    assert num_accepted.max() > 1
+
+
+def test_typical_changes_the_law_and_says_so():
+    case = TreeCase(UNEVEN, "point", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+    assert outcome(RULES["typical"].walk, case).distance > 0.05
+    assert not RULES["typical"].lossless
+
+
+def test_greedy_rows_are_exact_under_typical_even_beside_sampled_ones():
+    rows = [Row((1, 2), 12), Row((3,), 12, temperature=1.0), Row((4, 4), 12)]
+    params = Params(table(0, V, V))
+    plain = run_rows(Plan(ToyTarget(V), ScriptedDrafter(3, V, RIGHT)), _with(params, rows), rows)
+    answers = run_rows(
+        Plan(ToyTarget(V), NeverRightDrafter(3, V), "typical"), _with(params, rows, plain), rows
+    )
+    for index in (0, 2):
+        assert answers[index].tokens.tolist() == plain[index].tokens.tolist()
+
+
+def _with(params, rows, answers=None):
+    """Parameters with a script: the answers given, or those of an empty one."""
+    if answers is None:
+        empty = script(rows, [_Said([]) for _ in rows])
+        return params._replace(drafter=empty)
+    return params._replace(drafter=script(rows, answers))
+
+
+class _Said:
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+
+# --------------------------------------------------------------------------------------- synthetic
+
+
+@functools.cache
+def synthetic(**settings):
+    case = TreeCase(UNEVEN, "point", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+    return outcome(verify.synthetic(**settings).walk, case)
+
+
+@pytest.mark.parametrize("rates", [(0.8, 0.6, 0.3), (1.0, 0.5, 0.0), (0.0, 0.0, 0.0)])
+def test_drafts_are_accepted_at_the_rates_asked_for(rates):
+    found = synthetic(rates=rates)
+    at_least = np.cumsum(found.accepted[::-1])[::-1]  # P(accepted >= i)
+    np.testing.assert_allclose(at_least, (1, *rates), atol=EXACT)
+
+
+@pytest.mark.parametrize("length", [1, 1.75, 2.5, 4])
+def test_a_length_is_the_mean_of_what_a_round_emits(length):
+    found = synthetic(length=length)
+    assert found.mean_accepted + 1 == pytest.approx(length, abs=EXACT)
+    assert (found.accepted > EXACT).sum() <= 2  # of the smallest variance
+
+
+def test_what_the_target_says_after_a_synthetic_path_is_its_own():
+    case = TreeCase(UNEVEN, "point", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+    none = outcome(verify.synthetic(rates=(0, 0, 0)).walk, case)
+    assert none.distance < EXACT
+    assert synthetic(rates=(0.8, 0.6, 0.3)).distance > 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_accepts_what_is_always_wrong_whether_rows_are_greedy_or_not(temperature):
+    rows = [Row((1, 2), 12, temperature=temperature)]
+    params = _with(Params(table(0, V, V)), rows)
+    plan = Plan(ToyTarget(V), NeverRightDrafter(3, V), verify.synthetic(rates=(1, 1, 0)))
+    (answer,) = run_rows(plan, params, rows)
+    assert answer.accepted.tolist() == [0, 0, 4, 0]
+    if temperature == 0:
+        last = np.asarray(table(0, V, V)).argmax(-1)
+        told = answer.tokens.tolist()
+        assert [told[i + 2] for i in (0, 3, 6)] == [last[told[i + 1]] for i in (0, 3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "requires exactly one of"),
+        ({"rates": (1,), "length": 2}, "requires exactly one of"),
+        ({"rates": (0.5, 1.5)}, r"entries must be in \[0, 1\], got \[0.5, 1.5\]"),
+        ({"rates": (float("nan"),)}, "entries must be in"),
+        ({"rates": (0.5, 0.6)}, "must be non-increasing"),
+        ({"length": 0.5}, "must be at least 1, got 0.5"),
+    ],
+)
+def test_rates_that_are_none_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        verify.synthetic(**settings)
+
+
+def test_lossy_rules_are_listed_as_such_and_are_exact_for_nothing():
+    lossy = {name for name, rule in RULES.items() if not rule.lossless}
+    assert lossy == {"typical", "synthetic"}
+    assert not any(RULES[name].exact_for for name in lossy)
