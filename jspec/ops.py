@@ -21,6 +21,8 @@ from jspec.types import Array, Draft, Sampling, Tree
 # bit-equal from three rows on; one padded row count makes a token's logits independent of N.
 _BFLOAT16_ROWS = 4
 
+REJECTION_SAMPLING_RULES = ("rejection", "block")
+
 
 def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
     """``x @ w`` for x [..., I] and w [I, O], accumulated and returned in float32 (or wider).
@@ -168,8 +170,14 @@ def _form_of(
 ) -> laws.Form:
     static = isinstance(draft.parents, np.ndarray)
     parents = draft.parents if static else np.zeros(draft.tokens.shape[1], int)
-    if rule not in ("rejection", "block"):
-        raise ValueError(f"rule={rule!r} is not known; use 'rejection' or 'block'.")
+    if rule not in REJECTION_SAMPLING_RULES:
+        known = " or ".join(map(repr, REJECTION_SAMPLING_RULES))
+        raise ValueError(f"rule={rule!r} is not known; use {known}.")
+    if draft.logits is not None and draft.logits.shape[1] != draft.tokens.shape[1]:
+        raise ValueError(
+            f"draft.logits has {draft.logits.shape[1]} rows for {draft.tokens.shape[1]} nodes; "
+            "give every node a row."
+        )
     if rule == "block" and not (
         static and np.array_equal(parents[1:], np.arange(len(parents) - 1))
     ):

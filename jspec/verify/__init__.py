@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jspec import sampling
+from jspec import ops, sampling
 from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
 from jspec.verify import block, rejection
 from jspec.verify.synthetic import Synthetic
@@ -39,7 +39,13 @@ class Rule:
       lossless: False for rules that change the output's law. They judge drafts of any kind.
       greedy_is_match: at temperature 0 the rule comes to ``match``.
       depths: how deep the drafts are that its settings are for, at least and at most; None for any.
+      implementation: has ``ops.rejection_sampling`` judge in place of the walk, by a kernel that
+        stores no law of the target: the same verdict for the same coins, up to float32 rounding.
+        None for the walk, which no kernel has been measured to beat yet.
       summary: one line.
+
+    Raises:
+      ValueError: there is no kernel for this rule.
     """
 
     name: str
@@ -52,7 +58,16 @@ class Rule:
     lossless: bool = True
     greedy_is_match: bool = True
     depths: tuple[int, int | None] = (0, None)
+    implementation: str | None = None
     summary: str = ""
+
+    def __post_init__(self):
+        if self.implementation is not None and self.name not in ops.REJECTION_SAMPLING_RULES:
+            known = " and ".join(map(repr, ops.REJECTION_SAMPLING_RULES))
+            raise ValueError(
+                f"implementation={self.implementation!r} is for the rules {known}, not for "
+                f"{self.name!r}; leave it out."
+            )
 
     def judging(self, proposal: Proposal) -> "Rule":
         """The rule as it runs on drafts of a law."""
@@ -123,8 +138,14 @@ def verify(
     else:
         root = history.length - 1
         coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, draft.tokens.shape[1])
-        path, num_accepted, next_logits = rule.walk(warped, draft, tree, coins)
         coin = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
+        if rule.implementation is not None:  # what is warped above is not used, nor computed
+            path, num_accepted, next_token = ops.rejection_sampling(
+                logits, request.sampling, draft, tree, coins, coin[:, 0], rule=rule.name,
+                replaced=rule.walk is rule.walk_replaced, implementation=rule.implementation,
+            )  # fmt: skip
+            return Verdict(path, num_accepted + 1, next_token)
+        path, num_accepted, next_logits = rule.walk(warped, draft, tree, coins)
         draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
         next_token = draw(next_logits)
     return Verdict(path, num_accepted + 1, next_token)

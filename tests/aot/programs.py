@@ -12,11 +12,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jspec import ops
 from jspec.decode import DecodeState, decode, init_stats
 from jspec.drafters import DraftModel, Medusa
+from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
 from jspec.models.heads import medusa
 from jspec.plan import Plan
 from jspec.types import History, Params, Request, Sampling
+from tests.kernels import drafts
 
 BATCH, CAPACITY = 8, 1040  # of the loops
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
@@ -73,6 +75,9 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             for dtype in dtypes:
                 program = functools.partial(attention, name, kernel, dtype)
                 found[f"tree_attention, {name}, {dtype}"] = Program(program)
+        for name, case in DRAFTS.items():
+            program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
+            found[f"rejection_sampling, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
     if num_devices == 1:
         loops[f"decode, draft_model, {kernel}"] = plans(kernel)["draft_model"]

@@ -5,6 +5,7 @@ with simulated memory, which catches races and accesses out of bounds, those for
 interpret them. Lowered, they must pass every check that needs neither the device nor its compiler.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,11 +18,11 @@ from scipy.special import softmax
 from scipy.stats import chisquare
 
 from jspec import ops, sampling, topology
-from jspec.kernels.rejection_sampling import pallas_gpu, pallas_tpu
+from jspec.kernels.rejection_sampling import pallas_gpu, pallas_tpu, reference
 from jspec.kernels.rejection_sampling.laws import DraftLaw, Law, Refusal, Warps
 from jspec.kernels.rejection_sampling.shapes import ALL_WARPS, CASES, VOCABULARIES
-from jspec.types import Draft
-from jspec.verify import RULES
+from jspec.types import Draft, History, Request
+from jspec.verify import RULES, verify
 from tests.kernels.drafts import random_draft, settings, trace
 
 SCALED_DOWN = 2052  # tokens: several chunks and segments, the last ones almost empty
@@ -144,6 +145,96 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
     found = np.bincount(emitted_first * vocab + emitted_second, minlength=vocab**2)
     exact = (p[0][:, None] * p[1 : 1 + vocab]).reshape(-1)
     assert chisquare(found, exact * count).pvalue > 1e-3
+
+
+def test_a_rule_that_names_a_kernel_gives_the_verdict_of_the_walk(monkeypatch):
+    use(monkeypatch, pallas_tpu, interpret=True)
+    logits, draft, tree, *_ = random_draft(CASES["a chain of 4 over an odd vocabulary"], vocab=300)
+    count = len(logits)
+    request = Request(
+        keys=jax.random.split(jax.random.key(0), count),
+        sampling=settings(list(range(count)), ("temperature", "top_k")),
+        stop_tokens=jnp.full((count, 1), -1),
+        max_length=jnp.full((count,), 100),
+    )
+    history = History(jnp.zeros((count, 100), int), jnp.arange(7, 7 + count))
+    forced = dataclasses.replace(RULES["rejection"], implementation="pallas_tpu")
+    judge = jax.jit(
+        lambda rule: verify(rule, request, draft, tree, logits, history), static_argnums=0
+    )
+    found, expected = (
+        (verdict.path, verdict.num_emitted - 1, verdict.next_token)
+        for verdict in (judge(forced), judge(RULES["rejection"]))
+    )
+    assert_same(found, expected)
+
+
+def test_a_kernel_is_refused_to_rules_that_have_none():
+    with pytest.raises(
+        ValueError, match="is for the rules 'rejection' and 'block', not for 'match'"
+    ):
+        dataclasses.replace(RULES["match"], implementation="pallas_tpu")
+
+
+def judge_small(vocab=64, **options):
+    case = CASES["a chain of 3 as a whole, warped"]
+    logits, draft, tree, coins, uniform = random_draft(case, vocab=vocab)
+    draft = draft.replace(**options.pop("draft", {}))
+    logits = logits.astype(options.pop("dtype", logits.dtype))
+    warps = settings([0, 1, 2, 3], ("temperature",))
+    return ops.rejection_sampling(logits, warps, draft, tree, coins, uniform, **options)
+
+
+@pytest.mark.parametrize(("message", "options"), [
+    ("implementation='triton' is not known", dict(implementation="triton")),
+    ("rule='typical' is not known; use 'rejection' or 'block'", dict(rule="typical")),
+    ("max_children=None, but draft.parents are traced", dict(draft=dict(parents=None))),
+    ("rule='block' takes chains", dict(rule="block", draft=dict(parents=np.array([-1, 0, 0, 1])))),
+    ("has 2 rows for 4 nodes", dict(draft=dict(logits=jnp.zeros((4, 2, 64))))),
+    ("'pallas_gpu' takes vocabularies of 2048 tokens or more", dict(implementation="pallas_gpu")),
+    ("'pallas_tpu' takes bfloat16, float16 or float32 logits, not int32",
+     dict(implementation="pallas_tpu", dtype=jnp.int32)),
+    ("'pallas_tpu' keeps whole rows in vector memory, and 900000 tokens are too many",
+     dict(implementation="pallas_tpu", vocab=900000)),
+])  # fmt: skip
+def test_what_a_kernel_does_not_take_is_refused(message, options):
+    with pytest.raises(ValueError, match=message):
+        judge_small(**options)
+
+
+def test_an_implementation_that_is_not_named_is_the_reference(monkeypatch):
+    called = []
+    monkeypatch.setattr(reference, "rejection_sampling", lambda *args: called.append(args))
+    judge_small()
+    assert len(called) == 1
+
+
+def test_a_root_alone_draws_from_the_target(monkeypatch):
+    use(monkeypatch, pallas_tpu, interpret=True)
+    case = CASES["a chain of 1"]._replace(parents=(0,))
+    logits, draft, tree, coins, uniform = random_draft(case, vocab=300)
+    warps = settings([0, 1, 2, 3], ("temperature",))
+    judge = functools.partial(ops.rejection_sampling, rule="block", implementation="pallas_tpu")
+    run = jax.jit(lambda logits: judge(logits, warps, draft, tree, coins, uniform))
+    path, num_accepted, token = run(logits)
+    assert path.shape == (4, 1) and not num_accepted.any()
+    expected = sampling.draw(sampling.warp(logits, warps)[:, 0], uniform)
+    np.testing.assert_array_equal(token, expected)
+
+
+def test_laws_over_a_reduced_vocabulary_are_judged_over_target_ids(monkeypatch):
+    use(monkeypatch, pallas_tpu, interpret=True)
+    case = CASES["a chain of 4 over an odd vocabulary"]
+    _, small, tree, coins, uniform = random_draft(case, (0, 3), vocab=100)
+    logits, *_ = random_draft(case, (0, 3), vocab=300)
+    ids = jnp.arange(100, dtype=jnp.int32) * 3 + 1
+    draft = small.replace(tokens=ids[small.tokens], draft_to_target=ids)
+    warps = settings([0, 3], ("temperature", "top_k"))
+    judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
+    found = jax.jit(lambda logits: judge(logits, warps, draft, tree, coins, uniform))(logits)
+    walk = RULES["rejection"].walk
+    path, num_accepted, law = walk(sampling.warp(logits, warps), draft, tree, coins)
+    assert_same(found, (path, num_accepted, sampling.draw(law, uniform)))
 
 
 # ------------------------------------------------------------------------------ whole vocabularies
