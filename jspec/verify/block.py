@@ -26,7 +26,7 @@ def block(
     Every node has a probability P of acceptance, 1 at the root and min(1, P p(x) / q(x)) at a
     child. A node is judged after all its children, whose refusal each leaves the residual
     max(P p - q, 0), of mass R, and P becomes R / (R + 1 - P). On a chain the last node that
-    passes ends the path.
+    passes ends the path. A tree holds the laws of one node a depth, and looks at up to N of them.
 
     Arguments and results as for ``jspec.verify.rejection``. The coins must be fresh in every
     round: keyed by absolute position they bias the text from the second round on.

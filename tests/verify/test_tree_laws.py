@@ -34,10 +34,10 @@ def golden(rule, parents, proposal):
 
 
 @functools.cache
-def random(rule, parents, proposal, seed=0, vocab_size=3, static=False):
+def random(rule, parents, proposal, seed=0, vocab_size=3):
     target = context_dependent(seed, vocab_size, DEPTH + 1)
     drafter = context_dependent(seed + 1, vocab_size, DEPTH)
-    return found(rule, parents, proposal, target, drafter, static=static)
+    return found(rule, parents, proposal, target, drafter)
 
 
 # ---------------------------------------------------------------------------------- losslessness
@@ -198,14 +198,6 @@ def test_chains_of_draws_and_point_masses_from_a_reduced_vocabulary_are_exact(ru
         assert chain.distance < EXACT
         tree = found(rule, CHAIN, proposal, target, drafter, vocabulary=(0, 2))
         np.testing.assert_allclose(chain.accepted, tree.accepted, atol=EXACT)
-
-
-@pytest.mark.parametrize("rule", ROUND_RULES)
-def test_parents_that_are_known_when_tracing_change_nothing(rule):
-    static = random(rule, UNEVEN, "without_replacement", static=True)
-    traced = random(rule, UNEVEN, "without_replacement")
-    np.testing.assert_allclose(static.law, traced.law, atol=EXACT)
-    np.testing.assert_allclose(static.accepted, traced.accepted, atol=EXACT)
 
 
 def test_every_law_of_drafts_that_a_rule_is_exact_for_is_enumerated_here():
