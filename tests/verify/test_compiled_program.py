@@ -5,6 +5,7 @@ its logits are the target's, negated.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from jspec import sampling
+from jspec import sampling, topology
 from jspec.plan import Plan
-from jspec.types import Params
+from jspec.types import Draft, Params
+from jspec.verify import RULES
 from tests.fakes import TableDrafter, ToyTarget, settings
 from tests.verify import statistics
 
@@ -69,3 +71,20 @@ def test_golden_acceptance_of_shared_gumbel_noise():
     tile = lambda law: jnp.broadcast_to(jnp.log(jnp.array(law)), (1, count, 3))
     same = draw(tile(p), settings(1), keys, places) == draw(tile(q), settings(1), keys, places)
     assert same.mean() == pytest.approx(wanted, abs=4 * (wanted * (1 - wanted) / count) ** 0.5)
+
+
+def test_a_traversal_copies_none_of_the_laws_it_holds():
+    batch, depth, vocab, parents = 3, 2, 1000, np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
+    tree = topology.broadcast(topology.from_parents(parents, depth), batch)
+    rows = jax.ShapeDtypeStruct((batch, len(parents), vocab), jnp.float32)
+    nodes = lambda dtype: jax.ShapeDtypeStruct((batch, len(parents)), dtype)
+
+    def walk(warped, tokens, valid, logits, coins):
+        draft = Draft(tokens, parents, valid, logits, max_depth=depth)
+        return RULES["block"].walk(warped, draft, tree, coins)
+
+    arguments = rows, nodes(jnp.int32), nodes(bool), rows, nodes(jnp.float32)
+    program = jax.jit(walk).lower(*arguments).compile().as_text()
+    stack = rf"f32\[{batch},{depth},{vocab}\]\S*"
+    assert re.search(rf"= {stack} fusion\(.*scatter", program)  # this is what it is called
+    assert not re.search(rf"= {stack} copy\(", program)
