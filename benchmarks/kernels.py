@@ -16,12 +16,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import environment
-from jspec import ops, topology
+from jspec import ops, sampling, topology
+from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
+from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES
+from jspec.types import Draft, Sampling
+from jspec.verify import RULES
 
 REFERENCE = "reference"
 KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # of a platform
@@ -43,7 +48,7 @@ class Contest(NamedTuple):
 def tree_attention(settings: argparse.Namespace) -> Iterator[Contest]:
     """Trees of real shapes over long caches; every call of a turn has a cache of its own."""
     for name in settings.cases:
-        for batch in settings.batch:
+        for batch in settings.batch if name in CASES else ():
             for length in settings.lengths:
                 yield _attention_contest(name, batch, length, jnp.dtype(settings.dtype))
 
@@ -75,8 +80,11 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> 
 
 
 def _has_kernel(dtype: jnp.dtype) -> bool:
-    platform = jax.default_backend()
-    return platform == "tpu" or (platform == "gpu" and dtype == jnp.bfloat16)
+    return _has_accelerator() and (jax.default_backend() == "tpu" or dtype == jnp.bfloat16)
+
+
+def _has_accelerator() -> bool:
+    return jax.default_backend() in KERNELS
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -96,7 +104,72 @@ def _attend(case, implementation, *, q, tree, ancestors, caches, length):
     return jax.lax.fori_loop(0, STEPS, step, q)
 
 
-OPERATIONS = {"tree_attention": tree_attention}
+def rejection_sampling(settings: argparse.Namespace) -> Iterator[Contest]:
+    """Drafts over vocabularies of real models, from raw logits to the token."""
+    for name in settings.cases:
+        for batch in settings.batch if name in DRAFTS else ():
+            yield _sampling_contest(name, batch)
+
+
+def _sampling_contest(name: str, batch: int) -> Contest:
+    case = DRAFTS[name]
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    shape = (batch, len(case.parents), case.vocab)
+    one = 3 * jax.random.normal(next(keys), shape)
+    dtypes = jnp.dtype(case.logits), jnp.dtype(case.draft)
+    moved = one.size * sum(dtype.itemsize for dtype in dtypes)
+    rounds = [
+        _draft(case, one + jax.random.normal(next(keys), shape), next(keys), one)
+        for _ in range(max(1, min(8, WORKING_SET // moved)))
+    ]
+    uniform = jax.random.uniform(next(keys), (batch,))
+    names = [REFERENCE, *([KERNELS[jax.default_backend()]] if _has_accelerator() else [])]
+    contenders = {each: functools.partial(_judge, case, each, rounds, uniform) for each in names}
+    facts = {"case": name, "batch": batch, "dtype": case.logits}
+    return Contest("rejection_sampling", facts, contenders, STEPS * len(rounds), moved)
+
+
+def _draft(case: Case, recorded: jax.Array, key: jax.Array, target: jax.Array) -> tuple:
+    """(target logits, tokens, recorded logits, coins): every node drawn from its parent's row."""
+    parents = jnp.array(case.parents)
+    key, coins = jax.random.split(key)
+    tokens = jax.random.categorical(key, recorded[:, parents]).astype(jnp.int32)
+    coins = jax.random.uniform(coins, tokens.shape)
+    return target.astype(case.logits), tokens, recorded.astype(case.draft), coins
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _judge(case, implementation, rounds, uniform):
+    """``STEPS`` verdicts on all rounds, each drawn after the last one: the tokens."""
+    count, nodes = rounds[0][1].shape
+    parents = np.array([-1, *case.parents[1:]], np.int32)
+    tree = topology.broadcast(topology.from_parents(parents, case.depth), count)
+    sampled = None if case.drawn is None else jnp.tile(jnp.array(case.drawn), (count, 1))
+    valid = jnp.ones((count, nodes), bool)
+    full = lambda value: jnp.full((count,), value)
+    warps = Sampling(full(0.8), full(0.01), full(50), full(0.9), names=case.warps)
+    rule = RULES[case.rule].judging(case.proposal)
+
+    def judge(logits, draft, coins, uniform):
+        if implementation == REFERENCE:  # what runs by default
+            _, _, law = rule.walk(sampling.warp(logits, warps), draft, tree, coins)
+            return sampling.draw(law, uniform)
+        return ops.rejection_sampling(
+            logits, warps, draft, tree, coins, uniform, rule=case.rule,
+            replaced=case.proposal == "iid", implementation=implementation,
+        )[2]  # fmt: skip
+
+    def step(_, token):
+        for logits, tokens, recorded, coins in rounds:
+            draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
+            after = jnp.where(token < 0, 0.5, uniform)  # never; the compiler cannot know
+            token = judge(logits, draft, coins, after)
+        return token
+
+    return jax.lax.fori_loop(0, STEPS, step, jnp.zeros((count,), jnp.int32))
+
+
+OPERATIONS = {"tree_attention": tree_attention, "rejection_sampling": rejection_sampling}
 
 
 def race(contest: Contest, repeats: int) -> dict[str, float]:
@@ -171,11 +244,12 @@ def main() -> None:
         prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    cases = [*CASES, *DRAFTS]
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases, metavar="CASE")
     parser.add_argument("--batch", nargs="+", type=int, default=[1] if on_cpu else [1, 8, 32])
     lengths = [1024] if on_cpu else [1024, 8192, 32768]
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
-    parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")
+    parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16", help="of attention")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

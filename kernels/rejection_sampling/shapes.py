@@ -41,6 +41,16 @@ class Case(NamedTuple):
         """Of the node that has most."""
         return int(np.bincount(self.parents[1:], minlength=1).max(initial=0))
 
+    @property
+    def drawn(self) -> tuple[bool, ...] | None:
+        """Which nodes are drawn at random, where not all are."""
+        nodes = range(len(self.parents))
+        if self.proposal == "mixed":
+            return tuple(node % 2 == 1 for node in nodes)
+        if self.proposal == "top_plus_one":  # the last child of its parent
+            return tuple(self.parents[node] not in self.parents[node + 1 :] for node in nodes)
+        return None
+
 
 def chain(depth: int) -> tuple[int, ...]:
     """A node below the other."""
