@@ -149,7 +149,9 @@ def rejection_sampling(
         ``max_children`` is not known.
     """
     form = _form_of(draft, tree, rule, replaced, max_children)
-    kernel = _kernel_of("rejection_sampling", rejection_sampling_reference, implementation, logits)
+    kernel = _kernel_of(
+        "rejection_sampling", rejection_sampling_reference, implementation, logits, draft.logits
+    )
     drawn = draft.sampled
     if drawn is None:
         drawn = jnp.full(draft.tokens.shape, draft.logits is not None)

@@ -245,6 +245,14 @@ def _value(row: Row, ordinal: Array) -> Array:
     return row.as_float(signed ^ ((signed >> 31) & jnp.int32(2**31 - 1)))
 
 
+def wrong_dtype(*arrays: Array | None) -> str | None:
+    """Which of these logits no kernel takes, or None."""
+    for x in arrays:
+        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"takes bfloat16, float16 or float32 logits, not {x.dtype}"
+    return None
+
+
 def first_above(values: Array, point: Array) -> tuple[Array, Array]:
     """First index of a positive value whose running sum exceeds ``point`` [M], and the sum before.
 

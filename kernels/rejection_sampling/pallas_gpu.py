@@ -56,15 +56,27 @@ def rejection_sampling(
     return acceptance.rejection_sampling(kernels, logits, warps, proposal, coins, uniform, form)
 
 
-def refusal(logits: Array) -> str | None:
-    """Why logits [..., V] are not taken, or None."""
-    if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes bfloat16, float16 or float32 logits, not {logits.dtype}"
+def refusal(logits: Array, draft: Array | None) -> str | None:
+    """Why logits [..., V] of target and draft are not taken, or None."""
+    if wrong := shared.wrong_dtype(logits, draft):
+        return wrong
+    if jax.default_backend() == "gpu" and (wrong := wrong_device(jax.devices()[0])):
+        return wrong
     vocab = logits.shape[-1]
     least = max(BLOCKS.chunk, BLOCKS.segment)
     if vocab % VECTOR or vocab < least:
         return f"takes vocabularies of {least} tokens or more, a multiple of {VECTOR}, not {vocab}"
     return None
+
+
+def wrong_device(device: jax.Device) -> str | None:
+    """Why a GPU does not run the kernels: Mosaic begins with Hopper."""
+    if int(device.compute_capability.split(".")[0]) >= 9:
+        return None
+    return (
+        f"needs a GPU of compute capability 9 or more, not {device.compute_capability} "
+        f"({device.device_kind})"
+    )
 
 
 def laws(

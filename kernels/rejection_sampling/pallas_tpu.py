@@ -57,10 +57,10 @@ def rejection_sampling(
     return acceptance.rejection_sampling(kernels, logits, warps, proposal, coins, uniform, form)
 
 
-def refusal(logits: Array) -> str | None:
-    """Why logits [..., V] are not taken, or None."""
-    if logits.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"takes bfloat16, float16 or float32 logits, not {logits.dtype}"
+def refusal(logits: Array, draft: Array | None) -> str | None:
+    """Why logits [..., V] of target and draft are not taken, or None."""
+    if wrong := shared.wrong_dtype(logits, draft):
+        return wrong
     resident = 2 * TILE_ROWS * logits.shape[-1] * logits.dtype.itemsize
     if resident > RESIDENT_BYTES:
         return f"keeps whole rows in vector memory, and {logits.shape[-1]} tokens are too many"
