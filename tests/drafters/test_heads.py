@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 
 import jax
@@ -14,14 +15,14 @@ import torch
 from jspec.drafters import Eagle
 from jspec.models import decoder
 from jspec.plan import Plan
-from jspec.types import Params
+from jspec.types import Params, Request
 from tests import tiny
 from tests.drafters import heads
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
 ROWS = [
-    host.Row(prompt, max_tokens=64, stream=index)
+    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
     for index, prompt in enumerate(tiny.prompts((1, 9)))
 ]
 # Method, tree, and N where the tree does not say it.
@@ -73,6 +74,7 @@ def reference(method, weights):
     features = [torch.tensor(np.stack([x[0] for x in each], 1)) for each in found]
 
     @functools.cache
+    @torch.inference_mode()
     def log_probs(row, root, path):
         if method == "medusa":
             logits = head.draft_logits(features[row][root - 1 : root, 0])[0, len(path)]
@@ -82,7 +84,7 @@ def reference(method, weights):
         law = torch.full((tiny.VOCAB,), -float("inf"))
         ids = head.target_ids() if method == "eagle3" else torch.arange(tiny.VOCAB)
         law[ids] = logits.float()
-        return law.log_softmax(-1).detach().numpy()
+        return law.log_softmax(-1).numpy()
 
     return texts, log_probs
 
@@ -143,7 +145,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
             root += accepted + 1
             total += accepted
         assert root == len(texts[row]) - 1
-    assert weights == "random" or total > 50  # a trained head is right often
+    assert weights == "random" or total > 25  # a trained head is right often
 
 
 # ----------------------------------------------------------------------------------------- memory
@@ -164,32 +166,29 @@ def test_what_a_head_remembers_is_what_a_fresh_pass_over_the_text_gives(method):
     """So nothing that was fed to itself is left, whatever was accepted or refused."""
     drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
     params, state = after_rounds(drafter, method, 9)
-    texts, lengths = (np.asarray(x) for x in (state.history.tokens, state.history.length))
-    assert len(set(lengths[:3] - [1, 9, 23])) > 1  # rows that accepted unlike numbers
-    for row in range(3):
-        size = lengths[row]
-        tokens = texts[row : row + 1, :size]
-        features, _ = heads.hidden_states(tokens, drafter.capture_layers)
-        empty = drafter.init(params, _request(), 128)
-        fresh = drafter.absorb(params, empty, tokens, tuple(x[:, :-1] for x in features),
-                               np.int32(0), np.array([size - 1], np.int32))  # fmt: skip
-        np.testing.assert_allclose(state.memory.hidden[row], fresh.hidden[0], atol=2e-4)
-        if method == "medusa":
-            assert state.memory.known[row]
-            continue
-        assert state.memory.cache.length[row] == fresh.cache.length[0] == size - 1
-        for kept, recomputed in zip(
-            jax.tree.leaves(state.memory.cache.layers), jax.tree.leaves(fresh.cache.layers),
-            strict=True,
-        ):  # fmt: skip
-            np.testing.assert_allclose(
-                kept[row, :, : size - 1], recomputed[0, :, : size - 1], atol=2e-4
-            )
+    texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    features, _ = heads.hidden_states(texts, drafter.capture_layers)
+    empty = drafter.init(params, _request(len(texts)), texts.shape[1])
+    fresh = jax.jit(drafter.absorb)(
+        params, empty, texts, tuple(x[:, :-1] for x in features), np.int32(0), lengths - 1
+    )
+    np.testing.assert_allclose(state.memory.hidden[:3], fresh.hidden, atol=2e-4)
+    if method == "medusa":
+        assert state.memory.known[:3].all()
+        return
+    assert state.memory.cache.length[:3].tolist() == (lengths - 1).tolist()
+    pairs = zip(
+        *(jax.tree.leaves(memory.cache.layers) for memory in (state.memory, fresh)), strict=True
+    )
+    for (kept, recomputed), (row, length) in itertools.product(pairs, enumerate(lengths - 1)):
+        np.testing.assert_allclose(kept[row, :, :length], recomputed[row, :, :length], atol=2e-4)
 
 
-def _request():
-    plan = Plan(tiny.TARGET, tiny.NONE)
-    return host.start(plan, tiny.params(), [host.Row((1,), max_tokens=1)]).request
+def _request(batch):
+    """For ``batch`` rows; a head's memory asks it for nothing else."""
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return Request(jax.random.split(jax.random.key(0), batch), None, zeros[:, None], zeros)
 
 
 @pytest.mark.parametrize("method", heads.METHODS)
@@ -270,7 +269,7 @@ def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
         for accepted, nodes, _ in zip(*answer.trace, strict=True):
             depths = np.array(drafter.shape.depth)[nodes >= 0]
             assert root + depths[1:].max(initial=0) < 30 or len(depths) == 1
-            if 0 < root < 26:
+            if 0 < root < min(26, len(row.prompt) + row.max_tokens - 4):
                 assert depths.max() == 3
             root += accepted + 1
     assert [answer.tokens.tolist() for answer in answers] == plain()
