@@ -58,7 +58,7 @@ def drafts(size: int) -> Iterator[Draft]:
 def measure(arguments: argparse.Namespace, dtype: str, temperature: float) -> list[dict]:
     """One row for each draft of each budget, and one for autoregression."""
     target = loading.load(arguments.model, dtype)
-    head = loading.load_head(arguments.head, target, dtype)
+    head = loading.load_head(arguments.head, target.config, dtype=dtype)
     method = {"method": "eagle3", "model": head}
     kinds = [None] + [
         draft
