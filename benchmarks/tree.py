@@ -26,6 +26,7 @@ from jspec import LLM, loading, shapes
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
+_LOG_WIDTH = 160
 _DEPTH, _TOP_K = 6, 8  # of dynamic and sampled trees, where the budget allows
 
 
@@ -141,7 +142,10 @@ def main() -> None:
             results["rows"] += measure(arguments, dtype, temperature)
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    Console().print(table(results["rows"]))
+    console = Console()
+    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+        console = Console(width=_LOG_WIDTH)
+    console.print(table(results["rows"]))
 
 
 if __name__ == "__main__":
