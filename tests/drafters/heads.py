@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import torch
-from safetensors.torch import load_file
 
 from jspec import head_files, topology
 from jspec.drafters import Eagle, Medusa
 from jspec.models.heads import eagle, medusa
 from jspec.types import Array
 from tests import tiny
-from tests.models.torch_heads import Eagle1Ref, Eagle3Ref, MedusaRef
 
 METHODS = ("eagle", "eagle3", "medusa")
 LAST = tiny.TARGET.config.num_layers
@@ -140,6 +137,12 @@ def hidden_states(texts: Array, capture_layers: tuple[int, ...]):
 
 def torch_reference(method: str, params):
     """The head in plain torch, from the file that jspec writes of it."""
+    # Only here: what else is in this file serves where there is no torch, too.
+    import torch
+    from safetensors.torch import load_file
+
+    from tests.models.torch_heads import Eagle1Ref, Eagle3Ref, MedusaRef
+
     target = tiny.params().target
     embedding, output = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
     layout = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa-vllm"}[method]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jspec.drafters import Eagle
 from jspec.models import decoder
@@ -67,6 +66,7 @@ def drafted(case, weights):
 @functools.cache
 def reference(method, weights):
     """What torch says may follow a path: log-probabilities [V] of (row of texts, root, path)."""
+    torch = pytest.importorskip("torch")
     head = heads.torch_reference(method, WEIGHTS[weights](method))
     layers = heads.CONFIGS[method].capture_layers
     texts = [np.array([*row.prompt, *text]) for row, text in zip(ROWS, plain(), strict=True)]

@@ -2,10 +2,12 @@
 
 import json
 
-import torch
-from safetensors.torch import save_file
+import pytest
 
 from jspec.models.decoder import DecoderConfig
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import save_file  # noqa: E402
 
 VOCAB, REDUCED, WIDTH, LAYERS = 64, 24, 32, 8
 TARGET = DecoderConfig(
