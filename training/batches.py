@@ -1,0 +1,33 @@
+"""What one training step sees."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.types import Array
+
+
+@struct.dataclass
+class Batch:
+    """Windows of packed documents.
+
+    The last axis is one longer than the T rows that are trained: row i predicts from token i.
+
+    Attributes:
+      tokens: int32 [B, T + 1].
+      segments: int32 [B, T + 1]: 0 is padding, else the number of the document within its window,
+        from 1 on. Attention stays inside a segment, and so do positions.
+      weights: float32 [B, T + 1]: how much a token counts as a label; 0 for padding, and for what
+        the user said in a conversation.
+    """
+
+    tokens: Array
+    segments: Array
+    weights: Array
+
+    @property
+    def positions(self) -> Array:
+        """int32 [B, T + 1]: place of each token in its segment, from 0 on."""
+        index = jnp.arange(self.segments.shape[1], dtype=jnp.int32)
+        starts = jnp.diff(self.segments, axis=1, prepend=-1) != 0
+        return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
