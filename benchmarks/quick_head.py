@@ -25,7 +25,7 @@ from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.types import Array
 from training import data, objective
-from training.tokenizer import encode_documents
+from training.data.tokenizer import encode_documents
 
 LENGTH, BATCH = 256, 8  # tokens of a window, windows of a step
 UNROLL, DECAY = 5, 0.8  # steps on the head's own outputs, and the weight of each after the last

@@ -12,8 +12,8 @@ import jax
 
 from jspec import checkpoint
 from training.data import Corpus, Windows
+from training.data.tokenizer import END_OF_TEXT, save_tokenizer
 from training.loop import Trainer, TrainState
-from training.tokenizer import END_OF_TEXT, save_tokenizer
 
 PACKAGES = ("jax", "optax", "orbax-checkpoint", "tokenizers", "numpy")
 

@@ -3,7 +3,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from training import data
-from training.tokenizer import END_OF_TEXT
+from training.data.tokenizer import END_OF_TEXT
 
 HELD_OUT, MARK = "secret", "xylophone"
 

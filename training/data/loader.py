@@ -1,0 +1,87 @@
+"""Rows to batches, by grain: shuffled anew every epoch, endless, resumed at the exact position."""
+
+from typing import Protocol
+
+import grain
+import numpy as np
+
+from training.batches import Batch
+
+_READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)  # batches
+
+
+class Rows(Protocol):
+    """Rows of training data, addressed by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Batch:
+        """One row, without the batch axis: tokens, segments and weights [T + 1]."""
+
+
+def batches(
+    rows: Rows, *, batch: int, seed: int, process_index: int = 0, process_count: int = 1
+) -> grain.DatasetIterator[Batch]:
+    """An endless iterator over ``rows``; every row comes once an epoch, in the epoch's own order.
+
+    Its ``get_state()`` is a small dict fit for JSON, and ``set_state`` continues after it exactly.
+    The order depends on ``seed`` and the number of rows alone.
+
+    Args:
+      rows: at least one.
+      batch: rows of the global batch.
+      seed: of the order; 0 or more.
+      process_index: which part of every batch this process sees.
+      process_count: parts of a batch. Laid end to end they are the batch of a single process.
+
+    Returns:
+      Batches of host arrays, [batch / process_count, T + 1].
+
+    Raises:
+      ValueError: there are no rows, or ``batch`` cannot be cut into ``process_count`` parts.
+    """
+    part = _part(rows, batch, process_count)
+    # grain numbers epochs by adding them to the seed: hashed seeds keep 0 and 1 far apart.
+    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    endless = grain.MapDataset.source(rows).shuffle(seed=hashed).repeat()
+    parts = endless.batch(part)[process_index::process_count]
+    return iter(parts.to_iter_dataset(_READ_AHEAD))
+
+
+def held_out(
+    rows: Rows,
+    *,
+    batch: int,
+    limit: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.IterDataset[Batch]:
+    """Whole batches of rows spread evenly over ``rows``: the same each time they are gone through.
+
+    Args:
+      rows: at least one; where they are fewer than ``batch``, some come twice to fill one.
+      batch: rows of the global batch.
+      limit: most rows to take, if more than a batch; None for all but what fills no batch.
+      process_index: as in ``batches``.
+      process_count: as in ``batches``.
+
+    Raises:
+      ValueError: as ``batches``.
+    """
+    part = _part(rows, batch, process_count)
+    wanted = len(rows) if limit is None else min(limit, len(rows))
+    count = max(wanted // batch, 1) * batch
+    spread = grain.MapDataset.range(count).map(lambda i: rows[i * len(rows) // count])
+    return spread.batch(part)[process_index::process_count].to_iter_dataset(_READ_AHEAD)
+
+
+def _part(rows: Rows, batch: int, process_count: int) -> int:
+    """Rows of a batch that one process sees."""
+    if not len(rows):
+        raise ValueError("the training data holds no rows; give more data or shorter windows")
+    if batch < 1 or batch % process_count:
+        raise ValueError(
+            f"batch {batch} cannot be cut into {process_count} equal parts, one a process; "
+            f"take a multiple of {process_count}"
+        )
+    return batch // process_count
