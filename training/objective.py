@@ -1,101 +1,26 @@
-"""The loss of a decoder on windows of tokens, shaped for speed on a CPU as on an accelerator.
-
-Three pieces that a plain implementation gets slow on a CPU: a bfloat16 linear whose three matmuls
-all take XLA's AMX path, causal attention in blocks of queries, and a cross-entropy that never holds
-the logits of more than one chunk of tokens.
-"""
+"""Losses of a decoder on windows of tokens, that never hold the logits of more than one chunk."""
 
 import dataclasses
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array
+from training.attention import attend_within
+from training.linear import LINEARS
 
-QUERY_BLOCK = 64  # queries of one block of causal attention
-LOSS_CHUNK = 1024  # tokens whose logits exist at a time
-
-
-@jax.custom_vjp
-def linear_bfloat16(x: Array, weight: Array) -> Array:
-    """x [..., M] by weight [M, N]: bfloat16 factors, float32 sums and result."""
-    return _matmul_bfloat16(x, weight)[0]
+# Rows of logits that exist at a time: on a CPU they stay in its cache, elsewhere they fill matmuls.
+LOSS_CHUNK = {"cpu": 512}
+LOSS_CHUNK_ELSEWHERE = 8192
 
 
-def _matmul_bfloat16(x: Array, weight: Array):
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.bfloat16)  # 2-D: batched forms miss the AMX path
-    weight = weight.astype(jnp.bfloat16)
-    out = jnp.matmul(rows, weight, preferred_element_type=jnp.float32)
-    return out.reshape(*x.shape[:-1], weight.shape[1]), (rows, weight)
-
-
-def _matmul_bfloat16_back(saved, grad: Array):
-    rows, weight = saved
-    grad_rows = grad.reshape(-1, grad.shape[-1]).astype(jnp.bfloat16)
-    grad_x = jax.lax.dot_general(
-        grad_rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return grad_x.reshape(*grad.shape[:-1], rows.shape[1]), _weight_grad(rows, grad_rows)
-
-
-def _weight_grad(rows: Array, grad_rows: Array) -> Array:
-    """rows [R, M] transposed by grad_rows [R, N] -> [M, N].
-
-    The transpose is materialised, since a contraction over rows is five times slower on a CPU.
-    """
-    transposed = with_layout_constraint(rows.T, Layout((0, 1)))
-    out = jnp.matmul(transposed, grad_rows, preferred_element_type=jnp.float32)
-    # A caller that transposes the result (a tied head) must not get that folded into the matmul:
-    # XLA's CPU backend has no such bfloat16 kernel and fails when it runs.
-    return with_layout_constraint(out, Layout((0, 1)))
-
-
-linear_bfloat16.defvjp(_matmul_bfloat16, _matmul_bfloat16_back)
-
-
-def linear_float32(x: Array, weight: Array) -> Array:
-    """x [..., M] by weight [M, N] in float32."""
-    return x @ weight
-
-
-LINEARS = {"bfloat16": linear_bfloat16, "float32": linear_float32}
-
-
-def causal_attention(layer: int, q: Array, k: Array, v: Array) -> Array:
-    """Causal attention of q [B, H, T, D] over k, v [B, Hkv, T, D] -> [B, H, T, D], in any layer.
-
-    A block of queries sees only the keys up to its end, so nearly half of the square is never
-    computed; each block is recomputed in the backward pass instead of being kept.
-    """
-    del layer
-    batch, heads, length, width = q.shape
-    groups = heads // k.shape[1]
-    q = q.reshape(batch, k.shape[1], groups, length, width) * width**-0.5
-    blocks = []
-    for start in range(0, length, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, length)
-        blocks.append(_attend_block(start, q[..., start:end, :], k[..., :end, :], v[..., :end, :]))
-    return jnp.concatenate(blocks, axis=-2).reshape(batch, heads, length, width)
-
-
-@ft.partial(jax.checkpoint, static_argnums=0)
-def _attend_block(start: int, q: Array, k: Array, v: Array) -> Array:
-    """Queries [B, Hkv, G, Q, D] at positions ``start`` on, over all keys up to their end."""
-    batch, kv_heads, groups, queries, width = q.shape
-    rows = q.reshape(batch, kv_heads, groups * queries, width)
-    scores = jnp.einsum("bhqd,bhkd->bhqk", rows, k)
-    scores = scores.reshape(batch, kv_heads, groups, queries, -1)
-    visible = jnp.arange(k.shape[2]) <= start + jnp.arange(queries)[:, None]
-    scores = jnp.where(visible, scores, -1e30)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    mixed = jnp.einsum("bhqk,bhkd->bhqd", weights.reshape(batch, kv_heads, groups * queries, -1), v)
-    return mixed.reshape(q.shape) / weights.sum(-1, keepdims=True)  # one pass less than softmax
+def loss_chunk() -> int:
+    """Rows of logits that exist at a time on the default device."""
+    return LOSS_CHUNK.get(jax.default_backend(), LOSS_CHUNK_ELSEWHERE)
 
 
 def hidden_states(
@@ -104,9 +29,8 @@ def hidden_states(
     """Normed last hidden states [B, T, D] of tokens [B, T], each row from position 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = decoder.embed(params, config, tokens)
-    x, _ = decoder.trunk(
-        params, config, x, positions, causal_attention, linear=LINEARS[compute]
-    )  # fmt: skip
+    attend = attend_within(None, config.windows)
+    x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute])
     return decoder.rms_norm(x, params.norm, config.norm_eps)
 
 
@@ -125,7 +49,7 @@ def next_token_loss(
         log_p = jax.nn.log_softmax(LINEARS[compute](x, head))
         return {"loss": -_take(log_p, targets)}
 
-    means = mean_by_chunks(score, _flat(x), head_of(params), _flat(windows[:, 1:]))
+    means = mean_by_chunks(score, x, head_of(params), windows[:, 1:])
     return means["loss"], means
 
 
@@ -171,61 +95,83 @@ def distillation_loss(
         mixed = teacher.weight * distance + (1 - teacher.weight) * loss
         return {"objective": mixed, "loss": loss, "kl": kl, "overlap": overlap}
 
-    given = (_flat(windows[:, 1:]), _flat(taught))
-    means = mean_by_chunks(score, _flat(x), head_of(params), given, objective="objective")
+    given = (windows[:, 1:], taught)
+    means = mean_by_chunks(score, x, head_of(params), given, objective="objective")
     return means.pop("objective"), means
 
 
 def mean_by_chunks(
-    score: Callable[[Array, Array, Any], dict[str, Array]],
-    x: Array,
-    head: Array,
+    score: Callable[[Any, Any, Any], dict[str, Array]],
+    x: Any,
+    weights: Any,
     given: Any,
+    *,
     objective: str = "loss",
+    rows: int | None = None,
 ) -> dict[str, Array]:
-    """Means over rows of ``score(x, head, given)``, a chunk of rows at a time.
+    """Means over all of [B, T] of ``score(x, weights, given)``, a stretch of T at a time.
 
-    ``score`` maps x [C, D], head [D, V] and the chunk's rows of the pytree ``given`` to values [C].
-    Only ``objective`` may be differentiated, by ``x`` and ``head``: its gradient is taken on the
-    way forward, chunk by chunk, so logits are computed once and never kept.
+    The batch axis stays whole, so that a batch spread over devices stays where it is.
+
+    Args:
+      score: maps the stretch [B, t, ...] of ``x`` and ``given`` to values [B, t], all finite also
+        where everything is zero: a last, shorter stretch is padded.
+      x: pytree [B, T, ...]; differentiated.
+      weights: pytree, the output matrix for one; differentiated.
+      given: pytree [B, T, ...]; not differentiated.
+      objective: the one mean that may be differentiated. Its gradient is taken on the way forward,
+        stretch by stretch, so logits are computed once and never kept.
+      rows: B * t, about; None for ``loss_chunk()``.
     """
-    rows = x.shape[0]
-    chunk = next(size for size in range(min(LOSS_CHUNK, rows), 0, -1) if rows % size == 0)
+    batch, length = jax.tree.leaves(x)[0].shape[:2]
+    count = -(-batch * length // (rows or loss_chunk()))
+    size = -(-length // count)
+    count = -(-length // size)
+    inside = jnp.arange(count * size) < length
 
-    def chunked(x):
-        split = lambda a: a.reshape(rows // chunk, chunk, *a.shape[1:])
-        return jax.tree.map(split, (x, given))
+    def stretches(tree):
+        def split(leaf):
+            padding = [(0, 0), (0, count * size - length)] + [(0, 0)] * (leaf.ndim - 2)
+            leaf = jnp.pad(leaf, padding) if count * size > length else leaf
+            return jnp.moveaxis(leaf.reshape(batch, count, size, *leaf.shape[2:]), 1, 0)
 
-    def chunk_sums(x, head, given):
-        sums = {name: value.sum() / rows for name, value in score(x, head, given).items()}
+        return jax.tree.map(split, tree)
+
+    def joined(parts, like):
+        return jnp.moveaxis(parts, 0, 1).reshape(batch, count * size, *like.shape[2:])[:, :length]
+
+    def sums_of(x, weights, given, inside):
+        values = score(x, weights, given).items()
+        sums = {
+            name: jnp.where(inside, value, 0).sum() / (batch * length) for name, value in values
+        }
         return sums[objective], sums
 
-    def forward(x, head):
-        parts = jax.lax.map(lambda part: chunk_sums(part[0], head, part[1])[1], chunked(x))
+    def pieces(x):
+        return stretches(x), stretches(given), inside.reshape(count, size)
+
+    def forward(x, weights):
+        parts = jax.lax.map(lambda piece: sums_of(piece[0], weights, *piece[1:])[1], pieces(x))
         return jax.tree.map(lambda value: value.sum(0), parts)
 
-    def forward_with_grads(x, head):
-        def body(grad_head, part):
-            grad_of = jax.grad(chunk_sums, argnums=(0, 1), has_aux=True)
-            (grad_x, extra), sums = grad_of(part[0], head, part[1])
-            return grad_head + extra, (grad_x, sums)
+    def forward_with_grads(x, weights):
+        def body(total, piece):
+            grad_of = jax.grad(sums_of, argnums=(0, 1), has_aux=True)
+            (grad_x, extra), sums = grad_of(piece[0], weights, *piece[1:])
+            return jax.tree.map(jnp.add, total, extra), (grad_x, sums)
 
-        grad_head, (grad_x, parts) = jax.lax.scan(body, jnp.zeros_like(head), chunked(x))
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        grad_weights, (grad_x, parts) = jax.lax.scan(body, zeros, pieces(x))
         sums = jax.tree.map(lambda value: value.sum(0), parts)
-        return sums, (grad_x.reshape(x.shape), grad_head)
+        return sums, (jax.tree.map(joined, grad_x, x), grad_weights)
 
     def backward(grads, cotangents):
         return jax.tree.map(lambda grad: grad * cotangents[objective], grads)
 
     means = jax.custom_vjp(forward)
     means.defvjp(forward_with_grads, backward)
-    return means(x, head)
-
-
-def _flat(array: Array) -> Array:
-    """[B, T, ...] to [B * T, ...]."""
-    return array.reshape(-1, *array.shape[2:])
+    return means(x, weights)
 
 
 def _take(log_p: Array, targets: Array) -> Array:
-    return jnp.take_along_axis(log_p, targets[:, None], axis=-1)[:, 0]
+    return jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]

@@ -5,7 +5,7 @@ import pytest
 
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import objective
+from training import attention, objective
 
 CONFIG = DecoderConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
@@ -24,7 +24,7 @@ def windows():
 
 
 def test_attention_in_blocks_equals_plain_causal_attention(monkeypatch):
-    monkeypatch.setattr(objective, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
     q, k, v = (
         jax.random.normal(jax.random.key(n), (2, heads, 40, 8)) for n, heads in enumerate((4, 2, 2))
     )
@@ -32,11 +32,11 @@ def test_attention_in_blocks_equals_plain_causal_attention(monkeypatch):
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, wide[0]) / np.sqrt(8)
     scores = jnp.where(np.tril(np.ones((40, 40), bool)), scores, -jnp.inf)
     plain = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, -1), wide[1])
-    np.testing.assert_allclose(objective.causal_attention(0, q, k, v), plain, atol=2e-6)
+    np.testing.assert_allclose(attention.causal(q, k, v), plain, atol=2e-6)
 
 
 def test_loss_in_chunks_equals_the_plain_loss_and_its_gradient(monkeypatch, params, windows):
-    monkeypatch.setattr(objective, "LOSS_CHUNK", 50)  # 120 rows: chunks of 40
+    monkeypatch.setattr(objective, "loss_chunk", lambda: 50)  # 120 rows: stretches of 14, 14, 12
 
     def plain(params):
         x = objective.hidden_states(params, CONFIG, windows[:, :-1], "float32")

@@ -1,0 +1,296 @@
+"""Distilling EAGLE heads from a frozen target: EAGLE-1, HASS and EAGLE-3.
+
+All three unroll the head on its own outputs, as it will draft (one step is EAGLE-1). At step k, row
+i reads the feature that it gave out at step k - 1 (at step 0, the target's f_i) and the true token
+t_{i+1+k}, stands at position i + k, and attends to the step-0 rows up to i and to its own later
+ones. It is judged by what the target computed at position j = i + 1 + k: its law of t_{j+1} and,
+for EAGLE-1 and HASS, its feature f_j.
+
+HASS writes the same rows in another order (row i + k at pass k), and lets the first k rows of pass
+k, which have no predicted feature to read, repeat true ones; here they are left out.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.heads import eagle
+from jspec.models.heads.eagle import EagleConfig, EagleParams
+from jspec.types import Array
+from training.attention import attend_within, causal
+from training.batches import Batch
+from training.linear import LINEARS
+from training.losses import LOSSES, overlap_of
+from training.objective import head_of, loss_chunk, mean_by_chunks
+
+VARIANTS = ("eagle1", "hass", "eagle3")
+HASS_TOP_K = 10  # of the target's tokens, in HASS's extra loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the published variants differ in; ``PUBLISHED`` has their settings.
+
+    Attributes:
+      unroll: steps of the head on its own outputs, S.
+      decay: weight of a step's loss relative to the one before.
+      loss: name in ``losses.LOSSES``.
+      loss_weight: of that loss.
+      feature_weight: of smooth L1 between predicted and true feature.
+      top_k_weight: of the cross-entropy over the target's ten likeliest tokens.
+      noise: half-width of the uniform noise on the target's features, at 512 tokens a window; it
+        shrinks with longer windows.
+      through_steps: whether gradients flow from a step into the one before.
+    """
+
+    unroll: int
+    decay: float = 1.0
+    loss: str = "ce"
+    loss_weight: float = 1.0
+    feature_weight: float = 0.0
+    top_k_weight: float = 0.0
+    noise: float = 0.0
+    through_steps: bool = True
+
+
+PUBLISHED = {
+    # arXiv 2401.15077, section 3.2
+    "eagle1": Recipe(unroll=1, loss_weight=0.1, feature_weight=1.0, noise=0.1),
+    # arXiv 2408.15766, section 3
+    "hass": Recipe(
+        unroll=3, loss_weight=0.1, feature_weight=1.0, top_k_weight=1.0, noise=0.1,
+        through_steps=False,
+    ),
+    # arXiv 2503.01840, section 3.2
+    "eagle3": Recipe(unroll=7, decay=0.8),
+}  # fmt: skip
+
+
+@struct.dataclass
+class Frozen:
+    """What is not trained.
+
+    Attributes:
+      target: the target's weights.
+      draft_to_target: int32 [Vd], ascending, where the head knows only some tokens; else None.
+    """
+
+    target: DecoderParams
+    draft_to_target: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleTask:
+    """An EAGLE head in training: a ``training.task.Task``.
+
+    Attributes:
+      head: sizes of the head.
+      target: sizes of the target.
+      recipe: losses and unrolling.
+      compute: factors of every matmul, a name in ``linear.LINEARS``.
+    """
+
+    head: EagleConfig
+    target: DecoderConfig
+    recipe: Recipe
+    compute: str = "bfloat16"
+
+    def __post_init__(self):
+        if self.recipe.loss not in LOSSES:
+            raise ValueError(f"loss={self.recipe.loss!r} must be one of {', '.join(LOSSES)}.")
+        if self.recipe.feature_weight and self.head.generation == 3:
+            raise ValueError(
+                f"feature_weight={self.recipe.feature_weight}: what an EAGLE-3 head gives out is "
+                "no feature of the target; set it to 0 or train an EAGLE-1 head."
+            )
+
+    def init(self, key: Array, frozen: Frozen) -> EagleParams:
+        """A head that starts as an early exit of the target: see ``early_exit``."""
+        params = eagle.init_params(key, self.head)
+        return early_exit(params, self.head, frozen).replace(draft_to_target=None)
+
+    def loss(
+        self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of step k, over
+        the rows that count."""
+        taught = _teach(self, frozen, batch)
+        outputs = _unroll(self, params, frozen, batch, taught, key)
+        return _judge(self, params, frozen, taught, outputs, _row_weights(self.recipe, batch))
+
+
+@struct.dataclass
+class _Taught:
+    """What the target computed: rows 0 to T."""
+
+    features: tuple[Array, ...]  # [B, T + 1, D] each, what the head reads
+    normed: Array  # [B, T + 1, D], last hidden states after the norm
+
+
+def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
+    """A head whose blocks are still random, but which hands on the deepest feature that it reads.
+
+    The residual starts as that feature, norm and output matrix are the target's: so training begins
+    where the target's own layer left off, not at the uniform law. Only where widths agree.
+    """
+    target, size = frozen.target, config.target_hidden_size
+    if config.hidden_size != size:
+        return params
+    wide = lambda x: jnp.array(x, jnp.float32)  # a copy: the trained weights are donated
+    fc = params.fc.at[-size:].add(jnp.eye(size))
+    params = params.replace(fc=fc)
+    if params.norm is not None:
+        params = params.replace(norm=wide(target.norm))
+    if params.embedding is not None:
+        params = params.replace(embedding=wide(target.embedding))
+    if params.head is not None:
+        head = wide(head_of(target))
+        kept = frozen.draft_to_target
+        params = params.replace(head=head if kept is None else head[:, kept])
+    return params
+
+
+def _teach(task: EagleTask, frozen: Frozen, batch: Batch) -> _Taught:
+    config, params = task.target, frozen.target
+    x, captured = decoder.trunk(
+        params, config, decoder.embed(params, config, batch.tokens), batch.positions,
+        attend_within(batch.segments, config.windows), linear=LINEARS[task.compute],
+        capture_layers=task.head.capture_layers,
+    )  # fmt: skip
+    normed = decoder.rms_norm(x, params.norm, config.norm_eps)
+    features = (normed,) if task.head.generation == 1 else captured
+    return jax.lax.stop_gradient(_Taught(features, normed))
+
+
+def _unroll(
+    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: _Taught, key: Array
+) -> list[Array]:
+    """Outputs f' [B, T, D] of each step, rows in the order of step 0."""
+    config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
+    length = batch.tokens.shape[1] - 1
+    first = tuple(x[:, :length] for x in taught.features)
+    if recipe.noise:
+        width = recipe.noise * 512 / length
+        keys = jax.random.split(key, len(first))
+        first = tuple(
+            x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
+            for x, k in zip(first, keys, strict=True)
+        )
+    features = eagle.fuse(params, config, first, linear=linear)
+    table = frozen.target.embedding if params.embedding is None else params.embedding
+    embedded = table[batch.tokens].astype(features.dtype)
+    segments, positions = batch.segments[:, :length], batch.positions[:, :length]
+    windows = config.network.windows
+    kept: list[list[tuple[Array, Array]]] = [[] for _ in params.layers]
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        kept[layer].append((k, v))
+        (keys, values), *own = kept[layer]
+        window = windows[layer] if windows else None
+        return causal(q, keys, values, segments=segments, window=window, own=own)
+
+    outputs = []
+    for step in range(recipe.unroll):
+        tokens_ahead = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
+        features = eagle.blocks(
+            params, config, tokens_ahead, features, positions + step, attend, linear=linear
+        )
+        outputs.append(features)
+        if not recipe.through_steps:
+            features = jax.lax.stop_gradient(features)
+    return outputs
+
+
+def _row_weights(recipe: Recipe, batch: Batch) -> Array:
+    """float32 [B, T, S]: weight of step k at the target's row j, for j from 1 on.
+
+    A row counts as much as the token t_j that it drafts behind: the published code, which takes
+    t_{j-1}'s weight, never trains the draft behind the first token of an answer.
+    """
+    length = batch.tokens.shape[1] - 1
+    weights = []
+    for step in range(recipe.unroll):
+        behind = step + 1  # row j of the target is met by row j - 1 - k of the head
+        start = jnp.pad(batch.segments[:, : length + 1 - behind], ((0, 0), (step, 0)))
+        here = batch.segments[:, 1:]
+        inside = (start == here) & (here > 0)
+        weights.append(jnp.where(inside, batch.weights[:, 1:] * recipe.decay**step, 0.0))
+    return jnp.stack(weights, -1)
+
+
+def _judge(
+    task: EagleTask, params: EagleParams, frozen: Frozen, taught: _Taught, outputs: list[Array],
+    weights: Array,
+) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+    """Loss and metrics, the target's law being computed once for all steps."""
+    config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
+    length = weights.shape[1]
+    shifted = [
+        jnp.pad(x[:, : length - step], ((0, 0), (step, 0), (0, 0)))
+        for step, x in enumerate(outputs)
+    ]
+    x = jnp.stack(shifted, 2)  # [B, T, S, D], row t beside the target's row t + 1
+    if params.norm is not None and not config.norm_output:
+        x = decoder.rms_norm(x, params.norm, config.network.norm_eps)
+    output = head_of(frozen.target)
+    matrix = {} if params.head is None else {"head": params.head}
+
+    def score(x: Array, matrix: dict[str, Array], given: Any) -> dict[str, Array]:
+        normed, weight = given
+        log_q = jax.nn.log_softmax(linear(x, matrix.get("head", output)))
+        log_p, answers = _target_law(task, frozen, linear(normed, output))
+        log_p = log_p[:, :, None]
+        values = recipe.loss_weight * LOSSES[recipe.loss](log_p, log_q)
+        if recipe.top_k_weight:
+            values += recipe.top_k_weight * _top_k_loss(log_p, log_q)
+        if recipe.feature_weight:
+            values += recipe.feature_weight * _smooth_l1(x, normed[:, :, None])
+        counted = weight * answers[:, :, None]
+        alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
+        means = {"loss": (counted * values).sum(-1)}
+        for step in range(recipe.unroll):
+            here = (weight[..., step] > 0).astype(alpha.dtype)
+            means |= {f"accepted_{step}": here * alpha[..., step], f"rows_{step}": here}
+        return means
+
+    given = jax.lax.stop_gradient((taught.normed[:, 1:], weights))
+    means = mean_by_chunks(score, x, matrix, given, rows=max(loss_chunk() // recipe.unroll, 1))
+    rows = [means.pop(f"rows_{step}") for step in range(recipe.unroll)]
+    for step, share in enumerate(rows):
+        means[f"accepted_{step}"] /= jnp.maximum(share, 1e-9)
+    return means["loss"], means
+
+
+def _target_law(task: EagleTask, frozen: Frozen, logits: Array) -> tuple[Array, Array]:
+    """Target's logits [..., V] to log p [..., Vd] and the rows' weights [...].
+
+    Over a reduced vocabulary the published losses (``ce``, ``kl``) renormalise p, and leave out
+    rows whose likeliest token the head does not know; those made of alpha do neither.
+    """
+    kept = frozen.draft_to_target
+    log_p = jax.nn.log_softmax(logits)
+    if kept is None:
+        return log_p, jnp.ones(logits.shape[:-1])
+    part = log_p[..., kept]
+    if task.recipe.loss not in ("ce", "kl", "reverse_kl", "jsd"):
+        return part, jnp.ones(logits.shape[:-1])
+    known = part.max(-1) >= log_p.max(-1)
+    return jax.nn.log_softmax(part), known.astype(jnp.float32)
+
+
+def _top_k_loss(log_p: Array, log_q: Array) -> Array:
+    """HASS: cross-entropy over the target's likeliest tokens, p as it is (arXiv 2408.15766)."""
+    top, ids = jax.lax.top_k(log_p, min(HASS_TOP_K, log_p.shape[-1]))
+    ids = jnp.broadcast_to(ids, (*log_q.shape[:-1], ids.shape[-1]))
+    return -(jnp.exp(top) * jnp.take_along_axis(log_q, ids, -1)).sum(-1)
+
+
+def _smooth_l1(x: Array, y: Array) -> Array:
+    """Mean over the last axis of the Huber loss at 1."""
+    distance = jnp.abs(x - y)
+    return jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean(-1)

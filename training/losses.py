@@ -1,0 +1,87 @@
+"""Distances between the target's law p and the drafter's q, for distillation.
+
+Each maps log p and log q [..., V] to values [...], and is differentiated by log q alone. The chance
+that speculative sampling accepts a drafted token is sum min(p, q) (arXiv 2211.17192, theorem 3.5),
+so ``tvd``, ``lk`` and ``overlap`` train what is measured; ``kl`` and ``ce`` have the steadier
+gradients far from the target.
+
+Where q knows only some tokens, log p [..., Vd] is the target's law at those, not renormalised:
+then what the others weigh counts as rejected.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jspec.types import Array
+
+Distance = Callable[[Array, Array], Array]
+LK_ETA = 3.0  # how fast the hybrid turns from KL to total variation
+
+
+def overlap_of(log_p: Array, log_q: Array) -> Array:
+    """Chance of acceptance alpha, sum min(p, q)."""
+    return jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+
+
+def ce(log_p: Array, log_q: Array) -> Array:
+    """Cross-entropy of q against p, -sum p log q; its gradient is that of ``kl``."""
+    return -(jnp.exp(log_p) * log_q).sum(-1)
+
+
+def kl(log_p: Array, log_q: Array) -> Array:
+    """Forward KL, sum p log (p / q)."""
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p: Array, log_q: Array) -> Array:
+    """Reverse KL, sum q log (q / p)."""
+    return (jnp.exp(log_q) * (log_q - log_p)).sum(-1)
+
+
+def jsd(log_p: Array, log_q: Array) -> Array:
+    """Jensen-Shannon divergence, the mean KL of p and q to their mean."""
+    log_mean = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
+    return 0.5 * (kl(log_p, log_mean) + kl(log_q, log_mean))
+
+
+def tvd(log_p: Array, log_q: Array) -> Array:
+    """Total variation, 1 - alpha."""
+    return 1 - overlap_of(log_p, log_q)
+
+
+def overlap(log_p: Array, log_q: Array) -> Array:
+    """-log alpha: total variation's gradient, divided by the chance of acceptance."""
+    return -jnp.log(overlap_of(log_p, log_q))
+
+
+def lk(log_p: Array, log_q: Array) -> Array:
+    """Hybrid of KL and total variation, weighed by exp(-3 alpha) (arXiv 2602.23881)."""
+    share = jnp.exp(-LK_ETA * jax.lax.stop_gradient(overlap_of(log_p, log_q)))
+    return share * kl(log_p, log_q) + (1 - share) * tvd(log_p, log_q)
+
+
+def tvd_plus(log_p: Array, log_q: Array) -> Array:
+    """Total variation as a policy gradient with a normalised reward (arXiv 2403.00858, TVD++).
+
+    The gradient of total variation is E_q[-r grad log q] with the reward r = 1{p > q}; here r has
+    its mean taken off and is divided by its deviation, both over all rows given and under q.
+    """
+    q = jax.lax.stop_gradient(jnp.exp(log_q))
+    reward = (log_p > log_q).astype(q.dtype)
+    mean = (q * reward).sum(-1).mean()
+    deviation = jnp.sqrt(mean * (1 - mean) + 1e-6)
+    return -(q * (reward - mean) / deviation * log_q).sum(-1)
+
+
+LOSSES: dict[str, Distance] = {
+    "kl": kl,
+    "ce": ce,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tvd": tvd,
+    "tvd++": tvd_plus,
+    "lk": lk,
+    "overlap": overlap,
+}
