@@ -14,6 +14,7 @@ import numpy as np
 
 from jspec import kv, topology
 from jspec.models import decoder
+from jspec.types import Array, Tree
 
 _LOOPS = 24  # passes inside one program: long enough to time, short enough to be undisturbed
 _CAPACITY = 512
@@ -68,19 +69,33 @@ def _program(config: decoder.DecoderConfig, width: int):
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(params, cache, tokens):
-        batch = tokens.shape[0]
-        rows = jnp.broadcast_to(jnp.arange(width), (batch, width))
-        none = jnp.zeros((batch,), jnp.int32)  # the prefix keeps its length
-
-        def body(_, carry):
-            cache, tokens = carry
-            out = decoder.forward(params, config, tokens, tree, cache)
-            cache = kv.append(cache, out.tree_kv, rows, none)
-            return cache, jnp.argmax(out.logits, -1).astype(jnp.int32)
-
-        return jax.lax.fori_loop(0, _LOOPS, body, (cache, tokens))
+        return repeat(config, params, cache, tokens, tree, _LOOPS)
 
     return run
+
+
+def repeat(
+    config: decoder.DecoderConfig,
+    params: decoder.DecoderParams,
+    cache: kv.KVCache,
+    tokens: Array,
+    tree: Tree,
+    count: int,
+) -> tuple[kv.KVCache, Array]:
+    """``count`` passes over the nodes ``tokens`` [B, N] of ``tree``, each fed by the last.
+
+    Every pass writes the keys of all its nodes, and the prefix keeps its length.
+    """
+    rows = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    none = jnp.zeros(tokens.shape[:1], jnp.int32)
+
+    def body(_, carry):
+        cache, tokens = carry
+        out = decoder.forward(params, config, tokens, tree, cache)
+        cache = kv.append(cache, out.tree_kv, rows, none)
+        return cache, jnp.argmax(out.logits, -1).astype(jnp.int32)
+
+    return jax.lax.fori_loop(0, count, body, (cache, tokens))
 
 
 def speedup_bound(
