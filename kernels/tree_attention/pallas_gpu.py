@@ -70,6 +70,8 @@ def wrong_device(device: jax.Device) -> str | None:
     )
 
 
+# A function of its own in the program, which is lowered once and not once a layer.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
 def tree_attention(
     q: Array,
     tree_k: Array,

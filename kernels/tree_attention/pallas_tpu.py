@@ -60,6 +60,8 @@ def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
     return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"))
 
 
+# A function of its own in the program, which is lowered once and not once a layer.
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
 def tree_attention(
     q: Array,
     tree_k: Array,
