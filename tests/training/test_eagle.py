@@ -1,0 +1,257 @@
+"""Losses of EAGLE heads, against the functions that serve them and numpy."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import kv, topology
+from jspec.models import decoder
+from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.heads import eagle
+from jspec.models.heads.eagle import EagleConfig
+from training.batches import Batch
+from training.eagle import PUBLISHED, EagleTask, Frozen, Recipe
+
+TARGET = DecoderConfig(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_positions=64,
+)  # fmt: skip
+KEPT = np.sort(np.random.default_rng(3).permutation(TARGET.vocab_size)[:25]).astype(np.int32)
+FIRST, SECOND = 11, 8  # lengths of the two documents of a window, 3 slots of padding behind
+
+
+def head_config(generation: int, vocab_size: int = TARGET.vocab_size) -> EagleConfig:
+    network = dataclasses.replace(TARGET, num_layers=1, vocab_size=vocab_size)
+    return EagleConfig(
+        network=network, generation=generation,
+        capture_layers=(1, 2, 3) if generation == 3 else (TARGET.num_layers,),
+        target_hidden_size=TARGET.hidden_size, target_vocab_size=TARGET.vocab_size,
+        own_head=generation == 3,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target():
+    params = decoder.init_params(jax.random.key(0), TARGET)
+    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 3)).astype(np.int32)
+    row = np.repeat([1, 2, 0], [FIRST, SECOND, 3]).astype(np.int32)
+    weights = (rng.random(tokens.shape) < 0.7) & (row > 0)
+    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
+
+
+def documents(batch):
+    """(tokens [n], weights [n]) of each document of the batch."""
+    for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
+        for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
+            yield tokens[start:end], weights[start:end]
+
+
+def serve(params, config, target, tokens, steps):
+    """Draft logits as drafting computes them: {(i, k): logits [Vd], f' [D]}, the target's logits
+    [n, V] and normed features [n, D]."""
+    logits, hidden, truth, normed = map(np.asarray, _serve(params, config, target, tokens, steps))
+    drafted = {
+        (i, step): (logits[step, i], hidden[step, i])
+        for step in range(steps)
+        for i in range(len(tokens) - 1 - step)
+    }
+    return drafted, truth, normed
+
+
+@functools.partial(jax.jit, static_argnums=(1, 4))
+def _serve(params, config, target, tokens, steps):
+    """Row i's cache holds the rows of true features up to i and nothing else."""
+    module, rows = Decoder(TARGET), tokens.shape[0] - 1
+    chain = topology.broadcast(topology.from_parents(topology.chain(rows), rows), 1)
+    attend, _ = decoder.attention_over(decoder.init_cache(TARGET, 1, rows + 1), chain)
+    x, captured = decoder.trunk(
+        target, TARGET, decoder.embed(target, TARGET, tokens[None]), jnp.arange(rows + 1)[None],
+        attend, capture_layers=config.capture_layers,
+    )  # fmt: skip
+    normed = decoder.rms_norm(x, target.norm, TARGET.norm_eps)
+    features = (normed,) if config.generation == 1 else captured
+    fused = eagle.fuse(params, config, tuple(x[:, :rows] for x in features))
+    embed = lambda ids: eagle.embed(params, config, ids, module, target)
+    hidden, entries = eagle.take_in(
+        params, config, embed(tokens[None, 1:]), fused, eagle.init_cache(config, 1, rows)
+    )
+    each = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))
+    cache = kv.KVCache(jax.tree.map(each, entries), jnp.arange(1, rows + 1, dtype=jnp.int32))
+    room = lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]))
+    side, hidden = jax.tree.map(room, entries), [hidden[0][:, None]]
+    for step in range(1, steps):
+        ids = jnp.roll(tokens, -1 - step)[:rows, None]
+        mask = jnp.broadcast_to(jnp.arange(steps) < step, (rows, 1, steps))
+        x, side = eagle.extend(
+            params, config, embed(ids), hidden[-1], jnp.arange(rows)[:, None] + step, cache, side,
+            jnp.int32(step - 1), mask,
+        )  # fmt: skip
+        hidden.append(x)
+    hidden = jnp.stack(hidden)[:, :, 0]
+    logits = eagle.unembed(params, config, hidden, module, target)
+    truth = module.unembed(target, normed[0], norm=False)
+    return logits, hidden, truth, normed[0]
+
+
+def log_softmax(x):
+    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
+
+
+def expected(params, config, recipe, target, batch, distance):
+    """The loss, summed in numpy over every row of every document, drafted as in serving."""
+    total = 0.0
+    for tokens, weights in documents(batch):
+        drafted, truth, normed = serve(params, config, target, tokens, recipe.unroll)
+        for (i, step), (logits, hidden) in drafted.items():
+            j = i + 1 + step
+            value = recipe.loss_weight * distance(truth[j], log_softmax(logits))
+            if recipe.top_k_weight:
+                p = np.exp(log_softmax(truth[j]))
+                top = np.argsort(-p)[:10]
+                value -= recipe.top_k_weight * (p[top] * log_softmax(logits)[top]).sum()
+            if recipe.feature_weight:
+                gap = np.abs(hidden - normed[j])
+                huber = np.where(gap < 1, gap**2 / 2, gap - 0.5)
+                value += recipe.feature_weight * huber.mean()
+            total += weights[j] * recipe.decay**step * value
+    return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+
+
+def soft_cross_entropy(truth, log_q):
+    return -(np.exp(log_softmax(truth)) * log_q).sum()
+
+
+def loud_head(config, frozen):
+    params = eagle.init_params(jax.random.key(2), config).replace(draft_to_target=None)
+    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+
+
+RECIPES = {
+    "eagle1": (1, dataclasses.replace(PUBLISHED["eagle1"], noise=0.0)),
+    "hass": (1, dataclasses.replace(PUBLISHED["hass"], noise=0.0)),
+    "eagle3": (3, dataclasses.replace(PUBLISHED["eagle3"], unroll=4)),
+}
+
+
+@pytest.mark.parametrize("variant", RECIPES)
+def test_the_loss_is_that_of_the_rows_as_drafting_computes_them(variant, target, batch):
+    generation, recipe = RECIPES[variant]
+    config, frozen = head_config(generation), Frozen(target)
+    task = EagleTask(config, TARGET, recipe, compute="float32")
+    params = loud_head(config, frozen)
+    loss, _ = jax.jit(task.loss)(params, frozen, batch, jax.random.key(0))
+    wanted = expected(params, config, recipe, target, batch, soft_cross_entropy)
+    np.testing.assert_allclose(loss, wanted, rtol=2e-5)
+
+
+def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch):
+    config, recipe = head_config(3, len(KEPT)), Recipe(unroll=2)
+    frozen = Frozen(target, jnp.asarray(KEPT))
+    params = loud_head(config, frozen)
+    task = EagleTask(config, TARGET, recipe, compute="float32")
+    loss, _ = jax.jit(task.loss)(params, frozen, batch, jax.random.key(0))
+
+    def renormalised(truth, log_q):
+        if truth.argmax() not in KEPT:
+            return 0.0
+        return -(np.exp(log_softmax(truth[KEPT])) * log_q).sum()
+
+    np.testing.assert_allclose(
+        loss, expected(params, config, recipe, target, batch, renormalised), rtol=2e-5
+    )
+
+
+def test_acceptance_over_a_reduced_vocabulary_counts_what_it_cannot_draft(target, batch):
+    config, recipe = head_config(3, len(KEPT)), Recipe(unroll=1, loss="tvd")
+    frozen = Frozen(target, jnp.asarray(KEPT))
+    params = loud_head(config, frozen)
+    task = EagleTask(config, TARGET, recipe, compute="float32")
+    everywhere = dataclasses.replace(batch, weights=np.ones_like(batch.weights))
+    loss, metrics = jax.jit(task.loss)(params, frozen, everywhere, jax.random.key(0))
+
+    def rejected(truth, log_q):
+        p = np.exp(log_softmax(truth))[KEPT]
+        return 1 - np.minimum(p, np.exp(log_q)).sum()
+
+    wanted = expected(params, config, recipe, target, everywhere, rejected)
+    np.testing.assert_allclose(loss, wanted, rtol=2e-5)
+    rows = 2 * (FIRST + SECOND - 2)  # each document's last token has no row
+    share = rows / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+    np.testing.assert_allclose(1 - metrics["accepted_0"], wanted / share, rtol=2e-5)
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_a_few_steps_of_training_draft_better(variant, target, batch):
+    generation = 3 if variant == "eagle3" else 1
+    frozen, config = Frozen(target), head_config(generation)
+    recipe = dataclasses.replace(PUBLISHED[variant], unroll=min(PUBLISHED[variant].unroll, 3))
+    task = EagleTask(config, TARGET, recipe, compute="float32")
+    params = task.init(jax.random.key(0), frozen)
+    step = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
+    accepted = []
+    for number in range(40):
+        (_, metrics), grads = step(params, frozen, batch, jax.random.key(number))
+        accepted.append(float(metrics["accepted_0"]))
+        scale = 0.3 / np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(grads)))
+        params = jax.tree.map(lambda p, g, scale=scale: p - scale * g, params, grads)
+    assert accepted[-1] > accepted[0] + 0.05
+
+
+def test_gradients_stop_between_the_passes_of_hass_alone(target, batch):
+    config, frozen = head_config(1), Frozen(target)
+    params = loud_head(config, frozen)
+    late = dataclasses.replace(
+        batch, weights=np.where(np.arange(batch.tokens.shape[1]) == FIRST - 1, 1.0, 0.0)
+        * np.ones_like(batch.weights),
+    )  # fmt: skip
+    grads = {}
+    for through in (False, True):
+        recipe = Recipe(unroll=3, decay=1e3, through_steps=through)
+        task = EagleTask(config, TARGET, recipe, compute="float32")
+        grad = jax.jit(jax.grad(lambda *a, task=task: task.loss(*a)[0]))
+        grads[through] = grad(params, frozen, late, jax.random.key(0))
+    assert float(jnp.abs(grads[True].fc - grads[False].fc).max()) > 1e-3
+
+
+def test_noise_reaches_the_features_and_depends_on_the_key(target, batch):
+    config, frozen = head_config(1), Frozen(target)
+    params = loud_head(config, frozen)
+    task = EagleTask(config, TARGET, PUBLISHED["eagle1"], compute="float32")
+    loss = jax.jit(lambda key: task.loss(params, frozen, batch, key)[0])
+    first, again, other = loss(jax.random.key(0)), loss(jax.random.key(0)), loss(jax.random.key(1))
+    assert first == again
+    assert first != other
+
+
+def test_a_new_head_hands_on_the_deepest_feature(target, batch):
+    """Its law is the target's early exit at layer 3, but for the noise of its random block."""
+    config, frozen = head_config(3), Frozen(target)
+    task = EagleTask(config, TARGET, Recipe(unroll=1), compute="float32")
+    params = task.init(jax.random.key(0), frozen)
+    tokens = batch.tokens[0, :FIRST]
+    drafted, _, _ = serve(params, config, target, tokens, 1)
+    chain = topology.from_parents(topology.chain(FIRST - 1), FIRST - 1)
+    out = decoder.forward(
+        target, TARGET, tokens[None], chain, decoder.init_cache(TARGET, 1, FIRST), (3,)
+    )
+    exits = decoder.unembed(target, TARGET, out.features[0])[0]
+    got = np.stack([drafted[i, 0][0] for i in range(FIRST - 1)])
+    agreement = np.corrcoef(got.ravel(), np.asarray(exits[: FIRST - 1]).ravel())[0, 1]
+    assert agreement > 0.95
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ValueError, match="loss='mse' must be one of kl, ce"):
+        EagleTask(head_config(3), TARGET, Recipe(unroll=1, loss="mse"))
+    with pytest.raises(ValueError, match="no feature of the target"):
+        EagleTask(head_config(3), TARGET, Recipe(unroll=1, feature_weight=1.0))
