@@ -1,0 +1,125 @@
+"""Records to token ids, and which of them are learned."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from training.data import chat
+from training.data.readers import BadLines
+from training.data.records import Chat, Record, Text, Tokens
+
+_VERSION = 1  # to be raised with every change of what this file makes of a record
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """One document.
+
+    Attributes:
+      ids: int64 [n], at least two.
+      learned: bool [n], at least one of them True.
+      group: see ``records.Text.group``.
+    """
+
+    ids: np.ndarray
+    learned: np.ndarray
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoder:
+    """A tokenizer with all that decides what becomes of a record.
+
+    Attributes:
+      tokenizer: of ``transformers``.
+      vocab_size: of the model that will see the tokens.
+      chat_template: file of a template; "" for the tokenizer's own.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    chat_template: str = ""
+
+    @functools.cached_property
+    def template(self) -> chat.ChatTemplate:
+        """The chat template, opened when the first conversation comes.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return chat.open_template(self.tokenizer, self.chat_template)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of everything that the tokens of a record depend on."""
+        has_template = self.chat_template or self.tokenizer.chat_template
+        facts = (
+            _VERSION, vocabulary_digest(self.tokenizer), self.vocab_size,
+            self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
+            self.tokenizer.special_tokens_map,
+            self.template.source if has_template else "",
+        )  # fmt: skip
+        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+    def encode(self, records: Sequence[Record], bad: BadLines) -> Iterator[Encoded]:
+        """Documents of the records, in order; none or several of a record are possible.
+
+        Raises:
+          ValueError: there are too many bad lines, or conversations and no chat template.
+        """
+        texts = iter(self._texts([record for record in records if isinstance(record, Text)]))
+        for record in records:
+            if isinstance(record, Chat):
+                self.template  # noqa: B018  without one, no line is to blame
+            try:
+                pairs = next(texts) if isinstance(record, Text) else self._examples(record)
+                for ids, learned in pairs:
+                    yield self._checked(ids, learned, record.group)
+            except ValueError as error:
+                bad.add(record.where, error)
+
+    def _checked(self, ids: Sequence[int], learned: Sequence[bool], group: int) -> Encoded:
+        ids, learned = np.array(ids), np.array(learned, bool)
+        if len(ids) < 2:
+            raise ValueError("is a single token: nothing predicts it, and it predicts nothing")
+        if not learned[1:].any():
+            raise ValueError("holds nothing to learn")
+        if ids.max() >= self.vocab_size:
+            raise ValueError(
+                f"holds token id {ids.max()}, outside the model's vocabulary of "
+                f"{self.vocab_size}; was it made by another tokenizer?"
+            )
+        return Encoded(ids, learned, group)
+
+    def _examples(self, record: Chat | Tokens) -> list[tuple[list[int], list[bool]]]:
+        if isinstance(record, Chat):
+            return self.template.examples(record.messages)
+        learned = [False] * len(record.prompt) + [True] * len(record.answer)
+        return [([*record.prompt, *record.answer], learned)]
+
+    def _texts(self, records: list[Text]) -> Iterator[list[tuple[list[int], list[bool]]]]:
+        """Whole batches go to the tokenizer at once, which reads them in parallel."""
+        ids: list[list[int]] = [[]] * len(records)
+        for begins in (True, False):
+            chosen = [i for i, record in enumerate(records) if record.begins == begins]
+            if chosen:
+                given = [records[i].text for i in chosen]
+                made = self.tokenizer(given, add_special_tokens=begins, verbose=False).input_ids
+                for i, each in zip(chosen, made, strict=True):
+                    ids[i] = each
+        end = self.tokenizer.eos_token_id
+        for record, each in zip(records, ids, strict=True):
+            closed = record.ends and end is not None and each[-1:] != [end]
+            each = [*each, end] if closed else each
+            yield [(each, [True] * len(each))]
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A hash of the tokens and their ids: equal where ids mean the same."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()

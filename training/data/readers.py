@@ -1,0 +1,268 @@
+"""Where records come from: JSON lines, plain text, source trees, Hugging Face datasets.
+
+A file's format is recognised by its content. What cannot be used is counted by ``BadLines``, which
+fails once there are too many.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from training.data import sources
+from training.data.records import Record, Text, kinds, read_record
+
+_JSON = (".jsonl", ".ndjson", ".json")
+_SECTION = 1 << 16  # characters of plain text tokenised in one go
+_EXAMPLE = 1 << 10  # bytes that an example of a dataset counts for in a progress bar
+
+
+class BadLines:
+    """Counts what could not be used, and says so on stderr.
+
+    Attributes:
+      limit: most lines to skip.
+      count: skipped so far.
+    """
+
+    def __init__(self, limit: int = 0, count: int = 0):
+        self.limit, self.count = limit, count
+
+    def add(self, where: str, reason: object) -> None:
+        """Skips a line.
+
+        Raises:
+          ValueError: it is one too many.
+        """
+        self.count += 1
+        if self.count > self.limit:
+            raise ValueError(
+                f"{where}: {reason}. That is bad line {self.count}, and --max-bad-lines is "
+                f"{self.limit}; mend the data or raise the limit"
+            )
+        print(f"skipped {where}: {reason}", file=sys.stderr)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Some of the data.
+
+    Attributes:
+      name: as in messages and in the provenance: without folders.
+      size: bytes or so, for a progress bar: the sum of what ``read`` yields beside the records.
+      digest: of everything that the records depend on.
+      read: gives (size of what was read for it, record) one by one.
+    """
+
+    name: str
+    size: int
+    digest: str
+    read: Callable[[BadLines], Iterator[tuple[int, Record]]]
+
+
+def find(
+    data: Sequence[str],
+    *,
+    data_format: str = "auto",
+    package_paths: Sequence[str] = (),
+    held_out_modules: Sequence[str] = (),
+) -> tuple[list[Source], list[Source]]:
+    """Opens ``data``, and of its source trees the held-out modules apart.
+
+    Args:
+      data: each one of ``stdlib``, ``package:NAME``, ``hf:NAME[:SPLIT]``, a folder (a source tree,
+        or a dataset saved by ``datasets``), a file or a glob of files.
+      data_format: one of ``records.FORMATS``, for lines of JSON.
+      package_paths: more folders in which packages are searched.
+      held_out_modules: top-level modules of the trees.
+
+    Returns:
+      What to train on, and what not to.
+
+    Raises:
+      ValueError: something does not exist, cannot be read or holds nothing.
+    """
+    trees, train = [], []
+    for name in data:
+        found = _files_of(name)
+        if name.startswith("hf:") or (found and _is_saved(found[0])):
+            train.append(_examples(name, data_format))
+        elif not found or found[0].is_dir():
+            trees.append(name)
+        else:
+            train += [_file(path, data_format) for path in found]
+    parts: tuple[list, list] = ([], [])
+    if trees:
+        for document in sources.find_documents(trees, package_paths, first=held_out_modules):
+            parts[document.module in held_out_modules].append(document)
+    missing = set(held_out_modules) - {document.module for document in parts[1]}
+    if missing:
+        raise ValueError(
+            f"--held-out-modules {sorted(missing)} are in no source tree of --data; name modules "
+            "of them"
+        )
+    return train + _documents(parts[0]), _documents(parts[1])
+
+
+def _files_of(name: str) -> list[Path]:
+    """The files, or the folder, that a name means; none for a package."""
+    if name == "stdlib" or name.startswith(("package:", "hf:")):
+        return []
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    if not found:
+        raise ValueError(f"data {name!r} matches no file; give an existing path, glob or package")
+    if any(each.is_dir() for each in found):
+        raise ValueError(f"data {name!r} matches folders; name one of them, or files")
+    return found
+
+
+def _documents(documents: list[sources.Document]) -> list[Source]:
+    """Cleaned files of source trees."""
+    if not documents:
+        return []
+    names = sorted({Path(document.source).name for document in documents})
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(hashlib.sha256(document.text.encode()).digest())
+
+    def read(_: BadLines) -> Iterator[tuple[int, Record]]:
+        for number, document in enumerate(documents, 1):
+            where = f"file {number} of {document.module} in {Path(document.source).name}"
+            yield len(document.text), Text(where, document.text)
+
+    size = sum(len(document.text) for document in documents)
+    return [Source(", ".join(names), size, digest.hexdigest(), read)]
+
+
+def _file(path: Path, data_format: str) -> Source:
+    """A file of lines of JSON, of one list of JSON, or of plain text."""
+    size = path.stat().st_size
+    if not size:
+        raise ValueError(f"data {path.name!r} is empty; leave it out")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0)
+        first = next((line for line in file if line.strip()), b"")
+    if path.suffix in _JSON or _looks_like_json(first):
+        is_list = path.suffix == ".json" and first.lstrip().startswith(b"[")
+        entries = lambda bad: _list(path) if is_list else _lines(path, bad)
+        read = lambda bad: _recognised(entries(bad), data_format, bad)
+    else:
+        read = lambda bad: _sections(path, bad)
+    return Source(path.name, size, digest, read)
+
+
+def _looks_like_json(line: bytes) -> bool:
+    """Whether a file that begins with ``line`` holds records, whatever it is called."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and bool(kinds(entry))
+
+
+def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
+    """(bytes, place, object) of every line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path.name}:{number}"
+                try:
+                    yield len(line), where, json.loads(line)
+                except ValueError as error:  # not JSON, or not UTF-8
+                    bad.add(where, f"no JSON ({error})")
+
+
+def _list(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """(bytes, place, object) of every entry of a file that is one list, as ShareGPT's is."""
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"data {path.name!r} is damaged ({error}); fetch it again") from None
+    size = path.stat().st_size // max(len(entries), 1)
+    for number, entry in enumerate(entries, 1):
+        yield size, f"{path.name} entry {number}", entry
+
+
+def _recognised(
+    entries: Iterable[tuple[int, str, Any]], data_format: str, bad: BadLines
+) -> Iterator[tuple[int, Record]]:
+    """Records of one kind, that of the first where none is asked for."""
+    first: type | None = None
+    for size, where, entry in entries:
+        try:
+            record = read_record(entry, where, data_format)
+            first = first or type(record)
+            if type(record) is not first:
+                raise ValueError(
+                    f"is {type(record).__name__.lower()}, but what came before is "
+                    f"{first.__name__.lower()}; say which with --data-format, or part the file"
+                )
+        except ValueError as error:
+            bad.add(where, error)
+            continue
+        yield size, record
+
+
+def _sections(path: Path, bad: BadLines) -> Iterator[tuple[int, Record]]:
+    """A text of any length, cut at the ends of lines."""
+    begins, lines, size, number, first = True, [], 0, 0, 1
+    with path.open(encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if size + len(line) > _SECTION and size:
+                    yield size, Text(f"{path.name}:{first}", "".join(lines), begins, ends=False)
+                    begins, lines, size, first = False, [], 0, number
+                lines.append(line)
+                size += len(line)
+        except UnicodeDecodeError as error:
+            bad.add(f"{path.name}:{number + 1}", f"no UTF-8 ({error.reason}); nothing after it")
+    if size:
+        yield size, Text(f"{path.name}:{first}", "".join(lines), begins, ends=True)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a folder was written by ``datasets``' ``save_to_disk``."""
+    return any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def _examples(name: str, data_format: str) -> Source:
+    """A dataset of the hub (``hf:NAME[:SPLIT]``, split train without it), or a saved one."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"data {name!r} needs the package datasets, which is not installed; "
+            "pip install datasets, or give JSON lines"
+        ) from None
+    where, _, split = name.removeprefix("hf:").partition(":")
+    if name.startswith("hf:"):
+        try:
+            dataset = datasets.load_dataset(where, split=split or "train")
+        except Exception as error:  # of the hub, of its format, or of a script
+            reason = " ".join(str(error).split())
+            raise ValueError(f"data {name!r} cannot be loaded: {reason}") from None
+    else:
+        dataset = datasets.load_from_disk(name)
+        if isinstance(dataset, datasets.DatasetDict):
+            if "train" not in dataset:
+                raise ValueError(
+                    f"data {name!r} holds {', '.join(dataset)}, and no train split; name the "
+                    "folder of one of them"
+                )
+            dataset = dataset["train"]
+
+    def entries() -> Iterator[tuple[int, str, Any]]:
+        for number, entry in enumerate(dataset, 1):
+            # Columns that an example lacks are None in it.
+            given = {key: value for key, value in entry.items() if value is not None}
+            yield _EXAMPLE, f"{Path(where).name} example {number}", given
+
+    read = lambda bad: _recognised(entries(), data_format, bad)
+    return Source(Path(where).name, len(dataset) * _EXAMPLE, dataset._fingerprint, read)

@@ -1,0 +1,243 @@
+"""What one line of training data says: a text, a conversation, or tokens made already.
+
+Every known spelling is listed here; a line that may be read in two ways is refused.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FORMATS = ("auto", "text", "chat", "tokens")
+
+# ShareGPT's and other names of the three roles that every chat template knows.
+ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant",
+    "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
+}  # fmt: skip
+TURNS = ("messages", "conversations", "conversation")
+# A question and its answer, by the names that public datasets give them.
+PAIRS = (
+    ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
+    ("instruction", "output"),
+)  # fmt: skip
+ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and what generate_data writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Plain text, every token of which is learned.
+
+    Attributes:
+      where: file and line, for messages.
+      text: at least one character.
+      begins: whether the document begins here, and its text with the beginning-of-text token.
+      ends: whether it ends here.
+    """
+
+    where: str
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+    @property
+    def group(self) -> int:
+        """64 bits: documents of one group stay on one side of the held-out split."""
+        return hash_64(self.text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation, of which the assistant's turns are learned.
+
+    Attributes:
+      where: as in ``Text``.
+      messages: dicts of ``role`` (system, user, assistant) and ``content``.
+    """
+
+    where: str
+    messages: tuple[Mapping[str, str], ...]
+
+    @property
+    def group(self) -> int:
+        """As ``Text.group``."""
+        return hash_64(json.dumps(self.messages))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Token ids, as ``python -m training.generate_data`` writes them.
+
+    Attributes:
+      where: as in ``Text``.
+      prompt: ids that are not learned, may be none.
+      answer: ids that are, at least one.
+      key: of the prompt in a generated file; turns of one conversation share it.
+    """
+
+    where: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    key: str = ""
+
+    @property
+    def group(self) -> int:
+        """As ``Text.group``."""
+        return hash_64(self.key or repr((self.prompt, self.answer)))
+
+
+Record = Text | Chat | Tokens
+
+
+def read_record(line: Any, where: str, wanted: str = "auto") -> Record:
+    """The record of one JSON object.
+
+    Args:
+      line: the object.
+      where: file and line.
+      wanted: one of FORMATS; "auto" goes by the keys.
+
+    Raises:
+      ValueError: it has no known form, or more than one, or is damaged. The message has no place.
+    """
+    if not isinstance(line, Mapping):
+        raise ValueError(f"{_short(line)} is no JSON object")
+    found = kinds(line)
+    if wanted == "auto":
+        if not found:
+            raise ValueError(f"no known keys among {_listed(line)}; {_KNOWN}")
+        if len(found) > 1 and "tokens" not in found:  # text beside tokens only shows them
+            raise ValueError(
+                f"may be read as {' or '.join(found)}, by the keys {_listed(line)}; "
+                f"say which with --data-format"
+            )
+        wanted = "tokens" if "tokens" in found else found[0]
+    elif wanted not in found:
+        raise ValueError(f"has nothing of --data-format {wanted} among {_listed(line)}; {_KNOWN}")
+    return _READERS[wanted](line, where)
+
+
+def kinds(line: Mapping) -> list[str]:
+    """Which of FORMATS the keys of a line allow."""
+    holds = {
+        "text": "text" in line,
+        "chat": _has_turns(line) or any(question in line for question, _ in PAIRS),
+        "tokens": ANSWER in line,
+    }
+    return [kind for kind, held in holds.items() if held]
+
+
+def hash_64(text: str) -> int:
+    """64 bits of a text, the same in every run."""
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    )
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # JSON may hold halves of a character
+
+
+def _has_turns(line: Mapping) -> bool:
+    return "turns" in line or any(name in line for name in TURNS)
+
+
+def _text(line: Mapping, where: str) -> Text:
+    text = line["text"]
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"'text' is {_short(text)}; it must be a text that is not empty")
+    return Text(where, text)
+
+
+def _chat(line: Mapping, where: str) -> Chat:
+    messages = _turns(line) if _has_turns(line) else _pair(line)
+    system = line.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return Chat(where, tuple(messages))
+
+
+def _turns(line: Mapping) -> list[dict]:
+    """The messages of a conversation, or the user's alone (``turns``, as in MT-Bench)."""
+    names = [name for name in (*TURNS, "turns") if name in line]
+    if len(names) > 1:
+        raise ValueError(f"holds two conversations, {' and '.join(map(repr, names))}; leave one")
+    if any(line.get(question) is not None and line.get(answer) is not None
+           for question, answer in PAIRS):  # fmt: skip
+        raise ValueError(f"holds {names[0]!r}, and a question with its answer besides; leave one")
+    turns = line[names[0]]
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not len(turns):
+        raise ValueError(f"{names[0]!r} is {_short(turns)}; it must be a list of turns")
+    if names[0] == "turns":
+        turns = [{"role": "user", "content": turn} for turn in turns]
+    return [_message(turn) for turn in turns]
+
+
+def _message(turn: Any) -> dict:
+    """One turn: OpenAI's ``role`` and ``content``, or ShareGPT's ``from`` and ``value``."""
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"turn {_short(turn)} is no object with 'role' and 'content'")
+    role, content = (
+        turn.get(new) if turn.get(new) is not None else turn.get(old)
+        for new, old in (("role", "from"), ("content", "value"))
+    )
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"role {_short(role)} is unknown; known are {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f"what the {role} says is {_short(content)}; it must be a text")
+    return {"role": ROLES[role], "content": content}
+
+
+def _pair(line: Mapping) -> list[dict]:
+    """A question and, if it is there, its answer."""
+    matches = [pair for pair in PAIRS if pair[0] in line]
+    whole = [pair for pair in matches if line.get(pair[1]) is not None]
+    if len(whole) > 1 or len({question for question, _ in matches}) > 1:
+        raise ValueError(f"holds more than one question or answer among {_listed(line)}; leave one")
+    question, answer = (whole or matches)[0]
+    asked = line[question]
+    if question == "instruction" and line.get("input"):
+        asked = f"{asked}\n\n{line['input']}"
+    messages = _said("user", asked)
+    return messages + _said("assistant", line[answer]) if whole else messages
+
+
+def _said(role: str, what: Any) -> list[dict]:
+    """A text is one message; TRL's data hold lists of messages in its place."""
+    if isinstance(what, Sequence) and not isinstance(what, str) and len(what):
+        return [_message(turn) for turn in what]
+    return [_message({"role": role, "content": what})]
+
+
+def _tokens(line: Mapping, where: str) -> Tokens:
+    prompt, answer = _ids(line, PROMPT_IDS) if PROMPT_IDS in line else (), _ids(line, ANSWER)
+    if not answer:
+        raise ValueError(f"{ANSWER!r} is empty; give at least one token")
+    return Tokens(where, prompt, answer, str(line.get("key", "")))
+
+
+def _ids(line: Mapping, name: str) -> tuple[int, ...]:
+    ids = line[name]
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise ValueError(f"{name!r} is {_short(ids)}; it must be a list of token ids")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{name!r} holds {_short(token)}; token ids are whole numbers from 0")
+    return tuple(ids)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _listed(line: Mapping) -> str:
+    return _short(list(line))
+
+
+_READERS = {"text": _text, "chat": _chat, "tokens": _tokens}
+_KNOWN = (
+    f"known are text; {', '.join(TURNS)}; {', '.join(map(' with '.join, PAIRS))}; "
+    f"{ANSWER} with {PROMPT_IDS}"
+)
