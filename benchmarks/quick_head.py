@@ -23,11 +23,11 @@ from training import data
 from training.batches import Batch
 from training.data.tokenizer import encode_documents
 from training.eagle import EagleTask, Frozen, Recipe
-from training.optim import make_optimizer, make_schedule
+from training.trainer import TrainerSettings
+from training.trainer.optim import make_optimizer
 
 LENGTH, BATCH = 256, 8  # tokens of a window, windows of a step
-RECIPE = Recipe(unroll=4, decay=0.8, loss="overlap")
-LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
+RECIPE = Recipe(unroll=4, step_decay=0.8, loss="overlap")
 
 
 def make_task(target: loading.LoadedModel) -> EagleTask:
@@ -60,10 +60,11 @@ def train(target: loading.LoadedModel, windows: data.Windows, steps: int) -> Eag
     """The head after ``steps`` steps."""
     task, frozen = make_task(target), Frozen(target.params)
     head = task.init(jax.random.key(0), frozen)
-    schedule = make_schedule(
-        "wsd", LEARNING_RATE, steps=steps, warmup=steps // 50 + 1, decay=steps // 2
-    )
-    optimizer = make_optimizer("muon", schedule, WEIGHT_DECAY)
+    settings = TrainerSettings(
+        optimizer="muon", schedule="wsd", learning_rate=3e-3, weight_decay=0.05, steps=steps,
+        warmup=steps // 50, decay=steps // 2,
+    )  # fmt: skip
+    optimizer = make_optimizer(settings)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(head, state, frozen, batch, key):

@@ -11,7 +11,7 @@ k, which have no predicted feature to read, repeat true ones; here they are left
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from jspec.types import Array
 from training.attention import attend_within, causal
 from training.batches import Batch
 from training.linear import LINEARS
-from training.losses import LOSSES, overlap_of
+from training.losses import LOSSES, LossName, overlap_of
 from training.objective import head_of, loss_chunk, mean_by_chunks
+from training.trainer.settings import bad_option
 
 VARIANTS = ("eagle1", "hass", "eagle3")
 HASS_TOP_K = 10  # of the target's tokens, in HASS's extra loss
@@ -38,24 +39,37 @@ class Recipe:
 
     Attributes:
       unroll: steps of the head on its own outputs, S.
-      decay: weight of a step's loss relative to the one before.
-      loss: name in ``losses.LOSSES``.
+      step_decay: weight of a step's loss relative to the one before.
+      loss: distance between the target's law and the head's; tvd, lk and overlap are made of the
+        chance of acceptance itself
       loss_weight: of that loss.
       feature_weight: of smooth L1 between predicted and true feature.
       top_k_weight: of the cross-entropy over the target's ten likeliest tokens.
       noise: half-width of the uniform noise on the target's features, at 512 tokens a window; it
         shrinks with longer windows.
       through_steps: whether gradients flow from a step into the one before.
+
+    Raises:
+      ValueError: a value is out of range.
     """
 
     unroll: int
-    decay: float = 1.0
-    loss: str = "ce"
+    step_decay: float = 1.0
+    loss: LossName = "ce"
     loss_weight: float = 1.0
     feature_weight: float = 0.0
     top_k_weight: float = 0.0
     noise: float = 0.0
     through_steps: bool = True
+
+    def __post_init__(self):
+        if self.unroll < 1:
+            raise bad_option("unroll", self.unroll, "it must be at least 1")
+        for name in ("step_decay", "loss_weight", "feature_weight", "top_k_weight", "noise"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise bad_option(name, getattr(self, name), "it must be at least 0")
+        if self.loss not in LOSSES:
+            raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
 
 
 PUBLISHED = {
@@ -67,7 +81,7 @@ PUBLISHED = {
         through_steps=False,
     ),
     # arXiv 2503.01840, section 3.2
-    "eagle3": Recipe(unroll=7, decay=0.8),
+    "eagle3": Recipe(unroll=7, step_decay=0.8),
 }  # fmt: skip
 
 
@@ -93,26 +107,27 @@ class EagleTask:
       target: sizes of the target.
       recipe: losses and unrolling.
       compute: factors of every matmul, a name in ``linear.LINEARS``.
+      start: "early_exit" begins as an early exit of the target, see ``early_exit``; "random" does
+        not.
     """
 
     head: EagleConfig
     target: DecoderConfig
     recipe: Recipe
     compute: str = "bfloat16"
+    start: Literal["early_exit", "random"] = "early_exit"
 
     def __post_init__(self):
-        if self.recipe.loss not in LOSSES:
-            raise ValueError(f"loss={self.recipe.loss!r} must be one of {', '.join(LOSSES)}.")
         if self.recipe.feature_weight and self.head.generation == 3:
-            raise ValueError(
-                f"feature_weight={self.recipe.feature_weight}: what an EAGLE-3 head gives out is "
-                "no feature of the target; set it to 0 or train an EAGLE-1 head."
-            )
+            remedy = "what an EAGLE-3 head gives out is no feature of the target; leave it out"
+            raise bad_option("feature_weight", self.recipe.feature_weight, remedy)
 
     def init(self, key: Array, frozen: Frozen) -> EagleParams:
-        """A head that starts as an early exit of the target: see ``early_exit``."""
+        """First weights; the mapping of a reduced vocabulary is no weight and stays out."""
         params = eagle.init_params(key, self.head)
-        return early_exit(params, self.head, frozen).replace(draft_to_target=None)
+        if self.start == "early_exit":
+            params = early_exit(params, self.head, frozen)
+        return params.replace(draft_to_target=None)
 
     def loss(
         self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array
@@ -219,7 +234,7 @@ def _row_weights(recipe: Recipe, batch: Batch) -> Array:
         start = jnp.pad(batch.segments[:, : length + 1 - behind], ((0, 0), (step, 0)))
         here = batch.segments[:, 1:]
         inside = (start == here) & (here > 0)
-        weights.append(jnp.where(inside, batch.weights[:, 1:] * recipe.decay**step, 0.0))
+        weights.append(jnp.where(inside, batch.weights[:, 1:] * recipe.step_decay**step, 0.0))
     return jnp.stack(weights, -1)
 
 

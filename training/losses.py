@@ -10,6 +10,7 @@ then what the others weigh counts as rejected.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def tvd_plus(log_p: Array, log_q: Array) -> Array:
     return -(q * (reward - mean) / deviation * log_q).sum(-1)
 
 
-LOSSES: dict[str, Distance] = {
+LossName = Literal["kl", "ce", "reverse_kl", "jsd", "tvd", "tvd++", "lk", "overlap"]
+LOSSES: dict[LossName, Distance] = {
     "kl": kl,
     "ce": ce,
     "reverse_kl": reverse_kl,

@@ -123,7 +123,7 @@ def expected(params, config, recipe, target, batch, distance):
                 gap = np.abs(hidden - normed[j])
                 huber = np.where(gap < 1, gap**2 / 2, gap - 0.5)
                 value += recipe.feature_weight * huber.mean()
-            total += weights[j] * recipe.decay**step * value
+            total += weights[j] * recipe.step_decay**step * value
     return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
 
 
@@ -216,7 +216,7 @@ def test_gradients_stop_between_the_passes_of_hass_alone(target, batch):
     )  # fmt: skip
     grads = {}
     for through in (False, True):
-        recipe = Recipe(unroll=3, decay=1e3, through_steps=through)
+        recipe = Recipe(unroll=3, step_decay=1e3, through_steps=through)
         task = EagleTask(config, TARGET, recipe, compute="float32")
         grad = jax.jit(jax.grad(lambda *a, task=task: task.loss(*a)[0]))
         grads[through] = grad(params, frozen, late, jax.random.key(0))
@@ -251,7 +251,7 @@ def test_a_new_head_hands_on_the_deepest_feature(target, batch):
 
 
 def test_what_cannot_be_trained_is_refused():
-    with pytest.raises(ValueError, match="loss='mse' must be one of kl, ce"):
-        EagleTask(head_config(3), TARGET, Recipe(unroll=1, loss="mse"))
+    with pytest.raises(ValueError, match="--loss 'mse' does not work; choose one of kl, ce"):
+        Recipe(unroll=1, loss="mse")
     with pytest.raises(ValueError, match="no feature of the target"):
         EagleTask(head_config(3), TARGET, Recipe(unroll=1, feature_weight=1.0))

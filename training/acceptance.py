@@ -1,0 +1,102 @@
+"""Acceptance length while training, by the loop that serves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jspec.generate import Row, generate_rows
+from jspec.plan import Plan
+from jspec.types import Drafter, Params, Target
+from training.data.loader import Rows
+from training.trainer import bad_option, gather
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceSettings:
+    """How acceptance is measured on held-out text, at every evaluation.
+
+    Attributes:
+      num_speculative_tokens: K, drafted in a chain
+      acceptance_prompts: prompts, from the held-out data (0: do not measure)
+      prompt_tokens: tokens of a prompt at most
+      max_new_tokens: tokens generated for each
+      temperatures: one acceptance length each; that of the first decides which weights are best
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    num_speculative_tokens: int = 4
+    acceptance_prompts: int = 16
+    prompt_tokens: int = 128
+    max_new_tokens: int = 128
+    temperatures: tuple[float, ...] = (1.0, 0.0)
+
+    def __post_init__(self):
+        for name in ("num_speculative_tokens", "prompt_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise bad_option(name, getattr(self, name), "it must be at least 1")
+        if self.acceptance_prompts < 0:
+            raise bad_option("acceptance_prompts", self.acceptance_prompts, "take 0 or more")
+        wrong = [t for t in self.temperatures if not 0 <= t < float("inf")]
+        if wrong or not self.temperatures:
+            raise bad_option("temperatures", self.temperatures, "take one or more, 0 or higher")
+
+
+def acceptance_meter(
+    settings: AcceptanceSettings, target: Target, target_params: Any, drafter: Drafter, rows: Rows
+) -> Callable[[Any], dict[str, float]]:
+    """A function from drafter weights to acceptance lengths, rule ``rejection`` ("standard").
+
+    ``acceptance_length`` is that of the first temperature, ``acceptance_length_t0`` that of
+    temperature 0, and so on; each counts the token that the target adds. ``distinct_tokens`` is the
+    mean number of different ids in a text of the last temperature: a target that loops flatters
+    every drafter.
+
+    Args:
+      settings: prompts and temperatures.
+      target: what verifies.
+      target_params: its weights.
+      drafter: what drafts; its ``num_speculative_tokens`` should be the settings'.
+      rows: held-out windows, of which the prompts are taken.
+    """
+    plan = Plan(target, drafter)
+    room = target.max_positions - settings.max_new_tokens
+    prompts = held_out_prompts(rows, settings.acceptance_prompts, min(settings.prompt_tokens, room))
+
+    def measure(params: Any) -> dict[str, float]:
+        weights, found = Params(target_params, gather(params)), {}
+        for place, temperature in enumerate(settings.temperatures):
+            asked = [
+                Row(prompt, settings.max_new_tokens, temperature, stream=index)
+                for index, prompt in enumerate(prompts)
+            ]
+            answers = generate_rows(plan, weights, asked)
+            tokens = sum(len(answer.tokens) for answer in answers)
+            length = tokens / sum(answer.rounds for answer in answers)
+            name = "acceptance_length" + (f"_t{temperature:g}" if place else "")
+            found[name] = round(length, 4)
+        distinct = np.mean([len(set(answer.tokens.tolist())) for answer in answers])
+        return found | {"distinct_tokens": round(float(distinct), 1)}
+
+    return measure
+
+
+def held_out_prompts(rows: Rows, count: int, length: int) -> list[tuple[int, ...]]:
+    """At most ``count`` prompts of ``length`` tokens or less, from windows spread evenly.
+
+    Of each window its longest document, cut before the first token that was learned from, where
+    that comes later than its second (an assistant's answer), and at ``length``.
+    """
+    picked = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))
+    prompts = []
+    for index in picked:
+        row = rows[int(index)]
+        used = row.segments[row.segments > 0]
+        inside = row.segments == np.bincount(used).argmax()
+        tokens, learned = row.tokens[inside], np.flatnonzero(row.weights[inside])
+        end = learned[0] if len(learned) and learned[0] > 1 else len(tokens)
+        prompts.append(tuple(tokens[: min(end, length)].tolist()))
+    return prompts
