@@ -54,6 +54,7 @@ class Source:
       name: as in messages and in the provenance: without folders.
       size: bytes or so, for a progress bar: the sum of what ``read`` yields beside the records.
       digest: of everything that the records depend on.
+      vocabulary: where the records are tokens, what made them says of theirs; "" if nothing.
       read: gives (size of what was read for it, record) one by one.
     """
 
@@ -61,6 +62,12 @@ class Source:
     size: int
     digest: str
     read: Callable[[BadLines], Iterator[tuple[int, Record]]]
+    vocabulary: str = ""
+
+
+def provenance_of(path: Path) -> Path:
+    """The file beside a generated one that says how it came to be."""
+    return path.with_name(f"{path.name}.provenance.json")
 
 
 def find(
@@ -155,7 +162,10 @@ def _file(path: Path, data_format: str) -> Source:
         read = lambda bad: _recognised(entries(bad), data_format, bad)
     else:
         read = lambda bad: _sections(path, bad)
-    return Source(path.name, size, digest, read)
+    beside, vocabulary = provenance_of(path), ""
+    if beside.exists() and data_format in ("auto", "tokens"):
+        vocabulary = json.loads(beside.read_text()).get("vocabulary", "")
+    return Source(path.name, size, digest, read, vocabulary)
 
 
 def _looks_like_json(line: bytes) -> bool:

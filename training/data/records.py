@@ -73,7 +73,7 @@ class Tokens:
       where: as in ``Text``.
       prompt: ids that are not learned, may be none.
       answer: ids that are, at least one.
-      key: of the prompt in a generated file; turns of one conversation share it.
+      key: of the prompt in a generated file; answers to one prompt share it up to a hyphen.
     """
 
     where: str
@@ -84,7 +84,7 @@ class Tokens:
     @property
     def group(self) -> int:
         """As ``Text.group``."""
-        return hash_64(self.key or repr((self.prompt, self.answer)))
+        return hash_64(self.key.partition("-")[0] or repr((self.prompt, self.answer)))
 
 
 Record = Text | Chat | Tokens
@@ -113,7 +113,7 @@ def read_record(line: Any, where: str, wanted: str = "auto") -> Record:
                 f"say which with --data-format"
             )
         wanted = "tokens" if "tokens" in found else found[0]
-    elif wanted not in found:
+    elif wanted not in found and not (wanted == "text" and _is_bare_prompt(line)):
         raise ValueError(f"has nothing of --data-format {wanted} among {_listed(line)}; {_KNOWN}")
     return _READERS[wanted](line, where)
 
@@ -139,12 +139,17 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # JSON may hold halves of a character
 
 
+def _is_bare_prompt(line: Mapping) -> bool:
+    """Whether a prompt without an answer can be text to go on from, once that is asked for."""
+    return isinstance(line.get("prompt"), str) and kinds(line) == ["chat"] and len(_pair(line)) == 1
+
+
 def _has_turns(line: Mapping) -> bool:
     return "turns" in line or any(name in line for name in TURNS)
 
 
 def _text(line: Mapping, where: str) -> Text:
-    text = line["text"]
+    text = line["text"] if "text" in line else line["prompt"]
     if not isinstance(text, str) or not text:
         raise ValueError(f"'text' is {_short(text)}; it must be a text that is not empty")
     return Text(where, text)

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training.data.encode import Encoded, Encoder
+from training.data.encode import Encoded, Encoder, vocabulary_digest
 from training.data.readers import BadLines, Source
 from training.data.records import Record
 
@@ -53,8 +53,15 @@ def tokenized(
     A file is built aside and takes its name when it is whole, so several processes may build it.
 
     Raises:
-      ValueError: there are more than ``max_bad_lines``, or no document.
+      ValueError: there are more than ``max_bad_lines``, no document, or other ids than those of
+        the encoder's tokenizer.
     """
+    for source in sources:
+        if source.vocabulary not in ("", vocabulary_digest(encoder.tokenizer)):
+            raise ValueError(
+                f"data {source.name!r} hold tokens of another tokenizer; generate them with this "
+                "target, or read their messages with --data-format chat"
+            )
     facts = [encoder.digest, *((source.name, source.digest) for source in sources)]
     folder = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     if not (folder / _RECORD).exists():

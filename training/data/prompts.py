@@ -1,0 +1,165 @@
+"""Prompts to be answered by the target: texts to go on from, conversations to take part in."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from training.data.chat import Messages
+from training.data.encode import Encoder
+from training.data.readers import BadLines, Source
+from training.data.records import Chat, Record, Text, Tokens, hash_64
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What one conversation, or one text, asks for.
+
+    Attributes:
+      where: file and line.
+      key: a hash of what is asked, and a number behind a hyphen where it was asked before.
+      token_ids: of a text; () for a conversation.
+      turns: of a conversation: the messages that lead to each answer of the target, without the
+        answers themselves; one empty turn for a text.
+      length: tokens up to the first answer.
+    """
+
+    where: str
+    key: str
+    token_ids: tuple[int, ...] = ()
+    turns: tuple[Messages, ...] = ((),)
+    length: int = 0
+
+    def messages(self, answers: Sequence[str]) -> list[dict]:
+        """The conversation up to the user's newest message, given the answers before it."""
+        messages = list(self.turns[0])
+        for answer, asked in zip(answers, self.turns[1:], strict=False):
+            messages += [{"role": "assistant", "content": answer}, *asked]
+        return messages
+
+    def encoded(self, answers: Sequence[str], encoder: Encoder) -> tuple[int, ...]:
+        """Token ids up to the next answer.
+
+        Raises:
+          ValueError: the template refuses the conversation.
+        """
+        return self.token_ids or tuple(encoder.template.prompt(self.messages(answers)))
+
+
+def read_prompts(
+    sources: Sequence[Source],
+    encoder: Encoder,
+    bad: BadLines,
+    *,
+    max_positions: int,
+    every_turn: bool = False,
+    prompt_tokens: int = 0,
+    stride: int = 0,
+) -> list[Prompt]:
+    """The prompts of all sources, in their order.
+
+    Args:
+      sources: what to read.
+      encoder: tokenizer and template of the target.
+      bad: counts what cannot be asked.
+      max_positions: of the target; it must have room for a prompt and one token more.
+      every_turn: answer every message of the user, not the last one alone; what the assistant said
+        is then left out, else it stays but for the last answer.
+      prompt_tokens: of texts, the tokens of a prompt; 0 takes a text whole.
+      stride: tokens from one prompt of a text to the next.
+
+    Raises:
+      ValueError: there are too many bad lines, no prompts, or conversations and no chat template.
+    """
+    seen: dict[str, int] = {}
+    prompts = []
+    for source in sources:
+        for _, record in source.read(bad):
+            if isinstance(record, Chat):
+                encoder.template  # noqa: B018  without one, no line is to blame
+            try:
+                found = _of_record(record, encoder, every_turn, prompt_tokens, stride)
+                found = [_measured(prompt, encoder, max_positions) for prompt in found]
+            except ValueError as error:
+                bad.add(record.where, error)
+                continue
+            prompts += [_numbered(prompt, seen) for prompt in found]
+    if not prompts:
+        raise ValueError("the prompts hold nothing to ask; give other files")
+    return prompts
+
+
+def _of_record(
+    record: Record, encoder: Encoder, every_turn: bool, prompt_tokens: int, stride: int
+) -> Iterator[Prompt]:
+    if isinstance(record, Chat):
+        turns = _every_turn(record.messages) if every_turn else [_last_turn(record.messages)]
+        yield Prompt(record.where, f"{hash_64(json.dumps(turns)):016x}", turns=tuple(turns))
+        return
+    if isinstance(record, Tokens):
+        parts: Iterable[Sequence[int]] = [record.prompt]
+        if not record.prompt:
+            raise ValueError("has no prompt_token_ids")
+    else:
+        parts = _parts(record, encoder, prompt_tokens, stride)
+    for ids in parts:
+        yield Prompt(record.where, f"{hash_64(json.dumps(list(ids))):016x}", tuple(ids))
+
+
+def _parts(
+    record: Text, encoder: Encoder, prompt_tokens: int, stride: int
+) -> Iterable[Sequence[int]]:
+    ids = encoder.tokenizer(
+        record.text, add_special_tokens=record.begins, verbose=False
+    ).input_ids  # fmt: skip
+    if not prompt_tokens:
+        return [ids]
+    # A text shorter than a prompt is one of its own; the end of a longer one is no prompt.
+    starts = range(0, max(len(ids) - prompt_tokens, 0) + 1, stride)
+    return [ids[start : start + prompt_tokens] for start in starts]
+
+
+def _last_turn(messages: Messages) -> Messages:
+    """All that leads to the assistant's last answer, or to the one that is wanting."""
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    for before, after in itertools.pairwise(messages):
+        if before["role"] == after["role"] == "user":
+            raise ValueError(
+                "the user speaks twice in a row: there is an answer to be made between; give "
+                "--every-turn"
+            )
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("nothing that the user says leads to an answer")
+    return messages
+
+
+def _every_turn(messages: Messages) -> list[Messages]:
+    """Messages up to each of the user's, what the assistant said left out."""
+    turns: list[Messages] = []
+    waiting: list = []
+    for message in messages:
+        if message["role"] != "assistant":
+            waiting.append(message)
+        if message["role"] == "user":
+            turns.append(tuple(waiting))
+            waiting = []
+    if not turns:
+        raise ValueError("the user says nothing in it")
+    return turns
+
+
+def _measured(prompt: Prompt, encoder: Encoder, max_positions: int) -> Prompt:
+    length = len(prompt.encoded((), encoder))
+    if length >= max_positions:
+        raise ValueError(
+            f"the prompt has {length} tokens, but the target has {max_positions} positions; "
+            "shorten it (texts: with --prompt-tokens)"
+        )
+    return dataclasses.replace(prompt, length=length)
+
+
+def _numbered(prompt: Prompt, seen: dict[str, int]) -> Prompt:
+    """The prompt with a key of its own, also where the same was asked before."""
+    number = seen[prompt.key] = seen.get(prompt.key, -1) + 1
+    return dataclasses.replace(prompt, key=f"{prompt.key}-{number}") if number else prompt
