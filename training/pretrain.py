@@ -5,65 +5,286 @@ Nothing is lost by stopping it (Ctrl-C, SIGTERM). At the end ``OUT/export`` hold
 Hugging Face layout with a provenance file.
 """
 
+import dataclasses
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
 
-from training import data, loop
-from training.settings import Settings, parse
+from jspec import checkpoint
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.types import Array
+from training import data, objective, trainer
+from training.batches import Batch
+from training.export import export
+from training.trainer import TrainerSettings, bad_option
 
 
-def run(settings: Settings, argv: Sequence[str]) -> dict:
-    """Prepares the data, trains to the end or to a signal, exports. Returns the provenance."""
-    corpus = open_corpus(settings)
-    teacher = None
-    if settings.teacher:
-        from jspec import checkpoint
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """Sizes of the network.
 
-        teacher = checkpoint.load_pretrained(settings.teacher, "float32")[:2]
-    trainer = loop.make_trainer(settings, teacher)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("training", total=settings.steps, loss="")
+    Attributes:
+      vocab_size: tokens of the tokenizer
+      hidden_size: width of the residual stream
+      intermediate_size: width of the feed-forward
+      layers: blocks
+      heads: query heads
+      kv_heads: key and value heads
+      head_dim: width of a head
+      max_positions: longest sequence that the exported model promises
+    """
 
-        def bar(step: int, metrics: dict) -> None:
-            text = "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if k != "step")
-            progress.update(task, completed=step, loss=text)
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    max_positions: int = 1024
 
-        state, record = loop.train(trainer, corpus, bar=bar)
-    if int(state.step) < settings.steps:
-        print(f"stopped and saved at step {int(state.step)}; run the same command to resume")
-        return record
-    from training.export import export
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise bad_option(name, value, "it must be at least 1")
+        if self.vocab_size > 65536 or self.vocab_size < 257:
+            raise bad_option("vocab_size", self.vocab_size, "take 257 to 65536")
+        if self.heads % self.kv_heads:
+            raise bad_option("kv_heads", self.kv_heads, f"it must divide --heads {self.heads}")
+        if self.head_dim % 2:
+            raise bad_option("head_dim", self.head_dim, "it must be even (rotary positions)")
 
-    return export(trainer, state, record, corpus, argv)
+    def config(self) -> DecoderConfig:
+        """Llama's layout, tied embeddings."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size, num_layers=self.layers,
+            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+            max_positions=self.max_positions, tie_embeddings=True,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusSettings:
+    """Text, and the windows that it is cut into.
+
+    Attributes:
+      data: sources: stdlib, package:NAME, a path or a glob
+      holdout: top-level modules kept out of training
+      package_paths: more folders in which package:NAME is searched
+      source_megabytes: most text taken from one source (0: all)
+      corpus: folder of the tokenised data (default: OUT/corpus)
+      length: tokens of a training window
+      context: tokens that attention sees in training: windows are cut to it (0: whole windows);
+        may grow when a run is resumed
+      eval_windows: windows of a held-out loss on the way (the last takes all)
+    """
+
+    data: tuple[str, ...] = ()
+    holdout: tuple[str, ...] = ()
+    package_paths: tuple[str, ...] = ()
+    source_megabytes: float = 0.0
+    corpus: str = ""
+    length: int = 512
+    context: int = 0
+    eval_windows: int = 64
+
+    def __post_init__(self):
+        for name, least in (("length", 1), ("context", 0), ("eval_windows", 1)):
+            if getattr(self, name) < least:
+                raise bad_option(name, getattr(self, name), f"it must be at least {least}")
+        if not self.data and not self.corpus:
+            raise bad_option("data", (), "name files, folders, stdlib or package:NAME")
+        if self.context and self.length % self.context:
+            raise bad_option("context", self.context, f"it must divide --length {self.length}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      out: folder of the run: checkpoints, logs, curves, and the exported model
+      teacher: exported model to distil from (same tokenizer)
+      teacher_weight: share of the distance from the teacher in the loss
+      teacher_distance: kl, or overlap: -log of the chance that speculative sampling accepts a token
+      export_dtype: of the exported weights
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    text: CorpusSettings
+    model: ModelSettings
+    trainer: TrainerSettings
+    out: str
+    teacher: str = ""
+    teacher_weight: float = 0.8
+    teacher_distance: Literal["kl", "overlap"] = "kl"
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self):
+        if not 0 <= self.teacher_weight <= 1:
+            raise bad_option("teacher_weight", self.teacher_weight, "take 0 to 1")
+        longest = self.model.max_positions
+        if self.text.length > longest:
+            raise bad_option("length", self.text.length, f"at most --max-positions {longest}")
+
+    @property
+    def corpus_dir(self) -> Path:
+        """Folder of the tokenised data."""
+        return Path(self.text.corpus) if self.text.corpus else Path(self.out) / "corpus"
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A decoder that learns to predict tokens, from text alone or from a teacher too: a ``Task``.
+
+    Attributes:
+      config: sizes of the network.
+      compute: factors of every matmul, as in ``TrainerSettings``.
+      context: tokens that attention sees; 0 for whole windows.
+      teacher: how to distil from the frozen weights; None where there are none.
+    """
+
+    config: DecoderConfig
+    compute: str
+    context: int = 0
+    teacher: objective.Teacher | None = None
+
+    def init(self, key: Array, frozen: Any) -> DecoderParams:
+        """Random weights."""
+        return decoder.init_params(key, self.config)
+
+    def loss(
+        self, params: DecoderParams, frozen: Any, batch: Batch, key: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """Next-token loss in nats, mixed with the distance from the teacher where there is one."""
+        windows = cut(batch.tokens, self.context or batch.tokens.shape[1] - 1)
+        if self.teacher is None:
+            return objective.next_token_loss(params, self.config, windows, self.compute)
+        return objective.distillation_loss(
+            params, self.config, windows, self.compute, self.teacher, frozen
+        )
+
+
+def cut(windows: Array, context: int) -> Array:
+    """Windows [B, T + 1] cut into [B * T / context, context + 1]; the same inputs and targets."""
+    inputs, targets = (part.reshape(-1, context) for part in (windows[:, :-1], windows[:, 1:]))
+    return jnp.concatenate([inputs, targets[:, -1:]], axis=1)
+
+
+def make_task(settings: Settings) -> tuple[LanguageModel, Any]:
+    """The task, and the teacher's weights or ()."""
+    task = LanguageModel(settings.model.config(), settings.trainer.compute, settings.text.context)
+    if not settings.teacher:
+        return task, ()
+    config, weights, _ = checkpoint.load_pretrained(settings.teacher, "float32")
+    teacher = objective.Teacher(config, settings.teacher_weight, settings.teacher_distance)
+    return dataclasses.replace(task, teacher=teacher), weights
+
+
+def run(
+    settings: Settings, argv: Sequence[str] = (), *, stop_after: int | None = None
+) -> trainer.Result:
+    """Prepares the data, trains to the end or to a signal, exports a finished run.
+
+    Args:
+      settings: of the run.
+      argv: words of the command line, for the provenance.
+      stop_after: most steps of this call.
+    """
+    trainer.start_processes(settings.trainer)
+    task, frozen = make_task(settings)
+    corpus = _on_first_process_first(lambda: open_corpus(settings))
+    rows, apart = (data.Windows(x, settings.text.length) for x in (corpus.train, corpus.holdout))
+    mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    part = settings.trainer.batch // settings.trainer.accumulate
+    facts = trainer.provenance("training.pretrain", argv) | {"data": _describe(corpus)}
+    with trainer.progress(settings.trainer.steps) as bar:
+        result = trainer.train(
+            task, frozen,
+            data.batches(rows, batch=settings.trainer.batch, seed=settings.trainer.seed, **mine),
+            settings.trainer, out=Path(settings.out), bar=bar, stop_after=stop_after, facts=facts,
+            held_out=data.held_out(apart, batch=part, limit=settings.text.eval_windows, **mine),
+            identity=_identity(settings, corpus), free=_free(settings),
+        )  # fmt: skip
+    if result.finished:
+        whole = result.evaluate(data.held_out(apart, batch=part, **mine))
+        tokens = result.step * settings.trainer.batch * settings.text.length
+        export(
+            Path(settings.out) / "export", settings.model.config(), trainer.gather(result.params),
+            corpus, settings.export_dtype,
+            result.provenance | {"tokens_seen": tokens, "heldout": whole},
+        )  # fmt: skip
+    elif jax.process_index() == 0:
+        print(f"stopped and saved at step {result.step}; run the same command to resume")
+    return result
 
 
 def open_corpus(settings: Settings) -> data.Corpus:
     """The run's tokenised data, built on first use."""
-    if not settings.data:
+    text = settings.text
+    if not text.data:
         return data.open_corpus(settings.corpus_dir)
     return data.prepare(
-        settings.corpus_dir, settings.data, settings.holdout, vocab_size=settings.vocab_size,
-        package_paths=settings.package_paths,
-        source_megabytes=settings.source_megabytes, max_length=settings.max_positions,
+        settings.corpus_dir, text.data, text.holdout, vocab_size=settings.model.vocab_size,
+        package_paths=text.package_paths, source_megabytes=text.source_megabytes,
+        max_length=settings.model.max_positions,
     )  # fmt: skip
 
 
+def _on_first_process_first(make):
+    """``make()``, whose files the other processes only open."""
+    if jax.process_index() == 0:
+        made = make()
+    multihost_utils.sync_global_devices("training data")
+    return made if jax.process_index() == 0 else make()
+
+
+def _identity(settings: Settings, corpus: data.Corpus) -> dict[str, Any]:
+    return dataclasses.asdict(settings.model) | {
+        "length": settings.text.length,
+        "teacher_weight": settings.teacher_weight,
+        "data": f"sha256 {corpus.description['train']['sha256'][:16]}",
+    }
+
+
+def _free(settings: Settings) -> dict[str, Any]:
+    """What a resumed run may change, beside options of the trainer."""
+    return {
+        "context": settings.text.context,
+        "teacher": trainer.without_folders(settings.teacher),
+        "teacher_distance": settings.teacher_distance,
+    }
+
+
+def _describe(corpus: data.Corpus) -> dict[str, Any]:
+    """The data, without a path of the machine."""
+    request = corpus.description["request"]
+    sources = [
+        f"Python {platform.python_version()} standard library" if source == "stdlib" else source
+        for source in map(trainer.without_folders, request["sources"])
+    ]
+    return {"sources": sources, "heldout_modules": request["holdout"]} | {
+        part: corpus.description[part] for part in ("train", "holdout")
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 with one line on bad input."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        run(parse(argv), argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """The command; see ``trainer.run_command`` for its exit code."""
+    return trainer.run_command(
+        Settings, run, argv, module="training.pretrain",
+        description="Trains a tokenizer and a small Llama-like language model; run it again with "
+        "the same options to resume.",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

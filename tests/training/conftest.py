@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from training import data
-from training.settings import Settings
+from training import data, pretrain
+from training.trainer import TrainerSettings
 
 HELD_OUT = "secret"
 MARK = "xylophone"  # a word of the held-out module alone
@@ -40,15 +40,30 @@ def corpus(sources, tmp_path_factory):
 @pytest.fixture
 def settings(corpus, tmp_path):
     """A run of 12 steps of a one-layer model."""
-    return Settings(
-        out=str(tmp_path / "run"), corpus=str(corpus.directory), vocab_size=300, hidden_size=32,
-        intermediate_size=64, layers=1, heads=2, kv_heads=1, head_dim=16, max_positions=64,
-        length=32, batch=4, accumulate=2, steps=12, warmup=2, decay=4, learning_rate=1e-2,
-        eval_every=5, eval_windows=4, schedule="wsd", compute="float32",
+    return pretrain.Settings(
+        text=pretrain.CorpusSettings(corpus=str(corpus.directory), length=32, eval_windows=4),
+        model=pretrain.ModelSettings(
+            vocab_size=300, hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1,
+            head_dim=16, max_positions=64,
+        ),
+        trainer=TrainerSettings(
+            batch=4, accumulate=2, steps=12, warmup=2, decay=4, learning_rate=1e-2, eval_every=5,
+            log_every=1, schedule="wsd", compute="float32",
+        ),
+        out=str(tmp_path / "run"),
     )  # fmt: skip
 
 
 @pytest.fixture
 def with_options(settings):
-    """``settings`` with some of them changed."""
-    return lambda **options: dataclasses.replace(settings, **options)
+    """``settings`` with some of them changed, whatever part they are of."""
+
+    def change(**options):
+        parts = {}
+        for part in ("text", "model", "trainer"):
+            before = getattr(settings, part)
+            names = {field.name for field in dataclasses.fields(before)} & options.keys()
+            parts[part] = dataclasses.replace(before, **{n: options.pop(n) for n in names})
+        return dataclasses.replace(settings, **parts, **options)
+
+    return change

@@ -6,11 +6,11 @@ import pytest
 
 from jspec import checkpoint
 from training import objective, pretrain
-from training.export import without_folders
+from training.trainer import without_folders
 
 
 @pytest.fixture
-def exported(settings, sources, tmp_path):
+def exported(sources, tmp_path):
     """A finished run of the command, in float32."""
     run = tmp_path / "run"
     argv = f"""--out {run} --data {sources} --holdout secret --vocab-size 300 --hidden-size 32
@@ -36,9 +36,13 @@ def test_the_provenance_says_all_but_names_no_path_of_the_machine(exported, sour
     facts = json.loads((exported / "provenance.json").read_text())
     assert facts["data"]["heldout_modules"] == ["secret"]
     assert facts["steps"] == 6 and facts["tokens_seen"] == 6 * 4 * 32
-    assert facts["heldout"]["loss"] == pytest.approx(facts["losses"][-1]["heldout_loss"], rel=0.1)
+    assert facts["heldout"]["loss"] == pytest.approx(
+        facts["evaluations"][-1]["heldout_loss"], rel=0.1
+    )
     assert len(facts["data"]["train"]["sha256"]) == 64 and facts["versions"]["jax"]
     assert str(sources.parent) not in json.dumps(facts)
+    beside_the_run = json.loads((exported.parent / "provenance.json").read_text())
+    assert beside_the_run["command"] == facts["command"] and beside_the_run["steps"] == 6
 
 
 def test_the_exported_config_names_the_separator_as_first_and_last_token(exported):
@@ -49,4 +53,5 @@ def test_the_exported_config_names_the_separator_as_first_and_last_token(exporte
 
 def test_words_of_the_command_lose_their_folders():
     assert without_folders("/home/someone/data") == "data"
+    assert without_folders("--data=/home/someone/data") == "--data=data"
     assert without_folders("--data") == "--data" and without_folders("package:jax") == "package:jax"

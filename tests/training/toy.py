@@ -1,0 +1,84 @@
+"""A task that compiles in no time, and data for it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from training import data, trainer
+from training.batches import Batch
+from training.trainer import TrainerSettings
+
+VOCAB, WIDTH, LENGTH = 16, 8, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigrams:
+    """Predicts a token from the one before: a frozen table, a matrix, an output matrix.
+
+    ``noise`` is added to what is predicted from; ``wrong_at`` makes the objective infinite once the
+    weights have moved as far.
+    """
+
+    noise: float = 0.0
+    wrong_at: float = np.inf
+
+    def init(self, key, frozen):
+        inner, head = jax.random.split(key)
+        return {
+            "layers": 0.1 * jax.random.normal(inner, (WIDTH, 2 * WIDTH)),
+            "norm": jnp.ones((WIDTH,)),
+            "head": 0.1 * jax.random.normal(head, (2 * WIDTH, VOCAB)),
+        }
+
+    def loss(self, params, frozen, batch, key):
+        x = frozen["table"][batch.tokens[:, :-1]] * params["norm"]
+        x = x + self.noise * jax.random.normal(key, x.shape)
+        log_p = jax.nn.log_softmax(jnp.tanh(x @ params["layers"]) @ params["head"])
+        taken = jnp.take_along_axis(log_p, batch.tokens[:, 1:, None], -1)[..., 0]
+        loss = -(batch.weights[:, 1:] * taken).mean()
+        far = jnp.abs(params["layers"]).max() > self.wrong_at
+        return jnp.where(far, jnp.inf, 1.0) * loss, {"loss": loss}
+
+
+FROZEN = {"table": np.random.default_rng(1).normal(size=(VOCAB, WIDTH)).astype(np.float32)}
+
+
+class Rows:
+    """Windows in which each token is mostly three more than the one before."""
+
+    def __init__(self, count: int = 40, seed: int = 0):
+        random = np.random.default_rng(seed)
+        steps = np.where(random.random((count, LENGTH)) < 0.9, 3, random.integers(0, VOCAB))
+        first = random.integers(0, VOCAB, (count, 1))
+        self._tokens = np.concatenate([first, first + steps.cumsum(1)], 1).astype(np.int32) % VOCAB
+        self._weights = (random.random((count, LENGTH + 1)) < 0.8).astype(np.float32)
+
+    def __len__(self):
+        return len(self._tokens)
+
+    def __getitem__(self, index):
+        tokens = self._tokens[index]
+        return Batch(tokens, np.ones_like(tokens), self._weights[index])
+
+
+def settings(**options) -> TrainerSettings:
+    """Ten steps of eight windows."""
+    usual = {
+        "batch": 8, "accumulate": 2, "steps": 10, "warmup": 1, "learning_rate": 0.03,
+        "schedule": "constant", "compute": "float32", "log_every": 1, "eval_every": 5,
+    }  # fmt: skip
+    return TrainerSettings(**usual | options)
+
+
+def run(out, task=None, **options):
+    """Trains ``task`` on the toy data; options of ``train`` go to it, others to the settings."""
+    names = ("held_out", "measure", "identity", "best", "bar", "stop_after", "batches", "facts")
+    given = {name: options.pop(name) for name in names if name in options}
+    made = settings(**options)
+    place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    given.setdefault("held_out", data.held_out(Rows(seed=1), batch=8, limit=16, **place))
+    if "batches" not in given:
+        given["batches"] = data.batches(Rows(), batch=made.batch, seed=made.seed, **place)
+    return trainer.train(task or Bigrams(), FROZEN, settings=made, out=out, **given)

@@ -1,0 +1,117 @@
+"""Orbax checkpoints of a run: weights, optimiser, place in the data, and a record in JSON."""
+
+from pathlib import Path
+from typing import Literal
+
+import grain
+import grain.checkpoint
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from training.trainer.programs import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run: the newest ones and the best one.
+
+    A save is written in the background and appears whole (by a rename) or not at all.
+
+    Args:
+      directory: made where there is none.
+      keep: how many of the newest are kept.
+      best: a metric by which one more is kept, and whether ``min`` or ``max`` of it is best.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int = 2,
+        best: tuple[str, Literal["min", "max"]] = ("heldout_loss", "min"),
+    ):
+        self._name, mode = best
+        self._worst = float("inf") if mode == "min" else -float("inf")
+        policies = checkpoint_managers
+        preserved = policies.AnyPreservationPolicy(
+            [
+                policies.LatestN(keep),
+                policies.BestN(
+                    get_metric_fn=lambda metrics: metrics[self._name],
+                    reverse=mode == "min",  # it keeps the last ones of the order
+                    n=1,
+                ),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preserved,
+            best_fn=lambda metrics: metrics[self._name],
+            best_mode=mode,
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest whole checkpoint."""
+        return self._manager.latest_step()
+
+    @property
+    def best(self) -> int | None:
+        """Step of the best one; of any where the metric was never given."""
+        return self._manager.best_step()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of all of them, ascending."""
+        return tuple(sorted(self._manager.all_steps()))
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        record: dict,
+        batches: grain.DatasetIterator,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        """Starts to write checkpoint ``step``; waits only for one that is still being written.
+
+        On return the values are copied: ``state`` may be donated, ``batches`` may go on.
+        """
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            record=ocp.args.JsonSave(record),
+            batches=grain.checkpoint.CheckpointSave(batches),
+        )
+        value = {self._name: (metrics or {}).get(self._name, self._worst)}
+        self._manager.save(step, args=args, metrics=value, force=True)
+
+    def restore(self, layout: TrainState, batches: grain.DatasetIterator) -> TrainState:
+        """The newest state, in the shapes, dtypes and shardings of ``layout``.
+
+        ``batches`` is set to its place. The mesh may be another than the one that saved.
+        """
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(layout),
+            batches=grain.checkpoint.CheckpointRestore(batches),
+        )
+        return self._manager.restore(self.latest, args=args)["state"]
+
+    def restore_best(self, layout: TrainState) -> TrainState:
+        """As ``restore``, of the best checkpoint."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(layout))
+        return self._manager.restore(self.best, args=args)["state"]
+
+    def record(self) -> dict:
+        """The record of the newest checkpoint."""
+        args = ocp.args.Composite(record=ocp.args.JsonRestore())
+        return self._manager.restore(self.latest, args=args)["record"]
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()

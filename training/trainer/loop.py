@@ -1,0 +1,149 @@
+"""``train``: the one training loop of all scripts."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import grain
+import jax
+
+from training.batches import Batch
+from training.task import Task
+from training.trainer import mesh as meshes
+from training.trainer.checkpointing import Checkpoints
+from training.trainer.curves import draw_curves
+from training.trainer.errors import explained
+from training.trainer.programs import make_programs
+from training.trainer.progress import Bar
+from training.trainer.provenance import write_provenance
+from training.trainer.run import Run
+from training.trainer.settings import TrainerSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A run as ``train`` leaves it.
+
+    Attributes:
+      params: the last weights, on the mesh; ``mesh.gather`` brings them to the host.
+      step: steps done in all.
+      finished: whether that is all the settings ask for.
+      record: what the checkpoints know: ``identity``, ``segments`` (what each resumed part of the
+        run was given), ``evaluations``, ``best`` (step and value), ``seconds``.
+      provenance: what ``provenance.json`` of the run says.
+      evaluate: mean metrics of the last weights over batches.
+      best_params: reads the weights of the best checkpoint.
+    """
+
+    params: Any
+    step: int
+    finished: bool
+    record: dict
+    provenance: dict
+    evaluate: Callable[[Iterable[Batch]], dict[str, float]]
+    best_params: Callable[[], Any]
+
+
+def train(
+    task: Task,
+    frozen: Any,
+    batches: grain.DatasetIterator[Batch],
+    settings: TrainerSettings,
+    *,
+    out: Path,
+    held_out: Iterable[Batch] = (),
+    measure: Callable[[Any], dict[str, float]] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    free: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    best: tuple[str, Literal["min", "max"]] = ("heldout_loss", "min"),
+    bar: Bar | None = None,
+    stop_after: int | None = None,
+) -> Result:
+    """Runs, or resumes, a run to ``settings.steps``; SIGTERM and Ctrl-C save and return.
+
+    ``out`` gets ``checkpoints/``, ``metrics.jsonl``, ``tensorboard/``, ``curves.png`` and
+    ``provenance.json``; of several processes only the first writes the latter four.
+
+    Args:
+      task: the network and its loss.
+      frozen: weights that are not trained, a pytree; () for none.
+      batches: endless; each process's own rows of every batch.
+      settings: of the trainer.
+      out: folder of the run, seen by all processes.
+      held_out: batches gone through at every evaluation; () for none.
+      measure: host function of the weights, run at every evaluation by all processes; its values
+        are logged under its names (``acceptance_length`` is also shown by the bar).
+      identity: options of the script that a resumed run must share, by their names, in JSON.
+      free: options of the script that it may change.
+      facts: what ``provenance.json`` says beside what the trainer knows.
+      best: metric of an evaluation by which the best checkpoint is kept.
+      bar: called with (step, newest metrics).
+      stop_after: most steps of this call.
+
+    Raises:
+      ValueError: ``out`` holds another run; the devices or the data do not fit the settings.
+      TrainingError: a value is not finite, the data or the memory has run out. The last
+        checkpoint is whole.
+    """
+    mesh, out = meshes.make_mesh(settings), Path(out)
+    known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
+    run = None
+    with Checkpoints(out / "checkpoints", settings.keep, best) as checkpoints:
+        _refuse_another_run(checkpoints, known, out)
+        with explained(settings, lambda: "at the start" if run is None else run.place()):
+            frozen = meshes.place(frozen, mesh)
+            programs = make_programs(task, frozen, settings, mesh)
+            run = Run(
+                settings, mesh, programs, frozen, batches, checkpoints, out, held_out, measure,
+                best, bar,
+            )  # fmt: skip
+            run.begin(known, settings.free() | dict(free or {}))
+            last = settings.steps if stop_after is None else run.step + stop_after
+            run.go(min(last, settings.steps))
+
+    def best_params() -> Any:
+        if run.record["best"] is None:
+            raise ValueError("no checkpoint is the best: nothing was evaluated; give held_out")
+        with Checkpoints(out / "checkpoints", settings.keep, best) as checkpoints:
+            return checkpoints.restore_best(programs.layout).params
+
+    provenance = dict(facts or {}) | _facts(run)
+    if jax.process_index() == 0:
+        draw_curves(out)
+        write_provenance(out, provenance)
+    return Result(
+        run.state.params, run.step, run.step >= settings.steps, run.record, provenance,
+        run.evaluate, best_params,
+    )  # fmt: skip
+
+
+def _refuse_another_run(checkpoints: Checkpoints, identity: dict, out: Path) -> None:
+    if checkpoints.latest is None:
+        return
+    before = checkpoints.record()["identity"]
+    plain = lambda value: (
+        list(value) if isinstance(value, tuple) else value
+    )  # as JSON gives it back
+    changed = [
+        f"--{name.replace('_', '-')} {identity.get(name)!r} (was {before.get(name)!r})"
+        for name in identity | before
+        if plain(identity.get(name)) != before.get(name)
+    ]
+    if changed:
+        raise ValueError(f"{out.name!r} holds another run: {', '.join(changed)}; give a new folder")
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What the trainer knows of a run."""
+    leaves = jax.tree.leaves(run.state.params)
+    return {
+        "parameters": sum(leaf.size for leaf in leaves),
+        "steps": run.step,
+        "mesh": dict(run.mesh.shape),
+        "seconds": run.record["seconds"],
+        "segments": run.record["segments"],
+        "evaluations": run.record["evaluations"],
+        "best": run.record["best"],
+    }

@@ -1,0 +1,114 @@
+"""Devices and processes: how weights and batches lie on a mesh of data x fsdp x tensor."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from training.batches import Batch
+from training.trainer.settings import TrainerSettings, bad_option
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = PartitionSpec(("data", "fsdp"))
+
+
+def start_processes(settings: TrainerSettings) -> None:
+    """Joins the processes of ``settings.coordinator``; before JAX has touched any device."""
+    if settings.coordinator == "auto":
+        jax.distributed.initialize()
+    elif settings.coordinator:
+        jax.distributed.initialize(
+            settings.coordinator, settings.num_processes, settings.process_id
+        )
+
+
+def make_mesh(settings: TrainerSettings) -> Mesh:
+    """The mesh of ``settings`` over the devices of all processes.
+
+    Raises:
+      ValueError: the devices do not make such a mesh, or it cannot split a batch.
+    """
+    devices, local = jax.device_count(), jax.local_device_count()
+    apart = settings.fsdp * settings.tensor
+    data = settings.data_parallel or devices // apart
+    wanted, several = data * apart, jax.process_count() > 1
+    if not 0 < wanted <= devices or (several and wanted != devices):
+        shape = f"{data or 1} x {settings.fsdp} x {settings.tensor}"
+        raise bad_option(
+            "data_parallel", settings.data_parallel,
+            f"a mesh of {shape} (data x fsdp x tensor) does not fit {devices} devices"
+        )  # fmt: skip
+    if several and local % settings.tensor:
+        raise bad_option(
+            "tensor", settings.tensor, f"it must divide the {local} devices of a process"
+        )
+    rows = settings.batch // settings.accumulate
+    if rows % (data * settings.fsdp):
+        raise bad_option(
+            "batch", settings.batch,
+            f"each of --accumulate {settings.accumulate} parts must be a multiple of the "
+            f"{data * settings.fsdp} devices that split it",
+        )  # fmt: skip
+    shape = (data, settings.fsdp, settings.tensor)
+    grid = np.array(jax.devices()[:wanted]).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def partition(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Where an array of ``shape`` is cut: its longest axis over ``fsdp``, another over ``tensor``.
+
+    Only axes that can be cut evenly are; vectors and scalars are copied, since they are small.
+    """
+    names: list[str | None] = [None] * len(shape)
+    for name in ("fsdp", "tensor") if len(shape) > 1 else ():
+        size = mesh.shape[name]
+        free = [i for i, taken in enumerate(names) if taken is None and shape[i] % size == 0]
+        if size > 1 and free:
+            names[max(free, key=lambda i: shape[i])] = name
+    return PartitionSpec(*names)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A ``NamedSharding`` by ``partition`` for every leaf (an array, or its shape and dtype)."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, partition(leaf.shape, mesh)), tree)
+
+
+def place(tree: Any, mesh: Mesh) -> Any:
+    """``tree`` on the mesh, by ``partition``; every process holds the same whole values."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings(tree, mesh))
+
+    def put(leaf, sharding):
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return jax.tree.map(put, tree, shardings(tree, mesh))
+
+
+def place_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """A batch on the mesh, of which every process holds its own rows.
+
+    Where the rows cannot be cut evenly over the devices, each device gets all of them.
+
+    Raises:
+      ValueError: they cannot be cut, and there are several processes.
+    """
+    rows = len(batch.tokens) * jax.process_count()
+    ways = math.prod(mesh.shape[name] for name in BATCH[0])
+    if jax.process_count() == 1:
+        spec = PartitionSpec() if rows % ways else BATCH
+        return jax.device_put(batch, NamedSharding(mesh, spec))
+    if rows % ways:
+        raise ValueError(f"a batch of {rows} windows cannot be cut over {ways} devices; take more")
+    put = lambda leaf: jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), leaf)
+    return jax.tree.map(put, batch)
+
+
+def gather(tree: Any) -> Any:
+    """Whole host arrays, on every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)

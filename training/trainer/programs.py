@@ -1,0 +1,114 @@
+"""The compiled programs of a run: its first state, a step, held-out metrics."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspec.types import Array
+from training.batches import Batch
+from training.task import Task
+from training.trainer.mesh import BATCH, shardings
+from training.trainer.optim import make_optimizer, make_schedule
+from training.trainer.settings import TrainerSettings
+
+
+@struct.dataclass
+class TrainState:
+    """Everything that a step changes on devices."""
+
+    step: Array  # int32 [], steps done
+    params: Any  # float32
+    optimizer: Any
+
+
+class Programs(NamedTuple):
+    """Jitted functions. ``frozen`` is an argument of each: a constant would be compiled in."""
+
+    layout: TrainState  # shapes, dtypes and shardings
+    init: Callable[[Any], TrainState]  # (frozen)
+    step: Callable[..., tuple[TrainState, dict]]  # (state, frozen, batch, wish); eats the state
+    metrics: Callable[[Any, Any, Batch], dict]  # (params, frozen, batch)
+    is_finite: Callable[[TrainState], Array]  # bool []
+
+
+def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh) -> Programs:
+    """Programs of ``task`` on ``mesh``; nothing is compiled before it is first called."""
+    optimizer, schedule = make_optimizer(settings), make_schedule(settings)
+    key = jax.random.key(settings.seed)
+    weights_key, noise_key, held_out_key = jax.random.split(key, 3)
+
+    def init(frozen) -> TrainState:
+        params = task.init(weights_key, frozen)
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+    shapes = jax.eval_shape(init, frozen)
+    state_at = shardings(shapes, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def step(state: TrainState, frozen, batch: Batch, wish: Array | None):
+        key = jax.random.fold_in(noise_key, state.step)
+        grads, metrics = _gradients(task, settings, mesh, state_at.params, key)(
+            state.params, frozen, batch
+        )
+        metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": schedule(state.step)}
+        if wish is not None:
+            metrics["wish"] = wish.max()
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, optimizer_state), metrics
+
+    def metrics(params, frozen, batch: Batch) -> dict:
+        return task.loss(params, frozen, batch, held_out_key)[1]
+
+    def is_finite(state: TrainState) -> Array:
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+
+    return Programs(
+        layout=jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            shapes, state_at,
+        ),
+        init=jax.jit(init, out_shardings=state_at),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(state_at, everywhere)),
+        metrics=jax.jit(metrics, out_shardings=everywhere),
+        is_finite=jax.jit(is_finite, out_shardings=everywhere),
+    )  # fmt: skip
+
+
+def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any, key: Array):
+    """(params, frozen, batch) to mean gradients and metrics over the parts of the batch."""
+    parts = settings.accumulate
+    differentiate = jax.value_and_grad(task.loss, has_aux=True)
+    lie = lambda grads: jax.lax.with_sharding_constraint(grads, params_at)
+
+    def of_part(params, frozen, batch: Batch, key):
+        (objective, metrics), grads = differentiate(params, frozen, batch, key)
+        return lie(grads), {"objective": objective} | metrics
+
+    def cut(leaf: Array) -> Array:
+        # Part i takes every `parts`-th row, so that each device cuts only the rows that it holds.
+        rows = jnp.moveaxis(leaf.reshape(-1, parts, *leaf.shape[1:]), 1, 0)
+        spec = PartitionSpec(None, *BATCH)
+        return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, spec))
+
+    def over_parts(params, frozen, batch: Batch):
+        if parts == 1:
+            return of_part(params, frozen, batch, key)
+
+        def accumulate(total, part):
+            index, batch = part
+            grads, metrics = of_part(params, frozen, batch, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, total, grads), metrics
+
+        zeros = lie(jax.tree.map(jnp.zeros_like, params))
+        pieces = (jnp.arange(parts), jax.tree.map(cut, batch))
+        total, metrics = jax.lax.scan(accumulate, zeros, pieces)
+        return jax.tree.map(lambda x: x / parts, total), jax.tree.map(jnp.mean, metrics)
+
+    return over_parts
