@@ -165,7 +165,7 @@ def _file(path: Path, data_format: str) -> Source:
     beside, vocabulary = provenance_of(path), ""
     if beside.exists() and data_format in ("auto", "tokens"):
         vocabulary = json.loads(beside.read_text()).get("vocabulary", "")
-    return Source(path.name, size, digest, read, vocabulary)
+    return Source(path.name, size, f"{data_format} {digest}", read, vocabulary)
 
 
 def _looks_like_json(line: bytes) -> bool:
@@ -275,4 +275,5 @@ def _examples(name: str, data_format: str) -> Source:
             yield _EXAMPLE, f"{Path(where).name} example {number}", given
 
     read = lambda bad: _recognised(entries(), data_format, bad)
-    return Source(Path(where).name, len(dataset) * _EXAMPLE, dataset._fingerprint, read)
+    digest = f"{data_format} {dataset._fingerprint}"
+    return Source(Path(where).name, len(dataset) * _EXAMPLE, digest, read)

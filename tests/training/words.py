@@ -1,0 +1,55 @@
+"""A tokenizer of a dozen words: what becomes of a conversation can be worked out by hand."""
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ("<end>", "<user>", "<assistant>", "<system>")
+WORDS = (
+    "\n", " ", "hi", "there", "how", "are", "you", "fine", "bye", "be", "kind", "###", "hmm",
+)  # fmt: skip
+IDS = {token: number for number, token in enumerate(SPECIAL + WORDS)}
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>"
+    "{% generation %}{{ m.content }}<end>{% endgeneration %}{{ '\n' }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}<end>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Says "hmm" before the last answer alone, as templates do that drop earlier thoughts.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.last %}hmm\n{% endif %}{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Opens another turn than the one that it writes.
+BROKEN = PLAIN.replace("<assistant>{% endif %}", "<assistant>hmm{% endif %}")
+# Ends a turn with text of no special token.
+WORDY = PLAIN.replace("<end>\n", "\n###\n")
+
+USER, ASSISTANT = ({"role": role} for role in ("user", "assistant"))
+DIALOGUE = (
+    {"role": "user", "content": "hi there"},
+    {"role": "assistant", "content": "how are you"},
+    {"role": "user", "content": "fine"},
+    {"role": "assistant", "content": "bye"},
+)
+
+
+def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Words, spaces and line ends are a token each; so is ``<end>``, the end of text."""
+    made = Tokenizer(models.WordLevel(IDS, unk_token="hmm"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n| |[^\n ]+"), behavior="isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<end>", chat_template=chat_template,
+        additional_special_tokens=list(SPECIAL[1:]), clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def ids(*tokens: str) -> list[int]:
+    """Ids of tokens that are spelled out."""
+    return [IDS[token] for token in tokens]
