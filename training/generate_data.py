@@ -98,7 +98,16 @@ class GenerateSettings:
             raise bad_option("temperature", self.temperature, "give one or several")
         for value in self.temperature:
             self.sampling(value, 0)
-        rule = config.read(self.speculation).rule
+        self._check_speculation()
+
+    def _check_speculation(self):
+        try:
+            rule = config.read(self.speculation).rule
+        except json.JSONDecodeError as error:
+            reason = f"it is not JSON ({error})"
+            raise bad_option("speculative_config", self.speculative_config, reason) from None
+        except ValueError as error:
+            raise bad_option("speculative_config", self.speculative_config, str(error)) from None
         rule = verify.RULES[rule] if isinstance(rule, str) else rule
         if not rule.lossless:
             raise bad_option(
@@ -109,14 +118,7 @@ class GenerateSettings:
     @property
     def speculation(self) -> dict | None:
         """``speculative_config`` as jspec takes it."""
-        if not self.speculative_config:
-            return None
-        try:
-            return json.loads(self.speculative_config)
-        except ValueError as error:
-            raise bad_option(
-                "speculative_config", self.speculative_config, f"it is not JSON ({error})"
-            ) from None
+        return json.loads(self.speculative_config) if self.speculative_config else None
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
         """How one answer is drawn."""

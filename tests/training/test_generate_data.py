@@ -1,0 +1,244 @@
+"""The target's answers: its own, whoever stops the run and whatever runs beside them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jspec
+from jspec import SamplingParams
+from tests import llm_fixtures
+from training import generate_data
+from training.data.settings import DataSettings, open_data
+
+ROOT = Path(__file__).parents[2]
+CHATS = [
+    {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "old"}]}
+    for text in ("the quick brown", "def add", "grüße", "the the the", "lazy dog", "x + y")
+]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Where target and answers lie. Compiled programs stay out of the cache of whoever runs it."""
+    root = tmp_path_factory.getbasetemp() / "generate"
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
+    yield root
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(scope="module")
+def target(root):
+    return llm_fixtures.checkpoints(root)["target"]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def arguments(target, prompts, output, *more):
+    return ["--target", str(target), "--prompts", str(prompts), "--output", str(output),
+            "--max-new-tokens", "12", "--batch", "2", "--temperature", "0", "1", *more]  # fmt: skip
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def chats(root):
+    root.mkdir(exist_ok=True)
+    return write(root / "chats.jsonl", CHATS)
+
+
+@pytest.fixture(scope="module")
+def whole(root, target, chats):
+    """The file of a run that nobody interrupted."""
+    path = root / "whole.jsonl"
+    assert generate_data.main(arguments(target, chats, path)) == 0
+    return path
+
+
+def test_answers_are_what_the_target_says_to_the_prompt(target, whole):
+    lines = lines_of(whole)
+    asked = sorted(chat["messages"][0]["content"] for chat in CHATS)
+    assert sorted(line["messages"][0]["content"] for line in lines) == asked
+    assert {line["temperature"] for line in lines} == {0.0, 1.0}
+    assert len({line["seed"] for line in lines}) == len(lines)
+    params = [SamplingParams(max_tokens=12, temperature=line["temperature"], seed=line["seed"])
+              for line in lines]  # fmt: skip
+    outputs = jspec.LLM(target).chat([line["messages"][:1] for line in lines], params)
+    for line, output in zip(lines, outputs, strict=True):
+        answer = output.outputs[0]
+        assert line["prompt_token_ids"] == output.prompt_token_ids
+        assert (line["token_ids"], line["text"]) == (answer.token_ids, answer.text)
+        assert line["finish_reason"] == answer.finish_reason
+        assert line["messages"][1:] == [{"role": "assistant", "content": answer.text}]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.97])
+def test_a_run_cut_off_anywhere_goes_on_to_the_same_file(target, chats, whole, tmp_path, share):
+    path = tmp_path / "cut.jsonl"
+    content = whole.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    beside = whole.with_name("whole.jsonl.provenance.json").read_text()
+    path.with_name("cut.jsonl.provenance.json").write_text(beside)
+    assert generate_data.main(arguments(target, chats, path)) == 0
+    assert path.read_bytes() == content
+
+
+KILLED = """
+import os, signal, sys
+from training import generate_data
+
+saved, calls = os.fsync, []
+
+def fsync(file):
+    calls.append(file)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved(file)
+
+os.fsync = fsync
+generate_data.main(sys.argv[1:])
+"""
+
+
+def test_a_process_killed_in_the_middle_goes_on_to_the_same_file(
+    root, target, chats, whole, tmp_path
+):
+    path = tmp_path / "killed.jsonl"
+    again = arguments(target, chats, path)
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(root / "programs")}
+    ended = subprocess.run([sys.executable, "-c", KILLED, *again], env=environment, cwd=ROOT)
+    assert ended.returncode == -signal.SIGKILL and 2 <= len(lines_of(path)) < len(CHATS)
+    assert generate_data.main(again) == 0
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_texts_do_not_depend_on_the_grouping_or_on_speculation(target, chats, whole, tmp_path):
+    by_key = lambda path: {line["key"]: line for line in lines_of(path)}
+    path = tmp_path / "otherwise.jsonl"
+    more = ["--batch", "8", "--speculative-config", json.dumps(NGRAM)]
+    assert generate_data.main(arguments(target, chats, path, *more)) == 0
+    assert by_key(path) == by_key(whole)
+
+
+def test_more_prompts_may_be_asked_later(target, whole, chats, tmp_path):
+    path = tmp_path / "grown.jsonl"
+    some = write(tmp_path / "prompts.jsonl", CHATS[:2])
+    assert generate_data.main(arguments(target, some, path)) == 0
+    before = path.read_bytes()
+    write(some, CHATS[:2] + CHATS[2:3] + CHATS[:1])  # one new, and one a second time
+    assert generate_data.main(arguments(target, some, path)) == 0
+    assert path.read_bytes().startswith(before) and len(lines_of(path)) == 4
+    keys = [line["key"] for line in lines_of(path)]
+    assert sum("-1" in key for key in keys) == 1 and len(set(keys)) == 4
+
+
+def test_every_turn_is_answered_behind_the_answers_before_it(target, tmp_path):
+    asked = ["the quick", "brown fox"]
+    prompts = write(tmp_path / "turns.jsonl", [{"turns": asked}, {"turns": ["lazy dog"]}])
+    path = tmp_path / "answers.jsonl"
+    assert generate_data.main(arguments(target, prompts, path, "--every-turn")) == 0
+    lines = [line for line in lines_of(path) if line["turns"] == 2]
+    assert len(lines_of(path)) == 3 and len({line["key"] for line in lines}) == 1
+    assert [line["turn"] for line in lines] == [0, 1]
+    said = [line["text"] for line in lines]
+    render = lambda *parts: "".join(parts) + "[a]"
+    tokenizer = jspec.load(target).tokenizer
+    for turn, line in enumerate(lines):
+        history = [part for i in range(turn) for part in (f"[u]{asked[i]}", f"[a]{said[i]}")]
+        text = render(*history, f"[u]{asked[turn]}")
+        assert line["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_texts_are_cut_into_prompts(target, tmp_path):
+    text = "the quick brown fox jumps over the lazy dog. " * 6
+    prompts = write(tmp_path / "text.jsonl", [{"text": text}])
+    path = tmp_path / "answers.jsonl"
+    assert generate_data.main(arguments(target, prompts, path, "--prompt-tokens", "5")) == 0
+    ids = jspec.load(target).tokenizer.encode(text)
+    expected = [ids[start : start + 5] for start in range(0, len(ids) - 4, 5 + 12)]
+    assert sorted(line["prompt_token_ids"] for line in lines_of(path)) == sorted(expected)
+    assert "messages" not in lines_of(path)[0]
+
+
+def test_the_readers_take_the_answers_back_and_learn_them_alone(target, whole, tmp_path):
+    settings = DataSettings(
+        data=(str(whole),), length=63, packing="none", cache=str(tmp_path / "cache")
+    )
+    model = jspec.load(target)
+    rows = open_data(settings, model.tokenizer, model.config.vocab_size).train
+    found = {
+        (tuple(row.tokens[row.segments > 0]), tuple(row.tokens[row.weights > 0]))
+        for row in map(rows.__getitem__, range(len(rows)))
+    }
+    assert found == {
+        (tuple(line["prompt_token_ids"] + line["token_ids"]), tuple(line["token_ids"]))
+        for line in lines_of(whole)
+    }
+
+
+def test_another_run_is_not_continued_by_mistake(target, chats, whole, capsys):
+    before = whole.read_bytes()
+    assert generate_data.main(arguments(target, chats, whole, "--seed", "1")) == 2
+    said = capsys.readouterr().err
+    assert "holds the answers of another run: seed 1 (was 0); give a new one" in said
+    assert whole.read_bytes() == before
+
+
+def test_a_line_damaged_before_the_last_is_not_cut_off(target, chats, whole, tmp_path, capsys):
+    path = tmp_path / "damaged.jsonl"
+    content = whole.read_bytes().replace(b'"key"', b'"ke', 1)
+    path.write_bytes(content)
+    beside = whole.with_name("whole.jsonl.provenance.json").read_text()
+    path.with_name("damaged.jsonl.provenance.json").write_text(beside)
+    assert generate_data.main(arguments(target, chats, path)) == 2
+    assert "damaged.jsonl:1 is damaged, and is not the last line" in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch", "0"], "--batch 0 does not work; it must be at least 1"),
+        (["--temperature", "-1"], "--temperature -1.0 does not work; temperature=-1.0 must be 0"),
+        (["--speculative-config", "{"], "--speculative-config '{' does not work; it is not JSON"),
+        (["--speculative-config", json.dumps(NGRAM | {"rejection_sample_method": "synthetic",
+                                                      "synthetic_acceptance_length": 2})],
+         "changes the law of the answers; take a lossless one"),
+        (["--output", ""], "--output '' does not work; give one"),
+    ],
+)  # fmt: skip
+def test_bad_options_give_one_line_and_exit_code_2(
+    target, chats, tmp_path, capsys, options, message
+):
+    assert generate_data.main(arguments(target, chats, tmp_path / "out.jsonl", *options)) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+
+
+def test_prompts_that_cannot_be_asked_are_bad_lines(target, tmp_path, capsys):
+    lines = [
+        {"turns": ["hi", "you"]},
+        {"prompt": "x" * 600},
+        {"messages": [{"role": "system", "content": "a"}]},
+    ]
+    prompts = write(tmp_path / "prompts.jsonl", [*lines, *CHATS[:2]])
+    path = tmp_path / "out.jsonl"
+    assert generate_data.main(arguments(target, prompts, path, "--max-bad-lines", "2")) == 2
+    assert generate_data.main(arguments(target, prompts, path, "--max-bad-lines", "3")) == 0
+    said = capsys.readouterr().err
+    assert "prompts.jsonl:1: the user speaks twice in a row" in said and "--every-turn" in said
+    assert "prompts.jsonl:2: the prompt has" in said and "the target has 256 positions" in said
+    assert "prompts.jsonl:3: nothing that the user says leads to an answer" in said
+    assert len(lines_of(path)) == 2
