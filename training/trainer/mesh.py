@@ -76,6 +76,19 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition(leaf.shape, mesh)), tree)
 
 
+def used(tree: Any, mesh: Mesh) -> Any:
+    """``tree`` as a loss uses it, inside ``jit``: gathered over ``fsdp``, still cut by ``tensor``.
+
+    Without being told so, XLA may gather the batch instead, which lies over ``fsdp`` too.
+    """
+
+    def gathered(leaf):
+        spec = [None if name == "fsdp" else name for name in partition(leaf.shape, mesh)]
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return jax.tree.map(gathered, tree)
+
+
 def place(tree: Any, mesh: Mesh) -> Any:
     """``tree`` on the mesh, by ``partition``; every process holds the same whole values."""
     if jax.process_count() == 1:

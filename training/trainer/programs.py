@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.types import Array
 from training.batches import Batch
 from training.task import Task
-from training.trainer.mesh import BATCH, shardings
+from training.trainer.mesh import BATCH, shardings, used
 from training.trainer.optim import make_optimizer, make_schedule
 from training.trainer.settings import TrainerSettings
 
@@ -63,7 +63,7 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     def metrics(params, frozen, batch: Batch) -> dict:
-        return task.loss(params, frozen, batch, held_out_key)[1]
+        return task.loss(used(params, mesh), used(frozen, mesh), batch, held_out_key)[1]
 
     def is_finite(state: TrainState) -> Array:
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -84,7 +84,11 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
 def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any, key: Array):
     """(params, frozen, batch) to mean gradients and metrics over the parts of the batch."""
     parts = settings.accumulate
-    differentiate = jax.value_and_grad(task.loss, has_aux=True)
+
+    def loss(params, frozen, batch: Batch, key):
+        return task.loss(used(params, mesh), used(frozen, mesh), batch, key)
+
+    differentiate = jax.value_and_grad(loss, has_aux=True)
     lie = lambda grads: jax.lax.with_sharding_constraint(grads, params_at)
 
     def of_part(params, frozen, batch: Batch, key):

@@ -194,7 +194,7 @@ class Run:
         if name not in found:
             raise ValueError(f"best {name!r} is not evaluated; take one of {', '.join(found)}")
         value, before = found[name], self.record["best"]
-        better = before is None or (value < before[1] if mode == "min" else value > before[1])
+        better = before is None or (value <= before[1] if mode == "min" else value >= before[1])
         if better:
             self.record["best"] = [self.step, value]
         return better
@@ -203,9 +203,7 @@ class Run:
         """Checkpoint of this step, unless something in it is not finite."""
         self._hear(self.step, self._means.flush())
         if not self.programs.is_finite(self.state):
-            raise self._diverged(
-                f"a weight or its optimiser's state overflowed by step {self.step}"
-            )
+            raise self._diverged(f"weights or the optimiser's state overflowed by step {self.step}")
         evaluations = self.record["evaluations"]
         newest = evaluations[-1] if evaluations and evaluations[-1]["step"] == self.step else None
         self.record["seconds"] = round(self._seconds(), 1)
