@@ -91,7 +91,8 @@ def test_long_documents_are_cut_truncated_or_dropped(long_documents, expected):
 
 def test_pieces_with_nothing_to_learn_are_left_out():
     learned = np.zeros(15, bool)
-    learned[[5, 7, 14]] = True  # the first token of the second piece, the third of it, and the last
+    # First and third token of the second piece, first of the third, last of the second document.
+    learned[[5, 7, 10, 14]] = True
     file = file_of([12, 3], learned)
     rows = pack(file, np.arange(2), 4, packing="none")
     assert [tokens.tolist() for tokens in segments(rows)] == [[6, 7, 8, 9, 10], [13, 14, 15]]
