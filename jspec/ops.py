@@ -134,7 +134,8 @@ def rejection_sampling(
       tree: its shape.
       coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
       uniform: uniforms in [0, 1), [B]; they draw the token.
-      rule: "rejection", or "block" for chains; static, like all that follows.
+      rule: "rejection", or "block": of trees that is traversal verification; static, like all that
+        follows.
       replaced: siblings were drawn with replacement.
       max_children: of a node; None: as ``draft.parents`` say, if they are static.
       implementation: forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
@@ -183,11 +184,12 @@ def _form_of(
     if rule == "block" and not (
         static and np.array_equal(parents[1:], np.arange(len(parents) - 1))
     ):
-        raise ValueError(
-            "rule='block' takes chains with static parents; use jspec.verify for trees."
-        )
+        rule = "traversal"
     if max_children is None and not static:
-        raise ValueError("max_children=None, but draft.parents are traced; say how many at most.")
+        raise ValueError(
+            "max_children=None, but draft.parents are traced; say how many children a node has at "
+            "most, or take a rule without an implementation, which need not know."
+        )
     if max_children is None:
         max_children = int(np.bincount(parents[1:], minlength=1).max(initial=0))
     mixed = draft.sampled is not None and draft.logits is not None and max_children > 1

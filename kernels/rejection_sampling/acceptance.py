@@ -6,73 +6,31 @@ judge     on scalars: log-totals give p and q of the drafted tokens. Refusals ch
 draw      masses of the segments of the final law, then one segment in full
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jspec.kernels.rejection_sampling.laws import (
-    DraftLaw,
     Form,
-    Law,
-    Masses,
     Proposal,
     Refusal,
     Warps,
     first_above,
     weights,
 )
+from jspec.kernels.rejection_sampling.rows import (
+    Children,
+    Ending,
+    Kernels,
+    Rows,
+    children_of,
+    choose,
+    no_refusal,
+    passing_of,
+)
+from jspec.kernels.rejection_sampling.traversal import traverse
 
 Array = jax.Array
-
-
-class Kernels(NamedTuple):
-    """The kernels of a device; see ``pallas_tpu``."""
-
-    laws: Callable[..., Law]
-    masses: Callable[..., Masses]
-    segment: int  # tokens that a mass is the sum of
-
-
-class Ending(NamedTuple):
-    """Where the accepted path of each row ends, and what happened to the law there."""
-
-    node: Array  # [B]
-    path: Array  # [B, max_depth + 1]
-    num_accepted: Array  # [B]
-    absent: tuple[Array, ...]  # [B] each, of the draft's law
-    steps: tuple[Refusal, ...]  # [B] each
-
-
-class _Rows(NamedTuple):
-    """The laws of all nodes of a batch, in rows [B * N]."""
-
-    logits: Array  # [B * N, V]
-    draft: Array | None
-    law: Law
-    log_q: Array | None
-    nodes: int  # N
-    kernels: Kernels
-
-    def at(self, node: Array) -> Array:
-        """Rows of ``node`` [B, ...] of each row of the batch."""
-        first = jnp.arange(node.shape[0], dtype=jnp.int32) * self.nodes
-        return first.reshape(-1, *[1] * (node.ndim - 1)) + node
-
-    def laws_at(self, rows: Array, absent: tuple[Array, ...] = ()) -> tuple[Law, DraftLaw | None]:
-        """The laws of ``rows``, in their shape."""
-        law = Law(*(x[rows] for x in self.law))
-        return law, None if self.draft is None else DraftLaw(self.log_q[rows], absent)
-
-    def entries(self, rows: Array, tokens: Array) -> tuple[Array, Array | None]:
-        """Raw logits and draft log-weights of ``tokens``, one a row of ``rows``."""
-        return self.logits[rows, tokens], None if self.draft is None else self.draft[rows, tokens]
-
-    def masses(self, rows: Array | None, law: Law, draft_law: DraftLaw | None, steps) -> Masses:
-        """See ``pallas_tpu.masses``."""
-        return self.kernels.masses(self.logits, self.draft, rows, law, draft_law, steps)
 
 
 def rejection_sampling(
@@ -87,55 +45,23 @@ def rejection_sampling(
     if proposal.logits is not None:
         draft = proposal.logits.reshape(batch * nodes, vocab)
         log_q = kernels.laws(draft, None).log_total
-    rows = _Rows(flat, draft, kernels.laws(flat, per_node), log_q, nodes, kernels)
+    rows = Rows(flat, draft, kernels.laws(flat, per_node), log_q, nodes, kernels)
     coins = coins.astype(jnp.float32)
-    if form.rule == "block":
-        ending = _chain_as_a_whole(rows, proposal, coins)
-    else:
-        ending = _walk(rows, proposal, coins, form)
+    judge = {"rejection": _walk, "block": _chain_as_a_whole, "traversal": traverse}[form.rule]
+    ending = judge(rows, proposal, coins, form)
     return ending.path, ending.num_accepted, _draw(rows, ending, uniform.astype(jnp.float32))
 
 
 # ------------------------------------------------------------------- child by child, down a tree
 
 
-class _Children(NamedTuple):
-    """The children of one node a row, in the order they are judged; [B, max_children] each."""
-
-    node: Array
-    exists: Array  # bool
-    token: Array
-    drawn: Array  # bool
-    coin: Array
-    x: Array  # raw logit of the token
-    y: Array | None  # draft log-weight of the token
-
-    def rank(self, rank: int) -> "_Children":
-        """The children of one rank, [B] each."""
-        return _Children(*(None if x is None else x[:, rank] for x in self))
-
-
-def _children(rows: _Rows, proposal: Proposal, coins: Array, node: Array, count: int) -> _Children:
-    """The valid children of ``node`` [B]. Drawn ones come first, as in ``jspec.verify``."""
-    index = jnp.arange(rows.nodes, dtype=jnp.int32)
-    own = proposal.valid & (proposal.parents == node[:, None]) & (index > 0)
-    turn = jnp.where(own, index + rows.nodes * ~proposal.sampled, 2 * rows.nodes)
-    turn = jnp.sort(turn, 1)[:, :count]
-    child = turn % rows.nodes
-    take = lambda x: jnp.take_along_axis(x, child, 1)
-    token = take(proposal.tokens)
-    x, y = rows.entries(rows.at(node)[:, None], token)
-    exists = turn < 2 * rows.nodes
-    return _Children(child, exists, token, take(proposal.sampled), take(coins), x, y)
-
-
-def _walk(rows: _Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
+def _walk(rows: Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
     """Recursive rejection sampling, from the root down, while some row descends."""
     batch = proposal.tokens.shape[0]
 
     def descend(carry):
         depth, going, ending = carry
-        children = _children(rows, proposal, coins, ending.node, form.max_children)
+        children = children_of(rows, proposal, coins, ending.node, form.max_children)
         children = children._replace(exists=children.exists & going[:, None])
         accepted, child, absent, steps = _judge(rows, children, ending.node, form)
         path = ending.path.at[:, depth + 1].set(jnp.where(accepted, child, 0), mode="drop")
@@ -153,18 +79,17 @@ def _walk(rows: _Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
         jnp.zeros((batch, form.max_depth + 1), jnp.int32),
         none,
         (none,) * (form.max_children - 1 if form.mixed else 0),
-        (_no_refusal(batch),) * form.max_children,
+        (no_refusal(batch),) * form.max_children,
     )
     carry = jnp.int32(0), jnp.ones((batch,), bool), start
     return lax.while_loop(lambda carry: carry[1].any(), descend, carry)[2]
 
 
-def _judge(rows: _Rows, children: _Children, node: Array, form: Form):
+def _judge(rows: Rows, children: Children, node: Array, form: Form):
     """Judges the children of ``node`` [B] in turn: (accepted, child, absent tokens, refusals)."""
     absent = ()
     if form.mixed:  # siblings are distinct: the law of those drawn excludes the point masses
-        points = jnp.where(children.exists & ~children.drawn, children.token, -1)
-        absent = tuple(points[:, rank] for rank in range(1, form.max_children))
+        absent = children.points()
     place = rows.at(node)
     law, draft_law = rows.laws_at(place, absent)
     mass = remaining = jnp.ones(node.shape, jnp.float32)  # of the target's law, of the draft's
@@ -192,27 +117,19 @@ def _judge(rows: _Rows, children: _Children, node: Array, form: Form):
             found = rows.masses(place, law, draft_law, (*steps, step))
             left, draft_left = found.after.sum(-1), found.draft.sum(-1)
             # Nothing is left only where p = q up to rounding; then the law stays as it was.
-            step = _where(left > 0, step, _no_refusal(node.shape[0]))
+            step = choose(left > 0, step, no_refusal(node.shape[0]))
             mass = jnp.where(refused & (left > 0), left, mass)
             remaining = jnp.where(gone & each.drawn, draft_left, remaining)
         steps = (*steps, step)
     return accepted, child, absent, steps
 
 
-def _no_refusal(count: int) -> Refusal:
-    zeros = jnp.zeros((count,), jnp.float32)
-    return Refusal(zeros + 1, zeros, jnp.full((count,), -1, jnp.int32))
-
-
-def _where(condition: Array, step: Refusal, other: Refusal) -> Refusal:
-    return Refusal(*(jnp.where(condition, a, b) for a, b in zip(step, other, strict=True)))
-
-
 # ------------------------------------------------------------------------------ a chain as a whole
 
 
-def _chain_as_a_whole(rows: _Rows, proposal: Proposal, coins: Array) -> Ending:
+def _chain_as_a_whole(rows: Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
     """Block verification; the notation is that of ``jspec.verify.block``."""
+    del form  # a chain has no other
     batch, nodes = proposal.tokens.shape
     valid, drawn = proposal.valid[:, 1:], proposal.sampled[:, 1:]
     log_joint = _log_joint(rows, proposal)  # of P_0 to P_K
@@ -228,10 +145,7 @@ def _chain_as_a_whole(rows: _Rows, proposal: Proposal, coins: Array) -> Ending:
     every = jnp.arange(batch * nodes, dtype=jnp.int32)
     step = Refusal(*(x.reshape(-1) for x in refusal))
     rest = rows.masses(None, *rows.laws_at(every), (step,)).after.sum(-1).reshape(batch, nodes)
-    # 0 / 0 means that everything so far and the next law agree: passing is certain.
-    missing = rest + 1 - joint
-    passing = jnp.where(missing > 0, rest / jnp.where(missing > 0, missing, 1), 1)
-    passing = jnp.where(has_child, passing, joint)[:, 1:]
+    passing = jnp.where(has_child, passing_of(rest, joint), joint)[:, 1:]
     passed = valid & (coins[:, 1:] < passing)
     num_accepted = jnp.where(passed, jnp.arange(1, nodes, dtype=jnp.int32), 0).max(1, initial=0)
     path = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (batch, nodes))
@@ -239,7 +153,7 @@ def _chain_as_a_whole(rows: _Rows, proposal: Proposal, coins: Array) -> Ending:
     return Ending(num_accepted, path, num_accepted, (), (last,))
 
 
-def _log_joint(rows: _Rows, proposal: Proposal) -> Array:
+def _log_joint(rows: Rows, proposal: Proposal) -> Array:
     """log P_0 to log P_K of a chain, [B, K + 1]: P_i = min(1, P_{i-1} p_i / q_i)."""
     batch, nodes = proposal.tokens.shape
     parents = rows.at(jnp.tile(jnp.arange(nodes - 1, dtype=jnp.int32), (batch, 1)))
@@ -257,7 +171,7 @@ def _log_joint(rows: _Rows, proposal: Proposal) -> Array:
 # ------------------------------------------------------------------------------------- one token
 
 
-def _draw(rows: _Rows, ending: Ending, uniform: Array) -> Array:
+def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
     """Inverse CDF in two levels: a segment by its mass, then a token of it. int32 [B]."""
     place = rows.at(ending.node)
     law, draft_law = rows.laws_at(place, ending.absent)

@@ -42,7 +42,7 @@ class Proposal(NamedTuple):
 class Form(NamedTuple):
     """What is known of a draft and its rule when tracing."""
 
-    rule: str  # "rejection" or "block"
+    rule: str  # "rejection", "block" on a chain, or "traversal": block on a tree
     max_depth: int
     max_children: int  # of a node
     replaced: bool = False  # siblings were drawn with replacement
@@ -61,12 +61,17 @@ class Law(NamedTuple):
 class Refusal(NamedTuple):
     """A step at R rows, [R] each: weights U become ``max(scale U - share q, 0)`` off ``dropped``.
 
-    Scale 1, share 0 and no token dropped leave them as they were.
+    So is q, from the next step on. Scale 1, share 0 and no token dropped leave both as they were.
     """
 
     scale: Array  # float32
     share: Array  # float32, of the draft's law q
-    dropped: Array  # int32 token, -1 for none
+    dropped: Array  # int32 token, -1 for none; ``from_q_alone`` of one that stays in U
+
+
+def from_q_alone(token: Array) -> Array:
+    """What ``Refusal.dropped`` is for a token that only q loses; and what it was made of."""
+    return -2 - token
 
 
 class DraftLaw(NamedTuple):
@@ -110,7 +115,8 @@ def weights(
         before, left = left, left * scale
         if y is not None:
             left = jnp.maximum(left - share * q, 0.0)
-            q = jnp.where(token == dropped, 0.0, q)
+            out = jnp.where(dropped < -1, from_q_alone(dropped), dropped)
+            q = jnp.where(token == out, 0.0, q)
         left = jnp.where(token == dropped, 0.0, left)
     return before, left, q
 

@@ -5,6 +5,7 @@ raw logits and without any of its code.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +46,14 @@ def judge(
     Rule "rejection" walks down from the root: the children of a node are judged in turn, drawn
     ones before point masses and each in order, accepting x where u q(x) < p(x). A refusal turns p
     into max(p - q, 0), renormalised, and takes the token from q unless siblings were drawn with
-    replacement. Rule "block" is block verification of a chain (arXiv 2403.10444).
+    replacement. Rule "block" is block verification of a chain (arXiv 2403.10444), "traversal" that
+    of a tree (arXiv 2505.12398).
     """
     p = target_law(logits, warps)
     q = jnp.zeros_like(p)
     if proposal.logits is not None:
         q = jax.nn.softmax(proposal.logits.astype(p.dtype), -1)
-    rule = {"rejection": _tree, "block": _chain}[form.rule]
+    rule = {"rejection": _tree, "block": _chain, "traversal": _tree_as_a_whole}[form.rule]
     return jax.vmap(functools.partial(rule, form))(p, q, proposal, coins)
 
 
@@ -148,3 +150,86 @@ def _chain(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
         accepted = jnp.where(passes, node, accepted)
         law = jnp.where(passes, left, law)
     return jnp.arange(form.max_depth + 1, dtype=jnp.int32), accepted.astype(jnp.int32), law
+
+
+class _Tour(NamedTuple):
+    """A tour of one batch row's tree in which every node is entered, and left when all below are.
+
+    It goes on as if every node were refused; the first one that passes as it is left is the end.
+    """
+
+    here: Array
+    entered: Array  # [N] bool
+    joint: Array  # [N], P of each node so far
+    law: Array  # [N, V], what refusals left of the target's laws, normalised
+    law_q: Array  # [N, V], laws of the next drawn children, normalised
+    ended: Array
+    end: Array
+    end_law: Array  # [V]
+
+
+def _tree_as_a_whole(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
+    """Traversal verification of one batch row: p, q [N, V]."""
+    nodes, vocab = p.shape
+    index = jnp.arange(nodes)
+    token_mass = jax.nn.one_hot(draft.tokens, vocab, dtype=p.dtype)
+    below = draft.valid & (index > 0) & (draft.parents == index[:, None])  # [parent, child]
+    fixed = ((below & ~draft.sampled).astype(p.dtype) @ token_mass) > 0  # taken by point masses
+    turn = index + nodes * ~draft.sampled  # drawn children come first
+
+    def against(tour: _Tour, child: Array) -> Array:
+        return jnp.where(draft.sampled[child], tour.law_q[draft.parents[child]], token_mass[child])
+
+    def enter(tour: _Tour, node: Array) -> _Tour:
+        above = draft.parents[node]
+        at_p, at_q = ((x * token_mass[node]).sum() for x in (tour.law[above], against(tour, node)))
+        ratio = jnp.where(at_q > 0, tour.joint[above] * at_p / jnp.where(at_q > 0, at_q, 1), 0)
+        return tour._replace(
+            here=node,
+            entered=tour.entered.at[node].set(True),
+            joint=tour.joint.at[node].set(jnp.minimum(1, ratio)),
+        )
+
+    def leave(tour: _Tour) -> _Tour:
+        node, above = tour.here, draft.parents[tour.here]
+        ends = ~tour.ended & ((coins[node] < tour.joint[node]) | (node == 0))
+        rest = jnp.maximum(tour.joint[above] * tour.law[above] - against(tour, node), 0)
+        mass, missing = rest.sum(), rest.sum() + 1 - tour.joint[above]
+        passing = jnp.where(missing > 0, mass / jnp.where(missing > 0, missing, 1), 1)
+        rest_q = _normalised(tour.law_q[above] * (1 - token_mass[node]))
+        drops = draft.sampled[node] & (not form.replaced)
+        return tour._replace(
+            here=above,
+            joint=tour.joint.at[above].set(passing),
+            law=tour.law.at[above].set(jnp.where(mass > 0, _normalised(rest), tour.law[above])),
+            law_q=tour.law_q.at[above].set(jnp.where(drops, rest_q, tour.law_q[above])),
+            ended=tour.ended | ends,
+            end=jnp.where(ends, node, tour.end),
+            end_law=jnp.where(ends, tour.law[node], tour.end_law),
+        )
+
+    def move(_, tour: _Tour) -> _Tour:
+        waiting = below[tour.here] & ~tour.entered
+        child = jnp.argmin(jnp.where(waiting, turn, 2 * nodes)).astype(jnp.int32)
+        moved = enter(tour, child), leave(tour)
+        return jax.tree.map(lambda a, b: jnp.where(waiting.any(), a, b), *moved)
+
+    start = _Tour(
+        jnp.int32(0), index == 0, jnp.ones((nodes,), p.dtype), p,
+        jax.vmap(_normalised)(jnp.where(fixed, 0, q)), jnp.bool_(False), jnp.int32(0), p[0],
+    )  # fmt: skip
+    tour = lax.fori_loop(0, 2 * nodes, move, start)
+    return *_path_to(form, draft.parents, tour.end), tour.end_law
+
+
+def _path_to(form: Form, parents: Array, end: Array) -> tuple[Array, Array]:
+    """Node ids from the root down to ``end``, 0 below it, and its depth."""
+    nodes = parents.shape[0]
+    line = [end]
+    for _ in range(form.max_depth):
+        line.append(parents[line[-1]])
+    line = jnp.stack(line)  # upwards, the root repeated
+    depth = (line != 0).sum().astype(jnp.int32)
+    place = jnp.where(line != 0, depth - jnp.arange(line.shape[0]), nodes)
+    path = jnp.zeros((form.max_depth + 1,), jnp.int32)
+    return path.at[place].set(line, mode="drop"), depth

@@ -79,4 +79,12 @@ CASES = {
         Case("Llama-2-7B", tree(4, 21), proposal="top_plus_one", warps=("temperature", "top_k")),
     "a tree of 64": Case("Llama-3.1-8B", tree(4, 64), proposal="without_replacement",
                          logits="bfloat16", draft="bfloat16"),
+    "a tree of 8 as a whole":
+        Case("Llama-2-7B", tree(2, 8), "block", "without_replacement"),
+    "a tree of 13 with repeats as a whole, warped":
+        Case("Phi-3-mini", tree(3, 13), "block", "iid", warps=ALL_WARPS),
+    "a tree of 9 as a whole, the likeliest and one drawn":
+        Case("Phi-3-mini", tree(3, 9), "block", "top_plus_one"),
+    "a tree of 64 as a whole": Case("Llama-3.1-8B", tree(4, 64), "block", "without_replacement",
+                                    logits="bfloat16", draft="bfloat16"),
 }  # fmt: skip

@@ -41,7 +41,9 @@ each_vocabulary = pytest.mark.parametrize("vocab", VOCABULARIES.values(), ids=VO
 each_judged_case = pytest.mark.parametrize("name", [
     "a chain of 4 over an odd vocabulary", "a chain of 3 as a whole, warped",
     "a chain of drawn tokens and point masses", "a tree of 8", "a tree of 13 with repeats",
-    "a tree of 21, the likeliest and one drawn",
+    "a tree of 21, the likeliest and one drawn", "a tree of 8 as a whole",
+    "a tree of 13 with repeats as a whole, warped",
+    "a tree of 9 as a whole, the likeliest and one drawn",
 ])  # fmt: skip
 needs_gpu_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX cannot interpret Mosaic GPU kernels"
@@ -190,7 +192,6 @@ def judge_small(vocab=64, **options):
     ("implementation='triton' is not known", dict(implementation="triton")),
     ("rule='typical' is not known; use 'rejection' or 'block'", dict(rule="typical")),
     ("max_children=None, but draft.parents are traced", dict(draft=dict(parents=None))),
-    ("rule='block' takes chains", dict(rule="block", draft=dict(parents=np.array([-1, 0, 0, 1])))),
     ("has 2 rows for 4 nodes", dict(draft=dict(logits=jnp.zeros((4, 2, 64))))),
     ("'pallas_gpu' takes vocabularies of 2048 tokens or more", dict(implementation="pallas_gpu")),
     ("'pallas_tpu' takes bfloat16, float16 or float32 logits, not int32",
