@@ -25,7 +25,8 @@ class Plan:
 
     Raises:
       ValueError: the rule is unknown, or not exact for the drafter's proposals, or its settings are
-        for other depths, or the ladder does not end at ``tree_size``.
+        for other depths, or it names a kernel that these proposals never reach, or the ladder does
+        not end at ``tree_size``.
     """
 
     target: Target
@@ -39,6 +40,7 @@ class Plan:
             known = ", ".join(verify.RULES)
             raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")
         _check_pair(self._rule, self.drafter)
+        _check_kernel(self._rule, self.drafter)
         if self._rule.shares_noise and self.drafter.proposal != "point":
             object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, noise="target"))
         size = self.drafter.tree_size
@@ -90,4 +92,16 @@ def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:
             f"rule={rule.name!r} is set for drafts of depth {wanted}, but {name} drafts to depth "
             f"{drafter.max_depth}; give Plan a rule made for it, such as "
             f"rule=jspec.verify.{rule.name}(...)."
+        )
+
+
+def _check_kernel(rule: verify.Rule, drafter: Drafter) -> None:
+    """Refuses a kernel that would never run."""
+    stands_in = rule.judging(drafter.proposal).name
+    if rule.implementation is not None and stands_in != rule.name:
+        raise ValueError(
+            f"rule={rule.name!r} names implementation={rule.implementation!r}, but the drafts of "
+            f"{type(drafter).__name__} are point masses (as are all dynamic trees), and there it "
+            f"comes to {stands_in!r}, which has no kernel; leave implementation out, or have "
+            "drafts drawn."
         )

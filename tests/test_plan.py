@@ -6,10 +6,15 @@ from typing import get_args
 import pytest
 
 from jspec import verify
+from jspec.drafters import Eagle
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.eagle import EagleConfig
 from jspec.plan import Plan
 from jspec.types import Proposal
 from jspec.verify import RULES
 from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter
+from tests.tiny import TARGET as DECODER
+from tests.tiny import VOCAB
 
 TARGET = ToyTarget(4)
 CHAIN = TableDrafter(2)
@@ -103,3 +108,27 @@ def test_what_does_not_fit_is_named_with_its_remedy(drafter, rule, message):
         Plan(TARGET, drafter, rule)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_kernel_that_no_draft_would_reach_is_refused():
+    for name in ("rejection", "block"):
+        forced = dataclasses.replace(RULES[name], implementation="pallas_tpu")
+        for drafter in (CHAIN, TREE, labelled("iid")):
+            assert Plan(TARGET, drafter, forced).effective_rule.implementation == "pallas_tpu"
+        with pytest.raises(ValueError) as error:
+            Plan(TARGET, labelled("point"), forced)
+        assert f"rule={name!r} names implementation='pallas_tpu'" in str(error.value)
+        assert "Labelled are point masses" in str(error.value)
+        assert "comes to 'match', which has no kernel; leave implementation out" in str(error.value)
+
+
+def test_a_kernel_is_refused_to_a_dynamic_tree():
+    network = DecoderConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_positions=512,
+    )  # fmt: skip
+    head = EagleConfig(network, 3, (0, 1, 2), target_hidden_size=32, target_vocab_size=VOCAB)
+    drafter = Eagle(head, DECODER, tree="eagle2", tree_size=8, tree_depth=3, tree_top_k=4)
+    forced = dataclasses.replace(RULES["rejection"], implementation="pallas_gpu")
+    with pytest.raises(ValueError, match=r"Eagle are point masses \(as are all dynamic trees\)"):
+        Plan(DECODER, drafter, forced)
