@@ -1,5 +1,6 @@
 """What is compiled ahead of time: the kernels at real sizes, and whole decode loops."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
 from jspec.decode import DecodeState, decode, init_stats
-from jspec.drafters import DraftModel, Medusa
+from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
-from jspec.models.heads import medusa
+from jspec.models.heads import eagle, medusa
 from jspec.plan import Plan
 from jspec.types import History, Params, Request, Sampling
+from jspec.verify import RULES
 from tests.kernels import drafts
 
 BATCH, CAPACITY = 8, 1040  # of the loops
@@ -36,6 +38,11 @@ DRAFT = decoder.DecoderConfig(
 MEDUSA = medusa.MedusaConfig(
     num_heads=4, num_layers=1, hidden_size=512, vocab_size=32000, target_vocab_size=32000,
     capture_layers=(2,), num_outputs=4, activation_dtype="bfloat16",
+)  # fmt: skip
+EAGLE = eagle.EagleConfig(
+    network=dataclasses.replace(TARGET, num_layers=1, vocab_size=8000, num_heads=8, num_kv_heads=2),
+    generation=3, capture_layers=(0, 1, 2), target_hidden_size=512, target_vocab_size=32000,
+    own_head=True,
 )  # fmt: skip
 
 
@@ -80,7 +87,9 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             found[f"rejection_sampling, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
     if num_devices == 1:
-        loops[f"decode, draft_model, {kernel}"] = plans(kernel)["draft_model"]
+        with_kernels = plans(kernel)
+        for name in ("draft_model", "eagle3, drawn tree"):
+            loops[f"decode, {name}, {kernel}"] = with_kernels[name]
     for name, plan in loops.items():
         found[name] = Program(functools.partial(loop, plan), _cache_shapes(plan, num_devices))
     return found
@@ -106,18 +115,33 @@ def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], A
 
 
 def plans(implementation: str | None) -> dict[str, Plan]:
-    """The decode loops: a sampled chain of a small model, and Medusa's published static tree."""
-    with_kernel = lambda config: config.__class__(**vars(config) | {"attention": implementation})
+    """The decode loops; kernels of attention and, where nodes are drawn, of judging them.
+
+    A sampled chain of a small model, Medusa's published static tree, and an EAGLE-3 head over a
+    reduced vocabulary: a chain, a drawn tree that is judged as a whole, and EAGLE-2's dynamic tree.
+    """
+    with_kernel = lambda config: dataclasses.replace(config, attention=implementation)
     target = decoder.Decoder(with_kernel(TARGET))
     chain = DraftModel(with_kernel(DRAFT), 7)
     tree = Medusa(MEDUSA, target, tree="medusa_mc_sim_7b_63", draft_sample_method="greedy")
-    return {"draft_model": Plan(target, chain), "static tree": Plan(target, tree)}
+    head = dataclasses.replace(EAGLE, network=with_kernel(EAGLE.network))
+    drawn = dict(tree="sampled", tree_size=16, tree_depth=5, tree_top_k=4)
+    dynamic = dict(tree="eagle2", tree_size=32, tree_depth=5, tree_top_k=8)
+    judged = lambda rule: dataclasses.replace(RULES[rule], implementation=implementation)
+    return {
+        "draft_model": Plan(target, chain),
+        "static tree": Plan(target, tree),
+        "eagle3, chain": Plan(target, Eagle(head, target, 7), judged("rejection")),
+        "eagle3, drawn tree": Plan(target, Eagle(head, target, **drawn), judged("block")),
+        "eagle3, dynamic tree": Plan(target, Eagle(head, target, **dynamic)),
+    }
 
 
 def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
     """The whole decode loop of a plan, at temperature."""
     narrow = dict(dtype=jnp.bfloat16)
-    init = {DraftModel: decoder.init_params, Medusa: medusa.init_params}[type(plan.drafter)]
+    networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
+    init = networks[type(plan.drafter)].init_params
     key = jax.random.key(0)
     params = jax.eval_shape(
         lambda: Params(
@@ -155,10 +179,12 @@ def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
 
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the target's and the draft model's cache buffers on one device."""
+    """Shapes of the target's and the drafter's cache buffers on one device."""
     models = [plan.target.config]
     if isinstance(plan.drafter, DraftModel):
         models.append(plan.drafter.config)
+    if isinstance(plan.drafter, Eagle):
+        models.append(plan.drafter.config.network)
     return tuple(
         (BATCH // num_devices, model.num_kv_heads, CAPACITY, model.head_dim) for model in models
     )
