@@ -46,9 +46,9 @@ class AcceptanceSettings:
 
 
 def acceptance_meter(
-    settings: AcceptanceSettings, target: Target, target_params: Any, drafter: Drafter, rows: Rows
-) -> Callable[[Any], dict[str, float]]:
-    """A function from drafter weights to acceptance lengths, rule ``rejection`` ("standard").
+    settings: AcceptanceSettings, target: Target, drafter: Drafter, rows: Rows
+) -> Callable[[Any, Any], dict[str, float]]:
+    """A function from weights of target and drafter to acceptance lengths, rule ``rejection``.
 
     ``acceptance_length`` is that of the first temperature, ``acceptance_length_t0`` that of
     temperature 0, and so on; each counts the token that the target adds. ``distinct_tokens`` is the
@@ -58,7 +58,6 @@ def acceptance_meter(
     Args:
       settings: prompts and temperatures.
       target: what verifies.
-      target_params: its weights.
       drafter: what drafts; its ``num_speculative_tokens`` should be the settings'.
       rows: held-out windows, of which the prompts are taken.
     """
@@ -66,8 +65,8 @@ def acceptance_meter(
     room = target.max_positions - settings.max_new_tokens
     prompts = held_out_prompts(rows, settings.acceptance_prompts, min(settings.prompt_tokens, room))
 
-    def measure(params: Any) -> dict[str, float]:
-        weights, found = Params(target_params, gather(params)), {}
+    def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:
+        weights, found = Params(target_params, gather(drafter_params)), {}
         for place, temperature in enumerate(settings.temperatures):
             asked = [
                 Row(prompt, settings.max_new_tokens, temperature, stream=index)

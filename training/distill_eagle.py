@@ -12,21 +12,14 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jspec import head_files, loading
+from jspec import head_files
 from jspec.drafters import Eagle
 from jspec.models.decoder import DecoderConfig
-from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training import trainer
-from training.acceptance import AcceptanceSettings, acceptance_meter
-from training.data.loader import batches, held_out
-from training.data.packing import token_counts
-from training.data.settings import Data, DataSettings, open_data
+from training.distilling import DistillSettings, distil, frequent_tokens, open_target
 from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe
 from training.trainer import TrainerSettings, bad_option
 
@@ -60,41 +53,31 @@ class HeadSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       target: model to draft for: a directory in Hugging Face layout, or a hub id
-      output: folder of the run: checkpoints, logs, curves, and the exported head
-      variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
+      output: folder of the run: checkpoints, logs, curves, and in export/ the head
       target_dtype: of the target's weights (auto: float32 on a CPU, else bfloat16)
       target_name: what the exported files call the target (default: as --target)
       eval_windows: held-out windows of an evaluation
+      export_dtype: of the exported weights
+      variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
       format: layout of the exported head: the EAGLE authors' (vLLM and SGLang read it too), or
         that of speculators
-      export_dtype: of the exported weights
 
     Raises:
       ValueError: a value is out of range; the message names option, value and remedy.
     """
 
-    target: str
-    output: str
-    data: DataSettings
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
-    acceptance: AcceptanceSettings = dataclasses.field(default_factory=AcceptanceSettings)
     recipe: Recipe
-    trainer: TrainerSettings
     variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
-    target_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    target_name: str = ""
-    eval_windows: int = 32
     format: Literal["eagle", "speculators"] = "eagle"
-    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
 
     def __post_init__(self):
-        if self.eval_windows < 1:
-            raise bad_option("eval_windows", self.eval_windows, "it must be at least 1")
+        super().__post_init__()
         if self.variant == "eagle3":
             return
         if self.format != "eagle":
@@ -177,96 +160,30 @@ def run(
       argv: words of the command line, for the provenance.
       stop_after: most steps of this call.
     """
-    trainer.start_processes(settings.trainer)
-    target = loading.load(settings.target, _target_dtype(settings))
+    target, data = open_target(settings)
     config = head_config(settings, target.config)
-    data = open_data(settings.data, target.tokenizer, target.config.vocab_size)
-    frozen = Frozen(target.params, _draft_vocabulary(config, data))
+    kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start
     )
-    facts = trainer.provenance("training.distill_eagle", argv) | {"data": data.description}
-    with trainer.progress(settings.trainer.steps) as bar:
-        result = trainer.train(
-            task, frozen, **_fed(settings, data), settings=settings.trainer,
-            out=Path(settings.output), measure=_meter(settings, target, frozen, config, data),
-            identity=_identity(settings, config, data), facts=facts,
-            best=_best(settings, data), bar=bar, stop_after=stop_after,
+    depth = settings.acceptance.num_speculative_tokens
+
+    def export(params: EagleParams, directory: Path) -> None:
+        head_files.save_head(
+            directory, config, params.replace(draft_to_target=kept), target.config,
+            layout=LAYOUTS[settings.format], dtype=settings.export_dtype,
+            target_name=settings.target_name or str(settings.target),
+            embedding=target.params.embedding if settings.format == "speculators" else None,
         )  # fmt: skip
-    if result.finished:
-        _export(settings, target, frozen, config, result)
-    elif jax.process_index() == 0:
-        print(f"stopped and saved at step {result.step}; run the same command to resume")
-    return result
 
-
-def _target_dtype(settings: Settings) -> str:
-    if settings.target_dtype != "auto":
-        return settings.target_dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def _draft_vocabulary(config: EagleConfig, data: Data) -> jax.Array | None:
-    """The most frequent of the tokens that are learned from, ascending: int32 [Vd]."""
-    if not config.reduced:
-        return None
-    counts = token_counts(data.train, config.target_vocab_size)
-    likeliest = np.argsort(-counts, kind="stable")[: config.vocab_size]
-    return jnp.asarray(np.sort(likeliest), jnp.int32)
-
-
-def _fed(settings: Settings, data: Data) -> dict[str, Any]:
-    """Batches of this process, and those held out."""
-    mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    size, seed = settings.trainer.batch, settings.trainer.seed
-    apart = ()
-    if data.held_out is not None:
-        part = size // settings.trainer.accumulate
-        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows, **mine)
-    return {"batches": batches(data.train, batch=size, seed=seed, **mine), "held_out": apart}
-
-
-def _meter(settings, target, frozen, config, data):
-    if data.held_out is None or not settings.acceptance.acceptance_prompts:
-        return None
-    drafter = Eagle(
-        config, target.target,
-        num_speculative_tokens=settings.acceptance.num_speculative_tokens,
+    return distil(
+        settings, task, Frozen(target.params, kept), target, data,
+        module="training.distill_eagle", argv=argv, export=export, stop_after=stop_after,
+        identity=dataclasses.asdict(settings.recipe)
+        | {"variant": settings.variant, "head": repr(config), "start": settings.head.start},
+        drafter=Eagle(config, target.target, num_speculative_tokens=depth),
+        weights_of=lambda params: (target.params, params.replace(draft_to_target=kept)),
     )  # fmt: skip
-    measure = acceptance_meter(
-        settings.acceptance, target.target, target.params, drafter, data.held_out
-    )
-    return lambda params: measure(params.replace(draft_to_target=frozen.draft_to_target))
-
-
-def _best(settings: Settings, data: Data) -> tuple[str, str]:
-    if data.held_out is None or not settings.acceptance.acceptance_prompts:
-        return ("heldout_loss", "min")
-    return ("acceptance_length", "max")
-
-
-def _identity(settings: Settings, config: EagleConfig, data: Data) -> dict[str, Any]:
-    return dataclasses.asdict(settings.recipe) | {
-        "variant": settings.variant,
-        "head": repr(config),
-        "start": settings.head.start,
-        "data": f"sha256 {data.description['sha256'][:16]}",
-    }
-
-
-def _export(settings, target, frozen, config, result) -> None:
-    """Writes the best weights; the first process does."""
-    params = trainer.gather(result.best_params())
-    if jax.process_index():
-        return
-    directory = Path(settings.output) / "export"
-    head_files.save_head(
-        directory, config, params.replace(draft_to_target=frozen.draft_to_target), target.config,
-        layout=LAYOUTS[settings.format], dtype=settings.export_dtype,
-        target_name=settings.target_name or str(settings.target),
-        embedding=target.params.embedding if settings.format == "speculators" else None,
-    )  # fmt: skip
-    trainer.write_provenance(directory, result.provenance)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ k, which have no predicted feature to read, repeat true ones; here they are left
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,12 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.types import Array
+from training import ahead
 from training.attention import attend_within, causal
 from training.batches import Batch
 from training.linear import LINEARS
-from training.losses import LOSSES, LossName, overlap_of
-from training.objective import head_of, loss_chunk, mean_by_chunks
+from training.losses import LOSSES, LossName
+from training.objective import head_of
 from training.trainer.settings import bad_option
 
 VARIANTS = ("eagle1", "hass", "eagle3")
@@ -136,7 +137,7 @@ class EagleTask:
         the rows that count."""
         taught = _teach(self, frozen, batch)
         outputs = _unroll(self, params, frozen, batch, taught, key)
-        return _judge(self, params, frozen, taught, outputs, _row_weights(self.recipe, batch))
+        return _judge(self, params, frozen, batch, taught, outputs)
 
 
 @struct.dataclass
@@ -221,81 +222,35 @@ def _unroll(
     return outputs
 
 
-def _row_weights(recipe: Recipe, batch: Batch) -> Array:
-    """float32 [B, T, S]: weight of step k at the target's row j, for j from 1 on.
-
-    A row counts as much as the token t_j that it drafts behind: the published code, which takes
-    t_{j-1}'s weight, never trains the draft behind the first token of an answer.
-    """
-    length = batch.tokens.shape[1] - 1
-    weights = []
-    for step in range(recipe.unroll):
-        behind = step + 1  # row j of the target is met by row j - 1 - k of the head
-        start = jnp.pad(batch.segments[:, : length + 1 - behind], ((0, 0), (step, 0)))
-        here = batch.segments[:, 1:]
-        inside = (start == here) & (here > 0)
-        weights.append(jnp.where(inside, batch.weights[:, 1:] * recipe.step_decay**step, 0.0))
-    return jnp.stack(weights, -1)
-
-
 def _judge(
-    task: EagleTask, params: EagleParams, frozen: Frozen, taught: _Taught, outputs: list[Array],
-    weights: Array,
+    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: _Taught,
+    outputs: list[Array],
 ) -> tuple[Array, dict[str, Array]]:  # fmt: skip
-    """Loss and metrics, the target's law being computed once for all steps."""
+    """Loss and metrics of the outputs of all steps."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
-    length = weights.shape[1]
-    shifted = [
-        jnp.pad(x[:, : length - step], ((0, 0), (step, 0), (0, 0)))
-        for step, x in enumerate(outputs)
-    ]
-    x = jnp.stack(shifted, 2)  # [B, T, S, D], row t beside the target's row t + 1
+    x = ahead.align(outputs)
     if params.norm is not None and not config.norm_output:
         x = decoder.rms_norm(x, params.norm, config.network.norm_eps)
     output = head_of(frozen.target)
     matrix = {} if params.head is None else {"head": params.head}
 
-    def score(x: Array, matrix: dict[str, Array], given: Any) -> dict[str, Array]:
-        normed, weight = given
-        log_q = jax.nn.log_softmax(linear(x, matrix.get("head", output)))
-        log_p, answers = _target_law(task, frozen, linear(normed, output))
-        log_p = log_p[:, :, None]
-        values = recipe.loss_weight * LOSSES[recipe.loss](log_p, log_q)
+    def values(log_p: Array, log_q: Array, beside: ahead.Beside) -> Array:
+        value = recipe.loss_weight * LOSSES[recipe.loss](log_p, log_q)
         if recipe.top_k_weight:
-            values += recipe.top_k_weight * _top_k_loss(log_p, log_q)
+            value += recipe.top_k_weight * _top_k_loss(log_p, log_q)
         if recipe.feature_weight:
-            values += recipe.feature_weight * _smooth_l1(x, normed[:, :, None])
-        counted = weight * answers[:, :, None]
-        alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
-        means = {"loss": (counted * values).sum(-1)}
-        for step in range(recipe.unroll):
-            here = (weight[..., step] > 0).astype(alpha.dtype)
-            means |= {f"accepted_{step}": here * alpha[..., step], f"rows_{step}": here}
-        return means
+            value += recipe.feature_weight * _smooth_l1(beside.x, beside.normed[:, :, None])
+        return value
 
-    given = jax.lax.stop_gradient((taught.normed[:, 1:], weights))
-    means = mean_by_chunks(score, x, matrix, given, rows=max(loss_chunk() // recipe.unroll, 1))
-    rows = [means.pop(f"rows_{step}") for step in range(recipe.unroll)]
-    for step, share in enumerate(rows):
-        means[f"accepted_{step}"] /= jnp.maximum(share, 1e-9)
+    means = ahead.judge(
+        x, matrix, lambda x, matrix: linear(x, matrix.get("head", output)),
+        law=lambda normed: ahead.target_law(
+            linear(normed, output), frozen.draft_to_target, recipe.loss
+        ),
+        values=values, normed=taught.normed, batch=batch,
+        weights=ahead.row_weights(batch, recipe.unroll, recipe.step_decay),
+    )  # fmt: skip
     return means["loss"], means
-
-
-def _target_law(task: EagleTask, frozen: Frozen, logits: Array) -> tuple[Array, Array]:
-    """Target's logits [..., V] to log p [..., Vd] and the rows' weights [...].
-
-    Over a reduced vocabulary the published losses (``ce``, ``kl``) renormalise p, and leave out
-    rows whose likeliest token the head does not know; those made of alpha do neither.
-    """
-    kept = frozen.draft_to_target
-    log_p = jax.nn.log_softmax(logits)
-    if kept is None:
-        return log_p, jnp.ones(logits.shape[:-1])
-    part = log_p[..., kept]
-    if task.recipe.loss not in ("ce", "kl", "reverse_kl", "jsd"):
-        return part, jnp.ones(logits.shape[:-1])
-    known = part.max(-1) >= log_p.max(-1)
-    return jax.nn.log_softmax(part), known.astype(jnp.float32)
 
 
 def _top_k_loss(log_p: Array, log_q: Array) -> Array:

@@ -47,7 +47,7 @@ def next_token_loss(
 
     def score(x: Array, head: Array, targets: Array) -> dict[str, Array]:
         log_p = jax.nn.log_softmax(LINEARS[compute](x, head))
-        return {"loss": -_take(log_p, targets)}
+        return {"loss": -take(log_p, targets)}
 
     means = mean_by_chunks(score, x, head_of(params), windows[:, 1:])
     return means["loss"], means
@@ -89,7 +89,7 @@ def distillation_loss(
         log_q = jax.nn.log_softmax(LINEARS[compute](x, head))
         log_p = jax.nn.log_softmax(LINEARS[compute](taught, teacher_head))
         p = jnp.exp(log_p)
-        loss, kl = -_take(log_q, targets), jnp.sum(p * (log_p - log_q), -1)
+        loss, kl = -take(log_q, targets), jnp.sum(p * (log_p - log_q), -1)
         overlap = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), -1)
         distance = kl if teacher.distance == "kl" else -jnp.log(overlap)
         mixed = teacher.weight * distance + (1 - teacher.weight) * loss
@@ -173,5 +173,6 @@ def mean_by_chunks(
     return means(x, weights)
 
 
-def _take(log_p: Array, targets: Array) -> Array:
+def take(log_p: Array, targets: Array) -> Array:
+    """log p [..., V] of the ids ``targets`` [...]."""
     return jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]

@@ -118,11 +118,16 @@ def heads(
     hidden = hidden.astype(config.activation_dtype)
     logits = []
     for index, blocks in enumerate(params.blocks):
-        x = hidden
-        for block in blocks:
-            x = x + jax.nn.silu(decoder.affine(x, block.weight, block.bias, linear)).astype(x.dtype)
+        x = stream(blocks, hidden, linear)
         if params.outputs:
             logits.append(linear(x, params.outputs[index % len(params.outputs)]))
         else:
             logits.append(target.unembed(target_params, x, norm=False))
     return jnp.stack(logits, -2)
+
+
+def stream(blocks: tuple[BlockParams, ...], x: Array, linear: Linear) -> Array:
+    """Hidden states [..., D] through the blocks of one head, to what its output takes [..., D]."""
+    for block in blocks:
+        x = x + jax.nn.silu(decoder.affine(x, block.weight, block.bias, linear)).astype(x.dtype)
+    return x

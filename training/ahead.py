@@ -1,0 +1,116 @@
+"""What drafters that guess several tokens ahead are judged by.
+
+Guess k (from 0) made at row i is about the token after t_{i+1+k}. It is laid beside the target's
+row j = i + 1 + k, which computed the law of that token: so all guesses about one token lie side by
+side, and the target's law is computed once for them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.types import Array
+from training.batches import Batch
+from training.losses import overlap_of
+from training.objective import loss_chunk, mean_by_chunks
+
+
+class Beside(NamedTuple):
+    """What a loss may look at beside the laws, for a stretch of t rows."""
+
+    x: Array  # aligned guesses [B, t, S, D]
+    normed: Array  # the target's last hidden states after its norm [B, t, D]
+    labels: Array  # int32 [B, t]: t_{j+1}, 0 behind the last
+
+
+def align(outputs: Sequence[Array]) -> Array:
+    """Guesses [B, T, D] of each k, by row i, to [B, T, S, D], by j - 1; zeros where none is."""
+    length = outputs[0].shape[1]
+    shifted = [jnp.pad(x[:, : length - k], ((0, 0), (k, 0), (0, 0))) for k, x in enumerate(outputs)]
+    return jnp.stack(shifted, 2)
+
+
+def row_weights(batch: Batch, steps: int, decay: float) -> Array:
+    """float32 [B, T, S]: weight of guess k beside the target's row j, at j - 1.
+
+    A guess counts as much as t_j, the token that is drafted behind: the programs of EAGLE's
+    authors, which take the weight of t_{j-1}, never train the draft behind an answer's first token.
+    """
+    length = batch.tokens.shape[1] - 1
+    here, weights = batch.segments[:, 1:], []
+    for step in range(steps):
+        start = jnp.pad(batch.segments[:, : length - step], ((0, 0), (step, 0)))
+        inside = (start == here) & (here > 0)
+        weights.append(jnp.where(inside, batch.weights[:, 1:] * decay**step, 0.0))
+    return jnp.stack(weights, -1)
+
+
+def target_law(logits: Array, kept: Array | None, loss: str) -> tuple[Array, Array]:
+    """Target's logits [..., V] to log p [..., Vd] and whether a row counts, float32 [...].
+
+    Over a reduced vocabulary, int32 ``kept`` [Vd], the published losses (``ce``, ``kl`` and their
+    like) renormalise p, and leave out rows whose likeliest token the drafter does not know; those
+    made of the chance of acceptance do neither.
+    """
+    log_p = jax.nn.log_softmax(logits)
+    everywhere = jnp.ones(logits.shape[:-1])
+    if kept is None:
+        return log_p, everywhere
+    part = log_p[..., kept]
+    if loss not in ("ce", "kl", "reverse_kl", "jsd"):
+        return part, everywhere
+    known = part.max(-1) >= log_p.max(-1)
+    return jax.nn.log_softmax(part), known.astype(jnp.float32)
+
+
+def judge(
+    x: Array,
+    matrix: Any,
+    logits_of: Callable[[Array, Any], Array],
+    *,
+    law: Callable[[Array], tuple[Array, Array]],
+    values: Callable[[Array, Array, Beside], Array],
+    normed: Array,
+    batch: Batch,
+    weights: Array,
+) -> dict[str, Array]:
+    """Means over all B * T rows, a stretch at a time; ``loss`` can be differentiated.
+
+    Args:
+      x: aligned guesses [B, T, S, D], differentiated.
+      matrix: pytree of output matrices, differentiated.
+      logits_of: maps x [B, t, S, D] and ``matrix`` to the drafter's logits [B, t, S, Vd].
+      law: maps the target's normed hidden states [B, t, D] to log p [B, t, Vd] and whether a row
+        counts [B, t].
+      values: maps log p [B, t, 1, Vd], log q [B, t, S, Vd] and what stands beside them to the loss
+        of every guess [B, t, S].
+      normed: the target's last hidden states after its norm [B, T + 1, D].
+      batch: windows.
+      weights: [B, T, S], as of ``row_weights``.
+
+    Returns:
+      ``loss``, and ``accepted_k``: mean chance that guess k is accepted, over the rows that count.
+    """
+    steps = weights.shape[-1]
+    labels = jnp.pad(batch.tokens[:, 2:], ((0, 0), (0, 1)))
+
+    def score(x: Array, matrix: Any, given: Any) -> dict[str, Array]:
+        normed, weight, labels = given
+        log_q = jax.nn.log_softmax(logits_of(x, matrix))
+        log_p, counts = law(normed)
+        log_p = log_p[:, :, None]
+        value = values(log_p, log_q, Beside(x, normed, labels))
+        alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
+        means = {"loss": (weight * counts[:, :, None] * value).sum(-1)}
+        for step in range(steps):
+            here = (weight[..., step] > 0).astype(alpha.dtype)
+            means |= {f"accepted_{step}": here * alpha[..., step], f"rows_{step}": here}
+        return means
+
+    given = jax.lax.stop_gradient((normed[:, 1:], weights, labels))
+    means = mean_by_chunks(score, x, matrix, given, rows=max(loss_chunk() // steps, 1))
+    for step in range(steps):
+        means[f"accepted_{step}"] /= jnp.maximum(means.pop(f"rows_{step}"), 1e-9)
+    return means

@@ -1,0 +1,129 @@
+"""Distils a draft model from a frozen target: ``python -m training.distill_draft``.
+
+    python -m training.distill_draft --target DIR --draft-layers 0 3 7 --data TEXT... \\
+        --held-out-share 0.02 --output RUN
+
+The draft model is a checkpoint with the target's vocabulary (``--draft DIR``), or starts as a few
+of the target's own layers. It learns the target's law on text, on answers of the target (see
+``training.generate_data``), on what it writes itself (``--on-policy 0.5``), or a mixture. Run the
+same command again to resume; at the end ``RUN/export`` holds it in Hugging Face layout.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jspec import checkpoint, loading
+from jspec.config import check_vocabularies
+from jspec.drafters import DraftModel
+from jspec.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from training import trainer
+from training.distilling import DistillSettings, distil, open_target
+from training.draft import DraftRecipe, DraftTask, FrozenTeacher
+from training.trainer import TrainerSettings, bad_option
+
+_TRAINER = TrainerSettings(
+    steps=20_000, batch=32, accumulate=1, schedule="cosine", learning_rate=3e-4, warmup=500,
+    beta1=0.9, beta2=0.95, weight_decay=0.1, eval_every=1000,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DistillSettings):
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      target: model to draft for: a directory in Hugging Face layout, or a hub id
+      output: folder of the run: checkpoints, logs, curves, and in export/ the draft model
+      target_dtype: of the target's weights (auto: float32 on a CPU, else bfloat16)
+      target_name: what the exported files call the target (default: as --target)
+      eval_windows: held-out windows of an evaluation
+      export_dtype: of the exported weights
+      draft: model to start from, of the target's vocabulary
+      draft_layers: layers of the target to start from, from 0 on, instead
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    trainer: TrainerSettings = _TRAINER
+    recipe: DraftRecipe = dataclasses.field(default_factory=DraftRecipe)
+    draft: str = ""
+    draft_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if bool(self.draft) == bool(self.draft_layers):
+            given = self.draft if self.draft else ""
+            raise bad_option("draft", given, "give either --draft DIR or --draft-layers 0 3 ...")
+        if self.recipe.on_policy and self.recipe.on_policy_prompt >= self.data.length:
+            remedy = f"keep fewer than --length {self.data.length}"
+            raise bad_option("on_policy_prompt", self.recipe.on_policy_prompt, remedy)
+
+
+def start_of(settings: Settings, target: LoadedModel) -> tuple[DecoderConfig, DecoderParams, dict]:
+    """Sizes, weights and config.json of the draft model before training.
+
+    Raises:
+      ValueError: it cannot be read, has another vocabulary, or the target has no such layers.
+    """
+    if settings.draft:
+        draft = loading.load(settings.draft, "float32")
+        check_vocabularies(
+            target.config.vocab_size, draft.config.vocab_size, target.tokenizer, draft.tokenizer
+        )
+        return draft.config, draft.params, draft.raw_config
+    picked, layers = settings.draft_layers, target.config.num_layers
+    if not all(0 <= layer < layers for layer in picked) or list(picked) != sorted(set(picked)):
+        remedy = f"name ascending ones of the target's {layers}, from 0 on"
+        raise bad_option("draft_layers", picked, remedy)
+    windows = target.config.windows
+    config = dataclasses.replace(
+        target.config, num_layers=len(picked), cache_dtype="float32", activation_dtype="float32",
+        windows=tuple(windows[layer] for layer in picked) if windows else (),
+    )  # fmt: skip
+    params = target.params.replace(layers=tuple(target.params.layers[layer] for layer in picked))
+    return config, params, checkpoint.hf_config(config)
+
+
+def run(
+    settings: Settings, argv: Sequence[str] = (), *, stop_after: int | None = None
+) -> trainer.Result:
+    """Prepares the data, trains to the end or to a signal, exports a finished run.
+
+    Args:
+      settings: of the run.
+      argv: words of the command line, for the provenance.
+      stop_after: most steps of this call.
+    """
+    target, data = open_target(settings)
+    config, start, raw = start_of(settings, target)
+    task = DraftTask(config, target.config, settings.recipe, settings.trainer.compute)
+    depth = settings.acceptance.num_speculative_tokens
+
+    def export(params: DecoderParams, directory: Path) -> None:
+        checkpoint.save_pretrained(directory, config, params, raw, settings.export_dtype)
+        target.tokenizer.save_pretrained(directory)
+
+    return distil(
+        settings, task, FrozenTeacher(target.params, start), target, data,
+        module="training.distill_draft", argv=argv, export=export, stop_after=stop_after,
+        identity=dataclasses.asdict(settings.recipe) | {"draft": repr(config)},
+        drafter=DraftModel(config, depth, vocab_size=target.config.vocab_size),
+        weights_of=lambda params: (target.params, params),
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see ``trainer.run_command`` for its exit code."""
+    return trainer.run_command(
+        Settings, run, argv, module="training.distill_draft",
+        description="Distils a draft model from a frozen target; run it again with the same "
+        "options to resume.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

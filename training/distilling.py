@@ -1,0 +1,151 @@
+"""What the distilling scripts share: their options, and the run around a task."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import loading
+from jspec.loading import LoadedModel
+from jspec.types import Array, Drafter
+from training import trainer
+from training.acceptance import AcceptanceSettings, acceptance_meter
+from training.data.loader import batches, held_out
+from training.data.packing import token_counts
+from training.data.settings import Data, DataSettings, open_data
+from training.task import Task
+from training.trainer import TrainerSettings, bad_option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """Options of every distilling script, beside those of its parts.
+
+    Attributes:
+      target: model to draft for: a directory in Hugging Face layout, or a hub id
+      output: folder of the run: checkpoints, logs, curves, and in export/ what was trained
+      target_dtype: of the target's weights (auto: float32 on a CPU, else bfloat16)
+      target_name: what the exported files call the target (default: as --target)
+      eval_windows: held-out windows of an evaluation
+      export_dtype: of the exported weights
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    target: str
+    output: str
+    data: DataSettings
+    acceptance: AcceptanceSettings = dataclasses.field(default_factory=AcceptanceSettings)
+    trainer: TrainerSettings
+    target_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    target_name: str = ""
+    eval_windows: int = 32
+    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+
+    def __post_init__(self):
+        if self.eval_windows < 1:
+            raise bad_option("eval_windows", self.eval_windows, "it must be at least 1")
+
+    @property
+    def export_dir(self) -> Path:
+        """Where the trained network goes."""
+        return Path(self.output) / "export"
+
+    @property
+    def measures(self) -> bool:
+        """Whether acceptance is asked for."""
+        return self.acceptance.acceptance_prompts > 0
+
+
+def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
+    """The target and its data.
+
+    Raises:
+      ValueError: one of them cannot be read.
+    """
+    trainer.start_processes(settings.trainer)
+    dtype = settings.target_dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    target = loading.load(settings.target, dtype)
+    return target, open_data(settings.data, target.tokenizer, target.config.vocab_size)
+
+
+def frequent_tokens(data: Data, count: int, vocab_size: int) -> Array | None:
+    """The ``count`` tokens that are learned from most often, ascending int32; None for all."""
+    if count == vocab_size:
+        return None
+    counts = token_counts(data.train, vocab_size)
+    likeliest = np.argsort(-counts, kind="stable")[:count]
+    return jnp.asarray(np.sort(likeliest), jnp.int32)
+
+
+def distil(
+    settings: DistillSettings,
+    task: Task,
+    frozen: Any,
+    target: LoadedModel,
+    data: Data,
+    *,
+    module: str,
+    argv: Sequence[str],
+    identity: Mapping[str, Any],
+    drafter: Drafter,
+    weights_of: Callable[[Any], tuple[Any, Any]],
+    export: Callable[[Any, Path], None],
+    stop_after: int | None = None,
+) -> trainer.Result:
+    """Trains to the end or to a signal, measures acceptance on the way, exports a finished run.
+
+    Args:
+      settings: of the run.
+      task: what is trained.
+      frozen: what is not.
+      target: the model that verifies.
+      data: of ``open_target``.
+      module: of the script, for the provenance.
+      argv: words of the command line, for the provenance.
+      identity: options of the script that a resumed run must share.
+      drafter: how acceptance is measured.
+      weights_of: from trained weights to those of target and drafter.
+      export: writes the best weights, on the host, into a folder; called by one process.
+      stop_after: most steps of this call.
+    """
+    measure = None
+    if settings.measures and data.held_out is not None:
+        meter = acceptance_meter(settings.acceptance, target.target, drafter, data.held_out)
+        measure = lambda params: meter(*weights_of(params))
+    described = {"data": data.description}
+    with trainer.progress(settings.trainer.steps) as bar:
+        result = trainer.train(
+            task, frozen, **_fed(settings, data), settings=settings.trainer,
+            out=Path(settings.output), measure=measure, bar=bar, stop_after=stop_after,
+            identity=dict(identity) | {"data": f"sha256 {data.description['sha256'][:16]}"},
+            facts=trainer.provenance(module, argv) | described,
+            best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
+        )  # fmt: skip
+    if not result.finished:
+        if jax.process_index() == 0:
+            print(f"stopped and saved at step {result.step}; run the same command to resume")
+        return result
+    params = trainer.gather(result.best_params())
+    if jax.process_index() == 0:
+        export(params, settings.export_dir)
+        trainer.write_provenance(settings.export_dir, result.provenance)
+    return result
+
+
+def _fed(settings: DistillSettings, data: Data) -> dict[str, Any]:
+    """Batches of this process, and those held out."""
+    mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    size, seed = settings.trainer.batch, settings.trainer.seed
+    apart = ()
+    if data.held_out is not None:
+        part = size // settings.trainer.accumulate
+        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows, **mine)
+    return {"batches": batches(data.train, batch=size, seed=seed, **mine), "held_out": apart}

@@ -1,0 +1,178 @@
+"""Distilling a draft model: a small decoder learns the law of a larger one.
+
+On text, or on what the draft model itself writes (on-policy, arXiv 2310.08461): then it learns
+where its own drafts lead. Continuations are sampled inside the step, by the weights of the step.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec import kv, topology
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.types import Array
+from training.attention import attend_within
+from training.batches import Batch
+from training.linear import LINEARS
+from training.losses import LOSSES, LossName, overlap_of
+from training.objective import head_of, mean_by_chunks, take
+from training.trainer.settings import bad_option
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRecipe:
+    """What a draft model learns from.
+
+    Attributes:
+      loss: distance between the target's law and the draft's
+      text_weight: share of the next-token loss in the objective
+      on_policy: share of a batch's windows that the draft model continues by itself
+      on_policy_prompt: tokens of such a window that are kept
+      on_policy_temperature: of the draws
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    loss: LossName = "kl"
+    text_weight: float = 0.0
+    on_policy: float = 0.0
+    on_policy_prompt: int = 64
+    on_policy_temperature: float = 1.0
+
+    def __post_init__(self):
+        if self.loss not in LOSSES:
+            raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
+        for name in ("text_weight", "on_policy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise bad_option(name, getattr(self, name), "take 0 to 1")
+        if self.on_policy_prompt < 1:
+            raise bad_option("on_policy_prompt", self.on_policy_prompt, "it must be at least 1")
+        if not 0 < self.on_policy_temperature < float("inf"):
+            remedy = "it must be above 0"
+            raise bad_option("on_policy_temperature", self.on_policy_temperature, remedy)
+
+
+@struct.dataclass
+class FrozenTeacher:
+    """What is not trained: the target's weights, and those that the draft model starts from."""
+
+    target: DecoderParams
+    start: DecoderParams
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTask:
+    """A draft model in training: a ``training.task.Task``.
+
+    Attributes:
+      draft: sizes of the draft model.
+      target: sizes of the target. Of unlike vocabularies (one is padded) the common part counts.
+      recipe: what it learns from.
+      compute: factors of every matmul, a name in ``linear.LINEARS``.
+    """
+
+    draft: DecoderConfig
+    target: DecoderConfig
+    recipe: DraftRecipe
+    compute: str = "bfloat16"
+
+    def init(self, key: Array, frozen: FrozenTeacher) -> DecoderParams:
+        """The weights to start from."""
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), frozen.start)
+
+    def loss(
+        self, params: DecoderParams, frozen: FrozenTeacher, batch: Batch, key: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """See ``Task``. Metrics: ``loss``; and over the rows that count ``next_token_loss`` of the
+        text, ``kl``, and ``accepted``, the chance that a drafted token is."""
+        batch = self._continued(params, batch, key)
+        x = hidden_states(params, self.draft, batch, self.compute)[:, :-1]
+        truth = hidden_states(frozen.target, self.target, batch, self.compute)[:, :-1]
+        output, linear, recipe = head_of(frozen.target), LINEARS[self.compute], self.recipe
+        common = min(self.draft.vocab_size, self.target.vocab_size)
+
+        def score(x: Array, head: Array, given: Any) -> dict[str, Array]:
+            truth, labels, weight = given
+            log_q = jax.nn.log_softmax(linear(x, head)[..., :common])
+            log_p = jax.nn.log_softmax(linear(truth, output)[..., :common])
+            text, counts = -take(log_q, labels), (weight > 0).astype(x.dtype)
+            far = LOSSES[recipe.loss](log_p, log_q)
+            return {
+                "loss": weight * ((1 - recipe.text_weight) * far + recipe.text_weight * text),
+                "next_token_loss": counts * text,
+                "kl": counts * LOSSES["kl"](log_p, log_q),
+                "accepted": counts * overlap_of(log_p, log_q),
+                "counts": counts,
+            }
+
+        given = jax.lax.stop_gradient((truth, batch.tokens[:, 1:], label_weights(batch)))
+        means = mean_by_chunks(score, x, head_of(params), given)
+        share = jnp.maximum(means.pop("counts"), 1e-9)
+        for name in ("next_token_loss", "kl", "accepted"):
+            means[name] /= share
+        return means["loss"], means
+
+    def _continued(self, params: DecoderParams, batch: Batch, key: Array) -> Batch:
+        """The batch, its first windows continued by the draft model itself."""
+        count = round(self.recipe.on_policy * len(batch.tokens))
+        if not count:
+            return batch
+        kept = min(self.recipe.on_policy_prompt, batch.tokens.shape[1] - 1)
+        written = sample_continuations(
+            params, self.draft, batch.tokens[:count, :kept], batch.tokens.shape[1], key,
+            self.recipe.on_policy_temperature,
+        )  # fmt: skip
+        new = Batch(
+            tokens=written,
+            segments=jnp.ones_like(written),
+            weights=jnp.broadcast_to(jnp.arange(written.shape[1]) >= kept, written.shape) * 1.0,
+        )
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b[count:]]), new, batch)
+
+
+def label_weights(batch: Batch) -> Array:
+    """float32 [B, T]: weight of predicting t_{i+1} at row i, 0 across segments."""
+    here, after = batch.segments[:, :-1], batch.segments[:, 1:]
+    return jnp.where((here == after) & (after > 0), batch.weights[:, 1:], 0.0)
+
+
+def hidden_states(
+    params: DecoderParams, config: DecoderConfig, batch: Batch, compute: str
+) -> Array:
+    """Normed last hidden states [B, T + 1, D]."""
+    x, _ = decoder.trunk(
+        params, config, decoder.embed(params, config, batch.tokens), batch.positions,
+        attend_within(batch.segments, config.windows), linear=LINEARS[compute],
+    )  # fmt: skip
+    return decoder.rms_norm(x, params.norm, config.norm_eps)
+
+
+def sample_continuations(
+    params: DecoderParams, config: DecoderConfig, prompts: Array, length: int, key: Array,
+    temperature: float,
+) -> Array:  # fmt: skip
+    """int32 prompts [B, P] continued to [B, length] by draws of the model; no gradient flows."""
+    batch, kept = prompts.shape
+    params = jax.lax.stop_gradient(params)
+    every = lambda size: jnp.broadcast_to(jnp.arange(size), (batch, size))
+
+    def feed(cache: kv.KVCache, tokens: Array) -> tuple[kv.KVCache, Array]:
+        size = tokens.shape[1]
+        tree = topology.from_parents(topology.chain(size - 1), size - 1)
+        out = decoder.forward(params, config, tokens, tree, cache)
+        count = jnp.full((batch,), size, jnp.int32)
+        return kv.append(cache, out.tree_kv, every(size), count), out.logits[:, -1]
+
+    def step(carry, key):
+        cache, logits = carry
+        token = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+        return feed(cache, token[:, None]), token
+
+    start = feed(decoder.init_cache(config, batch, length), prompts)
+    _, written = jax.lax.scan(step, start, jax.random.split(key, length - kept))
+    return jnp.concatenate([prompts, written.T], 1)

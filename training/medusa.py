@@ -1,0 +1,186 @@
+"""Training Medusa heads (arXiv 2401.10774): on a frozen target, or together with it.
+
+Head i reads the target's last hidden state h_j, after its norm, and guesses t_{j+2+i}.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.heads import medusa
+from jspec.models.heads.medusa import MedusaConfig, MedusaParams
+from jspec.types import Array
+from training import ahead
+from training.attention import attend_within
+from training.batches import Batch
+from training.linear import LINEARS
+from training.losses import LOSSES, LossName
+from training.objective import head_of, mean_by_chunks, take
+from training.trainer.settings import bad_option
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaRecipe:
+    """How heads are trained; the defaults are the paper's.
+
+    Attributes:
+      medusa_loss: labels (cross-entropy with the text, as published) or a distance from the
+        target's law at the guessed token
+      head_decay: weight of a head's loss relative to the head before
+      heads_weight: of the heads' loss beside the target's own next-token loss (Medusa-2)
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    medusa_loss: LossName | Literal["labels"] = "labels"
+    head_decay: float = 0.8
+    heads_weight: float = 0.2
+
+    def __post_init__(self):
+        if self.medusa_loss not in ("labels", *LOSSES):
+            known = ", ".join(("labels", *LOSSES))
+            raise bad_option("medusa_loss", self.medusa_loss, f"choose one of {known}")
+        for name in ("head_decay", "heads_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise bad_option(name, getattr(self, name), "it must be at least 0")
+
+
+@struct.dataclass
+class FrozenTarget:
+    """What is not trained.
+
+    Attributes:
+      target: the target's weights; those of the start where it is trained too.
+      heads: heads to start from, or None for fresh ones.
+      draft_to_target: int32 [Vd], ascending, where the heads know only some tokens; else None.
+    """
+
+    target: DecoderParams
+    heads: MedusaParams | None = None
+    draft_to_target: Array | None = None
+
+
+@struct.dataclass
+class JointParams:
+    """Weights of Medusa-2: ``target`` is None where it stays frozen (Medusa-1)."""
+
+    heads: MedusaParams
+    target: DecoderParams | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaTask:
+    """Medusa heads in training: a ``training.task.Task``.
+
+    Attributes:
+      heads: sizes of the heads.
+      target: sizes of the target.
+      recipe: losses.
+      joint: whether the target is trained too (Medusa-2).
+      compute: factors of every matmul, a name in ``linear.LINEARS``.
+    """
+
+    heads: MedusaConfig
+    target: DecoderConfig
+    recipe: MedusaRecipe
+    joint: bool = False
+    compute: str = "bfloat16"
+
+    def init(self, key: Array, frozen: FrozenTarget) -> JointParams:
+        """Heads that say what the target's own output matrix would, or those given."""
+        wide = lambda tree: jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree)
+        heads = frozen.heads
+        if heads is None:
+            heads = medusa.init_params(key, self.heads)
+            output, kept = head_of(frozen.target), frozen.draft_to_target
+            output = output if kept is None else output[:, kept]
+            heads = heads.replace(outputs=(output,) * self.heads.num_outputs)
+        heads = wide(heads.replace(draft_to_target=None))
+        return JointParams(heads, wide(frozen.target) if self.joint else None)
+
+    def loss(
+        self, params: JointParams, frozen: FrozenTarget, batch: Batch, key: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """See ``Task``. Metrics: ``heads_loss``, ``accepted_i`` of head i, and with ``joint`` the
+        target's ``next_token_loss``."""
+        normed = self._hidden(frozen.target if params.target is None else params.target, batch)
+        original = normed if params.target is None else self._hidden(frozen.target, batch)
+        means = self._heads(params.heads, frozen, batch, normed, jax.lax.stop_gradient(original))
+        means["heads_loss"] = heads_loss = means.pop("loss")
+        if params.target is None:
+            return heads_loss, means | {"loss": heads_loss}
+        own = self._next_token(params.target, normed, batch)
+        loss = own + self.recipe.heads_weight * heads_loss
+        return loss, means | {"next_token_loss": own, "loss": loss}
+
+    def _hidden(self, params: DecoderParams, batch: Batch) -> Array:
+        config = self.target
+        x, _ = decoder.trunk(
+            params, config, decoder.embed(params, config, batch.tokens), batch.positions,
+            attend_within(batch.segments, config.windows), linear=LINEARS[self.compute],
+        )  # fmt: skip
+        return decoder.rms_norm(x, params.norm, config.norm_eps)
+
+    def _heads(
+        self, heads: MedusaParams, frozen: FrozenTarget, batch: Batch, normed: Array, truth: Array
+    ) -> dict[str, Array]:
+        linear, loss = LINEARS[self.compute], self.recipe.medusa_loss
+        given = normed[:, :-1].astype(jnp.float32)
+        x = ahead.align([medusa.stream(blocks, given, linear) for blocks in heads.blocks])
+        output, kept = head_of(frozen.target), frozen.draft_to_target
+
+        def logits_of(x: Array, outputs: tuple[Array, ...]) -> Array:
+            matrices = outputs or (output,)
+            guesses = [
+                linear(x[:, :, i], matrices[i % len(matrices)]) for i in range(self.heads.num_heads)
+            ]
+            return jnp.stack(guesses, 2)
+
+        def values(log_p: Array, log_q: Array, beside: ahead.Beside) -> Array:
+            if loss != "labels":
+                return LOSSES[loss](log_p, log_q)
+            place, known = _places(beside.labels, kept)
+            place = jnp.broadcast_to(place[:, :, None], log_q.shape[:-1])
+            return -take(log_q, place) * known[:, :, None]
+
+        weights = ahead.row_weights(batch, self.heads.num_heads, self.recipe.head_decay)
+        if loss == "labels":
+            weights = weights * _has_label(batch)[..., None]
+        return ahead.judge(
+            x, heads.outputs, logits_of,
+            law=lambda normed: ahead.target_law(linear(normed, output), kept, loss),
+            values=values, normed=truth, batch=batch, weights=weights,
+        )  # fmt: skip
+
+    def _next_token(self, params: DecoderParams, normed: Array, batch: Batch) -> Array:
+        """Cross-entropy of the target itself, weighed by its labels."""
+        linear = LINEARS[self.compute]
+        inside = batch.segments[:, :-1] == batch.segments[:, 1:]
+        weights = jnp.where(inside, batch.weights[:, 1:], 0.0)
+
+        def score(x: Array, head: Array, given: Any) -> dict[str, Array]:
+            labels, weight = given
+            return {"loss": -weight * take(jax.nn.log_softmax(linear(x, head)), labels)}
+
+        given = (batch.tokens[:, 1:], weights)
+        return mean_by_chunks(score, normed[:, :-1], head_of(params), given)["loss"]
+
+
+def _has_label(batch: Batch) -> Array:
+    """float32 [B, T]: weight of the label t_{j+1} of the target's row j, at j - 1, as 0 or 1."""
+    same = batch.segments[:, 2:] == batch.segments[:, 1:-1]
+    return jnp.pad((same & (batch.weights[:, 2:] > 0)).astype(jnp.float32), ((0, 0), (0, 1)))
+
+
+def _places(labels: Array, kept: Array | None) -> tuple[Array, Array]:
+    """Columns of the labels among the kept tokens, and whether they are kept, float32."""
+    if kept is None:
+        return labels, jnp.ones(labels.shape)
+    place = jnp.minimum(jnp.searchsorted(kept, labels), len(kept) - 1)
+    return place, (kept[place] == labels).astype(jnp.float32)
