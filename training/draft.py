@@ -125,7 +125,7 @@ class DraftTask:
         kept = min(self.recipe.on_policy_prompt, batch.tokens.shape[1] - 1)
         written = sample_continuations(
             params, self.draft, batch.tokens[:count, :kept], batch.tokens.shape[1], key,
-            self.recipe.on_policy_temperature,
+            self.recipe.on_policy_temperature, min(self.draft.vocab_size, self.target.vocab_size),
         )  # fmt: skip
         new = Batch(
             tokens=written,
@@ -154,9 +154,12 @@ def hidden_states(
 
 def sample_continuations(
     params: DecoderParams, config: DecoderConfig, prompts: Array, length: int, key: Array,
-    temperature: float,
+    temperature: float, vocab_size: int,
 ) -> Array:  # fmt: skip
-    """int32 prompts [B, P] continued to [B, length] by draws of the model; no gradient flows."""
+    """int32 prompts [B, P] continued to [B, length] by draws of the model; no gradient flows.
+
+    Only the first ``vocab_size`` tokens are drawn: what pads a vocabulary means nothing.
+    """
     batch, kept = prompts.shape
     params = jax.lax.stop_gradient(params)
     every = lambda size: jnp.broadcast_to(jnp.arange(size), (batch, size))
@@ -170,7 +173,8 @@ def sample_continuations(
 
     def step(carry, key):
         cache, logits = carry
-        token = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+        drawn = jax.random.categorical(key, logits[:, :vocab_size] / temperature)
+        token = drawn.astype(jnp.int32)
         return feed(cache, token[:, None]), token
 
     start = feed(decoder.init_cache(config, batch, length), prompts)

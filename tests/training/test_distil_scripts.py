@@ -1,0 +1,130 @@
+"""The distilling commands, from files to files that generate."""
+
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import LLM, SamplingParams, checkpoint
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig
+from training import distill_draft, distill_eagle, distill_medusa
+
+SIZES = DecoderConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2, num_kv_heads=1,
+    head_dim=16, max_positions=128,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(corpus, tmp_path_factory):
+    """A random target, with a tokenizer, in Hugging Face layout."""
+    directory = tmp_path_factory.mktemp("target")
+    params = decoder.init_params(jax.random.key(0), SIZES)
+    loud = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, params)
+    checkpoint.save_pretrained(directory, SIZES, loud)
+    shutil.copytree(corpus.directory / "tokenizer", directory, dirs_exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def words(target, sources, tmp_path_factory):
+    """Options of a run of six short steps."""
+    cache = tmp_path_factory.mktemp("cache")
+    return [
+        "--target", str(target), "--data", str(sources), "--held-out-modules", "secret",
+        "--cache", str(cache), "--length", "24", "--batch", "2", "--accumulate", "1", "--steps",
+        "6", "--warmup", "1", "--eval-every", "3", "--eval-windows", "2", "--acceptance-prompts",
+        "2", "--prompt-tokens", "8", "--max-new-tokens", "8", "--num-speculative-tokens", "2",
+        "--compute", "float32", "--learning-rate", "1e-2",
+    ]  # fmt: skip
+
+
+def generate(target, config):
+    llm = LLM(str(target), speculative_config=config, dtype="float32")
+    asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": [5, 7, 9, 30]}], asked)
+    return output.outputs[0].token_ids
+
+
+def check_run(folder, target, method, model=None):
+    """What every run leaves behind, and that its network drafts for the target."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert last["step"] == 6
+    assert 1 <= last["acceptance_length"] <= 3
+    assert np.isfinite(last["heldout_loss"])
+    assert (folder / "curves.png").stat().st_size > 1000
+    provenance = json.loads((folder / "export" / "provenance.json").read_text())
+    assert provenance["steps"] == 6
+    assert str(folder) not in json.dumps(provenance)
+    config = {"method": method, "model": str(model or folder / "export")}
+    drafted = generate(target, config | {"num_speculative_tokens": 2})
+    assert list(drafted) == list(generate(target, None))
+
+
+@pytest.mark.parametrize(
+    ("variant", "more", "method"),
+    [
+        ("eagle1", [], "eagle"),
+        ("hass", ["--loss", "overlap"], "eagle"),
+        ("eagle3", ["--unroll", "2", "--draft-vocab-size", "90", "--capture-layers", "1", "2", "4"],
+         "eagle3"),
+        ("eagle3", ["--unroll", "2", "--format", "speculators", "--target-name", "org/name"],
+         "eagle3"),
+    ],
+    ids=["eagle1", "hass", "eagle3 reduced", "eagle3 speculators"],
+)  # fmt: skip
+def test_a_head_is_distilled_from_one_command(variant, more, method, words, target, tmp_path):
+    argv = [*words, "--output", str(tmp_path), "--variant", variant, *more]
+    assert distill_eagle.main(argv) == 0
+    check_run(tmp_path, target, method)
+
+
+def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path):
+    more = ["--draft-layers", "0", "2", "--on-policy", "0.5", "--on-policy-prompt", "8"]
+    assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
+    check_run(tmp_path, target, "draft_model")
+    assert checkpoint.load_config(tmp_path / "export")[0].num_layers == 2
+
+
+def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
+    first, both = tmp_path / "first", tmp_path / "both"
+    heads = ["--num-heads", "2"]
+    assert distill_medusa.main([*words, "--output", str(first), *heads]) == 0
+    check_run(first, target, "medusa")
+    more = ["--joint", "--heads", str(first / "export"), "--format", "medusa"]
+    assert distill_medusa.main([*words, "--output", str(both), *more]) == 0
+    check_run(both, both / "export" / "target", "medusa", both / "export" / "heads")
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "message"),
+    [
+        (distill_eagle, ["--capture-layers", "3", "1"],
+         r"--capture-layers \(3, 1\) does not work; take ascending ones from 1 to 4"),
+        (distill_eagle, ["--draft-vocab-size", "301"], "the target has 300 tokens"),
+        (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
+         "only eagle3 heads have it"),
+        (distill_eagle, ["--variant", "hass", "--format", "speculators"],
+         "hass heads have 'eagle' alone"),
+        (distill_eagle, ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
+        (distill_eagle, ["--feature-weight", "1.0"], "no feature of the target"),
+        (distill_draft, [], "give either --draft DIR or --draft-layers"),
+        (distill_draft, ["--draft-layers", "2", "4"], "name ascending ones of the target's 4"),
+        (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
+        (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
+         "no reduced vocabulary"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said_in_one_line(script, more, message, words, tmp_path, capfd):
+    argv = [*words, "--output", str(tmp_path / "run"), *more]
+    assert script.main(argv) == 2
+    said = capfd.readouterr().err
+    assert re.search(message, said)
+    assert said.startswith("error: ")
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,156 @@
+"""Distilling draft models: the loss in numpy, and what a draft model writes by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec import topology
+from jspec.models import decoder
+from jspec.models.decoder import Decoder, DecoderConfig
+from training.batches import Batch
+from training.draft import DraftRecipe, DraftTask, FrozenTeacher, sample_continuations
+from training.losses import LOSSES
+
+
+def sizes(vocab_size, layers):
+    return DecoderConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_layers=layers,
+        num_heads=4, num_kv_heads=2, head_dim=8, max_positions=64, tie_embeddings=True,
+    )  # fmt: skip
+
+
+TARGET, DRAFT, SHORT = sizes(40, 2), sizes(44, 1), 36  # the draft's embedding is padded
+FIRST, SECOND = 10, 7
+
+
+def loud(key, config):
+    params = decoder.init_params(jax.random.key(key), config)
+    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return FrozenTeacher(loud(0, TARGET), loud(1, DRAFT))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 2)).astype(np.int32)
+    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
+    kept = (rng.random(tokens.shape) < 0.8) & (row > 0)
+    return Batch(tokens, np.stack([row, row]), kept.astype(np.float32))
+
+
+def laws(params, config, tokens):
+    chain = topology.from_parents(topology.chain(len(tokens) - 1), len(tokens) - 1)
+    cache = decoder.init_cache(config, 1, len(tokens))
+    logits = np.asarray(decoder.forward(params, config, tokens[None], chain, cache).logits[0])
+    common = logits[:, : TARGET.vocab_size]
+    return common - np.logaddexp.reduce(common, axis=-1, keepdims=True)
+
+
+DISTANCES = {
+    "kl": lambda p, q: (p * np.log(p / q)).sum(),
+    "ce": lambda p, q: -(p * np.log(q)).sum(),
+    "reverse_kl": lambda p, q: (q * np.log(q / p)).sum(),
+    "jsd": lambda p, q: 0.5 * (p * np.log(2 * p / (p + q)) + q * np.log(2 * q / (p + q))).sum(),
+    "tvd": lambda p, q: 0.5 * np.abs(p - q).sum(),
+    "overlap": lambda p, q: -np.log(1 - 0.5 * np.abs(p - q).sum()),
+}
+
+
+@pytest.mark.parametrize("loss", ["kl", "tvd"])
+def test_the_loss_is_the_distance_of_each_documents_laws(loss, weights, batch):
+    task = DraftTask(DRAFT, TARGET, DraftRecipe(loss=loss, text_weight=0.25), compute="float32")
+    got, metrics = jax.jit(task.loss)(weights.start, weights, batch, jax.random.key(0))
+    total, accepted, counted = 0.0, 0.0, 0
+    for tokens, learned in zip(batch.tokens, batch.weights, strict=True):
+        for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
+            p = np.exp(laws(weights.target, TARGET, tokens[start:end]))
+            q = np.exp(laws(weights.start, DRAFT, tokens[start:end]))
+            for i in range(end - start - 1):
+                if learned[start + i + 1]:
+                    text = -np.log(q[i, tokens[start + i + 1]])
+                    total += 0.75 * DISTANCES[loss](p[i], q[i]) + 0.25 * text
+                    accepted, counted = accepted + np.minimum(p[i], q[i]).sum(), counted + 1
+    rows = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+    np.testing.assert_allclose(got, total / rows, rtol=2e-5)
+    np.testing.assert_allclose(metrics["accepted"], accepted / counted, rtol=2e-5)
+
+
+@pytest.mark.parametrize("loss", DISTANCES)
+def test_distances_are_those_of_their_formulas(loss):
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(12), size=2)
+    got = LOSSES[loss](jnp.log(p), jnp.log(q))
+    np.testing.assert_allclose(got, DISTANCES[loss](p, q), rtol=2e-5)
+
+
+def gradient(loss, p, logits):
+    value = lambda logits: LOSSES[loss](jnp.log(p), jax.nn.log_softmax(logits)).sum()
+    return np.asarray(jax.grad(value)(jnp.asarray(logits)))
+
+
+def test_gradients_are_those_that_are_derived_by_hand():
+    rng = np.random.default_rng(0)
+    p, logits = rng.dirichlet(np.ones(12)), rng.normal(size=12)
+    q = np.exp(logits - np.logaddexp.reduce(logits))
+    kl, reverse = q - p, q * (np.log(q / p) - (q * np.log(q / p)).sum())
+    below = (q <= p).astype(float)
+    tvd = -q * (below - (q * below).sum())
+    alpha = np.minimum(p, q).sum()
+    share = np.exp(-3 * alpha)
+    wanted = {
+        "kl": kl, "ce": kl, "reverse_kl": reverse, "tvd": tvd, "overlap": tvd / alpha,
+        "lk": share * kl + (1 - share) * tvd,
+    }  # fmt: skip
+    for loss, by_hand in wanted.items():
+        np.testing.assert_allclose(gradient(loss, p, logits), by_hand, atol=1e-6, err_msg=loss)
+
+
+def test_a_normalised_reward_points_where_total_variation_does():
+    """Mean and scale of the reward change only the length of the gradient, for one row."""
+    rng = np.random.default_rng(0)
+    p, logits = rng.dirichlet(np.ones(12)), rng.normal(size=12)
+    a, b = gradient("tvd", p, logits), gradient("tvd++", p, logits)
+    np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=1e-4)
+
+
+def test_a_draft_model_continues_prompts_by_its_own_law(weights):
+    """Almost without temperature it writes what greedy decoding does."""
+    prompts = np.random.default_rng(2).integers(0, SHORT, (3, 5)).astype(np.int32)
+    written = sample_continuations(
+        weights.start, DRAFT, jnp.asarray(prompts), 14, jax.random.key(0), 1e-4, DRAFT.vocab_size
+    )
+    answers = jspec.generate(Decoder(DRAFT), weights.start, prompts.tolist(), max_new_tokens=9)
+    np.testing.assert_array_equal(written[:, :5], prompts)
+    np.testing.assert_array_equal(written[:, 5:], np.stack([a.tokens for a in answers]))
+
+
+def test_on_policy_windows_are_learned_from_behind_their_prompts_alone(weights, batch):
+    recipe = DraftRecipe(on_policy=1.0, on_policy_prompt=12)
+    task = DraftTask(DRAFT, TARGET, recipe, compute="float32")
+    loss = jax.jit(task.loss)
+    same = loss(weights.start, weights, batch, jax.random.key(0))[0]
+    assert jnp.isfinite(same)
+    assert same == loss(weights.start, weights, batch, jax.random.key(0))[0]
+    assert same != loss(weights.start, weights, batch, jax.random.key(1))[0]
+    behind = batch.replace(tokens=np.where(np.arange(19) >= 12, 0, batch.tokens))
+    assert same == loss(weights.start, weights, behind, jax.random.key(0))[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "mse"}, "--loss 'mse' does not work; choose one of kl"),
+        ({"on_policy": 1.5}, "--on-policy 1.5 does not work; take 0 to 1"),
+        ({"on_policy_temperature": 0.0}, "--on-policy-temperature 0.0 does not work"),
+        ({"on_policy_prompt": 0}, "--on-policy-prompt 0 does not work"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DraftRecipe(**options)

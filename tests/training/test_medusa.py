@@ -1,0 +1,147 @@
+"""Losses of Medusa heads, against the function that serves them and numpy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import topology
+from jspec.models import decoder
+from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.heads import medusa
+from jspec.models.heads.medusa import MedusaConfig
+from training.batches import Batch
+from training.medusa import FrozenTarget, JointParams, MedusaRecipe, MedusaTask
+
+TARGET = DecoderConfig(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_positions=64,
+)  # fmt: skip
+HEADS = MedusaConfig(
+    num_heads=3, num_layers=1, hidden_size=32, vocab_size=40, target_vocab_size=40,
+    capture_layers=(2,), num_outputs=3,
+)  # fmt: skip
+KEPT = np.arange(3, 40, 2, dtype=np.int32)
+FIRST, SECOND = 11, 8
+
+
+@pytest.fixture(scope="module")
+def target():
+    params = decoder.init_params(jax.random.key(0), TARGET)
+    return jax.tree.map(lambda x: 6 * x if x.ndim > 1 else x, params)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 2)).astype(np.int32)
+    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
+    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
+    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
+
+
+def loud(params):
+    noise = lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape)
+    return jax.tree.map(noise, params.replace(draft_to_target=None))
+
+
+def log_softmax(x):
+    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
+
+
+def documents(batch):
+    for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
+        for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
+            yield tokens[start:end], weights[start:end]
+
+
+def expected(heads, config, target, batch, value):
+    """Sum of 0.8^i value over every guess of every document alone, over all rows of the batch."""
+    module, total = Decoder(TARGET), 0.0
+    for tokens, weights in documents(batch):
+        chain = topology.from_parents(topology.chain(len(tokens) - 1), len(tokens) - 1)
+        cache = module.init_cache(1, len(tokens))
+        out = module.forward(target, tokens[None], chain, cache, (TARGET.num_layers,))
+        guesses = log_softmax(
+            np.asarray(medusa.heads(heads, config, out.features[0], module, target))
+        )
+        truth = np.asarray(out.logits[0])
+        for j in range(len(tokens)):
+            for i in range(config.num_heads):
+                beside = j + 1 + i  # the target's row that computed the guessed token's law
+                if beside < len(tokens):
+                    label = tokens[beside + 1] if beside + 1 < len(tokens) else None
+                    learned = label is not None and weights[beside + 1] > 0
+                    got = value(truth[beside], guesses[0, j, i], label if learned else None)
+                    total += weights[beside] * 0.8**i * got
+    return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+
+
+def label_loss(truth, log_q, label):
+    return 0.0 if label is None else -log_q[label]
+
+
+def kept_label_loss(truth, log_q, label):
+    return -log_q[list(KEPT).index(label)] if label in KEPT else 0.0
+
+
+def kl(truth, log_q, label):
+    log_p = log_softmax(truth)
+    return (np.exp(log_p) * (log_p - log_q)).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "value"),
+    [
+        ("labels", HEADS, label_loss),
+        ("kl", dataclasses.replace(HEADS, num_outputs=1), kl),
+        ("labels", dataclasses.replace(HEADS, vocab_size=len(KEPT)), kept_label_loss),
+    ],
+    ids=["labels", "kl, one output", "labels, reduced vocabulary"],
+)
+def test_the_loss_is_that_of_the_guesses_that_serving_makes(loss, config, value, target, batch):
+    kept = jnp.asarray(KEPT) if config.reduced else None
+    heads = loud(medusa.init_params(jax.random.key(2), config))
+    task = MedusaTask(config, TARGET, MedusaRecipe(medusa_loss=loss), compute="float32")
+    frozen = FrozenTarget(target, None, kept)
+    got, metrics = jax.jit(task.loss)(JointParams(heads), frozen, batch, jax.random.key(0))
+    np.testing.assert_allclose(got, expected(heads, config, target, batch, value), rtol=2e-5)
+    assert 0 < metrics["accepted_0"] < 1
+
+
+def test_fresh_heads_say_what_the_target_says(target):
+    task = MedusaTask(HEADS, TARGET, MedusaRecipe(), compute="float32")
+    heads = task.init(jax.random.key(0), FrozenTarget(target)).heads
+    hidden = jax.random.normal(jax.random.key(1), (4, 32))
+    said = medusa.heads(heads, HEADS, hidden, Decoder(TARGET), target)
+    own = Decoder(TARGET).unembed(target, hidden, norm=False)
+    np.testing.assert_allclose(said, np.repeat(own[:, None], 3, 1), rtol=1e-5)
+
+
+def test_joint_training_moves_the_target_and_keeps_its_own_loss_apart(target, batch):
+    task = MedusaTask(HEADS, TARGET, MedusaRecipe(), joint=True, compute="float32")
+    frozen = FrozenTarget(target)
+    params = task.init(jax.random.key(0), frozen)
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(
+        params, frozen, batch, jax.random.key(0)
+    )
+    total = metrics["next_token_loss"] + 0.2 * metrics["heads_loss"]
+    np.testing.assert_allclose(loss, total, rtol=1e-6)
+    assert float(jnp.abs(grads.target.layers[0].qkv).max()) > 1e-5
+    plain = 0.0
+    for tokens, weights in documents(batch):
+        chain = topology.from_parents(topology.chain(len(tokens) - 1), len(tokens) - 1)
+        cache = decoder.init_cache(TARGET, 1, len(tokens))
+        log_p = log_softmax(
+            np.asarray(decoder.forward(target, TARGET, tokens[None], chain, cache).logits[0])
+        )
+        plain -= sum(weights[i + 1] * log_p[i, tokens[i + 1]] for i in range(len(tokens) - 1))
+    rows = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+    np.testing.assert_allclose(metrics["next_token_loss"], plain / rows, rtol=2e-5)
+
+
+def test_a_loss_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="--medusa-loss 'mse' does not work; choose one of labels"):
+        MedusaRecipe(medusa_loss="mse")
