@@ -12,8 +12,14 @@ THIRD = ["\n", "<user>", "fine", "<end>", "\n", "<assistant>"]
 FOURTH = ["bye", "<end>"]
 
 
-def examples(template, messages=DIALOGUE):
-    return chat.open_template(words.tokenizer(template)).examples(messages)
+def examples(template, messages=DIALOGUE, **options):
+    opened = chat.open_template(words.tokenizer(template), **options)
+    (found,) = opened.examples([messages], refuse)
+    return [(list(tokens), mask.tolist()) for tokens, mask in found]
+
+
+def refuse(_, reason):
+    raise reason
 
 
 def learned(*parts):
@@ -60,8 +66,20 @@ def test_the_prompt_of_an_answer_ends_with_the_opening_of_its_turn():
 
 def test_a_template_can_be_given_as_a_file(tmp_path):
     (tmp_path / "template.jinja").write_text(words.PLAIN)
-    opened = chat.open_template(words.tokenizer(), str(tmp_path / "template.jinja"))
-    assert opened.examples(DIALOGUE) == examples(words.PLAIN)
+    given = examples(None, path=str(tmp_path / "template.jinja"))
+    assert given == examples(words.PLAIN)
+
+
+def test_one_refused_conversation_leaves_the_others_as_they_are():
+    refused = []
+    template = chat.open_template(words.tokenizer(words.PLAIN))
+    found = template.examples(
+        [DIALOGUE, DIALOGUE[:1], DIALOGUE[:2]], lambda *why: refused.append(why)
+    )
+    assert [len(each) for each in found] == [1, 0, 1]
+    assert [number for number, _ in refused] == [1]
+    ((tokens, mask),) = found[2]
+    assert (tokens, mask.tolist()) == learned(FIRST, SECOND, ["\n"])
 
 
 @pytest.mark.parametrize(

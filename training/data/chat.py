@@ -8,13 +8,16 @@ up to the opening of the turn and for the text with the turn: what the second ad
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = Sequence[Mapping[str, str]]
+Example = tuple[Sequence[int], np.ndarray]  # ids [n]; bool [n], whether each is learned
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,29 +41,46 @@ class ChatTemplate:
         """Token ids up to and with the opening of the assistant's next turn."""
         return self._encode(self._render(messages, add_generation_prompt=True)).input_ids
 
-    def examples(self, messages: Messages) -> list[tuple[list[int], list[bool]]]:
-        """(token ids, whether each is learned) of a conversation.
+    def examples(
+        self, conversations: Sequence[Messages], refuse: Callable[[int, ValueError], None]
+    ) -> list[list[Example]]:
+        """(token ids, whether each is learned) of each conversation.
 
-        One example, or one a turn of the assistant where the template writes earlier turns
-        otherwise once later ones follow (as those do that drop earlier thoughts): each turn is
-        then learned behind the very text that will stand before it.
+        One example of each, or one a turn of the assistant where the template writes earlier turns
+        otherwise once later ones follow (as those do that drop earlier thoughts): each turn is then
+        learned behind the very text that will stand before it.
 
-        Raises:
-          ValueError: nothing is said by the assistant, or the template does not take the messages.
+        Args:
+          conversations: many at once, which the tokenizer reads in parallel.
+          refuse: called with the number of a conversation that cannot be learned from, and why.
         """
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise ValueError("the assistant says nothing in it: there is nothing to learn")
-        if turns[0] == 0:
-            raise ValueError("the assistant speaks first, where no template can prompt it")
-        messages = messages[: turns[-1] + 1]
-        if self.is_marked:
-            return [self._by_marks(messages)]
+        found: list[list[Example]] = [[] for _ in conversations]
+        rendered = []
+        for number, messages in enumerate(conversations):
+            try:
+                messages, turns = _up_to_last_answer(messages)
+                if self.is_marked:
+                    found[number] = [self._by_marks(messages)]
+                else:
+                    rendered += [(number, *each) for each in self._spans(messages, turns)]
+            except ValueError as error:
+                refuse(number, error)
+        if rendered:
+            encoded = self._encode([text for _, text, _ in rendered], return_offsets_mapping=True)
+            pairs = zip(encoded.input_ids, encoded.offset_mapping, strict=True)
+            for (number, text, spans), (ids, offsets) in zip(rendered, pairs, strict=True):
+                found[number].append((ids, self._learned(text, spans, ids, offsets)))
+        return found
+
+    def _spans(
+        self, messages: Messages, turns: Sequence[int]
+    ) -> list[tuple[str, list[tuple[int, int]]]]:
+        """(text, spans of it that are learned) of each example."""
         spans = [self._span(messages, turn) for turn in turns]
         whole = spans[-1][0]
         if all(whole.startswith(closed) for closed, _ in spans):
-            return [self._by_spans(whole, [(start, len(closed)) for closed, start in spans])]
-        return [self._by_spans(closed, [(start, len(closed))]) for closed, start in spans]
+            return [(whole, [(start, len(closed)) for closed, start in spans])]
+        return [(closed, [(start, len(closed))]) for closed, start in spans]
 
     def _span(self, messages: Messages, turn: int) -> tuple[str, int]:
         """The text up to the end of a turn, and where in it the turn begins."""
@@ -74,36 +94,32 @@ class ChatTemplate:
             )
         return closed, len(opened)
 
-    def _by_marks(self, messages: Messages) -> tuple[list[int], list[bool]]:
+    def _by_marks(self, messages: Messages) -> Example:
         encoded = self._render(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        learned = [bool(mark) for mark in encoded["assistant_masks"]]
-        if not any(learned):
+        learned = np.array(encoded["assistant_masks"], bool)
+        if not learned.any():
             raise ValueError("the chat template's {% generation %} marks hold nothing of it")
         return encoded["input_ids"], learned
 
-    def _by_spans(
-        self, text: str, spans: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], list[bool]]:
-        encoded = self._encode(text, return_offsets_mapping=True)
-        ids, offsets = encoded.input_ids, encoded.offset_mapping
-        learned = [False] * len(ids)
+    def _learned(
+        self, text: str, spans: Sequence[tuple[int, int]], ids: list[int], offsets: Sequence
+    ) -> np.ndarray:
+        """Which tokens lie whole in a span, up to the one that ends the turn; bool [n]."""
+        learned = np.zeros(len(ids), bool)
+        begins, ends = np.array(offsets).reshape(-1, 2).T
         for start, end in spans:
-            inside = [i for i, (a, b) in enumerate(offsets) if start <= a and b <= end]
-            for i in inside[: self._to_end_of_turn([(ids[i], text[slice(*offsets[i])])
-                                                    for i in inside])]:  # fmt: skip
-                learned[i] = True
-        return ids, learned
-
-    def _to_end_of_turn(self, tokens: list[tuple[int, str]]) -> int:
-        """How many of a turn's tokens the model emits: not the template's space behind its end."""
-        count = len(tokens)
-        while count and tokens[count - 1][0] not in self._special:
-            if tokens[count - 1][1].strip():
-                return len(tokens)  # the turn ends in text of its own
-            count -= 1
-        return count or len(tokens)
+            inside = np.flatnonzero((begins >= start) & (ends <= end))
+            count = len(inside)
+            # Behind the end of the turn stands the template's space, which no model emits.
+            while count and ids[last := inside[count - 1]] not in self._special:
+                if text[begins[last] : ends[last]].strip():
+                    count = 0  # the turn ends in a text of its own
+                    break
+                count -= 1
+            learned[inside[: count or len(inside)]] = True
+        return learned
 
     @functools.cached_property
     def _special(self) -> frozenset[int]:
@@ -119,9 +135,19 @@ class ChatTemplate:
             reason = " ".join(str(error).split())
             raise ValueError(f"the chat template refuses it: {reason}") from None
 
-    def _encode(self, text: str, **options: Any) -> Any:
+    def _encode(self, text: str | list[str], **options: Any) -> Any:
         # The template has written the special tokens already.
         return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+
+
+def _up_to_last_answer(messages: Messages) -> tuple[Messages, list[int]]:
+    """The messages without those that nobody answers, and which are the assistant's."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise ValueError("the assistant says nothing in it: there is nothing to learn")
+    if turns[0] == 0:
+        raise ValueError("the assistant speaks first, where no template can prompt it")
+    return messages[: turns[-1] + 1], turns
 
 
 def open_template(tokenizer: Any, path: str = "") -> ChatTemplate:

@@ -72,13 +72,14 @@ class Encoder:
         Raises:
           ValueError: there are too many bad lines, or conversations and no chat template.
         """
-        texts = iter(self._texts([record for record in records if isinstance(record, Text)]))
-        for record in records:
-            if isinstance(record, Chat):
-                self.template  # noqa: B018  without one, no line is to blame
+        made: dict[int, list[chat.Example]] = {}
+        for kind, examples in ((Text, self._texts), (Chat, self._chats), (Tokens, self._tokens)):
+            numbers = [i for i, record in enumerate(records) if isinstance(record, kind)]
+            chosen = [records[i] for i in numbers]
+            made |= zip(numbers, examples(chosen, bad) if chosen else (), strict=True)
+        for number, record in enumerate(records):
             try:
-                pairs = next(texts) if isinstance(record, Text) else self._examples(record)
-                for ids, learned in pairs:
+                for ids, learned in made[number]:
                     yield self._checked(ids, learned, record.group)
             except ValueError as error:
                 bad.add(record.where, error)
@@ -96,14 +97,17 @@ class Encoder:
             )
         return Encoded(ids, learned, group)
 
-    def _examples(self, record: Chat | Tokens) -> list[tuple[list[int], list[bool]]]:
-        if isinstance(record, Chat):
-            return self.template.examples(record.messages)
-        learned = [False] * len(record.prompt) + [True] * len(record.answer)
-        return [([*record.prompt, *record.answer], learned)]
+    def _tokens(self, records: list[Tokens], _: BadLines) -> list[list[chat.Example]]:
+        return [
+            [([*each.prompt, *each.answer], [False] * len(each.prompt) + [True] * len(each.answer))]
+            for each in records
+        ]
 
-    def _texts(self, records: list[Text]) -> Iterator[list[tuple[list[int], list[bool]]]]:
-        """Whole batches go to the tokenizer at once, which reads them in parallel."""
+    def _chats(self, records: list[Chat], bad: BadLines) -> list[list[chat.Example]]:
+        refuse = lambda number, reason: bad.add(records[number].where, reason)
+        return self.template.examples([record.messages for record in records], refuse)
+
+    def _texts(self, records: list[Text], _: BadLines) -> list[list[chat.Example]]:
         ids: list[list[int]] = [[]] * len(records)
         for begins in (True, False):
             chosen = [i for i, record in enumerate(records) if record.begins == begins]
@@ -114,9 +118,9 @@ class Encoder:
                     ids[i] = each
         end = self.tokenizer.eos_token_id
         for record, each in zip(records, ids, strict=True):
-            closed = record.ends and end is not None and each[-1:] != [end]
-            each = [*each, end] if closed else each
-            yield [(each, [True] * len(each))]
+            if record.ends and end is not None and each[-1:] != [end]:
+                each.append(end)
+        return [[(each, [True] * len(each))] for each in ids]
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
