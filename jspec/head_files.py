@@ -136,15 +136,14 @@ def save_head(
       ValueError: the layout is unknown or cannot express the head, or ``params`` do not fit.
     """
     layout = layout or _default_layout(config)
-    _check_saveable(config, layout, target_config, target_name)
     if isinstance(config, MedusaConfig):
-        raw = medusa_format.describe(config, layout, target_name)
+        raw = describe_head(config, target_config, layout=layout, target_name=target_name)
         entries, extra = medusa_format.table(config, layout), _token_map(params)
     else:
         if embedding is not None and not config.own_embedding:
             config = dataclasses.replace(config, own_embedding=True)
             params = params.replace(embedding=embedding)
-        raw = eagle_format.describe(config, layout, target_config, target_name)
+        raw = describe_head(config, target_config, layout=layout, target_name=target_name)
         first = "midlayer" if layout == "eagle3" else eagle_format.FIRST
         entries, extra = eagle_format.table(config, first), _maps(config, params)
     model_files.check_params(entries, params)
@@ -159,6 +158,25 @@ def save_head(
             torch_files.write(aside / "medusa_lm_head.pt", _split(entries, params, dtype))
         else:
             model_files.write_weights(aside, entries, params, dtype, extra=extra)
+
+
+def describe_head(
+    config: HeadConfig,
+    target_config: DecoderConfig,
+    *,
+    layout: Layout | None = None,
+    target_name: str = "",
+) -> dict:
+    """The config.json that ``save_head`` writes, but for dtypes: to know early that it can.
+
+    Raises:
+      ValueError: the layout is unknown or cannot express the head.
+    """
+    layout = layout or _default_layout(config)
+    _check_saveable(config, layout, target_config, target_name)
+    if isinstance(config, MedusaConfig):
+        return medusa_format.describe(config, layout, target_name)
+    return eagle_format.describe(config, layout, target_config, target_name)
 
 
 # Reading.

@@ -14,13 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
+
 from jspec import head_files
 from jspec.drafters import Eagle
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
+from jspec.models.heads.eagle_format import default_capture_layers
 from training import trainer
+from training.data.settings import Data
 from training.distilling import DistillSettings, distil, frequent_tokens, open_target
-from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe
+from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe, teach
+from training.features import cached
 from training.trainer import TrainerSettings, bad_option
 
 LAYOUTS = {"eagle": None, "speculators": "speculators"}  # of head_files; None: the authors' own
@@ -66,6 +72,9 @@ class Settings(DistillSettings):
       variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
       format: layout of the exported head: the EAGLE authors' (vLLM and SGLang read it too), or
         that of speculators
+      feature_cache: folder that keeps what the target computes, for runs of many epochs (default:
+        it is computed anew in every step)
+      feature_cache_gigabytes: most that it may take
 
     Raises:
       ValueError: a value is out of range; the message names option, value and remedy.
@@ -75,9 +84,14 @@ class Settings(DistillSettings):
     recipe: Recipe
     variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
     format: Literal["eagle", "speculators"] = "eagle"
+    feature_cache: str = ""
+    feature_cache_gigabytes: float = 100.0
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.feature_cache_gigabytes > 0:
+            remedy = "it must be above 0"
+            raise bad_option("feature_cache_gigabytes", self.feature_cache_gigabytes, remedy)
         if self.variant == "eagle3":
             return
         if self.format != "eagle":
@@ -124,19 +138,13 @@ def head_config(settings: Settings, target: DecoderConfig) -> EagleConfig:
     """Sizes of the head.
 
     Raises:
-      ValueError: the target has no such layers or fewer tokens.
+      ValueError: the target has fewer tokens.
     """
     head, third = settings.head, settings.variant == "eagle3"
     vocab = head.draft_vocab_size or target.vocab_size
     if vocab > target.vocab_size:
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
-    layers = target.num_layers
-    captured = head.capture_layers or (2, layers // 2, layers - 3)
-    if not third:
-        captured = (layers,)
-    elif list(captured) != sorted(set(captured) & set(range(1, layers + 1))):
-        remedy = f"take ascending ones from 1 to {layers}"
-        raise bad_option("capture_layers", captured, remedy)
+    captured = head.capture_layers or default_capture_layers(target.num_layers)
     network = dataclasses.replace(
         target, vocab_size=vocab, num_layers=head.head_layers, windows=(), qkv_bias=False,
         output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
@@ -144,7 +152,8 @@ def head_config(settings: Settings, target: DecoderConfig) -> EagleConfig:
         activation_dtype="float32", cache_dtype="float32",
     )  # fmt: skip
     return EagleConfig(
-        network=network, generation=3 if third else 1, capture_layers=captured,
+        network=network, generation=3 if third else 1,
+        capture_layers=captured if third else (target.num_layers,),
         target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size,
         own_head=third,
     )  # fmt: skip
@@ -161,29 +170,50 @@ def run(
       stop_after: most steps of this call.
     """
     target, data = open_target(settings)
-    config = head_config(settings, target.config)
+    config, name = head_config(settings, target.config), settings.target_name or settings.target
+    files = {"layout": LAYOUTS[settings.format], "target_name": name}
+    head_files.describe_head(config, target.config, **files)  # what cannot be written is refused
     kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start
     )
-    depth = settings.acceptance.num_speculative_tokens
+    frozen, depth = Frozen(target.params, kept), settings.acceptance.num_speculative_tokens
+    if settings.feature_cache:
+        data = _with_features(settings, task, frozen, data)
 
     def export(params: EagleParams, directory: Path) -> None:
         head_files.save_head(
             directory, config, params.replace(draft_to_target=kept), target.config,
-            layout=LAYOUTS[settings.format], dtype=settings.export_dtype,
-            target_name=settings.target_name or str(settings.target),
+            dtype=settings.export_dtype, **files,
             embedding=target.params.embedding if settings.format == "speculators" else None,
         )  # fmt: skip
 
     return distil(
-        settings, task, Frozen(target.params, kept), target, data,
+        settings, task, frozen, target, data,
         module="training.distill_eagle", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": repr(config), "start": settings.head.start},
         drafter=Eagle(config, target.target, num_speculative_tokens=depth),
         weights_of=lambda params: (target.params, params.replace(draft_to_target=kept)),
     )  # fmt: skip
+
+
+def _with_features(settings: Settings, task: EagleTask, frozen: Frozen, data: Data) -> Data:
+    """The data, each window with what the target computes of it."""
+    leaves = jax.tree.leaves(frozen.target)
+    key = [
+        data.description["sha256"], task.head.capture_layers, task.head.generation,
+        repr(task.target), settings.trainer.compute,
+        [float(jnp.abs(leaf.astype(jnp.float32)).sum()) for leaf in leaves],
+    ]  # fmt: skip
+    compiled = jax.jit(lambda weights, batch: teach(task, Frozen(weights), batch))
+    keep = lambda part, rows: rows and cached(
+        rows, lambda batch: compiled(frozen.target, batch), Path(settings.feature_cache),
+        width=task.target.hidden_size, gigabytes=settings.feature_cache_gigabytes,
+        captured=len(task.head.capture_layers) if task.head.generation == 3 else 0,
+        key=[part, *key],
+    )  # fmt: skip
+    return data._replace(train=keep("train", data.train), held_out=keep("held out", data.held_out))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

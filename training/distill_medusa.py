@@ -126,6 +126,9 @@ def run(
     else:
         config, heads = heads_config(settings.head, target.config), None
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
+    name = settings.target_name or settings.target
+    files = {"layout": LAYOUTS[settings.format], "target_name": name}
+    head_files.describe_head(config, target.config, **files)  # what cannot be written is refused
     task = MedusaTask(
         config, target.config, settings.recipe, settings.joint, settings.trainer.compute
     )
@@ -134,8 +137,7 @@ def run(
         where = directory / "heads" if settings.joint else directory
         head_files.save_head(
             where, config, params.heads.replace(draft_to_target=kept), target.config,
-            layout=LAYOUTS[settings.format], dtype=settings.export_dtype,
-            target_name=settings.target_name or str(settings.target),
+            dtype=settings.export_dtype, **files,
         )  # fmt: skip
         if settings.joint:
             checkpoint.save_pretrained(

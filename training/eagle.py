@@ -25,6 +25,7 @@ from jspec.types import Array
 from training import ahead
 from training.attention import attend_within, causal
 from training.batches import Batch
+from training.features import TaughtBatch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName
 from training.objective import head_of
@@ -172,15 +173,27 @@ def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> Eagl
 
 
 def _teach(task: EagleTask, frozen: Frozen, batch: Batch) -> _Taught:
+    if isinstance(batch, TaughtBatch):
+        normed = batch.normed.astype(jnp.float32)
+        layers = range(batch.captured.shape[2])
+        captured = tuple(batch.captured[:, :, layer].astype(jnp.float32) for layer in layers)
+        return _Taught((normed,) if task.head.generation == 1 else captured, normed)
+    captured, normed = teach(task, frozen, batch)
+    features = (normed,) if task.head.generation == 1 else captured
+    return jax.lax.stop_gradient(_Taught(features, normed))
+
+
+def teach(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
+    """What the target computes of a batch: hidden states that an EAGLE-3 head reads, () for others,
+    and the last ones after the norm, [B, T + 1, D] each."""
     config, params = task.target, frozen.target
+    layers = task.head.capture_layers if task.head.generation == 3 else ()
     x, captured = decoder.trunk(
         params, config, decoder.embed(params, config, batch.tokens), batch.positions,
         attend_within(batch.segments, config.windows), linear=LINEARS[task.compute],
-        capture_layers=task.head.capture_layers,
+        capture_layers=layers,
     )  # fmt: skip
-    normed = decoder.rms_norm(x, params.norm, config.norm_eps)
-    features = (normed,) if task.head.generation == 1 else captured
-    return jax.lax.stop_gradient(_Taught(features, normed))
+    return captured, decoder.rms_norm(x, params.norm, config.norm_eps)
 
 
 def _unroll(

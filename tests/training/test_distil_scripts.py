@@ -71,9 +71,9 @@ def check_run(folder, target, method, model=None):
     [
         ("eagle1", [], "eagle"),
         ("hass", ["--loss", "overlap"], "eagle"),
-        ("eagle3", ["--unroll", "2", "--draft-vocab-size", "90", "--capture-layers", "1", "2", "4"],
+        ("eagle3", ["--unroll", "2", "--draft-vocab-size", "90", "--capture-layers", "1", "2", "3"],
          "eagle3"),
-        ("eagle3", ["--unroll", "2", "--format", "speculators", "--target-name", "org/name"],
+        ("eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "3"],
          "eagle3"),
     ],
     ids=["eagle1", "hass", "eagle3 reduced", "eagle3 speculators"],
@@ -105,7 +105,7 @@ def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
     ("script", "more", "message"),
     [
         (distill_eagle, ["--capture-layers", "3", "1"],
-         r"--capture-layers \(3, 1\) does not work; take ascending ones from 1 to 4"),
+         r"reads hidden states \[3, 1\], which must ascend and lie below the target's 4"),
         (distill_eagle, ["--draft-vocab-size", "301"], "the target has 300 tokens"),
         (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
          "only eagle3 heads have it"),

@@ -14,7 +14,8 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
 from training.batches import Batch
-from training.eagle import PUBLISHED, EagleTask, Frozen, Recipe
+from training.eagle import PUBLISHED, EagleTask, Frozen, Recipe, teach
+from training.features import TaughtBatch
 
 TARGET = DecoderConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -255,3 +256,21 @@ def test_what_cannot_be_trained_is_refused():
         Recipe(unroll=1, loss="mse")
     with pytest.raises(ValueError, match="no feature of the target"):
         EagleTask(head_config(3), TARGET, Recipe(unroll=1, feature_weight=1.0))
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_features_computed_before_give_the_same_loss(generation, target, batch):
+    config, frozen = head_config(generation), Frozen(target)
+    params = loud_head(config, frozen)
+    task = EagleTask(config, TARGET, Recipe(unroll=2), compute="float32")
+    captured, normed = teach(task, frozen, batch)
+    empty = jnp.zeros((*normed.shape[:2], 0, normed.shape[2]))
+    taught = TaughtBatch(
+        batch.tokens, batch.segments, batch.weights,
+        captured=jnp.stack(captured, 2) if captured else empty, normed=normed,
+    )  # fmt: skip
+    loss = jax.jit(task.loss)
+    online, _ = loss(params, frozen, batch, jax.random.key(0))
+    np.testing.assert_allclose(
+        loss(params, frozen, taught, jax.random.key(0))[0], online, rtol=1e-6
+    )

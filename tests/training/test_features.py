@@ -1,0 +1,89 @@
+"""The cache of what the target computes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from training.batches import Batch
+from training.data.loader import batches
+from training.features import cached
+
+WIDTH, LENGTH, COUNT = 4, 6, 21
+
+
+class Windows:
+    """Windows of one number each."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        whole = np.full(LENGTH, index, np.int32)
+        return Batch(whole, np.ones_like(whole), np.ones(LENGTH, np.float32))
+
+
+class Teacher:
+    """Two hidden states and a normed one, told apart; counts the windows that it was shown."""
+
+    def __init__(self, stop_after=None):
+        self.seen, self.stop_after = [], stop_after
+
+    def __call__(self, batch):
+        if self.stop_after is not None and len(self.seen) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.seen += batch.tokens[:, 0].tolist()
+        x = jnp.repeat(batch.tokens[..., None] * 1.0, WIDTH, -1)
+        return (x, x + 100), x + 200
+
+
+def build(folder, teacher, key="a", gigabytes=1.0):
+    return cached(Windows(), teacher, folder, width=WIDTH, captured=2, gigabytes=gigabytes, key=key)
+
+
+def test_rows_come_with_their_own_features(tmp_path):
+    rows = build(tmp_path, Teacher())
+    assert len(rows) == COUNT
+    for index in (0, 7, 8, COUNT - 1):
+        row = rows[index]
+        np.testing.assert_array_equal(row.tokens, index)
+        np.testing.assert_array_equal(row.captured[:, 0], index)
+        np.testing.assert_array_equal(row.captured[:, 1], index + 100)
+        np.testing.assert_array_equal(row.normed, np.float32(index + 200).astype(jnp.bfloat16))
+
+
+def test_a_second_run_asks_the_target_for_nothing(tmp_path):
+    build(tmp_path, Teacher())
+    again = Teacher()
+    build(tmp_path, again)
+    assert again.seen == []
+    other = Teacher()
+    build(tmp_path, other, key="b")
+    assert len(set(other.seen)) == COUNT
+
+
+def test_an_interrupted_run_is_filled_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.features._FLUSH", 1)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path, Teacher(stop_after=16))
+    [mark] = tmp_path.glob("*.json")
+    assert json.loads(mark.read_text()) == {"windows": 16}
+    rest = Teacher()
+    rows = build(tmp_path, rest)
+    assert set(rest.seen) == set(range(16, COUNT))
+    assert [int(rows[i].normed[0, 0]) for i in (0, 15, 16, 20)] == [200, 215, 216, 220]
+
+
+def test_batches_of_such_rows_carry_the_features(tmp_path):
+    batch = next(batches(build(tmp_path, Teacher()), batch=3, seed=0))
+    assert batch.captured.shape == (3, LENGTH, 2, WIDTH)
+    np.testing.assert_array_equal(batch.captured[:, 0, 1, 0], batch.tokens[:, 0] + 100)
+    assert len(jax.tree.leaves(batch)) == 5
+
+
+def test_features_that_need_more_room_are_refused_before_any_work(tmp_path):
+    with pytest.raises(ValueError, match=r"--feature-cache-gigabytes 1e-07 does not work; the"):
+        build(tmp_path / "none", Teacher(stop_after=0), gigabytes=1e-7)
+    assert not (tmp_path / "none").exists()
