@@ -20,7 +20,6 @@ from benchmarks.workload import HELD_OUT
 from jspec import head_files, loading
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training import data
-from training.batches import Batch
 from training.data.tokenizer import encode_documents
 from training.eagle import EagleTask, Frozen, Recipe
 from training.trainer import TrainerSettings
@@ -73,10 +72,9 @@ def train(target: loading.LoadedModel, windows: data.Windows, steps: int) -> Eag
         return optax.apply_updates(head, updates), state, means
 
     state = optimizer.init(head)
+    dealt = data.batches(windows, batch=BATCH, seed=0)
     for index in track(range(steps), "training"):
-        tokens = windows.batch(index, BATCH)
-        batch = Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))
-        head, state, means = step(head, state, frozen, batch, jax.random.key(index))
+        head, state, means = step(head, state, frozen, next(dealt), jax.random.key(index))
         if index % 100 == 99:
             accepted = [float(means[f"accepted_{k}"]) for k in range(RECIPE.unroll)]
             print(index + 1, "accepted by position", np.round(accepted, 3), flush=True)

@@ -10,9 +10,7 @@ HELD_OUT, MARK = "secret", "xylophone"
 
 def test_held_out_modules_never_appear_in_training_windows(corpus):
     windows = data.Windows(corpus.train, length=32)
-    text = corpus.tokenizer.decode(
-        np.concatenate([windows.batch(s, 4) for s in range(200)]).ravel()
-    )
+    text = corpus.tokenizer.decode(np.concatenate([windows[i].tokens for i in range(len(windows))]))
     assert "alpha_red" in text and MARK not in text
     assert MARK in corpus.tokenizer.decode(np.asarray(corpus.holdout))
     assert HELD_OUT not in corpus.description["train_modules"]
@@ -36,23 +34,16 @@ def test_tables_tests_and_licence_headers_are_left_out(tmp_path):
     assert found.module == "kept" and found.text == body
 
 
-def test_each_epoch_visits_every_window_once_and_in_its_own_order():
-    windows = data.Windows(np.arange(32 * 10 + 1, dtype=np.uint16), length=32, seed=3)
-    starts = [windows.batch(step, 5)[:, 0] for step in range(4)]
-    first, second = np.concatenate(starts[:2]), np.concatenate(starts[2:])
-    assert sorted(first) == sorted(second) == [32 * i for i in range(10)]
-    assert first.tolist() != second.tolist()
-    across = windows.batch(1, 7)[:, 0]  # rows 7 to 13: three of this epoch, four of the next
-    assert across.tolist() == [*first[7:], *second[:4]]
-
-
-def test_cut_windows_keep_every_input_and_its_target():
-    windows = data.Windows(np.arange(65, dtype=np.uint16), length=32).batch(0, 2)
-    parts = data.cut(windows, 8)
-    assert parts.shape == (8, 9)
-    pairs = lambda rows: set(zip(rows[:, :-1].ravel(), rows[:, 1:].ravel(), strict=True))
-    assert pairs(parts) == pairs(windows)
-    assert np.array_equal(data.cut(windows, 32), windows)
+def test_windows_hold_every_input_and_its_target_once():
+    windows = data.Windows(np.arange(32 * 10 + 5, dtype=np.uint16), length=32)
+    rows = [windows[i] for i in range(len(windows))]
+    pairs = np.concatenate([np.stack([row.tokens[:-1], row.tokens[1:]], 1) for row in rows])
+    assert pairs.tolist() == [[i, i + 1] for i in range(320)]
+    for row in rows:
+        assert (row.segments == 1).all() and (row.weights == 1).all()
+        assert (row.tokens.dtype, row.segments.dtype, row.weights.dtype) == (
+            np.int32, np.int32, np.float32,
+        )  # fmt: skip
 
 
 def test_no_source_gives_more_text_than_its_cap(sources, tmp_path):

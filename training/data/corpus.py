@@ -122,51 +122,27 @@ def _write_tokens(path: Path, tokenizer, documents: list[Document]) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of ``length`` inputs and their targets over a token file, addressed by number.
+    """Windows of ``length`` inputs and their targets over a token file: rows of the loader.
 
-    Every epoch visits each window once, in an order drawn from (seed, epoch).
+    Raises:
+      ValueError: the file is shorter than a window.
     """
 
     tokens: np.ndarray
     length: int
-    seed: int = 0
 
     def __post_init__(self):
-        if self.count < 1:
+        if not len(self):
             raise ValueError(
                 f"length {self.length} is longer than the {len(self.tokens)} tokens of the data; "
                 "give more data or a smaller --length"
             )
 
     def __len__(self) -> int:
-        return self.count
+        return max(len(self.tokens) - 1, 0) // self.length
 
     def __getitem__(self, index: int) -> Batch:
-        """Window ``index`` as a row of the loader: one segment, every token a label."""
-        tokens = self.at(index)
-        return Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))
-
-    @property
-    def count(self) -> int:
-        """Windows of one epoch."""
-        return (len(self.tokens) - 1) // self.length
-
-    def at(self, index: int) -> np.ndarray:
-        """Window ``index`` of the file, in file order: int32 [length + 1]."""
+        """Window ``index``, in file order: one segment, every token a label."""
         start = index * self.length
-        return np.asarray(self.tokens[start : start + self.length + 1], np.int32)
-
-    def batch(self, step: int, size: int) -> np.ndarray:
-        """The windows of step ``step``: int32 [size, length + 1]."""
-        numbers = np.arange(step * size, (step + 1) * size)
-        orders = {epoch: self._order(epoch) for epoch in set(numbers // self.count)}
-        return np.stack([self.at(orders[n // self.count][n % self.count]) for n in numbers])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, int(epoch))).permutation(self.count)
-
-
-def cut(windows: np.ndarray, context: int) -> np.ndarray:
-    """Windows [B, T + 1] cut into [B * T / context, context + 1]; the same inputs and targets."""
-    inputs, targets = (part.reshape(-1, context) for part in (windows[:, :-1], windows[:, 1:]))
-    return np.concatenate([inputs, targets[:, -1:]], axis=1)
+        tokens = np.asarray(self.tokens[start : start + self.length + 1], np.int32)
+        return Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))
