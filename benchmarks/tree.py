@@ -1,7 +1,7 @@
 """Chains, static and dynamic trees of one EAGLE head, at equal budgets of nodes.
 
-    python -m benchmarks.quick_head --target jspec/assets/demo/target --out HEAD
-    python -m benchmarks.tree --head HEAD [--out benchmarks/results/tree.json]
+    python -m training.distill_eagle --target jspec/assets/demo/target --data stdlib ... --output RUN
+    python -m benchmarks.tree --head RUN/export [--out benchmarks/results/tree.json]
 
 Prints acceptance length and tokens/s beside autoregression, greedy and sampled. All contenders of a
 temperature and dtype take turns; see ``benchmarks.measure``.
