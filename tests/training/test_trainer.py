@@ -15,8 +15,6 @@ from training.trainer import TrainingError, loop
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Means, read_log
 
-NOISY = toy.Bigrams(noise=0.1)
-
 
 def same(left, right) -> bool:
     """Bit for bit."""
@@ -33,12 +31,12 @@ def saved(out) -> tuple[int, ...]:
 def whole(tmp_path_factory):
     """A run that nothing interrupted, and its folder."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    return toy.run(out, NOISY), out
+    return toy.run(out), out
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, whole):
     for steps in (4, 3, None, None):  # the last finds the run finished, and leaves it as it is
-        result = toy.run(tmp_path, NOISY, stop_after=steps)
+        result = toy.run(tmp_path, stop_after=steps)
     assert result.step == 10 and result.finished and same(result.params, whole[0].params)
     assert [part["from_step"] for part in result.record["segments"]] == [0, 4, 7]
     losses = lambda out: [(e["step"], e["loss"]) for e in read_log(out / "metrics.jsonl")]
@@ -47,19 +45,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, whole):
 
 def test_a_signal_ends_the_run_after_its_step_with_everything_saved(tmp_path, whole):
     stop = lambda step, _: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None
-    result = toy.run(tmp_path, NOISY, bar=stop)
+    result = toy.run(tmp_path, bar=stop)
     assert 4 <= result.step <= 5 and not result.finished and saved(tmp_path)[-1] == result.step
-    assert same(toy.run(tmp_path, NOISY).params, whole[0].params)
+    assert same(toy.run(tmp_path).params, whole[0].params)
 
 
 def test_a_second_signal_is_not_held_back(tmp_path):
-    stop = lambda step, _: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]
+    stop = lambda *_: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         toy.run(tmp_path, bar=stop)
 
 
 def test_an_interrupted_save_leaves_the_old_checkpoint_whole(tmp_path, whole, monkeypatch):
-    before = toy.run(tmp_path, NOISY, stop_after=3)
+    before = toy.run(tmp_path, stop_after=3)
 
     def power_cut(*_, **__):
         raise OSError("no space left on device")
@@ -69,9 +67,9 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_whole(tmp_path, whole, mo
         broken.setattr(os, "replace", power_cut)
 
     with monkeypatch.context() as broken, pytest.raises(OSError, match="no space"):
-        toy.run(tmp_path, NOISY, stop_after=2, bar=cut)
+        toy.run(tmp_path, stop_after=2, bar=cut)
     assert saved(tmp_path) == (before.step,)
-    assert same(toy.run(tmp_path, NOISY).params, whole[0].params)
+    assert same(toy.run(tmp_path).params, whole[0].params)
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
@@ -85,11 +83,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
         tmp_path, measure=measure, best=("acceptance_length", "max"), steps=6, eval_every=1,
         save_every=1, keep=1,
     )  # fmt: skip
-    assert saved(tmp_path) == (2, 6) and result.record["best"] == [2, 7.0]
-    assert same(result.best_params(), weights[1]) and same(result.params, weights[5])
+    assert saved(tmp_path) == (5, 6) and result.record["best"] == [5, 7.0]  # the later of equals
+    assert same(result.best_params(), weights[4]) and same(result.params, weights[5])
 
 
-def test_weights_may_be_spread_otherwise_and_parts_be_more_when_a_run_goes_on(tmp_path):
+def test_parts_and_length_of_a_run_may_change_when_it_goes_on(tmp_path):
     toy.run(tmp_path, stop_after=2)
     result = toy.run(tmp_path, accumulate=4, steps=6, eval_every=3, keep=5, save_minutes=1.0)
     assert result.finished and result.record["segments"][1]["accumulate"] == 4
@@ -109,7 +107,7 @@ def test_parts_of_a_step_add_up_to_the_whole(tmp_path, whole):
     curves = []
     for accumulate in (1, 4):
         out = tmp_path / str(accumulate)
-        toy.run(out, accumulate=accumulate, steps=4)
+        toy.run(out, toy.Bigrams(noise=0.0), accumulate=accumulate, steps=4, held_out=())
         curves.append([entry["loss"] for entry in read_log(out / "metrics.jsonl")])
     np.testing.assert_allclose(*curves, rtol=2e-5)
 
@@ -119,7 +117,7 @@ def test_held_out_metrics_weigh_every_row_alike(whole):
     batch = lambda *indices: jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in indices))
     found = whole[0].evaluate([batch(*range(8)), batch(8, 9, 10)])
     # Without noise the whole is the mean over single rows.
-    exact = toy.Bigrams()
+    exact = toy.Bigrams(noise=0.0)
     params = jax.device_get(whole[0].params)
     one = lambda i: exact.loss(params, toy.FROZEN, batch(i), jax.random.key(0))[1]["loss"]
     np.testing.assert_allclose(found["loss"], np.mean([one(i) for i in range(11)]), rtol=0.02)
@@ -129,23 +127,13 @@ def test_held_out_metrics_weigh_every_row_alike(whole):
 
 def test_a_loss_that_overflows_stops_the_run_and_is_never_saved(tmp_path):
     with pytest.raises(TrainingError, match=r"became (nan|inf) at step \d.*lower --learning-rate"):
-        toy.run(tmp_path, learning_rate=1e38, warmup=0, save_every=1, clip="none")
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        like = toy.run(tmp_path / "other", stop_after=1)
-        del like
-        assert checkpoints.steps == (1,)
-
-
-def test_an_objective_may_be_infinite_while_every_metric_is_not(tmp_path):
-    task = toy.Bigrams(wrong_at=0.35)
-    with pytest.raises(TrainingError, match=r"objective became inf at step \d+ \(checkpoint \d"):
-        toy.run(tmp_path, task, save_every=1, steps=50)
-    assert saved(tmp_path)
+        toy.run(tmp_path, learning_rate=1e38, warmup=0, save_every=1, held_out=())
+    assert saved(tmp_path) == (1,)
 
 
 def test_weights_that_overflow_under_a_finite_loss_are_never_saved(tmp_path):
     with pytest.raises(TrainingError, match="weights or the optimiser's state overflowed by step"):
-        toy.run(tmp_path, weight_decay=1e39, save_every=1, warmup=0)
+        toy.run(tmp_path, weight_decay=3e38, learning_rate=1e6, save_every=1, warmup=0, held_out=())
     assert saved(tmp_path) == ()
 
 
@@ -210,7 +198,7 @@ def test_a_mesh_that_does_not_fit_is_refused(tmp_path, options, message):
 
 
 def test_the_log_holds_means_and_tensorboard_the_same(tmp_path, whole):
-    toy.run(tmp_path, NOISY, log_every=4, eval_every=10, stop_after=9)
+    toy.run(tmp_path, log_every=4, eval_every=10, stop_after=9)
     fine = [entry["loss"] for entry in read_log(whole[1] / "metrics.jsonl")]
     coarse = read_log(tmp_path / "metrics.jsonl")
     assert [entry["step"] for entry in coarse] == [4, 8]

@@ -1,10 +1,12 @@
 """Orbax checkpoints of a run: weights, optimiser, place in the data, and a record in JSON."""
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
 import grain
 import grain.checkpoint
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
@@ -45,9 +47,9 @@ class Checkpoints:
             preservation_policy=preserved,
             best_fn=lambda metrics: metrics[self._name],
             best_mode=mode,
-            cleanup_tmp_directories=True,
         )
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        self._directory = directory.absolute()
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
     def latest(self) -> int | None:
@@ -63,6 +65,12 @@ class Checkpoints:
     def steps(self) -> tuple[int, ...]:
         """Steps of all of them, ascending."""
         return tuple(sorted(self._manager.all_steps()))
+
+    def drop_unfinished(self) -> None:
+        """Deletes what a killed run was writing; while no other run writes here."""
+        if jax.process_index() == 0:
+            for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(path)
 
     def save(
         self,
@@ -107,8 +115,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for what is being written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            self._manager.close()
 
     def __enter__(self):
         return self

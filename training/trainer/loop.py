@@ -92,6 +92,7 @@ def train(
     run = None
     with Checkpoints(out / "checkpoints", settings.keep, best) as checkpoints:
         _refuse_another_run(checkpoints, known, out)
+        checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.place()):
             frozen = meshes.place(frozen, mesh)
             programs = make_programs(task, frozen, settings, mesh)

@@ -1,0 +1,146 @@
+"""The trainer in processes of its own: killed, spread over 8 devices, split over two processes."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import toy
+from training.trainer.metrics import read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = {
+    "holdout": "secret", "vocab-size": 300, "hidden-size": 32, "intermediate-size": 64,
+    "layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "length": 32, "batch": 8,
+    "accumulate": 2, "optimizer": "muon", "schedule": "constant", "warmup": 2,
+    "learning-rate": 1e-2, "eval-every": 10, "eval-windows": 8, "log-every": 1, "save-every": 2,
+    "export-dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start(compiled_once, sources):
+    """Starts ``python -m training.pretrain`` on the tiny corpus."""
+    environment = os.environ | compiled_once | {"JAX_PLATFORMS": "cpu"}
+
+    def start(out: Path, steps: int, *more: str) -> subprocess.Popen:
+        options = [f"--{name}={value}" for name, value in OPTIONS.items()]
+        command = [sys.executable, "-m", "training.pretrain", "--data", str(sources), *options]
+        return subprocess.Popen(
+            [*command, "--out", str(out), "--steps", str(steps), *more], cwd=ROOT, text=True,
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(start, tmp_path_factory):
+    """Folder of a run of 60 steps."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    process = start(out, 60)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    return out
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return [(entry["step"], entry["loss"]) for entry in read_log(out / "metrics.jsonl")]
+
+
+def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
+    log = out / "metrics.jsonl"
+    while not log.exists() or log.read_text().count("\n") < step:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+
+
+def test_a_run_killed_at_random_moments_ends_in_the_same_weights_bit_for_bit(
+    start, uninterrupted, tmp_path
+):
+    chance, out = random.Random(0), tmp_path / "run"
+    for step in (3, 20):
+        process = start(out, 60)
+        wait_for_step(process, out, step)
+        time.sleep(chance.random() / 10)
+        process.kill()
+        process.communicate()
+    stopped = start(out, 60)
+    wait_for_step(stopped, out, 35)
+    stopped.send_signal(signal.SIGTERM)
+    said = stopped.communicate()[0]
+    assert stopped.returncode == 0, said
+    assert re.search(r"stopped and saved at step \d+; run the same command to resume", said)
+    last = start(out, 60)
+    said = last.communicate()[0]
+    assert last.returncode == 0, said
+    for name in ("export/model.safetensors", "export/config.json"):
+        assert (out / name).read_bytes() == (uninterrupted / name).read_bytes()
+    assert losses(out) == losses(uninterrupted)
+    parts = json.loads((out / "provenance.json").read_text())["segments"]
+    assert 1 < len(parts) <= 4 and all(part["from_step"] < 60 for part in parts)
+
+
+def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    pair = [
+        start(out, 100_000, "--coordinator", address, "--num-processes", "2",
+              "--process-id", str(number), "--fsdp", "2", "--compute", "bfloat16")
+        for number in range(2)
+    ]  # fmt: skip
+    wait_for_step(pair[0], out, 12)
+    pair[1].send_signal(signal.SIGTERM)  # the other one learns of it in the step
+    said = [process.communicate(timeout=300)[0] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], said
+    assert "stopped and saved at step" in said[0] and "saved" not in said[1]
+    ours, theirs = (np.array(losses(folder))[:12] for folder in (out, uninterrupted))
+    assert ours[:, 0].tolist() == list(range(1, 13))
+    np.testing.assert_allclose(ours[:, 1], theirs[:, 1], rtol=2e-3)  # bfloat16 factors
+    with pytest.raises(ValueError, match=r"--num-processes 1 \(was 2\)"):
+        toy.run(out)
+
+
+@pytest.fixture(scope="module")
+def on_meshes(compiled_once, tmp_path_factory):
+    environment = os.environ | compiled_once | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+    folder = str(tmp_path_factory.mktemp("meshes"))
+    command = [sys.executable, "-m", "tests.training.on_meshes", folder]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "full rematerialization" not in ran.stderr  # no batch is gathered where weights should
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def test_every_mesh_has_the_loss_curve_of_one_device(on_meshes):
+    alone, *others, model, spread, moved = on_meshes
+    assert len(alone["losses"]) == 6 and alone["losses"][-1] < alone["losses"][0]
+    for other in (*others, moved):
+        np.testing.assert_allclose(other["losses"], alone["losses"], atol=1e-5)
+    np.testing.assert_allclose(others[2]["heldout_loss"], alone["heldout_loss"], atol=1e-5)
+    np.testing.assert_allclose(spread["losses"], model["losses"], atol=5e-3)  # bfloat16 factors
+
+
+def test_weights_and_frozen_weights_are_really_cut(on_meshes):
+    by_mesh = {tuple(line["mesh"]): line for line in on_meshes[:4]}
+    head, layers, norm = by_mesh[2, 2, 2]["params"]
+    assert head == [[16, 16], [8, 8]] and layers == [[8, 16], [4, 8]] and norm == [[8], [8]]
+    assert by_mesh[1, 4, 2]["params"][0] == [[16, 16], [4, 8]]
+    assert by_mesh[1, 4, 2]["frozen"] == [[[16, 8], [4, 4]]]
+    assert by_mesh[8, 1, 1]["params"][0] == [[16, 16], [16, 16]]
+    for whole, part in on_meshes[5]["params"]:  # of a real model, every matrix is cut in four
+        if len(whole) == 2 and whole[0] % 2 == 0:
+            assert 4 * np.prod(part) == np.prod(whole)
