@@ -93,6 +93,9 @@ class Settings(DistillSettings):
             remedy = "it must be above 0"
             raise bad_option("feature_cache_gigabytes", self.feature_cache_gigabytes, remedy)
         if self.variant == "eagle3":
+            if self.recipe.feature_weight:
+                remedy = "what an eagle3 head gives out is no feature of the target; leave it out"
+                raise bad_option("feature_weight", self.recipe.feature_weight, remedy)
             return
         if self.format != "eagle":
             raise bad_option("format", self.format, f"{self.variant} heads have 'eagle' alone")
@@ -172,7 +175,8 @@ def run(
     target, data = open_target(settings)
     config, name = head_config(settings, target.config), settings.target_name or settings.target
     files = {"layout": LAYOUTS[settings.format], "target_name": name}
-    head_files.describe_head(config, target.config, **files)  # what cannot be written is refused
+    written = dataclasses.replace(config, own_embedding=settings.format == "speculators")
+    head_files.describe_head(written, target.config, **files)  # refuses what cannot be written
     kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start

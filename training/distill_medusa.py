@@ -128,7 +128,7 @@ def run(
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     name = settings.target_name or settings.target
     files = {"layout": LAYOUTS[settings.format], "target_name": name}
-    head_files.describe_head(config, target.config, **files)  # what cannot be written is refused
+    head_files.describe_head(config, target.config, **files)  # refuses what cannot be written
     task = MedusaTask(
         config, target.config, settings.recipe, settings.joint, settings.trainer.compute
     )

@@ -69,14 +69,13 @@ def check_run(folder, target, method, model=None):
 @pytest.mark.parametrize(
     ("variant", "more", "method"),
     [
-        ("eagle1", [], "eagle"),
         ("hass", ["--loss", "overlap"], "eagle"),
         ("eagle3", ["--unroll", "2", "--draft-vocab-size", "90", "--capture-layers", "1", "2", "3"],
          "eagle3"),
         ("eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "3"],
          "eagle3"),
     ],
-    ids=["eagle1", "hass", "eagle3 reduced", "eagle3 speculators"],
+    ids=["hass", "eagle3 reduced", "eagle3 speculators"],
 )  # fmt: skip
 def test_a_head_is_distilled_from_one_command(variant, more, method, words, target, tmp_path):
     argv = [*words, "--output", str(tmp_path), "--variant", variant, *more]
