@@ -1,6 +1,6 @@
 """Chains, static and dynamic trees of one EAGLE head, at equal budgets of nodes.
 
-    python -m training.distill_eagle --target jspec/assets/demo/target --data stdlib ... --output RUN
+    python -m training.distill_eagle --target jspec/assets/demo/target --data stdlib --output RUN
     python -m benchmarks.tree --head RUN/export [--out benchmarks/results/tree.json]
 
 Prints acceptance length and tokens/s beside autoregression, greedy and sampled. All contenders of a
