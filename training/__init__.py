@@ -1,1 +1,1 @@
-"""Training for jspec: pre-training of small models, and (later) distillation of drafters."""
+"""Training of drafters, and of the small models that jspec is shown with."""

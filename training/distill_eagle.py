@@ -17,7 +17,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jspec import head_files
 from jspec.drafters import Eagle
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
@@ -26,10 +25,9 @@ from training import trainer
 from training.data.settings import Data
 from training.distilling import DistillSettings, distil, frequent_tokens, open_target
 from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe, teach
+from training.export import EagleFormat, check, save
 from training.features import cached
 from training.trainer import TrainerSettings, bad_option
-
-LAYOUTS = {"eagle": None, "speculators": "speculators"}  # of head_files; None: the authors' own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +68,8 @@ class Settings(DistillSettings):
       eval_windows: held-out windows of an evaluation
       export_dtype: of the exported weights
       variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
-      format: layout of the exported head: the EAGLE authors' (vLLM and SGLang read it too), or
-        that of speculators
+      format: of the exported head: eagle (the authors', which vLLM reads too), sglang (the same
+        with the target's embedding in it) or speculators
       feature_cache: folder that keeps what the target computes, for runs of many epochs (default:
         it is computed anew in every step)
       feature_cache_gigabytes: most that it may take
@@ -83,7 +81,7 @@ class Settings(DistillSettings):
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     recipe: Recipe
     variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
-    format: Literal["eagle", "speculators"] = "eagle"
+    format: EagleFormat = "eagle"
     feature_cache: str = ""
     feature_cache_gigabytes: float = 100.0
 
@@ -97,8 +95,8 @@ class Settings(DistillSettings):
                 remedy = "what an eagle3 head gives out is no feature of the target; leave it out"
                 raise bad_option("feature_weight", self.recipe.feature_weight, remedy)
             return
-        if self.format != "eagle":
-            raise bad_option("format", self.format, f"{self.variant} heads have 'eagle' alone")
+        if self.format == "speculators":
+            raise bad_option("format", self.format, f"{self.variant} heads have eagle and sglang")
         for name in ("capture_layers", "draft_vocab_size"):
             if getattr(self.head, name):
                 raise bad_option(name, getattr(self.head, name), "only eagle3 heads have it")
@@ -174,9 +172,7 @@ def run(
     """
     target, data = open_target(settings)
     config, name = head_config(settings, target.config), settings.target_name or settings.target
-    files = {"layout": LAYOUTS[settings.format], "target_name": name}
-    written = dataclasses.replace(config, own_embedding=settings.format == "speculators")
-    head_files.describe_head(written, target.config, **files)  # refuses what cannot be written
+    check(config, target.config, settings.format, name)
     kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start
@@ -186,10 +182,10 @@ def run(
         data = _with_features(settings, task, frozen, data)
 
     def export(params: EagleParams, directory: Path) -> None:
-        head_files.save_head(
+        save(
             directory, config, params.replace(draft_to_target=kept), target.config,
-            dtype=settings.export_dtype, **files,
-            embedding=target.params.embedding if settings.format == "speculators" else None,
+            settings.format, target_name=name, embedding=target.params.embedding,
+            dtype=settings.export_dtype,
         )  # fmt: skip
 
     return distil(

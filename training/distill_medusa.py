@@ -11,18 +11,17 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
-from jspec import checkpoint, head_files, loading
+from jspec import checkpoint, loading
 from jspec.drafters import Medusa
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.medusa import MedusaConfig
 from training import trainer
 from training.distilling import DistillSettings, distil, frequent_tokens, open_target
+from training.export import MedusaFormat, check, save
 from training.medusa import FrozenTarget, JointParams, MedusaRecipe, MedusaTask
 from training.trainer import TrainerSettings, bad_option
 
-LAYOUTS = {"vllm": "medusa-vllm", "medusa": "medusa"}  # of head_files
 # The authors' rate and schedule; the number of steps is ours.
 _TRAINER = TrainerSettings(
     steps=20_000, batch=32, accumulate=1, schedule="cosine", learning_rate=1e-3, warmup=2000,
@@ -64,7 +63,7 @@ class Settings(DistillSettings):
       eval_windows: held-out windows of an evaluation
       export_dtype: of the exported weights
       joint: whether the target is trained too (Medusa-2)
-      format: layout of the exported heads: vLLM's, or the authors'
+      format: of the exported heads: medusa-vllm, or medusa (the authors')
 
     Raises:
       ValueError: a value is out of range; the message names option, value and remedy.
@@ -74,14 +73,14 @@ class Settings(DistillSettings):
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     recipe: MedusaRecipe = dataclasses.field(default_factory=MedusaRecipe)
     joint: bool = False
-    format: Literal["vllm", "medusa"] = "vllm"
+    format: MedusaFormat = "medusa-vllm"
 
     def __post_init__(self):
         super().__post_init__()
         if self.joint and self.target_dtype == "bfloat16":
             raise bad_option("target_dtype", "bfloat16", "a target that is trained needs float32")
         if self.format == "medusa" and self.head.draft_vocab_size:
-            remedy = "the authors' layout has no reduced vocabulary; take --format vllm"
+            remedy = "the authors' layout has no reduced vocabulary; take --format medusa-vllm"
             raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
         depth = self.acceptance.num_speculative_tokens
         if not self.head.heads and depth > self.head.num_heads:
@@ -127,17 +126,16 @@ def run(
         config, heads = heads_config(settings.head, target.config), None
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     name = settings.target_name or settings.target
-    files = {"layout": LAYOUTS[settings.format], "target_name": name}
-    head_files.describe_head(config, target.config, **files)  # refuses what cannot be written
+    check(config, target.config, settings.format, name)
     task = MedusaTask(
         config, target.config, settings.recipe, settings.joint, settings.trainer.compute
     )
 
     def export(params: JointParams, directory: Path) -> None:
         where = directory / "heads" if settings.joint else directory
-        head_files.save_head(
+        save(
             where, config, params.heads.replace(draft_to_target=kept), target.config,
-            dtype=settings.export_dtype, **files,
+            settings.format, target_name=name, embedding=None, dtype=settings.export_dtype,
         )  # fmt: skip
         if settings.joint:
             checkpoint.save_pretrained(

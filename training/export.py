@@ -1,38 +1,140 @@
-"""The end of a run: a Hugging Face directory, and a record of how it came to be."""
+"""A head from one layout of files into another: ``python -m training.export``.
 
-import json
-from collections.abc import Mapping
+    python -m training.export --head DIR --target DIR --format speculators --output OTHER
+
+The head is read by its content, whoever wrote it; weights keep their values, and their dtype unless
+another is asked for.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import jax
 
-from jspec import checkpoint
-from jspec.models.decoder import DecoderConfig, DecoderParams
-from training.data import Corpus
-from training.data.tokenizer import END_OF_TEXT, save_tokenizer
-from training.trainer import write_provenance
+from jspec import head_files, loading
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.medusa import MedusaConfig
+from jspec.types import Array
+from training import trainer
+from training.trainer import bad_option
+
+EagleFormat = Literal["eagle", "sglang", "speculators"]
+MedusaFormat = Literal["medusa", "medusa-vllm"]
 
 
-def export(
-    directory: Path,
-    config: DecoderConfig,
-    params: DecoderParams,
-    corpus: Corpus,
-    dtype: str,
-    provenance: Mapping[str, Any],
-) -> None:
-    """Writes weights, tokenizer, generation defaults and ``provenance.json`` into ``directory``.
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What goes where.
 
-    Every process may call it with the whole weights; the first one writes.
+    Attributes:
+      head: folder of an EAGLE or Medusa head, or its id on the hub
+      target: model that it drafts for: a directory in Hugging Face layout, or a hub id
+      output: folder of the exported head
+      format: of EAGLE heads eagle (the authors', which vLLM reads too), sglang (the same with the
+        target's embedding in it) or speculators; of Medusa heads medusa (the authors') or
+        medusa-vllm
+      target_name: what the files call the target (default: as --target)
+      dtype: of the weights (default: as they are)
     """
-    if jax.process_index():
-        return
-    tokenizer = corpus.tokenizer
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.token_to_id(END_OF_TEXT))
-    raw = checkpoint.hf_config(config) | ids
-    checkpoint.save_pretrained(directory, config, params, raw, dtype)
-    save_tokenizer(tokenizer, directory, config.max_positions)
-    defaults = json.dumps(ids | {"do_sample": False}, indent=2)
-    (directory / "generation_config.json").write_text(defaults + "\n")
-    write_provenance(directory, provenance)
+
+    head: str
+    target: str
+    output: str
+    format: EagleFormat | MedusaFormat
+    target_name: str = ""
+    dtype: Literal["", "bfloat16", "float32", "float16"] = ""
+
+
+def save(
+    directory: Path,
+    config: EagleConfig | MedusaConfig,
+    params: object,
+    target: DecoderConfig,
+    format: EagleFormat | MedusaFormat,
+    *,
+    target_name: str,
+    embedding: Array | None,
+    dtype: str | None,
+) -> None:
+    """Writes a head in ``format``; see ``Settings`` and ``head_files.save_head``.
+
+    Args:
+      directory: made if it does not exist.
+      config: sizes of the head.
+      params: its weights.
+      target: sizes of the target.
+      format: as in ``Settings``.
+      target_name: what the files call the target.
+      embedding: the target's [V, D]: ``sglang`` and ``speculators`` files hold it.
+      dtype: None keeps that of the weights.
+
+    Raises:
+      ValueError: the format cannot express the head.
+    """
+    head_files.save_head(
+        directory, config, params, target, layout=layout_of(format, config), dtype=dtype,
+        target_name=target_name, embedding=None if format == "eagle" else embedding,
+    )  # fmt: skip
+
+
+def check(
+    config: EagleConfig | MedusaConfig, target: DecoderConfig, format: str, target_name: str
+) -> None:
+    """Refuses what ``save`` would refuse, before there are weights.
+
+    Raises:
+      ValueError: the format cannot express the head.
+    """
+    if isinstance(config, EagleConfig) and format == "speculators":
+        config = dataclasses.replace(config, own_embedding=True)
+    layout = layout_of(format, config)
+    head_files.describe_head(config, target, layout=layout, target_name=target_name)
+
+
+def layout_of(format: str, config: EagleConfig | MedusaConfig) -> str:
+    """The name that ``head_files`` has for a format.
+
+    Raises:
+      ValueError: heads of this kind have no such format.
+    """
+    medusa = isinstance(config, MedusaConfig)
+    known = MedusaFormat if medusa else EagleFormat
+    if format not in known.__args__:
+        kind = "Medusa" if medusa else f"EAGLE-{config.generation}"
+        raise bad_option("format", format, f"{kind} heads have {', '.join(known.__args__)}")
+    if medusa or format == "speculators":
+        return format
+    return "eagle" if config.generation == 1 else "eagle3"
+
+
+def run(settings: Settings) -> None:
+    """Reads the head, and writes it."""
+    sizes = loading.sizes(settings.target)
+    head = loading.load_head(settings.head, sizes)
+    name = settings.target_name or settings.target
+    check(head.config, sizes, settings.format, name)
+    embedding = None
+    if isinstance(head.config, EagleConfig) and settings.format != "eagle":
+        embedding = loading.load(settings.target).params.embedding
+    save(
+        Path(settings.output), head.config, head.params, sizes, settings.format,
+        target_name=name, embedding=embedding, dtype=settings.dtype or None,
+    )  # fmt: skip
+    count = sum(leaf.size for leaf in jax.tree.leaves(head.params))
+    print(f"{settings.output}: {head.kind} head, {count:,} weights, format {settings.format}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see ``trainer.run_command`` for its exit code."""
+    return trainer.run_command(
+        Settings, lambda settings, _: run(settings), argv, module="training.export",
+        description="Writes an EAGLE or Medusa head in another layout of files.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

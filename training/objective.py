@@ -1,6 +1,5 @@
 """Losses of a decoder on windows of tokens, that never hold the logits of more than one chunk."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -51,53 +50,6 @@ def next_token_loss(
 
     means = mean_by_chunks(score, x, head_of(params), windows[:, 1:])
     return means["loss"], means
-
-
-DISTANCES = ("kl", "overlap")
-
-
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-    """Settings of distillation: the teacher's sizes, and how the two losses are mixed."""
-
-    config: DecoderConfig
-    weight: float  # of the distance from the teacher; the next-token loss has the rest
-    distance: str = "kl"  # or "overlap": -log of the chance that a drafted token is accepted
-
-
-def distillation_loss(
-    params: DecoderParams,
-    config: DecoderConfig,
-    windows: Array,
-    compute: str,
-    teacher: Teacher,
-    teacher_params: DecoderParams,
-) -> tuple[Array, dict[str, Array]]:
-    """The distance from the teacher mixed with the next-token loss, over windows [B, T + 1].
-
-    Metrics: ``loss`` (next token), ``kl``, and ``overlap`` = sum of min(p, q), which is the chance
-    that speculative sampling accepts a token that the student drafts (arXiv 2211.17192, section 3).
-    """
-    x = hidden_states(params, config, windows[:, :-1], compute)
-    taught = jax.lax.stop_gradient(
-        hidden_states(teacher_params, teacher.config, windows[:, :-1], compute)
-    )
-    teacher_head = head_of(teacher_params)
-
-    def score(x: Array, head: Array, given: tuple[Array, Array]) -> dict[str, Array]:
-        targets, taught = given
-        log_q = jax.nn.log_softmax(LINEARS[compute](x, head))
-        log_p = jax.nn.log_softmax(LINEARS[compute](taught, teacher_head))
-        p = jnp.exp(log_p)
-        loss, kl = -take(log_q, targets), jnp.sum(p * (log_p - log_q), -1)
-        overlap = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), -1)
-        distance = kl if teacher.distance == "kl" else -jnp.log(overlap)
-        mixed = teacher.weight * distance + (1 - teacher.weight) * loss
-        return {"objective": mixed, "loss": loss, "kl": kl, "overlap": overlap}
-
-    given = (windows[:, 1:], taught)
-    means = mean_by_chunks(score, x, head_of(params), given, objective="objective")
-    return means.pop("objective"), means
 
 
 def mean_by_chunks(

@@ -6,6 +6,7 @@ Hugging Face layout with a provenance file.
 """
 
 import dataclasses
+import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array
 from training import data, objective, trainer
 from training.batches import Batch
-from training.export import export
+from training.data.tokenizer import END_OF_TEXT, save_tokenizer
 from training.trainer import TrainerSettings, bad_option
 
 
@@ -112,9 +113,6 @@ class Settings:
 
     Attributes:
       out: folder of the run: checkpoints, logs, curves, and the exported model
-      teacher: exported model to distil from (same tokenizer)
-      teacher_weight: share of the distance from the teacher in the loss
-      teacher_distance: kl, or overlap: -log of the chance that speculative sampling accepts a token
       export_dtype: of the exported weights
 
     Raises:
@@ -125,14 +123,9 @@ class Settings:
     model: ModelSettings
     trainer: TrainerSettings
     out: str
-    teacher: str = ""
-    teacher_weight: float = 0.8
-    teacher_distance: Literal["kl", "overlap"] = "kl"
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self):
-        if not 0 <= self.teacher_weight <= 1:
-            raise bad_option("teacher_weight", self.teacher_weight, "take 0 to 1")
         longest = self.model.max_positions
         if self.text.length > longest:
             raise bad_option("length", self.text.length, f"at most --max-positions {longest}")
@@ -145,19 +138,17 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder that learns to predict tokens, from text alone or from a teacher too: a ``Task``.
+    """A decoder that learns to predict tokens: a ``Task``.
 
     Attributes:
       config: sizes of the network.
       compute: factors of every matmul, as in ``TrainerSettings``.
       context: tokens that attention sees; 0 for whole windows.
-      teacher: how to distil from the frozen weights; None where there are none.
     """
 
     config: DecoderConfig
     compute: str
     context: int = 0
-    teacher: objective.Teacher | None = None
 
     def init(self, key: Array, frozen: Any) -> DecoderParams:
         """Random weights."""
@@ -166,29 +157,15 @@ class LanguageModel:
     def loss(
         self, params: DecoderParams, frozen: Any, batch: Batch, key: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """Next-token loss in nats, mixed with the distance from the teacher where there is one."""
+        """Next-token loss in nats."""
         windows = cut(batch.tokens, self.context or batch.tokens.shape[1] - 1)
-        if self.teacher is None:
-            return objective.next_token_loss(params, self.config, windows, self.compute)
-        return objective.distillation_loss(
-            params, self.config, windows, self.compute, self.teacher, frozen
-        )
+        return objective.next_token_loss(params, self.config, windows, self.compute)
 
 
 def cut(windows: Array, context: int) -> Array:
     """Windows [B, T + 1] cut into [B * T / context, context + 1]; the same inputs and targets."""
     inputs, targets = (part.reshape(-1, context) for part in (windows[:, :-1], windows[:, 1:]))
     return jnp.concatenate([inputs, targets[:, -1:]], axis=1)
-
-
-def make_task(settings: Settings) -> tuple[LanguageModel, Any]:
-    """The task, and the teacher's weights or ()."""
-    task = LanguageModel(settings.model.config(), settings.trainer.compute, settings.text.context)
-    if not settings.teacher:
-        return task, ()
-    config, weights, _ = checkpoint.load_pretrained(settings.teacher, "float32")
-    teacher = objective.Teacher(config, settings.teacher_weight, settings.teacher_distance)
-    return dataclasses.replace(task, teacher=teacher), weights
 
 
 def run(
@@ -202,7 +179,7 @@ def run(
       stop_after: most steps of this call.
     """
     trainer.start_processes(settings.trainer)
-    task, frozen = make_task(settings)
+    task = LanguageModel(settings.model.config(), settings.trainer.compute, settings.text.context)
     corpus = _on_first_process_first(lambda: open_corpus(settings))
     rows, apart = (data.Windows(x, settings.text.length) for x in (corpus.train, corpus.holdout))
     mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
@@ -210,18 +187,17 @@ def run(
     facts = trainer.provenance("training.pretrain", argv) | {"data": _describe(corpus)}
     with trainer.progress(settings.trainer.steps) as bar:
         result = trainer.train(
-            task, frozen,
+            task, (),
             data.batches(rows, batch=settings.trainer.batch, seed=settings.trainer.seed, **mine),
             settings.trainer, out=Path(settings.out), bar=bar, stop_after=stop_after, facts=facts,
             held_out=data.held_out(apart, batch=part, limit=settings.text.eval_windows, **mine),
-            identity=_identity(settings, corpus), free=_free(settings),
+            identity=_identity(settings, corpus), free={"context": settings.text.context},
         )  # fmt: skip
     if result.finished:
         whole = result.evaluate(data.held_out(apart, batch=part, **mine))
         tokens = result.step * settings.trainer.batch * settings.text.length
-        export(
-            Path(settings.out) / "export", settings.model.config(), trainer.gather(result.params),
-            corpus, settings.export_dtype,
+        _export(
+            settings, trainer.gather(result.params), corpus,
             result.provenance | {"tokens_seen": tokens, "heldout": whole},
         )  # fmt: skip
     elif jax.process_index() == 0:
@@ -252,17 +228,7 @@ def _on_first_process_first(make):
 def _identity(settings: Settings, corpus: data.Corpus) -> dict[str, Any]:
     return dataclasses.asdict(settings.model) | {
         "length": settings.text.length,
-        "teacher_weight": settings.teacher_weight,
         "data": f"sha256 {corpus.description['train']['sha256'][:16]}",
-    }
-
-
-def _free(settings: Settings) -> dict[str, Any]:
-    """What a resumed run may change, beside options of the trainer."""
-    return {
-        "context": settings.text.context,
-        "teacher": trainer.without_folders(settings.teacher),
-        "teacher_distance": settings.teacher_distance,
     }
 
 
@@ -276,6 +242,21 @@ def _describe(corpus: data.Corpus) -> dict[str, Any]:
     return {"sources": sources, "heldout_modules": request["holdout"]} | {
         part: corpus.description[part] for part in ("train", "holdout")
     }
+
+
+def _export(settings: Settings, params: DecoderParams, corpus: data.Corpus, facts: dict) -> None:
+    """Writes weights, tokenizer, generation defaults and provenance; the first process does."""
+    if jax.process_index():
+        return
+    directory, config = Path(settings.out) / "export", settings.model.config()
+    tokenizer = corpus.tokenizer
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.token_to_id(END_OF_TEXT))
+    raw = checkpoint.hf_config(config) | ids
+    checkpoint.save_pretrained(directory, config, params, raw, settings.export_dtype)
+    save_tokenizer(tokenizer, directory, config.max_positions)
+    defaults = json.dumps(ids | {"do_sample": False}, indent=2)
+    (directory / "generation_config.json").write_text(defaults + "\n")
+    trainer.write_provenance(directory, facts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

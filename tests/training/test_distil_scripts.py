@@ -109,7 +109,7 @@ def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
         (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
          "only eagle3 heads have it"),
         (distill_eagle, ["--variant", "hass", "--format", "speculators"],
-         "hass heads have 'eagle' alone"),
+         "hass heads have eagle and sglang"),
         (distill_eagle, ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
         (distill_eagle, ["--feature-weight", "1.0"], "no feature of the target"),
         (distill_draft, [], "give either --draft DIR or --draft-layers"),

@@ -1,57 +1,120 @@
+"""Heads from one layout of files into another."""
+
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint
-from training import objective, pretrain
-from training.trainer import without_folders
+from jspec import checkpoint, head_files
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads import eagle, medusa
+from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.medusa import MedusaConfig
+from training import export
+
+SIZES = DecoderConfig(
+    vocab_size=60, hidden_size=32, intermediate_size=48, num_layers=6, num_heads=2, num_kv_heads=1,
+    head_dim=16, max_positions=128,
+)  # fmt: skip
 
 
-@pytest.fixture
-def exported(sources, tmp_path):
-    """A finished run of the command, in float32."""
-    run = tmp_path / "run"
-    argv = f"""--out {run} --data {sources} --holdout secret --vocab-size 300 --hidden-size 32
-        --intermediate-size 64 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --length 32 --batch 4
-        --accumulate 2 --steps 6 --warmup 2 --learning-rate 1e-2 --export-dtype float32""".split()
-    assert pretrain.main(argv) == 0
-    return run / "export"
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("target")
+    checkpoint.save_pretrained(directory, SIZES, decoder.init_params(jax.random.key(0), SIZES))
+    return directory
 
 
-def test_transformers_reads_the_export_and_gives_our_logits(exported):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    ids = transformers.AutoTokenizer.from_pretrained(exported)("def alpha_red").input_ids
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits.numpy()
-    config, params, _ = checkpoint.load_pretrained(exported)
-    x = objective.hidden_states(params, config, jnp.array([ids]), "float32")
-    np.testing.assert_allclose(x @ objective.head_of(params), expected, atol=2e-5)
+def eagle_head(generation):
+    third = generation == 3
+    network = dataclasses.replace(SIZES, num_layers=1, vocab_size=40 if third else 60)
+    config = EagleConfig(
+        network=network, generation=generation, capture_layers=(1, 2, 5) if third else (6,),
+        target_hidden_size=32, target_vocab_size=60, own_head=third,
+    )  # fmt: skip
+    params = eagle.init_params(jax.random.key(1), config)
+    kept = jnp.arange(3, 43, dtype=jnp.int32) if third else None
+    return config, params.replace(draft_to_target=kept)
 
 
-def test_the_provenance_says_all_but_names_no_path_of_the_machine(exported, sources):
-    facts = json.loads((exported / "provenance.json").read_text())
-    assert facts["data"]["heldout_modules"] == ["secret"]
-    assert facts["steps"] == 6 and facts["tokens_seen"] == 6 * 4 * 32
-    assert facts["heldout"]["loss"] == pytest.approx(
-        facts["evaluations"][-1]["heldout_loss"], rel=0.1
-    )
-    assert len(facts["data"]["train"]["sha256"]) == 64 and facts["versions"]["jax"]
-    assert str(sources.parent) not in json.dumps(facts)
-    beside_the_run = json.loads((exported.parent / "provenance.json").read_text())
-    assert beside_the_run["command"] == facts["command"] and beside_the_run["steps"] == 6
+def medusa_heads():
+    config = MedusaConfig(
+        num_heads=2, num_layers=1, hidden_size=32, vocab_size=60, target_vocab_size=60,
+        capture_layers=(6,), num_outputs=2,
+    )  # fmt: skip
+    return config, medusa.init_params(jax.random.key(1), config)
 
 
-def test_the_exported_config_names_the_separator_as_first_and_last_token(exported):
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((exported / name).read_text())
-        assert config["bos_token_id"] == config["eos_token_id"] == 0
+HEADS = {"eagle": lambda: eagle_head(1), "eagle3": lambda: eagle_head(3), "medusa": medusa_heads}
 
 
-def test_words_of_the_command_lose_their_folders():
-    assert without_folders("/home/someone/data") == "data"
-    assert without_folders("--data=/home/someone/data") == "--data=data"
-    assert without_folders("--data") == "--data" and without_folders("package:jax") == "package:jax"
+def convert(head, target, output, name, *more):
+    words = ["--head", head, "--target", target, "--output", output, "--format", name, *more]
+    return export.main([str(word) for word in words])
+
+
+def leaves(params):
+    without = getattr(params, "embedding", None) is None
+    params = params if without else params.replace(embedding=None)
+    return jax.tree.leaves(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats"),
+    [
+        ("eagle", ["eagle", "sglang"]),
+        ("eagle3", ["eagle", "speculators", "sglang"]),
+        ("medusa", ["medusa", "medusa-vllm"]),
+    ],
+)
+def test_a_head_keeps_its_weights_through_every_format(kind, formats, target, tmp_path):
+    config, params = HEADS[kind]()
+    head_files.save_head(tmp_path / "start", config, params, SIZES, target_name="org/name")
+    source = tmp_path / "start"
+    for name in [*formats, formats[0]]:
+        output = tmp_path / f"{source.name}-{name}"
+        assert convert(source, target, output, name) == 0
+        loaded = head_files.load_head(output, SIZES, kind=kind)
+        for before, after in zip(leaves(params), leaves(loaded.params), strict=True):
+            np.testing.assert_array_equal(before, after)
+        source = output
+
+
+@pytest.mark.parametrize("name", ["sglang", "speculators"])
+def test_servers_that_want_the_embedding_find_the_targets(name, target, tmp_path):
+    head_files.save_head(tmp_path / "start", *eagle_head(3), SIZES)
+    assert convert(tmp_path / "start", target, tmp_path / "end", name) == 0
+    loaded = head_files.load_head(tmp_path / "end", SIZES)
+    _, params, _ = checkpoint.load_pretrained(target)
+    np.testing.assert_array_equal(loaded.params.embedding, params.embedding)
+
+
+def test_the_target_is_called_as_asked_and_the_dtype_is_the_one_asked_for(target, tmp_path):
+    head_files.save_head(tmp_path / "start", *eagle_head(3), SIZES)
+    more = ("--target-name", "org/name", "--dtype", "bfloat16")
+    assert convert(tmp_path / "start", target, tmp_path / "end", "speculators", *more) == 0
+    raw = json.loads((tmp_path / "end" / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "org/name"
+    assert raw["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("eagle", "speculators", "layout='speculators' has no place for EAGLE-1"),
+        ("eagle3", "medusa", "EAGLE-3 heads have eagle, sglang, speculators"),
+        ("medusa", "eagle", "Medusa heads have medusa, medusa-vllm"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_said_in_one_line(
+    kind, name, message, target, tmp_path, capfd
+):
+    head_files.save_head(tmp_path / "start", *HEADS[kind](), SIZES)
+    assert convert(tmp_path / "start", target, tmp_path / "end", name) == 2
+    said = capfd.readouterr().err
+    assert message in said and len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "end").exists()

@@ -15,19 +15,6 @@ def test_the_loss_falls_on_a_tiny_text(with_options):
         assert losses[-1]["heldout_loss"] < losses[0]["heldout_loss"]
 
 
-def test_a_student_learns_its_teachers_distribution(with_options, tmp_path):
-    teacher = with_options(seed=5, steps=8, export_dtype="float32", out=str(tmp_path / "teacher"))
-    pretrain.run(teacher)
-    student = with_options(
-        out=str(tmp_path / "student"), steps=40, learning_rate=2e-3, teacher_weight=1.0,
-        compute="bfloat16",
-        teacher=str(tmp_path / "teacher" / "export"), teacher_distance="overlap", context=16,
-    )  # fmt: skip
-    first, *_, last = pretrain.run(student).record["evaluations"]
-    assert last["heldout_kl"] < 0.8 * first["heldout_kl"]
-    assert last["heldout_overlap"] > first["heldout_overlap"]
-
-
 def test_a_run_is_not_resumed_on_other_data_or_sizes(with_options, sources, tmp_path):
     pretrain.run(with_options(), stop_after=1)
     other = tmp_path / "other"
@@ -63,7 +50,6 @@ def test_cut_windows_keep_every_input_and_its_target():
         (["--vocab-size", "10"], "--vocab-size 10 does not work; take 257 to 65536"),
         (["--head-dim", "7"], "--head-dim 7 does not work; it must be even"),
         (["--warmup", "5000"], "--steps 2000 does not work; warm-up and decay do not fit"),
-        (["--teacher-weight", "2"], "--teacher-weight 2.0 does not work; take 0 to 1"),
         (["--process-id", "1"], "--process-id 1 does not work; give --coordinator host:port too"),
         (["--coordinator", "a:1", "--process-id", "1"],
          "--process-id 1 does not work; count from 0 to --num-processes 1 less one"),
@@ -85,5 +71,5 @@ def test_a_run_needs_a_folder_and_data(capsys):
 def test_every_setting_is_an_option_and_explained(capsys):
     assert pretrain.main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in ("--data", "--hidden-size", "--fsdp", "--teacher"))
+    assert all(name in said for name in ("--data", "--hidden-size", "--fsdp"))
     assert "tokens of a training window" in said
