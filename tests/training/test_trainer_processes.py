@@ -119,7 +119,9 @@ def on_meshes(compiled_once, tmp_path_factory):
     }  # fmt: skip
     folder = str(tmp_path_factory.mktemp("meshes"))
     command = [sys.executable, "-m", "tests.training.on_meshes", folder]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert ran.returncode == 0, ran.stderr
     assert "full rematerialization" not in ran.stderr  # no batch is gathered where weights should
     return [json.loads(line) for line in ran.stdout.splitlines()]

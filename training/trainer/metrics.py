@@ -13,9 +13,13 @@ class Means:
 
     The host waits for the metrics of a step only once the next one runs, so the device never waits
     for the host, and the host never runs further ahead than that.
+
+    Args:
+      ahead: whether it runs ahead at all.
     """
 
-    def __init__(self):
+    def __init__(self, ahead: bool = True):
+        self._ahead = ahead
         self._waiting: tuple[dict, float] | None = None
         self._sums: dict[str, float] = {}
         self._weight = 0.0
@@ -24,6 +28,8 @@ class Means:
         """Takes in scalars still on the device; returns the values of the ``add`` before."""
         before = self.flush()
         self._waiting = metrics, weight
+        if not self._ahead:
+            jax.block_until_ready(metrics)
         return before
 
     def flush(self) -> dict[str, float] | None:

@@ -64,7 +64,7 @@ class Run:
         """Trains until step ``last`` or a signal, and saves."""
         if self.step >= last:
             return
-        self._means, self._shown = Means(), {}
+        self._means, self._shown = self._new_means(), {}
         self._mark: tuple[int, float] | None = None  # where tokens a second are counted from
         self._log = Log(self.out, self.step, jax.process_index() == 0)
         try:
@@ -87,13 +87,19 @@ class Run:
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean metrics of the weights over batches, each weighed by its rows."""
-        means = Means()
+        means = self._new_means()
         for batch in batches:
             placed = meshes.place_batch(batch, self.mesh)
             rows = placed.tokens.shape[0] * (placed.tokens.shape[1] - 1)
             means.add(self.programs.metrics(self.state.params, self.frozen, placed), rows)
         means.flush()
         return means.take()
+
+    def _new_means(self) -> Means:
+        # CPU devices that talk to each other share few threads, and run what does not depend on
+        # each other at once: two programs in flight can wait for each other for ever.
+        cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return Means(ahead=not (cpu and self.mesh.size > 1))
 
     def _evaluates(self, step: int) -> bool:
         return step % self.settings.eval_every == 0 or step == self.settings.steps
