@@ -45,9 +45,9 @@ def start(compiled_once, sources):
 
 @pytest.fixture(scope="module")
 def uninterrupted(start, tmp_path_factory):
-    """Folder of a run of 60 steps."""
+    """Folder of a run of 40 steps."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    process = start(out, 60)
+    process = start(out, 40)
     said = process.communicate()[0]
     assert process.returncode == 0, said
     return out
@@ -68,26 +68,26 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_bit_for_bit(
     start, uninterrupted, tmp_path
 ):
     chance, out = random.Random(0), tmp_path / "run"
-    for step in (3, 20):
-        process = start(out, 60)
+    for step in (3, 14):
+        process = start(out, 40)
         wait_for_step(process, out, step)
         time.sleep(chance.random() / 10)
         process.kill()
         process.communicate()
-    stopped = start(out, 60)
-    wait_for_step(stopped, out, 35)
+    stopped = start(out, 40)
+    wait_for_step(stopped, out, 25)
     stopped.send_signal(signal.SIGTERM)
     said = stopped.communicate()[0]
     assert stopped.returncode == 0, said
     assert re.search(r"stopped and saved at step \d+; run the same command to resume", said)
-    last = start(out, 60)
+    last = start(out, 40)
     said = last.communicate()[0]
     assert last.returncode == 0, said
     for name in ("export/model.safetensors", "export/config.json"):
         assert (out / name).read_bytes() == (uninterrupted / name).read_bytes()
     assert losses(out) == losses(uninterrupted)
     parts = json.loads((out / "provenance.json").read_text())["segments"]
-    assert 1 < len(parts) <= 4 and all(part["from_step"] < 60 for part in parts)
+    assert 1 < len(parts) <= 4 and all(part["from_step"] < 40 for part in parts)
 
 
 def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_path):

@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from training.trainer.metrics import read_log
 
 _NOT_DRAWN = ("step", "seconds", "tokens_per_second", "objective", "learning_rate", "grad_norm")
@@ -20,6 +17,9 @@ def draw_curves(directory: Path) -> Path | None:
     panels = list(dict.fromkeys(name.removeprefix("heldout_") for name in names))
     if not panels:
         return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # late: slow, and needed once
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

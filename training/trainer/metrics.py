@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
 
 class Means:
@@ -61,6 +60,8 @@ class Log:
         self._file = self._board = None
         if not write:
             return
+        from tensorboardX import SummaryWriter  # late: where torch is installed, it loads that
+
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
         kept = [line for line in read_log(path) if line["step"] <= step]
