@@ -17,7 +17,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jspec import loading
 from jspec.drafters import Eagle
+from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.eagle_format import default_capture_layers
@@ -42,6 +44,7 @@ class HeadSettings:
       head_layers: blocks
       intermediate_size: width of the feed-forward (0: as in the target)
       start: whether an EAGLE-3 head begins as an early exit of the target or at random
+      head: folder of a head to start from instead, which then decides all of the above
     """
 
     capture_layers: tuple[int, ...] = ()
@@ -49,8 +52,13 @@ class HeadSettings:
     head_layers: int = 1
     intermediate_size: int = 0
     start: Literal["early_exit", "random"] = "early_exit"
+    head: str = ""
 
     def __post_init__(self):
+        for field in dataclasses.fields(self) if self.head else ():
+            given = getattr(self, field.name)
+            if field.name != "head" and given != field.default:
+                raise bad_option(field.name, given, "leave it out: --head decides it")
         for name, least in (("draft_vocab_size", 0), ("head_layers", 1), ("intermediate_size", 0)):
             if getattr(self, name) < least:
                 raise bad_option(name, getattr(self, name), f"it must be at least {least}")
@@ -171,13 +179,18 @@ def run(
       stop_after: most steps of this call.
     """
     target, data = open_target(settings)
-    config, name = head_config(settings, target.config), settings.target_name or settings.target
+    name = settings.target_name or settings.target
+    if settings.head.head:
+        config, start = _given_head(settings, target)
+        kept = start.draft_to_target
+    else:
+        config, start = head_config(settings, target.config), None
+        kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     check(config, target.config, settings.format, name)
-    kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start
     )
-    frozen, depth = Frozen(target.params, kept), settings.acceptance.num_speculative_tokens
+    frozen, depth = Frozen(target.params, kept, start), settings.acceptance.num_speculative_tokens
     if settings.feature_cache:
         data = _with_features(settings, task, frozen, data)
 
@@ -196,6 +209,21 @@ def run(
         drafter=Eagle(config, target.target, num_speculative_tokens=depth),
         weights_of=lambda params: (target.params, params.replace(draft_to_target=kept)),
     )  # fmt: skip
+
+
+def _given_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig, EagleParams]:
+    """The head to start from, in float32.
+
+    Raises:
+      ValueError: it cannot be read, is of another method or was made for another target.
+    """
+    kind = "eagle3" if settings.variant == "eagle3" else "eagle"
+    found = loading.load_head(settings.head.head, target.config, kind=kind, dtype="float32")
+    found = loading.sharing(found, target.params.embedding)
+    network = dataclasses.replace(
+        found.config.network, activation_dtype="float32", cache_dtype="float32"
+    )
+    return dataclasses.replace(found.config, network=network), found.params
 
 
 def _with_features(settings: Settings, task: EagleTask, frozen: Frozen, data: Data) -> Data:

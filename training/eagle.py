@@ -94,10 +94,12 @@ class Frozen:
     Attributes:
       target: the target's weights.
       draft_to_target: int32 [Vd], ascending, where the head knows only some tokens; else None.
+      start: a head to start from, or None for a fresh one.
     """
 
     target: DecoderParams
     draft_to_target: Array | None = None
+    start: EagleParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,9 @@ class EagleTask:
 
     def init(self, key: Array, frozen: Frozen) -> EagleParams:
         """First weights; the mapping of a reduced vocabulary is no weight and stays out."""
+        if frozen.start is not None:
+            start = frozen.start.replace(draft_to_target=None)
+            return jax.tree.map(lambda x: jnp.array(x, jnp.float32), start)
         params = eagle.init_params(key, self.head)
         if self.start == "early_exit":
             params = early_exit(params, self.head, frozen)
