@@ -13,8 +13,7 @@ from training.pretrain import LanguageModel, ModelSettings
 from training.trainer.mesh import make_mesh, place
 from training.trainer.metrics import read_log
 
-MESHES = ((1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2))
-EVALUATED = MESHES[0], MESHES[3]
+ONE, SPREAD, CUT, ALL_AXES = (1, 1, 1), (8, 1, 1), (1, 4, 2), (2, 2, 2)
 MODEL = ModelSettings(
     vocab_size=257, hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1,
     head_dim=16, max_positions=64,
@@ -34,7 +33,7 @@ def train(task, frozen, mesh: tuple[int, int, int], out: Path, **options) -> dic
     apart = held_out(toy.Rows(seed=1), batch=8, limit=24)
     result = trainer.train(
         task, frozen, batches(toy.Rows(), batch=16, seed=0), settings, out=out,
-        held_out=apart if mesh in EVALUATED else (),
+        held_out=() if mesh == SPREAD else apart,
     )  # fmt: skip
     log = read_log(out / "metrics.jsonl")
     return {
@@ -48,12 +47,11 @@ def train(task, frozen, mesh: tuple[int, int, int], out: Path, **options) -> dic
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for mesh in MESHES:
+    for mesh in (ONE, SPREAD, CUT):
         task = toy.Bigrams()
         print(json.dumps(train(task, toy.FROZEN, mesh, folder / f"toy{mesh}")), flush=True)
-    for mesh in (MESHES[0], MESHES[2]):
+    for mesh in (ONE, ALL_AXES):
         task = LanguageModel(MODEL.config(), "bfloat16")
         print(json.dumps(train(task, (), mesh, folder / f"model{mesh}")), flush=True)
     # A run that began on one device goes on where weights are cut.
-    moved = folder / "toy(1, 1, 1)"
-    print(json.dumps(train(toy.Bigrams(), toy.FROZEN, (1, 4, 2), moved)), flush=True)
+    print(json.dumps(train(toy.Bigrams(), toy.FROZEN, CUT, folder / f"toy{ONE}")), flush=True)

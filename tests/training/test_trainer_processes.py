@@ -115,7 +115,9 @@ def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_
 @pytest.fixture(scope="module")
 def on_meshes(compiled_once, tmp_path_factory):
     environment = os.environ | compiled_once | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+        "--xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
     folder = str(tmp_path_factory.mktemp("meshes"))
     command = [sys.executable, "-m", "tests.training.on_meshes", folder]
@@ -132,17 +134,17 @@ def test_every_mesh_has_the_loss_curve_of_one_device(on_meshes):
     assert len(alone["losses"]) == 6 and alone["losses"][-1] < alone["losses"][0]
     for other in (*others, moved):
         np.testing.assert_allclose(other["losses"], alone["losses"], atol=1e-5)
-    np.testing.assert_allclose(others[2]["heldout_loss"], alone["heldout_loss"], atol=1e-5)
-    np.testing.assert_allclose(spread["losses"], model["losses"], atol=5e-3)  # bfloat16 factors
+    np.testing.assert_allclose(others[1]["heldout_loss"], alone["heldout_loss"], atol=1e-5)
+    for name in ("losses", "heldout_loss"):
+        np.testing.assert_allclose(spread[name], model[name], atol=5e-3)  # bfloat16 factors
 
 
 def test_weights_and_frozen_weights_are_really_cut(on_meshes):
-    by_mesh = {tuple(line["mesh"]): line for line in on_meshes[:4]}
-    head, layers, norm = by_mesh[2, 2, 2]["params"]
-    assert head == [[16, 16], [8, 8]] and layers == [[8, 16], [4, 8]] and norm == [[8], [8]]
-    assert by_mesh[1, 4, 2]["params"][0] == [[16, 16], [4, 8]]
-    assert by_mesh[1, 4, 2]["frozen"] == [[[16, 8], [4, 4]]]
-    assert by_mesh[8, 1, 1]["params"][0] == [[16, 16], [16, 16]]
-    for whole, part in on_meshes[5]["params"]:  # of a real model, every matrix is cut in four
-        if len(whole) == 2 and whole[0] % 2 == 0:
-            assert 4 * np.prod(part) == np.prod(whole)
+    _, spread, cut, _, model, _ = on_meshes
+    head, layers, norm = cut["params"]
+    assert head == [[16, 16], [4, 8]] and layers == [[8, 16], [4, 4]] and norm == [[8], [8]]
+    assert cut["frozen"] == [[[16, 8], [4, 4]]] and spread["params"][0] == [[16, 16], [16, 16]]
+    shapes = [shape for shape in model["params"] if len(shape[0]) == 2]
+    embedding, *matrices = shapes  # 257 tokens cannot be cut in two; all else is cut in four
+    assert embedding == [[257, 32], [257, 16]] and len(matrices) == 4
+    assert all(4 * np.prod(part) == np.prod(whole) for whole, part in matrices)
