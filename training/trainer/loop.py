@@ -72,10 +72,10 @@ def train(
       batches: endless; each process's own rows of every batch.
       settings: of the trainer.
       out: folder of the run, seen by all processes.
-      held_out: batches gone through at every evaluation; () for none.
+      held_out: batches gone through at every evaluation.
       measure: host function of the weights, run at every evaluation by all processes; its values
-        are logged under its names (``acceptance_length`` is also shown by the bar).
-      identity: options of the script that a resumed run must share, by their names, in JSON.
+        are logged by name (the bar shows ``acceptance_length``).
+      identity: options of the script that a resumed run must share, in JSON.
       free: options of the script that it may change.
       facts: what ``provenance.json`` says beside what the trainer knows.
       best: metric of an evaluation by which the best checkpoint is kept.
@@ -84,38 +84,39 @@ def train(
 
     Raises:
       ValueError: ``out`` holds another run; the devices or the data do not fit the settings.
-      TrainingError: a value is not finite, the data or the memory has run out. The last
-        checkpoint is whole.
+      TrainingError: a value is not finite, the data or the memory ran out; checkpoints are whole.
     """
-    mesh, out = meshes.make_mesh(settings), Path(out)
+    mesh, out, run = meshes.make_mesh(settings), Path(out), None
     known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
-    run = None
     with Checkpoints(out / "checkpoints", settings.keep, best) as checkpoints:
         _refuse_another_run(checkpoints, known, out)
         checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.place()):
             frozen = meshes.place(frozen, mesh)
             programs = make_programs(task, frozen, settings, mesh)
-            run = Run(
-                settings, mesh, programs, frozen, batches, checkpoints, out, held_out, measure,
-                best, bar,
-            )  # fmt: skip
+            how = (held_out, measure, best, bar)
+            run = Run(settings, mesh, programs, frozen, batches, checkpoints, out, *how)
             run.begin(known, settings.free() | dict(free or {}))
             last = settings.steps if stop_after is None else run.step + stop_after
             run.go(min(last, settings.steps))
+    return _result(run, dict(facts or {}))
+
+
+def _result(run: Run, facts: dict[str, Any]) -> Result:
+    """What a run leaves, written beside it too."""
 
     def best_params() -> Any:
         if run.record["best"] is None:
             raise ValueError("no checkpoint is the best: nothing was evaluated; give held_out")
-        with Checkpoints(out / "checkpoints", settings.keep, best) as checkpoints:
-            return checkpoints.restore_best(programs.layout).params
+        with Checkpoints(run.out / "checkpoints", run.settings.keep, run.best) as checkpoints:
+            return checkpoints.restore_best(run.programs.layout).params
 
-    provenance = dict(facts or {}) | _facts(run)
+    provenance = facts | _facts(run)
     if jax.process_index() == 0:
-        draw_curves(out)
-        write_provenance(out, provenance)
+        draw_curves(run.out)
+        write_provenance(run.out, provenance)
     return Result(
-        run.state.params, run.step, run.step >= settings.steps, run.record, provenance,
+        run.state.params, run.step, run.step >= run.settings.steps, run.record, provenance,
         run.evaluate, best_params,
     )  # fmt: skip
 
