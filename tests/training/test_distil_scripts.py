@@ -1,5 +1,6 @@
 """The distilling commands, from files to files that generate."""
 
+import functools
 import json
 import re
 import shutil
@@ -50,6 +51,11 @@ def generate(target, config):
     return output.outputs[0].token_ids
 
 
+@functools.cache
+def plain(target):
+    return list(generate(target, None))
+
+
 def check_run(folder, target, method, model=None):
     """What every run leaves behind, and that its network drafts for the target."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -63,15 +69,17 @@ def check_run(folder, target, method, model=None):
     assert str(folder) not in json.dumps(provenance)
     config = {"method": method, "model": str(model or folder / "export")}
     drafted = generate(target, config | {"num_speculative_tokens": 2})
-    assert list(drafted) == list(generate(target, None))
+    assert list(drafted) == plain(target)
 
 
 @pytest.mark.parametrize(
     ("variant", "more", "method"),
     [
         ("hass", ["--loss", "overlap"], "eagle"),
-        ("eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "3"],
-         "eagle3"),
+        pytest.param(
+            "eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "3"],
+            "eagle3", marks=pytest.mark.slow,
+        ),
     ],
     ids=["hass", "eagle3 speculators"],
 )  # fmt: skip
