@@ -60,9 +60,15 @@ def acceptance_meter(
       target: what verifies.
       drafter: what drafts; its ``num_speculative_tokens`` should be the settings'.
       rows: held-out windows, of which the prompts are taken.
+
+    Raises:
+      ValueError: the target has no positions left for a prompt.
     """
     plan = Plan(target, drafter)
     room = target.max_positions - settings.max_new_tokens
+    if room < 1:
+        remedy = f"the target has {target.max_positions} positions, prompt included"
+        raise bad_option("max_new_tokens", settings.max_new_tokens, remedy)
     prompts = held_out_prompts(rows, settings.acceptance_prompts, min(settings.prompt_tokens, room))
 
     def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:

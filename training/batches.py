@@ -31,3 +31,9 @@ class Batch:
         index = jnp.arange(self.segments.shape[1], dtype=jnp.int32)
         starts = jnp.diff(self.segments, axis=1, prepend=-1) != 0
         return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+    @property
+    def label_weights(self) -> Array:
+        """float32 [B, T]: weight of predicting token i + 1 at row i, 0 across segments."""
+        here, after = self.segments[:, :-1], self.segments[:, 1:]
+        return jnp.where((here == after) & (after > 0), self.weights[:, 1:], 0.0)

@@ -58,6 +58,10 @@ class Settings(DistillSettings):
         if bool(self.draft) == bool(self.draft_layers):
             given = self.draft if self.draft else ""
             raise bad_option("draft", given, "give either --draft DIR or --draft-layers 0 3 ...")
+        part = self.trainer.batch // self.trainer.accumulate
+        if self.recipe.on_policy and not round(self.recipe.on_policy * part):
+            remedy = f"that is none of the {part} windows of --batch / --accumulate"
+            raise bad_option("on_policy", self.recipe.on_policy, remedy)
         if self.recipe.on_policy and self.recipe.on_policy_prompt >= self.data.length:
             remedy = f"keep fewer than --length {self.data.length}"
             raise bad_option("on_policy_prompt", self.recipe.on_policy_prompt, remedy)

@@ -50,6 +50,10 @@ class DistillSettings:
     def __post_init__(self):
         if self.eval_windows < 1:
             raise bad_option("eval_windows", self.eval_windows, "it must be at least 1")
+        apart = self.data.held_out_share or self.data.held_out_data or self.data.held_out_modules
+        if self.measures and not apart:
+            remedy = "no data is held out: give --held-out-share 0.02, say, or do not measure (0)"
+            raise bad_option("acceptance_prompts", self.acceptance.acceptance_prompts, remedy)
 
     @property
     def export_dir(self) -> Path:
@@ -66,14 +70,19 @@ def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     """The target and its data.
 
     Raises:
-      ValueError: one of them cannot be read.
+      ValueError: one of them cannot be read, or windows are longer than the target's positions.
     """
     trainer.start_processes(settings.trainer)
     dtype = settings.target_dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     target = loading.load(settings.target, dtype)
-    return target, open_data(settings.data, target.tokenizer, target.config.vocab_size)
+    length, most = settings.data.length, target.config.max_positions
+    if length >= most:
+        remedy = f"the target has {most} positions, and a window one token more; take fewer"
+        raise bad_option("length", length, remedy)
+    read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
+    return target, trainer.first_process_first(read)
 
 
 def frequent_tokens(data: Data, count: int, vocab_size: int) -> Array | None:
@@ -117,7 +126,7 @@ def distil(
       stop_after: most steps of this call.
     """
     measure = None
-    if settings.measures and data.held_out is not None:
+    if settings.measures:
         meter = acceptance_meter(settings.acceptance, target.target, drafter, data.held_out)
         measure = lambda params: meter(*weights_of(params))
     described = {"data": data.description}

@@ -15,11 +15,10 @@ from jspec import kv, topology
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array
-from training.attention import attend_within
 from training.batches import Batch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName, overlap_of
-from training.objective import head_of, mean_by_chunks, take
+from training.objective import head_of, mean_by_chunks, packed_states, take
 from training.trainer.settings import bad_option
 
 
@@ -91,8 +90,8 @@ class DraftTask:
         """See ``Task``. Metrics: ``loss``; and over the rows that count ``next_token_loss`` of the
         text, ``kl``, and ``accepted``, the chance that a drafted token is."""
         batch = self._continued(params, batch, key)
-        x = hidden_states(params, self.draft, batch, self.compute)[:, :-1]
-        truth = hidden_states(frozen.target, self.target, batch, self.compute)[:, :-1]
+        _, x = packed_states(params, self.draft, batch, self.compute)
+        _, truth = packed_states(frozen.target, self.target, batch, self.compute)
         output, linear, recipe = head_of(frozen.target), LINEARS[self.compute], self.recipe
         common = min(self.draft.vocab_size, self.target.vocab_size)
 
@@ -110,8 +109,8 @@ class DraftTask:
                 "counts": counts,
             }
 
-        given = jax.lax.stop_gradient((truth, batch.tokens[:, 1:], label_weights(batch)))
-        means = mean_by_chunks(score, x, head_of(params), given)
+        given = jax.lax.stop_gradient((truth[:, :-1], batch.tokens[:, 1:], batch.label_weights))
+        means = mean_by_chunks(score, x[:, :-1], head_of(params), given)
         share = jnp.maximum(means.pop("counts"), 1e-9)
         for name in ("next_token_loss", "kl", "accepted"):
             means[name] /= share
@@ -133,23 +132,6 @@ class DraftTask:
             weights=jnp.broadcast_to(jnp.arange(written.shape[1]) >= kept, written.shape) * 1.0,
         )
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b[count:]]), new, batch)
-
-
-def label_weights(batch: Batch) -> Array:
-    """float32 [B, T]: weight of predicting t_{i+1} at row i, 0 across segments."""
-    here, after = batch.segments[:, :-1], batch.segments[:, 1:]
-    return jnp.where((here == after) & (after > 0), batch.weights[:, 1:], 0.0)
-
-
-def hidden_states(
-    params: DecoderParams, config: DecoderConfig, batch: Batch, compute: str
-) -> Array:
-    """Normed last hidden states [B, T + 1, D]."""
-    x, _ = decoder.trunk(
-        params, config, decoder.embed(params, config, batch.tokens), batch.positions,
-        attend_within(batch.segments, config.windows), linear=LINEARS[compute],
-    )  # fmt: skip
-    return decoder.rms_norm(x, params.norm, config.norm_eps)
 
 
 def sample_continuations(

@@ -23,12 +23,12 @@ from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.types import Array
 from training import ahead
-from training.attention import attend_within, causal
+from training.attention import causal
 from training.batches import Batch
 from training.features import TaughtBatch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName
-from training.objective import head_of
+from training.objective import head_of, packed_states
 from training.trainer.settings import bad_option
 
 VARIANTS = ("eagle1", "hass", "eagle3")
@@ -191,14 +191,8 @@ def _teach(task: EagleTask, frozen: Frozen, batch: Batch) -> _Taught:
 def teach(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
     """What the target computes of a batch: hidden states that an EAGLE-3 head reads, () for others,
     and the last ones after the norm, [B, T + 1, D] each."""
-    config, params = task.target, frozen.target
     layers = task.head.capture_layers if task.head.generation == 3 else ()
-    x, captured = decoder.trunk(
-        params, config, decoder.embed(params, config, batch.tokens), batch.positions,
-        attend_within(batch.segments, config.windows), linear=LINEARS[task.compute],
-        capture_layers=layers,
-    )  # fmt: skip
-    return captured, decoder.rms_norm(x, params.norm, config.norm_eps)
+    return packed_states(frozen.target, task.target, batch, task.compute, layers)
 
 
 def _unroll(

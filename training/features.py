@@ -112,7 +112,9 @@ def _fill(rows: Rows, teach, path: Path, shape: tuple[int, ...], mark: Path) -> 
         return
     features = np.memmap(path, ml_dtypes.bfloat16, "r+" if known else "w+", shape=shape)
     starts = range(done, len(rows), _TOGETHER)
-    for start in track(starts, "features of the target", console=Console(stderr=True)):
+    console = Console(stderr=True)
+    shown = {"console": console, "disable": not console.is_terminal}
+    for start in track(starts, "features of the target", **shown):
         numbers = range(start, min(start + _TOGETHER, len(rows)))
         picked = [rows[min(start + n, len(rows) - 1)] for n in range(_TOGETHER)]
         captured, normed = teach(jax.tree.map(lambda *parts: np.stack(parts), *picked))

@@ -10,17 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.types import Array
 from training import ahead
-from training.attention import attend_within
 from training.batches import Batch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName
-from training.objective import head_of, mean_by_chunks, take
+from training.objective import head_of, mean_by_chunks, packed_states, take
 from training.trainer.settings import bad_option
 
 
@@ -109,8 +107,9 @@ class MedusaTask:
     ) -> tuple[Array, dict[str, Array]]:
         """See ``Task``. Metrics: ``heads_loss``, ``accepted_i`` of head i, and with ``joint`` the
         target's ``next_token_loss``."""
-        normed = self._hidden(frozen.target if params.target is None else params.target, batch)
-        original = normed if params.target is None else self._hidden(frozen.target, batch)
+        states = lambda weights: packed_states(weights, self.target, batch, self.compute)[1]
+        normed = states(frozen.target if params.target is None else params.target)
+        original = normed if params.target is None else states(frozen.target)
         means = self._heads(params.heads, frozen, batch, normed, jax.lax.stop_gradient(original))
         means["heads_loss"] = heads_loss = means.pop("loss")
         if params.target is None:
@@ -118,14 +117,6 @@ class MedusaTask:
         own = self._next_token(params.target, normed, batch)
         loss = own + self.recipe.heads_weight * heads_loss
         return loss, means | {"next_token_loss": own, "loss": loss}
-
-    def _hidden(self, params: DecoderParams, batch: Batch) -> Array:
-        config = self.target
-        x, _ = decoder.trunk(
-            params, config, decoder.embed(params, config, batch.tokens), batch.positions,
-            attend_within(batch.segments, config.windows), linear=LINEARS[self.compute],
-        )  # fmt: skip
-        return decoder.rms_norm(x, params.norm, config.norm_eps)
 
     def _heads(
         self, heads: MedusaParams, frozen: FrozenTarget, batch: Batch, normed: Array, truth: Array
@@ -161,21 +152,19 @@ class MedusaTask:
     def _next_token(self, params: DecoderParams, normed: Array, batch: Batch) -> Array:
         """Cross-entropy of the target itself, weighed by its labels."""
         linear = LINEARS[self.compute]
-        inside = batch.segments[:, :-1] == batch.segments[:, 1:]
-        weights = jnp.where(inside, batch.weights[:, 1:], 0.0)
 
         def score(x: Array, head: Array, given: Any) -> dict[str, Array]:
             labels, weight = given
             return {"loss": -weight * take(jax.nn.log_softmax(linear(x, head)), labels)}
 
-        given = (batch.tokens[:, 1:], weights)
+        given = (batch.tokens[:, 1:], batch.label_weights)
         return mean_by_chunks(score, normed[:, :-1], head_of(params), given)["loss"]
 
 
 def _has_label(batch: Batch) -> Array:
-    """float32 [B, T]: weight of the label t_{j+1} of the target's row j, at j - 1, as 0 or 1."""
-    same = batch.segments[:, 2:] == batch.segments[:, 1:-1]
-    return jnp.pad((same & (batch.weights[:, 2:] > 0)).astype(jnp.float32), ((0, 0), (0, 1)))
+    """float32 [B, T]: whether the label t_{j+1} of the target's row j counts, at j - 1."""
+    learned = (batch.label_weights[:, 1:] > 0).astype(jnp.float32)
+    return jnp.pad(learned, ((0, 0), (0, 1)))
 
 
 def _places(labels: Array, kept: Array | None) -> tuple[Array, Array]:

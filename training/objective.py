@@ -10,6 +10,7 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array
 from training.attention import attend_within
+from training.batches import Batch
 from training.linear import LINEARS
 
 # Rows of logits that exist at a time: on a CPU they stay in its cache, elsewhere they fill matmuls.
@@ -31,6 +32,23 @@ def hidden_states(
     attend = attend_within(None, config.windows)
     x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute])
     return decoder.rms_norm(x, params.norm, config.norm_eps)
+
+
+def packed_states(
+    params: DecoderParams,
+    config: DecoderConfig,
+    batch: Batch,
+    compute: str,
+    capture_layers: tuple[int, ...] = (),
+) -> tuple[tuple[Array, ...], Array]:
+    """A decoder over packed windows: the captured hidden states, one [B, T + 1, D] a layer, and the
+    last ones after the norm, [B, T + 1, D]."""
+    x, captured = decoder.trunk(
+        params, config, decoder.embed(params, config, batch.tokens), batch.positions,
+        attend_within(batch.segments, config.windows), linear=LINEARS[compute],
+        capture_layers=capture_layers,
+    )  # fmt: skip
+    return captured, decoder.rms_norm(x, params.norm, config.norm_eps)
 
 
 def head_of(params: DecoderParams) -> Array:

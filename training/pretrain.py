@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
 
 from jspec import checkpoint
 from jspec.models import decoder
@@ -180,7 +179,7 @@ def run(
     """
     trainer.start_processes(settings.trainer)
     task = LanguageModel(settings.model.config(), settings.trainer.compute, settings.text.context)
-    corpus = _on_first_process_first(lambda: open_corpus(settings))
+    corpus = trainer.first_process_first(lambda: open_corpus(settings))
     rows, apart = (data.Windows(x, settings.text.length) for x in (corpus.train, corpus.holdout))
     mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     part = settings.trainer.batch // settings.trainer.accumulate
@@ -215,14 +214,6 @@ def open_corpus(settings: Settings) -> data.Corpus:
         package_paths=text.package_paths, source_megabytes=text.source_megabytes,
         max_length=settings.model.max_positions,
     )  # fmt: skip
-
-
-def _on_first_process_first(make):
-    """``make()``, whose files the other processes only open."""
-    if jax.process_index() == 0:
-        made = make()
-    multihost_utils.sync_global_devices("training data")
-    return made if jax.process_index() == 0 else make()
 
 
 def _identity(settings: Settings, corpus: data.Corpus) -> dict[str, Any]:

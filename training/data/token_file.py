@@ -135,7 +135,9 @@ def _documents(sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> It
         TextColumn("tokenizing {task.fields[name]}"), BarColumn(), TimeRemainingColumn(),
         TextColumn("{task.fields[tokens]:,} tokens"),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    quiet = not console.is_terminal  # in a log, a bar is nothing but blank lines
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         total = sum(source.size for source in sources)
         bar = progress.add_task("", total=total, name="", tokens=0)
         done = 0

@@ -7,12 +7,13 @@ that runs, ``checkpointing`` what survives, ``command`` the script around it.
 from training.trainer.command import run_command
 from training.trainer.errors import TrainingError
 from training.trainer.loop import Result, train
-from training.trainer.mesh import gather, start_processes
+from training.trainer.mesh import first_process_first, gather, start_processes
 from training.trainer.progress import progress
 from training.trainer.provenance import provenance, without_folders, write_provenance
 from training.trainer.settings import TrainerSettings, bad_option
 
 __all__ = [
-    "Result", "TrainerSettings", "TrainingError", "bad_option", "gather", "progress", "provenance",
-    "run_command", "start_processes", "train", "without_folders", "write_provenance",
+    "Result", "TrainerSettings", "TrainingError", "bad_option", "first_process_first", "gather",
+    "progress", "provenance", "run_command", "start_processes", "train", "without_folders",
+    "write_provenance",
 ]  # fmt: skip

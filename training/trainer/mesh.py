@@ -1,7 +1,8 @@
 """Devices and processes: how weights and batches lie on a mesh of data x fsdp x tensor."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from training.trainer.settings import TrainerSettings, bad_option
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
+Made = TypeVar("Made")
 
 
 def start_processes(settings: TrainerSettings) -> None:
@@ -125,3 +127,11 @@ def gather(tree: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def first_process_first(make: Callable[[], Made]) -> Made:
+    """``make()``, whose files the first process writes and the others only open."""
+    made = make() if jax.process_index() == 0 else None
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("files of the first process")
+    return made if jax.process_index() == 0 else make()
