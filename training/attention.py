@@ -2,6 +2,7 @@
 
 import functools as ft
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jspec.models.decoder import Attend
 from jspec.types import Array
 
-QUERY_BLOCK = 64  # queries of one block
+QUERY_BLOCK = 128  # queries of one block
 _FAR = -1e30  # a score that no exponential survives; finite, so that empty rows stay numbers
 
 
@@ -60,24 +61,26 @@ def causal(
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
-        rows = lambda x, start=start, end=end: x[..., start:end, :]
         first = 0 if window is None else max(start - window + 1, 0)
         labels = None if segments is None else (segments[:, start:end], segments[:, first:end])
-        blocks.append(
-            _block(
-                (start - first, window),
-                rows(q),
-                k[..., first:end, :],
-                v[..., first:end, :],
-                labels,
-                tuple((rows(key), rows(value)) for key, value in own),
-            )
-        )
-    return jnp.concatenate(blocks, axis=-2).reshape(batch, heads, length, width)
+        keys, values = k[..., first:end, :], v[..., first:end, :]
+        blocks.append(_block((start - first, window), q[..., start:end, :], keys, values, labels))
+    mixed = _Mixed(*(jnp.concatenate(parts, axis=-2) for parts in zip(*blocks, strict=True)))
+    if own:
+        mixed = _with_own(mixed, q, own)
+    return (mixed.values / mixed.total).reshape(batch, heads, length, width)
+
+
+class _Mixed(NamedTuple):
+    """Values weighed by exp(score - top), which is not divided by the sum of the weights yet."""
+
+    values: Array  # [B, Hkv, G, Q, D]
+    total: Array  # [B, Hkv, G, Q, 1], sum of the weights
+    top: Array  # [B, Hkv, G, Q, 1]
 
 
 @ft.partial(jax.checkpoint, static_argnums=0)
-def _block(place: tuple[int, int | None], q: Array, k: Array, v: Array, labels, own) -> Array:
+def _block(place: tuple[int, int | None], q: Array, k: Array, v: Array, labels) -> _Mixed:
     """Queries [B, Hkv, G, Q, D], the first of which stands at key ``place[0]``."""
     start, window = place
     batch, kv_heads, groups, queries, width = q.shape
@@ -89,13 +92,19 @@ def _block(place: tuple[int, int | None], q: Array, k: Array, v: Array, labels, 
     if labels is not None:
         visible = visible & (labels[0][:, :, None] == labels[1][:, None, :])[:, None, None]
     scores = jnp.where(visible, scores, _FAR)
-    alone = [jnp.einsum("bhgqd,bhqd->bhgq", q, key)[..., None] for key, _ in own]
-    top = ft.reduce(jnp.maximum, alone, scores.max(-1, keepdims=True))
-    top = jax.lax.stop_gradient(top)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     mixed = jnp.einsum("bhqk,bhkd->bhqd", weights.reshape(batch, kv_heads, groups * queries, -1), v)
-    mixed, total = mixed.reshape(q.shape), weights.sum(-1, keepdims=True)
-    for score, (_, value) in zip(alone, own, strict=True):
+    return _Mixed(mixed.reshape(q.shape), weights.sum(-1, keepdims=True), top)
+
+
+def _with_own(mixed: _Mixed, q: Array, own: Sequence[tuple[Array, Array]]) -> _Mixed:
+    """``mixed`` with the keys and values that each query alone sees."""
+    scores = [(q * key[:, :, None]).sum(-1, keepdims=True) for key, _ in own]
+    top = jax.lax.stop_gradient(ft.reduce(jnp.maximum, scores, mixed.top))
+    before = jnp.exp(mixed.top - top)
+    values, total = before * mixed.values, before * mixed.total
+    for score, (_, value) in zip(scores, own, strict=True):
         weight = jnp.exp(score - top)
-        mixed, total = mixed + weight * value[:, :, None], total + weight
-    return mixed / total  # one pass less than softmax
+        values, total = values + weight * value[:, :, None], total + weight
+    return _Mixed(values, total, top)

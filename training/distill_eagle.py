@@ -143,13 +143,13 @@ def settings_of(variant: str) -> type[Settings]:
     )  # fmt: skip
 
 
-def head_config(settings: Settings, target: DecoderConfig) -> EagleConfig:
+def head_config(head: HeadSettings, variant: str, target: DecoderConfig) -> EagleConfig:
     """Sizes of the head.
 
     Raises:
       ValueError: the target has fewer tokens.
     """
-    head, third = settings.head, settings.variant == "eagle3"
+    third = variant == "eagle3"
     vocab = head.draft_vocab_size or target.vocab_size
     if vocab > target.vocab_size:
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
@@ -184,7 +184,7 @@ def run(
         config, start = _given_head(settings, target)
         kept = start.draft_to_target
     else:
-        config, start = head_config(settings, target.config), None
+        config, start = head_config(settings.head, settings.variant, target.config), None
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     check(config, target.config, settings.format, name)
     task = EagleTask(

@@ -9,6 +9,7 @@ Where q knows only some tokens, log p [..., Vd] is the target's law at those, no
 then what the others weigh counts as rejected.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -21,21 +22,38 @@ Distance = Callable[[Array, Array], Array]
 LK_ETA = 3.0  # how fast the hybrid turns from KL to total variation
 
 
+def _compact(distance: Distance) -> Distance:
+    """``distance`` of arrays without their axes of one: with such an axis, XLA's CPU backend takes
+    forty times as long to sum a product."""
+
+    @functools.wraps(distance)
+    def of_rows(log_p: Array, log_q: Array) -> Array:
+        shape = jnp.broadcast_shapes(log_p.shape, log_q.shape)[:-1]
+        ones = tuple(axis for axis, size in enumerate(shape) if size == 1)
+        return distance(jnp.squeeze(log_p, ones), jnp.squeeze(log_q, ones)).reshape(shape)
+
+    return of_rows
+
+
+@_compact
 def overlap_of(log_p: Array, log_q: Array) -> Array:
     """Chance of acceptance alpha, sum min(p, q)."""
     return jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
 
 
+@_compact
 def ce(log_p: Array, log_q: Array) -> Array:
     """Cross-entropy of q against p, -sum p log q; its gradient is that of ``kl``."""
     return -(jnp.exp(log_p) * log_q).sum(-1)
 
 
+@_compact
 def kl(log_p: Array, log_q: Array) -> Array:
     """Forward KL, sum p log (p / q)."""
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
+@_compact
 def reverse_kl(log_p: Array, log_q: Array) -> Array:
     """Reverse KL, sum q log (q / p)."""
     return (jnp.exp(log_q) * (log_q - log_p)).sum(-1)
@@ -63,6 +81,7 @@ def lk(log_p: Array, log_q: Array) -> Array:
     return share * kl(log_p, log_q) + (1 - share) * tvd(log_p, log_q)
 
 
+@_compact
 def tvd_plus(log_p: Array, log_q: Array) -> Array:
     """Total variation as a policy gradient with a normalised reward (arXiv 2403.00858, TVD++).
 

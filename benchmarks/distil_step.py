@@ -1,0 +1,251 @@
+"""What a training step of an EAGLE-3 head costs besides the matmuls that it cannot do without.
+
+    python -m benchmarks.distil_step [--shape demo] [--unroll 1 2 4] [--out benchmarks/results/...]
+
+A step of the trainer (target's forward, unrolled head, loss, gradients, optimiser) over random
+windows, beside two programs of which it must do the work: ::
+
+    ratio = step / (target's forward with its logits + only the head's matmuls, forward and back)
+
+The head's matmuls are those of its linear layers, its output matrix and the two products of its
+attention over the keys up to each query; norms, softmax, loss and optimiser are what the ratio is
+about. Parts take turns, and the best of their samples count.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import environment
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.eagle import EagleParams
+from jspec.types import Array
+from training import distill_eagle
+from training.attention import QUERY_BLOCK
+from training.batches import Batch
+from training.eagle import EagleTask, Frozen, Recipe
+from training.linear import LINEARS
+from training.objective import head_of, loss_chunk, packed_states
+from training.trainer import TrainerSettings
+from training.trainer.mesh import make_mesh, place
+from training.trainer.programs import make_programs
+
+_RESULTS = Path(__file__).with_name("results")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a measurement."""
+
+    target: DecoderConfig
+    draft_vocab_size: int
+    batch: int
+    length: int
+
+
+SHAPES = {
+    "demo": Shape(
+        DecoderConfig(
+            vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=8, num_heads=4,
+            num_kv_heads=2, head_dim=64, max_positions=1024, tie_embeddings=True,
+        ), draft_vocab_size=4096, batch=4, length=512,
+    ),
+    "1b": Shape(  # Llama 3.2 1B
+        DecoderConfig(
+            vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16,
+            num_heads=32, num_kv_heads=8, head_dim=64, max_positions=4096, tie_embeddings=True,
+        ), draft_vocab_size=32000, batch=8, length=2048,
+    ),
+}  # fmt: skip
+
+
+def random_batch(shape: Shape) -> Batch:
+    """Whole windows of random tokens."""
+    size = (shape.batch, shape.length + 1)
+    tokens = np.random.default_rng(0).integers(0, shape.target.vocab_size, size, np.int32)
+    return Batch(jnp.array(tokens), jnp.ones(size, jnp.int32), jnp.ones(size, jnp.float32))
+
+
+def make_task(shape: Shape, recipe: Recipe, compute: str) -> EagleTask:
+    """The task that ``distill_eagle`` makes of these sizes."""
+    settings = distill_eagle.HeadSettings(draft_vocab_size=shape.draft_vocab_size)
+    config = distill_eagle.head_config(settings, "eagle3", shape.target)
+    return EagleTask(config, shape.target, recipe, compute)
+
+
+def step_seconds(task: EagleTask, frozen: Frozen, batch: Batch, settings: TrainerSettings):
+    """A function that runs one step of the trainer and returns its seconds."""
+    mesh = make_mesh(settings)
+    programs = make_programs(task, frozen, settings, mesh)
+    held = place(frozen, mesh)
+    state = [programs.init(held)]
+
+    def run() -> float:
+        begin = time.perf_counter()
+        state[0], metrics = programs.step(state[0], held, batch, None)
+        jax.block_until_ready((state[0], metrics))
+        return time.perf_counter() - begin
+
+    return run
+
+
+def target_seconds(task: EagleTask, frozen: Frozen, batch: Batch) -> Callable[[], float]:
+    """A function that runs the target over the batch, logits included, and returns its seconds."""
+    linear, layers = LINEARS[task.compute], task.head.capture_layers
+
+    def forward(frozen: Frozen, batch: Batch):
+        captured, x = packed_states(frozen.target, task.target, batch, task.compute, layers)
+        output = head_of(frozen.target)
+        x = x.reshape(-1, x.shape[-1])[: batch.tokens[:, 1:].size]
+        best = jax.lax.map(
+            lambda rows: linear(rows, output).max(-1), x.reshape(_stretches(x), -1, x.shape[-1])
+        )
+        return captured, best
+
+    return _timed(jax.jit(forward), frozen, batch)
+
+
+def matmul_seconds(task: EagleTask, head: EagleParams, batch: Batch) -> Callable[[], float]:
+    """A function that runs only the head's matmuls of a step, and returns its seconds."""
+    linear, config = LINEARS[task.compute], task.head
+    layer, rows = head.layers[0], batch.tokens[:, 1:].size
+
+    def step(head: EagleParams, x):
+        wide = jnp.concatenate([x] * len(config.capture_layers), -1)
+        kept = [_both_ways(linear, wide, head.fc)]
+        x = kept[0][0]
+        for _ in range(task.recipe.unroll):
+            wide = _kept(kept, linear, jnp.concatenate([x, x], -1), layer.qkv)
+            kept.append(_attention_products(config.network, wide, len(batch.tokens)))
+            x = _kept(kept, linear, wide[:, : layer.output.shape[0]], layer.output)
+            x = _kept(kept, linear, x, layer.gate_up)
+            x = _kept(kept, linear, x[:, : layer.down.shape[0]], layer.down)
+            chunks = x.reshape(_stretches(x), -1, x.shape[-1])
+            zeros = jnp.zeros_like(head.head)
+            kept.append(jax.lax.scan(
+                lambda total, rows: _scored(linear, head.head, total, rows), zeros, chunks
+            ))  # fmt: skip
+        return kept
+
+    return _timed(jax.jit(step), head, jnp.ones((rows, config.hidden_size)))
+
+
+def _both_ways(product: Callable, x: Array, y: Array) -> tuple[Array, Array, Array]:
+    """A product and its two gradients, as if the loss were half its square."""
+    out, back = jax.vjp(product, x, y)
+    return out, *back(out)
+
+
+def _kept(kept: list, product: Callable, x: Array, y: Array) -> Array:
+    """The product; it and its gradients are kept, or the compiler would leave them out."""
+    kept.append(_both_ways(product, x, y))
+    return kept[-1][0]
+
+
+def _attention_products(config: DecoderConfig, qkv: Array, batch: int) -> list:
+    """Queries by keys and the result by values, both ways, a block of queries at a time."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    parts = jnp.moveaxis(qkv.reshape(batch, -1, heads + 2 * kv_heads, width), 2, 1)
+    q, k, v = jnp.split(parts, (heads, heads + kv_heads), 1)
+    q = q.reshape(batch, kv_heads, heads // kv_heads, -1, width)
+    by_keys = lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    by_values = lambda s, v: jnp.einsum("bhqk,bhkd->bhqd", s, v)
+    kept = []
+    for start in range(0, k.shape[2], QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, k.shape[2])
+        rows = q[..., start:end, :].reshape(batch, kv_heads, -1, width)
+        scores = _kept(kept, by_keys, rows, k[:, :, :end])
+        kept[-1] = kept[-1][1:]
+        kept.append(_both_ways(by_values, scores, v[:, :, :end])[1:])
+    return kept
+
+
+def _scored(linear: Callable, weight: Array, total: Array, rows: Array) -> tuple[Array, Array]:
+    _, grad_rows, grad_weight = _both_ways(linear, rows, weight)
+    return total + grad_weight, grad_rows
+
+
+def _stretches(x: Array) -> int:
+    """How many stretches of rows the logits are computed in, as in training."""
+    return max(x.shape[0] // loss_chunk(), 1)
+
+
+def _timed(program, *arguments) -> Callable[[], float]:
+    jax.block_until_ready(program(*arguments))
+
+    def run() -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        return time.perf_counter() - begin
+
+    return run
+
+
+def measure(shape: Shape, unroll: int, arguments: argparse.Namespace) -> dict:
+    """Milliseconds of the three parts, best of the repeats, and their ratio."""
+    recipe = Recipe(unroll=unroll, loss=arguments.loss)
+    task = make_task(shape, recipe, arguments.compute)
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    target = decoder.init_params(jax.random.key(0), shape.target, jnp.dtype(dtype))
+    known = shape.draft_vocab_size
+    kept = None if known == shape.target.vocab_size else jnp.arange(known, dtype=jnp.int32)
+    frozen, batch = Frozen(target, kept), random_batch(shape)
+    settings = TrainerSettings(
+        steps=1000, batch=shape.batch, optimizer=arguments.optimizer, accumulate=1,
+        compute=arguments.compute,
+    )  # fmt: skip
+    head = task.init(jax.random.key(1), frozen)
+    runs = {
+        "step": step_seconds(task, frozen, batch, settings),
+        "target_forward": target_seconds(task, frozen, batch),
+        "head_matmuls": matmul_seconds(task, head, batch),
+    }
+    runs["step"]()
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(arguments.repeats):
+        best = {name: min(best[name], run()) for name, run in runs.items()}
+    return {
+        "unroll": unroll,
+        "milliseconds": {name: round(1e3 * seconds, 1) for name, seconds in best.items()},
+        "ratio": round(best["step"] / (best["target_forward"] + best["head_matmuls"]), 3),
+        "tokens_per_second": round(shape.batch * shape.length / best["step"]),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="cost of a training step of an EAGLE-3 head")
+    parser.add_argument("--shape", choices=SHAPES, default="demo")
+    parser.add_argument("--unroll", type=int, nargs="+", default=(1, 4, 7))
+    parser.add_argument("--loss", default="ce")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--compute", choices=tuple(LINEARS), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=_RESULTS / "distil_step.json")
+    arguments = parser.parse_args()
+    rows = [measure(SHAPES[arguments.shape], unroll, arguments) for unroll in arguments.unroll]
+    asked = {name: getattr(arguments, name) for name in ("shape", "loss", "optimizer", "compute")}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    document = environment.describe() | asked | {"rows": rows}
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    table = Table("unroll", "step ms", "target's forward", "head's matmuls", "ratio", "tokens/s")
+    for row in rows:
+        parts = [f"{value:.0f}" for value in row["milliseconds"].values()]
+        table.add_row(
+            str(row["unroll"]), *parts, f"{row['ratio']:.2f}", f"{row['tokens_per_second']}"
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
