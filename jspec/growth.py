@@ -160,33 +160,59 @@ def _top(logits: Array, width: int) -> tuple[Array, Array]:
     return jnp.take_along_axis(logits, place, -1), place
 
 
-def chain(drawing: Drawing, depth: int, logits: Array, feed: Feed, frontier: Frontier) -> Draft:
+def grow(
+    drawing: Drawing,
+    shape: Shape | Dynamic,
+    logits: Array,
+    feed: Feed,
+    frontier: Frontier,
+    *,
+    unrolled: bool = False,
+) -> Draft:
+    """A draft of any shape; arguments as for ``chain``, ``dynamic`` and ``ranked``."""
+    if isinstance(shape, Dynamic):
+        return dynamic(drawing, shape, logits, feed, frontier, unrolled=unrolled)
+    if max(shape.widths) == 1:
+        return chain(drawing, shape.max_depth, logits, feed, frontier, unrolled=unrolled)
+    return ranked(drawing, shape, logits, feed, frontier)
+
+
+def chain(
+    drawing: Drawing,
+    depth: int,
+    logits: Array,
+    feed: Feed,
+    frontier: Frontier,
+    *,
+    unrolled: bool = False,
+) -> Draft:
     """A chain of ``depth`` nodes.
 
     Args:
       drawing: how children are chosen.
       depth: K.
       logits: after the root, [B, 1, Vd].
-      feed: takes in drafted tokens; depth and slot are traced.
+      feed: takes in drafted tokens; depth and slot are traced, but where ``unrolled``.
       frontier: the root.
+      unrolled: whether ``feed`` needs depth and slot static, its weights being those of a depth.
     """
     only = np.ones(1, int)
 
-    def draw(logits: Array, node: Array) -> tuple[Array, Array | None]:
-        drawn = drawing.children(logits, only, node[None], node)
+    def draw(logits: Array, node: int | Array) -> tuple[Array, Array | None]:
+        drawn = drawing.children(logits, only, jnp.int32(node)[None], node)
         return drawing.target_ids(drawn.ids[:, :, 0]), drawn.law
 
-    def step(carry: tuple[Frontier, Array], node: Array):
+    def step(carry: tuple[Frontier, Array], node: int | Array):
         frontier, token = carry
         frontier, logits = feed(frontier, token, only - 1, node, node - 1)
-        token, law = draw(logits, node)
-        return (frontier, token), (token[:, 0], None if law is None else law[:, 0])
+        drawn = draw(logits, node)
+        return (frontier, drawn[0]), drawn
 
-    first, law = draw(logits, jnp.int32(0))
-    _, (later, laws) = lax.scan(step, (frontier, first), jnp.arange(1, depth))
-    if law is not None:  # and a row for the leaf, which has no children
-        laws = jnp.concatenate([law, jnp.moveaxis(laws, 0, 1), jnp.zeros_like(law)], 1)
-    drafted = jnp.concatenate([tokens.root(drawing.history)[:, None], first, later.T], 1)
+    first = draw(logits, 0)
+    drafted, laws = _levels(step, (frontier, first[0]), first, depth, unrolled)
+    if laws is not None:  # and a row for the leaf, which has no children
+        laws = jnp.concatenate([laws, jnp.zeros_like(laws[:, :1])], 1)
+    drafted = jnp.concatenate([tokens.root(drawing.history)[:, None], drafted], 1)
     return Draft(
         tokens=drafted,
         parents=topology.chain(depth),
@@ -195,6 +221,22 @@ def chain(drawing: Drawing, depth: int, logits: Array, feed: Feed, frontier: Fro
         draft_to_target=None if laws is None else drawing.draft_to_target,
         max_depth=depth,
     )
+
+
+def _levels(step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bool) -> Any:
+    """``first`` and what ``step`` gives at depths 1, 2, ..., joined along axis 1.
+
+    One program serves all depths, or each has its own where ``unrolled``.
+    """
+    if unrolled:
+        found = [first]
+        for depth in range(1, max_depth):
+            carry, level = step(carry, depth)
+            found.append(level)
+        return jax.tree.map(lambda *levels: jnp.concatenate(levels, 1), *found)
+    _, later = lax.scan(step, carry, jnp.arange(1, max_depth))
+    flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
 
 
 def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: Frontier) -> Draft:
@@ -260,7 +302,13 @@ def _append(
 
 
 def dynamic(
-    drawing: Drawing, budget: Dynamic, logits: Array, feed: Feed, frontier: Frontier
+    drawing: Drawing,
+    budget: Dynamic,
+    logits: Array,
+    feed: Feed,
+    frontier: Frontier,
+    *,
+    unrolled: bool = False,
 ) -> Draft:
     """EAGLE-2's tree: widen where the head is confident, then keep the most confident nodes.
 
@@ -277,7 +325,7 @@ def dynamic(
         scores, ids = _top(jax.nn.log_softmax(logits, -1), top_k)
         return scores, drawing.target_ids(ids)
 
-    def step(carry, depth: Array):
+    def step(carry, depth: int | Array):
         frontier, fed, rows = carry
         frontier, logits = feed(frontier, fed.tokens, rows, depth, (depth - 1) * top_k)
         scores, drafted = likeliest(logits)
@@ -294,9 +342,7 @@ def dynamic(
     order = jnp.broadcast_to(jnp.arange(top_k), (batch, top_k))
     first = _Candidates(drafted, scores, jnp.full_like(order, -1), order)
     carry = (frontier, first, jnp.zeros_like(order))
-    _, later = lax.scan(step, carry, jnp.arange(1, budget.max_depth))
-    rest = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1), later)
-    every = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), first, rest)
+    every = _levels(step, carry, first, budget.max_depth, unrolled)
     _, best = _top(every.scores, budget.size - 1)
     return _rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)
 

@@ -23,11 +23,10 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jspec import growth, kv
-from jspec.drafters.trees import TreeDrafter
+from jspec.drafters.trees import TreeDrafter, rows
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
 from jspec.shapes import Dynamic
@@ -92,19 +91,11 @@ class Eagle(TreeDrafter):
 
     def propose(self, params, request, shared, memory, history):
         """Drafts from what the last row of true features gave out."""
-        drawing = growth.Drawing(
-            request, history, self.method, self.noise, self.target.vocab_size,
-            params.drafter.draft_to_target,
-        )  # fmt: skip
+        drawing = self.drawing(request, history, params)
         feed = functools.partial(self._feed, params, memory.cache, history)
         logits = self._unembed(params, memory.hidden[:, None])
         frontier = self._root(memory)
-        if isinstance(self.shape, Dynamic):
-            draft = growth.dynamic(drawing, self.shape, logits, feed, frontier)
-        elif max(self.shape.widths) == 1:
-            draft = growth.chain(drawing, self.max_depth, logits, feed, frontier)
-        else:
-            draft = growth.ranked(drawing, self.shape, logits, feed, frontier)
+        draft = growth.grow(drawing, self.shape, logits, feed, frontier)
         # The first feature comes with the second token.
         return self.limit(draft, history, memory.cache.length > 0), memory
 
@@ -140,7 +131,7 @@ class Eagle(TreeDrafter):
 
     def _feed(self, params, cache, history, frontier, drafted, parents, depth, slot):
         """Runs the rows of drafted tokens [B, F] on what their parents gave out."""
-        take = lambda x: _rows(x, parents)
+        take = lambda x: rows(x, parents)
         count, slots = drafted.shape[1], frontier.seen.shape[2]
         own = jnp.arange(slots) == slot + jnp.arange(count)[:, None]
         seen = take(frontier.seen) | own
@@ -156,10 +147,3 @@ class Eagle(TreeDrafter):
 
     def _unembed(self, params, hidden):
         return head.unembed(params.drafter, self.config, hidden, self.target, params.target)
-
-
-def _rows(x: Array, index: Array | np.ndarray) -> Array:
-    """Rows ``index`` [F] or [B, F] of x [B, F', ...]."""
-    if index.ndim == 1:
-        return x[:, index]
-    return jnp.take_along_axis(x, index[..., None], 1)

@@ -7,27 +7,16 @@ guesses does not depend on what another guessed, so all nodes of one depth share
 
 import dataclasses
 
-import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from jspec import growth
-from jspec.drafters.trees import TreeDrafter
+from jspec.drafters.features import FeatureDrafter
 from jspec.models.heads import medusa as network
 from jspec.models.heads.medusa import MedusaConfig
-from jspec.types import Array
-
-
-@struct.dataclass
-class MedusaMemory:
-    """The target's hidden state at the last committed position but the root's."""
-
-    hidden: Array  # [B, D]
-    known: Array  # [B] bool: False until there is one
 
 
 @dataclasses.dataclass(frozen=True)
-class Medusa(TreeDrafter):
+class Medusa(FeatureDrafter):
     """Drafting by Medusa heads, a chain or a static tree, at most as deep as there are heads.
 
     Raises:
@@ -49,42 +38,13 @@ class Medusa(TreeDrafter):
                 "one for each depth."
             )
 
-    def init(self, params, request, capacity):
-        """No hidden state yet."""
-        batch = request.max_length.shape[0]
-        hidden = jnp.zeros((batch, self.config.hidden_size), self.config.activation_dtype)
-        return MedusaMemory(hidden, jnp.zeros((batch,), bool))
-
-    def absorb(self, params, memory, tokens, features, start, valid):
-        """Keeps the last hidden state of a chunk of the prompt."""
-        return self._keep(memory, features[0], valid - 1, valid > 0)
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Keeps the hidden state at the end of the accepted path."""
-        last = jnp.maximum(verdict.num_emitted - 1, 0)
-        node = jnp.take_along_axis(verdict.path, last[:, None], 1)[:, 0]
-        return self._keep(memory, out.features[0], node, verdict.num_emitted > 0), shared
-
     def propose(self, params, request, shared, memory, history):
         """Drafts from one pass of the heads."""
         used = params.drafter.replace(blocks=params.drafter.blocks[: self.max_depth])
         logits = network.heads(used, self.config, memory.hidden, self.target, params.target)
-        drawing = growth.Drawing(
-            request, history, self.method, self.noise, self.target.vocab_size,
-            params.drafter.draft_to_target,
-        )  # fmt: skip
-        if max(self.shape.widths) == 1:
-            draft = growth.chain(drawing, self.max_depth, logits[:, :1], _feed, logits)
-        else:
-            draft = growth.ranked(drawing, self.shape, logits[:, :1], _feed, logits)
+        drawing = self.drawing(request, history, params)
+        draft = growth.grow(drawing, self.shape, logits[:, :1], _feed, logits)
         return self.limit(draft, history, memory.known), memory
-
-    def _keep(self, memory: MedusaMemory, features: Array, row: Array, there: Array):
-        row = jnp.maximum(row, 0)[:, None, None]
-        hidden = jnp.take_along_axis(features, row, 1)[:, 0].astype(memory.hidden.dtype)
-        return MedusaMemory(
-            jnp.where(there[:, None], hidden, memory.hidden), memory.known | there
-        )  # fmt: skip
 
 
 def _feed(logits, drafted, parents, depth, slot):

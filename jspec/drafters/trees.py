@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
-from jspec import shapes, topology
+from jspec import growth, shapes, topology
 from jspec.shapes import Dynamic
 from jspec.topology import Shape
-from jspec.types import Array, Draft, History, Target
+from jspec.types import Array, Draft, History, Params, Request, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,9 @@ class TreeDrafter:
     Raises:
       ValueError: a setting is out of range, or does not go with the tree or the head.
     """
+
+    # Whether the head says how deep it drafts where the settings do not.
+    knows_depth: ClassVar[bool] = False
 
     config: Any
     target: Target
@@ -82,6 +86,13 @@ class TreeDrafter:
         """The law of a node's children."""
         return shapes.proposal(self.shape, self.method)
 
+    def drawing(self, request: Request, history: History, params: Params) -> growth.Drawing:
+        """How the children of this round are chosen."""
+        return growth.Drawing(
+            request, history, self.method, self.noise, self.target.vocab_size,
+            getattr(params.drafter, "draft_to_target", None),
+        )  # fmt: skip
+
     def limit(self, draft: Draft, history: History, ready: Array) -> Draft:
         """Drops nodes past ``max_length``, and all but the root of rows not ``ready`` [B]."""
         wanted = ready[:, None]
@@ -89,3 +100,10 @@ class TreeDrafter:
             depth = topology.from_parents(draft.parents, draft.max_depth).depth
             wanted &= history.length[:, None] - 1 + depth < self.max_length
         return draft.replace(valid=draft.valid & (wanted | (jnp.arange(self.tree_size) == 0)))
+
+
+def rows(x: Array, index: Array | np.ndarray) -> Array:
+    """Rows ``index`` [F] or [B, F] of x [B, F', ...]."""
+    if index.ndim == 1:
+        return x[:, index]
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
