@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from jspec import shapes, verify
+from jspec import config_method, shapes, verify
 from jspec.config_keys import (
     DRAFT_SAMPLE_METHODS,
     KEYS,
     METHOD_ALIASES,
-    METHOD_IN_NAME,
-    METHODS_NOT_BUILT,
-    METHODS_REFUSED,
-    MODELS_NAMING_METHODS,
     RULE_KEYS,
     RULE_NAMES,
     RULES_NOT_BUILT,
@@ -26,7 +22,6 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.naming import did_you_mean
 from jspec.types import Drafter
 
-NONE = "none"
 _PROMPT_LOOKUP = 5  # vLLM's n-gram length where neither end is given
 
 
@@ -42,7 +37,7 @@ class SpeculativeConfig:
       settings: fields of the method's drafter.
     """
 
-    method: str = NONE
+    method: str = config_method.NONE
     rule: str | verify.Rule = "rejection"
     model: Any = None
     max_model_len: int | None = None
@@ -86,7 +81,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
     for name, value in given.items():
         _check_standing(name, value)
     values = {name: given.get(name) for name, key in KEYS.items() if key.standing == "works"}
-    method = _method(values)
+    method = config_method.asked_for(values)
     _check_used(method, values)
     _check_parallel(values["draft_tensor_parallel_size"])
     settings = _settings(method, values)
@@ -164,49 +159,6 @@ def _check_standing(name: str, value: Any) -> None:
     )
 
 
-def _method(values: Mapping[str, Any]) -> str:
-    """The method, given or inferred as vLLM infers it."""
-    method, model = values["method"], values["model"]
-    if method is None and model is None:
-        if values["num_speculative_tokens"] is not None:
-            raise ValueError(
-                "num_speculative_tokens was provided but without speculative model. Add "
-                "'method' (such as 'ngram') or 'model'."
-            )
-        raise ValueError(f"speculative_config needs a 'method' ({_working()}) or a 'model'.")
-    if method is None:
-        name = str(model).lower() if isinstance(model, str | os.PathLike) else ""
-        in_name = (method for part, method in METHOD_IN_NAME.items() if part in name)
-        method = name if name in MODELS_NAMING_METHODS else next(in_name, "draft_model")
-    if not isinstance(method, str):
-        raise ValueError(f"method={method!r} must be a name: {_working()}.")
-    return _known_method(method)
-
-
-def _known_method(name: str) -> str:
-    method = METHOD_ALIASES.get(name, name)
-    if method in METHODS:
-        return method
-    if method in METHODS_REFUSED:
-        raise ValueError(f"method={name!r} is refused: {METHODS_REFUSED[method]}.")
-    if "." in method:
-        raise ValueError(
-            f"method={name!r}: custom classes are not supported here yet; these work: {_working()}."
-            " A drafter of your own runs with jspec.generate(..., drafter=...)."
-        )
-    if method in METHODS_NOT_BUILT or method.endswith("_mtp"):
-        raise ValueError(
-            f"method={name!r} is not built yet; these work: {_working()}. If the model is a plain "
-            "language model, say method='draft_model'."
-        )
-    near = did_you_mean(method, [*METHODS, *METHODS_NOT_BUILT])
-    raise ValueError(f"Unsupported speculative method: {name!r}; these work: {_working()}{near}")
-
-
-def _working() -> str:
-    return ", ".join(repr(name) for name in METHODS if name != NONE)
-
-
 def _check_used(method: str, values: Mapping[str, Any]) -> None:
     """Keys that the method would ignore must not ask for anything."""
     used = _fields(method) | {"method", "rejection_sample_method", "draft_tensor_parallel_size",
@@ -242,7 +194,7 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The drafter's fields, with vLLM's defaults where they are not given."""
     fields = _fields(method)
     if "tree" in fields:
-        return _tree_settings(values)
+        return _tree_settings(values, METHODS[method].knows_depth)
     values = dict(values)
     sampled = values["draft_sample_method"] = values["draft_sample_method"] or "probabilistic"
     if sampled not in DRAFT_SAMPLE_METHODS:
@@ -258,16 +210,22 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in fields & values.keys()}
 
 
-def _tree_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a tree, which are the same for all heads, once they fit each other."""
+def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, Any]:
+    """The settings of a tree, which are the same for all heads, once they fit each other.
+
+    Where the head ``knows_depth`` and none is given, its drafter checks them.
+    """
     tree = _tree("chain" if values["tree"] is None else values["tree"])
     names = ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k")
+    deep = values["num_speculative_tokens"] is not None or values["tree_depth"] is not None
+    left_to_head = knows_depth and not deep and tree in shapes.OF_ANY_DEPTH
     if values["num_speculative_tokens"] is not None or (
-        tree == "chain" and not values["tree_depth"]
+        tree == "chain" and not values["tree_depth"] and not left_to_head
     ):
         _check_count(values["num_speculative_tokens"], has_model=True)
     numbers = {name: _at_least_one(name, values[name]) for name in names}
-    shapes.drawn_by(tree, shapes.requested(tree, **numbers), values["draft_sample_method"])
+    if not left_to_head:
+        shapes.drawn_by(tree, shapes.requested(tree, **numbers), values["draft_sample_method"])
     return numbers | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
 
 

@@ -48,7 +48,8 @@ _WORKS = (
     ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
     ("model", None, "the draft model: a local directory or a hub id; 'ngram' names the method"),
     ("num_speculative_tokens", None,
-     "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one"),
+     "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one and "
+     "for 'mlp_speculator', whose `n_predict` it is if left out"),
     ("prompt_lookup_max", None,
      "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
     ("prompt_lookup_min", None,
@@ -135,7 +136,7 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "custom_class", "dflash", "dspark", "mlp_speculator", "mtp", "suffix",
+    "custom_class", "dflash", "dspark", "mtp", "suffix",
 )  # fmt: skip
 METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
@@ -144,6 +145,8 @@ METHOD_ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
 MODELS_NAMING_METHODS = ("ngram", "suffix", *METHOD_ALIASES)
 # A model's name that contains one of these says its method, as in vLLM.
 METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "dspark": "dspark"}
+# So does the ``model_type`` in the config.json of a directory.
+METHOD_OF_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator"}
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {

@@ -1,32 +1,35 @@
-"""Checkpoints of draft heads: EAGLE-1, -2 and -3, and Medusa, in the layouts that people have.
+"""Checkpoints of draft heads, in the layouts that people have.
 
-``load_head`` is the one way in. What a directory holds is told by its config.json and the names of
-its tensors, never by its own name; ``jspec.models.heads.eagle_format`` and ``medusa_format`` say
-what each layout means, and how it is read where servers disagree. ``save_head`` writes the same
-layouts, so that vLLM, SGLang and the authors' programs read them.
+EAGLE-1, -2 and -3, Medusa, and MLP and LSTM speculators. ``load_head`` is the one way in. What a
+directory holds is told by its config.json and the names of its tensors, never by its own name; the
+``*_format`` files of ``jspec.models.heads`` say what each layout means, and how it is read where
+servers disagree. ``save_head`` writes the same layouts, so that vLLM, SGLang and the authors'
+programs read them.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from jspec import model_files, staging, tensor_files, torch_files
+from jspec import head_formats, model_files, staging, tensor_files, torch_files
+from jspec.head_formats import FORMATS, HeadConfig, HeadParams, Kind, Layout
 from jspec.model_files import PathLike
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families.names import Entry
-from jspec.models.heads import eagle_format, medusa_format, vocabulary
+from jspec.models.heads import (
+    arctic_format,
+    eagle_format,
+    medusa_format,
+    mlp_speculator_format,
+    vocabulary,
+)
+from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
-
-Kind = Literal["eagle", "eagle3", "medusa"]
-Layout = Literal["eagle", "eagle3", "speculators", "medusa", "medusa-vllm"]
-HeadConfig = EagleConfig | MedusaConfig
-HeadParams = EagleParams | MedusaParams
 
 # In the order in which they are looked for: published directories often hold a .bin beside.
 _SINGLE = {
@@ -44,9 +47,9 @@ _ANY_WEIGHTS = re.compile(
     r"|medusa_lm_head\.(safetensors|pt)"
 )
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
-_WRAPPERS = ("model.", "module.", "draft_model.", "medusa_heads.", "medusa_head.")
-# What trainers leave in the files and no head uses.
-_TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")
+_WRAPPERS = (
+    "model.", "module.", "draft_model.", "medusa_heads.", "medusa_head.", "speculator.",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +57,8 @@ class LoadedHead:
     """A draft head and its weights. Made by ``load_head``.
 
     Attributes:
-      kind: "eagle" (EAGLE-1 and -2), "eagle3" or "medusa": the method that drafts with it.
+      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa" or "mlp_speculator": the method that
+        drafts with it.
       layout: how its files are written.
       config: sizes and switches.
       params: weights.
@@ -94,13 +98,13 @@ def load_head(
     directory = model_files.locate(path, _PATTERNS)
     raw = model_files.read_json(directory / "config.json")
     tensors = _canonical(directory, _open(directory))
-    found, layout = _recognise(directory, raw, tensors)
+    found, layout = head_formats.recognise(directory, raw, tensors)
     if kind not in (None, found):
         raise ValueError(
             f"{directory} holds a head of method {found!r}, not {kind!r}; ask for {found!r}"
         )
     try:
-        config, params = _FORMATS[found](raw, tensors, target_config, layout, dtype, embedding)
+        config, params = head_formats.read(raw, tensors, target_config, layout, dtype, embedding)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     return LoadedHead(found, layout, config, params, raw)
@@ -126,8 +130,10 @@ def save_head(
       config: the head of ``params``.
       params: weights.
       target_config: the target's sizes.
-      layout: None for the most widely read one of the method: "eagle", "eagle3", "medusa-vllm".
-      target_name: hub id or path of the target; ``speculators`` and ``medusa`` files name it.
+      layout: None for the most widely read one of the method: "eagle", "eagle3", "medusa-vllm",
+        "mlp_speculator", "arctic-lstm".
+      target_name: hub id or path of the target; ``speculators``, ``medusa``, ``arctic-rnn`` and
+        ``arctic-lstm`` files name it.
       embedding: the target's [V, D], written for a head that shares it: ``speculators`` files must
         have one, and some servers need it in ``eagle3``.
       dtype: float32, bfloat16 or float16; None keeps that of the weights, if they share one.
@@ -136,26 +142,20 @@ def save_head(
       ValueError: the layout is unknown or cannot express the head, or ``params`` do not fit.
     """
     layout = layout or _default_layout(config)
-    if isinstance(config, MedusaConfig):
-        raw = describe_head(config, target_config, layout=layout, target_name=target_name)
-        entries, extra = medusa_format.table(config, layout), _token_map(params)
-    else:
-        if embedding is not None and not config.own_embedding:
-            config = dataclasses.replace(config, own_embedding=True)
-            params = params.replace(embedding=embedding)
-        raw = describe_head(config, target_config, layout=layout, target_name=target_name)
-        first = "midlayer" if layout == "eagle3" else eagle_format.FIRST
-        entries, extra = eagle_format.table(config, first), _maps(config, params)
+    if embedding is not None and isinstance(config, EagleConfig) and not config.own_embedding:
+        config = dataclasses.replace(config, own_embedding=True)
+        params = params.replace(embedding=embedding)
+    raw = describe_head(config, target_config, layout=layout, target_name=target_name)
+    entries = _entries(config, layout)
     model_files.check_params(entries, params)
     dtype = model_files.known_dtype(dtype or model_files.common_dtype(params))
-    if layout == "eagle" and not config.fc_bias:
-        # SGLang always has this bias, and leaves it uninitialised where the file has none.
-        extra["fc.bias"] = np.zeros(config.hidden_size, dtype)
+    extra = _extra(config, params, layout, dtype)
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     with staging.replace_files(directory, _ANY_WEIGHTS) as aside:
         model_files.write_json(aside / "config.json", raw)
-        if layout == "medusa":
-            torch_files.write(aside / "medusa_lm_head.pt", _split(entries, params, dtype))
+        if layout in head_formats.TORCH_FILES:
+            file = head_formats.TORCH_FILES[layout]
+            torch_files.write(aside / file, _split(entries, params, dtype))
         else:
             model_files.write_weights(aside, entries, params, dtype, extra=extra)
 
@@ -174,9 +174,10 @@ def describe_head(
     """
     layout = layout or _default_layout(config)
     _check_saveable(config, layout, target_config, target_name)
+    module = FORMATS[type(config)].module
     if isinstance(config, MedusaConfig):
-        return medusa_format.describe(config, layout, target_name)
-    return eagle_format.describe(config, layout, target_config, target_name)
+        return module.describe(config, layout, target_name)
+    return module.describe(config, layout, target_config, target_name)
 
 
 # Reading.
@@ -217,107 +218,62 @@ def _canonical(directory: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, 
     return result
 
 
-def _recognise(
-    directory: Path, raw: dict, tensors: Mapping[str, np.ndarray]
-) -> tuple[Kind, Layout]:
-    layout = medusa_format.layout(tensors)
-    if layout is not None:
-        return "medusa", layout
-    generation = eagle_format.generation(tensors)
-    if generation == 3:
-        return "eagle3", "speculators" if eagle_format.SPECULATORS in raw else "eagle3"
-    if generation == 1:
-        return "eagle", "eagle"
-    if "layers.0.input_layernorm.weight" in tensors:
-        raise ValueError(
-            f"{directory} holds a whole language model, not a draft head; draft with it by method "
-            "'draft_model'"
-        )
-    some = ", ".join(sorted(tensors)[:4])
-    raise ValueError(
-        f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa): its tensors "
-        f"are {some}, …"
-    )
-
-
-def _read_eagle(raw, tensors, target_config, layout, dtype, embedding):
-    del layout
-    config = eagle_format.read(raw, tensors, target_config)
-    if config.fc_bias and not np.any(tensors.get("fc.bias", True)):
-        config = dataclasses.replace(config, fc_bias=False)  # as ``save_head`` writes it
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
-    entries = eagle_format.table(config)
-    model_files.check_fit("the file", entries, tensors, ("d2t", "t2d", *_TRAINING_ONLY))
-    ids = vocabulary.from_offsets(
-        tensors.get("d2t"), tensors.get("t2d"), config.vocab_size, config.target_vocab_size
-    )
-    dtype = model_files.known_dtype(dtype or tensors["fc.weight"].dtype)
-    if embedding is not None and config.own_embedding:
-        theirs = tensors["embed_tokens.weight"].astype(dtype)
-        if config.hidden_size == config.target_hidden_size and np.array_equal(theirs, embedding):
-            config = dataclasses.replace(config, own_embedding=False)
-            entries = eagle_format.table(config)
-    config = dataclasses.replace(config, network=model_files.with_precision(config.network, dtype))
-    arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
-    ids = None if ids is None else jnp.asarray(ids)
-    return config, eagle_format.assemble(entries, arrays, ids)
-
-
-def _read_medusa(raw, tensors, target_config, layout, dtype, embedding):
-    del embedding
-    if layout == "medusa-vllm" and "lm_head.weight" in tensors:
-        tensors = dict(tensors)
-        tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
-    config, ids = medusa_format.read(raw, tensors, target_config), None
-    if layout == "medusa-vllm" and medusa_format.TOKEN_MAP in tensors and config.reduced:
-        ids, order = vocabulary.from_ids(
-            tensors[medusa_format.TOKEN_MAP], config.vocab_size, config.target_vocab_size
-        )
-        tensors = medusa_format.reorder(config, tensors, order)
-    elif config.reduced:
-        raise ValueError(
-            f"truncated_vocab_size is {config.vocab_size} of {config.target_vocab_size}, but the "
-            "file has no token_map to say which tokens those are"
-        )
-    entries = medusa_format.table(config, layout)
-    model_files.check_fit("the file", entries, tensors, (medusa_format.TOKEN_MAP,))
-    dtype = model_files.known_dtype(dtype or tensors[entries[0].names[0]].dtype)
-    working = model_files.with_precision(target_config, dtype).activation_dtype
-    arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
-    ids = None if ids is None else jnp.asarray(ids)
-    params = medusa_format.assemble(entries, arrays, ids)
-    return dataclasses.replace(config, activation_dtype=working), params
-
-
-_FORMATS = {"eagle": _read_eagle, "eagle3": _read_eagle, "medusa": _read_medusa}
-
-
 # Writing.
 
 
 def _default_layout(config: HeadConfig) -> Layout:
-    if isinstance(config, MedusaConfig):
-        return "medusa-vllm"
-    return "eagle" if config.generation == 1 else "eagle3"
+    if isinstance(config, EagleConfig):
+        return "eagle" if config.generation == 1 else "eagle3"
+    return FORMATS[type(config)].layouts[0]
 
 
 def _check_saveable(
     config: HeadConfig, layout: str, target_config: DecoderConfig, target_name: str
 ) -> None:
-    medusa = isinstance(config, MedusaConfig)
-    known = ("medusa", "medusa-vllm") if medusa else ("eagle", "eagle3", "speculators")
-    if layout not in known:
+    known = FORMATS[type(config)]
+    if layout not in known.layouts:
         raise ValueError(
-            f"layout={layout!r} is none of {', '.join(known)}, the layouts of "
-            f"{'Medusa' if medusa else 'EAGLE'} heads"
+            f"layout={layout!r} is none of {', '.join(sorted(known.layouts))}, the layouts of "
+            f"{known.name} heads"
         )
-    if layout in ("speculators", "medusa") and not target_name:
+    if layout in head_formats.NAMING_TARGETS and not target_name:
         raise ValueError(f"layout={layout!r} names the target; pass its hub id as target_name")
     if target_config.vocab_size != config.target_vocab_size:
         raise ValueError(
             f"target_config has a vocabulary of {target_config.vocab_size}, but the head is for "
             f"one of {config.target_vocab_size}; pass that of the head's target"
         )
+
+
+def _entries(config: HeadConfig, layout: Layout) -> tuple[Entry, ...]:
+    """The entries under the names that ``layout`` writes."""
+    if isinstance(config, EagleConfig):
+        return eagle_format.table(config, "midlayer" if layout == "eagle3" else eagle_format.FIRST)
+    entries = FORMATS[type(config)].module.table(config, layout)
+    prefix = mlp_speculator_format.PREFIX if layout == "mlp_speculator" else ""
+    return tuple(
+        dataclasses.replace(entry, names=tuple(prefix + name for name in entry.names))
+        for entry in entries
+    )
+
+
+def _extra(
+    config: HeadConfig, params: HeadParams, layout: Layout, dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    """What a file of ``layout`` holds besides the weights."""
+    if isinstance(config, EagleConfig):
+        extra = _maps(config, params)
+        if layout == "eagle" and not config.fc_bias:
+            # SGLang always has this bias, and leaves it uninitialised where the file has none.
+            extra["fc.bias"] = np.zeros(config.hidden_size, dtype)
+        return extra
+    if isinstance(config, MedusaConfig):
+        return _token_map(params)
+    if isinstance(config, LstmSpeculatorConfig):
+        written = _split(_entries(config, layout), params, dtype)
+        copies = arctic_format.required_repeats(config)
+        return {name: written[first] for name, first in copies.items()}
+    return {}
 
 
 def _maps(config: EagleConfig, params: EagleParams) -> dict[str, np.ndarray]:

@@ -112,7 +112,7 @@ def load_head(
     Args:
       head: a local directory or a hub id.
       target: sizes of the target that it drafts for.
-      kind: the method it must be of, "eagle", "eagle3" or "medusa"; None for any.
+      kind: the method it must be of, such as "eagle3" or "mlp_speculator"; None for any.
       dtype: as in ``load``.
 
     Raises:
@@ -133,7 +133,7 @@ def load_head(
 
 def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
     """The head without its embedding where that is the target's: one copy in memory will do."""
-    own = head.params.embedding if head.kind != "medusa" else None
+    own = getattr(head.params, "embedding", None)
     if own is None or own.shape != embedding.shape or not (own == embedding).all():
         return head
     config = dataclasses.replace(head.config, own_embedding=False)

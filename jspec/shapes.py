@@ -37,7 +37,8 @@ PUBLISHED = {
         "10, 10 6 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1, 2 1",
 }  # fmt: skip
 
-NAMES = ("chain", "eagle2", "sampled", *PUBLISHED)
+OF_ANY_DEPTH = ("chain", "eagle2", "sampled")
+NAMES = (*OF_ANY_DEPTH, *PUBLISHED)
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy", "top_plus_one")
 _EAGLE2 = {"size": 60, "top_k": 10}  # the authors' defaults
 _SAMPLED = {"size": 16, "top_k": 4}
@@ -104,7 +105,7 @@ def requested(
     for name, value in given.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    if tree not in ("chain", "eagle2", "sampled"):
+    if tree not in OF_ANY_DEPTH:
         shape = published(tree) if isinstance(tree, str) else topology.from_choices(tree)
         return _agreeing(tree, shape, given)
     depth = tree_depth if num_speculative_tokens is None else num_speculative_tokens

@@ -1,15 +1,17 @@
 """speculative_config: what each key means, and what every key that jspec lacks answers."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from jspec import config, config_keys, verify
 from jspec.config_keys import KEYS
-from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, NGram, NoDrafter
+from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, MlpSpeculator, NGram, NoDrafter
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
+from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from jspec.plan import Plan
 from jspec.verify import RULES
 from tests import tiny
@@ -22,6 +24,8 @@ EAGLE = {"method": "eagle", "model": "some/head", "num_speculative_tokens": 4}
 TARGET = tiny.TARGET
 HEAD = EagleConfig(TARGET.config, 1, (2,), 32, tiny.VOCAB)
 HEADS = MedusaConfig(5, 1, 32, tiny.VOCAB, tiny.VOCAB, (2,), 5)
+SPECULATOR = MlpSpeculatorConfig(3, 32, 24, tiny.VOCAB, (2,))
+WORKING = ", ".join(repr(name) for name in METHODS if name != "none")
 
 
 def ngram(**settings):
@@ -148,7 +152,7 @@ def test_keys_left_at_vllms_defaults_change_nothing():
 )
 def test_a_method_that_is_not_built_names_those_that_work(method):
     message = error_of({"method": method, "model": "some/head", "num_speculative_tokens": 3})
-    assert f"method={method!r} is not built yet; these work: 'ngram', 'draft_model', " in message
+    assert f"method={method!r} is not built yet; these work: {WORKING}." in message
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,30 @@ def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
         assert config.read(given).method == method
     else:
         assert f"method={method!r} is not built" in error_of(given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("medusa", "medusa"), ("mlp_speculator", "mlp_speculator"), ("llama", "draft_model")],
+)
+def test_a_directory_says_its_method_in_its_config_json(tmp_path, model_type, method):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert config.read({"model": tmp_path, "num_speculative_tokens": 2}).method == method
+    named = tmp_path / "my-eagle3"  # a name goes first, as in vLLM
+    named.mkdir()
+    (named / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert config.read({"model": named, "num_speculative_tokens": 2}).method == "eagle3"
+
+
+def test_a_speculator_says_itself_how_deep_it_drafts():
+    given = {"method": "mlp_speculator", "model": "some/speculator"}
+    for tree in ({}, {"tree": "sampled", "tree_size": 6}, {"tree": "eagle2", "tree_top_k": 2}):
+        assert config.read(given | tree).drafter(SPECULATOR, TARGET).max_depth == 3
+    shallow = config.read(given | {"num_speculative_tokens": 2})
+    assert shallow.drafter(SPECULATOR, TARGET) == MlpSpeculator(SPECULATOR, TARGET, 2)
+    with pytest.raises(ValueError, match="the draft is 4 deep, but the speculator has weights"):
+        config.read(given | {"num_speculative_tokens": 4}).drafter(SPECULATOR, TARGET)
+    assert "`num_speculative_tokens` was not provided" in error_of(given | {"method": "eagle"})
 
 
 @pytest.mark.parametrize(
@@ -259,12 +287,11 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
     ("given", "message"),
     [
         ("ngram", "speculative_config='ngram' must be a dict, such as {'method'"),
-        ({}, "speculative_config needs a 'method' ('ngram', 'draft_model', 'eagle', 'eagle3', "
-         "'medusa') or a 'model'."),
+        ({}, f"speculative_config needs a 'method' ({WORKING}) or a 'model'."),
         ({"num_speculative_tokens": 4},
          "num_speculative_tokens was provided but without speculative model."),
-        ({"method": "ngrm"}, "Unsupported speculative method: 'ngrm'; these work: 'ngram', "
-         "'draft_model', 'eagle', 'eagle3', 'medusa'; did you mean 'ngram'?"),
+        ({"method": "ngrm"}, f"Unsupported speculative method: 'ngrm'; these work: {WORKING}; "
+         "did you mean 'ngram'?"),
         ({"method": 5}, "method=5 must be a name"),
         ({"method": "my.pkg.Drafter"}, "custom classes are not supported here yet"),
         ({"method": "extract_hidden_states"}, "it drafts nothing"),

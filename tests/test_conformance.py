@@ -19,7 +19,7 @@ from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
 from tests import tiny
-from tests.drafters import heads
+from tests.drafters import heads, speculators
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -44,6 +44,20 @@ def _head(method):
     }
 
 
+def _speculators():
+    """Those whose stages share their weights, or not, and the LSTM, a tree each."""
+    names = {"chain": "untied", "greedy chain": "lstm", "eagle2": "lstm", "sampled": "tied scaled",
+             "top plus one": "tied scaled", "paths": "untied"}  # fmt: skip
+    settings = TREES | {"chain": {}, "sampled": dict(tree="sampled", tree_size=8, tree_top_k=3)}
+    return {
+        tree: (
+            speculators.drafter(name, **settings[tree]),
+            functools.partial(speculators.random_params, name),
+        )
+        for tree, name in names.items()
+    }
+
+
 def _draft():
     return tiny.params().drafter
 
@@ -54,6 +68,7 @@ DRAFTERS = {
     "none": {"greedy chain": (tiny.NONE, lambda: None)},
     "ngram": {"greedy chain": (tiny.NGRAM, lambda: None)},
     "medusa": _head("medusa"),
+    "mlp_speculator": _speculators(),
     "draft_model": {"chain": (tiny.DRAFT, _draft), "greedy chain": (tiny.GREEDY_DRAFT, _draft)},
     "eagle": _head("eagle"),
     "eagle3": _head("eagle3"),

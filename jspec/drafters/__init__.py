@@ -3,6 +3,7 @@
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.medusa import Medusa
+from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.drafters.ngram import NGram
 from jspec.drafters.none import NoDrafter
 
@@ -13,4 +14,5 @@ METHODS = {
     "eagle": Eagle,
     "eagle3": Eagle,
     "medusa": Medusa,
+    "mlp_speculator": MlpSpeculator,
 }

@@ -63,7 +63,7 @@ def trained_params(method: str):
     frozen = lambda params: getattr(params, "draft_to_target", None)
     start = random_params(method)
     weights, kept = start.replace(draft_to_target=None), frozen(start)
-    windows, features, logits = _lessons(config.capture_layers)
+    windows, features, logits = lessons(config.capture_layers)
     schedule = optax.adam(optax.cosine_decay_schedule(5e-3, 300))
 
     def loss(weights, batch):
@@ -110,7 +110,7 @@ def logits_of(method, params, windows, features):
 
 
 @functools.cache
-def _lessons(capture_layers):
+def lessons(capture_layers):
     """Texts that the target draws itself, with its hidden states and logits."""
     count, length = 256, 24
     texts = jax.random.randint(jax.random.key(1), (count, length), 0, tiny.VOCAB)

@@ -16,7 +16,7 @@ from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params, Request
 from tests import tiny
-from tests.drafters import heads
+from tests.drafters import heads, rounds
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -89,62 +89,16 @@ def reference(method, weights):
     return texts, log_probs
 
 
-def likeliest(scores, count):
-    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
-
-
-def slow_static(shape, law):
-    """Paths of a static tree, node by node."""
-    paths = [()]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
-        paths.append((*paths[parent], likeliest(law(paths[parent]), rank + 1)[rank]))
-    return paths
-
-
-def slow_dynamic(budget, law):
-    """Paths of EAGLE-2's tree."""
-    scores = law(())
-    looked_at = [((token,), scores[token]) for token in likeliest(scores, budget.top_k)]
-    frontier = list(looked_at)
-    for _ in range(budget.max_depth - 1):
-        children = []
-        for path, score in frontier:
-            scores = law(path)
-            children += [((*path, token), score + scores[token])
-                         for token in likeliest(scores, budget.top_k)]  # fmt: skip
-        looked_at += children
-        best = likeliest([score for _, score in children], budget.top_k)
-        frontier = [children[i] for i in best]
-    best = likeliest([score for _, score in looked_at], budget.size - 1)
-    return [(), *(looked_at[i][0] for i in sorted(best))]
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
     drafter, answers = drafted(case, weights)
     method = CASES[case][0]
     texts, log_probs = reference(method, weights)
-    slow = slow_dynamic if case == "eagle3-eagle2" else slow_static
     total = 0
     for row, answer in enumerate(answers):
-        assert answer.tokens.tolist() == plain()[row]
-        root = len(ROWS[row].prompt) - 1
-        for accepted, nodes, parents in zip(*answer.trace, strict=True):
-            expected = [()]
-            if root:  # the first feature comes with the second token
-                expected = slow(drafter.shape, lambda path: log_probs(row, root, path))  # noqa: B023
-            room = len(texts[row]) - 1 - root  # tokens still wanted: deeper nodes are dropped
-            paths = {0: ()}
-            for node in np.flatnonzero(nodes >= 0)[1:]:
-                paths[node] = (*paths[parents[node]], int(nodes[node]))
-            assert list(paths.values()) == [path for path in expected if len(path) < room]
-            following = texts[row][root + 1 :].tolist()
-            agreeing = [len(p) for p in paths.values() if list(p) == following[: len(p)]]
-            assert accepted == max(agreeing)
-            root += accepted + 1
-            total += accepted
-        assert root == len(texts[row]) - 1
+        law = functools.partial(log_probs, row)
+        total += rounds.compare(answer, ROWS[row].prompt, texts[row].tolist(), drafter.shape, law)
     assert weights == "random" or total > 25  # a trained head is right often
 
 

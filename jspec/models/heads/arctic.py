@@ -1,0 +1,128 @@
+"""Snowflake's LSTM speculator (Arctic Inference, ``sum_lstm``): an MLP speculator with a cell.
+
+As in ``mlp_speculator``, stages take the state of the stage before and the token last drafted; what
+a stage adds up makes three gates and a candidate for the cell, which starts empty: ::
+
+    g = s P_i + (e / w) E[token]           four parts, each with a P (and, untied, an E) of its own
+    f, i, o = sigmoid(g_forget), sigmoid(g_input), sigmoid(g_output)
+    c = f c + i gelu(norm_c(g_cell));  s = o gelu(norm_s(c));  logits = s H
+
+P_0 reads the target's hidden state and P_1 serves all later stages; all other weights serve all.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec import ops
+from jspec.models.decoder import Linear
+from jspec.models.heads import mlp_speculator
+from jspec.models.heads.mlp_speculator import NormParams, activate, init_norm
+from jspec.types import Array
+
+GATES = ("forget", "input", "output", "cell")  # in the order of the columns of P
+
+
+@dataclasses.dataclass(frozen=True)
+class LstmSpeculatorConfig:
+    """Sizes of a speculator; static and hashable.
+
+    Attributes:
+      n_predict: stages it was trained with; also scales the embeddings.
+      hidden_size: D, the target's.
+      inner_dim: I, width of the state, the cell and the embeddings.
+      vocab_size: V, the target's.
+      capture_layers: the target's hidden state after its final norm: (number of its layers,).
+      scale_input: whether the hidden state is normed first.
+      tie_embeddings: whether one embedding serves gates and cell.
+      activation_dtype: of state and cell.
+
+    Raises:
+      ValueError: a size is out of range.
+    """
+
+    n_predict: int
+    hidden_size: int
+    inner_dim: int
+    vocab_size: int
+    capture_layers: tuple[int, ...]
+    scale_input: bool = False
+    tie_embeddings: bool = True
+    activation_dtype: str = "float32"
+
+    def __post_init__(self):
+        mlp_speculator.check_sizes(self)
+
+    @property
+    def target_vocab_size(self) -> int:
+        """V; the speculator knows all of the target's tokens."""
+        return self.vocab_size
+
+    @property
+    def tie_weights(self) -> bool:
+        """Whether the stages share their weights: always."""
+        return True
+
+
+@struct.dataclass
+class LstmSpeculatorParams:
+    """Weights of all stages."""
+
+    embeddings: tuple[Array, ...]  # [V, I], one for all or one for each of ``GATES``
+    projections: tuple[Array, Array]  # [D, 4 I] and [I, 4 I], columns as ``GATES``
+    cell_norm: NormParams
+    state_norm: NormParams
+    head: Array  # [I, V]
+
+
+@struct.dataclass
+class LstmState:
+    """What a stage hands to the next."""
+
+    hidden: Array  # [..., D or I]
+    cell: Array  # [..., I]
+
+
+def init_params(
+    key: Array, config: LstmSpeculatorConfig, dtype: jnp.dtype = jnp.float32
+) -> LstmSpeculatorParams:
+    """Random weights: normal, 1 / sqrt(I) wide; norms that only divide."""
+    inner, vocab = config.inner_dim, config.vocab_size
+    keys = iter(jax.random.split(key, len(GATES) + 3))
+    normal = lambda *shape: (jax.random.normal(next(keys), shape) * inner**-0.5).astype(dtype)
+    return LstmSpeculatorParams(
+        embeddings=tuple(normal(vocab, inner) for _ in GATES[: 1 if config.tie_embeddings else 4]),
+        projections=(normal(config.hidden_size, 4 * inner), normal(inner, 4 * inner)),
+        cell_norm=init_norm(inner, dtype),
+        state_norm=init_norm(inner, dtype),
+        head=normal(inner, vocab),
+    )
+
+
+def start(config: LstmSpeculatorConfig, hidden: Array) -> LstmState:
+    """The target's hidden state [..., D] to the state that the first stage takes."""
+    hidden = mlp_speculator.start(config, hidden)
+    return LstmState(hidden, jnp.zeros((*hidden.shape[:-1], config.inner_dim), hidden.dtype))
+
+
+def advance(
+    params: LstmSpeculatorParams,
+    config: LstmSpeculatorConfig,
+    state: LstmState,
+    tokens: Array,
+    stage: int,
+    *,
+    linear: Linear = ops.linear,
+) -> tuple[LstmState, Array]:
+    """One stage, as ``mlp_speculator.advance``: the state and float32 logits [..., V]."""
+    embedded = [embedding[tokens].astype(jnp.float32) for embedding in params.embeddings]
+    embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
+    scale = mlp_speculator.embedding_scale(config.n_predict, config.inner_dim)
+    mixed = linear(state.hidden, params.projections[min(stage, 1)]) + scale * embedded
+    *gates, candidate = jnp.split(mixed, len(GATES), -1)
+    forget, write, output = map(jax.nn.sigmoid, gates)
+    cell = state.cell * forget + activate(candidate, params.cell_norm) * write
+    hidden = (activate(cell, params.state_norm) * output).astype(config.activation_dtype)
+    return LstmState(hidden, cell.astype(config.activation_dtype)), linear(hidden, params.head)

@@ -1,0 +1,190 @@
+"""MLP speculators (IBM's, arXiv 2404.19124): a small recurrent net, one stage for each token.
+
+A stage takes the state of the stage before and the token last drafted, and guesses the next. The
+first one takes the target's hidden state after its final norm, at the last position before the
+root, and the root: ::
+
+    s = rms(hidden) / sqrt(2) where ``scale_input``, else hidden
+    s = gelu(norm_i(s P_i + (e / w) E_i[token]));  logits = s H_i          for stage i = 0, 1, ...
+
+with w = 2 ** (-1 / (2 n_predict)) and e = sqrt((1 - w ** 2) inner_dim / 2). The norm divides by the
+root mean square, without taking the mean off, and has a weight and a bias; gelu is the exact one.
+There is no attention and no position.
+
+Where weights are tied all stages share E, norm and H, and all but the first P, so that there can be
+more stages than ``n_predict``. Snowflake's ``sum_rnn`` (Arctic Inference) is the same net.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec import ops
+from jspec.models import decoder
+from jspec.models.decoder import Linear
+from jspec.types import Array
+
+EPS = 1e-6  # of every norm; no file says it
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpeculatorConfig:
+    """Sizes of a speculator; static and hashable.
+
+    Attributes:
+      n_predict: stages it was trained with; also scales the embeddings.
+      hidden_size: D, the target's.
+      inner_dim: I, width of the state and of the embeddings.
+      vocab_size: V, the target's.
+      capture_layers: the target's hidden state after its final norm: (number of its layers,).
+      tie_weights: whether the stages share their weights.
+      scale_input: whether the hidden state is normed first.
+      activation_dtype: of the state.
+
+    Raises:
+      ValueError: a size is out of range, or the settings contradict each other.
+    """
+
+    n_predict: int
+    hidden_size: int
+    inner_dim: int
+    vocab_size: int
+    capture_layers: tuple[int, ...]
+    tie_weights: bool = False
+    scale_input: bool = False
+    activation_dtype: str = "float32"
+
+    def __post_init__(self):
+        check_sizes(self)
+        if self.tie_weights and self.n_predict < 2:
+            raise ValueError(
+                f"tie_weights needs two stages at least, but n_predict is {self.n_predict}."
+            )
+
+    @property
+    def target_vocab_size(self) -> int:
+        """V; the speculator knows all of the target's tokens."""
+        return self.vocab_size
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied with where they meet the state."""
+        return embedding_scale(self.n_predict, self.inner_dim)
+
+    def count(self, part: str) -> int:
+        """How many stages have a ``part`` of their own: "embeddings", "projections", ..."""
+        if not self.tie_weights:
+            return self.n_predict
+        return 2 if part == "projections" else 1
+
+
+def check_sizes(config) -> None:
+    """Raises where a size of a speculator's config is out of range.
+
+    Raises:
+      ValueError: naming it.
+    """
+    for name in ("n_predict", "hidden_size", "inner_dim", "vocab_size"):
+        if vars(config)[name] < 1:
+            raise ValueError(f"{name}={vars(config)[name]} must be at least 1.")
+    if len(config.capture_layers) != 1:
+        raise ValueError(f"capture_layers={config.capture_layers} must be one hidden state.")
+
+
+def embedding_scale(n_predict: int, inner_dim: int) -> float:
+    """e / w: by the last stage, the state weighs as much as all embeddings together."""
+    state_weight = 0.5 ** (0.5 / n_predict)
+    return math.sqrt((1 - state_weight**2) * inner_dim / 2) / state_weight
+
+
+@struct.dataclass
+class NormParams:
+    """Weights of a norm."""
+
+    weight: Array  # [I]
+    bias: Array  # [I]
+
+
+@struct.dataclass
+class MlpSpeculatorParams:
+    """Weights, of each stage or shared: see ``MlpSpeculatorConfig.count``."""
+
+    embeddings: tuple[Array, ...]  # [V, I]
+    projections: tuple[Array, ...]  # [D, I], then [I, I]
+    norms: tuple[NormParams, ...]
+    heads: tuple[Array, ...]  # [I, V]
+
+
+def init_params(
+    key: Array, config: MlpSpeculatorConfig, dtype: jnp.dtype = jnp.float32
+) -> MlpSpeculatorParams:
+    """Random weights: normal, 1 / sqrt(I) wide, as IBM's; norms that only divide."""
+    inner, vocab = config.inner_dim, config.vocab_size
+    keys = iter(jax.random.split(key, 3 * config.n_predict))
+
+    def normal(part: str, shape: tuple[int, int], first: tuple[int, int] | None = None):
+        return tuple(
+            (jax.random.normal(next(keys), first or shape if stage == 0 else shape)
+             * inner**-0.5).astype(dtype)
+            for stage in range(config.count(part))
+        )  # fmt: skip
+
+    return MlpSpeculatorParams(
+        embeddings=normal("embeddings", (vocab, inner)),
+        projections=normal("projections", (inner, inner), (config.hidden_size, inner)),
+        norms=tuple(init_norm(inner, dtype) for _ in range(config.count("norms"))),
+        heads=normal("heads", (inner, vocab)),
+    )
+
+
+def init_norm(size: int, dtype: jnp.dtype) -> NormParams:
+    """A norm that only divides."""
+    return NormParams(jnp.ones((size,), dtype), jnp.zeros((size,), dtype))
+
+
+def start(config, hidden: Array) -> Array:
+    """The target's hidden state [..., D] to the state that the first stage takes."""
+    hidden = hidden.astype(config.activation_dtype)
+    if not config.scale_input:
+        return hidden
+    scale = jnp.full((config.hidden_size,), 0.5**0.5, hidden.dtype)
+    return decoder.rms_norm(hidden, scale, EPS)
+
+
+def advance(
+    params: MlpSpeculatorParams,
+    config: MlpSpeculatorConfig,
+    state: Array,
+    tokens: Array,
+    stage: int,
+    *,
+    linear: Linear = ops.linear,
+) -> tuple[Array, Array]:
+    """One stage.
+
+    Args:
+      params: weights.
+      config: sizes.
+      state: what ``start`` or the stage before gave, [..., D or I].
+      tokens: int32 [...], the root or what was drafted last.
+      stage: which one, from 0; static.
+      linear: multiplies matrices.
+
+    Returns:
+      The state [..., I] and float32 logits [..., V].
+    """
+    own = lambda part: part[min(stage, len(part) - 1)]
+    embedded = own(params.embeddings)[tokens].astype(jnp.float32)
+    mixed = linear(state, own(params.projections)) + config.embedding_scale * embedded
+    state = activate(mixed, own(params.norms)).astype(config.activation_dtype)
+    return state, linear(state, own(params.heads))
+
+
+def activate(x: Array, norm: NormParams) -> Array:
+    """Norm and exact gelu, in float32 (or wider)."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x = decoder.rms_norm(x.astype(wide), norm.weight, EPS) + norm.bias.astype(wide)
+    return jax.nn.gelu(x, approximate=False)

@@ -1,0 +1,65 @@
+"""What every round of a greedy answer must have drafted and accepted, found node by node."""
+
+import numpy as np
+
+
+def likeliest(scores, count):
+    """The places of the ``count`` largest, ties toward the lower one."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+
+
+def static_paths(shape, law):
+    """Paths of a static tree; ``law`` of a path gives log-probabilities [V] of what follows."""
+    paths = [()]
+    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+        paths.append((*paths[parent], likeliest(law(paths[parent]), rank + 1)[rank]))
+    return paths
+
+
+def dynamic_paths(budget, law):
+    """Paths of EAGLE-2's tree."""
+    scores = law(())
+    looked_at = [((token,), scores[token]) for token in likeliest(scores, budget.top_k)]
+    frontier = list(looked_at)
+    for _ in range(budget.max_depth - 1):
+        children = []
+        for path, score in frontier:
+            scores = law(path)
+            children += [((*path, token), score + scores[token])
+                         for token in likeliest(scores, budget.top_k)]  # fmt: skip
+        looked_at += children
+        best = likeliest([score for _, score in children], budget.top_k)
+        frontier = [children[i] for i in best]
+    best = likeliest([score for _, score in looked_at], budget.size - 1)
+    return [(), *(looked_at[i][0] for i in sorted(best))]
+
+
+def compare(answer, prompt, text, shape, law):
+    """Compares each round of an answer, and returns how many drafts were accepted.
+
+    Args:
+      answer: of ``generate_rows``, with its trace.
+      prompt: token ids.
+      text: token ids of prompt and answer by plain decoding.
+      shape: of the tree.
+      law: of (root's position, path) gives the reference's log-probabilities [V].
+    """
+    paths_of = dynamic_paths if hasattr(shape, "top_k") else static_paths
+    assert answer.tokens.tolist() == list(text[len(prompt) :])
+    root, total = len(prompt) - 1, 0
+    for accepted, nodes, parents in zip(*answer.trace, strict=True):
+        expected = [()]
+        if root:  # the first feature comes with the second token
+            expected = paths_of(shape, lambda path: law(root, path))  # noqa: B023
+        room = len(text) - 1 - root  # tokens still wanted: deeper nodes are dropped
+        paths = {0: ()}
+        for node in np.flatnonzero(nodes >= 0)[1:]:
+            paths[node] = (*paths[parents[node]], int(nodes[node]))
+        assert list(paths.values()) == [path for path in expected if len(path) < room]
+        following = list(text[root + 1 :])
+        agreeing = [len(p) for p in paths.values() if list(p) == following[: len(p)]]
+        assert accepted == max(agreeing)
+        root += accepted + 1
+        total += accepted
+    assert root == len(text) - 1
+    return total

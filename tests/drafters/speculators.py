@@ -1,0 +1,146 @@
+"""Tiny speculators for the tiny target: random weights, and plain torch's view of the same.
+
+The references are written from the formulas of arXiv 2404.19124 and of Arctic Inference, take the
+tensors of a file under their published names, and share no code with jspec.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jspec.drafters import MlpSpeculator
+from jspec.models.heads import arctic, mlp_speculator
+from jspec.models.heads.arctic import LstmSpeculatorConfig
+from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
+from tests import tiny
+from tests.drafters import heads
+
+WIDTH = tiny.TARGET.config.hidden_size
+LAST = tiny.TARGET.config.num_layers
+INNER = 24
+CONFIGS = {
+    "untied": MlpSpeculatorConfig(4, WIDTH, INNER, tiny.VOCAB, (LAST,)),
+    "untied scaled": MlpSpeculatorConfig(3, WIDTH, WIDTH, tiny.VOCAB, (LAST,), scale_input=True),
+    "tied": MlpSpeculatorConfig(2, WIDTH, INNER, tiny.VOCAB, (LAST,), tie_weights=True),
+    "tied scaled": MlpSpeculatorConfig(
+        4, WIDTH, INNER, tiny.VOCAB, (LAST,), tie_weights=True, scale_input=True
+    ),
+    "lstm": LstmSpeculatorConfig(3, WIDTH, INNER, tiny.VOCAB, (LAST,), scale_input=True),
+    "lstm untied": LstmSpeculatorConfig(
+        3, WIDTH, INNER, tiny.VOCAB, (LAST,), tie_embeddings=False
+    ),
+}  # fmt: skip
+
+
+def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> MlpSpeculator:
+    """The drafter of a tiny speculator for the tiny target."""
+    return MlpSpeculator(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
+
+
+@functools.cache
+def random_params(name: str):
+    """Weights large enough for peaked and varied drafts, no two of them equal."""
+    config = CONFIGS[name]
+    module = module_of(name)
+    shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
+    rng = np.random.default_rng(len(name))
+    draw = lambda x: rng.normal(0, 0.5, x.shape) if x.ndim > 1 else rng.normal(1, 0.3, x.shape)
+    return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+
+
+@functools.cache
+def trained_params(name: str):
+    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    config, module = CONFIGS[name], module_of(name)
+    windows, features, logits = heads.lessons(config.capture_layers)
+    length = windows.shape[1] - config.n_predict - 1
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 300))
+
+    def loss(params, batch):
+        state, total = module.start(config, features[0][batch, :length]), 0.0
+        for stage in range(config.n_predict):
+            fed = windows[batch, 1 + stage : 1 + stage + length]
+            state, rows = module.advance(params, config, state, fed, stage)
+            wanted = jax.nn.softmax(logits[batch, 1 + stage : 1 + stage + length], -1)
+            total -= (wanted * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
+        return total
+
+    def step(carry, batch):
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    order = np.random.default_rng(0).integers(0, len(windows), (300, 16))
+    params = random_params(name)
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, order)[0][0])
+    return run((params, optimizer.init(params)))
+
+
+def module_of(name: str):
+    """The network."""
+    return arctic if isinstance(CONFIGS[name], LstmSpeculatorConfig) else mlp_speculator
+
+
+def references():
+    """The classes in torch, which not every machine has."""
+    import torch
+    import torch.nn.functional as F
+
+    def rms(x, weight=1.0, bias=0.0):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight + bias
+
+    class Speculator:
+        """What the nets share: ``tensors`` and config.json of a file."""
+
+        def __init__(self, tensors, config):
+            self.tensors = {name.removeprefix("speculator."): x for name, x in tensors.items()}
+            self.config = config
+            width = int(config["inner_dim"]) or config["emb_dim"]
+            self.state_weight = 0.5 ** (0.5 / config["n_predict"])
+            self.emb_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
+
+        def draft_logits(self, hidden, tokens):
+            """Logits [T, V] after each of ``tokens``, the root first, from ``hidden`` [D]."""
+            state = rms(hidden) / 2**0.5 if self.config["scale_input"] else hidden
+            self.cell, found = 0.0, []
+            for stage, token in enumerate(tokens):
+                state, logits = self.stage(stage, state, token)
+                found.append(logits)
+            return torch.stack(found)
+
+    class Mlp(Speculator):
+        def take(self, part, stage, kind="weight"):
+            shared = {"proj": 1}.get(part, 0)
+            index = min(stage, shared) if self.config["tie_weights"] else stage
+            between = ".0" if f"{part}.0.0.weight" in self.tensors else ""
+            return self.tensors[f"{part}.{index}{between}.{kind}"]
+
+        def stage(self, stage, state, token):
+            state = F.linear(state, self.take("proj", stage)) * self.state_weight
+            state = state + self.emb_weight * self.take("emb", stage)[token]
+            state = F.gelu(rms(state, self.take("ln", stage), self.take("ln", stage, "bias")))
+            return state, F.linear(state, self.take("head", stage))
+
+    class Lstm(Speculator):
+        def stage(self, stage, state, token):
+            summed = {}
+            for gate in ("forget", "input", "cell", "output"):
+                tied = self.config["tie_lstm_embs"]
+                embedding = self.tensors[f"{'forget' if tied else gate}_emb.0.weight"]
+                weight = self.tensors[f"{gate}_proj.{min(stage, 1)}.weight"]
+                scale = self.emb_weight / self.state_weight
+                summed[gate] = F.linear(state, weight) + scale * embedding[token]
+            norm = lambda x, name: rms(
+                x, self.tensors[f"{name}.0.weight"], self.tensors[f"{name}.0.bias"]
+            )
+            candidate = F.gelu(norm(summed["cell"], "cell_ln"))
+            kept = self.cell * torch.sigmoid(summed["forget"])
+            self.cell = kept + candidate * torch.sigmoid(summed["input"])
+            state = F.gelu(norm(self.cell, "state_ln")) * torch.sigmoid(summed["output"])
+            return state, F.linear(state, self.tensors["head.0.weight"])
+
+    return {"mlp_speculator": Mlp, "arctic-rnn": Mlp, "arctic-lstm": Lstm}

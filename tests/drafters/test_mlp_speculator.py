@@ -1,0 +1,186 @@
+"""MLP and LSTM speculators: drafts equal to plain torch's in every round, laws and memory."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import head_files, tokens
+from jspec.plan import Plan
+from jspec.types import Params
+from tests import tiny
+from tests.drafters import heads, rounds, speculators
+
+host = importlib.import_module("jspec.generate")
+loop = importlib.import_module("jspec.decode")
+ROWS = [
+    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
+    for index, prompt in enumerate(tiny.prompts((1, 9)))
+]
+CASES = {
+    "as deep as it is trained for": ("untied", {}),
+    "less deep": ("untied", dict(num_speculative_tokens=2)),
+    "stages used again": ("tied", dict(num_speculative_tokens=4)),
+    "paths": ("untied", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
+    "lstm": ("lstm", {}),
+    "lstm dynamic": ("lstm", dict(tree="eagle2", tree_size=10, tree_top_k=3)),
+}  # fmt: skip
+
+
+def params_of(name, trained=True):
+    weights = speculators.trained_params if trained else speculators.random_params
+    return Params(tiny.params().target, weights(name))
+
+
+def plan_of(drafter, rule="coupled", **settings):
+    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
+
+
+@functools.cache
+def plain():
+    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
+    texts = zip(ROWS, answers, strict=True)
+    return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
+
+
+def reference_of(name, params, directory):
+    """The speculator in torch, from the file that jspec writes of it."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = speculators.CONFIGS[name]
+    head_files.save_head(directory, config, params, tiny.TARGET.config, target_name="someone/model")
+    tensors = safetensors.load_file(Path(directory) / "model.safetensors")
+    raw = json.loads((Path(directory) / "config.json").read_text())
+    return speculators.references()["arctic-lstm" if "lstm" in name else "mlp_speculator"](
+        tensors, raw
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
+    torch = pytest.importorskip("torch")
+    name, settings = CASES[case]
+    drafter = speculators.drafter(name, **settings, draft_sample_method="greedy")
+    params = params_of(name)
+    answers = host.generate_rows(plan_of(drafter, record_rounds=64), params, ROWS)
+    reference = reference_of(name, params.drafter, tmp_path)
+    total = 0
+    for row, text, answer in zip(ROWS, plain(), answers, strict=True):
+        features = heads.hidden_states(np.array([text]), drafter.capture_layers)[0][0][0]
+        features = torch.tensor(np.asarray(features))
+
+        @functools.cache
+        @torch.inference_mode()
+        def law(root, path):
+            fed = [text[root], *path]  # noqa: B023
+            logits = reference.draft_logits(features[root - 1], fed)[-1]  # noqa: B023
+            return logits.log_softmax(-1).numpy()
+
+        total += rounds.compare(answer, row.prompt, text, drafter.shape, law)
+    assert total > 15  # so that states of accepted paths are seen, too
+
+
+@pytest.mark.parametrize("name", speculators.CONFIGS)
+def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    drafter = speculators.drafter(name)
+    params = params_of(name, trained=False)
+    row = host.Row(tiny.prompts((9,))[0], max_tokens=20, temperature=1.0)
+    batch = host.start(plan_of(drafter, "rejection"), params, [row])
+    propose = jax.jit(drafter.propose)
+    memory, history = batch.state.memory, batch.state.history
+    draft, _ = propose(params, batch.request, (), memory, history)
+    reference = reference_of(name, params.drafter, tmp_path)
+    drafted = np.asarray(draft.tokens[0])
+    assert drafted[0] == tokens.root(history)[0] and draft.parents.tolist()[1:] == list(
+        range(drafter.max_depth)
+    )
+    with torch.inference_mode():
+        hidden = torch.tensor(np.asarray(memory.hidden[0]))
+        expected = reference.draft_logits(hidden, drafted[:-1].tolist())
+    assert np.ptp(expected.numpy(), -1).min() > 0.5
+    found = np.asarray(draft.logits[0, :-1])
+    gap = found - expected.numpy()
+    np.testing.assert_allclose(gap - gap.mean(-1, keepdims=True), 0, atol=1e-4)
+
+
+def test_other_draws_follow_where_other_tokens_were_drawn():
+    """Each stage sees what was drafted before it: equal laws at the root, other ones below."""
+    drafter = speculators.drafter("lstm")
+    params = params_of("lstm", trained=False)
+    prompt = tiny.prompts((9,))[0]
+    rows = [host.Row(prompt, max_tokens=20, temperature=1.0, stream=i) for i in range(4)]
+    batch = host.start(plan_of(drafter, "rejection"), params, rows)
+    state = batch.state
+    draft, _ = jax.jit(drafter.propose)(params, batch.request, (), state.memory, state.history)
+    first = np.asarray(draft.logits[:4, 0])
+    np.testing.assert_allclose(first, np.broadcast_to(first[:1], first.shape), atol=1e-5)
+    for row, other in ((0, 1), (0, 2), (0, 3)):
+        same = bool(draft.tokens[row, 1] == draft.tokens[other, 1])
+        near = np.allclose(draft.logits[row, 1], draft.logits[other, 1], atol=1e-3)
+        assert near == same
+    assert len(set(np.asarray(draft.tokens[:4, 1]).tolist())) > 1
+
+
+def test_what_is_remembered_is_the_targets_last_hidden_state_whatever_was_accepted():
+    drafter = speculators.drafter("tied", 2, tree="sampled", tree_size=6)
+    rows = [
+        host.Row(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
+    ]
+    plan, params = plan_of(drafter), params_of("tied")
+    state = host.advance(plan, params, host.start(plan, params, rows), 9).state
+    texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    features = heads.hidden_states(texts, drafter.capture_layers)[0][0]
+    expected = np.asarray(features)[np.arange(3), lengths - 2]
+    np.testing.assert_allclose(state.memory.hidden[:3], expected, atol=2e-4)
+    leaves = jax.tree.leaves(state.memory)
+    assert sum(leaf.size for leaf in leaves) == len(state.history.length) * (speculators.WIDTH + 1)
+
+
+def test_a_speculator_drafts_as_deep_as_it_was_trained_if_nothing_is_said():
+    assert speculators.drafter("untied").max_depth == 4
+    assert speculators.drafter("untied", tree="sampled", tree_size=9).max_depth == 4
+    assert speculators.drafter("lstm", tree="eagle2").max_depth == 3
+    assert speculators.drafter("lstm", tree_depth=2).max_depth == 2
+    assert speculators.drafter("untied", tree=((0,), (0, 0))).max_depth == 2
+    assert speculators.drafter("untied") == speculators.drafter("untied", 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("untied", dict(num_speculative_tokens=5),
+         "the draft is 5 deep, but the speculator has weights for n_predict=4 tokens"),
+        ("untied scaled", dict(tree=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))),
+         "the draft is 4 deep, but the speculator has weights for n_predict=3 tokens"),
+        ("tied", dict(num_speculative_tokens=5),
+         "num_speculative_tokens:5 must be divisible by n_predict=2"),
+        ("lstm", dict(num_speculative_tokens=4),
+         "num_speculative_tokens:4 must be divisible by n_predict=3"),
+        ("tied", dict(tree="eagle2", draft_sample_method="probabilistic"),
+         "is not exact for tree='eagle2'"),
+        ("tied", dict(num_speculative_tokens=0), "num_speculative_tokens=0 must be at least 1"),
+    ],
+)  # fmt: skip
+def test_what_the_weights_do_not_give_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        speculators.drafter(name, **settings)
+
+
+def test_a_speculator_in_bfloat16_drafts_as_it_does_on_an_accelerator():
+    config = dataclasses.replace(speculators.CONFIGS["lstm"], activation_dtype="bfloat16")
+    drafter = dataclasses.replace(speculators.drafter("lstm"), config=config)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), speculators.random_params("lstm"))
+    rows = [host.Row(ROWS[1].prompt, max_tokens=6)]
+    plan, params = plan_of(drafter), Params(tiny.params().target, narrow)
+    batch = host.advance(plan, params, host.start(plan, params, rows))
+    assert batch.state.memory.hidden.dtype == jnp.bfloat16
+    assert [len(answer.tokens) for answer in host.read(batch)] == [6]
