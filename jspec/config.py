@@ -193,7 +193,7 @@ def _check_path(method: str, model: Any) -> None:
 def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The drafter's fields, with vLLM's defaults where they are not given."""
     fields = _fields(method)
-    if "tree" in fields:
+    if {"tree", "config"} <= fields:
         return _tree_settings(values, METHODS[method].knows_depth)
     values = dict(values)
     sampled = values["draft_sample_method"] = values["draft_sample_method"] or "probabilistic"
@@ -203,11 +203,30 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
             f"draft_sample_method={sampled!r} must be {known}"
             f"{did_you_mean(sampled, DRAFT_SAMPLE_METHODS) or '.'}"
         )
+    if "tree" in fields:
+        return _given_settings(method, values)
     if "num_speculative_tokens" in fields:
         _check_count(values["num_speculative_tokens"], "config" in fields)
     if "prompt_lookup_max" in fields:
         values |= _prompt_lookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
     return {name: values[name] for name in fields & values.keys()}
+
+
+def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of settings that all have defaults, which the drafter knows and checks."""
+    given = {name: values[name] for name in _fields(method) if values[name] is not None}
+    for name, value in given.items():
+        default = KEYS[name].default
+        if name == "num_speculative_tokens":
+            _check_count(value, has_model=False)
+        elif isinstance(default, float):
+            _check_real(name, value, listed=False)
+        elif not isinstance(default, str) and (
+            not isinstance(value, Integral) or isinstance(value, bool)
+        ):
+            raise ValueError(f"{name}={value!r} must be a whole number.")
+    METHODS[method](**given)
+    return given
 
 
 def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, Any]:

@@ -41,19 +41,31 @@ class Key:
 
 
 _VLLM_ONLY = "an engine setting of vLLM's; one XLA program has no such part"
-_SUFFIX = "comes with method 'suffix'"
 _GONE = "gone from vLLM too"
 
 _WORKS = (
     ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
     ("model", None, "the draft model: a local directory or a hub id; 'ngram' names the method"),
     ("num_speculative_tokens", None,
-     "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one and "
-     "for 'mlp_speculator', whose `n_predict` it is if left out"),
+     "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one, "
+     "for 'mlp_speculator', whose `n_predict` it is if left out, and for 'suffix'"),
     ("prompt_lookup_max", None,
      "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
     ("prompt_lookup_min", None,
      "shortest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_max`"),
+    ("suffix_decoding_max_tree_depth", 24,
+     "tokens of a match and its continuation together, at most; K where "
+     "`num_speculative_tokens` is left out"),
+    ("suffix_decoding_max_cached_requests", 10000,
+     "past responses that are looked up, the latest; 0 for none"),
+    ("suffix_decoding_max_spec_factor", 1.0,
+     "drafted tokens for every token of the match, at most"),
+    ("suffix_decoding_min_token_prob", 0.1,
+     "least probability of a drafted token, as estimated by counts of continuations"),
+    ("suffix_decoding_max_cached_tokens", 1 << 20,
+     "not in vLLM; tokens of past responses that are kept, a place for each response included"),
+    ("suffix_decoding_max_occurrences", 32,
+     "not in vLLM; occurrences of a match that are counted, the latest"),
     ("rejection_sample_method", "standard",
      "'standard', 'block', 'coupled' (the text of plain sampling; not in vLLM), and the older "
      "'probabilistic' (standard) and 'strict' (the target's own draw must equal the draft); lossy "
@@ -66,9 +78,11 @@ _WORKS = (
      "longest text to draft for, at most that of either model; rounds past it are plain steps"),
     ("tree", "chain",
      "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence), "
-     "'sampled' (a static tree of draws), a published tree's name or a list of rank paths"),
+     "'sampled' (a static tree of draws), a published tree's name or a list of rank paths; of "
+     "'suffix': 'chain' or 'best_first' (the likeliest continuations)"),
     ("tree_size", None,
-     "not in vLLM; nodes a row with the root, 60 for 'eagle2' and 16 for 'sampled' if left out"),
+     "not in vLLM; nodes a row with the root, 60 for 'eagle2' and 16 for 'sampled' and "
+     "'best_first' if left out"),
     ("tree_depth", None,
      "not in vLLM; edges from the root to the deepest leaf, another name of "
      "`num_speculative_tokens`"),
@@ -95,10 +109,6 @@ _NOT_BUILT = (
     ("parallel_drafting", False, "comes with the parallel drafters"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
-    ("suffix_decoding_max_cached_requests", 10000, _SUFFIX),
-    ("suffix_decoding_max_spec_factor", 1.0, _SUFFIX),
-    ("suffix_decoding_max_tree_depth", 24, _SUFFIX),
-    ("suffix_decoding_min_token_prob", 0.1, _SUFFIX),
     ("use_heterogeneous_vocab", False, "target and draft model must share their vocabulary"),
     ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
 )  # fmt: skip
@@ -136,7 +146,7 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "custom_class", "dflash", "dspark", "mtp", "suffix",
+    "custom_class", "dflash", "dspark", "mtp",
 )  # fmt: skip
 METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours

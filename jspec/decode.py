@@ -17,6 +17,7 @@ from jspec.types import (
     Params,
     Request,
     Shared,
+    Sharing,
     TargetOutput,
     Tree,
     Verdict,
@@ -104,6 +105,22 @@ def step(
         stats=record(state.stats, state.round, draft, tree, verdict),
         round=state.round + 1,
     )
+
+
+def init_shared(plan: Plan) -> Shared:
+    """What the drafter keeps for all calls, as it is before the first: () if there is nothing."""
+    return plan.drafter.init_shared() if isinstance(plan.drafter, Sharing) else ()
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="shared")
+def retire(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
+    """Hands the drafter the rows that were ended from outside and will run no more.
+
+    ``shared`` is consumed. Rows that ended by themselves were handed over in that round.
+    """
+    if not isinstance(plan.drafter, Sharing):
+        return shared
+    return plan.drafter.retire(shared, state.memory, state.history)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "memory"))

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec.decode import DecodeState, decode, init_stats, prefill
+from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.plan import Plan
 from jspec.sampling import WARPS
-from jspec.types import Array, Drafter, History, Params, Request, Sampling, Target
+from jspec.types import Array, Drafter, History, Params, Request, Sampling, Shared, Target
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
 MAX_NUM_SEQS = 32  # rows decoded together
@@ -116,6 +116,7 @@ class Batch:
     request: Request
     state: DecodeState
     prompt_lengths: np.ndarray = struct.field(pytree_node=False)  # [rows], without padding rows
+    shared: Shared = ()  # what the drafter keeps for all calls
 
 
 def generate(
@@ -159,20 +160,37 @@ def generate_rows(
     plan: Plan, params: Params, rows: Sequence[Row], *, max_num_seqs: int = MAX_NUM_SEQS
 ) -> list[Answer]:
     """Generates all rows, ``max_num_seqs`` at a time; answers come in the order of ``rows``."""
+    return generate_sharing(plan, params, rows, init_shared(plan), max_num_seqs=max_num_seqs)[0]
+
+
+def generate_sharing(
+    plan: Plan,
+    params: Params,
+    rows: Sequence[Row],
+    shared: Shared,
+    *,
+    max_num_seqs: int = MAX_NUM_SEQS,
+) -> tuple[list[Answer], Shared]:
+    """``generate_rows`` with what the drafter keeps for all calls, such as past responses.
+
+    ``shared`` comes from ``jspec.decode.init_shared`` or an earlier call, and is consumed: pass
+    what is returned to the next call.
+    """
     answers: list[Answer | None] = [None] * len(rows)
     for group in groups(rows, max_num_seqs):
         batch = start(plan, params, [rows[index] for index in group], warps=warps_of(rows))
-        batch = advance(plan, params, batch)
+        batch = advance(plan, params, batch.replace(shared=shared))
+        shared = batch.shared
         for index, answer in zip(group, read(batch), strict=True):
             answers[index] = answer
-    return answers
+    return answers, shared
 
 
 def stream_rows(
     plan: Plan, params: Params, rows: Sequence[Row], *, rounds: int = 4
 ) -> Iterator[list[Answer]]:
     """Generates the rows as one batch and yields their answers so far every ``rounds`` rounds."""
-    batch = start(plan, params, rows, warps=warps_of(rows))
+    batch = start(plan, params, rows, warps=warps_of(rows)).replace(shared=init_shared(plan))
     while True:
         batch = advance(plan, params, batch, rounds)
         answers = read(batch)
@@ -200,6 +218,9 @@ def start(
     plan: Plan, params: Params, rows: Sequence[Row], *, warps: tuple[str, ...] | None = None
 ) -> Batch:
     """Checks and pads the rows, allocates their state and takes in their prompts.
+
+    What the drafter keeps for all calls is the caller's: ``batch.replace(shared=shared)``. Without
+    it such a drafter does what it can for the rows by themselves.
 
     Raises:
       ValueError: a row does not fit the model.
@@ -241,8 +262,8 @@ def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None)
     """Decodes up to ``rounds`` more rounds (None: to the end). Consumes ``batch``."""
     state = batch.state
     until = jnp.int32(_FOREVER) if rounds is None else state.round + rounds
-    _, state = decode(plan, params, batch.request, (), state, until)
-    return batch.replace(state=state)
+    shared, state = decode(plan, params, batch.request, batch.shared, state, until)
+    return batch.replace(shared=shared, state=state)
 
 
 def cancel(batch: Batch, rows: Sequence[int]) -> Batch:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import checkpoint, config, jobs, loading, metrics, prompts
+from jspec import checkpoint, config, jobs, loading, metrics, prompts, shared_file
+from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.jobs import Job
@@ -85,6 +86,7 @@ class LLM:
             draft = loading.sharing(draft, self._model.params.embedding)
         self._plan = _plan(speculative, self._model.config, draft and draft.config)
         self._params = Params(self._model.params, draft and draft.params)
+        self._shared = init_shared(self._plan)
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
         self._seconds = 0.0
         self._num_prompt_tokens = 0
@@ -158,6 +160,22 @@ class LLM:
         labels = {"model_name": str(self._model.path), "engine": "0"}
         prompt_tokens = metrics.Counter("vllm:prompt_tokens", labels, self._num_prompt_tokens)
         return [*metrics.entries(self._counts, self._seconds, labels), prompt_tokens]
+
+    def save_shared(self, path: str | os.PathLike) -> None:
+        """Writes what the drafter has learnt from all requests so far, such as past responses.
+
+        Raises:
+          ValueError: the method learns nothing from requests.
+        """
+        shared_file.save(path, self._shared)
+
+    def load_shared(self, path: str | os.PathLike) -> None:
+        """Goes on from what ``save_shared`` wrote, in place of what was learnt so far.
+
+        Raises:
+          ValueError: the file is damaged, or was written with another method or other settings.
+        """
+        self._shared = shared_file.load(path, self._shared)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of texts.
@@ -279,16 +297,20 @@ class LLM:
     ) -> Iterator[Iterable[Job]]:
         owners, rows, transcripts = zip(*work, strict=True)
         begin = perf_counter()
-        batch = start(plan, self._params, rows, warps=warps)
+        batch, was_cut = start(plan, self._params, rows, warps=warps), False
         while not all(transcript.finish_reason for transcript in transcripts):
-            batch = advance(plan, self._params, batch, rounds)
+            # Another stream may have taken its turn: what is shared is never kept in a batch.
+            batch = advance(plan, self._params, batch.replace(shared=self._shared), rounds)
+            self._shared = batch.shared
             answers = enumerate(zip(transcripts, read(batch), strict=True))
             cut = [index for index, (transcript, answer) in answers if transcript.read(answer)]
             if cut:
-                batch = cancel(batch, cut)
+                batch, was_cut = cancel(batch, cut), True
             self._seconds += perf_counter() - begin
             yield dict.fromkeys(owners)
             begin = perf_counter()  # whoever reads a stream may take his time
+        if was_cut:
+            self._shared = retire(plan, self._shared, batch.state)
         for transcript in transcripts:
             self._counts += metrics.Counts.of(transcript.answer)
 

@@ -13,7 +13,7 @@ Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import struct
@@ -198,6 +198,17 @@ class Drafter(Protocol):
         draft: Draft, verdict: Verdict, out: TargetOutput,
     ) -> tuple[Memory, Shared]:  # fmt: skip
         """Learns the verdict; ``history`` already holds the tokens of this round."""
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """What a drafter has besides if its state outlives calls; others are handed ``()``."""
+
+    def init_shared(self) -> Shared:
+        """Allocates what is shared by all rows and all calls."""
+
+    def retire(self, shared: Shared, memory: Memory, history: History) -> Shared:
+        """Takes in what it would still learn of rows that go on no more."""
 
 
 # A rule's walk maps (warped logits [B, N, V], draft, tree, coins) to (path, num_accepted,

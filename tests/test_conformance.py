@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.drafters import METHODS
+from jspec.drafters import METHODS, Suffix
 from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
@@ -62,11 +62,19 @@ def _draft():
     return tiny.params().drafter
 
 
+_FEW = dict(suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_tokens=64,
+            suffix_decoding_max_occurrences=8)  # fmt: skip
+
+
 # method: {tree: (drafter, its weights)}. A new method is tested by an entry here. Among cases that
 # cover as much the first is chosen: those that compile soonest come first.
 DRAFTERS = {
     "none": {"greedy chain": (tiny.NONE, lambda: None)},
     "ngram": {"greedy chain": (tiny.NGRAM, lambda: None)},
+    "suffix": {
+        "greedy chain": (Suffix(**_FEW), lambda: None),
+        "best first": (Suffix(tree="best_first", tree_size=8, **_FEW), lambda: None),
+    },
     "medusa": _head("medusa"),
     "mlp_speculator": _speculators(),
     "draft_model": {"chain": (tiny.DRAFT, _draft), "greedy chain": (tiny.GREEDY_DRAFT, _draft)},

@@ -12,7 +12,7 @@ jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
 jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
-jspec.model_files
+jspec.model_files jspec.shared_file
 jspec.checkpoint jspec.head_formats jspec.head_files jspec.loading
 jspec.config_keys jspec.config_method jspec.config jspec.metrics jspec.outputs
 jspec.jobs jspec.llm jspec

@@ -6,6 +6,7 @@ from jspec.drafters.medusa import Medusa
 from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.drafters.ngram import NGram
 from jspec.drafters.none import NoDrafter
+from jspec.drafters.suffix import Suffix
 
 METHODS = {
     "none": NoDrafter,
@@ -15,4 +16,5 @@ METHODS = {
     "eagle3": Eagle,
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
+    "suffix": Suffix,
 }
