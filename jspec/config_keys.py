@@ -155,8 +155,10 @@ METHOD_ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
 MODELS_NAMING_METHODS = ("ngram", "suffix", *METHOD_ALIASES)
 # A model's name that contains one of these says its method, as in vLLM.
 METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "dspark": "dspark"}
-# So does the ``model_type`` in the config.json of a directory.
+# So does the ``model_type`` in the config.json of a directory, or a key that only one method has.
 METHOD_OF_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator"}
+METHOD_OF_KEY = {"hydra_head_arch": "hydra", "medusa_num_heads": "medusa"}
+METHODS_OF_OURS = {"hydra": "not in vLLM"}  # and what the docs say of them
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {
@@ -184,7 +186,7 @@ def markdown() -> str:
             for key in KEYS.values()]  # fmt: skip
     trees = [(f"`{name}`", *_tree_sizes(name)) for name in shapes.NAMES]
     methods = [
-        *((f"`{name}`", "works", "") for name in METHODS),
+        *((f"`{name}`", "works", METHODS_OF_OURS.get(name, "")) for name in METHODS),
         *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
         *((f"`{name}`", "raises until built", "") for name in METHODS_NOT_BUILT),
         *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),

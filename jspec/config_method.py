@@ -9,6 +9,7 @@ from jspec import model_files
 from jspec.config_keys import (
     METHOD_ALIASES,
     METHOD_IN_NAME,
+    METHOD_OF_KEY,
     METHOD_OF_MODEL_TYPE,
     METHODS_NOT_BUILT,
     METHODS_REFUSED,
@@ -58,8 +59,9 @@ def _method_of_model(model: Any) -> str:
     file = Path(model) / "config.json"
     if in_name or not file.is_file():
         return in_name or "draft_model"
-    model_type = model_files.read_json(file).get("model_type")
-    return METHOD_OF_MODEL_TYPE.get(str(model_type), "draft_model")
+    raw = model_files.read_json(file)
+    by_key = next((method for key, method in METHOD_OF_KEY.items() if key in raw), "draft_model")
+    return METHOD_OF_MODEL_TYPE.get(str(raw.get("model_type")), by_key)
 
 
 def _known_method(name: str) -> str:

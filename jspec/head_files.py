@@ -1,10 +1,10 @@
 """Checkpoints of draft heads, in the layouts that people have.
 
-EAGLE-1, -2 and -3, Medusa, and MLP and LSTM speculators. ``load_head`` is the one way in. What a
-directory holds is told by its config.json and the names of its tensors, never by its own name; the
-``*_format`` files of ``jspec.models.heads`` say what each layout means, and how it is read where
-servers disagree. ``save_head`` writes the same layouts, so that vLLM, SGLang and the authors'
-programs read them.
+EAGLE-1, -2 and -3, Medusa, Hydra, and MLP and LSTM speculators. ``load_head`` is the one way in.
+What a directory holds is told by its config.json and the names of its tensors, never by its own
+name; the ``*_format`` files of ``jspec.models.heads`` say what each layout means, and how it is
+read where servers disagree. ``save_head`` writes the same layouts, so that vLLM, SGLang and the
+authors' programs read them.
 """
 
 import dataclasses
@@ -21,13 +21,11 @@ from jspec.model_files import PathLike
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families.names import Entry
 from jspec.models.heads import (
-    arctic_format,
     eagle_format,
     medusa_format,
     mlp_speculator_format,
     vocabulary,
 )
-from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 
@@ -36,6 +34,7 @@ _SINGLE = {
     "model.safetensors": tensor_files.read,
     "medusa_lm_head.safetensors": tensor_files.read,
     "medusa_lm_head.pt": torch_files.read,
+    "hydra_lm_head.pt": torch_files.read,
     "pytorch_model.bin": torch_files.read,
 }
 _SHARDED = {
@@ -44,7 +43,7 @@ _SHARDED = {
 }
 _ANY_WEIGHTS = re.compile(
     r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
-    r"|medusa_lm_head\.(safetensors|pt)"
+    r"|medusa_lm_head\.(safetensors|pt)|hydra_lm_head\.pt"
 )
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _WRAPPERS = (
@@ -57,8 +56,8 @@ class LoadedHead:
     """A draft head and its weights. Made by ``load_head``.
 
     Attributes:
-      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa" or "mlp_speculator": the method that
-        drafts with it.
+      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator" or "hydra": the method
+        that drafts with it.
       layout: how its files are written.
       config: sizes and switches.
       params: weights.
@@ -123,7 +122,8 @@ def save_head(
 ) -> None:
     """Writes a head as config.json and its tensors; whole or, interrupted, not at all.
 
-    Other files of the directory stay. ``medusa`` is one medusa_lm_head.pt, all others safetensors.
+    Other files of the directory stay. ``medusa`` is one medusa_lm_head.pt and ``hydra`` one
+    hydra_lm_head.pt, all others safetensors.
 
     Args:
       directory: made if it does not exist.
@@ -131,9 +131,8 @@ def save_head(
       params: weights.
       target_config: the target's sizes.
       layout: None for the most widely read one of the method: "eagle", "eagle3", "medusa-vllm",
-        "mlp_speculator", "arctic-lstm".
-      target_name: hub id or path of the target; ``speculators``, ``medusa``, ``arctic-rnn`` and
-        ``arctic-lstm`` files name it.
+        "mlp_speculator", "arctic-lstm", "hydra".
+      target_name: hub id or path of the target; files of ``head_formats.NAMING_TARGETS`` name it.
       embedding: the target's [V, D], written for a head that shares it: ``speculators`` files must
         have one, and some servers need it in ``eagle3``.
       dtype: float32, bfloat16 or float16; None keeps that of the weights, if they share one.
@@ -155,7 +154,7 @@ def save_head(
         model_files.write_json(aside / "config.json", raw)
         if layout in head_formats.TORCH_FILES:
             file = head_formats.TORCH_FILES[layout]
-            torch_files.write(aside / file, _split(entries, params, dtype))
+            torch_files.write(aside / file, _split(entries, params, dtype) | extra)
         else:
             model_files.write_weights(aside, entries, params, dtype, extra=extra)
 
@@ -269,11 +268,11 @@ def _extra(
         return extra
     if isinstance(config, MedusaConfig):
         return _token_map(params)
-    if isinstance(config, LstmSpeculatorConfig):
-        written = _split(_entries(config, layout), params, dtype)
-        copies = arctic_format.required_repeats(config)
-        return {name: written[first] for name, first in copies.items()}
-    return {}
+    copies = FORMATS[type(config)].module.required_repeats(config)
+    if not copies:
+        return {}
+    written = _split(_entries(config, layout), params, dtype)
+    return {name: written[first] for name, first in copies.items()}
 
 
 def _maps(config: EagleConfig, params: EagleParams) -> dict[str, np.ndarray]:

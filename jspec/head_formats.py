@@ -13,22 +13,24 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import (
     arctic_format,
     eagle_format,
+    hydra_format,
     medusa_format,
     mlp_speculator_format,
     vocabulary,
 )
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.eagle import EagleConfig, EagleParams
+from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
 
-Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator"]
+Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra"]
 Layout = Literal[
     "eagle", "eagle3", "speculators", "medusa", "medusa-vllm", "mlp_speculator", "arctic-rnn",
-    "arctic-lstm",
+    "arctic-lstm", "hydra",
 ]  # fmt: skip
-HeadConfig = EagleConfig | MedusaConfig | MlpSpeculatorConfig | LstmSpeculatorConfig
-HeadParams = EagleParams | MedusaParams | MlpSpeculatorParams | LstmSpeculatorParams
+HeadConfig = EagleConfig | MedusaConfig | MlpSpeculatorConfig | LstmSpeculatorConfig | HydraConfig
+HeadParams = EagleParams | MedusaParams | MlpSpeculatorParams | LstmSpeculatorParams | HydraParams
 Tensors = Mapping[str, np.ndarray]
 
 # What trainers leave in the files and no head uses.
@@ -57,10 +59,14 @@ FORMATS = {
         "MLP speculator", mlp_speculator_format, ("mlp_speculator", "arctic-rnn")
     ),
     LstmSpeculatorConfig: HeadFormat("LSTM speculator", arctic_format, ("arctic-lstm",)),
+    HydraConfig: HeadFormat("Hydra", hydra_format, ("hydra",)),
 }
 # These layouts name the target.
-NAMING_TARGETS = ("speculators", "medusa", "arctic-rnn", "arctic-lstm")
-TORCH_FILES = {"medusa": "medusa_lm_head.pt"}  # all others are safetensors
+NAMING_TARGETS = ("speculators", "medusa", "arctic-rnn", "arctic-lstm", "hydra")
+TORCH_FILES = {
+    "medusa": "medusa_lm_head.pt",
+    "hydra": "hydra_lm_head.pt",
+}  # all others are safetensors
 
 
 def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout]:
@@ -73,6 +79,7 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
         ("medusa", medusa_format),
         ("mlp_speculator", arctic_format),
         ("mlp_speculator", mlp_speculator_format),
+        ("hydra", hydra_format),
     ):
         layout = module.layout(tensors)
         if layout is not None:
@@ -87,10 +94,11 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
             f"{directory} holds a whole language model, not a draft head; draft with it by method "
             "'draft_model'"
         )
+    hydra_format.check_architecture(raw)
     some = ", ".join(sorted(tensors)[:4])
     raise ValueError(
-        f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa, MLP or LSTM "
-        f"speculator): its tensors are {some}, …"
+        f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa, Hydra, MLP or "
+        f"LSTM speculator): its tensors are {some}, …"
     )
 
 
@@ -164,7 +172,7 @@ def _read_stages(raw, tensors, target, layout, dtype, embedding):
     config = module.read(raw, tensors, target)
     tensors = _without_repeats(module.repeats(config), tensors)
     entries = module.table(config, layout)
-    model_files.check_fit("the file", entries, tensors)
+    model_files.check_fit("the file", entries, tensors, getattr(module, "UNUSED", ()))
     config, arrays = _open(config, entries, tensors, target, dtype)
     return config, module.assemble(entries, arrays)
 
@@ -174,6 +182,9 @@ def _open(config, entries, tensors, target, dtype):
     dtype = model_files.known_dtype(dtype or tensors[entries[0].names[0]].dtype)
     working = model_files.with_precision(target, dtype).activation_dtype
     arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
+    if getattr(config, "network", None) is not None:
+        network = model_files.with_precision(config.network, dtype)
+        config = dataclasses.replace(config, network=network)
     return dataclasses.replace(config, activation_dtype=working), arrays
 
 
@@ -200,4 +211,5 @@ _READERS: dict[Layout, Callable] = {
     "mlp_speculator": _read_stages,
     "arctic-rnn": _read_stages,
     "arctic-lstm": _read_stages,
+    "hydra": _read_stages,
 }

@@ -169,15 +169,21 @@ def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "method"),
-    [("medusa", "medusa"), ("mlp_speculator", "mlp_speculator"), ("llama", "draft_model")],
+    ("raw", "method"),
+    [
+        ({"model_type": "medusa"}, "medusa"),
+        ({"model_type": "mlp_speculator"}, "mlp_speculator"),
+        ({"hydra_head_arch": "mlp"}, "hydra"),
+        ({"medusa_num_heads": 3}, "medusa"),
+        ({"model_type": "llama"}, "draft_model"),
+    ],
 )
-def test_a_directory_says_its_method_in_its_config_json(tmp_path, model_type, method):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+def test_a_directory_says_its_method_in_its_config_json(tmp_path, raw, method):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     assert config.read({"model": tmp_path, "num_speculative_tokens": 2}).method == method
     named = tmp_path / "my-eagle3"  # a name goes first, as in vLLM
     named.mkdir()
-    (named / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (named / "config.json").write_text(json.dumps(raw))
     assert config.read({"model": named, "num_speculative_tokens": 2}).method == "eagle3"
 
 

@@ -19,7 +19,7 @@ from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
 from tests import tiny
-from tests.drafters import heads, speculators
+from tests.drafters import heads, hydras, speculators
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -58,6 +58,17 @@ def _speculators():
     }
 
 
+def _hydra():
+    """Heads with a prefix layer and without one, in turn."""
+    return {
+        tree: (
+            hydras.drafter(name, **settings),
+            functools.partial(hydras.random_params, name),
+        )
+        for (tree, settings), name in zip(TREES.items(), ("mlp", "prefix") * 3, strict=True)
+    }
+
+
 def _draft():
     return tiny.params().drafter
 
@@ -77,6 +88,7 @@ DRAFTERS = {
     },
     "medusa": _head("medusa"),
     "mlp_speculator": _speculators(),
+    "hydra": _hydra(),
     "draft_model": {"chain": (tiny.DRAFT, _draft), "greedy chain": (tiny.GREEDY_DRAFT, _draft)},
     "eagle": _head("eagle"),
     "eagle3": _head("eagle3"),

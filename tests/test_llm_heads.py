@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec import head_files, loading
-from jspec.models.heads import eagle, medusa
+from jspec.models.heads import arctic, eagle, hydra, medusa, mlp_speculator
 from tests import llm_fixtures
 
 TARGET = llm_fixtures.TARGET
@@ -19,6 +19,18 @@ EAGLE = eagle.EagleConfig(
 MEDUSA = medusa.MedusaConfig(
     3, 1, TARGET.hidden_size, TARGET.vocab_size, TARGET.vocab_size, (1,), 3
 )
+_SIZES = (TARGET.hidden_size, 24, TARGET.vocab_size, (1,))
+# What each is made of, and the name of its method.
+HEADS = {
+    "eagle": (eagle, EAGLE, "eagle"),
+    "medusa": (medusa, MEDUSA, "medusa"),
+    "mlp": (mlp_speculator, mlp_speculator.MlpSpeculatorConfig(3, *_SIZES), "mlp_speculator"),
+    "lstm": (arctic, arctic.LstmSpeculatorConfig(3, *_SIZES), "mlp_speculator"),
+    "hydra": (
+        hydra, hydra.HydraConfig(2, 1, TARGET.hidden_size, TARGET.vocab_size, (1,), network=TARGET),
+        "hydra",
+    ),
+}  # fmt: skip
 PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
 GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
@@ -36,7 +48,7 @@ def root(tmp_path_factory):
 @functools.cache
 def head(root, kind):
     """The directory of a random head; the EAGLE head brings a copy of the target's embedding."""
-    config, module = (EAGLE, eagle) if kind == "eagle" else (MEDUSA, medusa)
+    module, config, _ = HEADS[kind]
     shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
     rng = np.random.default_rng(3)
     params = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), shapes)
@@ -44,12 +56,12 @@ def head(root, kind):
         embedding = llm_fixtures.loaded(root)["target"].params.embedding
         params = params.replace(embedding=np.asarray(embedding))
     directory = root / f"head-{kind}"
-    head_files.save_head(directory, config, params, TARGET)
+    head_files.save_head(directory, config, params, TARGET, target_name="someone/target")
     return directory
 
 
 def open_llm(root, kind, **settings):
-    config = {"method": kind, "model": str(head(root, kind))} | settings
+    config = {"method": HEADS[kind][2], "model": str(head(root, kind))} | settings
     return jspec.LLM(llm_fixtures.loaded(root)["target"], config)
 
 
@@ -58,6 +70,9 @@ def open_llm(root, kind, **settings):
     [
         ("eagle", {"num_speculative_tokens": 3, "tree": "eagle2", "tree_size": 8, "tree_top_k": 3}),
         ("medusa", {"tree": [[0], [1], [0, 0], [0, 1], [1, 0]]}),
+        ("mlp", {}),
+        ("lstm", {"method": None, "tree": "sampled", "tree_size": 6, "num_speculative_tokens": 3}),
+        ("hydra", {"method": None, "tree": [[0], [1], [0, 0], [0, 1]]}),
     ],
 )
 def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, kind, settings):
@@ -86,6 +101,10 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
          "holds a head of method 'eagle', not 'eagle3'"),
         ("medusa", {"num_speculative_tokens": 4}, "the tree is 4 deep, but there are 3 heads"),
         ("medusa", {"num_speculative_tokens": 2, "tree": "eagle2"}, "Medusa's heads do not"),
+        ("mlp", {"num_speculative_tokens": 4}, "has weights for n_predict=3 tokens"),
+        ("lstm", {"num_speculative_tokens": 4}, "must be divisible by n_predict=3"),
+        ("hydra", {"num_speculative_tokens": 3}, "the tree is 3 deep, but there are 2 heads"),
+        ("hydra", {}, "`num_speculative_tokens` was not provided"),
         ("eagle", {"num_speculative_tokens": 2, "max_model_len": 300},
          "speculative_max_model_len=300 cannot be larger than"),
     ],

@@ -15,15 +15,16 @@ from typing import Literal
 import jax
 
 from jspec import head_files, loading
+from jspec.head_formats import FORMATS, HeadConfig
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig
-from jspec.models.heads.medusa import MedusaConfig
 from jspec.types import Array
 from training import trainer
 from training.trainer import bad_option
 
 EagleFormat = Literal["eagle", "sglang", "speculators"]
 MedusaFormat = Literal["medusa", "medusa-vllm"]
+OtherFormat = Literal["mlp_speculator", "arctic-rnn", "arctic-lstm", "hydra"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +32,13 @@ class Settings:
     """What goes where.
 
     Attributes:
-      head: folder of an EAGLE or Medusa head, or its id on the hub
+      head: folder of a head, or its id on the hub
       target: model that it drafts for: a directory in Hugging Face layout, or a hub id
       output: folder of the exported head
       format: of EAGLE heads eagle (the authors', which vLLM reads too), sglang (the same with the
         target's embedding in it) or speculators; of Medusa heads medusa (the authors') or
-        medusa-vllm
+        medusa-vllm; of MLP speculators mlp_speculator (IBM's) or arctic-rnn; of LSTM speculators
+        arctic-lstm; of Hydra heads hydra
       target_name: what the files call the target (default: as --target)
       dtype: of the weights (default: as they are)
     """
@@ -44,17 +46,17 @@ class Settings:
     head: str
     target: str
     output: str
-    format: EagleFormat | MedusaFormat
+    format: EagleFormat | MedusaFormat | OtherFormat
     target_name: str = ""
     dtype: Literal["", "bfloat16", "float32", "float16"] = ""
 
 
 def save(
     directory: Path,
-    config: EagleConfig | MedusaConfig,
+    config: HeadConfig,
     params: object,
     target: DecoderConfig,
-    format: EagleFormat | MedusaFormat,
+    format: EagleFormat | MedusaFormat | OtherFormat,
     *,
     target_name: str,
     embedding: Array | None,
@@ -81,9 +83,7 @@ def save(
     )  # fmt: skip
 
 
-def check(
-    config: EagleConfig | MedusaConfig, target: DecoderConfig, format: str, target_name: str
-) -> None:
+def check(config: HeadConfig, target: DecoderConfig, format: str, target_name: str) -> None:
     """Refuses what ``save`` would refuse, before there are weights.
 
     Raises:
@@ -95,18 +95,18 @@ def check(
     head_files.describe_head(config, target, layout=layout, target_name=target_name)
 
 
-def layout_of(format: str, config: EagleConfig | MedusaConfig) -> str:
+def layout_of(format: str, config: HeadConfig) -> str:
     """The name that ``head_files`` has for a format.
 
     Raises:
       ValueError: heads of this kind have no such format.
     """
-    medusa = isinstance(config, MedusaConfig)
-    known = MedusaFormat if medusa else EagleFormat
-    if format not in known.__args__:
-        kind = "Medusa" if medusa else f"EAGLE-{config.generation}"
-        raise bad_option("format", format, f"{kind} heads have {', '.join(known.__args__)}")
-    if medusa or format == "speculators":
+    eagle = isinstance(config, EagleConfig)
+    known = EagleFormat.__args__ if eagle else sorted(FORMATS[type(config)].layouts)
+    if format not in known:
+        kind = f"EAGLE-{config.generation}" if eagle else FORMATS[type(config)].name
+        raise bad_option("format", format, f"{kind} heads have {', '.join(known)}")
+    if not eagle or format == "speculators":
         return format
     return "eagle" if config.generation == 1 else "eagle3"
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     return trainer.run_command(
         Settings, lambda settings, _: run(settings), argv, module="training.export",
-        description="Writes an EAGLE or Medusa head in another layout of files.",
+        description="Writes a draft head in another layout of files.",
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.eagle import Eagle
+from jspec.drafters.hydra import Hydra
 from jspec.drafters.medusa import Medusa
 from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.drafters.ngram import NGram
@@ -16,5 +17,6 @@ METHODS = {
     "eagle3": Eagle,
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
+    "hydra": Hydra,
     "suffix": Suffix,
 }

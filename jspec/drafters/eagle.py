@@ -23,22 +23,14 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from flax import struct
 
 from jspec import growth, kv
+from jspec.drafters.features import CachedMemory
 from jspec.drafters.trees import TreeDrafter, rows
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
 from jspec.shapes import Dynamic
 from jspec.types import Array
-
-
-@struct.dataclass
-class EagleMemory:
-    """What the head has taken in: rows 0 to r - 1 of true features."""
-
-    cache: kv.KVCache
-    hidden: Array  # [B, D], what row r - 1 gave out
 
 
 class _Frontier(NamedTuple):
@@ -72,7 +64,7 @@ class Eagle(TreeDrafter):
         """An empty cache."""
         batch = request.max_length.shape[0]
         hidden = jnp.zeros((batch, self.config.hidden_size), self.config.network.activation_dtype)
-        return EagleMemory(head.init_cache(self.config, batch, capacity), hidden)
+        return CachedMemory(head.init_cache(self.config, batch, capacity), hidden)
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt: its features, each with the token after."""
@@ -101,22 +93,13 @@ class Eagle(TreeDrafter):
 
     def _take_in(self, params, memory, following, features, count):
         """Commits the first ``count`` [B] of n rows of true features [B, n, D_target]."""
-        batch, size = following.shape
         hidden, entries = head.take_in(
             params.drafter, self.config, self._embed(params, following),
             head.fuse(params.drafter, self.config, features), memory.cache,
         )  # fmt: skip
-        last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
-        # The rows' keys are known before the rows have attended to the cache. The write waits for
-        # what they give out (for this, a broken row commits nothing), or XLA copies the cache.
-        count = jnp.where(jnp.isnan(last[:, 0]), 0, count)
-        rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
-        return EagleMemory(
-            cache=kv.append(memory.cache, entries, rows, count),
-            hidden=jnp.where((count > 0)[:, None], last, memory.hidden),
-        )
+        return memory.take_in(hidden, entries, count)
 
-    def _root(self, memory: EagleMemory) -> _Frontier:
+    def _root(self, memory: CachedMemory) -> _Frontier:
         """Row r - 1 as the first frontier; a dynamic tree wants it at its full width."""
         if isinstance(self.shape, Dynamic):
             width, slots = self.shape.top_k, (self.max_depth - 1) * self.shape.top_k

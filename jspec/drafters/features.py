@@ -1,10 +1,11 @@
-"""What drafters have in common that remember one hidden state of the target, the last one."""
+"""What drafters remember of the target's features, and how it grows by those that are true."""
 
 import dataclasses
 
 import jax.numpy as jnp
 from flax import struct
 
+from jspec import kv
 from jspec.drafters.trees import TreeDrafter
 from jspec.types import Array
 
@@ -17,9 +18,30 @@ class FeatureMemory:
     known: Array  # [B] bool: False until there is one
 
 
+@struct.dataclass
+class CachedMemory:
+    """What blocks of the head's own have taken in: rows 0 to r - 1 of true features."""
+
+    cache: kv.KVCache
+    hidden: Array  # [B, D], what row r - 1 gave out
+
+    def take_in(self, out: Array, entries: tuple, count: Array) -> "CachedMemory":
+        """Commits the first ``count`` [B] of n rows, which gave ``out`` [B, n, D]."""
+        batch, size, _ = out.shape
+        last = jnp.take_along_axis(out, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+        # The rows' keys are known before the rows have attended to the cache. The write waits for
+        # what they give out (for this, a broken row commits nothing), or XLA copies the cache.
+        count = jnp.where(jnp.isnan(last[:, 0]), 0, count)
+        rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
+        return CachedMemory(
+            cache=kv.append(self.cache, entries, rows, count),
+            hidden=jnp.where((count > 0)[:, None], last, self.hidden),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter(TreeDrafter):
-    """A head that starts from one hidden state; its config says ``hidden_size`` and dtype."""
+    """A head that starts from the target's last hidden state, of its config's size and dtype."""
 
     def init(self, params, request, capacity):
         """No hidden state yet."""

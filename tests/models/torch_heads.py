@@ -31,7 +31,7 @@ def rotate(x, theta):
     return x * cos + turned * sin
 
 
-class _Blocks:
+class Blocks:
     """Attention and MLP of a Llama-like block, by the names in a file."""
 
     def __init__(self, tensors, config):
@@ -107,7 +107,7 @@ class Eagle1Ref(_Eagle):
     """EAGLE-1 and -2; the one feature is the target's last hidden state after its final norm."""
 
     def __init__(self, tensors, config, target_embedding, target_head):
-        self.blocks, self.tensors, self.config = _Blocks(tensors, config), tensors, config
+        self.blocks, self.tensors, self.config = Blocks(tensors, config), tensors, config
         self.embedding = tensors.get("embed_tokens.weight", target_embedding)
         self.head = tensors.get("lm_head.weight", target_head)
 
@@ -137,7 +137,7 @@ class Eagle3Ref(_Eagle):
     def __init__(self, tensors, config, target_embedding=None, target_head=None):
         config = config | config.get("transformer_layer_config", {})
         self.first = "midlayer" if "midlayer.hidden_norm.weight" in tensors else "layers.0"
-        self.blocks, self.tensors, self.config = _Blocks(tensors, config), tensors, config
+        self.blocks, self.tensors, self.config = Blocks(tensors, config), tensors, config
         self.embedding = tensors.get("embed_tokens.weight", target_embedding)
         self.head = tensors.get("lm_head.weight", target_head)
 

@@ -11,9 +11,10 @@ import pytest
 from jspec import checkpoint, head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from jspec.models.heads import eagle, medusa
+from jspec.models.heads import eagle, medusa, mlp_speculator
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
+from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training import export
 
 SIZES = DecoderConfig(
@@ -49,7 +50,17 @@ def medusa_heads():
     return config, medusa.init_params(jax.random.key(1), config)
 
 
-HEADS = {"eagle": lambda: eagle_head(1), "eagle3": lambda: eagle_head(3), "medusa": medusa_heads}
+def speculator():
+    config = MlpSpeculatorConfig(3, 32, 24, 60, (6,), tie_weights=True)
+    return config, mlp_speculator.init_params(jax.random.key(1), config)
+
+
+HEADS = {
+    "eagle": lambda: eagle_head(1),
+    "eagle3": lambda: eagle_head(3),
+    "medusa": medusa_heads,
+    "mlp_speculator": speculator,
+}
 
 
 def convert(head, target, output, name, *more):
@@ -69,6 +80,7 @@ def leaves(params):
         ("eagle", ["eagle", "sglang"]),
         ("eagle3", ["eagle", "speculators", "sglang"]),
         ("medusa", ["medusa", "medusa-vllm"]),
+        ("mlp_speculator", ["arctic-rnn", "mlp_speculator"]),
     ],
 )
 def test_a_head_keeps_its_weights_through_every_format(kind, formats, target, tmp_path):
@@ -108,6 +120,7 @@ def test_the_target_is_called_as_asked_and_the_dtype_is_the_one_asked_for(target
         ("eagle", "speculators", "layout='speculators' has no place for EAGLE-1"),
         ("eagle3", "medusa", "EAGLE-3 heads have eagle, sglang, speculators"),
         ("medusa", "eagle", "Medusa heads have medusa, medusa-vllm"),
+        ("mlp_speculator", "hydra", "MLP speculator heads have arctic-rnn, mlp_speculator"),
     ],
 )
 def test_what_a_format_cannot_hold_is_said_in_one_line(

@@ -134,6 +134,12 @@ def repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
     }
 
 
+def required_repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
+    """Copies that must be in a file: none."""
+    del config
+    return {}
+
+
 # Both ways.
 
 

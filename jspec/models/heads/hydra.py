@@ -1,0 +1,187 @@
+"""Hydra heads (arXiv 2402.05109): each guesses one token further, and sees those drafted before.
+
+Head i (from 0) takes the target's last hidden state h after its final norm and the target's
+embeddings of the root and of the i tokens drafted after it, and guesses the next: ::
+
+    z = [h, e(root), e(x_1), ..., e(x_i)]
+    x = R z + r + silu(W z + b);  x = x + silu(W' x + b') for each further block
+    logits = x H_i + c_i
+
+In the authors' files the further blocks of a head share one weight. With a prefix layer (Hydra++,
+``prefix-mlp``) a block like the target's, with a cache of its own, reads the hidden states of all
+positions, and what it gives out after its norm stands in for h.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec import kv, ops, topology
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig, LayerParams, Linear
+from jspec.models.heads import medusa
+from jspec.models.heads.medusa import BlockParams
+from jspec.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class HydraConfig:
+    """Sizes of a set of heads; static and hashable.
+
+    Attributes:
+      num_heads: tokens guessed.
+      num_layers: residual blocks of each head.
+      hidden_size: D, the target's.
+      vocab_size: V, the target's.
+      capture_layers: the hidden state that is h, usually that after the final norm.
+      tie_blocks: whether the blocks of a head after the first share their weights.
+      output_bias: whether the outputs have biases.
+      network: of the prefix layer, one block; None for heads without one.
+      activation_dtype: of the stream.
+
+    Raises:
+      ValueError: a size is out of range, or the settings contradict each other.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    capture_layers: tuple[int, ...]
+    tie_blocks: bool = False
+    output_bias: bool = True
+    network: DecoderConfig | None = None
+    activation_dtype: str = "float32"
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name}={vars(self)[name]} must be at least 1.")
+        if len(self.capture_layers) != 1:
+            raise ValueError(f"capture_layers={self.capture_layers} must be one hidden state.")
+        if self.tie_blocks and self.num_layers < 3:
+            raise ValueError(f"tie_blocks needs three blocks at least, not {self.num_layers}.")
+        if self.network and (self.network.num_layers, self.network.hidden_size) != (
+            1, self.hidden_size,
+        ):  # fmt: skip
+            raise ValueError(f"the prefix layer must be one block, {self.hidden_size} wide.")
+
+    @property
+    def target_vocab_size(self) -> int:
+        """V; the heads know all of the target's tokens."""
+        return self.vocab_size
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks of a head that have weights of their own."""
+        return 2 if self.tie_blocks else self.num_layers
+
+
+@struct.dataclass
+class JoiningParams:
+    """Weights of a head's first block, which takes the hidden state and n embeddings."""
+
+    weight: Array  # [(1 + n) D, D]
+    bias: Array  # [D]
+    residual: Array  # [(1 + n) D, D]
+    residual_bias: Array  # [D]
+
+
+@struct.dataclass
+class PrefixParams:
+    """Weights of the prefix layer."""
+
+    layers: tuple[LayerParams]
+    norm: Array  # [D]
+
+
+@struct.dataclass
+class HydraParams:
+    """Weights of the heads."""
+
+    joining: tuple[JoiningParams, ...]  # of each head
+    blocks: tuple[tuple[BlockParams, ...], ...]  # of each head, ``own_blocks`` - 1
+    outputs: tuple[Array, ...]  # of each head, [D, V]
+    output_biases: tuple[Array, ...]  # [V], or none
+    prefix: PrefixParams | None = None
+
+
+def init_params(key: Array, config: HydraConfig, dtype: jnp.dtype = jnp.float32) -> HydraParams:
+    """Random weights, 0.02 wide; blocks that hand on what they are given."""
+    size, vocab = config.hidden_size, config.vocab_size
+    prefix_key, *keys = jax.random.split(key, 1 + 2 * config.num_heads)
+    keys = iter(keys)
+    normal = lambda *shape: (0.02 * jax.random.normal(next(keys), shape)).astype(dtype)
+    zeros = lambda *shape: jnp.zeros(shape, dtype)
+    joining = tuple(
+        JoiningParams(zeros(width, size), zeros(size), normal(width, size), zeros(size))
+        for width in (size * (2 + head) for head in range(config.num_heads))
+    )
+    block = BlockParams(zeros(size, size), zeros(size))
+    prefix = None
+    if config.network is not None:
+        layers = decoder.init_layers(prefix_key, config.network, dtype)
+        prefix = PrefixParams(layers, jnp.ones((size,), dtype))
+    return HydraParams(
+        joining=joining,
+        blocks=((block,) * (config.own_blocks - 1),) * config.num_heads,
+        outputs=tuple(normal(size, vocab) for _ in joining),
+        output_biases=tuple(zeros(vocab) for _ in joining) if config.output_bias else (),
+        prefix=prefix,
+    )
+
+
+def take_in(
+    params: HydraParams, config: HydraConfig, hidden: Array, cache: kv.KVCache
+) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+    """Runs the prefix layer over n hidden states [B, n, D] that come after those in the cache.
+
+    Returns:
+      What it gives out [B, n, D], and the rows' entries for ``kv.append``.
+    """
+    network, size = config.network, hidden.shape[1]
+    tree = topology.from_parents(topology.chain(size - 1), size - 1)
+    tree = topology.broadcast(tree, hidden.shape[0])
+    attend, entries = decoder.attention_over(
+        cache, tree, windows=network.windows, implementation=network.attention
+    )
+    _, (out,) = decoder.trunk(
+        params.prefix, network, hidden.astype(network.activation_dtype),
+        cache.length[:, None] + tree.depth, attend, capture_layers=(1,),
+    )  # fmt: skip
+    return out, tuple(entries)
+
+
+def advance(
+    params: HydraParams,
+    config: HydraConfig,
+    state: Array,
+    embedded: Array,
+    head: int,
+    *,
+    linear: Linear = ops.linear,
+) -> tuple[Array, Array]:
+    """What one head guesses.
+
+    Args:
+      params: weights.
+      config: sizes.
+      state: what the head before read, [..., (1 + head) D]; the hidden state for the first.
+      embedded: the target's embedding [..., D] of the token drafted last, or of the root.
+      head: which one, from 0; static.
+      linear: multiplies matrices.
+
+    Returns:
+      What it read [..., (2 + head) D], for the next, and float32 logits [..., V].
+    """
+    state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
+    joining, later = params.joining[head], params.blocks[head]
+    kept = decoder.affine(state, joining.residual, joining.residual_bias, linear)
+    x = kept + jax.nn.silu(decoder.affine(state, joining.weight, joining.bias, linear))
+    if config.tie_blocks:
+        later = later * (config.num_layers - 1)
+    x = medusa.stream(later, x.astype(state.dtype), linear)
+    bias = params.output_biases[head] if params.output_biases else None
+    return state, decoder.affine(x, params.outputs[head], bias, linear)

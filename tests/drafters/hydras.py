@@ -1,0 +1,128 @@
+"""Tiny Hydra heads for the tiny target: random and trained, and plain torch's view of the same.
+
+The reference is written from the formulas of arXiv 2402.05109 and takes the tensors of a file under
+their published names; it shares no code with jspec.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jspec.drafters import Hydra
+from jspec.models import decoder
+from jspec.models.heads import hydra
+from jspec.models.heads.hydra import HydraConfig
+from tests import tiny
+from tests.drafters import heads
+
+WIDTH, LAST = tiny.TARGET.config.hidden_size, tiny.TARGET.config.num_layers
+_PREFIX = dataclasses.replace(tiny.TARGET.config, num_layers=1)
+CONFIGS = {
+    "mlp": HydraConfig(4, 1, WIDTH, tiny.VOCAB, (LAST,)),
+    "mlp deep": HydraConfig(2, 4, WIDTH, tiny.VOCAB, (LAST - 1,), tie_blocks=True),
+    "prefix": HydraConfig(3, 2, WIDTH, tiny.VOCAB, (LAST,), network=_PREFIX),
+    "prefix deep": HydraConfig(
+        2, 3, WIDTH, tiny.VOCAB, (LAST,), tie_blocks=True, output_bias=False, network=_PREFIX
+    ),
+    "untied blocks": HydraConfig(2, 3, WIDTH, tiny.VOCAB, (LAST,)),
+}
+
+
+def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> Hydra:
+    """The drafter of tiny heads for the tiny target."""
+    return Hydra(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
+
+
+@functools.cache
+def random_params(name: str):
+    """Weights large enough for varied drafts, no two of them equal."""
+    shapes = jax.eval_shape(lambda: hydra.init_params(jax.random.key(0), CONFIGS[name]))
+    rng = np.random.default_rng(len(name))
+    draw = lambda x: rng.normal(0, 0.15, x.shape) if x.ndim > 1 else rng.normal(0.5, 0.3, x.shape)
+    return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+
+
+@functools.cache
+def trained_params(name: str):
+    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    config, target = CONFIGS[name], tiny.params().target
+    windows, features, logits = heads.lessons(config.capture_layers)
+    length = windows.shape[1] - config.num_heads - 1
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 200))
+
+    def loss(params, batch):
+        state, total = features[0][batch], 0.0
+        if config.network is not None:
+            empty = decoder.init_cache(config.network, len(batch), 0)
+            state, _ = hydra.take_in(params, config, state, empty)
+        state = state[:, :length]
+        for head in range(config.num_heads):
+            fed = windows[batch, 1 + head : 1 + head + length]
+            state, rows = hydra.advance(
+                params, config, state, tiny.TARGET.embed(target, fed), head
+            )  # fmt: skip
+            wanted = jax.nn.softmax(logits[batch, 1 + head : 1 + head + length], -1)
+            total -= (wanted * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
+        return total
+
+    def step(carry, batch):
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    order = np.random.default_rng(0).integers(0, len(windows), (200, 16))
+    params = random_params(name)
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, order)[0][0])
+    return run((params, optimizer.init(params)))
+
+
+def reference():
+    """The class in torch, which not every machine has."""
+    import torch
+    import torch.nn.functional as F
+
+    from tests.models import torch_heads
+
+    class HydraRef:
+        """``tensors`` of a file; config.json of the target where there is a prefix layer."""
+
+        def __init__(self, tensors, embedding, target_config=None):
+            self.tensors, self.embedding = tensors, embedding
+            self.target_config = target_config
+
+        def draft_logits(self, features, tokens):
+            """Logits [T, V] after each of ``tokens``, the root first, from ``features`` [n, D]."""
+            read = [self.prefix(features)[-1] if self.target_config else features[-1]]
+            found = []
+            for head, token in enumerate(tokens):
+                read.append(self.embedding[token])
+                found.append(self.head(head, torch.cat(read)))
+            return torch.stack(found)
+
+        def affine(self, x, name):
+            return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+        def head(self, head, x):
+            first, step = (1, 2) if self.target_config else (0, 1)
+            block = f"hydra_mlp.{head}.{first}"
+            x = self.affine(x, f"{block}.res_connection") + F.silu(
+                self.affine(x, f"{block}.linear")
+            )
+            while f"hydra_mlp.{head}.{first + step}.linear.weight" in self.tensors:
+                first += step
+                x = x + F.silu(self.affine(x, f"hydra_mlp.{head}.{first}.linear"))
+            return self.affine(x, f"hydra_lm_head.{head}" + ".1" * bool(self.target_config))
+
+        def prefix(self, x):
+            own = "prefix_embeding_layer."
+            tensors = {name.removeprefix(own): tensor for name, tensor in self.tensors.items()}
+            blocks = torch_heads.Blocks(tensors, self.target_config)
+            x = x + blocks.attention(blocks.norm(x, "layers.0.input_layernorm"), "layers.0")
+            x = x + blocks.mlp(x, "layers.0")
+            return blocks.norm(x, "norm")
+
+    return HydraRef
