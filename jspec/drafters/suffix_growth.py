@@ -103,7 +103,7 @@ class _Growing:
     depth: Array  # int32, of that node
     prob: Array  # float32, of that node
     count: Array  # int32, occurrences that pass through that node
-    followed: Array  # bool
+    token: Array  # int32, what the occurrence says comes below that node; NOTHING for none
     going: Array  # [B, S, L] bool
 
 
@@ -123,6 +123,8 @@ def grow(rule: Rule, found: Occurrences, length: Array) -> Growth:
     follow = found.follow[:, :, group]
     alive = found.matched[:, :, group] >= matched[:, None]
     alive &= (matched < length[:, None])[:, None, :, None]
+    # What lies too deep is not there. So depth needs no test of its own.
+    follow = jnp.where(jnp.arange(follow.shape[-1]) < depths[:, None, None], follow, NOTHING)
     zeros = jnp.zeros(alive.shape, jnp.int32)
     nodes = jnp.zeros((*alive.shape[:-1], rule.size), jnp.int32)
     growing = _Growing(
@@ -131,46 +133,47 @@ def grow(rule: Rule, found: Occurrences, length: Array) -> Growth:
         depth=zeros,
         prob=jnp.ones(alive.shape),
         count=jnp.broadcast_to(alive.sum(-1, keepdims=True, dtype=jnp.int32), alive.shape),
-        followed=alive,
+        token=jnp.where(alive, follow[..., 0], NOTHING),
         going=alive.any(-1),
     )
-    add = functools.partial(_add, rule, follow, jnp.array(sizes), jnp.array(depths)[:, None])
+    add = functools.partial(_add, rule, follow, jnp.array(sizes))
     return lax.while_loop(lambda growing: growing.going.any(), add, growing).growth
 
 
-def _add(rule: Rule, follow: Array, sizes: Array, depths: Array, now: _Growing) -> _Growing:
+def _add(rule: Rule, follow: Array, sizes: Array, now: _Growing) -> _Growing:
     """Adds a node to every draft that is not complete."""
-    token = jnp.take_along_axis(follow, now.depth[..., None], -1, mode="clip")[..., 0]
-    open_ = now.followed & (token != NOTHING) & (now.depth < depths)
-    alike = (token[..., :, None] == token[..., None, :]) & open_[..., None, :]
+    alike = now.token[..., :, None] == now.token[..., None, :]
     if rule.branching:
         alike &= now.node[..., :, None] == now.node[..., None, :]
-    count = alike.sum(-1, dtype=jnp.int32)
+    count = alike.sum(-2, dtype=jnp.int32)  # over the outer axis: a CPU adds up whole vectors
     prob = now.prob * (count.astype(jnp.float32) / now.count.astype(jnp.float32))
-    prob = jnp.where(open_, prob, -1.0)
+    prob = jnp.where(now.token == NOTHING, -1.0, prob)
     best = jnp.argmax(prob, -1)[..., None]
     chosen = lambda x: jnp.take_along_axis(x, best, -1)
-    going = now.going & (chosen(prob)[..., 0] >= max(rule.min_token_prob, 0.0))
+    top = chosen(prob)[..., 0]
+    going = now.going & (top >= max(rule.min_token_prob, 0.0))
 
-    moved = open_ & (token == chosen(token)) & (now.node == chosen(now.node)) & going[..., None]
+    moved = (now.token == chosen(now.token)) & (now.node == chosen(now.node)) & going[..., None]
     grown = now.growth
     put = lambda x, new: jnp.where(
         (jnp.arange(x.shape[-1]) == grown.size[..., None]) & going[..., None], new, x
     )
-    size = grown.size + going
+    size, depth = grown.size + going, now.depth + moved
     move = lambda new, old: jnp.where(moved, new, old)
+    below = jnp.take_along_axis(follow, depth[..., None], -1, mode="fill", fill_value=NOTHING)
     return _Growing(
         growth=Growth(
-            tokens=put(grown.tokens, chosen(token)),
+            tokens=put(grown.tokens, chosen(now.token)),
             parents=put(grown.parents, chosen(now.node)),
             size=size,
-            score=grown.score + jnp.where(going, chosen(prob)[..., 0], 0.0),
+            score=grown.score + jnp.where(going, top, 0.0),
         ),
         node=move(size[..., None], now.node),
-        depth=now.depth + moved,
-        prob=move(chosen(prob), now.prob),
+        depth=depth,
+        prob=move(top[..., None], now.prob),
         count=move(chosen(count), now.count),
-        followed=now.followed if rule.branching else moved,
+        # Of a chain, occurrences that go on otherwise are left behind.
+        token=move(below[..., 0], now.token if rule.branching else NOTHING),
         going=going & (size < sizes),
     )
 
