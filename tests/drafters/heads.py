@@ -113,6 +113,7 @@ def logits_of(method, params, windows, features):
 def lessons(capture_layers):
     """Texts that the target draws itself, with its hidden states and logits."""
     count, length = 256, 24
+    tiny.params()  # made here, and not first of all inside of a trace
     texts = jax.random.randint(jax.random.key(1), (count, length), 0, tiny.VOCAB)
 
     def grow(texts, place):  # greedy text after a random start: what a greedy row will say

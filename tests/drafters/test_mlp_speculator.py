@@ -34,6 +34,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def quick_programs():
+    """Compiled soon: what is tested is what programs say, not how fast they say it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def params_of(name, trained=True):
     weights = speculators.trained_params if trained else speculators.random_params
     return Params(tiny.params().target, weights(name))
@@ -62,6 +70,7 @@ def reference_of(name, params, directory):
     )
 
 
+@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("case", CASES)
 def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
@@ -86,6 +95,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
     assert total > 15  # so that states of accepted paths are seen, too
 
 
+@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("name", speculators.CONFIGS)
 def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
     torch = pytest.importorskip("torch")
@@ -110,6 +120,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
     np.testing.assert_allclose(gap - gap.mean(-1, keepdims=True), 0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("quick_programs")
 def test_other_draws_follow_where_other_tokens_were_drawn():
     """Each stage sees what was drafted before it: equal laws at the root, other ones below."""
     drafter = speculators.drafter("lstm")
@@ -128,6 +139,7 @@ def test_other_draws_follow_where_other_tokens_were_drawn():
     assert len(set(np.asarray(draft.tokens[:4, 1]).tolist())) > 1
 
 
+@pytest.mark.usefixtures("quick_programs")
 def test_what_is_remembered_is_the_targets_last_hidden_state_whatever_was_accepted():
     drafter = speculators.drafter("tied", 2, tree="sampled", tree_size=6)
     rows = [
@@ -175,6 +187,7 @@ def test_what_the_weights_do_not_give_is_refused(name, settings, message):
         speculators.drafter(name, **settings)
 
 
+@pytest.mark.usefixtures("quick_programs")
 def test_a_speculator_in_bfloat16_drafts_as_it_does_on_an_accelerator():
     config = dataclasses.replace(speculators.CONFIGS["lstm"], activation_dtype="bfloat16")
     drafter = dataclasses.replace(speculators.drafter("lstm"), config=config)

@@ -23,8 +23,9 @@ from jspec.models.heads.medusa import BlockParams
 
 ARCHITECTURES = ("mlp", "prefix-mlp")  # of four that the authors tried
 PREFIX = "prefix_embeding_layer"
-# The prefix layer is built with an embedding that nothing reads.
-UNUSED = (f"{PREFIX}.embed_tokens.weight",)
+# A copy of the target's embedding, which training leaves as it is; and the prefix layer is built
+# with an embedding that nothing reads.
+UNUSED = ("input_embed_fn.weight", f"{PREFIX}.embed_tokens.weight")
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 
 
