@@ -150,9 +150,9 @@ METHODS_NOT_BUILT = (
 )  # fmt: skip
 METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
-# always runs on the device.
-METHOD_ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
-MODELS_NAMING_METHODS = ("ngram", "suffix", *METHOD_ALIASES)
+# always runs on the device. "arctic" is what Arctic Inference, a plug-in of vLLM's, calls its own.
+METHOD_ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram", "arctic": "mlp_speculator"}
+MODELS_NAMING_METHODS = ("ngram", "suffix", "[ngram]", "ngram_gpu")
 # A model's name that contains one of these says its method, as in vLLM.
 METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "dspark": "dspark"}
 # So does the ``model_type`` in the config.json of a directory, or a key that only one method has.

@@ -191,6 +191,7 @@ def test_a_speculator_says_itself_how_deep_it_drafts():
     given = {"method": "mlp_speculator", "model": "some/speculator"}
     for tree in ({}, {"tree": "sampled", "tree_size": 6}, {"tree": "eagle2", "tree_top_k": 2}):
         assert config.read(given | tree).drafter(SPECULATOR, TARGET).max_depth == 3
+    assert config.read(given | {"method": "arctic"}) == config.read(given)
     shallow = config.read(given | {"num_speculative_tokens": 2})
     assert shallow.drafter(SPECULATOR, TARGET) == MlpSpeculator(SPECULATOR, TARGET, 2)
     with pytest.raises(ValueError, match="the draft is 4 deep, but the speculator has weights"):
