@@ -104,7 +104,9 @@ def target_seconds(task: EagleTask, frozen: Frozen, batch: Batch) -> Callable[[]
     linear, layers = LINEARS[task.compute], task.head.capture_layers
 
     def forward(frozen: Frozen, batch: Batch):
-        captured, x = packed_states(frozen.target, task.target, batch, task.compute, layers)
+        captured, x = packed_states(
+            frozen.target, task.target, batch, task.compute, capture_layers=layers
+        )
         output = head_of(frozen.target)
         x = x.reshape(-1, x.shape[-1])[: batch.tokens[:, 1:].size]
         best = jax.lax.map(

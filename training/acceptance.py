@@ -72,18 +72,21 @@ def acceptance_meter(
     prompts = held_out_prompts(rows, settings.acceptance_prompts, min(settings.prompt_tokens, room))
 
     def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:
-        weights, found = Params(target_params, gather(drafter_params)), {}
+        # All temperatures in one batch: one program to compile, one loop to run.
+        asked = [
+            Row(prompt, settings.max_new_tokens, temperature, stream=index)
+            for temperature in settings.temperatures
+            for index, prompt in enumerate(prompts)
+        ]
+        answers = generate_rows(plan, Params(target_params, gather(drafter_params)), asked)
+        found = {}
         for place, temperature in enumerate(settings.temperatures):
-            asked = [
-                Row(prompt, settings.max_new_tokens, temperature, stream=index)
-                for index, prompt in enumerate(prompts)
-            ]
-            answers = generate_rows(plan, weights, asked)
-            tokens = sum(len(answer.tokens) for answer in answers)
-            length = tokens / sum(answer.rounds for answer in answers)
+            here = answers[place * len(prompts) :][: len(prompts)]
+            tokens = sum(len(answer.tokens) for answer in here)
+            length = tokens / sum(answer.rounds for answer in here)
             name = "acceptance_length" + (f"_t{temperature:g}" if place else "")
             found[name] = round(length, 4)
-        distinct = np.mean([len(set(answer.tokens.tolist())) for answer in answers])
+        distinct = np.mean([len(set(answer.tokens.tolist())) for answer in here])
         return found | {"distinct_tokens": round(float(distinct), 1)}
 
     return measure

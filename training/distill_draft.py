@@ -104,7 +104,9 @@ def run(
     """
     target, data = open_target(settings)
     config, start, raw = start_of(settings, target)
-    task = DraftTask(config, target.config, settings.recipe, settings.trainer.compute)
+    task = DraftTask(
+        config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
+    )
     depth = settings.acceptance.num_speculative_tokens
 
     def export(params: DecoderParams, directory: Path) -> None:

@@ -188,8 +188,9 @@ def run(
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     check(config, target.config, settings.format, name)
     task = EagleTask(
-        config, target.config, settings.recipe, settings.trainer.compute, settings.head.start
-    )
+        config, target.config, settings.recipe, settings.trainer.compute, settings.head.start,
+        settings.trainer.remat,
+    )  # fmt: skip
     frozen, depth = Frozen(target.params, kept, start), settings.acceptance.num_speculative_tokens
     if settings.feature_cache:
         data = _with_features(settings, task, frozen, data)

@@ -128,7 +128,12 @@ def run(
     name = settings.target_name or settings.target
     check(config, target.config, settings.format, name)
     task = MedusaTask(
-        config, target.config, settings.recipe, settings.joint, settings.trainer.compute
+        config,
+        target.config,
+        settings.recipe,
+        settings.joint,
+        settings.trainer.compute,
+        settings.trainer.remat,
     )
 
     def export(params: JointParams, directory: Path) -> None:

@@ -73,12 +73,14 @@ class DraftTask:
       target: sizes of the target. Of unlike vocabularies (one is padded) the common part counts.
       recipe: what it learns from.
       compute: factors of every matmul, a name in ``linear.LINEARS``.
+      remat: whether the backward pass computes the blocks again, to save memory.
     """
 
     draft: DecoderConfig
     target: DecoderConfig
     recipe: DraftRecipe
     compute: str = "bfloat16"
+    remat: bool = False
 
     def init(self, key: Array, frozen: FrozenTeacher) -> DecoderParams:
         """The weights to start from."""
@@ -90,7 +92,7 @@ class DraftTask:
         """See ``Task``. Metrics: ``loss``; and over the rows that count ``next_token_loss`` of the
         text, ``kl``, and ``accepted``, the chance that a drafted token is."""
         batch = self._continued(params, batch, key)
-        _, x = packed_states(params, self.draft, batch, self.compute)
+        _, x = packed_states(params, self.draft, batch, self.compute, remat=self.remat)
         _, truth = packed_states(frozen.target, self.target, batch, self.compute)
         output, linear, recipe = head_of(frozen.target), LINEARS[self.compute], self.recipe
         common = min(self.draft.vocab_size, self.target.vocab_size)

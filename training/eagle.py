@@ -113,6 +113,7 @@ class EagleTask:
       compute: factors of every matmul, a name in ``linear.LINEARS``.
       start: "early_exit" begins as an early exit of the target, see ``early_exit``; "random" does
         not.
+      remat: whether the backward pass computes the head's blocks again, to save memory.
     """
 
     head: EagleConfig
@@ -120,6 +121,7 @@ class EagleTask:
     recipe: Recipe
     compute: str = "bfloat16"
     start: Literal["early_exit", "random"] = "early_exit"
+    remat: bool = False
 
     def __post_init__(self):
         if self.recipe.feature_weight and self.head.generation == 3:
@@ -192,7 +194,7 @@ def teach(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, .
     """What the target computes of a batch: hidden states that an EAGLE-3 head reads, () for others,
     and the last ones after the norm, [B, T + 1, D] each."""
     layers = task.head.capture_layers if task.head.generation == 3 else ()
-    return packed_states(frozen.target, task.target, batch, task.compute, layers)
+    return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
 
 
 def _unroll(
@@ -214,20 +216,26 @@ def _unroll(
     embedded = table[batch.tokens].astype(features.dtype)
     segments, positions = batch.segments[:, :length], batch.positions[:, :length]
     windows = config.network.windows
-    kept: list[list[tuple[Array, Array]]] = [[] for _ in params.layers]
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        kept[layer].append((k, v))
-        (keys, values), *own = kept[layer]
-        window = windows[layer] if windows else None
-        return causal(q, keys, values, segments=segments, window=window, own=own)
+    def pass_head(params: EagleParams, tokens: Array, features: Array, positions: Array, kept):
+        """One step, and the keys and values ``kept`` a layer with its own behind them."""
+        kept = [list(layer) for layer in kept]
 
-    outputs = []
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            kept[layer].append((k, v))
+            (keys, values), *own = kept[layer]
+            window = windows[layer] if windows else None
+            return causal(q, keys, values, segments=segments, window=window, own=own)
+
+        out = eagle.blocks(params, config, tokens, features, positions, attend, linear=linear)
+        return out, kept
+
+    if task.remat:
+        pass_head = jax.checkpoint(pass_head)
+    outputs, kept = [], [[] for _ in params.layers]
     for step in range(recipe.unroll):
         tokens_ahead = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
-        features = eagle.blocks(
-            params, config, tokens_ahead, features, positions + step, attend, linear=linear
-        )
+        features, kept = pass_head(params, tokens_ahead, features, positions + step, kept)
         outputs.append(features)
         if not recipe.through_steps:
             features = jax.lax.stop_gradient(features)

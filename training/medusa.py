@@ -82,6 +82,7 @@ class MedusaTask:
       recipe: losses.
       joint: whether the target is trained too (Medusa-2).
       compute: factors of every matmul, a name in ``linear.LINEARS``.
+      remat: whether the backward pass computes the target's blocks again, to save memory.
     """
 
     heads: MedusaConfig
@@ -89,6 +90,7 @@ class MedusaTask:
     recipe: MedusaRecipe
     joint: bool = False
     compute: str = "bfloat16"
+    remat: bool = False
 
     def init(self, key: Array, frozen: FrozenTarget) -> JointParams:
         """Heads that say what the target's own output matrix would, or those given."""
@@ -107,7 +109,9 @@ class MedusaTask:
     ) -> tuple[Array, dict[str, Array]]:
         """See ``Task``. Metrics: ``heads_loss``, ``accepted_i`` of head i, and with ``joint`` the
         target's ``next_token_loss``."""
-        states = lambda weights: packed_states(weights, self.target, batch, self.compute)[1]
+        states = lambda weights: packed_states(
+            weights, self.target, batch, self.compute, remat=self.remat
+        )[1]
         normed = states(frozen.target if params.target is None else params.target)
         original = normed if params.target is None else states(frozen.target)
         means = self._heads(params.heads, frozen, batch, normed, jax.lax.stop_gradient(original))

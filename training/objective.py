@@ -24,13 +24,13 @@ def loss_chunk() -> int:
 
 
 def hidden_states(
-    params: DecoderParams, config: DecoderConfig, tokens: Array, compute: str
+    params: DecoderParams, config: DecoderConfig, tokens: Array, compute: str, remat: bool = False
 ) -> Array:
     """Normed last hidden states [B, T, D] of tokens [B, T], each row from position 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = decoder.embed(params, config, tokens)
     attend = attend_within(None, config.windows)
-    x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute])
+    x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute], remat=remat)
     return decoder.rms_norm(x, params.norm, config.norm_eps)
 
 
@@ -39,14 +39,16 @@ def packed_states(
     config: DecoderConfig,
     batch: Batch,
     compute: str,
+    *,
     capture_layers: tuple[int, ...] = (),
+    remat: bool = False,
 ) -> tuple[tuple[Array, ...], Array]:
     """A decoder over packed windows: the captured hidden states, one [B, T + 1, D] a layer, and the
     last ones after the norm, [B, T + 1, D]."""
     x, captured = decoder.trunk(
         params, config, decoder.embed(params, config, batch.tokens), batch.positions,
         attend_within(batch.segments, config.windows), linear=LINEARS[compute],
-        capture_layers=capture_layers,
+        capture_layers=capture_layers, remat=remat,
     )  # fmt: skip
     return captured, decoder.rms_norm(x, params.norm, config.norm_eps)
 
@@ -57,10 +59,10 @@ def head_of(params: DecoderParams) -> Array:
 
 
 def next_token_loss(
-    params: DecoderParams, config: DecoderConfig, windows: Array, compute: str
+    params: DecoderParams, config: DecoderConfig, windows: Array, compute: str, remat: bool = False
 ) -> tuple[Array, dict[str, Array]]:
     """Mean cross-entropy of windows [B, T + 1] in nats a token, and it again as a metric."""
-    x = hidden_states(params, config, windows[:, :-1], compute)
+    x = hidden_states(params, config, windows[:, :-1], compute, remat)
 
     def score(x: Array, head: Array, targets: Array) -> dict[str, Array]:
         log_p = jax.nn.log_softmax(LINEARS[compute](x, head))

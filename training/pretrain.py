@@ -143,11 +143,13 @@ class LanguageModel:
       config: sizes of the network.
       compute: factors of every matmul, as in ``TrainerSettings``.
       context: tokens that attention sees; 0 for whole windows.
+      remat: as in ``TrainerSettings``.
     """
 
     config: DecoderConfig
     compute: str
     context: int = 0
+    remat: bool = False
 
     def init(self, key: Array, frozen: Any) -> DecoderParams:
         """Random weights."""
@@ -158,7 +160,7 @@ class LanguageModel:
     ) -> tuple[Array, dict[str, Array]]:
         """Next-token loss in nats."""
         windows = cut(batch.tokens, self.context or batch.tokens.shape[1] - 1)
-        return objective.next_token_loss(params, self.config, windows, self.compute)
+        return objective.next_token_loss(params, self.config, windows, self.compute, self.remat)
 
 
 def cut(windows: Array, context: int) -> Array:
@@ -178,7 +180,10 @@ def run(
       stop_after: most steps of this call.
     """
     trainer.start_processes(settings.trainer)
-    task = LanguageModel(settings.model.config(), settings.trainer.compute, settings.text.context)
+    task = LanguageModel(
+        settings.model.config(), settings.trainer.compute, settings.text.context,
+        settings.trainer.remat,
+    )  # fmt: skip
     corpus = trainer.first_process_first(lambda: open_corpus(settings))
     rows, apart = (data.Windows(x, settings.text.length) for x in (corpus.train, corpus.holdout))
     mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}

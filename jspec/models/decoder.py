@@ -177,10 +177,12 @@ def trunk(
     *,
     linear: Linear = ops.linear,
     capture_layers: tuple[int, ...] = (),
+    remat: bool = False,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Runs every block over x [B, T, D] at int32 positions [B, T].
 
-    ``attend`` owns the attention: training attends causally within x, decoding over a cache.
+    ``attend`` owns the attention: training attends causally within x, decoding over a cache. With
+    ``remat`` a backward pass keeps only what enters a block, and computes the block again.
 
     Returns:
       The last residual stream [B, T, D] (before the final norm) and the streams named by
@@ -189,10 +191,16 @@ def trunk(
     """
     cos, sin = rope_lib.cos_sin(config.rope, config.head_dim, positions)
     stream = [x]
-    for index, layer in enumerate(params.layers):
+
+    def block(index: int, layer, x: Array) -> Array:
         normed = rms_norm(x, layer.attention_norm, config.norm_eps)
         x = x + attention(layer, config, normed, cos, sin, index, attend, linear)
-        x = x + mlp(layer, config, x, linear)
+        return x + mlp(layer, config, x, linear)
+
+    if remat:
+        block = jax.checkpoint(block, static_argnums=0)
+    for index, layer in enumerate(params.layers):
+        x = block(index, layer, x)
         stream.append(x)
     if config.num_layers in capture_layers:
         stream[-1] = rms_norm(x, params.norm, config.norm_eps)

@@ -15,7 +15,7 @@ from jspec.models.decoder import DecoderConfig
 from training import distill_draft, distill_eagle, distill_medusa
 
 SIZES = DecoderConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2, num_kv_heads=1,
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1,
     head_dim=16, max_positions=128,
 )  # fmt: skip
 
@@ -77,7 +77,7 @@ def check_run(folder, target, method, model=None):
     [
         ("hass", ["--loss", "overlap"], "eagle"),
         pytest.param(
-            "eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "3"],
+            "eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "2"],
             "eagle3", marks=pytest.mark.slow,
         ),
     ],
@@ -91,7 +91,7 @@ def test_a_head_is_distilled_from_one_command(variant, more, method, words, targ
 
 def test_a_head_is_trained_on_from_its_files(words, target, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    small = ["--unroll", "1", "--capture-layers", "1", "3", "--draft-vocab-size", "80"]
+    small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
     assert distill_eagle.main([*words, "--output", str(first), *small]) == 0
     more = ["--unroll", "1", "--head", str(first / "export"), "--format", "sglang"]
     assert distill_eagle.main([*words, "--output", str(second), *more]) == 0
@@ -124,8 +124,8 @@ def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
 @pytest.mark.parametrize(
     ("script", "more", "message"),
     [
-        (distill_eagle, ["--capture-layers", "3", "1"],
-         r"reads hidden states \[3, 1\], which must ascend and lie below the target's 4"),
+        (distill_eagle, ["--capture-layers", "2", "1"],
+         r"reads hidden states \[2, 1\], which must ascend and lie below the target's 3"),
         (distill_eagle, ["--draft-vocab-size", "301"], "the target has 300 tokens"),
         (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
          "only eagle3 heads have it"),
@@ -140,7 +140,7 @@ def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
         (distill_draft, ["--draft-layers", "0", "--on-policy", "0.1"],
          "--on-policy 0.1 does not work; that is none of the 2 windows"),
         (distill_draft, [], "give either --draft DIR or --draft-layers"),
-        (distill_draft, ["--draft-layers", "2", "4"], "name ascending ones of the target's 4"),
+        (distill_draft, ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
         (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
         (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
          "no reduced vocabulary"),

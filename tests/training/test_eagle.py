@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,6 +154,18 @@ def test_the_loss_is_that_of_the_rows_as_drafting_computes_them(variant, target,
     loss, _ = jax.jit(task.loss)(params, frozen, batch, jax.random.key(0))
     wanted = expected(params, config, recipe, target, batch, soft_cross_entropy)
     np.testing.assert_allclose(loss, wanted, rtol=2e-5)
+
+
+def test_recomputed_steps_give_the_same_gradients(target, batch):
+    config, frozen = head_config(3), Frozen(target)
+    params, recipe = loud_head(config, frozen), Recipe(unroll=3)
+
+    def gradients(remat):
+        task = EagleTask(config, TARGET, recipe, compute="float32", remat=remat)
+        loss = lambda params: task.loss(params, frozen, batch, jax.random.key(0))[0]
+        return jax.jit(jax.grad(loss))(params)
+
+    chex.assert_trees_all_close(gradients(True), gradients(False), rtol=1e-4, atol=1e-6)
 
 
 def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch):

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,3 +61,15 @@ def test_bfloat16_gradients_stay_close_to_float32_ones(params, windows):
         jax.tree.leaves(gradient("bfloat16")), jax.tree.leaves(gradient("float32")), strict=True
     ):
         assert jnp.abs(coarse - fine).max() < 0.03 * jnp.abs(fine).max()
+
+
+def test_recomputed_blocks_give_the_same_gradients_and_keep_less_for_them(params, windows):
+    def gradients(remat):
+        loss = lambda p: objective.next_token_loss(p, CONFIG, windows, "float32", remat)[0]
+        kept = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+        return jax.jit(jax.grad(loss))(params), sum(x.size for x in jax.tree.leaves(kept))
+
+    (kept, much), (recomputed, little) = gradients(False), gradients(True)
+    chex.assert_trees_all_close(recomputed, kept, atol=1e-6)
+    weights = sum(x.size for x in jax.tree.leaves(params))
+    assert little - weights < 0.5 * (much - weights)

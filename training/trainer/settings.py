@@ -6,7 +6,7 @@ from typing import Any, Literal
 # What a resumed run may change: it stays the same run. All else is its identity.
 _FREE = frozenset(
     (
-        "accumulate", "log_every", "eval_every", "save_every", "save_minutes", "keep",
+        "accumulate", "remat", "log_every", "eval_every", "save_every", "save_minutes", "keep",
         "data_parallel", "fsdp", "tensor", "coordinator", "process_id",
     )
 )  # fmt: skip
@@ -34,6 +34,7 @@ class TrainerSettings:
       clip: what is cut of gradients: their global norm, or each value
       clip_at: largest norm or value that is left
       compute: factors of every matmul; sums and master weights stay float32
+      remat: compute a block's activations again in the backward pass, to save memory
       seed: of the first weights, the order of the data and all noise
       log_every: steps between lines of the log
       eval_every: steps between held-out losses
@@ -66,6 +67,7 @@ class TrainerSettings:
     clip: Literal["norm", "value", "none"] = "norm"
     clip_at: float = 1.0
     compute: Literal["bfloat16", "float32"] = "bfloat16"
+    remat: bool = False
     seed: int = 0
     log_every: int = 10
     eval_every: int = 100
