@@ -39,7 +39,9 @@ class SuffixMemory:
 class Suffix:
     """Suffix decoding. ``shared`` is a ``Corpus`` of past responses, or () for none.
 
-    A response enters the corpus in the round in which its row ends, and then serves all rows.
+    A response is looked up by its own row as it grows, beside past ones: so it outweighs a prompt
+    from which it departs. It enters the corpus in the round in which its row ends, and then serves
+    all rows.
 
     Attributes:
       num_speculative_tokens: drafted tokens at most, or edges below the root of a tree; None for
@@ -145,7 +147,7 @@ class Suffix:
         if not rule.depth:
             return Draft(root, topology.chain(0), jnp.ones_like(root, dtype=bool)), memory
         memory = memory.replace(own=suffix_corpus.take_in(memory.own, history))
-        found = self._occurrences(shared, memory.own, history)
+        found = self._occurrences(shared, memory, history)
         growth = suffix_growth.grow(rule, found, history.length)
         drafted, parents, size = suffix_growth.best(growth)
         valid = jnp.arange(rule.size) < size[:, None]
@@ -175,12 +177,13 @@ class Suffix:
         shared = suffix_corpus.store(shared, history, memory.start, rows & ~memory.stored)
         return memory.replace(stored=memory.stored | rows), shared
 
-    def _occurrences(self, shared: Any, own: OwnText, history: History) -> Occurrences:
-        """In the rows' own texts and, where there is a corpus, in past responses."""
+    def _occurrences(self, shared: Any, memory: SuffixMemory, history: History) -> Occurrences:
+        """In the rows' own texts and, where there is a corpus, in responses: past and own."""
         rule, wanted = self.rule, self.suffix_decoding_max_occurrences
         last = suffix_corpus.last_tokens(history, rule.longest_match)
-        found = suffix_corpus.in_history(own, history, last, wanted, rule.depth)
+        place, found = suffix_corpus.in_history(memory.own, history, last, wanted, rule.depth)
         if shared == ():
             return found
         past = suffix_corpus.in_corpus(shared, last, wanted, rule.depth)
+        past = suffix_corpus.with_response(past, found, place, memory.start, rule.groups)
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), found, past)

@@ -89,7 +89,9 @@ def _before(row: Array, place: Array, count: int) -> Array:
     return jnp.where(source >= 0, row.at[source].get(mode="clip"), BEFORE)
 
 
-def in_history(own: OwnText, history: History, last: Array, wanted: int, follow: int):
+def in_history(
+    own: OwnText, history: History, last: Array, wanted: int, follow: int
+) -> tuple[Array, Occurrences]:
     """Where the rows' last tokens stood in their own texts; the end is a place like any other.
 
     Args:
@@ -100,10 +102,10 @@ def in_history(own: OwnText, history: History, last: Array, wanted: int, follow:
       follow: F, tokens behind a place.
 
     Returns:
-      ``Occurrences`` in S = 1 text.
+      The places [B, 1, G, M] and the occurrences, in S = 1 text.
     """
 
-    def one(index: Index, row: Array, length: Array, last: Array) -> Occurrences:
+    def one(index: Index, row: Array, length: Array, last: Array) -> tuple[Array, Occurrences]:
         read = lambda place: row.at[place].get(mode="clip")
         at = lambda place: jnp.where((place >= 0) & (place < length), read(place), NOTHING)
         return suffix_index.find(index, at, last, jnp.int32(0), length, wanted, follow)
@@ -117,7 +119,33 @@ def in_corpus(corpus: Corpus, last: Array, wanted: int, follow: int) -> Occurren
     one = lambda last: suffix_index.find(
         corpus.index, corpus.at, last, corpus.begin, corpus.end, wanted, follow
     )
-    return jax.tree.map(lambda x: x[:, None], jax.vmap(one)(last))
+    return jax.tree.map(lambda x: x[:, None], jax.vmap(one)(last)[1])
+
+
+def with_response(
+    past: Occurrences, own: Occurrences, place: Array, start: Array, groups: tuple[int, ...]
+) -> Occurrences:
+    """``past`` behind what is found in the response that a row has given so far.
+
+    Args:
+      past: in past responses.
+      own: at ``place`` [B, 1, G, M] of the rows' own texts.
+      place: the latest first, and so those in the response before those in the prompt.
+      start: int32 [B], where responses start.
+      groups: tokens before a place, at least.
+    """
+    given = place - start[:, None, None, None]  # tokens of the response before the place
+    own = own.replace(matched=jnp.minimum(own.matched, given))
+    wanted = place.shape[-1]
+    count = (given >= np.array(groups)[:, None]).sum(-1, keepdims=True)
+    nth = jnp.arange(wanted)
+    source = jnp.where(nth < count, nth, wanted + nth - count)
+
+    def merge(own: Array, past: Array) -> Array:
+        both = jnp.concatenate([own, past], 3)
+        return jnp.take_along_axis(both, source.reshape(*source.shape, *[1] * (both.ndim - 4)), 3)
+
+    return jax.tree.map(merge, own, past)
 
 
 def take_in(own: OwnText, history: History) -> OwnText:

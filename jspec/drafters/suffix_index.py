@@ -87,8 +87,8 @@ def find(
     end: Array,
     wanted: int,
     follow: int,
-) -> Occurrences:
-    """The latest places before which a row's last tokens stand: B and S are left out.
+) -> tuple[Array, Occurrences]:
+    """The latest places [G, M] before which a row's last tokens stand; B and S are left out.
 
     Args:
       index: of the text.
@@ -104,7 +104,7 @@ def find(
     same = (before == last).astype(jnp.int32)
     behind = at(place[..., None] + jnp.arange(follow))
     goes_on = jnp.cumprod((behind != NOTHING).astype(jnp.int32), -1) > 0
-    return Occurrences(
+    return place, Occurrences(
         matched=jnp.where(exists, jnp.cumprod(same, -1).sum(-1), 0),
         follow=jnp.where(goes_on, behind, NOTHING),
     )

@@ -99,10 +99,13 @@ def _grown(node, room, matched, drafter):
     return (score, tokens, parents) if tokens else None
 
 
-def proposed(row, responses, drafter):
-    """(tokens, parents) that suffix decoding proposes; ``responses`` are those still cached."""
+def proposed(row, start, responses, drafter):
+    """(tokens, parents) that suffix decoding proposes.
+
+    ``responses`` are those still cached (None: no cache), the row's own begins at ``start``.
+    """
     own = drafted([row], row, drafter)
-    past = drafted(responses, row, drafter)
+    past = None if responses is None else drafted([*responses, row[start:]], row, drafter)
     if own is None or (past is not None and past[0] > own[0]):
         own = past
     return ([], []) if own is None else own[2:]

@@ -45,18 +45,27 @@ class Limits(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _propose(drafter, shared, history):
-    memory = drafter.init(None, Limits(history.length), CAPACITY)
+def _propose(drafter, shared, history, start):
+    memory = drafter.init(None, Limits(history.length), CAPACITY).replace(start=start)
     return drafter.propose(None, None, shared, memory, history)[0]
 
 
-def proposals(drafter, shared, rows):
-    """(tokens, parents) of the drafted nodes of every row."""
-    draft = jax.device_get(_propose(drafter, shared, history_of(rows)))
+def proposals(drafter, shared, rows, starts=None):
+    """(tokens, parents) of the drafted nodes of every row; all of it prompt, if nothing is said."""
+    starts = [len(row) for row in rows] if starts is None else starts
+    start = jnp.array([*starts, *[1] * (ROWS - len(rows))], jnp.int32)
+    draft = jax.device_get(_propose(drafter, shared, history_of(rows), start))
     parents = np.broadcast_to(draft.parents, draft.tokens.shape)
     assert (draft.tokens[:, 1:][~draft.valid[:, 1:]] == 0).all() and draft.valid[:, 0].all()
     kept = lambda x, i: x[i, 1:][draft.valid[i, 1:]].tolist()
     return [(kept(draft.tokens, i), kept(parents, i)) for i in range(len(rows))]
+
+
+def expected(drafter, kept, rows, starts):
+    return [
+        suffix_oracle.proposed(row, start, kept, drafter)
+        for row, start in zip(rows, starts, strict=True)
+    ]
 
 
 def texts(rng, count, longest):
@@ -94,9 +103,10 @@ def test_drafts_are_those_of_a_suffix_trie(name):
         kept = suffix_oracle.cached(responses, 6, 96)
         assert suffix_corpus.responses(corpus) == kept
         rows = [*texts(rng, ROWS - 6, LONGEST), *(text[:5] for text in kept)]
-        expected = [suffix_oracle.proposed(row, kept, drafter) for row in rows]
-        assert proposals(drafter, corpus, rows) == expected
-        seen += expected
+        starts = [int(rng.integers(1, len(row) + 1)) for row in rows]
+        drafts = expected(drafter, kept, rows, starts)
+        assert proposals(drafter, corpus, rows, starts) == drafts
+        seen += drafts
     sizes = {len(tokens) for tokens, _ in seen}
     assert 0 in sizes and len(sizes) > 3  # and so there was something to compare
 
@@ -109,8 +119,8 @@ def test_places_are_told_apart_when_their_count_wraps_around():
     corpus = suffix_corpus.extend(drafter.init_shared().replace(end=last), responses)
     kept = suffix_oracle.cached(responses, 6, 96)
     assert int(corpus.end) < 0 and suffix_corpus.responses(corpus) == kept
-    expected = [suffix_oracle.proposed(row, kept, drafter) for row in rows]
-    assert proposals(drafter, corpus, rows) == expected
+    starts = [len(row) for row in rows]
+    assert proposals(drafter, corpus, rows) == expected(drafter, kept, rows, starts)
 
 
 def test_a_response_longer_than_the_corpus_leaves_its_last_tokens():
