@@ -25,7 +25,7 @@ from jspec.params import SamplingParams
 ASSETS = Path(__file__).parent / "assets" / "demo"
 PROMPT = ASSETS / "prompt.txt"
 DTYPES = ("float32", "bfloat16")
-MODELS = ("target", "draft")
+DRAFTERS = {"draft_model": "draft", "eagle3": "eagle3"}  # by method, their folder
 Gap = Callable[[str, Sequence[int]], float]  # dtype, token ids -> the target's gap after them
 
 
@@ -86,8 +86,9 @@ def _settings() -> Iterator[Setting]:
         yield Setting("ngram", dtype, temperature, ngram)
         # Sampled text is compared where it can be, in float32; where it is about speed, it is fast.
         rule = "coupled" if dtype == "float32" else "block"
-        chain = {"method": "draft_model", "num_speculative_tokens": 4}
-        yield Setting("draft_model", dtype, temperature, chain | {"rejection_sample_method": rule})
+        for method in DRAFTERS:
+            chain = {"method": method, "num_speculative_tokens": 4, "rejection_sample_method": rule}
+            yield Setting(method, dtype, temperature, chain)
 
 
 SETTINGS = tuple(_settings())
@@ -109,12 +110,13 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
     models: dict[tuple[str, str], LoadedModel] = {}
     with console.status("loading") as status:
         for dtype in DTYPES:
-            models |= {(name, dtype): loading.load(assets / name, dtype) for name in MODELS}
+            for name in ("target", DRAFTERS["draft_model"]):
+                models[name, dtype] = loading.load(assets / name, dtype)
         console.print(Text.assemble("The prompt, and what the model adds: ", show.legend(), "."))
         console.print(Padding(Text(prompt, style="dim"), (1, 0, 1, 2)))
         for setting in SETTINGS:
             status.update(f"compiling and generating: {setting.words}")
-            runs.append(_first_run(setting, models, prompt, max_tokens))
+            runs.append(_first_run(setting, assets, models, prompt, max_tokens))
             if setting.words in _SHOWN:
                 _print_text(console, models["target", setting.dtype].tokenizer, runs[-1])
         for turn in range(repeats):  # in turns, so that a busy moment hits every row alike
@@ -127,10 +129,11 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
     console.print(_footnote(runs, repeats))
 
 
-def _first_run(setting: Setting, models: dict, prompt: str, max_tokens: int) -> Run:
+def _first_run(setting: Setting, assets: Path, models: dict, prompt: str, max_tokens: int) -> Run:
     config = setting.config
-    if config and config["method"] == "draft_model":
-        config = config | {"model": models["draft", setting.dtype]}
+    if setting.method in DRAFTERS:
+        name = DRAFTERS[setting.method]
+        config = config | {"model": models.get((name, setting.dtype), str(assets / name))}
     llm = LLM(models["target", setting.dtype], config, per_request_stats="detailed")
     params = SamplingParams(
         temperature=setting.temperature, max_tokens=max_tokens, seed=1, ignore_eos=True
@@ -208,7 +211,7 @@ def _footnote(runs: Sequence[Run], repeats: int) -> Text:
         "T: temperature.\n"
         "acceptance length: tokens a pass of the target, its own included; 1 is no gain.\n"
         "text: compared token for token with autoregression of the same dtype and T; gap:\n"
-        "between the target's two best logits where texts part. Sampled draft_model: rule\n"
-        "`coupled` in float32, the same text; `block` in bfloat16, the same distribution.",
+        "between the target's two best logits where texts part. Sampled, draft_model and eagle3\n"
+        "have the rule `coupled` in float32, the same text; `block` in bfloat16, the same law.",
         style="dim",
     )

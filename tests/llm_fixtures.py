@@ -13,8 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jspec
-from jspec import checkpoint
+from jspec import checkpoint, head_files
 from jspec.models import decoder
+from jspec.models.heads import eagle
 
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog. ",
@@ -63,6 +64,15 @@ def write_model(directory: Path, config: decoder.DecoderConfig, seed: int) -> No
     draw = lambda x: rng.normal(0, 0.15, x.shape) if x.ndim > 1 else np.ones(x.shape)
     params = jax.tree.map(lambda x: draw(x).astype(np.float32), shapes)
     checkpoint.save_pretrained(directory, config, params)
+
+
+def write_eagle3_head(directory: Path) -> None:
+    """A random head for ``TARGET``."""
+    config = eagle.EagleConfig(
+        TARGET, 3, (0,), TARGET.hidden_size, TARGET.vocab_size, own_head=True
+    )
+    params = eagle.init_params(jax.random.key(3), config)
+    head_files.save_head(directory, config, params, TARGET, target_name="target")
 
 
 @functools.cache
