@@ -125,7 +125,8 @@ def load_head(
         raise ValueError(
             f"the head is of method {head.kind!r}, not {kind!r}; ask for {head.kind!r}."
         )
-    fits = head.config.target_vocab_size == target.vocab_size
+    width = getattr(head.config, "target_hidden_size", head.config.hidden_size)
+    fits = (head.config.target_vocab_size, width) == (target.vocab_size, target.hidden_size)
     if not fits or max(head.config.capture_layers) > target.num_layers:
         raise ValueError("the head was made for another target.")
     return head

@@ -1,5 +1,6 @@
 """LLM with heads: opened from their files, drafting trees, and refused where they do not fit."""
 
+import dataclasses
 import functools
 import json
 
@@ -127,3 +128,12 @@ def test_a_head_for_another_target_is_refused(root, tmp_path):
             llm_fixtures.loaded(root)["target"],
             {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2},
         )
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_loaded_head_for_a_target_of_another_width_is_refused(root, kind):
+    loaded = loading.load_head(head(root, kind), TARGET)
+    assert loading.load_head(loaded, TARGET) is loaded
+    for other in ({"hidden_size": 64}, {"vocab_size": 999}, {"num_layers": 0}):
+        with pytest.raises(ValueError, match="made for another target"):
+            loading.load_head(loaded, dataclasses.replace(TARGET, **other))
