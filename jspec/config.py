@@ -23,6 +23,7 @@ from jspec.naming import did_you_mean
 from jspec.types import Drafter
 
 _PROMPT_LOOKUP = 5  # vLLM's n-gram length where neither end is given
+_ANY_SIZE = 1 << 30  # a vocabulary that settings are checked for before the target's is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,18 +215,21 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What is given of settings that all have defaults, which the drafter knows and checks."""
-    given = {name: values[name] for name in _fields(method) if values[name] is not None}
+    fields = _fields(method)
+    given = {name: values[name] for name in fields & values.keys() if values[name] is not None}
     for name, value in given.items():
         default = KEYS[name].default
         if name == "num_speculative_tokens":
             _check_count(value, has_model=False)
+        elif name == "tree" and not isinstance(value, str):
+            given[name] = _tree(value)
         elif isinstance(default, float):
             _check_real(name, value, listed=False)
         elif not isinstance(default, str) and (
             not isinstance(value, Integral) or isinstance(value, bool)
         ):
             raise ValueError(f"{name}={value!r} must be a whole number.")
-    METHODS[method](**given)
+    METHODS[method](**given, **({"vocab_size": _ANY_SIZE} if "vocab_size" in fields else {}))
     return given
 
 

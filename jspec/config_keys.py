@@ -48,7 +48,8 @@ _WORKS = (
     ("model", None, "the draft model: a local directory or a hub id; 'ngram' names the method"),
     ("num_speculative_tokens", None,
      "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one, "
-     "for 'mlp_speculator', whose `n_predict` it is if left out, and for 'suffix'"),
+     "for 'mlp_speculator', whose `n_predict` it is if left out, for 'suffix' and for "
+     "'token_recycling'"),
     ("prompt_lookup_max", None,
      "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
     ("prompt_lookup_min", None,
@@ -79,7 +80,8 @@ _WORKS = (
     ("tree", "chain",
      "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence), "
      "'sampled' (a static tree of draws), a published tree's name or a list of rank paths; of "
-     "'suffix': 'chain' or 'best_first' (the likeliest continuations)"),
+     "'suffix': 'chain' or 'best_first' (the likeliest continuations); of 'token_recycling': a "
+     "published tree, rank paths or 'chain', or the best of 81 nodes if left out"),
     ("tree_size", None,
      "not in vLLM; nodes a row with the root, 60 for 'eagle2' and 16 for 'sampled' and "
      "'best_first' if left out"),
@@ -158,7 +160,7 @@ METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "ds
 # So does the ``model_type`` in the config.json of a directory, or a key that only one method has.
 METHOD_OF_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator"}
 METHOD_OF_KEY = {"hydra_head_arch": "hydra", "medusa_num_heads": "medusa"}
-METHODS_OF_OURS = {"hydra": "not in vLLM"}  # and what the docs say of them
+METHODS_OF_OURS = dict.fromkeys(("hydra", "token_recycling"), "not in vLLM")  # so say the docs
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.drafters import METHODS, Suffix
+from jspec.drafters import METHODS, Suffix, TokenRecycling
 from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
@@ -86,6 +86,10 @@ DRAFTERS = {
         "greedy chain": (Suffix(**_FEW), lambda: None),
         "best first": (Suffix(tree="best_first", tree_size=8, **_FEW), lambda: None),
     },
+    "token_recycling": {
+        "paths": (TokenRecycling(tiny.VOCAB, tree=TREES["paths"]["tree"]), lambda: None),
+        "best": (TokenRecycling(tiny.VOCAB, 3, tree_size=8), lambda: None),
+    },
     "medusa": _head("medusa"),
     "mlp_speculator": _speculators(),
     "hydra": _hydra(),
@@ -143,9 +147,9 @@ _decode = jax.jit(
 )  # fmt: skip
 
 
-def run(plan, params, rows):
+def run(plan, params, rows, shared=()):
     batch = host.start(plan, params, rows)
-    _, state = _decode(plan, params, batch.request, (), batch.state, np.int32(1000))
+    _, state = _decode(plan, params, batch.request, shared, batch.state, np.int32(1000))
     return host.read(batch.replace(state=state))
 
 
@@ -166,14 +170,15 @@ def check(method, tree, rule, kind):
     plan = Plan(tiny.TARGET, drafter, asked, ladder=(drafter.tree_size,))
     params = Params(tiny.params().target, weights())
     rows = rows_of(kind)
-    answers = run(plan, params, rows)
+    same = plan.effective_rule.coins == "target"
+    # Texts of lossy rules follow the drafts, and those that learn from all rows follow neighbours.
+    answers = run(plan, params, rows, loop.init_shared(plan) if same else ())
     for row, answer in zip(rows, answers, strict=True):
         assert len(answer.tokens) == row.max_tokens
         accepted = answer.accepted @ np.arange(drafter.max_depth + 1)
         assert len(answer.tokens) == answer.rounds + accepted
         assert accepted <= answer.drafted and answer.drafts == answer.accepted.sum()
     texts = [answer.tokens.tolist() for answer in answers]
-    same = plan.effective_rule.coins == "target"
     for row, text, expected in zip(rows, texts, plain(kind), strict=True):
         if same or (row.temperature == 0 and asked.greedy_is_match):
             assert text == expected

@@ -8,6 +8,7 @@ from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.drafters.ngram import NGram
 from jspec.drafters.none import NoDrafter
 from jspec.drafters.suffix import Suffix
+from jspec.drafters.token_recycling import TokenRecycling
 
 METHODS = {
     "none": NoDrafter,
@@ -19,4 +20,5 @@ METHODS = {
     "mlp_speculator": MlpSpeculator,
     "hydra": Hydra,
     "suffix": Suffix,
+    "token_recycling": TokenRecycling,
 }
