@@ -29,6 +29,7 @@ from training.data import readers
 from training.data.encode import Encoder, vocabulary_digest
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
+from training.locks import alone
 from training.trainer.command import run_command
 from training.trainer.provenance import provenance, without_folders
 from training.trainer.settings import bad_option
@@ -142,8 +143,14 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
     """Answers all prompts that have no answer yet. Returns how many those were.
 
     Raises:
-      ValueError: prompts cannot be read or do not fit the target, or ``output`` is of another run.
+      ValueError: prompts cannot be read or do not fit the target, or ``output`` is of another run
+        or being written by another process.
     """
+    with alone(Path(settings.output)):
+        return _run(settings, argv)
+
+
+def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
     sizes = loading.sizes(settings.target)
     tokenizer = checkpoint.load_tokenizer(settings.target)
     encoder = Encoder(tokenizer, sizes.vocab_size, settings.chat_template)

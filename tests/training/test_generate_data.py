@@ -15,6 +15,7 @@ from jspec import SamplingParams
 from tests import llm_fixtures
 from training import generate_data
 from training.data.settings import DataSettings, open_data
+from training.locks import alone
 
 ROOT = Path(__file__).parents[2]
 CHATS = [
@@ -194,6 +195,15 @@ def test_another_run_is_not_continued_by_mistake(target, chats, whole, capsys):
     said = capsys.readouterr().err
     assert "holds the answers of another run: seed 1 (was 0); give a new one" in said
     assert whole.read_bytes() == before
+
+
+def test_two_processes_do_not_write_one_file(target, chats, whole, capsys):
+    before = whole.read_bytes()
+    with alone(whole):
+        assert generate_data.main(arguments(target, chats, whole)) == 2
+    assert "'whole.jsonl' is being written by another process" in capsys.readouterr().err
+    assert whole.read_bytes() == before
+    assert generate_data.main(arguments(target, chats, whole)) == 0
 
 
 def test_a_line_damaged_before_the_last_is_not_cut_off(target, chats, whole, tmp_path, capsys):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.training import toy
 from training import data, trainer
+from training.locks import alone
 from training.trainer import TrainingError, loop
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Means, read_log
@@ -257,3 +258,11 @@ def test_a_run_that_stops_for_a_reason_says_so_in_one_line(capsys):
         trainer.TrainerSettings, stops, ["--batch", "32"], module="x", description="x"
     )
     assert code == 1 and capsys.readouterr().err == "stopped: loss became nan\n"
+
+
+def test_two_processes_do_not_train_one_run(tmp_path):
+    said = pytest.raises(ValueError, match="'run' is being written by another process")
+    with alone(tmp_path / "run"), said:
+        toy.run(tmp_path / "run", steps=2)
+    assert toy.run(tmp_path / "run", steps=2).finished
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

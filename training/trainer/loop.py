@@ -1,5 +1,6 @@
 """``train``: the one training loop of all scripts."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import grain
 import jax
 
 from training.batches import Batch
+from training.locks import alone
 from training.task import Task
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints
@@ -83,12 +85,16 @@ def train(
       stop_after: most steps of this call.
 
     Raises:
-      ValueError: ``out`` holds another run; the devices or the data do not fit the settings.
+      ValueError: ``out`` holds another run, or another process is at it; the devices or the data
+        do not fit the settings.
       TrainingError: a value is not finite, the data or the memory ran out; checkpoints are whole.
     """
     mesh, out, run = meshes.make_mesh(settings), Path(out), None
     known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
-    with Checkpoints(out / "checkpoints", settings.keep, best) as checkpoints:
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            held.enter_context(alone(out))
+        checkpoints = held.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
         _refuse_another_run(checkpoints, known, out)
         checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.place()):
