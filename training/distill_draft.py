@@ -35,12 +35,6 @@ class Settings(DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
-      target: model to draft for: a directory in Hugging Face layout, or a hub id
-      output: folder of the run: checkpoints, logs, curves, and in export/ the draft model
-      target_dtype: of the target's weights (auto: float32 on a CPU, else bfloat16)
-      target_name: what the exported files call the target (default: as --target)
-      eval_windows: held-out windows of an evaluation
-      export_dtype: of the exported weights
       draft: model to start from, of the target's vocabulary
       draft_layers: layers of the target to start from, from 0 on, instead
 

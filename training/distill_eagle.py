@@ -69,12 +69,6 @@ class Settings(DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
-      target: model to draft for: a directory in Hugging Face layout, or a hub id
-      output: folder of the run: checkpoints, logs, curves, and in export/ the head
-      target_dtype: of the target's weights (auto: float32 on a CPU, else bfloat16)
-      target_name: what the exported files call the target (default: as --target)
-      eval_windows: held-out windows of an evaluation
-      export_dtype: of the exported weights
       variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
       format: of the exported head: eagle (the authors', which vLLM reads too), sglang (the same
         with the target's embedding in it) or speculators
