@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jspec import sampling
 from jspec.types import Array
 
 NOTHING = -1  # in place of a token: the text ends here
@@ -120,11 +121,13 @@ def grow(rule: Rule, found: Occurrences, length: Array) -> Growth:
     """
     matched, sizes, depths = np.array(rule.levels, np.int32).T
     group = np.searchsorted(np.array(rule.groups), matched, side="right") - 1
-    follow = found.follow[:, :, group]
+    # By depth first, and one slice more, in which all have ended. What lies too deep is not there.
+    follow = jnp.moveaxis(found.follow[:, :, group], -1, 0)
+    follow = jnp.pad(follow, ((0, 1), *[(0, 0)] * 4), constant_values=NOTHING)
+    reach = np.arange(len(follow))[:, None, None, None, None] < depths[:, None]
+    follow = jnp.where(reach, follow, NOTHING)
     alive = found.matched[:, :, group] >= matched[:, None]
     alive &= (matched < length[:, None])[:, None, :, None]
-    # What lies too deep is not there. So depth needs no test of its own.
-    follow = jnp.where(jnp.arange(follow.shape[-1]) < depths[:, None, None], follow, NOTHING)
     zeros = jnp.zeros(alive.shape, jnp.int32)
     nodes = jnp.zeros((*alive.shape[:-1], rule.size), jnp.int32)
     growing = _Growing(
@@ -133,7 +136,7 @@ def grow(rule: Rule, found: Occurrences, length: Array) -> Growth:
         depth=zeros,
         prob=jnp.ones(alive.shape),
         count=jnp.broadcast_to(alive.sum(-1, keepdims=True, dtype=jnp.int32), alive.shape),
-        token=jnp.where(alive, follow[..., 0], NOTHING),
+        token=jnp.where(alive, follow[0], NOTHING),
         going=alive.any(-1),
     )
     add = functools.partial(_add, rule, follow, jnp.array(sizes))
@@ -148,7 +151,7 @@ def _add(rule: Rule, follow: Array, sizes: Array, now: _Growing) -> _Growing:
     count = alike.sum(-2, dtype=jnp.int32)  # over the outer axis: a CPU adds up whole vectors
     prob = now.prob * (count.astype(jnp.float32) / now.count.astype(jnp.float32))
     prob = jnp.where(now.token == NOTHING, -1.0, prob)
-    best = jnp.argmax(prob, -1)[..., None]
+    best = sampling.argmax(prob)[..., None]
     chosen = lambda x: jnp.take_along_axis(x, best, -1)
     top = chosen(prob)[..., 0]
     going = now.going & (top >= max(rule.min_token_prob, 0.0))
@@ -160,7 +163,10 @@ def _add(rule: Rule, follow: Array, sizes: Array, now: _Growing) -> _Growing:
     )
     size, depth = grown.size + going, now.depth + moved
     move = lambda new, old: jnp.where(moved, new, old)
-    below = jnp.take_along_axis(follow, depth[..., None], -1, mode="fill", fill_value=NOTHING)
+    if rule.branching:
+        below = jnp.take_along_axis(follow, depth[None], 0, mode="clip")[0]
+    else:  # all chains that still grow are equally long
+        below = lax.dynamic_index_in_dim(follow, size.max(), keepdims=False)
     return _Growing(
         growth=Growth(
             tokens=put(grown.tokens, chosen(now.token)),
@@ -173,7 +179,7 @@ def _add(rule: Rule, follow: Array, sizes: Array, now: _Growing) -> _Growing:
         prob=move(top[..., None], now.prob),
         count=move(chosen(count), now.count),
         # Of a chain, occurrences that go on otherwise are left behind.
-        token=move(below[..., 0], now.token if rule.branching else NOTHING),
+        token=move(below, now.token if rule.branching else NOTHING),
         going=going & (size < sizes),
     )
 
