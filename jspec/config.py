@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from jspec import config_method, shapes, verify
+from jspec import config_method, custom_class, shapes, verify
 from jspec.config_keys import (
+    CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
     KEYS,
     METHOD_ALIASES,
@@ -31,11 +32,12 @@ class SpeculativeConfig:
     """What a ``speculative_config`` asks for. Made by ``read``.
 
     Attributes:
-      method: a name in ``jspec.drafters.METHODS``.
+      method: a name in ``jspec.drafters.METHODS``, or "custom_class".
       rule: a name in ``jspec.verify.RULES``, or the rule itself where keys have set it.
       model: of the drafter: a path, a hub id or what was loaded; None for methods without one.
       max_model_len: longest sequence to draft for; None for all that the draft model can take.
       settings: fields of the method's drafter.
+      drafter_class: of "custom_class"; None for the other methods, which are known by name.
     """
 
     method: str = config_method.NONE
@@ -43,16 +45,17 @@ class SpeculativeConfig:
     model: Any = None
     max_model_len: int | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    drafter_class: type | None = None
 
     @property
     def needs_model(self) -> bool:
         """Whether the method drafts with a language model of its own."""
-        return "config" in _fields(self.method) and not self.needs_head
+        return not self.drafter_class and "config" in _fields(self.method) and not self.needs_head
 
     @property
     def needs_head(self) -> bool:
         """Whether the method drafts with a head, which reads the target's hidden states."""
-        return "target" in _fields(self.method)
+        return not self.drafter_class and "target" in _fields(self.method)
 
     def drafter(self, draft: DecoderConfig | HeadConfig | None, target: Decoder) -> Drafter:
         """The drafter for ``target``; ``draft`` is its network, if any.
@@ -60,6 +63,8 @@ class SpeculativeConfig:
         Raises:
           ValueError: a setting is out of range.
         """
+        if self.drafter_class:
+            return custom_class.build(self.drafter_class, self.settings, target, self.rule)
         fitted = {"config": draft, "target": target, "vocab_size": target.vocab_size,
                   "max_length": self.max_model_len}  # fmt: skip
         wanted = {name: fitted[name] for name in _fields(self.method) & fitted.keys()}
@@ -79,6 +84,8 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
             f"speculative_config={given!r} must be a dict, such as "
             "{'method': 'ngram', 'num_speculative_tokens': 4}."
         )
+    if custom_class.is_asked_for(given):
+        return _read_custom_class(given)
     for name, value in given.items():
         _check_standing(name, value)
     values = {name: given.get(name) for name, key in KEYS.items() if key.standing == "works"}
@@ -94,6 +101,16 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         model=values["model"] if "config" in _fields(method) else None,
         max_model_len=_at_least_one("max_model_len", values["max_model_len"]),
         settings=settings,
+    )
+
+
+def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
+    drafter = custom_class.find(given.get("model"))
+    settings = custom_class.settings(drafter, given)
+    values = {name: given.get(name) for name in KEYS}
+    _check_parallel(values["draft_tensor_parallel_size"])
+    return SpeculativeConfig(
+        method=CUSTOM_CLASS, rule=_rule(values), settings=settings, drafter_class=drafter
     )
 
 

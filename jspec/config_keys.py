@@ -45,7 +45,9 @@ _GONE = "gone from vLLM too"
 
 _WORKS = (
     ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
-    ("model", None, "the draft model: a local directory or a hub id; 'ngram' names the method"),
+    ("model", None,
+     "the draft model: a local directory or a hub id; 'ngram' names the method; of 'custom_class', "
+     "the dotted path of a class"),
     ("num_speculative_tokens", None,
      "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one, "
      "for 'mlp_speculator', whose `n_predict` it is if left out, for 'suffix' and for "
@@ -148,8 +150,11 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "custom_class", "dflash", "dspark", "mtp",
+    "dflash", "dspark", "mtp",
 )  # fmt: skip
+# A class of the user's own, which no table can hold.
+CUSTOM_CLASS = "custom_class"
+CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"
 METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
 # always runs on the device. "arctic" is what Arctic Inference, a plug-in of vLLM's, calls its own.
@@ -190,6 +195,7 @@ def markdown() -> str:
     methods = [
         *((f"`{name}`", "works", METHODS_OF_OURS.get(name, "")) for name in METHODS),
         *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
+        (f"`{CUSTOM_CLASS}`", "works", CUSTOM_CLASS_NOTE),
         *((f"`{name}`", "raises until built", "") for name in METHODS_NOT_BUILT),
         *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),
     ]

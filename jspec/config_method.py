@@ -7,6 +7,7 @@ from typing import Any
 
 from jspec import model_files
 from jspec.config_keys import (
+    CUSTOM_CLASS,
     METHOD_ALIASES,
     METHOD_IN_NAME,
     METHOD_OF_KEY,
@@ -72,15 +73,15 @@ def _known_method(name: str) -> str:
         raise ValueError(f"method={name!r} is refused: {METHODS_REFUSED[method]}.")
     if "." in method:
         raise ValueError(
-            f"method={name!r}: custom classes are not supported here yet; these work: {_working()}."
-            " A drafter of your own runs with jspec.generate(..., drafter=...)."
+            f"method={name!r} is no method; a class of your own is method={CUSTOM_CLASS!r} with "
+            f"model={name!r}."
         )
     if method in METHODS_NOT_BUILT or method.endswith("_mtp"):
         raise ValueError(
             f"method={name!r} is not built yet; these work: {_working()}. If the model is a plain "
             "language model, say method='draft_model'."
         )
-    near = did_you_mean(method, [*METHODS, *METHODS_NOT_BUILT])
+    near = did_you_mean(method, [*METHODS, CUSTOM_CLASS, *METHODS_NOT_BUILT])
     raise ValueError(f"Unsupported speculative method: {name!r}; these work: {_working()}{near}")
 
 

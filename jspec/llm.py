@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import checkpoint, config, jobs, loading, metrics, prompts, shared_file
+from jspec import checkpoint, config, custom_class, jobs, loading, metrics, prompts, shared_file
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.head_files import HeadConfig, LoadedHead
@@ -85,7 +85,10 @@ class LLM:
         elif draft:
             draft = loading.sharing(draft, self._model.params.embedding)
         self._plan = _plan(speculative, self._model.config, draft and draft.config)
-        self._params = Params(self._model.params, draft and draft.params)
+        weights = draft and draft.params
+        if speculative.drafter_class:
+            weights = custom_class.params_of(self._plan.drafter, self._model.params)
+        self._params = Params(self._model.params, weights)
         self._shared = init_shared(self._plan)
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
         self._seconds = 0.0

@@ -77,6 +77,8 @@ def methods_table() -> Table:
     table.add_column("status", no_wrap=True)
     for name, method in drafters.METHODS.items():
         table.add_row(name, _summary(method), _keys(method), "works")
+    table.add_row(config_keys.CUSTOM_CLASS, config_keys.CUSTOM_CLASS_NOTE.replace("`", ""),
+                  "model (required)\nthe fields of the class", "works")  # fmt: skip
     waiting = Text(", ".join(config_keys.METHODS_NOT_BUILT), style="dim")
     table.add_row(Text("others", style="dim"), waiting, "", Text("not built", style="dim"))
     return table

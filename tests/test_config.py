@@ -300,7 +300,6 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         ({"method": "ngrm"}, f"Unsupported speculative method: 'ngrm'; these work: {WORKING}; "
          "did you mean 'ngram'?"),
         ({"method": 5}, "method=5 must be a name"),
-        ({"method": "my.pkg.Drafter"}, "custom classes are not supported here yet"),
         ({"method": "extract_hidden_states"}, "it drafts nothing"),
         ({"model": "some/draft"}, "A speculative model was provided, but `num_speculative_tokens` "
          "was not provided"),

@@ -11,9 +11,12 @@ import importlib
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec import config
+from jspec.config_keys import CUSTOM_CLASS
 from jspec.drafters import METHODS, Suffix, TokenRecycling
 from jspec.plan import Plan
 from jspec.types import Params
@@ -73,6 +76,14 @@ def _draft():
     return tiny.params().drafter
 
 
+def _custom():
+    """A drafter of a user's, found by its dotted path."""
+    given = {"model": "tests.drafters.custom.Successor", "num_speculative_tokens": 3, "table": ""}
+    drafter = config.read(given).drafter(None, tiny.TARGET)
+    rng = np.random.default_rng(7)
+    return drafter, lambda: jnp.asarray(rng.normal(0, 2, (tiny.VOCAB, tiny.VOCAB)), jnp.float32)
+
+
 _FEW = dict(suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_tokens=64,
             suffix_decoding_max_occurrences=8)  # fmt: skip
 
@@ -96,6 +107,7 @@ DRAFTERS = {
     "draft_model": {"chain": (tiny.DRAFT, _draft), "greedy chain": (tiny.GREEDY_DRAFT, _draft)},
     "eagle": _head("eagle"),
     "eagle3": _head("eagle3"),
+    "custom_class": {"chain": _custom()},
 }
 TEMPERATURES = {"mixed": (0, 1, 0, 0.7), "sampled": (1, 0.7, 1.3, 0.4), "greedy": (0, 0, 0, 0)}
 SETTINGS = RULES | {"synthetic": synthetic(length=2.0)}  # a mean that any depth can have
@@ -188,7 +200,7 @@ def check(method, tree, rule, kind):
 
 
 def test_every_method_is_covered():
-    assert set(DRAFTERS) == set(METHODS)
+    assert set(DRAFTERS) == {*METHODS, CUSTOM_CLASS}
     assert {case[:2] for case in COVER} == {case[:2] for case in PRODUCT}
 
 

@@ -1,0 +1,116 @@
+"""Drafters as a user would write them, known to jspec by the dotted path of their class alone."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+import jspec
+from jspec import sampling, tokens, topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Successor(jspec.NoDrafter):
+    """Draws each token from a row of a table [V, V] that lies in a file: one with weights."""
+
+    num_speculative_tokens: int
+    table: str
+    scale: float = 1.0
+    noise: Literal["own", "target"] = "own"
+
+    proposal = "chain"
+    max_depth = property(lambda self: self.num_speculative_tokens)
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)
+
+    def load_params(self, target_params):
+        return jnp.asarray(np.load(self.table), target_params.embedding.dtype)
+
+    def propose(self, params, request, shared, memory, history):
+        depth, start = self.max_depth, history.length - 1
+        coins = sampling.round_noise(request.keys, start, sampling.DRAFT, depth)
+        drafted, laws = [tokens.root(history)], []
+        for i in range(depth):
+            laws.append(sampling.warp(params.drafter[drafted[-1]] * self.scale, request.sampling))
+            if request.sampling.greedy:
+                drafted.append(sampling.argmax(laws[-1]))
+            elif self.noise == "target":
+                position = history.length + i
+                drafted.append(
+                    sampling.draw_target(laws[-1], request.sampling, request.keys, position)
+                )
+            else:
+                drafted.append(sampling.draw(laws[-1], coins[:, i]))
+        recorded = self.noise == "own" and not request.sampling.greedy
+        return jspec.Draft(
+            jnp.stack(drafted, 1),
+            topology.chain(depth),
+            jnp.ones((len(start), depth + 1), bool),
+            jnp.stack([*laws, jnp.zeros_like(laws[0])], 1) if recorded else None,
+            max_depth=depth,
+        ), memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat(jspec.NoDrafter):
+    """The last token again, or those of ``phrase``; without weights, told the vocabulary."""
+
+    vocab_size: int
+    phrase: tuple[int, ...] = ()
+
+    max_depth = property(lambda self: len(self.phrase) or 1)
+    tree_size = property(lambda self: self.max_depth + 1)
+
+    def propose(self, params, request, shared, memory, history):
+        root = tokens.root(history)[:, None]
+        row = jnp.asarray(self.phrase, jnp.int32) % self.vocab_size
+        drafted = jnp.broadcast_to(row, (root.shape[0], row.size)) if self.phrase else root
+        drafted = jnp.concatenate([root, drafted], 1)
+        return jspec.Draft(
+            drafted, topology.chain(self.max_depth), jnp.ones(drafted.shape, bool),
+            max_depth=self.max_depth,
+        ), memory  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Repeat):
+    """Says that it draws, but cannot be told to draw with the target's noise."""
+
+    proposal = "chain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Lacks members, and takes too little in one."""
+
+    model: str = ""
+    max_depth = 1
+    tree_size = 2
+    proposal = "point"
+
+    def init(self, params, request, capacity):
+        return ()
+
+    def propose(self, params, history):
+        return None
+
+    def init_shared(self):
+        return ()
+
+    load_params = 3
+
+
+@dataclasses.dataclass
+class Mutable:
+    """Not frozen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(jspec.NoDrafter):
+    """Whatever a test says of itself."""
+
+    max_depth: object = 0
+    tree_size: object = 1
+    capture_layers: object = ()
+    proposal: object = "point"
+    anything: object = None
