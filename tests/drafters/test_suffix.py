@@ -130,6 +130,16 @@ def test_a_response_longer_than_the_corpus_leaves_its_last_tokens():
     assert suffix_corpus.responses(suffix_corpus.extend(corpus, [[4, 5], []])) == [[4, 5]]
 
 
+def test_the_oldest_responses_make_room_as_few_as_will_do():
+    drafter = suffix(**named(max_cached_tokens=12, max_cached_requests=4))
+    full = suffix_corpus.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3]])
+    assert suffix_corpus.responses(full) == [[1, 1, 1], [2, 2, 2], [3, 3, 3]]
+    over = suffix_corpus.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3, 3]])
+    assert suffix_corpus.responses(over) == [[2, 2, 2], [3, 3, 3, 3]]  # by one slot
+    kept = suffix_corpus.responses(suffix_corpus.extend(full, [[4], [5], [6]]))
+    assert kept == [[3, 3, 3], [4], [5], [6]]
+
+
 def test_of_many_occurrences_the_latest_are_counted():
     row = [1, 2, 1, 2, 1, 2, 1, 3, 4, 1, 3, 1]
     drafter = functools.partial(suffix, **named(max_tree_depth=3))
