@@ -72,15 +72,15 @@ def methods_table() -> Table:
     """Every drafting method of the registry, and those of vLLM's that are still to be built."""
     table = Table(title="speculative_config: method", title_justify="left", show_lines=True)
     table.add_column("method", no_wrap=True)
-    table.add_column("what it does")
-    table.add_column("keys and defaults", no_wrap=True)
-    table.add_column("status", no_wrap=True)
+    table.add_column("what it does, keys and defaults")
+    cell = lambda summary, keys: Text.assemble(summary, "\n" if keys else "", (keys, "dim"))
     for name, method in drafters.METHODS.items():
-        table.add_row(name, _summary(method), _keys(method), "works")
-    table.add_row(config_keys.CUSTOM_CLASS, config_keys.CUSTOM_CLASS_NOTE.replace("`", ""),
-                  "model (required)\nthe fields of the class", "works")  # fmt: skip
-    waiting = Text(", ".join(config_keys.METHODS_NOT_BUILT), style="dim")
-    table.add_row(Text("others", style="dim"), waiting, "", Text("not built", style="dim"))
+        table.add_row(name, cell(_summary(method), _keys(method)))
+    custom = config_keys.CUSTOM_CLASS_NOTE.replace("`", "")
+    keys = "model (required), the fields of the class"
+    table.add_row(config_keys.CUSTOM_CLASS, cell(custom, keys))
+    waiting = f"{', '.join(config_keys.METHODS_NOT_BUILT)}: not built yet"
+    table.add_row(Text("others", style="dim"), Text(waiting, style="dim"))
     return table
 
 
@@ -118,11 +118,11 @@ def _summary(method: type) -> str:
 
 
 def _keys(method: type) -> str:
-    """The fields of a drafter that are keys of ``speculative_config``, one a line."""
+    """The fields of a drafter that are keys of ``speculative_config``."""
     fields = {field.name: field.default for field in dataclasses.fields(method)}
     lines = ["model (required)"] if "config" in fields else []
     for name, default in fields.items():
         if name in config_keys.KEYS:
             missing = default is dataclasses.MISSING
             lines.append(f"{name} (required)" if missing else f"{name}={default}")
-    return "\n".join(lines)
+    return ", ".join(lines)
