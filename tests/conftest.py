@@ -1,9 +1,14 @@
 """What all tests share."""
 
+import os
 from pathlib import Path
 
 import jax
 import pytest
+
+# Compiling takes most of the time, and LLVM's optimisations a third of that; what XLA itself makes
+# of a program stays the same.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 _MAPPINGS = 40_000  # of memory; Linux gives a process 65,530
 _MAPS = Path("/proc/self/maps")
