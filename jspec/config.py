@@ -53,6 +53,11 @@ class SpeculativeConfig:
         return not self.drafter_class and "config" in _fields(self.method) and not self.needs_head
 
     @property
+    def translates(self) -> bool:
+        """Whether the draft model may have a vocabulary of its own."""
+        return bool(self.settings.get("use_heterogeneous_vocab")) and not self.drafter_class
+
+    @property
     def needs_head(self) -> bool:
         """Whether the method drafts with a head, which reads the target's hidden states."""
         return not self.drafter_class and "target" in _fields(self.method)
@@ -225,6 +230,7 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         return _given_settings(method, values)
     if "num_speculative_tokens" in fields:
         _check_count(values["num_speculative_tokens"], "config" in fields)
+    values["use_heterogeneous_vocab"] = _flag(values, "use_heterogeneous_vocab")
     if "prompt_lookup_max" in fields:
         values |= _prompt_lookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
     return {name: values[name] for name in fields & values.keys()}
@@ -308,6 +314,12 @@ def _prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:
     if shortest > longest:
         raise ValueError(f"prompt_lookup_min={shortest} must be <= prompt_lookup_max={longest}")
     return {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+
+
+def _flag(values: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(values[name], bool | None):
+        raise ValueError(f"{name}={values[name]!r} must be true or false.")
+    return bool(values[name])
 
 
 def _at_least_one(name: str, value: Any) -> int | None:

@@ -79,6 +79,9 @@ _WORKS = (
     ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism is built"),
     ("max_model_len", None,
      "longest text to draft for, at most that of either model; rounds past it are plain steps"),
+    ("use_heterogeneous_vocab", False,
+     "whether the draft model may have a tokenizer of its own; it then drafts the tokens that both "
+     "have, greedily or, unlike vLLM's, sampled"),
     ("tree", "chain",
      "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence), "
      "'sampled' (a static tree of draws), a published tree's name or a list of rank paths; of "
@@ -113,7 +116,6 @@ _NOT_BUILT = (
     ("parallel_drafting", False, "comes with the parallel drafters"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
-    ("use_heterogeneous_vocab", False, "target and draft model must share their vocabulary"),
     ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
 )  # fmt: skip
 

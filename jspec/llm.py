@@ -9,7 +9,17 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import checkpoint, config, custom_class, jobs, loading, metrics, prompts, shared_file
+from jspec import (
+    checkpoint,
+    config,
+    custom_class,
+    jobs,
+    loading,
+    metrics,
+    prompts,
+    shared_file,
+    vocabularies,
+)
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.head_files import HeadConfig, LoadedHead
@@ -75,9 +85,12 @@ class LLM:
         if isinstance(tokenizer, str | os.PathLike):
             self._tokenizer = checkpoint.load_tokenizer(tokenizer)
         draft = self._open_head(sizes, speculative, dtype)
-        draft_sizes = draft and draft.config
+        draft_sizes, vocabulary = draft and draft.config, None
         if speculative.needs_model:
-            draft_sizes = self._check_draft_model(model, sizes, speculative)
+            draft_sizes, vocabulary = self._check_draft_model(model, sizes, speculative)
+        if speculative.translates and vocabulary is None:  # the two have one vocabulary
+            same = {**speculative.settings, "use_heterogeneous_vocab": False}
+            speculative = dataclasses.replace(speculative, settings=same)
         _plan(speculative, sizes, draft_sizes)  # raises before weights are moved
         self._model = loading.load(model, dtype)
         if speculative.needs_model:
@@ -86,7 +99,9 @@ class LLM:
             draft = loading.sharing(draft, self._model.params.embedding)
         self._plan = _plan(speculative, self._model.config, draft and draft.config)
         weights = draft and draft.params
-        if speculative.drafter_class:
+        if vocabulary:
+            weights = vocabulary.translating(weights, self._model.config.vocab_size)
+        elif speculative.drafter_class:
             weights = custom_class.params_of(self._plan.drafter, self._model.params)
         self._params = Params(self._model.params, weights)
         self._shared = init_shared(self._plan)
@@ -199,17 +214,20 @@ class LLM:
 
     def _check_draft_model(
         self, model: Any, sizes: DecoderConfig, speculative: config.SpeculativeConfig
-    ) -> DecoderConfig:
-        """The draft model's sizes, once it is found to fit the target."""
+    ) -> tuple[DecoderConfig, vocabularies.SharedVocabulary | None]:
+        """The draft model's sizes, once it is found to fit the target.
+
+        And what the two share, where each has a vocabulary of its own.
+        """
         draft = loading.sizes(speculative.model)
         config.check_lengths(speculative, draft.max_positions, self.max_model_len)
         if self._tokenizer is None:
             self._tokenizer = loading.tokenizer_if_any(model)
-        drafts_own = loading.tokenizer_if_any(speculative.model)
-        config.check_vocabularies(
-            sizes.vocab_size, draft.vocab_size, self._tokenizer, drafts_own
-        )  # fmt: skip
-        return draft
+        pair = self._tokenizer, loading.tokenizer_if_any(speculative.model)
+        if speculative.translates and not vocabularies.are_same(*pair):
+            return draft, vocabularies.share(*pair, sizes.vocab_size, draft.vocab_size)
+        config.check_vocabularies(sizes.vocab_size, draft.vocab_size, *pair)
+        return draft, None
 
     def _jobs(
         self, given: Any, sampling_params: Settings, add_special_tokens: bool = True

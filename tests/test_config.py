@@ -99,6 +99,13 @@ def test_draft_models_sample_unless_told_to_be_greedy():
     assert build(draft_sample_method="greedy").draft_sample_method == "greedy"
 
 
+def test_a_draft_model_with_a_vocabulary_of_its_own_may_sample_too_unlike_in_vllm():
+    build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, TARGET)
+    own = build(use_heterogeneous_vocab=True)
+    assert own.use_heterogeneous_vocab and own.draft_sample_method == "probabilistic"
+    assert build(use_heterogeneous_vocab=False) == build(use_heterogeneous_vocab=None) == build()
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [(None, "rejection"), ("standard", "rejection"), ("probabilistic", "rejection"),
@@ -337,6 +344,10 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         (NGRAM | {"num_spec_tokens": 4},
          "speculative_config has no key 'num_spec_tokens'; did you mean 'num_speculative_tokens'?"),
         (NGRAM | {"prompt_lookup_mx": 4}, "did you mean 'prompt_lookup_max'?"),
+        (DRAFT | {"use_heterogeneous_vocab": "yes"},
+         "use_heterogeneous_vocab='yes' must be true or false."),
+        (NGRAM | {"use_heterogeneous_vocab": True},
+         "use_heterogeneous_vocab=True is not used by method='ngram'"),
         (NGRAM | {"enable_adaptive_verification": True},
          "Adaptive verification only supported with DSpark"),
         (NGRAM | {"synthetic_acceptance_length": 2.0},

@@ -7,6 +7,12 @@ token, the last of them, which the model drafted but never saw.
     cache:  committed tokens       side buffer of a round:  slot 0    slot 1   slot 2 ...
                                    two tokens to take in:   unseen    root     x_1   ...  x_{K-1}
                                    one token to take in:    root      unused   x_1   ...  x_{K-1}
+
+A draft model with a vocabulary of its own drafts the tokens that it shares with the target (TLI,
+arXiv 2502.05202, section 4): its logits are cut to those before they are warped, so that the law of
+a draft, which is recorded over the target's ids, is normalised there and 0 elsewhere, and every
+rule is exact. What it reads is spelled in its own ids, token by token: tokens of the target that it
+lacks, in the prompt or in what the target said, are its unknown token, or else its end of text.
 """
 
 import dataclasses
@@ -32,9 +38,41 @@ class DraftMemory:
     gap: Array  # [B] int32, committed tokens the round's first pass took in: 1 or 2
 
 
+@struct.dataclass
+class TranslatingParams:
+    """Weights of a draft model with a vocabulary of its own, and its way to the target's.
+
+    ``translating`` makes them.
+    """
+
+    model: decoder.DecoderParams
+    draft_to_target: Array  # [M] int32, ascending: the target's ids of the shared tokens
+    shared_ids: Array  # [M] int32: the draft model's ids of the same tokens
+    target_to_draft: Array  # [V] int32: the draft model's ids, one and the same where not shared
+
+
+def translating(
+    model: decoder.DecoderParams, target_ids: Array, draft_ids: Array, target_to_draft: Array
+) -> TranslatingParams:
+    """Parameters for ``use_heterogeneous_vocab``.
+
+    Args:
+      model: the draft model's weights.
+      target_ids: [M], ascending: the target's ids of the tokens that both have.
+      draft_ids: [M], the draft model's ids of the same tokens.
+      target_to_draft: [V], what the draft model reads for each of the target's tokens.
+    """
+    return TranslatingParams(
+        model, *(jnp.asarray(ids, jnp.int32) for ids in (target_ids, draft_ids, target_to_draft))
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """Drafting by a decoder with the target's vocabulary; ``params.drafter`` are its weights.
+    """Drafting by a decoder; ``params.drafter`` are its weights.
+
+    With ``use_heterogeneous_vocab`` they are ``TranslatingParams``; without, the decoder has the
+    target's vocabulary.
 
     Raises:
       ValueError: a setting is out of range.
@@ -46,6 +84,7 @@ class DraftModel:
     vocab_size: int | None = None  # of the target, where the two are padded differently
     max_length: int | None = None  # history length past which nothing is drafted
     noise: Literal["own", "target"] = "own"
+    use_heterogeneous_vocab: bool = False
 
     capture_layers = ()
 
@@ -90,10 +129,10 @@ class DraftModel:
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes a chunk of the prompt into the cache."""
-        chunk = tokens[:, :-1]
+        chunk = self._spell(params, tokens[:, :-1])
         batch, size = chunk.shape
         tree = topology.from_parents(topology.chain(size - 1), size - 1)
-        out = decoder.forward(params.drafter, self.config, chunk, tree, memory.cache)
+        out = decoder.forward(self._weights(params), self.config, chunk, tree, memory.cache)
         rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
         return memory.replace(cache=kv.append(memory.cache, out.tree_kv, rows, valid))
 
@@ -118,6 +157,11 @@ class DraftModel:
             parents=topology.chain(self.max_depth),
             valid=self._valid(history),
             logits=None if laws is None else _stack_laws(first[1], laws),
+            draft_to_target=(
+                params.drafter.draft_to_target
+                if self.use_heterogeneous_vocab and laws is not None
+                else None
+            ),
             max_depth=self.max_depth,
         )
         return draft, DraftMemory(memory.cache, side, gap)
@@ -146,8 +190,8 @@ class DraftModel:
         unseen = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
         mask = jnp.broadcast_to(slots <= offset[:, None], (*unseen.shape, slots.size))
         hidden, side = decoder.extend(
-            params.drafter, self.config, unseen, positions, memory.cache, memory.side,
-            jnp.int32(0), mask,
+            self._weights(params), self.config, self._spell(params, unseen), positions,
+            memory.cache, memory.side, jnp.int32(0), mask,
         )  # fmt: skip
         return jnp.take_along_axis(hidden, gap[:, None, None] - 1, 1)[:, 0], side
 
@@ -157,26 +201,47 @@ class DraftModel:
         own = index + _CATCH_UP - 1
         mask = (slots <= own) & ((slots < gap[:, None]) | (slots >= _CATCH_UP))
         hidden, side = decoder.extend(
-            params.drafter, self.config, token[:, None], (history.length - 1 + index)[:, None],
-            cache, side, own, mask[:, None],
+            self._weights(params), self.config, self._spell(params, token[:, None]),
+            (history.length - 1 + index)[:, None], cache, side, own, mask[:, None],
         )  # fmt: skip
         return hidden[:, 0], side
 
     def _next(self, params, request, history, hidden, index):
         """Draws the child of node ``index`` and, where a rule needs it, records its law."""
-        logits = decoder.unembed(params.drafter, self.config, hidden)
+        logits = decoder.unembed(self._weights(params), self.config, hidden)
+        if self.use_heterogeneous_vocab:
+            logits = logits[:, params.drafter.shared_ids]
+            place, law = self._draw(request, history, logits, index, params.drafter)
+            return params.drafter.draft_to_target[place], law
         logits = _fit(logits, self.vocab_size or self.config.vocab_size)
+        return self._draw(request, history, logits, index)
+
+    def _draw(self, request, history, logits, index, ways=None):
+        """A place in the last axis of the logits [B, Vd], and the law if it is to be recorded.
+
+        ``ways`` are the parameters of a draft model with a vocabulary of its own.
+        """
         if request.sampling.greedy or self.draft_sample_method == "greedy":
             return sampling.argmax(logits), None
         law = sampling.warp(logits, request.sampling)
         if self.noise == "target":
             position = history.length + index
-            return sampling.draw_target(law, request.sampling, request.keys, position), None
+            if ways is None:
+                return sampling.draw_target(law, request.sampling, request.keys, position), None
+            noise = sampling.target_noise(request.keys, position, ways.target_to_draft.shape[0])
+            return sampling.argmax(law + noise[:, ways.draft_to_target].astype(law.dtype)), None
         coins = sampling.round_noise(
             request.keys, history.length - 1, sampling.DRAFT, self.max_depth
         )
         coin = lax.dynamic_index_in_dim(coins, index, 1, keepdims=False)
         return sampling.draw(law, coin), law
+
+    def _weights(self, params):
+        return params.drafter.model if self.use_heterogeneous_vocab else params.drafter
+
+    def _spell(self, params, ids):
+        """The target's token ids in those of the draft model."""
+        return params.drafter.target_to_draft[ids] if self.use_heterogeneous_vocab else ids
 
 
 def _fit(logits: Array, vocab_size: int) -> Array:

@@ -1,17 +1,22 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
+from jspec import topology, verify
 from jspec.drafters import DraftModel
+from jspec.drafters.draft_model import translating
 from jspec.models import decoder
 from jspec.plan import Plan
-from jspec.types import Params
-from tests import tiny
+from jspec.types import History, Params, Request
+from tests import fakes, tiny
+from tests.verify import enumeration, statistics, trees
 
 host = importlib.import_module("jspec.generate")
 ROWS = [
@@ -96,3 +101,101 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
     batch = host.advance(Plan(target, drafter), weights, batch)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(batch.state.cache.layers)} == {"bfloat16"}
     assert [len(answer.tokens) for answer in host.read(batch)] == [6]
+
+
+# ------------------------------------------------------------------ a vocabulary of its own (TLI)
+
+SHARED = np.array([0, 2, 3]), np.array([4, 1, 0])  # the target's ids and the draft model's
+OWN = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=5)
+UNKNOWN = 2
+
+
+@functools.cache
+def foreign():
+    """Weights of a draft model of five tokens for a target of four, three of which are the same."""
+    loud = jax.tree.map(lambda x: x * 6, decoder.init_params(jax.random.key(3), OWN))
+    return translating(loud, *SHARED, [4, UNKNOWN, 1, 0])
+
+
+def scores(texts):
+    """The draft model's logits over the shared tokens after texts of the target's ids [B, T]."""
+    ours = np.array([4, UNKNOWN, 1, 0])[texts]
+    tree = topology.from_parents(topology.chain(ours.shape[1] - 1), ours.shape[1] - 1)
+    cache = decoder.init_cache(OWN, len(ours), 0)
+    forward = jax.jit(decoder.forward, static_argnums=1)
+    out = forward(foreign().model, OWN, jnp.asarray(ours), tree, cache)
+    return np.asarray(out.logits[:, -1, SHARED[1]], np.float64)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafts_in_another_vocabulary_leave_the_targets_law_as_it_is_by_enumeration(rule):
+    prefixes = [np.array([(0, *p) for p in itertools.product(range(4), repeat=n)])
+                for n in range(trees.DEPTH)]  # fmt: skip
+    target = enumeration.context_dependent(0, 4, trees.DEPTH + 1)
+    case = trees.TreeCase(
+        tuple(range(-1, trees.DEPTH)), "chain", target,
+        [scores(texts) for texts in prefixes], tuple(SHARED[0].tolist()),
+    )  # fmt: skip
+    found = trees.outcome(verify.RULES[rule].judging("chain").walk, case)
+    assert found.distance < 1e-12
+    assert found.accepted[1:].sum() > 0.1
+
+
+def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens():
+    drafter, params = DraftModel(OWN, 3, use_heterogeneous_vocab=True), Params(None, foreign())
+    prompt = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # with tokens that it cannot spell
+    request = Request(
+        jax.random.split(jax.random.key(0), 2), fakes.settings(2, temperature=(0.8, 1.3)),
+        jnp.full((2, 1), -1), jnp.full((2,), 20),
+    )  # fmt: skip
+    memory = drafter.init(params, request, 24)
+    valid = jnp.full((2,), 4)
+    absorb = jax.jit(drafter.absorb)
+    memory = absorb(params, memory, jnp.asarray(prompt), (), jnp.int32(0), valid)
+    history = History(jnp.pad(jnp.asarray(prompt), ((0, 0), (0, 9))), jnp.full((2,), 5))
+    draft, _ = jax.jit(drafter.propose)(params, request, (), memory, history)
+    np.testing.assert_array_equal(draft.draft_to_target, SHARED[0])
+    drafted = np.asarray(draft.tokens)
+    assert np.isin(drafted[:, 1:], SHARED[0]).all()
+    for depth in range(3):
+        text = np.concatenate([prompt, drafted[:, 1 : depth + 1]], 1)
+        expected = scipy.special.log_softmax(scores(text) / np.array([[0.8], [1.3]]), -1)
+        law = scipy.special.log_softmax(np.asarray(draft.logits[:, depth], np.float64), -1)
+        np.testing.assert_allclose(law, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
+def test_texts_drafted_in_another_vocabulary_have_the_targets_law(rule):
+    target = fakes.table(0, 4, 4)
+    drafter = DraftModel(OWN, 2, use_heterogeneous_vocab=True)
+    plan = Plan(fakes.ToyTarget(4), drafter, rule)
+    found, _ = statistics.texts(plan, Params(target, foreign()), fakes.settings(20_000), 4)
+    law = statistics.joint_law(scipy.special.softmax(np.asarray(target, np.float64), -1), 4)
+    assert statistics.excess(statistics.counts(found, 4), law) < 1
+
+
+def test_a_draft_model_whose_ids_are_shuffled_drafts_what_it_would_have_drafted():
+    order = np.random.default_rng(0).permutation(tiny.VOCAB)  # the target's id of each of its ids
+    ours = np.argsort(order)
+    weights = tiny.params().drafter
+    shuffled = weights.replace(embedding=weights.embedding[order])  # tied: the head's rows too
+    other = dataclasses.replace(tiny.DRAFT, use_heterogeneous_vocab=True)
+    found = answers(other, "rejection", translating(shuffled, np.arange(64), ours, ours), 24)
+    for answer, expected in zip(found, answers(tiny.DRAFT, "rejection", None, 24), strict=True):
+        assert answer.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
+        assert answer.accepted.tolist() == expected.accepted.tolist()
+
+
+def test_a_target_that_speaks_in_tokens_unknown_to_the_drafter_says_the_same():
+    config = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=24)
+    weights = decoder.init_params(jax.random.key(1), config)
+    kept = np.arange(0, 64, 3)
+    ways = np.full(64, 23)
+    ways[kept] = np.arange(kept.size)
+    drafter = DraftModel(config, 4, "greedy", use_heterogeneous_vocab=True)
+    params = translating(weights, kept, np.arange(kept.size), ways)
+    found = answers(drafter, drafter_params=params, record_rounds=24)
+    assert texts(found) == plain()
+    drafted = np.concatenate([answer.trace[1][:, 1:].ravel() for answer in found])
+    assert np.isin(drafted[drafted >= 0], kept).all()
