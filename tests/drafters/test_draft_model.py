@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jspec import topology, verify
+from jspec import sampling, topology, verify
 from jspec.drafters import DraftModel
 from jspec.drafters.draft_model import translating
 from jspec.models import decoder
@@ -141,27 +141,49 @@ def test_drafts_in_another_vocabulary_leave_the_targets_law_as_it_is_by_enumerat
     assert found.accepted[1:].sum() > 0.1
 
 
-def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens():
-    drafter, params = DraftModel(OWN, 3, use_heterogeneous_vocab=True), Params(None, foreign())
-    prompt = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # with tokens that it cannot spell
+PROMPT = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # with tokens that it cannot spell
+HEAT = (0.8, 1.3)
+
+
+def proposed(noise):
+    """A draft of three tokens after ``PROMPT``, and the rows' keys."""
+    drafter = DraftModel(OWN, 3, noise=noise, use_heterogeneous_vocab=True)
+    params, keys = Params(None, foreign()), jax.random.split(jax.random.key(0), 2)
     request = Request(
-        jax.random.split(jax.random.key(0), 2), fakes.settings(2, temperature=(0.8, 1.3)),
-        jnp.full((2, 1), -1), jnp.full((2,), 20),
-    )  # fmt: skip
-    memory = drafter.init(params, request, 24)
-    valid = jnp.full((2,), 4)
-    absorb = jax.jit(drafter.absorb)
-    memory = absorb(params, memory, jnp.asarray(prompt), (), jnp.int32(0), valid)
-    history = History(jnp.pad(jnp.asarray(prompt), ((0, 0), (0, 9))), jnp.full((2,), 5))
-    draft, _ = jax.jit(drafter.propose)(params, request, (), memory, history)
+        keys, fakes.settings(2, temperature=HEAT), jnp.full((2, 1), -1), jnp.full((2,), 20)
+    )
+    memory, absorb = drafter.init(params, request, 24), jax.jit(drafter.absorb)
+    tokens = jnp.asarray(PROMPT)
+    memory = absorb(params, memory, tokens, (), jnp.int32(0), jnp.full((2,), 4))
+    history = History(jnp.pad(tokens, ((0, 0), (0, 9))), jnp.full((2,), 5))
+    return jax.jit(drafter.propose)(params, request, (), memory, history)[0], keys
+
+
+def laws(drafted):
+    """The warped law of each drafted token, over the shared ones: three of [B, M]."""
+    for depth in range(3):
+        text = np.concatenate([PROMPT, drafted[:, 1 : depth + 1]], 1)
+        yield scipy.special.log_softmax(scores(text) / np.array(HEAT)[:, None], -1)
+
+
+def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens():
+    draft, _ = proposed("own")
     np.testing.assert_array_equal(draft.draft_to_target, SHARED[0])
     drafted = np.asarray(draft.tokens)
     assert np.isin(drafted[:, 1:], SHARED[0]).all()
-    for depth in range(3):
-        text = np.concatenate([prompt, drafted[:, 1 : depth + 1]], 1)
-        expected = scipy.special.log_softmax(scores(text) / np.array([[0.8], [1.3]]), -1)
+    for depth, expected in enumerate(laws(drafted)):
         law = scipy.special.log_softmax(np.asarray(draft.logits[:, depth], np.float64), -1)
         np.testing.assert_allclose(law, expected, atol=1e-4)
+
+
+def test_drafts_that_share_the_targets_noise_take_that_of_their_ids_in_the_target():
+    draft, keys = proposed("target")
+    assert draft.logits is None and draft.draft_to_target is None
+    drafted = np.asarray(draft.tokens)
+    for depth, law in enumerate(laws(drafted)):
+        noise = sampling.target_noise(keys, jnp.full((2,), 5 + depth), 4)
+        likeliest = (law + np.asarray(noise)[:, SHARED[0]]).argmax(-1)
+        np.testing.assert_array_equal(drafted[:, depth + 1], SHARED[0][likeliest])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
