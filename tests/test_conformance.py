@@ -6,6 +6,7 @@ row says the same whatever stands beside it; and counts add up. ``make test`` ru
 pairs of (method, tree, rule, rows), ``make conformance`` the full product.
 """
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -17,7 +18,9 @@ import pytest
 
 from jspec import config
 from jspec.config_keys import CUSTOM_CLASS
-from jspec.drafters import METHODS, Suffix, TokenRecycling
+from jspec.drafters import METHODS, DraftModel, Suffix, TokenRecycling
+from jspec.drafters.draft_model import translating
+from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
@@ -84,6 +87,18 @@ def _custom():
     return drafter, lambda: jnp.asarray(rng.normal(0, 2, (tiny.VOCAB, tiny.VOCAB)), jnp.float32)
 
 
+def _foreign():
+    """A draft model that knows every third token of the target's, by ids of its own."""
+    settings = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=24)
+    kept, ways = np.arange(0, tiny.VOCAB, 3), np.full(tiny.VOCAB, 23)
+    ways[kept] = np.arange(kept.size)[::-1]
+    weights = functools.partial(decoder.init_params, jax.random.key(1), settings)
+    return (
+        DraftModel(settings, 3, use_heterogeneous_vocab=True),
+        lambda: translating(weights(), kept, ways[kept], ways),
+    )
+
+
 _FEW = dict(suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_tokens=64,
             suffix_decoding_max_occurrences=8)  # fmt: skip
 
@@ -104,7 +119,11 @@ DRAFTERS = {
     "medusa": _head("medusa"),
     "mlp_speculator": _speculators(),
     "hydra": _hydra(),
-    "draft_model": {"chain": (tiny.DRAFT, _draft), "greedy chain": (tiny.GREEDY_DRAFT, _draft)},
+    "draft_model": {
+        "chain": (tiny.DRAFT, _draft),
+        "greedy chain": (tiny.GREEDY_DRAFT, _draft),
+        "own vocabulary": _foreign(),
+    },
     "eagle": _head("eagle"),
     "eagle3": _head("eagle3"),
     "custom_class": {"chain": _custom()},
