@@ -16,10 +16,10 @@ demo: $(VENV)/.core  ## continue a prompt with and without speculation, and comp
 	@$(BIN)/jspec demo
 
 test: $(VENV)/.test  ## all tests but the slow ones
-	@$(BIN)/pytest -q -m "not slow"
+	@$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
 
-conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; a quarter of an hour
-	@$(BIN)/pytest -q tests/test_conformance.py
+conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; half an hour and more
+	@$(BIN)/pytest -q tests/test_conformance.py -n 2
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
