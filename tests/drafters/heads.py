@@ -64,7 +64,6 @@ def trained_params(method: str):
     start = random_params(method)
     weights, kept = start.replace(draft_to_target=None), frozen(start)
     windows, features, logits = lessons(config.capture_layers)
-    schedule = optax.adam(optax.cosine_decay_schedule(5e-3, 300))
 
     def loss(weights, batch):
         shown = tuple(feature[batch] for feature in features)
@@ -74,17 +73,21 @@ def trained_params(method: str):
             wanted = wanted[..., kept]
         return -(jax.nn.softmax(wanted, -1) * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
 
-    def step(carry, batch):
-        weights, state = carry
-        gradients = jax.grad(loss)(weights, batch)
-        updates, state = schedule.update(gradients, state, weights)
-        return (optax.apply_updates(weights, updates), state), None
+    return fit(weights, loss, 5e-3, len(windows), 300).replace(draft_to_target=kept)
 
-    order = np.random.default_rng(0).integers(0, len(windows), (300, 16))
-    run = jax.jit(
-        lambda weights: jax.lax.scan(step, (weights, schedule.init(weights)), order)[0][0]
-    )
-    return run(weights).replace(draft_to_target=kept)
+
+def fit(params, loss, rate: float, windows: int, steps: int):
+    """``params`` after some steps of Adam on ``loss(params, int32 [16])``, of windows by number."""
+    optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
+
+    def step(carry, batch):
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    order = np.random.default_rng(0).integers(0, windows, (steps, 16))
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, order)[0][0])
+    return run((params, optimizer.init(params)))
 
 
 def logits_of(method, params, windows, features):

@@ -10,7 +10,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jspec.drafters import Hydra
 from jspec.models import decoder
@@ -52,7 +51,6 @@ def trained_params(name: str):
     config, target = CONFIGS[name], tiny.params().target
     windows, features, logits = heads.lessons(config.capture_layers)
     length = windows.shape[1] - config.num_heads - 1
-    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 200))
 
     def loss(params, batch):
         state, total = features[0][batch], 0.0
@@ -69,15 +67,7 @@ def trained_params(name: str):
             total -= (wanted * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
         return total
 
-    def step(carry, batch):
-        params, state = carry
-        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    order = np.random.default_rng(0).integers(0, len(windows), (200, 16))
-    params = random_params(name)
-    run = jax.jit(lambda carry: jax.lax.scan(step, carry, order)[0][0])
-    return run((params, optimizer.init(params)))
+    return heads.fit(random_params(name), loss, 1e-2, len(windows), 200)
 
 
 def reference():

@@ -1,6 +1,31 @@
 """What every round of a greedy answer must have drafted and accepted, found node by node."""
 
+import functools
+import importlib
+
 import numpy as np
+
+from jspec.plan import Plan
+from tests import tiny
+
+host = importlib.import_module("jspec.generate")
+ROWS = [
+    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
+    for index, prompt in enumerate(tiny.prompts((1, 9)))
+]
+
+
+def plan_of(drafter, rule="coupled", **settings):
+    """A plan for the tiny target that always verifies whole drafts."""
+    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
+
+
+@functools.cache
+def plain():
+    """Prompts and texts of ``ROWS`` by plain decoding."""
+    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
+    texts = zip(ROWS, answers, strict=True)
+    return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
 
 
 def likeliest(scores, count):

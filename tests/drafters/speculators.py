@@ -10,7 +10,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jspec.drafters import MlpSpeculator
 from jspec.models.heads import arctic, mlp_speculator
@@ -58,7 +57,6 @@ def trained_params(name: str):
     config, module = CONFIGS[name], module_of(name)
     windows, features, logits = heads.lessons(config.capture_layers)
     length = windows.shape[1] - config.n_predict - 1
-    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 300))
 
     def loss(params, batch):
         state, total = module.start(config, features[0][batch, :length]), 0.0
@@ -69,15 +67,7 @@ def trained_params(name: str):
             total -= (wanted * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
         return total
 
-    def step(carry, batch):
-        params, state = carry
-        updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    order = np.random.default_rng(0).integers(0, len(windows), (300, 16))
-    params = random_params(name)
-    run = jax.jit(lambda carry: jax.lax.scan(step, carry, order)[0][0])
-    return run((params, optimizer.init(params)))
+    return heads.fit(random_params(name), loss, 1e-2, len(windows), 300)
 
 
 def module_of(name: str):

@@ -15,14 +15,11 @@ from jspec.plan import Plan
 from jspec.types import Params, Request
 from tests import tiny
 from tests.drafters import heads, hydras, rounds
+from tests.drafters.rounds import ROWS, plain, plan_of
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
 TARGET = tiny.TARGET.config
-ROWS = [
-    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
-    for index, prompt in enumerate(tiny.prompts((1, 9)))
-]
 CASES = {
     "paths": ("mlp", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
     "prefix chain": ("prefix", dict(num_speculative_tokens=3)),
@@ -36,28 +33,9 @@ RAW_TARGET = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def quick_programs():
-    """Compiled soon: what is tested is what programs say, not how fast they say it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def params_of(name, trained=True):
     weights = hydras.trained_params if trained else hydras.random_params
     return Params(tiny.params().target, weights(name))
-
-
-def plan_of(drafter, rule="coupled", **settings):
-    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
-
-
-@functools.cache
-def plain():
-    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
-    texts = zip(ROWS, answers, strict=True)
-    return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
 
 
 def save(directory, name, params=None, **options):

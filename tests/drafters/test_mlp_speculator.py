@@ -13,17 +13,13 @@ import numpy as np
 import pytest
 
 from jspec import head_files, tokens
-from jspec.plan import Plan
 from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads, rounds, speculators
+from tests.drafters.rounds import ROWS, plain, plan_of
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
-ROWS = [
-    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
-    for index, prompt in enumerate(tiny.prompts((1, 9)))
-]
 CASES = {
     "as deep as it is trained for": ("untied", {}),
     "less deep": ("untied", dict(num_speculative_tokens=2)),
@@ -34,28 +30,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def quick_programs():
-    """Compiled soon: what is tested is what programs say, not how fast they say it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def params_of(name, trained=True):
     weights = speculators.trained_params if trained else speculators.random_params
     return Params(tiny.params().target, weights(name))
-
-
-def plan_of(drafter, rule="coupled", **settings):
-    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
-
-
-@functools.cache
-def plain():
-    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
-    texts = zip(ROWS, answers, strict=True)
-    return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
 
 
 def reference_of(name, params, directory):
