@@ -2,19 +2,17 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
-from jspec import config_method, custom_class, shapes, verify
+from jspec import config_method, config_rule, config_values, custom_class, shapes, verify
 from jspec.config_keys import (
     CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
     KEYS,
     METHOD_ALIASES,
     RULE_KEYS,
-    RULE_NAMES,
-    RULES_NOT_BUILT,
 )
 from jspec.drafters import METHODS
 from jspec.head_files import HeadConfig, LoadedHead
@@ -23,7 +21,6 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.naming import did_you_mean
 from jspec.types import Drafter
 
-_PROMPT_LOOKUP = 5  # vLLM's n-gram length where neither end is given
 _ANY_SIZE = 1 << 30  # a vocabulary that settings are checked for before the target's is known
 
 
@@ -102,9 +99,9 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         _check_path(method, values["model"])
     return SpeculativeConfig(
         method=method,
-        rule=_rule(values),
+        rule=config_rule.asked_for(values),
         model=values["model"] if "config" in _fields(method) else None,
-        max_model_len=_at_least_one("max_model_len", values["max_model_len"]),
+        max_model_len=config_values.at_least_one("max_model_len", values["max_model_len"]),
         settings=settings,
     )
 
@@ -115,7 +112,10 @@ def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
     values = {name: given.get(name) for name in KEYS}
     _check_parallel(values["draft_tensor_parallel_size"])
     return SpeculativeConfig(
-        method=CUSTOM_CLASS, rule=_rule(values), settings=settings, drafter_class=drafter
+        method=CUSTOM_CLASS,
+        rule=config_rule.asked_for(values),
+        settings=settings,
+        drafter_class=drafter,
     )
 
 
@@ -135,37 +135,6 @@ def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len
                     f"{speculative_max_model_len=} cannot be larger than "
                     f"{name}_max_model_len={limit}"
                 )
-
-
-def check_vocabularies(
-    target_size: int, draft_size: int, target_tokenizer: Any = None, draft_tokenizer: Any = None
-) -> None:
-    """Checks that target and draft model mean the same by every token id.
-
-    Tokenizers decide where both are known: they must agree on every id that both have. The models'
-    sizes may then differ, being padded.
-
-    Raises:
-      ValueError: they do not share a vocabulary.
-    """
-    hint = ""
-    if target_tokenizer is None or draft_tokenizer is None:
-        if target_size == draft_size:
-            return
-    else:
-        target = {index: token for token, index in target_tokenizer.get_vocab().items()}
-        draft = {index: token for token, index in draft_tokenizer.get_vocab().items()}
-        differing = min((i for i in target.keys() & draft if target[i] != draft[i]), default=None)
-        if differing is None and target and draft:
-            return
-        if differing is not None:
-            hint = (f" Their tokenizers differ first at id {differing}: "
-                    f"{target[differing]!r} and {draft[differing]!r}.")  # fmt: skip
-    raise ValueError(
-        "Target and draft model should have the same vocabulary size. Target model "
-        f"vocab_size={target_size}. Draft model vocab_size={draft_size}. Using models with "
-        "different tokenizers can cause out-of-bounds errors during speculative decoding." + hint
-    )
 
 
 def _check_standing(name: str, value: Any) -> None:
@@ -229,10 +198,12 @@ def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if "tree" in fields:
         return _given_settings(method, values)
     if "num_speculative_tokens" in fields:
-        _check_count(values["num_speculative_tokens"], "config" in fields)
-    values["use_heterogeneous_vocab"] = _flag(values, "use_heterogeneous_vocab")
+        config_values.check_count(values["num_speculative_tokens"], "config" in fields)
+    values["use_heterogeneous_vocab"] = config_values.flag(values, "use_heterogeneous_vocab")
     if "prompt_lookup_max" in fields:
-        values |= _prompt_lookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
+        values |= config_values.prompt_lookup(
+            values["prompt_lookup_min"], values["prompt_lookup_max"]
+        )
     return {name: values[name] for name in fields & values.keys()}
 
 
@@ -243,11 +214,11 @@ def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         default = KEYS[name].default
         if name == "num_speculative_tokens":
-            _check_count(value, has_model=False)
+            config_values.check_count(value, has_model=False)
         elif name == "tree" and not isinstance(value, str):
-            given[name] = _tree(value)
+            given[name] = config_values.tree(value)
         elif isinstance(default, float):
-            _check_real(name, value, listed=False)
+            config_values.check_real(name, value, listed=False)
         elif not isinstance(default, str) and (
             not isinstance(value, Integral) or isinstance(value, bool)
         ):
@@ -261,135 +232,18 @@ def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, An
 
     Where the head ``knows_depth`` and none is given, its drafter checks them.
     """
-    tree = _tree("chain" if values["tree"] is None else values["tree"])
+    tree = config_values.tree("chain" if values["tree"] is None else values["tree"])
     names = ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k")
     deep = values["num_speculative_tokens"] is not None or values["tree_depth"] is not None
     left_to_head = knows_depth and not deep and tree in shapes.OF_ANY_DEPTH
     if values["num_speculative_tokens"] is not None or (
         tree == "chain" and not values["tree_depth"] and not left_to_head
     ):
-        _check_count(values["num_speculative_tokens"], has_model=True)
-    numbers = {name: _at_least_one(name, values[name]) for name in names}
+        config_values.check_count(values["num_speculative_tokens"], has_model=True)
+    numbers = {name: config_values.at_least_one(name, values[name]) for name in names}
     if not left_to_head:
         shapes.drawn_by(tree, shapes.requested(tree, **numbers), values["draft_sample_method"])
     return numbers | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
-
-
-def _tree(given: Any) -> shapes.Tree:
-    if isinstance(given, str):
-        if given not in shapes.NAMES:
-            raise ValueError(
-                f"tree={given!r} is not known; use one of {', '.join(shapes.NAMES)}, or a list of "
-                f"rank paths{did_you_mean(given, shapes.NAMES)}"
-            )
-        return given
-    if not isinstance(given, Sequence) or not all(isinstance(path, Sequence) for path in given):
-        raise ValueError(
-            f"tree={given!r} must be a name or a list of rank paths, such as [[0], [1], [0, 0]]."
-        )
-    return tuple(tuple(path) for path in given)
-
-
-def _check_count(count: Any, has_model: bool) -> None:
-    if count is None and has_model:
-        raise ValueError(
-            "A speculative model was provided, but `num_speculative_tokens` was not provided"
-        )
-    if count is None:
-        raise ValueError(
-            "num_speculative_tokens must be provided with speculative model unless the draft model "
-            "config contains an n_predict parameter."
-        )
-    if not isinstance(count, Integral) or isinstance(count, bool):
-        raise ValueError(f"num_speculative_tokens={count!r} must be a whole number.")
-    if count < 1:
-        raise ValueError(f"Expected num_speculative_tokens to be greater than zero ({count}).")
-
-
-def _prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:
-    shortest = _at_least_one("prompt_lookup_min", shortest)
-    longest = _at_least_one("prompt_lookup_max", longest)
-    shortest = shortest or longest or _PROMPT_LOOKUP
-    longest = longest or shortest
-    if shortest > longest:
-        raise ValueError(f"prompt_lookup_min={shortest} must be <= prompt_lookup_max={longest}")
-    return {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
-
-
-def _flag(values: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(values[name], bool | None):
-        raise ValueError(f"{name}={values[name]!r} must be true or false.")
-    return bool(values[name])
-
-
-def _at_least_one(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-    return int(value)
-
-
-def _rule(values: Mapping[str, Any]) -> str | verify.Rule:
-    """The rule, with its settings."""
-    rule = _rule_name(values["rejection_sample_method"])
-    for other, names in RULE_KEYS.items():
-        if rule != other and any(values[name] is not None for name in names):
-            raise ValueError(
-                f"{' / '.join(names)} are only valid with rejection_sample_method={other!r}."
-            )
-    given = [values[name] for name in RULE_KEYS.get(rule, ())]
-    for name, value in zip(RULE_KEYS.get(rule, ()), given, strict=True):
-        _check_real(name, value, listed=name == "synthetic_acceptance_rates")
-    if rule == "synthetic":
-        # Of a published tree the depth is not known yet: Plan compares it with the rates.
-        _check_acceptance(*given, values["num_speculative_tokens"] or values["tree_depth"])
-        return verify.synthetic(*given)
-    if any(value is not None for value in given):
-        default = verify.RULES[rule].walk
-        return verify.typical(
-            *(old if new is None else new
-              for old, new in zip(dataclasses.astuple(default), given, strict=True))
-        )  # fmt: skip
-    return rule
-
-
-def _rule_name(name: Any) -> str:
-    name = "standard" if name is None else name
-    if name in RULES_NOT_BUILT:
-        raise ValueError(
-            f"rejection_sample_method={name!r} is lossy and not built; use one of "
-            f"{', '.join(RULE_NAMES)}."
-        )
-    if not isinstance(name, str) or name not in RULE_NAMES:
-        raise ValueError(
-            f"rejection_sample_method={name!r} is not known; use one of "
-            f"{', '.join(RULE_NAMES)}{did_you_mean(name, RULE_NAMES)}"
-        )
-    return RULE_NAMES[name]
-
-
-def _check_real(name: str, value: Any, *, listed: bool) -> None:
-    is_real = lambda x: isinstance(x, Real) and not isinstance(x, bool)
-    if listed and value is not None:
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Sequence)
-            or not all(map(is_real, value))
-        ):
-            raise ValueError(f"{name}={value!r} must be a list of numbers.")
-    elif value is not None and not is_real(value):
-        raise ValueError(f"{name}={value!r} must be a number.")
-
-
-def _check_acceptance(rates: Sequence[float] | None, length: float | None, depth: Any) -> None:
-    """What vLLM says of rates and lengths that do not fit the draft."""
-    if depth is None:
-        return
-    if rates is not None and len(rates) != depth:
-        raise ValueError(f"synthetic_acceptance_rates must have length {depth}, got {len(rates)}.")
-    if length is not None and not 1 <= length <= depth + 1:
-        raise ValueError(f"synthetic_acceptance_length must be in [1, {depth + 1}], got {length}.")
 
 
 def _fields(method: str) -> set[str]:

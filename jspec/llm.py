@@ -9,27 +9,15 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import (
-    checkpoint,
-    config,
-    custom_class,
-    jobs,
-    loading,
-    metrics,
-    prompts,
-    shared_file,
-    vocabularies,
-)
+from jspec import config, jobs, loading, metrics, prompts, shared_file
+from jspec.assembly import assemble
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
-from jspec.head_files import HeadConfig, LoadedHead
 from jspec.jobs import Job
 from jspec.loading import LoadedModel
-from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
-from jspec.types import Params
 
 STREAM_ROUNDS = 4  # rounds between two outputs of a stream
 STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
@@ -79,31 +67,12 @@ class LLM:
         self._seed = SamplingParams(seed=seed).seed
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         loading.keep_compiled_programs()
-        sizes = loading.sizes(model)
-        self.max_model_len = _length_limit(max_model_len, sizes.max_positions)
-        self._tokenizer = tokenizer
-        if isinstance(tokenizer, str | os.PathLike):
-            self._tokenizer = checkpoint.load_tokenizer(tokenizer)
-        draft = self._open_head(sizes, speculative, dtype)
-        draft_sizes, vocabulary = draft and draft.config, None
-        if speculative.needs_model:
-            draft_sizes, vocabulary = self._check_draft_model(model, sizes, speculative)
-        if speculative.translates and vocabulary is None:  # the two have one vocabulary
-            same = {**speculative.settings, "use_heterogeneous_vocab": False}
-            speculative = dataclasses.replace(speculative, settings=same)
-        _plan(speculative, sizes, draft_sizes)  # raises before weights are moved
-        self._model = loading.load(model, dtype)
-        if speculative.needs_model:
-            draft = loading.load(speculative.model, dtype)
-        elif draft:
-            draft = loading.sharing(draft, self._model.params.embedding)
-        self._plan = _plan(speculative, self._model.config, draft and draft.config)
-        weights = draft and draft.params
-        if vocabulary:
-            weights = vocabulary.translating(weights, self._model.config.vocab_size)
-        elif speculative.drafter_class:
-            weights = custom_class.params_of(self._plan.drafter, self._model.params)
-        self._params = Params(self._model.params, weights)
+        assembly = assemble(
+            model, speculative, dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer
+        )
+        self.max_model_len = assembly.max_model_len
+        self._tokenizer = assembly.tokenizer
+        self._model, self._plan, self._params = assembly.model, assembly.plan, assembly.params
         self._shared = init_shared(self._plan)
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
         self._seconds = 0.0
@@ -202,32 +171,6 @@ class LLM:
           ValueError: there is none.
         """
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
-
-    def _open_head(
-        self, sizes: DecoderConfig, speculative: config.SpeculativeConfig, dtype: str | None
-    ) -> LoadedHead | None:
-        """The head, if the method has one: small beside the target, and so loaded first."""
-        if not speculative.needs_head:
-            return None
-        config.check_lengths(speculative, sizes.max_positions, self.max_model_len)
-        return loading.load_head(speculative.model, sizes, kind=speculative.method, dtype=dtype)
-
-    def _check_draft_model(
-        self, model: Any, sizes: DecoderConfig, speculative: config.SpeculativeConfig
-    ) -> tuple[DecoderConfig, vocabularies.SharedVocabulary | None]:
-        """The draft model's sizes, once it is found to fit the target.
-
-        And what the two share, where each has a vocabulary of its own.
-        """
-        draft = loading.sizes(speculative.model)
-        config.check_lengths(speculative, draft.max_positions, self.max_model_len)
-        if self._tokenizer is None:
-            self._tokenizer = loading.tokenizer_if_any(model)
-        pair = self._tokenizer, loading.tokenizer_if_any(speculative.model)
-        if speculative.translates and not vocabularies.are_same(*pair):
-            return draft, vocabularies.share(*pair, sizes.vocab_size, draft.vocab_size)
-        config.check_vocabularies(sizes.vocab_size, draft.vocab_size, *pair)
-        return draft, None
 
     def _jobs(
         self, given: Any, sampling_params: Settings, add_special_tokens: bool = True
@@ -359,26 +302,6 @@ class LLM:
         except Exception as error:  # of Jinja, or the template's own complaint
             reason = " ".join(str(error).split())
             raise ValueError(f"the chat template refuses the messages: {reason}") from None
-
-
-def _plan(
-    speculative: config.SpeculativeConfig,
-    sizes: DecoderConfig,
-    draft: DecoderConfig | HeadConfig | None,
-) -> Plan:
-    target = Decoder(sizes)
-    return Plan(target, speculative.drafter(draft, target), speculative.rule)
-
-
-def _length_limit(asked: int | None, max_positions: int) -> int:
-    if asked is None:
-        return max_positions
-    if _at_least_one("max_model_len", asked) > max_positions:
-        raise ValueError(
-            f"max_model_len={asked} is more than the {max_positions} positions of the model; "
-            "lower it or leave it out."
-        )
-    return asked
 
 
 def _at_least_one(name: str, value: Any) -> int:

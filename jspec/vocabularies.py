@@ -56,6 +56,37 @@ def are_same(target_tokenizer: Any, draft_tokenizer: Any) -> bool:
     return None not in both and both[0].get_vocab() == both[1].get_vocab()
 
 
+def check_same(
+    target_size: int, draft_size: int, target_tokenizer: Any = None, draft_tokenizer: Any = None
+) -> None:
+    """Checks that target and draft model mean the same by every token id.
+
+    Tokenizers decide where both are known: they must agree on every id that both have. The models'
+    sizes may then differ, being padded.
+
+    Raises:
+      ValueError: they do not share a vocabulary.
+    """
+    hint = ""
+    if target_tokenizer is None or draft_tokenizer is None:
+        if target_size == draft_size:
+            return
+    else:
+        target = {index: token for token, index in target_tokenizer.get_vocab().items()}
+        draft = {index: token for token, index in draft_tokenizer.get_vocab().items()}
+        differing = min((i for i in target.keys() & draft if target[i] != draft[i]), default=None)
+        if differing is None and target and draft:
+            return
+        if differing is not None:
+            hint = (f" Their tokenizers differ first at id {differing}: "
+                    f"{target[differing]!r} and {draft[differing]!r}.")  # fmt: skip
+    raise ValueError(
+        "Target and draft model should have the same vocabulary size. Target model "
+        f"vocab_size={target_size}. Draft model vocab_size={draft_size}. Using models with "
+        "different tokenizers can cause out-of-bounds errors during speculative decoding." + hint
+    )
+
+
 def share(
     target_tokenizer: Any,
     draft_tokenizer: Any,

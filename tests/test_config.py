@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jspec import config, config_keys, verify
+from jspec import config, config_keys, verify, vocabularies
 from jspec.config_keys import KEYS
 from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, MlpSpeculator, NGram, NoDrafter
 from jspec.models.heads.eagle import EagleConfig
@@ -410,18 +410,18 @@ VLLM = "Target and draft model should have the same vocabulary size. Target mode
 
 @pytest.mark.parametrize("tokenizers", [(None, None), (ABC, None), (None, ABC)])
 def test_without_both_tokenizers_the_models_sizes_must_agree(tokenizers):
-    config.check_vocabularies(128, 128, *tokenizers)
+    vocabularies.check_same(128, 128, *tokenizers)
     with pytest.raises(ValueError, match=VLLM):
-        config.check_vocabularies(128, 120, *tokenizers)
+        vocabularies.check_same(128, 120, *tokenizers)
 
 
 def test_padded_sizes_may_differ_where_the_tokenizers_agree():
-    config.check_vocabularies(128, 120, ABC, Tokens(ABC))
-    config.check_vocabularies(128, 120, ABC, Tokens(ABC, extra=3))
+    vocabularies.check_same(128, 120, ABC, Tokens(ABC))
+    vocabularies.check_same(128, 120, ABC, Tokens(ABC, extra=3))
 
 
 def test_tokenizers_that_disagree_are_refused_at_equal_sizes_too():
     with pytest.raises(ValueError) as error:
-        config.check_vocabularies(128, 128, ABC, Tokens(a=0, c=1, b=2))
+        vocabularies.check_same(128, 128, ABC, Tokens(a=0, c=1, b=2))
     assert VLLM in str(error.value)
     assert "Their tokenizers differ first at id 1: 'b' and 'c'." in str(error.value)

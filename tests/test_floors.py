@@ -14,7 +14,8 @@ jspec.plan jspec.decode jspec.generate
 jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
 jspec.model_files jspec.shared_file
 jspec.checkpoint jspec.head_formats jspec.head_files jspec.loading jspec.vocabularies
-jspec.config_keys jspec.config_method jspec.custom_class jspec.config jspec.metrics jspec.outputs
+jspec.config_keys jspec.config_values jspec.config_method jspec.config_rule jspec.custom_class
+jspec.config jspec.assembly jspec.metrics jspec.outputs
 jspec.jobs jspec.llm jspec
 jspec.show jspec.demo jspec.cli jspec.__main__
 training

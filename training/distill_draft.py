@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jspec import checkpoint, loading
-from jspec.config import check_vocabularies
 from jspec.drafters import DraftModel
 from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.vocabularies import check_same
 from training import trainer
 from training.distilling import DistillSettings, distil, open_target
 from training.draft import DraftRecipe, DraftTask, FrozenTeacher
@@ -69,7 +69,7 @@ def start_of(settings: Settings, target: LoadedModel) -> tuple[DecoderConfig, De
     """
     if settings.draft:
         draft = loading.load(settings.draft, "float32")
-        check_vocabularies(
+        check_same(
             target.config.vocab_size, draft.config.vocab_size, target.tokenizer, draft.tokenizer
         )
         return draft.config, draft.params, draft.raw_config

@@ -1,0 +1,133 @@
+"""From a target and a ``speculative_config`` to a plan and its weights.
+
+All that can be wrong is found before the target's weights are loaded, which may take minutes.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+from jspec import checkpoint, config, custom_class, loading, vocabularies
+from jspec.config import SpeculativeConfig
+from jspec.head_files import HeadConfig, LoadedHead
+from jspec.loading import LoadedModel
+from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.plan import Plan
+from jspec.types import Params
+from jspec.vocabularies import SharedVocabulary
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assembly:
+    """A target with its drafter, ready to run. Made by ``assemble``."""
+
+    model: LoadedModel
+    tokenizer: Any  # of texts; None where only the model's own may have one
+    max_model_len: int
+    plan: Plan
+    params: Params
+
+
+def assemble(
+    model: str | os.PathLike | LoadedModel,
+    speculative: SpeculativeConfig,
+    *,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    tokenizer: Any = None,
+) -> Assembly:
+    """Loads a target and what drafts for it; arguments as for ``jspec.LLM``.
+
+    Raises:
+      ValueError: a setting is out of range, the models do not fit each other, or a checkpoint
+        cannot be read.
+    """
+    sizes = loading.sizes(model)
+    max_model_len = _length_limit(max_model_len, sizes.max_positions)
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = checkpoint.load_tokenizer(tokenizer)
+    if tokenizer is None and speculative.needs_model:
+        tokenizer = loading.tokenizer_if_any(model)
+    part = _open(speculative, _Target(sizes, max_model_len, tokenizer), dtype)
+    _plan(part, sizes)  # raises before weights are moved
+    loaded = loading.load(model, dtype)
+    part, weights = _load(part, loaded, dtype)
+    plan = _plan(part, loaded.config)
+    if speculative.drafter_class:
+        weights = custom_class.params_of(plan.drafter, loaded.params)
+    return Assembly(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """What a drafter must fit."""
+
+    sizes: DecoderConfig
+    max_model_len: int
+    tokenizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A drafter that fits its target, and the network that it drafts with, if any."""
+
+    speculative: SpeculativeConfig
+    network: DecoderConfig | HeadConfig | None = None
+    head: LoadedHead | None = None
+    vocabulary: SharedVocabulary | None = None  # where the draft model has one of its own
+
+
+def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) -> _Part:
+    """Reads the sizes of the drafter's network, once it is found to fit the target."""
+    if speculative.needs_head:  # small beside the target, and so loaded at once
+        limits = target.sizes.max_positions, target.max_model_len
+        config.check_lengths(speculative, *limits)
+        head = loading.load_head(
+            speculative.model, target.sizes, kind=speculative.method, dtype=dtype
+        )
+        return _Part(speculative, head.config, head)
+    if not speculative.needs_model:
+        return _Part(speculative)
+    draft = loading.sizes(speculative.model)
+    config.check_lengths(speculative, draft.max_positions, target.max_model_len)
+    pair = target.tokenizer, loading.tokenizer_if_any(speculative.model)
+    if speculative.translates and not vocabularies.are_same(*pair):
+        sizes = target.sizes.vocab_size, draft.vocab_size
+        return _Part(speculative, draft, vocabulary=vocabularies.share(*pair, *sizes))
+    vocabularies.check_same(target.sizes.vocab_size, draft.vocab_size, *pair)
+    if speculative.translates:  # the two have one vocabulary
+        same = {**speculative.settings, "use_heterogeneous_vocab": False}
+        speculative = dataclasses.replace(speculative, settings=same)
+    return _Part(speculative, draft)
+
+
+def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, Any]:
+    """The part as its loaded network is, and the network's weights."""
+    if part.head:
+        head = loading.sharing(part.head, target.params.embedding)
+        return dataclasses.replace(part, network=head.config, head=head), head.params
+    if not part.speculative.needs_model:
+        return part, None
+    draft = loading.load(part.speculative.model, dtype)
+    weights = draft.params
+    if part.vocabulary:
+        weights = part.vocabulary.translating(weights, target.config.vocab_size)
+    return dataclasses.replace(part, network=draft.config), weights
+
+
+def _plan(part: _Part, sizes: DecoderConfig) -> Plan:
+    target = Decoder(sizes)
+    return Plan(target, part.speculative.drafter(part.network, target), part.speculative.rule)
+
+
+def _length_limit(asked: int | None, max_positions: int) -> int:
+    if asked is None:
+        return max_positions
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        raise ValueError(f"max_model_len={asked!r} must be a whole number of at least 1.")
+    if asked > max_positions:
+        raise ValueError(
+            f"max_model_len={asked} is more than the {max_positions} positions of the model; "
+            "lower it or leave it out."
+        )
+    return asked

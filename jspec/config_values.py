@@ -1,0 +1,84 @@
+"""Values of ``speculative_config``'s keys: each is what it must be, or a ValueError says so."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from jspec import shapes
+from jspec.naming import did_you_mean
+
+_PROMPT_LOOKUP = 5  # vLLM's n-gram length where neither end is given
+
+
+def tree(given: Any) -> shapes.Tree:
+    """A tree by its name or its rank paths."""
+    if isinstance(given, str):
+        if given not in shapes.NAMES:
+            raise ValueError(
+                f"tree={given!r} is not known; use one of {', '.join(shapes.NAMES)}, or a list of "
+                f"rank paths{did_you_mean(given, shapes.NAMES)}"
+            )
+        return given
+    if not isinstance(given, Sequence) or not all(isinstance(path, Sequence) for path in given):
+        raise ValueError(
+            f"tree={given!r} must be a name or a list of rank paths, such as [[0], [1], [0, 0]]."
+        )
+    return tuple(tuple(path) for path in given)
+
+
+def check_count(count: Any, has_model: bool) -> None:
+    """``num_speculative_tokens``, in vLLM's words; ``has_model``: of a method with a network."""
+    if count is None and has_model:
+        raise ValueError(
+            "A speculative model was provided, but `num_speculative_tokens` was not provided"
+        )
+    if count is None:
+        raise ValueError(
+            "num_speculative_tokens must be provided with speculative model unless the draft model "
+            "config contains an n_predict parameter."
+        )
+    if not isinstance(count, Integral) or isinstance(count, bool):
+        raise ValueError(f"num_speculative_tokens={count!r} must be a whole number.")
+    if count < 1:
+        raise ValueError(f"Expected num_speculative_tokens to be greater than zero ({count}).")
+
+
+def prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:
+    """Both ends of the n-gram's length, where one or none is given."""
+    shortest = at_least_one("prompt_lookup_min", shortest)
+    longest = at_least_one("prompt_lookup_max", longest)
+    shortest = shortest or longest or _PROMPT_LOOKUP
+    longest = longest or shortest
+    if shortest > longest:
+        raise ValueError(f"prompt_lookup_min={shortest} must be <= prompt_lookup_max={longest}")
+    return {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+
+
+def flag(values: Mapping[str, Any], name: str) -> bool:
+    """Whether a key is set to true."""
+    if not isinstance(values[name], bool | None):
+        raise ValueError(f"{name}={values[name]!r} must be true or false.")
+    return bool(values[name])
+
+
+def at_least_one(name: str, value: Any) -> int | None:
+    """A count; None where it is left out."""
+    if value is None:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+    return int(value)
+
+
+def check_real(name: str, value: Any, *, listed: bool) -> None:
+    """A number, or a list of numbers; None where it is left out."""
+    is_real = lambda x: isinstance(x, Real) and not isinstance(x, bool)
+    if listed and value is not None:
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Sequence)
+            or not all(map(is_real, value))
+        ):
+            raise ValueError(f"{name}={value!r} must be a list of numbers.")
+    elif value is not None and not is_real(value):
+        raise ValueError(f"{name}={value!r} must be a number.")
