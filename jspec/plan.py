@@ -105,3 +105,8 @@ def _check_kernel(rule: verify.Rule, drafter: Drafter) -> None:
             f"comes to {stands_in!r}, which has no kernel; leave implementation out, or have "
             "drafts drawn."
         )
+    if rule.implementation is not None and drafter.proposal == "points_last":
+        raise ValueError(
+            f"rule={rule.name!r} names implementation={rule.implementation!r}, but no kernel knows "
+            f"the 'points_last' drafts of {type(drafter).__name__}; leave implementation out."
+        )

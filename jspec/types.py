@@ -31,12 +31,14 @@ Shared = Any  # what survives calls and has no batch axis: a pytree of the draft
 # * "top_plus_one": point masses, then one child drawn from the row without their tokens;
 # * "mixed": any of those above but "iid", by ``Draft.sampled``: children drawn without replacement
 #   from the row without the tokens of their point-mass siblings;
+# * "points_last": drawn without replacement from the whole row, then point masses that are none of
+#   those drawn (a token that was drawn needs no second node);
 # * "pruned": drawn, but some were dropped for their own value: no law of the rest is known.
 #
 # Where fewer tokens have weight than there are children, the rest of the children are not valid.
 # Otherwise, but for "pruned", whether a node is valid never depends on its own or a later value.
 Proposal = Literal[
-    "point", "chain", "iid", "without_replacement", "top_plus_one", "mixed", "pruned"
+    "point", "chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last", "pruned"
 ]
 
 

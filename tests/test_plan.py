@@ -22,7 +22,7 @@ TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
 
 # What is exact for what. Point masses and pruned trees: section 3a of the target-only walk; draws:
 # each is enumerated in tests/verify.
-DRAWN = {"chain", "iid", "without_replacement", "top_plus_one", "mixed"}
+DRAWN = {"chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last"}
 EXACT_FOR = {
     "rejection": DRAWN | {"point"}, "block": DRAWN | {"point"},
     "match": DRAWN | {"point", "pruned"}, "coupled": DRAWN | {"point", "pruned"},
@@ -63,11 +63,12 @@ def test_point_masses_are_judged_by_the_target_only_walk():
         assert Plan(TARGET, labelled("point"), rule).effective_rule == RULES["match"]
 
 
-def test_siblings_drawn_with_replacement_are_judged_by_a_law_that_keeps_every_token():
+def test_laws_that_keep_the_tokens_of_siblings_are_judged_by_walks_of_their_own():
     for rule in ("rejection", "block"):
         walks = [Plan(TARGET, labelled(law), rule).effective_rule.walk
-                 for law in ("iid", "without_replacement")]  # fmt: skip
-        assert walks == [RULES[rule].walk_replaced, RULES[rule].walk]
+                 for law in ("iid", "points_last", "without_replacement")]  # fmt: skip
+        known = RULES[rule]
+        assert walks == [known.walk_replaced, known.walk_points_last, known.walk]
 
 
 def test_lossy_rules_judge_drafts_of_any_law():

@@ -34,6 +34,7 @@ class Rule:
       coins: what decides.
       exact_for: laws of drafts for which the output law is the target's; none for a lossy rule.
       walk_replaced: the walk where siblings were drawn with replacement; None for the same one.
+      walk_points_last: the walk where point masses came after those drawn; None for the same one.
       point_rule: name of the rule that runs in its place, by the same law, on point masses.
       shares_noise: the drafter draws with the target's noise.
       lossless: False for rules that change the output's law. They judge drafts of any kind.
@@ -53,6 +54,7 @@ class Rule:
     coins: Literal["target", "round"]
     exact_for: frozenset[Proposal]
     walk_replaced: Walk | None = None
+    walk_points_last: Walk | None = None
     point_rule: str | None = None
     shares_noise: bool = False
     lossless: bool = True
@@ -73,9 +75,8 @@ class Rule:
         """The rule as it runs on drafts of a law."""
         if proposal == "point" and self.point_rule is not None:
             return RULES[self.point_rule]
-        if proposal == "iid" and self.walk_replaced is not None:
-            return dataclasses.replace(self, walk=self.walk_replaced)
-        return self
+        others = {"iid": self.walk_replaced, "points_last": self.walk_points_last}
+        return dataclasses.replace(self, walk=others.get(proposal) or self.walk)
 
 
 def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
@@ -96,7 +97,7 @@ def synthetic(rates: Sequence[float] | None = None, length: float | None = None)
     )  # fmt: skip
 
 
-_DRAWN = frozenset({"chain", "iid", "without_replacement", "top_plus_one", "mixed"})
+_DRAWN = frozenset({"chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last"})
 _WITH_POINTS = _DRAWN | {"point"}
 
 RULES = {
@@ -104,10 +105,10 @@ RULES = {
     for rule in (
         # On point masses both come to the target-only walk: the same law, and without a residual.
         Rule("rejection", rejection.rejection, "round", _WITH_POINTS, rejection.with_replacement,
-             point_rule="match",
+             rejection.points_last, point_rule="match",
              summary="token rule with p/q: accept by ratio, else draw from the residual"),
         Rule("block", block.block, "round", _WITH_POINTS, block.with_replacement,
-             point_rule="match",
+             block.points_last, point_rule="match",
              summary="judges the draft as a whole, accepts at least as much: block verification "
              "of chains, traversal verification of trees"),
         Rule("match", match, "target", _WITH_POINTS | {"pruned"},

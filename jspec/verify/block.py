@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.types import Array, Draft, Tree
+from jspec.types import Array, Draft, Proposal, Tree
 from jspec.verify.chain import ChainLaws, chain_laws, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, take
 
 
 def block(
-    warped: Array, draft: Draft, tree: Tree, coins: Array, *, replaced: bool = False
+    warped: Array, draft: Draft, tree: Tree, coins: Array, *, law: Proposal = "mixed"
 ) -> tuple[Array, Array, Array]:
     """Accepts the path to one node, the first in post-order that passes its coin.
 
@@ -33,12 +33,13 @@ def block(
     """
     if is_chain(draft):
         return _chain(warped, draft, tree, coins)
-    traversal = _Traversal(warped, draft, tree, coins, replaced)
-    end, law = traversal.run()
-    return *traversal.path_to(end), jnp.log(law)
+    traversal = _Traversal(warped, draft, tree, coins, law)
+    end, left = traversal.run()
+    return *traversal.path_to(end), jnp.log(left)
 
 
-with_replacement = functools.partial(block, replaced=True)
+with_replacement = functools.partial(block, law="iid")
+points_last = functools.partial(block, law="points_last")
 
 
 # ------------------------------------------------------------------------------------- chains

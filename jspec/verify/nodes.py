@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec import topology
-from jspec.types import Array, Draft, Tree
+from jspec.types import Array, Draft, Proposal, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Nodes:
     draft: Draft
     tree: Tree
     coins: Array
-    replaced: bool
+    law: Proposal
 
     @property
     def drawn(self) -> Array:
@@ -62,7 +62,7 @@ class Nodes:
         """The law that the first drawn child of ``node`` [B] came from: weights [B, V], mass [B].
 
         That is the recorded row without the tokens of the point masses among the children, since
-        siblings are distinct.
+        siblings are distinct; but the whole row where point masses came last.
         """
         shape = (node.shape[0], self.warped.shape[-1])
         if self.draft.logits is None:
@@ -72,7 +72,7 @@ class Nodes:
             q = jnp.zeros(shape, q.dtype).at[:, self.draft.draft_to_target].set(
                 q, indices_are_sorted=True, unique_indices=True
             )  # fmt: skip
-        if self.draft.sampled is not None:
+        if self.draft.sampled is not None and self.law != "points_last":
             fixed = jnp.where(self.children(node) & ~self.drawn, self.draft.tokens, shape[1])
             q = q.at[jnp.arange(shape[0])[:, None], fixed].set(0, mode="drop")
         return q, q.sum(-1)
@@ -93,7 +93,7 @@ class Nodes:
 
     def leaves_law(self, child: Array) -> Array:
         """Whether the refusal of ``child`` takes its token out of the law of the next: bool [B]."""
-        return jnp.zeros(child.shape, bool) if self.replaced else take(self.drawn, child)
+        return jnp.zeros(child.shape, bool) if self.law == "iid" else take(self.drawn, child)
 
     def path_to(self, end: Array) -> tuple[Array, Array]:
         """Node ids from the root down to ``end`` [B], [B, max_depth+1], and its depth [B]."""

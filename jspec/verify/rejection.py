@@ -11,13 +11,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.types import Array, Draft, Tree
+from jspec.types import Array, Draft, Proposal, Tree
 from jspec.verify.chain import chain_laws, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, take
 
 
 def rejection(
-    warped: Array, draft: Draft, tree: Tree, coins: Array, *, replaced: bool = False
+    warped: Array, draft: Draft, tree: Tree, coins: Array, *, law: Proposal = "mixed"
 ) -> tuple[Array, Array, Array]:
     """Accepts a token x where u < p(x) / q(x); a refusal leaves the residual max(p - q, 0).
 
@@ -26,10 +26,10 @@ def rejection(
 
     Args:
       warped: the target's warped logits [B, N, V].
-      draft: the proposal; siblings hold distinct tokens, unless ``replaced``.
+      draft: the proposal; siblings hold distinct tokens, unless ``law`` is "iid".
       tree: its shape.
       coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
-      replaced: static, whether siblings were drawn with replacement.
+      law: static, that of siblings: "iid", "points_last", or "mixed" for all others.
 
     Returns:
       path [B, max_depth+1], num_accepted [B], next_logits [B, V]: the residual at the path's end,
@@ -37,12 +37,13 @@ def rejection(
     """
     if is_chain(draft):
         return _chain(warped, draft, tree, coins)
-    nodes = Nodes(warped, draft, tree, coins, replaced)
-    end, law = _walk(nodes)
-    return *nodes.path_to(end), jnp.log(law)
+    nodes = Nodes(warped, draft, tree, coins, law)
+    end, left = _walk(nodes)
+    return *nodes.path_to(end), jnp.log(left)
 
 
-with_replacement = functools.partial(rejection, replaced=True)
+with_replacement = functools.partial(rejection, law="iid")
+points_last = functools.partial(rejection, law="points_last")
 
 
 def _chain(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:

@@ -272,6 +272,8 @@ WRONG_TREES = {
         lambda rule: (RULES[rule].walk, tree("point", altered=says_drawn)),
     "the likeliest child is not taken out of the law of the drawn one":
         lambda rule: (RULES[rule].walk, tree("top_plus_one", altered=says_drawn)),
+    "a point mass that came last is taken out of the law of the drawn one":
+        lambda rule: (RULES[rule].walk, tree("points_last")),
     "children are pruned by their own probability":
         lambda rule: (RULES[rule].walk,
                       tree("without_replacement", UNEVEN, pruned_by_their_own_probability)),

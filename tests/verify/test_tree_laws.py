@@ -57,7 +57,7 @@ def test_trees_give_the_targets_law(rule, proposal, parents):
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_three_children_are_exact(rule):
     assert random(rule, THREE, "iid").distance < EXACT
-    for proposal in ("without_replacement", "top_plus_one"):
+    for proposal in ("without_replacement", "top_plus_one", "points_last"):
         result = random(rule, THREE, proposal, vocab_size=4)
         assert result.distance < EXACT
         assert result.accepted[1] < 1  # of three tokens, three children would be all
@@ -81,7 +81,9 @@ def test_nodes_that_are_not_valid_leave_the_law_as_it_is(rule, proposal):
     assert result.accepted[3] == 0
 
 
-@pytest.mark.parametrize("proposal", ["without_replacement", "top_plus_one", "point"])
+@pytest.mark.parametrize(
+    "proposal", ["without_replacement", "top_plus_one", "points_last", "point"]
+)
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_a_reduced_draft_vocabulary_is_exact(rule, proposal):
     target, drafter = context_dependent(4, 4, DEPTH + 1), context_dependent(5, 2, 1)

@@ -109,9 +109,19 @@ def top_plus_one(law: np.ndarray, count: int) -> Iterator[Children]:
         yield (*fixed, *token), (False,) * (count - 1) + (True,), weight
 
 
+def points_last(law: np.ndarray, count: int) -> Iterator[Children]:
+    """Successive draws, and then the token that is likeliest before any draw, unless drawn."""
+    if count == 0:
+        yield (), (), 1.0
+        return
+    fixed = int(np.argmax(law))
+    for tokens, drawn, weight in without_replacement(law, count - 1):
+        yield (*tokens, None if fixed in tokens else fixed), (*drawn, False), weight
+
+
 CHILDREN = {
     "point": point, "chain": iid, "iid": iid, "without_replacement": without_replacement,
-    "top_plus_one": top_plus_one,
+    "top_plus_one": top_plus_one, "points_last": points_last,
 }  # fmt: skip
 
 
