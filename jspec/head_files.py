@@ -1,8 +1,8 @@
 """Checkpoints of draft heads, in the layouts that people have.
 
-EAGLE-1, -2 and -3, Medusa, Hydra, and MLP and LSTM speculators. ``load_head`` is the one way in.
-What a directory holds is told by its config.json and the names of its tensors, never by its own
-name; the ``*_format`` files of ``jspec.models.heads`` say what each layout means, and how it is
+EAGLE-1, -2 and -3, Medusa, Hydra, DFlash, and MLP and LSTM speculators. ``load_head`` is the one
+way in. What a directory holds is told by its config.json and the names of its tensors, never by its
+own name; the ``*_format`` files of ``jspec.models.heads`` say what each layout means, and how it is
 read where servers disagree. ``save_head`` writes the same layouts, so that vLLM, SGLang and the
 authors' programs read them.
 """
@@ -26,6 +26,7 @@ from jspec.models.heads import (
     mlp_speculator_format,
     vocabulary,
 )
+from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 
@@ -56,8 +57,8 @@ class LoadedHead:
     """A draft head and its weights. Made by ``load_head``.
 
     Attributes:
-      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator" or "hydra": the method
-        that drafts with it.
+      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator", "hydra" or "dflash": the
+        method that drafts with it.
       layout: how its files are written.
       config: sizes and switches.
       params: weights.
@@ -118,6 +119,7 @@ def save_head(
     layout: Layout | None = None,
     target_name: str = "",
     embedding: Any = None,
+    output: Any = None,
     dtype: Any = None,
 ) -> None:
     """Writes a head as config.json and its tensors; whole or, interrupted, not at all.
@@ -131,19 +133,22 @@ def save_head(
       params: weights.
       target_config: the target's sizes.
       layout: None for the most widely read one of the method: "eagle", "eagle3", "medusa-vllm",
-        "mlp_speculator", "arctic-lstm", "hydra".
+        "mlp_speculator", "arctic-lstm", "hydra", "dflash".
       target_name: hub id or path of the target; files of ``head_formats.NAMING_TARGETS`` name it.
       embedding: the target's [V, D], written for a head that shares it: ``speculators`` files must
         have one, and some servers need it in ``eagle3``.
+      output: the target's [D, V], written for a head that shares it where ``dflash-speculators``
+        files must have one.
       dtype: float32, bfloat16 or float16; None keeps that of the weights, if they share one.
 
     Raises:
       ValueError: the layout is unknown or cannot express the head, or ``params`` do not fit.
     """
     layout = layout or _default_layout(config)
-    if embedding is not None and isinstance(config, EagleConfig) and not config.own_embedding:
-        config = dataclasses.replace(config, own_embedding=True)
-        params = params.replace(embedding=embedding)
+    if isinstance(config, EagleConfig):
+        config, params = _with_targets(config, params, embedding=embedding)
+    if isinstance(config, DFlashConfig) and layout == "dflash-speculators":
+        config, params = _with_targets(config, params, embedding=embedding, head=output)
     raw = describe_head(config, target_config, layout=layout, target_name=target_name)
     entries = _entries(config, layout)
     model_files.check_params(entries, params)
@@ -220,6 +225,17 @@ def _canonical(directory: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, 
 # Writing.
 
 
+def _with_targets(
+    config: HeadConfig, params: HeadParams, **lent: Any
+) -> tuple[HeadConfig, HeadParams]:
+    """The head with what it shares of the target, by the names of its own weights."""
+    for name, weights in lent.items():
+        if weights is not None and not getattr(config, f"own_{name}"):
+            config = dataclasses.replace(config, **{f"own_{name}": True})
+            params = params.replace(**{name: weights})
+    return config, params
+
+
 def _default_layout(config: HeadConfig) -> Layout:
     if isinstance(config, EagleConfig):
         return "eagle" if config.generation == 1 else "eagle3"
@@ -260,7 +276,7 @@ def _extra(
     config: HeadConfig, params: HeadParams, layout: Layout, dtype: np.dtype
 ) -> dict[str, np.ndarray]:
     """What a file of ``layout`` holds besides the weights."""
-    if isinstance(config, EagleConfig):
+    if isinstance(config, EagleConfig | DFlashConfig):
         extra = _maps(config, params)
         if layout == "eagle" and not config.fc_bias:
             # SGLang always has this bias, and leaves it uninitialised where the file has none.
@@ -275,7 +291,9 @@ def _extra(
     return {name: written[first] for name, first in copies.items()}
 
 
-def _maps(config: EagleConfig, params: EagleParams) -> dict[str, np.ndarray]:
+def _maps(
+    config: EagleConfig | DFlashConfig, params: EagleParams | DFlashParams
+) -> dict[str, np.ndarray]:
     """``d2t`` and ``t2d`` of a reduced vocabulary."""
     if params.draft_to_target is None:
         return {}

@@ -12,6 +12,7 @@ from jspec import model_files
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import (
     arctic_format,
+    dflash_format,
     eagle_format,
     hydra_format,
     medusa_format,
@@ -19,18 +20,33 @@ from jspec.models.heads import (
     vocabulary,
 )
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
+from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
 
-Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra"]
+Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash"]
 Layout = Literal[
     "eagle", "eagle3", "speculators", "medusa", "medusa-vllm", "mlp_speculator", "arctic-rnn",
-    "arctic-lstm", "hydra",
+    "arctic-lstm", "hydra", "dflash", "dflash-speculators",
 ]  # fmt: skip
-HeadConfig = EagleConfig | MedusaConfig | MlpSpeculatorConfig | LstmSpeculatorConfig | HydraConfig
-HeadParams = EagleParams | MedusaParams | MlpSpeculatorParams | LstmSpeculatorParams | HydraParams
+HeadConfig = (
+    EagleConfig
+    | MedusaConfig
+    | MlpSpeculatorConfig
+    | LstmSpeculatorConfig
+    | HydraConfig
+    | DFlashConfig
+)
+HeadParams = (
+    EagleParams
+    | MedusaParams
+    | MlpSpeculatorParams
+    | LstmSpeculatorParams
+    | HydraParams
+    | DFlashParams
+)
 Tensors = Mapping[str, np.ndarray]
 
 # What trainers leave in the files and no head uses.
@@ -60,9 +76,12 @@ FORMATS = {
     ),
     LstmSpeculatorConfig: HeadFormat("LSTM speculator", arctic_format, ("arctic-lstm",)),
     HydraConfig: HeadFormat("Hydra", hydra_format, ("hydra",)),
+    DFlashConfig: HeadFormat("DFlash", dflash_format, ("dflash", "dflash-speculators")),
 }
 # These layouts name the target.
-NAMING_TARGETS = ("speculators", "medusa", "arctic-rnn", "arctic-lstm", "hydra")
+NAMING_TARGETS = (
+    "speculators", "medusa", "arctic-rnn", "arctic-lstm", "hydra", "dflash-speculators",
+)  # fmt: skip
 TORCH_FILES = {
     "medusa": "medusa_lm_head.pt",
     "hydra": "hydra_lm_head.pt",
@@ -84,6 +103,9 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
         layout = module.layout(tensors)
         if layout is not None:
             return kind, layout
+    layout = dflash_format.layout(raw, tensors)
+    if layout is not None:
+        return "dflash", layout
     generation = eagle_format.generation(tensors)
     if generation == 3:
         return "eagle3", "speculators" if eagle_format.SPECULATORS in raw else "eagle3"
@@ -97,8 +119,8 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
     hydra_format.check_architecture(raw)
     some = ", ".join(sorted(tensors)[:4])
     raise ValueError(
-        f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa, Hydra, MLP or "
-        f"LSTM speculator): its tensors are {some}, …"
+        f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa, Hydra, DFlash, "
+        f"MLP or LSTM speculator): its tensors are {some}, …"
     )
 
 
@@ -125,7 +147,18 @@ def _read_eagle(raw, tensors, target, layout, dtype, embedding):
     if config.fc_bias and not np.any(tensors.get("fc.bias", True)):
         config = dataclasses.replace(config, fc_bias=False)  # as ``save_head`` writes it
         tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
-    entries = eagle_format.table(config)
+    return _read_sharing(eagle_format, config, tensors, dtype, embedding)
+
+
+def _read_dflash(raw, tensors, target, layout, dtype, embedding):
+    del layout
+    config = dflash_format.read(raw, tensors, target)
+    return _read_sharing(dflash_format, config, tensors, dtype, embedding)
+
+
+def _read_sharing(module, config, tensors, dtype, embedding):
+    """Heads that may share the target's embedding, and know only some of its tokens."""
+    entries = module.table(config)
     model_files.check_fit("the file", entries, tensors, ("d2t", "t2d", *_TRAINING_ONLY))
     ids = vocabulary.from_offsets(
         tensors.get("d2t"), tensors.get("t2d"), config.vocab_size, config.target_vocab_size
@@ -135,11 +168,11 @@ def _read_eagle(raw, tensors, target, layout, dtype, embedding):
         theirs = tensors["embed_tokens.weight"].astype(dtype)
         if config.hidden_size == config.target_hidden_size and np.array_equal(theirs, embedding):
             config = dataclasses.replace(config, own_embedding=False)
-            entries = eagle_format.table(config)
+            entries = module.table(config)
     config = dataclasses.replace(config, network=model_files.with_precision(config.network, dtype))
     arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
     ids = None if ids is None else jnp.asarray(ids)
-    return config, eagle_format.assemble(entries, arrays, ids)
+    return config, module.assemble(entries, arrays, ids)
 
 
 def _read_medusa(raw, tensors, target, layout, dtype, embedding):
@@ -212,4 +245,6 @@ _READERS: dict[Layout, Callable] = {
     "arctic-rnn": _read_stages,
     "arctic-lstm": _read_stages,
     "hydra": _read_stages,
+    "dflash": _read_dflash,
+    "dflash-speculators": _read_dflash,
 }

@@ -1,0 +1,66 @@
+"""Tiny DFlash heads for the tiny target, random and trained, and plain torch's view of the same."""
+
+import dataclasses
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import head_files
+from jspec.models.heads import dflash
+from jspec.models.heads.dflash import DFlashConfig
+from tests import tiny
+
+WIDTH, KEPT, MASK = tiny.TARGET.config.hidden_size, 40, 63
+_NETWORK = dataclasses.replace(
+    tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True
+)  # fmt: skip
+_SLIDING = dataclasses.replace(_NETWORK, windows=(7, None))
+_REDUCED = dataclasses.replace(_NETWORK, vocab_size=KEPT, num_layers=1)
+CONFIGS = {
+    "dflash": DFlashConfig(_NETWORK, (0, 1), WIDTH, tiny.VOCAB, 5, MASK),
+    "sliding": DFlashConfig(_SLIDING, (1,), WIDTH, tiny.VOCAB, 4, MASK, causal=(True, False)),
+    "reduced": DFlashConfig(
+        _REDUCED, (0, 1), WIDTH, tiny.VOCAB, 4, MASK, from_anchor=True, own_embedding=True,
+        own_head=True,
+    ),
+}  # fmt: skip
+LAYOUTS = {"dflash": "dflash", "sliding": "dflash", "reduced": "dflash-speculators"}
+
+
+@functools.cache
+def random_params(name: str):
+    """Weights large enough for varied drafts, no two of them equal; scattered kept tokens."""
+    config = CONFIGS[name]
+    shapes = jax.eval_shape(lambda: dflash.init_params(jax.random.key(0), config))
+    rng = np.random.default_rng(len(name))
+    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
+    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    if not config.reduced:
+        return params
+    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
+    return params.replace(draft_to_target=jnp.asarray(kept))
+
+
+def torch_reference(name: str, params):
+    """The head in plain torch, from the file that jspec writes of it."""
+    # Only here: what else is in this file serves where there is no torch, too.
+    import torch
+    from safetensors.torch import load_file
+
+    from tests.models.torch_dflash import DFlashRef
+
+    target = tiny.params().target
+    lent = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
+    with tempfile.TemporaryDirectory() as directory:
+        head_files.save_head(
+            directory, CONFIGS[name], params, tiny.TARGET.config, layout=LAYOUTS[name],
+            target_name="someone/model",
+        )  # fmt: skip
+        tensors = load_file(Path(directory) / "model.safetensors")
+        raw = json.loads((Path(directory) / "config.json").read_text())
+    return DFlashRef(tensors, raw, *lent)

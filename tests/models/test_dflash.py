@@ -1,0 +1,117 @@
+"""DFlash heads, loaded from files that torch wrote, against plain torch: the same logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import head_files, kv
+from jspec.models import decoder
+from jspec.models.heads import dflash
+
+torch = pytest.importorskip("torch")
+from tests.models import dflash_cases, head_cases, torch_dflash  # noqa: E402
+from tests.models.head_cases import TARGET, VOCAB, WIDTH  # noqa: E402
+
+TOLERANCE = 1e-4
+CONTEXT, CHUNK = 9, 5  # positions that the target has computed, taken in 5 at first
+MODEL = decoder.Decoder(TARGET)
+
+
+@functools.cache
+def target_params():
+    return decoder.init_params(jax.random.key(3), TARGET).replace(
+        head=jax.random.normal(jax.random.key(4), (WIDTH, VOCAB)) / 6,
+        embedding=jax.random.normal(jax.random.key(5), (VOCAB, WIDTH)),
+    )
+
+
+def draft_logits(params, config, states, root, depth):
+    """Our logits [depth, Vd], the context [CONTEXT, C, D] injected in two chunks."""
+    cache = dflash.init_cache(config, 1, 16)
+    for rows in (slice(0, CHUNK), slice(CHUNK, CONTEXT)):
+        chunk = tuple(states[None, rows, i] for i in range(states.shape[1]))
+        size = chunk[0].shape[1]
+        positions = cache.length[:, None] + jnp.arange(size)
+        entries = dflash.inject(params, config, dflash.fuse(params, config, chunk), positions)
+        cache = kv.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
+    hidden = dflash.fill_in(params, config, root, depth, cache, MODEL, target_params())
+    return dflash.unembed(params, config, hidden, MODEL, target_params())[0]
+
+
+def loaded(tmp_path, name):
+    tensors, raw = dflash_cases.case(name)
+    return tensors, raw, head_files.load_head(head_cases.write(tmp_path, tensors, raw), TARGET)
+
+
+def reference(tensors, raw):
+    lent = (torch.from_numpy(np.array(x)) for x in (target_params().embedding,
+                                                    target_params().head.T))  # fmt: skip
+    return torch_dflash.DFlashRef(tensors, raw, *lent)
+
+
+def states_for(head):
+    return torch.randn(CONTEXT, len(head.config.capture_layers), WIDTH) * 2
+
+
+@pytest.mark.parametrize("name", dflash_cases.CASES)
+def test_draft_logits_equal_those_of_torch(tmp_path, name):
+    tensors, raw, head = loaded(tmp_path, name)
+    assert (head.kind, head.layout[:6]) == ("dflash", "dflash")
+    states, root, depth = states_for(head), torch.tensor([7]), head.config.max_depth
+    expected = reference(tensors, raw).draft_logits(states, root, depth).numpy()
+    assert np.ptp(expected, -1).min() > 0.5  # the head says something
+    found = draft_logits(
+        head.params, head.config, jnp.asarray(states.numpy()), jnp.asarray([7]), depth
+    )
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_smaller_block_has_fewer_masks(tmp_path):
+    tensors, raw, head = loaded(tmp_path, "dflash-sliding")
+    states, root = states_for(head), torch.tensor([7])
+    small, whole = (reference(tensors, raw).draft_logits(states, root, d).numpy() for d in (2, 4))
+    assert np.abs(small - whole[:2]).max() > 100 * TOLERANCE
+    found = draft_logits(head.params, head.config, jnp.asarray(states.numpy()), jnp.asarray([7]), 2)
+    np.testing.assert_allclose(found, small, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("dflash-sliding", {"causal": False}),
+        ("dflash-sliding-unmasked", {"causal": True}),
+        ("dflash", {"causal": True}),
+        ("dflash-sliding", {"sliding_window": 7}),
+        ("speculators-sliding", {"sliding_window_non_causal": True}),
+        ("speculators", {"sample_from_anchor": True}),
+    ],
+)
+def test_a_switch_read_the_other_way_would_have_been_seen(name, change):
+    tensors, raw = dflash_cases.case(name)
+    refs = [reference(tensors, raw), reference(tensors, raw)]
+    refs[1].raw = refs[1].raw | change
+    states = torch.randn(CONTEXT, tensors["fc.weight"].shape[1] // WIDTH, WIDTH)
+    one, other = (ref.draft_logits(states, torch.tensor([7]), 3) for ref in refs)
+    assert (one - other).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("dflash", (2, 5)),
+        ("dflash-biased-three-layers-default-ids", (2, 4, 6)),
+        ("dflash-one-layer-default-ids", (5,)),
+        ("speculators", (0, 2, 5)),
+    ],
+)
+def test_ids_of_layers_become_hidden_states(tmp_path, name, layers):
+    assert loaded(tmp_path, name)[2].config.capture_layers == layers
+
+
+def test_a_reduced_vocabulary_is_read_as_offsets(tmp_path):
+    tensors, _, head = loaded(tmp_path, "speculators")
+    kept = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    np.testing.assert_array_equal(head.params.draft_to_target, kept.numpy())
