@@ -83,7 +83,8 @@ _WORKS = (
      "whether the draft model may have a tokenizer of its own; it then drafts the tokens that both "
      "have, greedily or, unlike vLLM's, sampled"),
     ("tree", "chain",
-     "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence), "
+     "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence) or, of "
+     "heads that do not see what they drafted, 'best_first' (the likeliest paths), "
      "'sampled' (a static tree of draws), a published tree's name or a list of rank paths; of "
      "'suffix': 'chain' or 'best_first' (the likeliest continuations); of 'token_recycling': a "
      "published tree, rank paths or 'chain', or the best of 81 nodes if left out"),

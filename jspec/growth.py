@@ -82,7 +82,7 @@ class Drawing:
           logits: [B, F, Vd], or [B, 1, Vd] for all nodes.
           widths: how many children each node needs, static int [F].
           nodes: int32 [F], the nodes: addresses of the noise.
-          depth: of the nodes.
+          depth: of the nodes, one for all or int32 [F].
         """
         width = int(widths.max())
         if self.deterministic:
@@ -142,12 +142,12 @@ class Drawing:
 
     def _shared_noise(self, logits: Array, law: Array, width: int, depth: Array) -> Children:
         """The target's likeliest draws after these nodes, by the head's lights."""
-        position = self.history.length + depth
+        position = self.history.length[:, None] + jnp.atleast_1d(depth)
         noise = sampling.target_noise(self.request.keys, position, self.vocab_size)
-        noise = noise[:, : law.shape[-1]] if self.draft_to_target is None else (
-            noise[:, self.draft_to_target]
+        noise = noise[..., : law.shape[-1]] if self.draft_to_target is None else (
+            noise[..., self.draft_to_target]
         )  # fmt: skip
-        noisy = law + noise[:, None].astype(law.dtype)
+        noisy = law + noise.astype(law.dtype)
         heights, ids = _top(jnp.where(self._random_rows, noisy, logits), width)
         return Children(ids, heights > -jnp.inf)
 
@@ -210,9 +210,15 @@ def chain(
 
     first = draw(logits, 0)
     drafted, laws = _levels(step, (frontier, first[0]), first, depth, unrolled)
+    return chained(drawing, drafted, laws)
+
+
+def chained(drawing: Drawing, drafted: Array, laws: Array | None) -> Draft:
+    """The draft of a chain of target ids [B, K], drawn from ``laws`` [B, K, Vd] if there are."""
     if laws is not None:  # and a row for the leaf, which has no children
         laws = jnp.concatenate([laws, jnp.zeros_like(laws[:, :1])], 1)
     drafted = jnp.concatenate([tokens.root(drawing.history)[:, None], drafted], 1)
+    depth = drafted.shape[1] - 1
     return Draft(
         tokens=drafted,
         parents=topology.chain(depth),
@@ -331,7 +337,7 @@ def dynamic(
         scores, drafted = likeliest(logits)
         flat = lambda x: jnp.broadcast_to(x, (batch, top_k, top_k)).reshape(batch, -1)
         order = jnp.arange(top_k**2).reshape(top_k, top_k)
-        looked_at = _Candidates(
+        looked_at = Candidates(
             flat(drafted), flat(fed.scores[..., None] + scores), flat(fed.index[..., None]),
             flat(top_k + (depth - 1) * top_k**2 + order),
         )  # fmt: skip
@@ -340,26 +346,27 @@ def dynamic(
 
     scores, drafted = (x[:, 0] for x in likeliest(logits))
     order = jnp.broadcast_to(jnp.arange(top_k), (batch, top_k))
-    first = _Candidates(drafted, scores, jnp.full_like(order, -1), order)
+    first = Candidates(drafted, scores, jnp.full_like(order, -1), order)
     carry = (frontier, first, jnp.zeros_like(order))
     every = _levels(step, carry, first, budget.max_depth, unrolled)
     _, best = _top(every.scores, budget.size - 1)
-    return _rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)
+    return rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)
 
 
-class _Candidates(NamedTuple):
-    """Nodes that were looked at, [B, n]."""
+class Candidates(NamedTuple):
+    """Nodes that were looked at, [B, n]: what may become a tree."""
 
     tokens: Array  # target ids
     scores: Array  # log of the product of probabilities along the path
     parents: Array  # index of the parent; -1 for the root
     index: Array  # in the order of being looked at
 
-    def take(self, rows: Array) -> "_Candidates":
-        return _Candidates(*(jnp.take_along_axis(x, rows, 1) for x in self))
+    def take(self, rows: Array) -> "Candidates":
+        """Those at ``rows`` [B, n]."""
+        return Candidates(*(jnp.take_along_axis(x, rows, 1) for x in self))
 
 
-def _rerooted(drawing: Drawing, kept: _Candidates, max_depth: int) -> Draft:
+def rerooted(drawing: Drawing, kept: Candidates, max_depth: int) -> Draft:
     """The draft of the candidates that were kept, in ascending order, under the root."""
     before = (kept.index[:, None, :] < kept.parents[:, :, None]).sum(-1, dtype=jnp.int32)
     parents = jnp.where(kept.parents < 0, 0, 1 + before)

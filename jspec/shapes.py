@@ -1,4 +1,4 @@
-"""What a drafter's tree settings ask for: a static shape, or the budget of a dynamic tree.
+"""What a drafter's tree settings ask for: a static shape, or the budget of a tree that has none.
 
 A published tree stands here as the number of children of every node, level by level, nodes without
 children left out at a level's end; children have the ranks 0, 1, 2, ... (all published trees do).
@@ -37,11 +37,12 @@ PUBLISHED = {
         "10, 10 6 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1, 2 1",
 }  # fmt: skip
 
-OF_ANY_DEPTH = ("chain", "eagle2", "sampled")
+OF_ANY_DEPTH = ("chain", "eagle2", "best_first", "sampled")
 NAMES = (*OF_ANY_DEPTH, *PUBLISHED)
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy", "top_plus_one")
 _EAGLE2 = {"size": 60, "top_k": 10}  # the authors' defaults
 _SAMPLED = {"size": 16, "top_k": 4}
+_BEST_FIRST = 16  # nodes
 
 Tree = str | tuple[tuple[int, ...], ...]
 Proposal = Literal["point", "chain", "without_replacement", "top_plus_one"]
@@ -74,6 +75,29 @@ class Dynamic:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class BestFirst:
+    """The budget of the likeliest paths of a head that has one law for all nodes of a depth.
+
+    Attributes:
+      size: N, the root included.
+      max_depth: edges from the root to the deepest leaf, at most.
+
+    Raises:
+      ValueError: there is room for the root alone.
+    """
+
+    size: int
+    max_depth: int
+
+    def __post_init__(self):
+        if self.size < 2:
+            raise ValueError(f"tree_size={self.size} must be at least 2, the root included.")
+
+
+Grown = Shape | Dynamic | BestFirst  # what a tree may be
+
+
 def _num_candidates(max_depth: int, top_k: int) -> int:
     """How many nodes EAGLE-2's expansion looks at: k, and k times k at every level below."""
     return top_k + (max_depth - 1) * top_k**2
@@ -85,17 +109,18 @@ def requested(
     tree_size: int | None = None,
     tree_depth: int | None = None,
     tree_top_k: int | None = None,
-) -> Shape | Dynamic:
+) -> Grown:
     """The tree that the settings of a drafter ask for.
 
     Args:
-      tree: "chain", "eagle2", "sampled" (``best`` of the budget), a name in ``PUBLISHED``, or rank
-        paths.
+      tree: "chain", "eagle2", "best_first", "sampled" (``best`` of the budget), a name in
+        ``PUBLISHED``, or rank paths.
       num_speculative_tokens: K, edges from the root to the deepest leaf.
-      tree_size: N, nodes with the root. None for 60 ("eagle2") or 16 ("sampled"), or for as many as
-        there can be where that is less.
+      tree_size: N, nodes with the root. None for 60 ("eagle2") or 16 ("best_first", "sampled"), or
+        for as many as there can be where that is less.
       tree_depth: the same as ``num_speculative_tokens``.
-      tree_top_k: children of a node at most. None for 10 ("eagle2") or 4 ("sampled").
+      tree_top_k: children of a node at most. None for 10 ("eagle2") or 4 ("sampled"); a tree that
+        is "best_first" has no such bound.
 
     Raises:
       ValueError: a setting is out of range, contradicts another, or is not used by that tree.
@@ -118,12 +143,16 @@ def requested(
     if tree == "chain":
         paths = [(0,) * length for length in range(1, depth + 1)]
         return _agreeing(tree, topology.from_choices(paths), given)
+    if tree == "best_first":
+        if tree_top_k is not None:
+            raise ValueError("tree_top_k is not used by tree='best_first'; leave it out.")
+        return BestFirst(tree_size or _BEST_FIRST, depth)
     defaults = _EAGLE2 if tree == "eagle2" else _SAMPLED
     top_k = tree_top_k or defaults["top_k"]
     if tree == "eagle2":
         most = _num_candidates(depth, top_k) + 1
         return Dynamic(tree_size or min(defaults["size"], most), depth, top_k)
-    return best(tree_size or min(defaults["size"], _full(depth, top_k)), depth, top_k)
+    return best(tree_size or min(defaults["size"], full(depth, top_k)), depth, top_k)
 
 
 def _agreeing(tree: Tree, shape: Shape, given: dict[str, int | None]) -> Shape:
@@ -137,7 +166,7 @@ def _agreeing(tree: Tree, shape: Shape, given: dict[str, int | None]) -> Shape:
     return shape
 
 
-def drawn_by(tree: Tree, shape: Shape | Dynamic, method: str | None) -> str:
+def drawn_by(tree: Tree, shape: Grown, method: str | None) -> str:
     """How the children of a tree are chosen: by ``method``; None draws wherever that is exact.
 
     Raises:
@@ -150,9 +179,9 @@ def drawn_by(tree: Tree, shape: Shape | Dynamic, method: str | None) -> str:
         known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
         near = did_you_mean(method, DRAFT_SAMPLE_METHODS) or "."
         raise ValueError(f"draft_sample_method={method!r} must be {known}{near}")
-    if isinstance(shape, Dynamic) and method != "greedy":
+    if not isinstance(shape, Shape) and method != "greedy":
         raise ValueError(
-            f"draft_sample_method={method!r} is not exact for tree='eagle2', which drops nodes for "
+            f"draft_sample_method={method!r} is not exact for tree={tree!r}, which drops nodes for "
             "their values; leave it out, or use tree='sampled'."
         )
     if tree == "sampled" and method == "greedy":
@@ -173,7 +202,7 @@ def drawn_by(tree: Tree, shape: Shape | Dynamic, method: str | None) -> str:
     return method
 
 
-def proposal(shape: Shape | Dynamic, method: str) -> Proposal:
+def proposal(shape: Grown, method: str) -> Proposal:
     """The law of the children that ``method`` chooses."""
     if method == "greedy":
         return "point"
@@ -219,10 +248,10 @@ def best(size: int, max_depth: int, top_k: int) -> Shape:
     Raises:
       ValueError: a full tree of that depth and width has fewer nodes.
     """
-    full = _full(max_depth, top_k)
-    if not 2 <= size <= full:
+    most = full(max_depth, top_k)
+    if not 2 <= size <= most:
         raise ValueError(
-            f"tree_size={size} must be 2 to {full}, the nodes of a full tree of "
+            f"tree_size={size} must be 2 to {most}, the nodes of a full tree of "
             f"tree_depth={max_depth} and tree_top_k={top_k}, root included."
         )
     counter = itertools.count()  # of equal paths the one found first, which is never the deeper
@@ -239,8 +268,8 @@ def best(size: int, max_depth: int, top_k: int) -> Shape:
     return topology.from_choices(paths)
 
 
-def _full(max_depth: int, top_k: int) -> int:
-    """Nodes of a full tree, root included."""
+def full(max_depth: int, top_k: int) -> int:
+    """Nodes of a tree in which all but the deepest have ``top_k`` children, root included."""
     return sum(top_k**depth for depth in range(max_depth + 1))
 
 

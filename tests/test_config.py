@@ -247,7 +247,7 @@ def test_a_dynamic_tree_has_the_authors_size_unless_its_depth_admits_fewer_nodes
     [
         ({"num_speculative_tokens": None}, "`num_speculative_tokens` was not provided"),
         ({"num_speculative_tokens": None, "tree": "eagle2"}, "tree='eagle2' needs num_speculative"),
-        ({"tree": "eagle_2"}, "tree='eagle_2' is not known; use one of chain, eagle2, sampled, "),
+        ({"tree": "eagle_2"}, "tree='eagle_2' is not known; use one of chain, eagle2, best_"),
         ({"tree": "mc_sim_7b_63"}, "tree='mc_sim_7b_63' is not known"),
         ({"tree": 7}, "tree=7 must be a name or a list of rank paths"),
         ({"tree": [0, 1]}, "tree=[0, 1] must be a name or a list of rank paths"),

@@ -101,7 +101,7 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
         ("eagle", {"method": "eagle3", "num_speculative_tokens": 2},
          "holds a head of method 'eagle', not 'eagle3'"),
         ("medusa", {"num_speculative_tokens": 4}, "the tree is 4 deep, but there are 3 heads"),
-        ("medusa", {"num_speculative_tokens": 2, "tree": "eagle2"}, "Medusa's heads do not"),
+        ("medusa", {"num_speculative_tokens": 2, "tree": "eagle2"}, "and this one does not"),
         ("mlp", {"num_speculative_tokens": 4}, "has weights for n_predict=3 tokens"),
         ("lstm", {"num_speculative_tokens": 4}, "must be divisible by n_predict=3"),
         ("hydra", {"num_speculative_tokens": 3}, "the tree is 3 deep, but there are 2 heads"),

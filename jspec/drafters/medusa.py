@@ -7,9 +7,7 @@ guesses does not depend on what another guessed, so all nodes of one depth share
 
 import dataclasses
 
-from jax import lax
-
-from jspec import growth
+from jspec import marginals
 from jspec.drafters.features import FeatureDrafter
 from jspec.models.heads import medusa as network
 from jspec.models.heads.medusa import MedusaConfig
@@ -25,12 +23,9 @@ class Medusa(FeatureDrafter):
 
     config: MedusaConfig
 
+    follows = "best_first"
+
     def __post_init__(self):
-        if self.tree == "eagle2":
-            raise ValueError(
-                "tree='eagle2' follows the confidence of a head that sees what it drafted; Medusa's"
-                " heads do not: use 'chain', 'sampled', a published tree or paths."
-            )
         super().__post_init__()
         if self.max_depth > self.config.num_heads:
             raise ValueError(
@@ -43,11 +38,5 @@ class Medusa(FeatureDrafter):
         used = params.drafter.replace(blocks=params.drafter.blocks[: self.max_depth])
         logits = network.heads(used, self.config, memory.hidden, self.target, params.target)
         drawing = self.drawing(request, history, params)
-        draft = growth.grow(drawing, self.shape, logits[:, :1], _feed, logits)
+        draft = marginals.grow(drawing, self.shape, logits)
         return self.limit(draft, history, memory.known), memory
-
-
-def _feed(logits, drafted, parents, depth, slot):
-    """The next head's logits, whatever was drafted."""
-    del drafted, parents, slot
-    return logits, lax.dynamic_slice_in_dim(logits, depth, 1, axis=1)

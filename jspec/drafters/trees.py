@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import growth, shapes, topology
-from jspec.shapes import Dynamic
-from jspec.topology import Shape
+from jspec.shapes import BestFirst, Dynamic, Grown
 from jspec.types import Array, Draft, History, Params, Request, Target
 
 
@@ -21,7 +20,7 @@ class TreeDrafter:
       config: of the head.
       target: whose embedding and output matrix the head shares where it has none of its own.
       num_speculative_tokens: K, edges from the root to the deepest leaf.
-      tree: "chain", "eagle2", "sampled", a name in ``shapes.PUBLISHED``, or rank paths.
+      tree: "chain", ``follows``, "sampled", a name in ``shapes.PUBLISHED``, or rank paths.
       tree_size: N, nodes a row with the root; None for the tree's own, see ``shapes.requested``.
       tree_depth: another name of ``num_speculative_tokens``.
       tree_top_k: children of a node at most.
@@ -36,6 +35,9 @@ class TreeDrafter:
 
     # Whether the head says how deep it drafts where the settings do not.
     knows_depth: ClassVar[bool] = False
+    # The tree that follows the head's confidence: "best_first" where all nodes of a depth have one
+    # law, so that the likeliest paths are known at once; "eagle2" where each node has its own.
+    follows: ClassVar[str] = "eagle2"
 
     config: Any
     target: Target
@@ -49,18 +51,21 @@ class TreeDrafter:
     noise: Literal["own", "target"] = "own"
 
     def __post_init__(self):
-        shapes.drawn_by(self.tree, self.shape, self.draft_sample_method)
-        dynamic = isinstance(self.shape, Dynamic)
-        width = self.shape.top_k if dynamic else max(self.shape.widths)
-        if width > self.config.vocab_size:
-            raise ValueError(
-                f"the tree has nodes with {width} children, but the head knows only "
-                f"{self.config.vocab_size} tokens."
+        if self.tree in ("eagle2", "best_first") and self.tree != self.follows:
+            sees, does = (
+                ("does not see", "does") if self.follows == "eagle2" else ("sees", "does not")
             )
+            raise ValueError(
+                f"tree={self.tree!r} follows the confidence of a head that {sees} what it drafted, "
+                f"and this one {does}: use {self.follows!r}, 'chain', 'sampled', a published tree "
+                "or paths."
+            )
+        shapes.drawn_by(self.tree, self.shape, self.draft_sample_method)
+        self._check_vocabulary(self.config.vocab_size)
         object.__setattr__(self, "tree_size", self.shape.size)
 
     @functools.cached_property
-    def shape(self) -> Shape | Dynamic:
+    def shape(self) -> Grown:
         """The tree."""
         return shapes.requested(
             self.tree, self.num_speculative_tokens, self.tree_size, self.tree_depth, self.tree_top_k
@@ -70,6 +75,22 @@ class TreeDrafter:
     def method(self) -> str:
         """How children are chosen."""
         return shapes.drawn_by(self.tree, self.shape, self.draft_sample_method)
+
+    def _check_vocabulary(self, size: int) -> None:
+        if isinstance(self.shape, BestFirst):
+            most = shapes.full(self.shape.max_depth, size)
+            if self.shape.size > most:
+                raise ValueError(
+                    f"tree_size={self.shape.size} must be at most {most}: there are no more paths "
+                    f"of up to {self.max_depth} of the {size} tokens that the head knows."
+                )
+            return
+        dynamic = isinstance(self.shape, Dynamic)
+        width = self.shape.top_k if dynamic else max(self.shape.widths)
+        if width > size:
+            raise ValueError(
+                f"the tree has nodes with {width} children, but the head knows only {size} tokens."
+            )
 
     @property
     def max_depth(self) -> int:

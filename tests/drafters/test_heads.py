@@ -33,6 +33,7 @@ CASES = {
                                      tree_top_k=4)),
     "medusa-chain": ("medusa", dict(num_speculative_tokens=3)),
     "medusa-paths": ("medusa", dict(tree=((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)))),
+    "medusa-best": ("medusa", dict(num_speculative_tokens=3, tree="best_first", tree_size=9)),
 }  # fmt: skip
 WEIGHTS = {"random": heads.random_params, "trained": heads.trained_params}
 
