@@ -14,7 +14,7 @@ from jspec import model_files, staging
 from jspec.model_files import PathLike
 from jspec.models import families
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from jspec.models.families.names import EMBEDDING, HEAD, assemble
+from jspec.models.families.names import EMBEDDING, HEAD, assemble, mtp_prefixes
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -48,7 +48,8 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     entries = families.find(raw).table(config)
     tensors = model_files.open_tensors(directory)
     repeated, wrong = _repeated_head(config, tensors)
-    model_files.check_fit(directory, entries, tensors, repeated, wrong)
+    beside = tuple(name for name in tensors if name.startswith(mtp_prefixes(config, raw)))
+    model_files.check_fit(directory, entries, tensors, (*repeated, *beside), wrong)
     dtype = model_files.known_dtype(
         dtype or model_files.stated_dtype(raw) or tensors[EMBEDDING].dtype
     )
@@ -74,7 +75,8 @@ def save_pretrained(
       config: the decoder of ``params``.
       params: weights.
       raw_config: config.json to write; must describe ``config``. None makes one up (see
-        ``hf_config``). Only its dtype is changed.
+        ``hf_config``). Only its dtype is changed, and the number of modules for tokens after the
+        next, which are no part of ``params``: none.
       dtype: float32, bfloat16 or float16; None keeps that of the weights, if they share one.
       max_shard_bytes: a larger model is cut into several files with an index.
 
@@ -90,8 +92,11 @@ def save_pretrained(
         )
     entries = families.find(raw).table(config)
     model_files.check_params(entries, params)
-    dtype = model_files.known_dtype(dtype or model_files.common_dtype(params))
+    kept = [entry.pick(params) for entry in entries if not entry.float32]
+    dtype = model_files.known_dtype(dtype or model_files.common_dtype(kept))
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    if raw.get("num_nextn_predict_layers"):
+        raw["num_nextn_predict_layers"] = 0
     with staging.replace_files(directory, model_files.ANY_WEIGHTS) as aside:
         model_files.write_json(aside / "config.json", raw)
         model_files.write_weights(aside, entries, params, dtype, max_shard_bytes)

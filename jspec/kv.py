@@ -25,6 +25,35 @@ class AttentionKV:
     k: Array  # [B, Hkv, S, D]
     v: Array  # [B, Hkv, S, D]
 
+    def holding(self, k: Array, v: Array) -> "AttentionKV":
+        """An entry of other slots, as this one would hold them."""
+        return AttentionKV(k.astype(self.k.dtype), v.astype(self.v.dtype))
+
+
+@struct.dataclass
+class LatentKV:
+    """What latent attention keeps of one layer: keys that are their own values."""
+
+    latent: Array  # [B, 1, S, D]
+
+    @property
+    def k(self) -> Array:
+        """Keys."""
+        return self.latent
+
+    @property
+    def v(self) -> Array:
+        """Values, the same buffer."""
+        return self.latent
+
+    def holding(self, k: Array, v: Array) -> "LatentKV":
+        """An entry of other slots, as this one would hold them; ``v`` is ``k``."""
+        del v
+        return LatentKV(k.astype(self.latent.dtype))
+
+
+Entry = AttentionKV | LatentKV
+
 
 @struct.dataclass
 class KVCache:
@@ -45,6 +74,15 @@ def allocate(
     layers = tuple(
         AttentionKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)
     )
+    return KVCache(layers, jnp.zeros((batch,), jnp.int32))
+
+
+def allocate_latent(
+    num_layers: int, batch: int, capacity: int, width: int, dtype: jnp.dtype
+) -> KVCache:
+    """An empty cache of latents of ``width`` numbers."""
+    shape = (batch, 1, capacity, width)
+    layers = tuple(LatentKV(jnp.zeros(shape, dtype)) for _ in range(num_layers))
     return KVCache(layers, jnp.zeros((batch,), jnp.int32))
 
 

@@ -265,7 +265,7 @@ def write_weights(
     shards: list[list[Entry]] = [[]]
     room = max_shard_bytes - sum(tensor.nbytes for tensor in extra.values())
     for entry in entries:
-        size = entry.size * dtype.itemsize
+        size = entry.size * entry.dtype(dtype).itemsize
         if shards[-1] and size > room:
             shards.append([])
             room = max_shard_bytes
@@ -281,7 +281,8 @@ def write_weights(
         names = (*more, *(name for entry in shard for name in entry.names))
         weight_map |= dict.fromkeys(names, file)
     count = sum(entry.size for entry in entries)
-    size = count * dtype.itemsize + sum(tensor.nbytes for tensor in extra.values())
+    size = sum(entry.size * entry.dtype(dtype).itemsize for entry in entries)
+    size += sum(tensor.nbytes for tensor in extra.values())
     count += sum(tensor.size for tensor in extra.values())
     metadata = {"total_parameters": count, "total_size": size}
     return write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
@@ -289,7 +290,7 @@ def write_weights(
 
 def _write_shard(path: Path, shard: list[Entry], params: Any, dtype: np.dtype, extra) -> None:
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in extra.items()]
-    layout += [(name, shape, dtype) for entry in shard
+    layout += [(name, shape, entry.dtype(dtype)) for entry in shard
                for name, shape in zip(entry.names, entry.shapes, strict=True)]  # fmt: skip
 
     def pieces():

@@ -6,14 +6,18 @@ tuple and their loop is unrolled, because a cache stacked over layers is copied 
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jspec import kv, ops, topology
+from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
+from jspec.models.attention import Attend, attention, attention_beside, attention_over
+from jspec.models.layers import Linear, affine, gated, normal, rms_norm
+from jspec.models.mla import MlaConfig, MlaParams
+from jspec.models.moe import MoeConfig, MoeParams
 from jspec.models.rope import RopeConfig
 from jspec.types import Array, TargetOutput, Tree
 
@@ -41,6 +45,23 @@ class DecoderConfig:
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # of the residual stream
     attention: str | None = None  # implementation of ops.attention; None for the device's default
+    rotary_dim: int | None = None  # features of a head that are rotated, the first; None for all
+    mla: MlaConfig | None = None  # latent attention in place of the usual kind
+    moe: MoeConfig | None = None  # experts in place of the MLP
+
+    @property
+    def rope_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return self.mla.rope_dim if self.mla else self.rotary_dim or self.head_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Width of what the attention's output projection reads."""
+        return self.num_heads * (self.mla.value_dim if self.mla else self.head_dim)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block ``layer`` is a mixture of experts."""
+        return self.moe is not None and layer >= self.moe.first_dense
 
     @property
     def qkv_sizes(self) -> tuple[int, int]:
@@ -53,10 +74,10 @@ class LayerParams:
     """Weights of one block; None where the family has no such tensor."""
 
     attention_norm: Array | None  # [D]; None for a first block whose input is prepared already
-    qkv: Array  # [D, (H + 2 Hkv) * head_dim]
+    qkv: Array | None  # [D, (H + 2 Hkv) * head_dim]; None for latent attention
     output: Array  # [H * head_dim, D]
     mlp_norm: Array  # [D]
-    gate_up: Array  # [D, 2 * intermediate]
+    gate_up: Array  # [D, 2 * intermediate]; of a mixture, the expert that every token meets
     down: Array  # [intermediate, D]
     qkv_bias: Array | None = None
     output_bias: Array | None = None
@@ -64,6 +85,8 @@ class LayerParams:
     down_bias: Array | None = None
     q_norm: Array | None = None  # [head_dim]
     k_norm: Array | None = None  # [head_dim]
+    mla: MlaParams | None = None
+    moe: MoeParams | None = None
 
 
 @struct.dataclass
@@ -76,21 +99,16 @@ class DecoderParams:
     head: Array | None = None  # [D, V]
 
 
-Linear = Callable[[Array, Array], Array]
-# attend(layer, q [B, H, T, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, T, head_dim]
-Attend = Callable[[int, Array, Array, Array], Array]
-
-
 def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> DecoderParams:
     """Random weights: normal, 0.02 wide, the projections into the residual stream narrower."""
     embedding_key, *layer_keys, head_key = jax.random.split(key, 4 * config.num_layers + 2)
     vocab, hidden = config.vocab_size, config.hidden_size
     tied = config.tie_embeddings
     return DecoderParams(
-        embedding=_normal(embedding_key, (vocab, hidden), dtype),
+        embedding=normal(embedding_key, (vocab, hidden), dtype),
         layers=_init_layers(layer_keys, config, dtype),
         norm=jnp.ones((hidden,), dtype),
-        head=None if tied else _normal(head_key, (hidden, vocab), dtype),
+        head=None if tied else normal(head_key, (hidden, vocab), dtype),
     )
 
 
@@ -101,45 +119,43 @@ def init_layers(
     return _init_layers(jax.random.split(key, 4 * config.num_layers), config, dtype)
 
 
-def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 1.0) -> Array:
-    return (0.02 * scale * jax.random.normal(key, shape)).astype(dtype)
-
-
 def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerParams, ...]:
     """Blocks from four keys each."""
-    keys = iter(keys)
-    hidden, wide = config.hidden_size, config.intermediate_size
+    hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
     q_size, kv_size = config.qkv_sizes
-    shrink = (2 * config.num_layers) ** -0.5
-    normal = lambda shape, scale=1.0: _normal(next(keys), shape, dtype, scale)
 
     def optional(wanted: bool, size: int, fill: float = 0.0) -> Array | None:
         return jnp.full((size,), fill, dtype) if wanted else None
 
-    def layer() -> LayerParams:
+    def layer(index: int) -> LayerParams:
+        first, *others = keys[4 * index : 4 * index + 4]
+        mixed, wide = config.has_experts(index), config.intermediate_size
+        if mixed:
+            wide = config.moe.shared_size
+        parts: dict = {"qkv": None}
+        if config.mla:
+            parts["mla"] = mla.init_params(first, config.mla, hidden, config.num_heads, dtype)
+        else:
+            parts["qkv"] = normal(first, (hidden, q_size + 2 * kv_size), dtype)
+        if mixed:
+            routed = jax.random.fold_in(first, 1)
+            parts["moe"] = moe.init_params(routed, config.moe, hidden, shrink, dtype)
         return LayerParams(
             attention_norm=jnp.ones((hidden,), dtype),
-            qkv=normal((hidden, q_size + 2 * kv_size)),
-            output=normal((q_size, hidden), shrink),
+            output=normal(others[0], (config.mixed_size, hidden), dtype, shrink),
             mlp_norm=jnp.ones((hidden,), dtype),
-            gate_up=normal((hidden, 2 * wide)),
-            down=normal((wide, hidden), shrink),
+            gate_up=normal(others[1], (hidden, 2 * wide), dtype),
+            down=normal(others[2], (wide, hidden), dtype, shrink),
             qkv_bias=optional(config.qkv_bias, q_size + 2 * kv_size),
             output_bias=optional(config.output_bias, hidden),
             gate_up_bias=optional(config.mlp_bias, 2 * wide),
             down_bias=optional(config.mlp_bias, hidden),
             q_norm=optional(config.qk_norm, config.head_dim, 1.0),
             k_norm=optional(config.qk_norm, config.head_dim, 1.0),
+            **parts,
         )
 
-    return tuple(layer() for _ in range(config.num_layers))
-
-
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, computed in float32 (or wider)."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight.astype(x.dtype)
+    return tuple(layer(index) for index in range(config.num_layers))
 
 
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
@@ -189,59 +205,48 @@ def trunk(
       ``capture_layers``: index i is the input of block i, as in Hugging Face's ``hidden_states``;
       index ``num_layers`` is the output of the final norm.
     """
-    cos, sin = rope_lib.cos_sin(config.rope, config.head_dim, positions)
+    cos, sin = rope_lib.cos_sin(config.rope, config.rope_dim, positions)
     stream = [x]
 
-    def block(index: int, layer, x: Array) -> Array:
-        normed = rms_norm(x, layer.attention_norm, config.norm_eps)
-        x = x + attention(layer, config, normed, cos, sin, index, attend, linear)
-        return x + mlp(layer, config, x, linear)
+    def run(index: int, layer: LayerParams, x: Array) -> Array:
+        return block(layer, config, x, cos, sin, index, attend, linear)
 
     if remat:
-        block = jax.checkpoint(block, static_argnums=0)
+        run = jax.checkpoint(run, static_argnums=0)
     for index, layer in enumerate(params.layers):
-        x = block(index, layer, x)
+        x = run(index, layer, x)
         stream.append(x)
     if config.num_layers in capture_layers:
         stream[-1] = rms_norm(x, params.norm, config.norm_eps)
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
-    """A block's attention [B, T, D] for its normed input x [B, T, inputs of ``layer.qkv``]."""
-    batch, length, _ = x.shape
-    fused = affine(x, layer.qkv, layer.qkv_bias, linear)
-    heads = fused.reshape(batch, length, -1, config.head_dim)
-    q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
-    if config.qk_norm:
-        q = rms_norm(q, layer.q_norm, config.norm_eps)
-        k = rms_norm(k, layer.k_norm, config.norm_eps)
-    q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
-    mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
-    mixed = mixed.swapaxes(1, 2).reshape(batch, length, -1)
-    return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
+def block(layer, config, x, cos, sin, index, attend, linear) -> Array:
+    """A whole block for the residual stream x [B, T, D]; ``index`` is what ``attend`` is told."""
+    normed = rms_norm(x, layer.attention_norm, config.norm_eps)
+    kind = attention if layer.mla is None else mla.attention
+    x = x + kind(layer, config, normed, cos, sin, index, attend, linear)
+    return x + mlp(layer, config, x, linear)
 
 
 def mlp(layer, config, x, linear) -> Array:
-    """A block's norm and MLP [B, T, D] for the residual stream x [B, T, D]."""
-    fused = affine(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up,
-                   layer.gate_up_bias, linear)  # fmt: skip
-    gate, up = jnp.split(fused, 2, axis=-1)
+    """A block's norm and MLP, or its experts, [B, T, D] for the residual stream x [B, T, D]."""
+    normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
+    if layer.moe is not None:
+        shared = gated(normed, layer.gate_up, layer.down, linear)
+        return (moe.mixture(layer.moe, config.moe, normed) + shared).astype(x.dtype)
+    gate, up = jnp.split(affine(normed, layer.gate_up, layer.gate_up_bias, linear), 2, axis=-1)
     return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)
-
-
-def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:
-    """``x @ weight + bias`` in the dtype that ``linear`` gives; None for no bias."""
-    out = linear(x, weight)
-    return out if bias is None else out + bias.astype(out.dtype)
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv.KVCache:
     """An empty cache of ``capacity`` slots a row."""
+    dtype = jnp.dtype(config.cache_dtype)
+    if config.mla:
+        return kv.allocate_latent(config.num_layers, batch, capacity, config.mla.width, dtype)
     return kv.allocate(
-        config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim,
-        jnp.dtype(config.cache_dtype),
-    )  # fmt: skip
+        config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype
+    )
 
 
 def forward(
@@ -268,54 +273,16 @@ def forward(
     return TargetOutput(unembed(params, config, x), features, tuple(tree_kv))
 
 
-def attention_over(
-    cache: kv.KVCache,
-    tree: Tree,
-    *,
-    scale: float | None = None,
-    windows: tuple[int | None, ...] = (),
-    implementation: str | None = None,
-) -> tuple[Attend, list[kv.AttentionKV]]:
-    """Attention over a committed prefix and a tree, for any network that calls it once a layer.
-
-    Args:
-      cache: the committed prefix, read only.
-      tree: shape of the nodes, with a batch axis.
-      scale: factor on the scores; None for ``head_dim ** -0.5``.
-      windows: sliding window of each layer; () for none.
-      implementation: of ``ops.attention``; None for the device's default.
-
-    Returns:
-      ``attend``, and the list of entries [B, Hkv, N, head_dim], one a layer, that it fills.
-    """
-    positions = cache.length[:, None] + tree.depth
-    fresh = list(cache.layers)  # replaced one by one
-
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
-        entry = cache.layers[index]
-        # As the cache will hold them: a token's logits must not depend on what is committed yet.
-        fresh[index] = new = kv.AttentionKV(k.astype(entry.k.dtype), v.astype(entry.v.dtype))
-        window = windows[index] if windows else None
-        near = tree.ancestors if window is None else topology.within(tree, window)
-        return ops.attention(
-            q, new.k, new.v, near, entry.k, entry.v, cache.length,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            window=window, positions=positions, implementation=implementation,
-        )  # fmt: skip
-
-    return attend, fresh
-
-
 def extend(
     params: DecoderParams,
     config: DecoderConfig,
     tokens: Array,
     positions: Array,
     cache: kv.KVCache,
-    side: tuple[kv.AttentionKV, ...],
+    side: tuple[kv.Entry, ...],
     slot: Array,
     mask: Array,
-) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+) -> tuple[Array, tuple[kv.Entry, ...]]:
     """A drafting step: feeds ``tokens`` [B, n] and keeps their entries beside the cache.
 
     Args:
@@ -324,7 +291,7 @@ def extend(
       tokens: int32 [B, n].
       positions: int32 [B, n].
       cache: the committed prefix, read only.
-      side: one entry a layer, [B, Hkv, M, head_dim]: this round's keys and values so far.
+      side: one entry a layer, M slots each: this round's keys and values so far.
       slot: int32 [], where in ``side`` the n new entries go.
       mask: bool [B, n, M], which side slots each token sees, its own included.
 
@@ -337,41 +304,6 @@ def extend(
     )  # fmt: skip
     x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
     return x, tuple(side)
-
-
-def attention_beside(
-    cache: kv.KVCache,
-    side: tuple[kv.AttentionKV, ...],
-    slot: Array,
-    mask: Array,
-    positions: Array,
-    *,
-    windows: tuple[int | None, ...] = (),
-    implementation: str | None = None,
-) -> tuple[Attend, list[kv.AttentionKV]]:
-    """Attention over a committed prefix and side buffers, for the steps of a drafting network.
-
-    Arguments are those of ``extend``; ``windows`` and ``implementation`` as in ``attention_over``.
-
-    Returns:
-      ``attend``, and the list of side buffers that it updates, one a layer.
-    """
-    side, seen = list(side), topology.pack_bits(mask)
-
-    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
-        put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(
-            buffer, new.astype(buffer.dtype), slot, axis=2
-        )
-        near = side[index] = jax.tree.map(put, side[index], kv.AttentionKV(k, v))
-        window = windows[index] if windows else None
-        entry = cache.layers[index]
-        return ops.attention(
-            q, near.k, near.v, seen, entry.k, entry.v, cache.length,
-            scale=q.shape[-1] ** -0.5, window=window, positions=positions,
-            implementation=implementation,
-        )  # fmt: skip
-
-    return attend, side
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,10 +63,15 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, A
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates x [B, T, H, D] by cos and sin [B, T, D / 2], pairing feature j with j + D / 2."""
+    """Rotates the first R features of x [B, T, H, D] by cos and sin [B, T, R / 2].
+
+    Feature j is paired with j + R / 2; features from R on stay as they are.
+    """
     cos, sin = cos[:, :, None], sin[:, :, None]
-    first, second = jnp.split(x, 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned if half * 2 == x.shape[-1] else [*turned, rest], -1)
 
 
 def _default(rope: RopeConfig, head_dim: int) -> np.ndarray:

@@ -15,10 +15,13 @@ class Family:
     model_type: str
     architecture: str
     defaults: dict  # what `transformers` assumes for keys that config.json leaves out
-    neutral: dict  # keys that we do not implement, and the values under which they do nothing
+    # Keys that we do not implement, and the values under which they do nothing; None for a key that
+    # other families do not implement, but this one does.
+    neutral: dict
     special: Callable[[dict], dict]  # config.json to the fields of DecoderConfig that differ
     describe: Callable[[DecoderConfig], dict]  # the inverse of ``special``
     table: Callable[[DecoderConfig], tuple[Entry, ...]] = llama_table
+    partly_rotated: bool = False  # whether ``partial_rotary_factor`` may be other than 1
 
     def read(self, raw: dict) -> DecoderConfig:
         """The decoder that a config.json describes.
@@ -37,21 +40,40 @@ class Family:
                 f"({kv_heads}), and head_dim ({head_dim}) even"
             )
         whole(raw, "max_position_embeddings")
-        rope, max_positions = scaling.read(raw, head_dim)
-        return DecoderConfig(
-            vocab_size=whole(raw, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=whole(raw, "intermediate_size"),
-            num_layers=whole(raw, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            max_positions=max_positions,
-            norm_eps=scaling.positive("rms_norm_eps", raw["rms_norm_eps"]),
-            rope=rope,
-            tie_embeddings=flag(raw, "tie_word_embeddings"),
-            **self.special(raw),
-        )
+        sizes = {
+            "vocab_size": whole(raw, "vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": whole(raw, "intermediate_size"),
+            "num_layers": whole(raw, "num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "norm_eps": scaling.positive("rms_norm_eps", raw["rms_norm_eps"]),
+            "tie_embeddings": flag(raw, "tie_word_embeddings"),
+            "rotary_dim": self._rotary_dim(raw, head_dim),
+        }
+        sizes |= self.special(raw)
+        latent = sizes.get("mla")
+        rotated = latent.rope_dim if latent else sizes["rotary_dim"] or sizes["head_dim"]
+        rope, max_positions = scaling.read(raw, rotated)
+        return DecoderConfig(rope=rope, max_positions=max_positions, **sizes)
+
+    def _rotary_dim(self, raw: dict, head_dim: int) -> int | None:
+        """Features of a head that are rotated; None for all."""
+        places = (scaling.merged(raw), raw)
+        found = [place.get("partial_rotary_factor") for place in places]
+        factor = next((value for value in found if value is not None), 1)
+        if factor == 1:
+            return None
+        if not self.partly_rotated:
+            raise ValueError("partial_rotary_factor other than 1 is not supported")
+        size = int(head_dim * scaling.positive("partial_rotary_factor", factor))
+        if size % 2 or not 2 <= size <= head_dim:
+            raise ValueError(
+                f"partial_rotary_factor={factor} of head_dim {head_dim} rotates {size} features, "
+                "but they must be an even number of them"
+            )
+        return None if size == head_dim else size
 
     def write(self, config: DecoderConfig) -> dict:
         """A config.json for ``config``; only ``read`` can tell whether it says everything."""
@@ -168,10 +190,16 @@ def describe_windows(config: DecoderConfig) -> dict:
 
 
 def _refuse(raw: dict, neutral: dict) -> None:
+    method = raw.get("quantization_config")
+    if isinstance(method, dict) and method:
+        raise ValueError(
+            f"quantised weights (quant_method {method.get('quant_method')!r}) are not read; take a "
+            "checkpoint in bfloat16, or convert this one and remove quantization_config"
+        )
     wrong = [
         f"{key}={raw[key]!r} (only {' or '.join(repr(value) for value in allowed)})"
         for key, allowed in neutral.items()
-        if key in raw and raw[key] not in allowed
+        if allowed is not None and key in raw and raw[key] not in allowed
     ]
     if wrong:
         raise ValueError(f"not supported: {', '.join(wrong)}")

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from jspec.models.decoder import DecoderConfig, DecoderParams, LayerParams
+from jspec.models.mla import MlaParams
+from jspec.models.moe import MoeParams
 from jspec.types import Array
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -30,19 +32,28 @@ class Entry:
     """One array of the parameters, and the tensors of the file that make it up.
 
     ``path`` are the fields, and the places in tuples, that lead to the array. Several tensors are
-    joined along their first stored axis (the outputs), which is the last one in memory.
+    joined along their first stored axis (the outputs), which is the last one in memory. With
+    ``stack`` they make up that many such arrays, one after the other, along a first axis.
     """
 
     path: tuple[str | int, ...]
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # as stored, [out, in]
     transpose: bool = False
+    stack: int | None = None
+    float32: bool = False  # kept so whatever the dtype of the others, in memory and in files
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in memory."""
-        joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return joined[::-1] if self.transpose else joined
+        each = self.shapes[: len(self.shapes) // (self.stack or 1)]
+        joined = (sum(shape[0] for shape in each), *each[0][1:])
+        joined = joined[::-1] if self.transpose else joined
+        return (self.stack, *joined) if self.stack else joined
+
+    def dtype(self, others: np.dtype) -> np.dtype:
+        """Its dtype where that of the others is ``others``."""
+        return np.dtype(np.float32) if self.float32 else others
 
     @property
     def size(self) -> int:
@@ -51,7 +62,7 @@ class Entry:
 
     def join(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
         """The array in memory from the tensors of a file; always a copy, C-contiguous."""
-        out = np.empty(self.shape, dtype)
+        out = np.empty(self.shape, self.dtype(dtype))
         for name, part in zip(self.names, self._parts(out), strict=True):
             _copy(part, tensors[name])
         return out
@@ -59,14 +70,18 @@ class Entry:
     def split(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The inverse of ``join``: the tensors of the file one by one, C-contiguous copies."""
         for shape, part in zip(self.shapes, self._parts(array), strict=True):
-            out = np.empty(shape, dtype)
+            out = np.empty(shape, self.dtype(dtype))
             _copy(out, part)
             yield out
 
     def _parts(self, array: np.ndarray) -> list[np.ndarray]:
         """Views of ``array`` [in, out], each shaped like one tensor of the file."""
-        rows = array.T if self.transpose else array
-        return np.split(rows, np.cumsum([shape[0] for shape in self.shapes])[:-1])
+        each = len(self.shapes) // (self.stack or 1)
+        cuts = np.cumsum([shape[0] for shape in self.shapes[:each]])[:-1]
+        parts = []
+        for one in array if self.stack else (array,):
+            parts += np.split(one.T if self.transpose else one, cuts)
+        return parts
 
     def pick(self, params: Any) -> Array | None:
         """This entry's array in ``params``, or None."""
@@ -116,35 +131,102 @@ def block_table(
       inputs: width that its attention reads, ``hidden_size`` if None.
       input_norm: whether it norms what its attention reads.
     """
-    hidden, wide, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.qkv_sizes
-    qkv_sizes, gate_up_sizes = (q_size, kv_size, kv_size), (wide, wide)
-
-    def entry(field: str, owners, sizes, inputs: int | None = None, kind: str = "weight") -> Entry:
-        """A matrix of ``inputs`` columns as stored, or a vector where that is None."""
-        names = tuple(f"{prefix}.{owner}.{kind}" for owner in owners)
-        shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
-        return Entry(("layers", layer, field), names, shapes, transpose=inputs is not None)
-
-    entries = [entry("attention_norm", ("input_layernorm",), (hidden,))] if input_norm else []
+    hidden, own = config.hidden_size, functools.partial(_entry, ("layers", layer), prefix)
+    entries = [own("attention_norm", ("input_layernorm",), (hidden,))] if input_norm else []
+    entries += _latent_table(config, own) if config.mla else _qkv_table(config, own, inputs)
     entries += [
-        entry("qkv", _QKV, qkv_sizes, inputs or hidden),
-        entry("output", _OUTPUT, (hidden,), q_size),
-        entry("mlp_norm", ("post_attention_layernorm",), (hidden,)),
-        entry("gate_up", _GATE_UP, gate_up_sizes, hidden),
-        entry("down", _DOWN, (hidden,), wide),
+        own("output", _OUTPUT, (hidden,), config.mixed_size),
+        own("mlp_norm", ("post_attention_layernorm",), (hidden,)),
     ]
-    if config.qkv_bias:
-        entries.append(entry("qkv_bias", _QKV, qkv_sizes, kind="bias"))
     if config.output_bias:
-        entries.append(entry("output_bias", _OUTPUT, (hidden,), kind="bias"))
+        entries.append(own("output_bias", _OUTPUT, (hidden,), kind="bias"))
+    if config.has_experts(layer):
+        return entries + _experts_table(config, ("layers", layer), prefix)
+    wide = config.intermediate_size
+    entries += [
+        own("gate_up", _GATE_UP, (wide, wide), hidden),
+        own("down", _DOWN, (hidden,), wide),
+    ]
     if config.mlp_bias:
-        entries.append(entry("gate_up_bias", _GATE_UP, gate_up_sizes, kind="bias"))
-        entries.append(entry("down_bias", _DOWN, (hidden,), kind="bias"))
-    if config.qk_norm:
-        entries.append(entry("q_norm", ("self_attn.q_norm",), (head_dim,)))
-        entries.append(entry("k_norm", ("self_attn.k_norm",), (head_dim,)))
+        entries.append(own("gate_up_bias", _GATE_UP, (wide, wide), kind="bias"))
+        entries.append(own("down_bias", _DOWN, (hidden,), kind="bias"))
     return entries
+
+
+def _entry(
+    owner: tuple, prefix: str, field: str, owners, sizes, inputs: int | None = None,
+    kind: str = "weight", **options,
+) -> Entry:  # fmt: skip
+    """A matrix of ``inputs`` columns as stored, or a vector where that is None."""
+    names = tuple(f"{prefix}.{owner}.{kind}" for owner in owners)
+    shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
+    path = (*owner, *field.split("."))
+    return Entry(path, names, shapes, **{"transpose": inputs is not None} | options)
+
+
+def _qkv_table(config: DecoderConfig, own, inputs: int | None) -> list[Entry]:
+    """Names of the usual attention, but for its output."""
+    q_size, kv_size = config.qkv_sizes
+    sizes, head_dim = (q_size, kv_size, kv_size), config.head_dim
+    entries = [own("qkv", _QKV, sizes, inputs or config.hidden_size)]
+    if config.qkv_bias:
+        entries.append(own("qkv_bias", _QKV, sizes, kind="bias"))
+    if config.qk_norm:
+        entries.append(own("q_norm", ("self_attn.q_norm",), (head_dim,)))
+        entries.append(own("k_norm", ("self_attn.k_norm",), (head_dim,)))
+    return entries
+
+
+def _latent_table(config: DecoderConfig, own) -> list[Entry]:
+    """Names of latent attention, but for its output."""
+    mla, hidden = config.mla, config.hidden_size
+    at = lambda *parts: tuple(f"self_attn.{part}" for part in parts)
+    queries = config.num_heads * mla.head_dim
+    if mla.q_rank:
+        entries = [
+            own("mla.down", at("q_a_proj", "kv_a_proj_with_mqa"), (mla.q_rank, mla.width), hidden),
+            own("mla.q_norm", at("q_a_layernorm"), (mla.q_rank,)),
+            own("mla.q_up", at("q_b_proj"), (queries,), mla.q_rank),
+        ]
+    else:
+        entries = [
+            own("mla.down", at("kv_a_proj_with_mqa"), (mla.width,), hidden),
+            own("mla.q_up", at("q_proj"), (queries,), hidden),
+        ]
+    up = config.num_heads * (mla.nope_dim + mla.value_dim)
+    return [
+        *entries,
+        own("mla.kv_norm", at("kv_a_layernorm"), (mla.kv_rank,)),
+        own("mla.kv_up", at("kv_b_proj"), (up,), mla.kv_rank, transpose=False),
+    ]
+
+
+def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entry]:
+    """Names of a mixture of experts."""
+    moe, hidden, own = config.moe, config.hidden_size, functools.partial(_entry, path, prefix)
+    wide, experts = moe.intermediate_size, [f"mlp.experts.{e}" for e in range(moe.num_experts)]
+    gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
+    shared = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up"))
+    return [
+        own("moe.router", ("mlp.gate",), (moe.num_experts,), hidden),
+        own("moe.bias", ("mlp.gate",), (moe.num_experts,), kind="e_score_correction_bias",
+            float32=True),
+        own("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=moe.num_experts),
+        own("moe.down", [f"{expert}.down_proj" for expert in experts],
+            (hidden,) * moe.num_experts, wide, stack=moe.num_experts),
+        own("gate_up", shared, (moe.shared_size,) * 2, hidden),
+        own("down", ("mlp.shared_experts.down_proj",), (hidden,), moe.shared_size),
+    ]  # fmt: skip
+
+
+def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
+    """How names begin of modules in a target's file that predict tokens after the next.
+
+    A decoder does not read them; ``jspec.models.heads.mtp_format`` does.
+    """
+    count = raw.get("num_nextn_predict_layers") or 0
+    places = [(f"layers.{config.num_layers + k}", f"mtp_layers.{k}") for k in range(count)]
+    return tuple(f"model.{name}." for pair in places for name in pair)
 
 
 def nest(entries: tuple[Entry, ...], arrays: list) -> dict:
@@ -160,9 +242,13 @@ def nest(entries: tuple[Entry, ...], arrays: list) -> dict:
 def blocks(nested: dict) -> tuple[LayerParams, ...]:
     """The blocks of what ``nest`` gave."""
     layers = nested.pop("layers")
-    return tuple(
-        LayerParams(**{"attention_norm": None} | layers[index]) for index in sorted(layers)
-    )
+
+    def block(fields: dict) -> LayerParams:
+        kinds = {"mla": MlaParams, "moe": MoeParams}
+        parts = {name: kinds[name](**fields[name]) for name in kinds.keys() & fields.keys()}
+        return LayerParams(**{"attention_norm": None, "qkv": None} | fields | parts)
+
+    return tuple(block(layers[index]) for index in sorted(layers))
 
 
 def assemble(entries: tuple[Entry, ...], arrays: list) -> DecoderParams:

@@ -24,14 +24,19 @@ _KEYS = {
 _DEFAULT_THETA = 10000.0
 
 
-def read(raw: dict, head_dim: int) -> tuple[RopeConfig, int]:
+def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     """The scaling that config.json asks for, and the longest sequence that it is good for.
+
+    Args:
+      raw: config.json.
+      rotary_dim: features of a head that are rotated; ``partial_rotary_factor`` is read elsewhere.
 
     Raises:
       ValueError: an unknown kind, a missing or unknown key, or two spellings that disagree.
     """
     trained = raw["max_position_embeddings"]
-    given = _merge(raw)
+    given = merged(raw)
+    given.pop("partial_rotary_factor", None)
     kind = given.pop("rope_type")
     theta = positive("rope_theta", given.pop("rope_theta"))
     if kind not in KINDS:
@@ -59,7 +64,7 @@ def read(raw: dict, head_dim: int) -> tuple[RopeConfig, int]:
             amplitude=_yarn_amplitude(given, factor),
         )  # fmt: skip
         return rope, max(trained, int(original * factor))
-    return _longrope(given, theta, factor, original, head_dim), trained
+    return _longrope(given, theta, factor, original, rotary_dim), trained
 
 
 def write(rope: RopeConfig, max_positions: int) -> dict:
@@ -90,27 +95,25 @@ def write(rope: RopeConfig, max_positions: int) -> dict:
     }
 
 
-def _merge(raw: dict) -> dict:
+def merged(raw: dict) -> dict:
     """All rotary keys of both spellings in one dict without Nones, rope_type and rope_theta set."""
-    merged: dict = {}
+    found: dict = {}
     top = {"rope_theta": raw.get("rope_theta")}
     for place in (top, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
         if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
             raise ValueError(f"rotary parameters by layer type are not supported: {place}")
         for key, value in place.items():
             key = "rope_type" if key == "type" else key  # the name before transformers 4.43
-            if value is not None and merged.setdefault(key, value) != value:
+            if value is not None and found.setdefault(key, value) != value:
                 raise ValueError(
-                    f"{key} is given as {merged[key]!r} and as {value!r} in rope_theta, "
+                    f"{key} is given as {found[key]!r} and as {value!r} in rope_theta, "
                     "rope_scaling and rope_parameters; keep one of them"
                 )
-    merged.setdefault("rope_type", "default")
-    merged.setdefault("rope_theta", _DEFAULT_THETA)
-    if merged.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
-    if merged["rope_type"] == "default" and merged.get("factor") == 1:
-        del merged["factor"]
-    return merged
+    found.setdefault("rope_type", "default")
+    found.setdefault("rope_theta", _DEFAULT_THETA)
+    if found["rope_type"] == "default" and found.get("factor") == 1:
+        del found["factor"]
+    return found
 
 
 def _check_keys(kind: str, given: dict) -> None:

@@ -203,7 +203,7 @@ def blocks(
       f' [B, T, D]: what is fed back, and what ``unembed`` takes.
     """
     network = config.network
-    cos, sin = rope_lib.cos_sin(network.rope, network.head_dim, positions)
+    cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
     x, mixed_in = _first_block_inputs(params, config, embedded, features, linear)
     for index, layer in enumerate(params.layers):
         if index > 0:

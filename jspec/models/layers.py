@@ -1,0 +1,44 @@
+"""The arithmetic that blocks of every kind are made of."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jspec.types import Array
+
+Linear = Callable[[Array, Array], Array]
+
+
+def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 1.0) -> Array:
+    """Random weights: normal, 0.02 * ``scale`` wide."""
+    return (0.02 * scale * jax.random.normal(key, shape)).astype(dtype)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32 (or wider)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array:
+    """``x @ weight + bias`` in the dtype that ``linear`` gives; None for no bias."""
+    out = linear(x, weight)
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+def gated(x: Array, gate_up: Array, down: Array, linear: Linear) -> Array:
+    """The usual MLP without biases: [..., D] through ``gate_up`` [D, 2F] and ``down`` [F, D]."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down)
+
+
+def product(equation: str, x: Array, weights: Array) -> Array:
+    """An einsum with the rules of ``ops.linear``: ``x`` is rounded to the dtype of ``weights``, and
+    the sum is kept in float32 (or wider)."""
+    precision = jax.lax.Precision.HIGHEST if weights.dtype == jnp.float32 else None
+    return jnp.einsum(
+        equation, x.astype(weights.dtype), weights, precision=precision,
+        preferred_element_type=jnp.promote_types(weights.dtype, jnp.float32),
+    )  # fmt: skip
