@@ -153,7 +153,7 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "dflash", "dspark", "mtp",
+    "dspark", "mtp",
 )  # fmt: skip
 # A class of the user's own, which no table can hold.
 CUSTOM_CLASS = "custom_class"
@@ -167,7 +167,9 @@ MODELS_NAMING_METHODS = ("ngram", "suffix", "[ngram]", "ngram_gpu")
 METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "dspark": "dspark"}
 # So does the ``model_type`` in the config.json of a directory, or a key that only one method has.
 METHOD_OF_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator"}
-METHOD_OF_KEY = {"hydra_head_arch": "hydra", "medusa_num_heads": "medusa"}
+METHOD_OF_KEY = {
+    "hydra_head_arch": "hydra", "medusa_num_heads": "medusa", "dflash_config": "dflash",
+}  # fmt: skip
 METHODS_OF_OURS = dict.fromkeys(("hydra", "token_recycling"), "not in vLLM")  # so say the docs
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.

@@ -182,6 +182,9 @@ def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
         ({"model_type": "mlp_speculator"}, "mlp_speculator"),
         ({"hydra_head_arch": "mlp"}, "hydra"),
         ({"medusa_num_heads": 3}, "medusa"),
+        ({"model_type": "qwen3", "dflash_config": {}}, "dflash"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"speculators_model_type": "dflash"}, "dflash"),
         ({"model_type": "llama"}, "draft_model"),
     ],
 )

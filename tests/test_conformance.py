@@ -25,7 +25,7 @@ from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
 from tests import tiny
-from tests.drafters import heads, hydras, speculators
+from tests.drafters import dflashes, heads, hydras, speculators
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -75,6 +75,21 @@ def _hydra():
     }
 
 
+def _dflash():
+    """A plain head, one with sliding layers, and one that knows few tokens, from the root on."""
+    names = {"chain": "dflash", "greedy chain": "reduced", "sampled": "reduced",
+             "top plus one": "sliding", "paths": "reduced"}  # fmt: skip
+    best = dict(num_speculative_tokens=3, tree="best_first", tree_size=8)
+    cases = {tree: (name, TREES[tree]) for tree, name in names.items()}
+    return {
+        tree: (
+            dflashes.drafter(name, **settings),
+            functools.partial(dflashes.random_params, name),
+        )
+        for tree, (name, settings) in (cases | {"best first": ("sliding", best)}).items()
+    }
+
+
 def _draft():
     return tiny.params().drafter
 
@@ -119,6 +134,7 @@ DRAFTERS = {
     "medusa": _head("medusa"),
     "mlp_speculator": _speculators(),
     "hydra": _hydra(),
+    "dflash": _dflash(),
     "draft_model": {
         "chain": (tiny.DRAFT, _draft),
         "greedy chain": (tiny.GREEDY_DRAFT, _draft),

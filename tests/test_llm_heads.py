@@ -10,7 +10,7 @@ import pytest
 
 import jspec
 from jspec import head_files, loading
-from jspec.models.heads import arctic, eagle, hydra, medusa, mlp_speculator
+from jspec.models.heads import arctic, dflash, eagle, hydra, medusa, mlp_speculator
 from tests import llm_fixtures
 
 TARGET = llm_fixtures.TARGET
@@ -32,6 +32,12 @@ HEADS = {
         "hydra",
     ),
 }  # fmt: skip
+NETWORK = dataclasses.replace(TARGET, num_layers=1, qk_norm=True, windows=())
+HEADS["dflash"] = (
+    dflash,
+    dflash.DFlashConfig(NETWORK, (0,), TARGET.hidden_size, TARGET.vocab_size, 4, 3),
+    "dflash",
+)
 PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
 GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
@@ -74,6 +80,7 @@ def open_llm(root, kind, **settings):
         ("mlp", {}),
         ("lstm", {"method": None, "tree": "sampled", "tree_size": 6, "num_speculative_tokens": 3}),
         ("hydra", {"method": None, "tree": [[0], [1], [0, 0], [0, 1]]}),
+        ("dflash", {"method": None, "tree": "best_first", "tree_size": 8, "tree_depth": 3}),
     ],
 )
 def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, kind, settings):
@@ -105,6 +112,7 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
         ("mlp", {"num_speculative_tokens": 4}, "has weights for n_predict=3 tokens"),
         ("lstm", {"num_speculative_tokens": 4}, "must be divisible by n_predict=3"),
         ("hydra", {"num_speculative_tokens": 3}, "the tree is 3 deep, but there are 2 heads"),
+        ("dflash", {"num_speculative_tokens": 4}, "a block of 4 slots drafts 3 tokens"),
         ("hydra", {}, "`num_speculative_tokens` was not provided"),
         ("eagle", {"num_speculative_tokens": 2, "max_model_len": 300},
          "speculative_max_model_len=300 cannot be larger than"),
@@ -134,6 +142,9 @@ def test_a_head_for_another_target_is_refused(root, tmp_path):
 def test_a_loaded_head_for_a_target_of_another_width_is_refused(root, kind):
     loaded = loading.load_head(head(root, kind), TARGET)
     assert loading.load_head(loaded, TARGET) is loaded
-    for other in ({"hidden_size": 64}, {"vocab_size": 999}, {"num_layers": 0}):
+    others = [{"hidden_size": 64}, {"vocab_size": 999}]
+    if max(loaded.config.capture_layers):  # the embeddings are hidden states of any target
+        others.append({"num_layers": 0})
+    for other in others:
         with pytest.raises(ValueError, match="made for another target"):
             loading.load_head(loaded, dataclasses.replace(TARGET, **other))

@@ -1,5 +1,6 @@
 """Drafting methods, by the names that ``speculative_config`` gives them."""
 
+from jspec.drafters.dflash import DFlash
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.hydra import Hydra
@@ -19,6 +20,7 @@ METHODS = {
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
     "hydra": Hydra,
+    "dflash": DFlash,
     "suffix": Suffix,
     "token_recycling": TokenRecycling,
 }
