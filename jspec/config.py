@@ -243,7 +243,10 @@ def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, An
     numbers = {name: config_values.at_least_one(name, values[name]) for name in names}
     if not left_to_head:
         shapes.drawn_by(tree, shapes.requested(tree, **numbers), values["draft_sample_method"])
-    return numbers | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
+    threshold = values["confidence_threshold"]
+    config_values.check_real("confidence_threshold", threshold, listed=False)
+    more = {} if threshold is None else {"confidence_threshold": threshold}
+    return numbers | more | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
 
 
 def _fields(method: str) -> set[str]:

@@ -96,6 +96,9 @@ _WORKS = (
      "`num_speculative_tokens`"),
     ("tree_top_k", None,
      "not in vLLM; children of a node at most, 10 for 'eagle2' and 4 for 'sampled' if left out"),
+    ("confidence_threshold", None,
+     "not in vLLM; of 'dspark': a node is dropped where the head guesses from the tokens above it "
+     "that all down to it are accepted less often than this, 0 to 1"),
     ("synthetic_acceptance_rates", None,
      "of 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K"),
     ("synthetic_acceptance_length", None,
@@ -153,7 +156,7 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "dspark", "mtp",
+    "mtp",
 )  # fmt: skip
 # A class of the user's own, which no table can hold.
 CUSTOM_CLASS = "custom_class"

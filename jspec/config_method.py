@@ -63,6 +63,8 @@ def _method_of_model(model: Any) -> str:
     raw = model_files.read_json(file)
     if raw.get("speculators_model_type") in METHODS:
         return raw["speculators_model_type"]
+    if any("DSpark" in str(name) for name in raw.get("architectures") or ()):
+        return "dspark"
     by_key = next((method for key, method in METHOD_OF_KEY.items() if key in raw), "draft_model")
     return METHOD_OF_MODEL_TYPE.get(str(raw.get("model_type")), by_key)
 

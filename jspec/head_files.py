@@ -49,6 +49,7 @@ _ANY_WEIGHTS = re.compile(
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _WRAPPERS = (
     "model.", "module.", "draft_model.", "medusa_heads.", "medusa_head.", "speculator.",
+    "logit_head.",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
 
-Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash"]
+Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash", "dspark"]
 Layout = Literal[
     "eagle", "eagle3", "speculators", "medusa", "medusa-vllm", "mlp_speculator", "arctic-rnn",
     "arctic-lstm", "hydra", "dflash", "dflash-speculators",
@@ -105,7 +105,7 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
             return kind, layout
     layout = dflash_format.layout(raw, tensors)
     if layout is not None:
-        return "dflash", layout
+        return dflash_format.kind(raw, tensors), layout
     generation = eagle_format.generation(tensors)
     if generation == 3:
         return "eagle3", "speculators" if eagle_format.SPECULATORS in raw else "eagle3"

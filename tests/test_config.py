@@ -184,7 +184,8 @@ def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
         ({"medusa_num_heads": 3}, "medusa"),
         ({"model_type": "qwen3", "dflash_config": {}}, "dflash"),
         ({"speculators_model_type": "eagle3"}, "eagle3"),
-        ({"speculators_model_type": "dflash"}, "dflash"),
+        ({"speculators_model_type": "dspark"}, "dspark"),
+        ({"architectures": ["DSparkDraftModel"], "dflash_config": {}}, "dspark"),
         ({"model_type": "llama"}, "draft_model"),
     ],
 )

@@ -90,6 +90,20 @@ def _dflash():
     }
 
 
+def _dspark():
+    """Heads that read the token before in their three ways, and one that ends drafts early."""
+    names = {"chain": "vanilla", "greedy chain": "gated", "eagle2": "rnn", "sampled": "vanilla",
+             "top plus one": "gated", "paths": "rnn"}  # fmt: skip
+    early = {"sampled": {"confidence_threshold": 0.3}}
+    return {
+        tree: (
+            dflashes.drafter(name, **TREES[tree], **early.get(tree, {})),
+            functools.partial(dflashes.random_params, name),
+        )
+        for tree, name in names.items()
+    }
+
+
 def _draft():
     return tiny.params().drafter
 
@@ -135,6 +149,7 @@ DRAFTERS = {
     "mlp_speculator": _speculators(),
     "hydra": _hydra(),
     "dflash": _dflash(),
+    "dspark": _dspark(),
     "draft_model": {
         "chain": (tiny.DRAFT, _draft),
         "greedy chain": (tiny.GREEDY_DRAFT, _draft),

@@ -36,7 +36,8 @@ def files(directory):
 def test_saved_heads_are_loaded_again_as_they_were(tmp_path, name, dtype):
     config, params = save(tmp_path / "a", name, dtype=dtype)
     head = head_files.load_head(tmp_path / "a", TARGET)
-    assert (head.kind, head.layout) == ("dflash", dflashes.LAYOUTS[name])
+    kind = "dspark" if name in dflashes.SPARKS else "dflash"
+    assert (head.kind, head.layout) == (kind, dflashes.LAYOUTS[name])
     network = dataclasses.replace(
         head.config.network, cache_dtype="float32", activation_dtype="float32"
     )
@@ -89,6 +90,27 @@ def test_the_speculators_form_holds_what_the_head_shares(tmp_path):
     assert head.config.own_head and not head.config.own_embedding
 
 
+def test_keys_of_dspark_are_those_of_its_trainers(tmp_path):
+    save(tmp_path / "a", "gated")
+    tensors, raw = files(tmp_path / "a")
+    assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+            "markov_head.gate_proj.weight", "confidence_head.proj.bias"} < set(tensors)  # fmt: skip
+    assert tensors["confidence_head.proj.weight"].shape == (1, 32)
+    assert raw["architectures"] == ["DSparkDraftModel"]
+    wanted = {
+        "projector_type": "dspark", "markov_rank": 5, "markov_head_type": "gated",
+        "enable_confidence_head": True, "confidence_head_with_markov": False,
+        "sample_from_anchor": False, "attention_mode": "gqa",
+    }  # fmt: skip
+    assert raw["dflash_config"] | wanted == raw["dflash_config"]
+    save(tmp_path / "b", "rnn")
+    tensors, raw = files(tmp_path / "b")
+    assert tensors["markov_head.joint_proj.weight"].shape == (12, 40)
+    assert raw["architectures"] == ["DSparkSpeculator"] and raw["sample_from_anchor"]
+    assert raw["speculators_model_type"] == "dspark" and raw["markov_rank"] == 4
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+
+
 def _without(name):
     return lambda tensors: tensors.pop(name)
 
@@ -113,6 +135,11 @@ def _without(name):
          "not supported: projector_type='domino'"),
         ("dflash", None, {"dflash_config": {"target_layer_ids": [-1, 0]}},
          "mask_token_id must be an integer"),
+        ("gated", _without("markov_head.gate_proj.bias"), {},
+         "1 missing: markov_head.gate_proj.bias"),
+        ("vanilla", None, {"markov_rank": 9}, "markov_rank is 9 in config.json and 6 in its"),
+        ("rnn", None, {"markov_rank": 9}, "markov_rank is 9, but the tensors are those of 4"),
+        ("rnn", None, {"markov_head_type": "gated"}, "'gated', but the tensors are those of 'rnn'"),
         ("reduced", None, {"speculators_model_type": "dflash2"}, "'dflash2' is not supported"),
         ("reduced", _without("d2t"), {}, "but the file has no d2t"),
         ("reduced", None, {"aux_hidden_state_layer_ids": None}, "must be a list of whole numbers"),

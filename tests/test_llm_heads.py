@@ -10,7 +10,7 @@ import pytest
 
 import jspec
 from jspec import head_files, loading
-from jspec.models.heads import arctic, dflash, eagle, hydra, medusa, mlp_speculator
+from jspec.models.heads import arctic, dflash, dspark, eagle, hydra, medusa, mlp_speculator
 from tests import llm_fixtures
 
 TARGET = llm_fixtures.TARGET
@@ -38,6 +38,8 @@ HEADS["dflash"] = (
     dflash.DFlashConfig(NETWORK, (0,), TARGET.hidden_size, TARGET.vocab_size, 4, 3),
     "dflash",
 )
+SPARK = dspark.SparkConfig(8, "gated", confidence=True, confidence_sees_token=True)
+HEADS["dspark"] = (dflash, dataclasses.replace(HEADS["dflash"][1], spark=SPARK), "dspark")
 PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
 GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
@@ -81,6 +83,7 @@ def open_llm(root, kind, **settings):
         ("lstm", {"method": None, "tree": "sampled", "tree_size": 6, "num_speculative_tokens": 3}),
         ("hydra", {"method": None, "tree": [[0], [1], [0, 0], [0, 1]]}),
         ("dflash", {"method": None, "tree": "best_first", "tree_size": 8, "tree_depth": 3}),
+        ("dspark", {"num_speculative_tokens": 3, "confidence_threshold": 0.1}),
     ],
 )
 def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, kind, settings):
@@ -112,6 +115,7 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
         ("mlp", {"num_speculative_tokens": 4}, "has weights for n_predict=3 tokens"),
         ("lstm", {"num_speculative_tokens": 4}, "must be divisible by n_predict=3"),
         ("hydra", {"num_speculative_tokens": 3}, "the tree is 3 deep, but there are 2 heads"),
+        ("dspark", {"num_speculative_tokens": 3, "confidence_threshold": 2}, "must be 0 to 1"),
         ("dflash", {"num_speculative_tokens": 4}, "a block of 4 slots drafts 3 tokens"),
         ("hydra", {}, "`num_speculative_tokens` was not provided"),
         ("eagle", {"num_speculative_tokens": 2, "max_model_len": 300},

@@ -1,6 +1,6 @@
 """Drafting methods, by the names that ``speculative_config`` gives them."""
 
-from jspec.drafters.dflash import DFlash
+from jspec.drafters.dflash import DFlash, DSpark
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.hydra import Hydra
@@ -21,6 +21,7 @@ METHODS = {
     "mlp_speculator": MlpSpeculator,
     "hydra": Hydra,
     "dflash": DFlash,
+    "dspark": DSpark,
     "suffix": Suffix,
     "token_recycling": TokenRecycling,
 }

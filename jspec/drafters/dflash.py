@@ -6,16 +6,28 @@ laws of the next K tokens, each as if those between were not known: so all nodes
 a law, and the likeliest paths are found without growing others (DDTree, arXiv 2604.12989). Once the
 target has judged a draft, its hidden states along the accepted path enter the cache. After a prompt
 of one token there are none, and the first round is a plain one.
+
+DSpark (arXiv 2607.05147) adds to every slot's logits a bias by the token drafted before it, so that
+every node has a law of its own at the price of two thin matrices. Its guess at a slot's chance of
+acceptance depends on that slot and on the token before it, never on the token it is about: so where
+chances are poor a draft may end early, under every rule, and the output keeps the target's law.
 """
 
 import dataclasses
+import functools
+from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jspec import kv, marginals, tokens
-from jspec.drafters.trees import TreeDrafter
+from jspec import growth, kv, marginals, tokens, topology
+from jspec.drafters.trees import TreeDrafter, rows
 from jspec.models.heads import dflash as head
+from jspec.models.heads import dspark
 from jspec.models.heads.dflash import DFlashConfig
+from jspec.shapes import Dynamic
+from jspec.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +39,15 @@ class DFlash(TreeDrafter):
     """
 
     follows = "best_first"
+    sparks: ClassVar[bool] = False  # whether the head must have what DSpark adds
 
     config: DFlashConfig
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sparks != (self.config.spark is not None):
+            kind, other = ("DFlash", "dflash") if self.sparks else ("DSpark", "dspark")
+            raise ValueError(f"this is a {kind} head; draft with it by method {other!r}.")
         if self.max_depth > self.config.max_depth:
             raise ValueError(
                 f"the tree is {self.max_depth} deep, but a block of {self.config.block_size} slots "
@@ -63,13 +79,19 @@ class DFlash(TreeDrafter):
 
     def propose(self, params, request, shared, memory, history):
         """Drafts from one pass over a block."""
-        hidden = head.fill_in(
-            params.drafter, self.config, tokens.root(history), self.max_depth, memory, self.target,
-            params.target,
-        )  # fmt: skip
-        logits = head.unembed(params.drafter, self.config, hidden, self.target, params.target)
+        _, logits = self._block(params, memory, history)
         draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
         return self.limit(draft, history, memory.length > 0), memory
+
+    def _block(self, params, cache, history) -> tuple[Array, Array]:
+        """What the slots that draft gave out [B, K, D], and their logits [B, K, Vd]."""
+        hidden = head.fill_in(
+            params.drafter, self.config, tokens.root(history), self.max_depth, cache, self.target,
+            params.target,
+        )  # fmt: skip
+        return hidden, head.unembed(
+            params.drafter, self.config, hidden, self.target, params.target
+        )  # fmt: skip
 
     def _take_in(self, params, cache, features, count):
         """Commits the first ``count`` [B] of n rows of hidden states [B, n, D_target]."""
@@ -78,3 +100,75 @@ class DFlash(TreeDrafter):
         positions = cache.length[:, None] + rows
         entries = head.inject(params.drafter, self.config, context, positions)
         return kv.append(cache, entries, rows, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSpark(DFlash):
+    """Drafting by a DSpark head, a chain or any tree, at most as deep as its block.
+
+    Attributes:
+      confidence_threshold: a node is dropped, and what is below it, where the chance that all
+        tokens down to it are accepted is less than this, as guessed by the head from the tokens
+        above; None to draft all.
+
+    Raises:
+      ValueError: a setting is out of range, or does not go with the tree or the head.
+    """
+
+    follows = "eagle2"
+    sparks: ClassVar[bool] = True
+
+    confidence_threshold: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        threshold = self.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"confidence_threshold={threshold} must be 0 to 1.")
+        if threshold is not None and not self.config.spark.confidence:
+            raise ValueError(
+                f"confidence_threshold={threshold}, but the head guesses no chances of acceptance; "
+                "leave it out."
+            )
+
+    def propose(self, params, request, shared, memory, history):
+        """Drafts from one pass over a block, one level after the other."""
+        hidden, base = self._block(params, memory, history)
+        advance = functools.partial(self._advance, params, hidden, base)
+        state = dspark.start(self.config.spark, hidden.shape[0], hidden.dtype)
+        state, logits = advance(state, tokens.root(history)[:, None], 0)
+        if isinstance(self.shape, Dynamic):  # which wants the root at its full width
+            state = jnp.repeat(state, self.shape.top_k, 1)
+
+        def feed(state, drafted, parents, depth, slot):
+            del slot
+            return advance(rows(state, parents), drafted, depth)
+
+        drawing = self.drawing(request, history, params)
+        draft = growth.grow(drawing, self.shape, logits, feed, state)
+        if self.confidence_threshold is not None:
+            draft = self._cut(params, hidden, draft)
+        return self.limit(draft, history, memory.length > 0), memory
+
+    def _advance(self, params, hidden, base, state, before, depth):
+        """The state and the logits [B, F, Vd] of slots after tokens [B, F] at ``depth``."""
+        slot = functools.partial(lax.dynamic_slice_in_dim, start_index=depth, slice_size=1, axis=1)
+        wide = jnp.broadcast_to(slot(hidden), (*before.shape, hidden.shape[-1]))
+        state, bias = dspark.advance(
+            params.drafter.spark, self.config.spark, state, wide, before
+        )  # fmt: skip
+        return state, slot(base) + bias
+
+    def _cut(self, params, hidden, draft):
+        """Drops nodes whose path is not likely enough to be accepted, by what stands above them."""
+        tree = topology.from_parents(draft.parents, draft.max_depth)
+        depth = jnp.broadcast_to(tree.depth, draft.tokens.shape)
+        slot = jnp.minimum(depth, self.max_depth - 1)[..., None]
+        chance = dspark.confidence(
+            params.drafter.spark, self.config.spark, jnp.take_along_axis(hidden, slot, 1),
+            draft.tokens,
+        )  # fmt: skip
+        nodes = draft.tokens.shape[1]
+        above = topology.unpack_bits(tree.ancestors, nodes) & ~jnp.eye(nodes, dtype=bool)
+        survival = jnp.where(above, jax.nn.log_sigmoid(chance)[:, None], 0).sum(-1)
+        return draft.replace(valid=draft.valid & (survival >= jnp.log(self.confidence_threshold)))

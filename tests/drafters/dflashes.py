@@ -1,4 +1,4 @@
-"""Tiny DFlash heads for the tiny target, random and trained, and plain torch's view of the same."""
+"""Tiny DFlash and DSpark heads for the tiny target, some trained, and torch's view of each."""
 
 import dataclasses
 import functools
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import head_files, kv
-from jspec.drafters.dflash import DFlash
+from jspec.drafters.dflash import DFlash, DSpark
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
+from jspec.models.heads.dspark import SparkConfig
 from tests import tiny
 from tests.drafters import heads
 
@@ -31,12 +32,30 @@ CONFIGS = {
         own_head=True,
     ),
 }  # fmt: skip
-LAYOUTS = {"dflash": "dflash", "sliding": "dflash", "reduced": "dflash-speculators"}
+_SMALL = dataclasses.replace(_NETWORK, num_layers=1)
+SPARKS = {
+    "vanilla": DFlashConfig(
+        _SMALL, (1,), WIDTH, tiny.VOCAB, 4, MASK, from_anchor=True,
+        spark=SparkConfig(6, "vanilla", True, True),
+    ),
+    "gated": DFlashConfig(
+        _SMALL, (0, 1), WIDTH, tiny.VOCAB, 5, MASK, spark=SparkConfig(5, "gated", True)
+    ),
+    "rnn": DFlashConfig(
+        _REDUCED, (1,), WIDTH, tiny.VOCAB, 4, MASK, from_anchor=True, own_embedding=True,
+        own_head=True, spark=SparkConfig(4, "rnn"),
+    ),
+}  # fmt: skip
+CONFIGS |= SPARKS
+LAYOUTS = {
+    name: "dflash-speculators" if config.own_head else "dflash" for name, config in CONFIGS.items()
+}
 
 
 def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> DFlash:
     """The drafter of tiny heads for the tiny target."""
-    return DFlash(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
+    kind = DSpark if name in SPARKS else DFlash
+    return kind(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
 
 
 @functools.cache
@@ -84,7 +103,7 @@ def torch_reference(name: str, params):
     import torch
     from safetensors.torch import load_file
 
-    from tests.models.torch_dflash import DFlashRef
+    from tests.models.torch_dflash import DFlashRef, DSparkRef
 
     target = tiny.params().target
     lent = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
@@ -95,4 +114,4 @@ def torch_reference(name: str, params):
         )  # fmt: skip
         tensors = load_file(Path(directory) / "model.safetensors")
         raw = json.loads((Path(directory) / "config.json").read_text())
-    return DFlashRef(tensors, raw, *lent)
+    return (DSparkRef if name in SPARKS else DFlashRef)(tensors, raw, *lent)

@@ -75,11 +75,31 @@ CASES = {
         _speculators({"hidden_size": 16}, target_hidden_size=WIDTH), ("embed", "head"),
     ),
 }  # fmt: skip
+RANK = 6
+_SPARKS = {"projector_type": "dspark", "markov_rank": RANK, "attention_mode": "gqa"}
+_DSPARK = {"architectures": ["DSparkDraftModel"], "block_size": BLOCK}
+# Each: as CASES.
+DSPARK_CASES = {
+    "dspark": (
+        _AUTHORS | _DSPARK | _inside(**_SPARKS, markov_head_type="vanilla",
+                                     confidence_head_with_markov=True),
+        ("markov", "confidence", "sees token"),
+    ),
+    "dspark-gated": (
+        _AUTHORS | _DSPARK | _SLIDING | _inside(**_SPARKS, markov_head_type="gated"),
+        ("markov", "gate_proj", "confidence"),
+    ),
+    "dspark-speculators-rnn": (
+        _speculators(speculators_model_type="dspark", draft_vocab_size=REDUCED, markov_rank=RANK,
+                     markov_head_type="rnn", sample_from_anchor=False),
+        ("embed", "head", "markov", "joint_proj"),
+    ),
+}  # fmt: skip
 
 
 def case(name):
-    """(tensors, config.json) of one of CASES, the same each time."""
-    raw, extras = CASES[name]
+    """(tensors, config.json) of one of CASES or DSPARK_CASES, the same each time."""
+    raw, extras = (CASES | DSPARK_CASES)[name]
     torch.manual_seed(len(name))
     inner = raw.get("transformer_layer_config", raw)
     width, dim, layers = inner["hidden_size"], inner["head_dim"], inner["num_hidden_layers"]
@@ -98,7 +118,22 @@ def case(name):
         tensors["lm_head.weight"] = random(vocab, width)
     if vocab < VOCAB:
         tensors["d2t"], tensors["t2d"] = draft_vocabulary()
-    return tensors, raw
+    return tensors | _sparks(extras, width, vocab), raw
+
+
+def _sparks(extras, width, vocab):
+    """What DSpark adds."""
+    tensors = {}
+    if "markov" in extras:
+        tensors["markov_head.markov_w1.weight"] = torch.randn(VOCAB, RANK)
+        tensors["markov_head.markov_w2.weight"] = random(vocab, RANK)
+    sizes = {"gate_proj": (RANK, width + RANK), "joint_proj": (3 * RANK, 2 * RANK + width)}
+    affine = {f"markov_head.{part}": size for part, size in sizes.items() if part in extras}
+    if "confidence" in extras:
+        affine["confidence_head.proj"] = (1, width + RANK * ("sees token" in extras))
+    for name, size in affine.items():
+        tensors[f"{name}.weight"], tensors[f"{name}.bias"] = random(*size), random(size[0])
+    return tensors
 
 
 def _block(inner, name, width, dim, extras):

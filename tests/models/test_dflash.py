@@ -9,7 +9,7 @@ import pytest
 
 from jspec import head_files, kv
 from jspec.models import decoder
-from jspec.models.heads import dflash
+from jspec.models.heads import dflash, dspark
 
 torch = pytest.importorskip("torch")
 from tests.models import dflash_cases, head_cases, torch_dflash  # noqa: E402
@@ -28,8 +28,8 @@ def target_params():
     )
 
 
-def draft_logits(params, config, states, root, depth):
-    """Our logits [depth, Vd], the context [CONTEXT, C, D] injected in two chunks."""
+def draft_hidden(params, config, states, root, depth):
+    """What our slots give out [1, depth, D], the context [CONTEXT, C, D] injected in two chunks."""
     cache = dflash.init_cache(config, 1, 16)
     for rows in (slice(0, CHUNK), slice(CHUNK, CONTEXT)):
         chunk = tuple(states[None, rows, i] for i in range(states.shape[1]))
@@ -37,7 +37,12 @@ def draft_logits(params, config, states, root, depth):
         positions = cache.length[:, None] + jnp.arange(size)
         entries = dflash.inject(params, config, dflash.fuse(params, config, chunk), positions)
         cache = kv.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
-    hidden = dflash.fill_in(params, config, root, depth, cache, MODEL, target_params())
+    return dflash.fill_in(params, config, root, depth, cache, MODEL, target_params())
+
+
+def draft_logits(params, config, states, root, depth):
+    """Our logits [depth, Vd]."""
+    hidden = draft_hidden(params, config, states, root, depth)
     return dflash.unembed(params, config, hidden, MODEL, target_params())[0]
 
 
@@ -46,10 +51,10 @@ def loaded(tmp_path, name):
     return tensors, raw, head_files.load_head(head_cases.write(tmp_path, tensors, raw), TARGET)
 
 
-def reference(tensors, raw):
+def reference(tensors, raw, kind=torch_dflash.DFlashRef):
     lent = (torch.from_numpy(np.array(x)) for x in (target_params().embedding,
                                                     target_params().head.T))  # fmt: skip
-    return torch_dflash.DFlashRef(tensors, raw, *lent)
+    return kind(tensors, raw, *lent)
 
 
 def states_for(head):
@@ -115,3 +120,41 @@ def test_a_reduced_vocabulary_is_read_as_offsets(tmp_path):
     tensors, _, head = loaded(tmp_path, "speculators")
     kept = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     np.testing.assert_array_equal(head.params.draft_to_target, kept.numpy())
+
+
+@pytest.mark.parametrize("name", dflash_cases.DSPARK_CASES)
+def test_dsparks_logits_and_chances_along_a_path_equal_those_of_torch(tmp_path, name):
+    tensors, raw, head = loaded(tmp_path, name)
+    assert (head.kind, head.layout[:6]) == ("dspark", "dflash")
+    params, config, path = head.params, head.config, [7, 30, 30, 2]
+    assert config.from_anchor == ("speculators" not in name)
+    states, depth = states_for(head), len(path)
+    ref = reference(tensors, raw, torch_dflash.DSparkRef)
+    expected = ref.path_logits(states, path, depth).numpy()
+    assert np.ptp(expected, -1).min() > 0.5
+    inputs = jnp.asarray(states.numpy()), jnp.asarray(path[:1]), depth
+    hidden = draft_hidden(params, config, *inputs)
+    found, state = draft_logits(params, config, *inputs), dspark.start(config.spark, 1, jnp.float32)
+    for slot, token in enumerate(path):
+        before = jnp.full((1, 1), token)
+        state, bias = dspark.advance(
+            params.spark, config.spark, state, hidden[:, slot : slot + 1], before
+        )  # fmt: skip
+        np.testing.assert_allclose(
+            found[slot] + bias[0, 0], expected[slot], atol=TOLERANCE, rtol=0
+        )  # fmt: skip
+    if config.spark.confidence:
+        logits = dspark.confidence(params.spark, config.spark, hidden, jnp.asarray([path]))
+        chances = ref.chances(states, path, depth).numpy()
+        assert np.ptp(chances) > 0.05
+        np.testing.assert_allclose(jax.nn.sigmoid(logits[0]), chances, atol=TOLERANCE, rtol=0)
+
+
+def test_heads_below_an_old_container_are_found(tmp_path):
+    tensors, raw = dflash_cases.case("dspark")
+    inside = lambda name: name.startswith(("markov_head", "confidence_head"))
+    old = {f"logit_head.{name}" if inside(name) else name: x for name, x in tensors.items()}
+    alone = head_files.load_head(head_cases.write(tmp_path / "a", tensors, raw), TARGET)
+    again = head_files.load_head(head_cases.write(tmp_path / "b", old, raw), TARGET)
+    assert again.config == alone.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, alone.params)

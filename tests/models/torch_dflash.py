@@ -1,17 +1,22 @@
-"""DFlash heads in plain torch, from the formulas of arXiv 2602.06036: no cache, no batch.
+"""DFlash and DSpark heads in plain torch, from the formulas of arXiv 2602.06036 and 2607.05147.
 
-The reference that jspec's head, and the drafter on top of it, are compared with. It takes the
-tensors of a file under their published names and its config.json; it shares no code with jspec.
+The references that jspec's heads, and the drafters on top of them, are compared with: no cache, no
+batch. They take the tensors of a file under their published names and its config.json; they share
+no code with jspec.
 """
 
 import pytest
 
 torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
 from tests.models.torch_heads import Blocks, rotate  # noqa: E402
 
 
 class DFlashRef:
     """A head of either layout; the target's matrices serve where the file has none."""
+
+    anchored = False  # unless config.json says so
 
     def __init__(self, tensors, raw, target_embedding=None, target_head=None):
         self.raw = raw | (raw.get("dflash_config") or {}) | raw.get("transformer_layer_config", {})
@@ -28,7 +33,7 @@ class DFlashRef:
           root: id of the token at position n.
           depth: tokens to draft.
         """
-        anchored = bool(self.raw.get("sample_from_anchor"))
+        anchored = bool(self.raw.get("sample_from_anchor", self.anchored))
         slots = depth if anchored else depth + 1
         ids = torch.full((slots,), self.raw["mask_token_id"])
         ids[0] = int(root)
@@ -77,3 +82,44 @@ class DFlashRef:
         seen = theirs <= mine if causal else torch.ones(slots, start + slots, dtype=torch.bool)
         window = self.raw.get("swa_window_size") or self.raw.get("sliding_window")
         return seen & (theirs > mine - window) if slides else seen
+
+
+class DSparkRef(DFlashRef):
+    """A head whose slots also see the token before them."""
+
+    anchored = True
+
+    def path_logits(self, features, path, depth):
+        """Logits [len(path), Vd] after each token of ``path``, root first, in a block of depth."""
+        hidden = self.hidden(features, path[0], depth)
+        state = torch.zeros(self.tensors["markov_head.markov_w1.weight"].shape[1])
+        found = []
+        for h, token in zip(hidden, path, strict=False):
+            state, bias = self.bias(state, h, int(token))
+            found.append(h @ self.head.T + bias)
+        return torch.stack(found)
+
+    def bias(self, state, h, token):
+        w, out = (self.tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+        w = w[token]
+        if "markov_head.gate_proj.weight" in self.tensors:
+            w = self.affine(torch.cat([h, w]), "markov_head.gate_proj").sigmoid() * w
+        if "markov_head.joint_proj.weight" in self.tensors:
+            mixed = self.affine(torch.cat([state, w, h]), "markov_head.joint_proj")
+            gate, candidate, w = mixed.chunk(3)
+            gate, w = gate.sigmoid(), w.tanh()
+            state = gate * state + (1 - gate) * candidate.tanh()
+        return state, out @ w
+
+    def chances(self, features, path, depth):
+        """Guessed chances [len(path)] that what is drafted after each token is accepted."""
+        hidden = self.hidden(features, path[0], depth)
+        found = []
+        for h, token in zip(hidden, path, strict=False):
+            if self.tensors["confidence_head.proj.weight"].shape[1] > len(h):
+                h = torch.cat([h, self.tensors["markov_head.markov_w1.weight"][int(token)]])
+            found.append(self.affine(h, "confidence_head.proj")[0].sigmoid())
+        return torch.stack(found)
+
+    def affine(self, x, name):
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])

@@ -17,6 +17,8 @@ a block are forgotten when it is drafted.
 
 A block need not have all ``block_size`` slots: to draft K tokens it has the root and K masks, as in
 vLLM and in the authors' program when asked for smaller blocks.
+
+DSpark heads are the same with something on top, see ``jspec.models.heads.dspark``.
 """
 
 import dataclasses
@@ -30,6 +32,8 @@ from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.heads import dspark
+from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.types import Array, Target
 
 
@@ -48,6 +52,7 @@ class DFlashConfig:
       from_anchor: whether the root's slot drafts too, each slot the token after its own position.
       own_embedding: whether the head brings an embedding; the target's serves otherwise.
       own_head: whether it brings an output matrix; the target's serves otherwise.
+      spark: what a DSpark head has on top; None for DFlash.
 
     Raises:
       ValueError: the settings contradict each other.
@@ -63,6 +68,7 @@ class DFlashConfig:
     from_anchor: bool = False
     own_embedding: bool = False
     own_head: bool = False
+    spark: SparkConfig | None = None
 
     def __post_init__(self):
         _check(self)
@@ -108,11 +114,12 @@ class DFlashParams:
     head: Array | None = None  # [D, Vd]
     embedding: Array | None = None  # [V, D]
     draft_to_target: Array | None = None  # [Vd] int32, ascending
+    spark: SparkParams | None = None
 
 
 def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32) -> DFlashParams:
     """Random weights: normal, 0.02 wide; a reduced vocabulary is the first Vd tokens."""
-    fc_key, layers_key, head_key, embedding_key = jax.random.split(key, 4)
+    fc_key, layers_key, head_key, embedding_key, spark_key = jax.random.split(key, 5)
     hidden = config.hidden_size
 
     def normal(key: Array, *shape: int) -> Array:
@@ -128,6 +135,10 @@ def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32
         if config.own_embedding
         else None,
         draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
+        spark=config.spark
+        and dspark.init_params(
+            spark_key, config.spark, hidden, config.target_vocab_size, config.vocab_size, dtype
+        ),
     )
 
 

@@ -1,6 +1,7 @@
-"""DFlash heads in files: which config.json makes which ``DFlashConfig``, and the tensors' names.
+"""DFlash and DSpark heads in files: which config.json makes which ``DFlashConfig``, and the names.
 
-Two layouts, of the same tensors (``fc``, ``hidden_norm``, ``layers.i``, ``norm``):
+Two layouts, of the same tensors (``fc``, ``hidden_norm``, ``layers.i``, ``norm``, and of DSpark
+``markov_head`` and ``confidence_head``):
 
   * ``dflash``: the authors' and SpecForge's, a Qwen3 config.json with ``dflash_config``; SGLang,
     vLLM and the JAX servers read it. The target lends its embedding and output matrix.
@@ -18,6 +19,8 @@ What the readers of these files disagree about, and how it is read here:
     sliding layers too.
   * A window of w tokens ends at the slot that looks back, as servers have it and as SpecForge
     trains; the speculators library lets all slots of a block look back w tokens from the root.
+  * A DSpark head drafts from the root's slot on unless ``sample_from_anchor`` is false, as it is
+    trained and served; SpecForge's own loop leaves that slot out.
   * An ``lm_head`` or ``embed_tokens`` in the file is used, though some servers prefer the target's.
 """
 
@@ -32,10 +35,13 @@ from jspec.models import families
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families import common, qwen3
 from jspec.models.families.names import Entry, block_table, blocks, nest
+from jspec.models.heads import dspark_format
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams, is_causal
+from jspec.models.heads.dspark import SparkParams
 
 SPECULATORS = "speculators_model_type"
-KINDS = ("dflash",)
+KINDS = ("dflash", "dspark")
+_ARCHITECTURES = {"dflash": "DFlash", "dspark": "DSpark"}
 _LAYER_IDS, _HIDDEN_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 # Keys of config.json or ``dflash_config`` that ask for what is not here, and what asks for nothing.
 _NEUTRAL = {
@@ -45,7 +51,7 @@ _NEUTRAL = {
     "use_aux_hidden_state": (None, True),
     "shift_label": (None, False),
     "logit_scale": (None, 1),
-    "projector_type": (None, "dflash"),
+    "projector_type": (None, *KINDS),
 }
 
 
@@ -57,6 +63,16 @@ def layout(raw: dict, tensors: Mapping[str, np.ndarray]) -> str | None:
     if not {"fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"} <= set(tensors):
         return None
     return "dflash-speculators" if SPECULATORS in raw else "dflash"
+
+
+def kind(raw: dict, tensors: Mapping[str, np.ndarray]) -> str:
+    """ "dflash" or "dspark", by the tensors or, where these do not tell, by config.json."""
+    if dspark_format.is_there(tensors):
+        return "dspark"
+    inside = raw.get("dflash_config")
+    stated = [raw.get(SPECULATORS), inside.get("projector_type") if isinstance(inside, dict) else 0]
+    named = any("DSpark" in str(name) for name in raw.get("architectures") or ())
+    return "dspark" if named or "dspark" in stated else "dflash"
 
 
 def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) -> DFlashConfig:
@@ -76,15 +92,21 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
         "target_vocab_size": network.vocab_size,
     }
     _check_target(fields, raw, target)
+    spark = None
+    if kind(raw, tensors) == "dspark":
+        spark = dspark_format.read(settings, tensors, network.hidden_size)
     sliding = tuple(window is not None for window in network.windows)
     return DFlashConfig(
         capture_layers=_capture_layers(raw, settings, network.num_layers, target.num_layers),
         block_size=common.whole(settings, "block_size", least=2),
         mask_token=common.whole(settings, "mask_token_id", least=0),
         causal=_causal(raw, settings, sliding, network.num_layers),
-        from_anchor=common.flag(settings, "sample_from_anchor"),
+        from_anchor=common.flag(
+            {"sample_from_anchor": spark is not None} | settings, "sample_from_anchor"
+        ),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
+        spark=spark,
         **fields,
     )
 
@@ -222,12 +244,17 @@ def table(config: DFlashConfig, layout: str = "dflash") -> tuple[Entry, ...]:
     if config.own_embedding:
         shape = ((config.target_vocab_size, hidden),)
         entries.append(Entry(("embedding",), ("embed_tokens.weight",), shape))
-    return tuple(entries)
+    spark = dspark_format.table(
+        config.spark, hidden, config.target_vocab_size, config.vocab_size
+    )  # fmt: skip
+    return (*entries, *spark)
 
 
 def assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> DFlashParams:
     """Parameters from one array for each entry."""
     nested = nest(entries, arrays)
+    if "spark" in nested:
+        nested["spark"] = SparkParams(**nested["spark"])
     return DFlashParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
 
 
@@ -304,11 +331,17 @@ def _authors_keys(config: DFlashConfig, target: DecoderConfig) -> dict:
         inside["causal"] = all(causal)
         if len(set(causal)) > 1:
             del inside["causal"]  # what sliding layers are where nothing is said
-    if config.from_anchor:
-        inside["sample_from_anchor"] = True
+    if config.from_anchor or config.spark is not None:
+        inside["sample_from_anchor"] = config.from_anchor
+    method = "dflash" if config.spark is None else "dspark"
+    model = f"{_ARCHITECTURES[method]}DraftModel"
+    if config.spark is not None:
+        same = config.network.num_heads == config.network.num_kv_heads
+        mode = {"projector_type": "dspark", "attention_mode": "mha" if same else "gqa"}
+        inside |= mode | dspark_format.describe(config.spark)
     return {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "architectures": [model],
+        "auto_map": {"AutoModel": f"{method}.{model}"},
         "num_target_layers": target.num_layers,
         "dflash_config": inside,
     }
@@ -321,12 +354,14 @@ def _speculators_keys(config: DFlashConfig, inner: dict, verifier: dict) -> dict
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    return {
-        "architectures": ["DFlashSpeculator"],
-        SPECULATORS: "dflash",
+    method = "dflash" if config.spark is None else "dspark"
+    more = {} if config.spark is None else dspark_format.describe(config.spark)
+    return more | {
+        "architectures": [f"{_ARCHITECTURES[method]}Speculator"],
+        SPECULATORS: method,
         "speculators_version": "0.9.0",  # whose schema this is
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": method,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": verifier,

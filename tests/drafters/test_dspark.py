@@ -1,0 +1,137 @@
+"""DSpark: drafts equal to plain torch's in every round, laws of paths, early ends and refusals."""
+
+import functools
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import topology
+from jspec.drafters.dflash import DFlash, DSpark
+from jspec.types import Params
+from tests import tiny
+from tests.drafters import dflashes, heads, rounds
+from tests.drafters.rounds import ROWS, plain, plan_of
+
+host = importlib.import_module("jspec.generate")
+CASES = {
+    "chain": ("vanilla", dict(num_speculative_tokens=4)),
+    "dynamic": ("gated", dict(num_speculative_tokens=3, tree="eagle2", tree_size=8, tree_top_k=3)),
+    "paths": ("rnn", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
+}  # fmt: skip
+
+
+def params_of(name):
+    return Params(tiny.params().target, dflashes.random_params(name))
+
+
+def states_of(text, layers):
+    """The target's hidden states [T, C, D] of a text, in torch."""
+    import torch
+
+    features, _ = heads.hidden_states(np.array([text]), layers)
+    return torch.stack([torch.tensor(np.asarray(feature[0])) for feature in features], 1)
+
+
+def drafted(drafter, params, prompt):
+    """A draft after ``prompt`` of a row at temperature 1."""
+    row = host.Row(prompt, max_tokens=20, temperature=1.0)
+    batch = host.start(plan_of(drafter, "rejection"), params, [row])
+    state = batch.state
+    propose = jax.jit(drafter.propose)
+    return propose(params, batch.request, (), state.memory, state.history)[0]
+
+
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.parametrize("case", CASES)
+def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
+    torch = pytest.importorskip("torch")
+    name, settings = CASES[case]
+    drafter = dflashes.drafter(name, **settings, draft_sample_method="greedy")
+    params = params_of(name)
+    answers = host.generate_rows(plan_of(drafter, record_rounds=64), params, ROWS[:1])
+    reference = dflashes.torch_reference(name, params.drafter)
+    kept = params.drafter.draft_to_target
+    ids = np.arange(tiny.VOCAB) if kept is None else np.asarray(kept)
+    states = states_of(plain()[0], drafter.capture_layers)
+
+    @functools.cache
+    @torch.inference_mode()
+    def law(root, path):
+        tokens = [plain()[0][root], *path]
+        logits = reference.path_logits(states[:root], tokens, drafter.max_depth)[-1]
+        scores = np.full(tiny.VOCAB, -np.inf)
+        scores[ids] = logits.log_softmax(-1).numpy()
+        return scores
+
+    rounds.compare(answers[0], ROWS[0].prompt, plain()[0], drafter.shape, law)
+
+
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.parametrize("name", dflashes.SPARKS)
+def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
+    torch = pytest.importorskip("torch")
+    drafter, params, prompt = dflashes.drafter(name, 3), params_of(name), tiny.prompts((9,))[0]
+    draft = drafted(drafter, params, prompt)
+    with torch.inference_mode():
+        states = states_of(prompt, drafter.capture_layers)[:-1]
+        reference = dflashes.torch_reference(name, params.drafter)
+        path = np.asarray(draft.tokens[0, :-1]).tolist()
+        expected = reference.path_logits(states, path, 3).numpy()
+    assert np.ptp(expected, -1).min() > 0.5
+    gap = np.asarray(draft.logits[0, :3]) - expected
+    np.testing.assert_allclose(gap - gap.mean(-1, keepdims=True), 0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.parametrize("tree", ["chain", "sampled"])
+def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
+    """By the head's guesses for the tokens above a node: never by the node's own token."""
+    torch = pytest.importorskip("torch")
+    params, prompt = params_of("vanilla"), tiny.prompts((9,))[0]
+    size = {} if tree == "chain" else {"tree_size": 8}
+    settings = dict(num_speculative_tokens=3, tree=tree, **size)
+    whole = drafted(dflashes.drafter("vanilla", **settings), params, prompt)
+    depths = topology.from_parents(whole.parents, 3).depth
+    nodes, parents = np.asarray(whole.tokens[0]), np.asarray(whole.parents)
+    reference = dflashes.torch_reference("vanilla", params.drafter)
+    states = states_of(prompt, (1,))[:-1]
+
+    @torch.inference_mode()
+    def survival(node):
+        above = []
+        while parents[node] >= 0:
+            node = parents[node]
+            above.insert(0, int(nodes[node]))
+        return reference.chances(states, above, 3).prod().item()
+
+    chances = np.array([survival(node) for node in range(1, len(nodes))])
+    levels = np.unique(chances.round(6))
+    assert len(levels) > 2 and depths.max() == 3 and np.asarray(whole.valid).all()
+    threshold = float(levels[1:3].mean())
+    drafter = dflashes.drafter("vanilla", **settings, confidence_threshold=threshold)
+    cut = drafted(drafter, params, prompt)
+    np.testing.assert_array_equal(cut.tokens, whole.tokens)
+    assert np.asarray(cut.valid[0, 1:]).tolist() == (chances >= threshold).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gated", {"num_speculative_tokens": 5}, "a block of 5 slots drafts 4 tokens"),
+        ("gated", {"num_speculative_tokens": 2, "tree": "best_first"}, "use 'eagle2'"),
+        ("gated", {"num_speculative_tokens": 2, "confidence_threshold": 1.5}, "must be 0 to 1"),
+        ("rnn", {"num_speculative_tokens": 2, "confidence_threshold": 0.5}, "guesses no chances"),
+    ],
+)
+def test_settings_that_do_not_fit_the_head_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        dflashes.drafter(name, **settings)
+
+
+def test_heads_are_drafted_with_by_their_own_method():
+    with pytest.raises(ValueError, match="this is a DSpark head; draft with it by method 'dspark'"):
+        DFlash(dflashes.CONFIGS["gated"], tiny.TARGET, 2)
+    with pytest.raises(ValueError, match="this is a DFlash head; draft with it by method 'dflash'"):
+        DSpark(dflashes.CONFIGS["dflash"], tiny.TARGET, 2)
