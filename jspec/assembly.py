@@ -13,7 +13,7 @@ from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.plan import Plan
-from jspec.types import Params
+from jspec.types import Drafter, Params
 from jspec.vocabularies import SharedVocabulary
 
 
@@ -48,13 +48,12 @@ def assemble(
         tokenizer = checkpoint.load_tokenizer(tokenizer)
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)
-    part = _open(speculative, _Target(sizes, max_model_len, tokenizer), dtype)
+    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), dtype)
     _plan(part, sizes)  # raises before weights are moved
     loaded = loading.load(model, dtype)
     part, weights = _load(part, loaded, dtype)
     plan = _plan(part, loaded.config)
-    if speculative.drafter_class:
-        weights = custom_class.params_of(plan.drafter, loaded.params)
+    weights = _own_weights(part, plan.drafter, weights, loaded)
     return Assembly(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
 
 
@@ -62,6 +61,7 @@ def assemble(
 class _Target:
     """What a drafter must fit."""
 
+    model: str | os.PathLike | LoadedModel
     sizes: DecoderConfig
     max_model_len: int
     tokenizer: Any
@@ -75,21 +75,35 @@ class _Part:
     network: DecoderConfig | HeadConfig | None = None
     head: LoadedHead | None = None
     vocabulary: SharedVocabulary | None = None  # where the draft model has one of its own
+    parts: tuple["_Part", ...] = ()  # of a hybrid
+
+    @property
+    def networks(self) -> Any:
+        """What ``SpeculativeConfig.drafter`` is to be told of."""
+        return tuple(part.networks for part in self.parts) if self.parts else self.network
 
 
 def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) -> _Part:
     """Reads the sizes of the drafter's network, once it is found to fit the target."""
+    if speculative.parts:
+        parts = tuple(_open(part, target, dtype) for part in speculative.parts)
+        own = tuple(part.speculative for part in parts)
+        return _Part(dataclasses.replace(speculative, parts=own), parts=parts)
     if speculative.needs_head:  # small beside the target, and so loaded at once
         limits = target.sizes.max_positions, target.max_model_len
         config.check_lengths(speculative, *limits)
-        head = loading.load_head(
-            speculative.model, target.sizes, kind=speculative.method, dtype=dtype
-        )
+        place = speculative.model
+        if place is None:  # in the target's own files
+            place = getattr(target.model, "path", target.model)
+        head = loading.load_head(place, target.sizes, kind=speculative.method, dtype=dtype)
         return _Part(speculative, head.config, head)
     if not speculative.needs_model:
         return _Part(speculative)
     draft = loading.sizes(speculative.model)
     config.check_lengths(speculative, draft.max_positions, target.max_model_len)
+    if speculative.parallel:
+        mask = {"mask_token_id": loading.mask_token_id(speculative.model)}
+        speculative = dataclasses.replace(speculative, settings={**speculative.settings, **mask})
     pair = target.tokenizer, loading.tokenizer_if_any(speculative.model)
     if speculative.translates and not vocabularies.are_same(*pair):
         sizes = target.sizes.vocab_size, draft.vocab_size
@@ -103,6 +117,9 @@ def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) ->
 
 def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, Any]:
     """The part as its loaded network is, and the network's weights."""
+    if part.parts:
+        parts, weights = zip(*(_load(each, target, dtype) for each in part.parts), strict=True)
+        return dataclasses.replace(part, parts=parts), weights
     if part.head:
         head = loading.sharing(part.head, target.params.embedding)
         return dataclasses.replace(part, network=head.config, head=head), head.params
@@ -115,9 +132,19 @@ def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, A
     return dataclasses.replace(part, network=draft.config), weights
 
 
+def _own_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:
+    """The weights, where a class of the user's makes its own."""
+    if part.parts:
+        every = zip(part.parts, drafter.parts, weights, strict=True)
+        return tuple(_own_weights(*one, target) for one in every)
+    if part.speculative.drafter_class:
+        return custom_class.params_of(drafter, target.params)
+    return weights
+
+
 def _plan(part: _Part, sizes: DecoderConfig) -> Plan:
     target = Decoder(sizes)
-    return Plan(target, part.speculative.drafter(part.network, target), part.speculative.rule)
+    return Plan(target, part.speculative.drafter(part.networks, target), part.speculative.rule)
 
 
 def _length_limit(asked: int | None, max_positions: int) -> int:

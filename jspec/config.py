@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,11 +10,13 @@ from jspec import config_method, config_rule, config_values, custom_class, shape
 from jspec.config_keys import (
     CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
+    HYBRID,
     KEYS,
     METHOD_ALIASES,
+    METHODS_IN_TARGETS,
     RULE_KEYS,
 )
-from jspec.drafters import METHODS
+from jspec.drafters import METHODS, PARALLEL
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -31,10 +33,13 @@ class SpeculativeConfig:
     Attributes:
       method: a name in ``jspec.drafters.METHODS``, or "custom_class".
       rule: a name in ``jspec.verify.RULES``, or the rule itself where keys have set it.
-      model: of the drafter: a path, a hub id or what was loaded; None for methods without one.
+      model: of the drafter: a path, a hub id or what was loaded; None for methods without one, and
+        where it lies in the target's files.
       max_model_len: longest sequence to draft for; None for all that the draft model can take.
       settings: fields of the method's drafter.
       drafter_class: of "custom_class"; None for the other methods, which are known by name.
+      parallel: whether all tokens of a round are drafted in one pass; None: as the head can.
+      parts: of "hybrid": what each of the two asks for.
     """
 
     method: str = config_method.NONE
@@ -43,10 +48,14 @@ class SpeculativeConfig:
     max_model_len: int | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter_class: type | None = None
+    parallel: bool | None = False
+    parts: tuple["SpeculativeConfig", ...] = ()
 
     @property
     def needs_model(self) -> bool:
-        """Whether the method drafts with a language model of its own."""
+        """Whether the method, or one of its parts, drafts with a language model of its own."""
+        if self.parts:
+            return any(part.needs_model for part in self.parts)
         return not self.drafter_class and "config" in _fields(self.method) and not self.needs_head
 
     @property
@@ -59,18 +68,26 @@ class SpeculativeConfig:
         """Whether the method drafts with a head, which reads the target's hidden states."""
         return not self.drafter_class and "target" in _fields(self.method)
 
-    def drafter(self, draft: DecoderConfig | HeadConfig | None, target: Decoder) -> Drafter:
-        """The drafter for ``target``; ``draft`` is its network, if any.
+    def drafter(self, draft: DecoderConfig | HeadConfig | tuple | None, target: Decoder) -> Drafter:
+        """The drafter for ``target``; ``draft`` is its network, if any, or those of its parts.
 
         Raises:
           ValueError: a setting is out of range.
         """
         if self.drafter_class:
             return custom_class.build(self.drafter_class, self.settings, target, self.rule)
+        if self.parts:
+            pairs = zip(self.parts, draft, strict=True)
+            parts = tuple(part.drafter(network, target) for part, network in pairs)
+            return METHODS[self.method](parts, **self.settings)
         fitted = {"config": draft, "target": target, "vocab_size": target.vocab_size,
                   "max_length": self.max_model_len}  # fmt: skip
-        wanted = {name: fitted[name] for name in _fields(self.method) & fitted.keys()}
-        return METHODS[self.method](**self.settings, **wanted)
+        parallel = self.parallel
+        if parallel is None:
+            parallel = getattr(draft, "mask_token_id", None) is not None
+        fields = _fields(self.method, parallel)
+        wanted = {name: fitted[name] for name in fields & fitted.keys()}
+        return _class_of(self.method, parallel)(**self.settings, **wanted)
 
 
 def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -92,9 +109,14 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         _check_standing(name, value)
     values = {name: given.get(name) for name, key in KEYS.items() if key.standing == "works"}
     method = config_method.asked_for(values)
-    _check_used(method, values)
+    parallel = method in PARALLEL and config_values.flag(values, "parallel_drafting")
+    if values["parallel_drafting"] is None and method == "eagle3":
+        parallel = None
+    _check_used(method, values, parallel)
     _check_parallel(values["draft_tensor_parallel_size"])
-    settings = _settings(method, values)
+    if method == HYBRID:
+        return _read_hybrid(values)
+    settings = _settings(method, values, parallel)
     if "config" in _fields(method):
         _check_path(method, values["model"])
     return SpeculativeConfig(
@@ -103,6 +125,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         model=values["model"] if "config" in _fields(method) else None,
         max_model_len=config_values.at_least_one("max_model_len", values["max_model_len"]),
         settings=settings,
+        parallel=parallel,
     )
 
 
@@ -117,6 +140,38 @@ def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
         settings=settings,
         drafter_class=drafter,
     )
+
+
+def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
+    given = values["parts"]
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
+        raise ValueError(
+            f"parts={given!r} must be a list of two configs, one that looks up and one with a "
+            "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]."
+        )
+    combine = {} if values["combine"] is None else {"combine": values["combine"]}
+    return SpeculativeConfig(
+        method=HYBRID,
+        rule=config_rule.asked_for(values),
+        settings=combine,
+        parts=tuple(_read_part(place, part) for place, part in enumerate(given)),
+    )
+
+
+def _read_part(place: int, given: Any) -> SpeculativeConfig:
+    try:
+        part = read(given)
+    except ValueError as error:
+        raise ValueError(f"parts[{place}]: {error}") from None
+    rule_keys = ("rejection_sample_method", *sum(RULE_KEYS.values(), ()))
+    misplaced = next((name for name in rule_keys if (given or {}).get(name) is not None), None)
+    if misplaced is not None:
+        raise ValueError(
+            f"parts[{place}] has {misplaced!r}, but one rule judges both; give it beside 'parts'."
+        )
+    if part.method in (HYBRID, config_method.NONE):
+        raise ValueError(f"parts[{place}] has the method {part.method!r}, which is no part.")
+    return part
 
 
 def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len: int) -> None:
@@ -151,12 +206,16 @@ def _check_standing(name: str, value: Any) -> None:
     )
 
 
-def _check_used(method: str, values: Mapping[str, Any]) -> None:
+def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -> None:
     """Keys that the method would ignore must not ask for anything."""
-    used = _fields(method) | {"method", "rejection_sample_method", "draft_tensor_parallel_size",
-                              "draft_sample_method", *sum(RULE_KEYS.values(), ())}  # fmt: skip
+    used = _fields(method, parallel) | {
+        "method", "rejection_sample_method", "draft_tensor_parallel_size", "draft_sample_method",
+        *sum(RULE_KEYS.values(), ()),
+    }  # fmt: skip
     if "config" in used:
         used |= {"model", "max_model_len"}
+    if method in PARALLEL:
+        used |= {"parallel_drafting"}
     for name, value in values.items():
         names_method = name == "model" and METHOD_ALIASES.get(str(value), value) == method
         if name not in used and not names_method and not KEYS[name].asks_nothing(value):
@@ -175,6 +234,8 @@ def _check_parallel(size: Any) -> None:
 
 
 def _check_path(method: str, model: Any) -> None:
+    if model is None and method in METHODS_IN_TARGETS:
+        return
     if model is None:
         raise ValueError(f"method={method!r} needs a 'model': a local directory or a hub id.")
     loaded = LoadedHead if "target" in _fields(method) else LoadedModel
@@ -182,11 +243,14 @@ def _check_path(method: str, model: Any) -> None:
         raise ValueError(f"model={model!r} must be a local directory or a hub id.")
 
 
-def _settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> dict[str, Any]:
     """The drafter's fields, with vLLM's defaults where they are not given."""
-    fields = _fields(method)
+    fields = _fields(method, parallel)
     if {"tree", "config"} <= fields:
-        return _tree_settings(values, METHODS[method].knows_depth)
+        flags = {"use_heterogeneous_vocab"} & fields
+        return _tree_settings(values, _class_of(method, parallel).knows_depth) | {
+            name: config_values.flag(values, name) for name in flags
+        }
     values = dict(values)
     sampled = values["draft_sample_method"] = values["draft_sample_method"] or "probabilistic"
     if sampled not in DRAFT_SAMPLE_METHODS:
@@ -245,10 +309,16 @@ def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, An
         shapes.drawn_by(tree, shapes.requested(tree, **numbers), values["draft_sample_method"])
     threshold = values["confidence_threshold"]
     config_values.check_real("confidence_threshold", threshold, listed=False)
-    more = {} if threshold is None else {"confidence_threshold": threshold}
+    few = config_values.at_least_one("dspark_draft_topk", values["dspark_draft_topk"])
+    more = {"confidence_threshold": threshold, "dspark_draft_topk": few}
+    more = {name: value for name, value in more.items() if value is not None}
     return numbers | more | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
 
 
-def _fields(method: str) -> set[str]:
+def _class_of(method: str, parallel: bool | None = False) -> type[Drafter]:
+    return PARALLEL[method] if parallel else METHODS[method]
+
+
+def _fields(method: str, parallel: bool | None = False) -> set[str]:
     """The settings of a method: its drafter's fields are its config keys."""
-    return {field.name for field in dataclasses.fields(METHODS[method])}
+    return {field.name for field in dataclasses.fields(_class_of(method, parallel))}

@@ -47,10 +47,10 @@ _WORKS = (
     ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
     ("model", None,
      "the draft model: a local directory or a hub id; 'ngram' names the method; of 'custom_class', "
-     "the dotted path of a class"),
+     "the dotted path of a class; of 'mtp', the target if left out"),
     ("num_speculative_tokens", None,
      "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one, "
-     "for 'mlp_speculator', whose `n_predict` it is if left out, for 'suffix' and for "
+     "for 'mlp_speculator' and 'mtp', whose `n_predict` it is if left out, for 'suffix' and for "
      "'token_recycling'"),
     ("prompt_lookup_max", None,
      "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
@@ -79,6 +79,10 @@ _WORKS = (
     ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism is built"),
     ("max_model_len", None,
      "longest text to draft for, at most that of either model; rounds past it are plain steps"),
+    ("parallel_drafting", False,
+     "whether all tokens of a round are drafted in one pass, none seeing another: of 'draft_model' "
+     "(PARD; config.json must name a `pard_token`) and of 'eagle3' (P-EAGLE; if left out, where "
+     "the head was made for it)"),
     ("use_heterogeneous_vocab", False,
      "whether the draft model may have a tokenizer of its own; it then drafts the tokens that both "
      "have, greedily or, unlike vLLM's, sampled"),
@@ -96,9 +100,18 @@ _WORKS = (
      "`num_speculative_tokens`"),
     ("tree_top_k", None,
      "not in vLLM; children of a node at most, 10 for 'eagle2' and 4 for 'sampled' if left out"),
+    ("parts", None,
+     "not in vLLM; of 'hybrid': two configs, first that of a method that looks up what it drafts, "
+     "then that of one with a network"),
+    ("combine", "merge",
+     "not in vLLM; of 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row and "
+     "round the one that promises more)"),
     ("confidence_threshold", None,
      "not in vLLM; of 'dspark': a node is dropped where the head guesses from the tokens above it "
      "that all down to it are accepted less often than this, 0 to 1"),
+    ("dspark_draft_topk", None,
+     "of 'dspark': tokens of a slot that are drafted from, the likeliest before the bias by the "
+     "token before"),
     ("synthetic_acceptance_rates", None,
      "of 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K"),
     ("synthetic_acceptance_length", None,
@@ -111,13 +124,13 @@ _WORKS = (
 _NOT_BUILT = (
     ("code_revision", None, "the hub's default revision is fetched"),
     ("draft_load_config", None, "safetensors are loaded as they lie"),
-    ("dspark_draft_topk", None, "dspark_draft_topk is only supported by DSpark"),
-    ("enable_adaptive_verification", False, "Adaptive verification only supported with DSpark"),
+    ("enable_adaptive_verification", False,
+     "Adaptive verification only supported with DSpark, and there `confidence_threshold` is what "
+     "works here"),
     ("index_share_for_mtp_iteration", None,
      "index_share_for_mtp_iteration is only supported with method='mtp'"),
     ("kv_cache_dtype", None, "the draft model's cache has the dtype it computes in"),
     ("num_speculative_tokens_per_batch_size", None, "K is the same for every batch size"),
-    ("parallel_drafting", False, "comes with the parallel drafters"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
     ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
@@ -156,24 +169,41 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
 METHODS_NOT_BUILT = (
-    "mtp",
 )  # fmt: skip
+HYBRID = "hybrid"  # made of two other methods
 # A class of the user's own, which no table can hold.
 CUSTOM_CLASS = "custom_class"
 CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"
 METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
 # always runs on the device. "arctic" is what Arctic Inference, a plug-in of vLLM's, calls its own.
-METHOD_ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram", "arctic": "mlp_speculator"}
+METHOD_ALIASES = {
+    "[ngram]": "ngram", "ngram_gpu": "ngram", "arctic": "mlp_speculator",
+    "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "mimo_mtp": "mtp", "qwen3_next_mtp": "mtp",
+}  # fmt: skip
+# Their weights lie in the target's own files where no model is given.
+METHODS_IN_TARGETS = ("mtp",)
 MODELS_NAMING_METHODS = ("ngram", "suffix", "[ngram]", "ngram_gpu")
 # A model's name that contains one of these says its method, as in vLLM.
-METHOD_IN_NAME = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash", "dspark": "dspark"}
+METHOD_IN_NAME = {
+    "peagle": "eagle3",
+    "p-eagle": "eagle3",
+    "eagle3": "eagle3",
+    "eagle-": "eagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
+}
 # So does the ``model_type`` in the config.json of a directory, or a key that only one method has.
-METHOD_OF_MODEL_TYPE = {"medusa": "medusa", "mlp_speculator": "mlp_speculator"}
+METHOD_OF_MODEL_TYPE = {
+    "medusa": "medusa", "mlp_speculator": "mlp_speculator",
+    **dict.fromkeys(("deepseek_v3", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "mimo", "mimo_mtp"),
+                    "mtp"),
+}  # fmt: skip
 METHOD_OF_KEY = {
     "hydra_head_arch": "hydra", "medusa_num_heads": "medusa", "dflash_config": "dflash",
 }  # fmt: skip
-METHODS_OF_OURS = dict.fromkeys(("hydra", "token_recycling"), "not in vLLM")  # so say the docs
+# So say the docs.
+METHODS_OF_OURS = dict.fromkeys((HYBRID, "hydra", "token_recycling"), "not in vLLM")
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {

@@ -63,6 +63,10 @@ def _method_of_model(model: Any) -> str:
     raw = model_files.read_json(file)
     if raw.get("speculators_model_type") in METHODS:
         return raw["speculators_model_type"]
+    if raw.get("speculators_model_type") == "peagle" or "PEagleDraftModel" in (
+        raw.get("architectures") or ()
+    ):
+        return "eagle3"
     if any("DSpark" in str(name) for name in raw.get("architectures") or ()):
         return "dspark"
     by_key = next((method for key, method in METHOD_OF_KEY.items() if key in raw), "draft_model")

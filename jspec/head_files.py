@@ -24,11 +24,13 @@ from jspec.models.heads import (
     eagle_format,
     medusa_format,
     mlp_speculator_format,
+    mtp_format,
     vocabulary,
 )
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
+from jspec.models.heads.mtp import MtpConfig
 
 # In the order in which they are looked for: published directories often hold a .bin beside.
 _SINGLE = {
@@ -58,8 +60,8 @@ class LoadedHead:
     """A draft head and its weights. Made by ``load_head``.
 
     Attributes:
-      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator", "hydra" or "dflash": the
-        method that drafts with it.
+      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator", "hydra", "dflash" or
+        "mtp": the method that drafts with it.
       layout: how its files are written.
       config: sizes and switches.
       params: weights.
@@ -99,6 +101,11 @@ def load_head(
     directory = model_files.locate(path, _PATTERNS)
     raw = model_files.read_json(directory / "config.json")
     tensors = _canonical(directory, _open(directory))
+    if kind == "mtp" and mtp_format.layout(tensors) is None:
+        raise ValueError(
+            f"{directory} has no modules for later tokens (MTP); take a target that was published "
+            "with some, or train them with `python -m training.finetune_mtp`"
+        )
     found, layout = head_formats.recognise(directory, raw, tensors)
     if kind not in (None, found):
         raise ValueError(
@@ -133,8 +140,8 @@ def save_head(
       config: the head of ``params``.
       params: weights.
       target_config: the target's sizes.
-      layout: None for the most widely read one of the method: "eagle", "eagle3", "medusa-vllm",
-        "mlp_speculator", "arctic-lstm", "hydra", "dflash".
+      layout: None for the most widely read one of the method: "eagle", "eagle3", "peagle",
+        "medusa-vllm", "mlp_speculator", "arctic-lstm", "hydra", "dflash", "mimo" or "deepseek".
       target_name: hub id or path of the target; files of ``head_formats.NAMING_TARGETS`` name it.
       embedding: the target's [V, D], written for a head that shares it: ``speculators`` files must
         have one, and some servers need it in ``eagle3``.
@@ -151,18 +158,19 @@ def save_head(
     if isinstance(config, DFlashConfig) and layout == "dflash-speculators":
         config, params = _with_targets(config, params, embedding=embedding, head=output)
     raw = describe_head(config, target_config, layout=layout, target_name=target_name)
-    entries = _entries(config, layout)
-    model_files.check_params(entries, params)
-    dtype = model_files.known_dtype(dtype or model_files.common_dtype(params))
+    written = entries(config, layout)
+    model_files.check_params(written, params)
+    kept = [entry.pick(params) for entry in written if not entry.float32]
+    dtype = model_files.known_dtype(dtype or model_files.common_dtype(kept))
     extra = _extra(config, params, layout, dtype)
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     with staging.replace_files(directory, _ANY_WEIGHTS) as aside:
         model_files.write_json(aside / "config.json", raw)
         if layout in head_formats.TORCH_FILES:
             file = head_formats.TORCH_FILES[layout]
-            torch_files.write(aside / file, _split(entries, params, dtype) | extra)
+            torch_files.write(aside / file, _split(written, params, dtype) | extra)
         else:
-            model_files.write_weights(aside, entries, params, dtype, extra=extra)
+            model_files.write_weights(aside, written, params, dtype, extra=extra)
 
 
 def describe_head(
@@ -238,8 +246,12 @@ def _with_targets(
 
 
 def _default_layout(config: HeadConfig) -> Layout:
+    if isinstance(config, EagleConfig) and config.mask_token_id is not None:
+        return "peagle"
     if isinstance(config, EagleConfig):
         return "eagle" if config.generation == 1 else "eagle3"
+    if isinstance(config, MtpConfig):
+        return "mimo" if config.hidden_first else "deepseek"
     return FORMATS[type(config)].layouts[0]
 
 
@@ -261,15 +273,16 @@ def _check_saveable(
         )
 
 
-def _entries(config: HeadConfig, layout: Layout) -> tuple[Entry, ...]:
+def entries(config: HeadConfig, layout: Layout) -> tuple[Entry, ...]:
     """The entries under the names that ``layout`` writes."""
     if isinstance(config, EagleConfig):
         return eagle_format.table(config, "midlayer" if layout == "eagle3" else eagle_format.FIRST)
-    entries = FORMATS[type(config)].module.table(config, layout)
+    bare = FORMATS[type(config)].module.table(config, layout)
     prefix = mlp_speculator_format.PREFIX if layout == "mlp_speculator" else ""
+    prefix = "model." if isinstance(config, MtpConfig) else prefix
     return tuple(
         dataclasses.replace(entry, names=tuple(prefix + name for name in entry.names))
-        for entry in entries
+        for entry in bare
     )
 
 
@@ -285,10 +298,12 @@ def _extra(
         return extra
     if isinstance(config, MedusaConfig):
         return _token_map(params)
+    if isinstance(config, MtpConfig):
+        return {}
     copies = FORMATS[type(config)].module.required_repeats(config)
     if not copies:
         return {}
-    written = _split(_entries(config, layout), params, dtype)
+    written = _split(entries(config, layout), params, dtype)
     return {name: written[first] for name, first in copies.items()}
 
 

@@ -17,6 +17,7 @@ from jspec.models.heads import (
     hydra_format,
     medusa_format,
     mlp_speculator_format,
+    mtp_format,
     vocabulary,
 )
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
@@ -25,11 +26,12 @@ from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
+from jspec.models.heads.mtp import MtpConfig, MtpParams
 
-Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash", "dspark"]
+Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash", "dspark", "mtp"]
 Layout = Literal[
-    "eagle", "eagle3", "speculators", "medusa", "medusa-vllm", "mlp_speculator", "arctic-rnn",
-    "arctic-lstm", "hydra", "dflash", "dflash-speculators",
+    "eagle", "eagle3", "peagle", "speculators", "medusa", "medusa-vllm", "mlp_speculator",
+    "arctic-rnn", "arctic-lstm", "hydra", "dflash", "dflash-speculators", "mimo", "deepseek",
 ]  # fmt: skip
 HeadConfig = (
     EagleConfig
@@ -38,6 +40,7 @@ HeadConfig = (
     | LstmSpeculatorConfig
     | HydraConfig
     | DFlashConfig
+    | MtpConfig
 )
 HeadParams = (
     EagleParams
@@ -46,6 +49,7 @@ HeadParams = (
     | LstmSpeculatorParams
     | HydraParams
     | DFlashParams
+    | MtpParams
 )
 Tensors = Mapping[str, np.ndarray]
 
@@ -69,7 +73,7 @@ class HeadFormat:
 
 
 FORMATS = {
-    EagleConfig: HeadFormat("EAGLE", eagle_format, ("eagle", "eagle3", "speculators")),
+    EagleConfig: HeadFormat("EAGLE", eagle_format, ("eagle", "eagle3", "peagle", "speculators")),
     MedusaConfig: HeadFormat("Medusa", medusa_format, ("medusa-vllm", "medusa")),
     MlpSpeculatorConfig: HeadFormat(
         "MLP speculator", mlp_speculator_format, ("mlp_speculator", "arctic-rnn")
@@ -77,6 +81,7 @@ FORMATS = {
     LstmSpeculatorConfig: HeadFormat("LSTM speculator", arctic_format, ("arctic-lstm",)),
     HydraConfig: HeadFormat("Hydra", hydra_format, ("hydra",)),
     DFlashConfig: HeadFormat("DFlash", dflash_format, ("dflash", "dflash-speculators")),
+    MtpConfig: HeadFormat("MTP", mtp_format, ("mimo", "deepseek")),
 }
 # These layouts name the target.
 NAMING_TARGETS = (
@@ -99,6 +104,7 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
         ("mlp_speculator", arctic_format),
         ("mlp_speculator", mlp_speculator_format),
         ("hydra", hydra_format),
+        ("mtp", mtp_format),
     ):
         layout = module.layout(tensors)
         if layout is not None:
@@ -106,11 +112,9 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
     layout = dflash_format.layout(raw, tensors)
     if layout is not None:
         return dflash_format.kind(raw, tensors), layout
-    generation = eagle_format.generation(tensors)
-    if generation == 3:
-        return "eagle3", "speculators" if eagle_format.SPECULATORS in raw else "eagle3"
-    if generation == 1:
-        return "eagle", "eagle"
+    layout = eagle_format.layout(raw, tensors)
+    if layout is not None:
+        return "eagle" if layout == "eagle" else "eagle3", layout
     if "layers.0.input_layernorm.weight" in tensors:
         raise ValueError(
             f"{directory} holds a whole language model, not a draft head; draft with it by method "
@@ -120,7 +124,7 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
     some = ", ".join(sorted(tensors)[:4])
     raise ValueError(
         f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa, Hydra, DFlash, "
-        f"MLP or LSTM speculator): its tensors are {some}, …"
+        f"MLP or LSTM speculator, MTP): its tensors are {some}, …"
     )
 
 
@@ -143,6 +147,9 @@ def read(
 
 def _read_eagle(raw, tensors, target, layout, dtype, embedding):
     del layout
+    if eagle_format.MASK in tensors:  # [1, 1, n], [1, n] or [n]
+        mask = tensors[eagle_format.MASK].reshape(1, 1, -1)
+        tensors = {**tensors, eagle_format.MASK: mask}
     config = eagle_format.read(raw, tensors, target)
     if config.fc_bias and not np.any(tensors.get("fc.bias", True)):
         config = dataclasses.replace(config, fc_bias=False)  # as ``save_head`` writes it
@@ -154,6 +161,19 @@ def _read_dflash(raw, tensors, target, layout, dtype, embedding):
     del layout
     config = dflash_format.read(raw, tensors, target)
     return _read_sharing(dflash_format, config, tensors, dtype, embedding)
+
+
+def _read_mtp(raw, tensors, target, layout, dtype, embedding):
+    """Modules, in files of their own or among a target's."""
+    del embedding
+    config = mtp_format.read(raw, tensors, target, layout)
+    tensors = mtp_format.own(config, tensors, layout)
+    entries = mtp_format.table(config, layout)
+    model_files.check_fit("the file", entries, tensors)
+    dtype = model_files.known_dtype(dtype or tensors[entries[0].names[0]].dtype)
+    arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
+    network = model_files.with_precision(config.network, dtype)
+    return dataclasses.replace(config, network=network), mtp_format.assemble(entries, arrays)
 
 
 def _read_sharing(module, config, tensors, dtype, embedding):
@@ -238,6 +258,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 _READERS: dict[Layout, Callable] = {
     "eagle": _read_eagle,
     "eagle3": _read_eagle,
+    "peagle": _read_eagle,
     "speculators": _read_eagle,
     "medusa": _read_medusa,
     "medusa-vllm": _read_medusa,
@@ -247,4 +268,6 @@ _READERS: dict[Layout, Callable] = {
     "hydra": _read_stages,
     "dflash": _read_dflash,
     "dflash-speculators": _read_dflash,
+    "mimo": _read_mtp,
+    "deepseek": _read_mtp,
 }

@@ -13,6 +13,7 @@ import platformdirs
 from jspec import checkpoint, head_files, topology
 from jspec.head_files import LoadedHead
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
+from jspec.models.heads import masks
 from jspec.types import Array
 
 
@@ -146,6 +147,17 @@ def sizes(model: str | os.PathLike | LoadedModel) -> DecoderConfig:
     if isinstance(model, LoadedModel):
         return model.config
     return checkpoint.load_config(_path(model))[0]
+
+
+def mask_token_id(model: str | os.PathLike | LoadedModel) -> int | None:
+    """The token behind which a draft model guesses several at once; None if it has none.
+
+    Raises:
+      ValueError: config.json names it twice, or not by a number.
+    """
+    loaded = isinstance(model, LoadedModel)
+    raw = model.raw_config if loaded else checkpoint.load_config(_path(model))[1]
+    return masks.mask_token_id(raw, masks.SERVED)
 
 
 def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:

@@ -20,7 +20,7 @@ class Plan:
         than those listed. A lossy rule must be asked for like this; nothing falls back on one.
       ladder: node counts that the target's pass is compiled for, ascending, the last one being the
         drafter's ``tree_size``; a round runs at the smallest that holds its longest draft. () for
-        the default: 1 and ``tree_size``.
+        the default: the drafter's ``rungs`` if it has any, else 1 and ``tree_size``.
       record_rounds: rounds whose drafts are kept for inspection, 0 for none.
 
     Raises:
@@ -44,7 +44,7 @@ class Plan:
         if self._rule.shares_noise and self.drafter.proposal != "point":
             object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, noise="target"))
         size = self.drafter.tree_size
-        ladder = self.ladder or tuple(sorted({1, size}))
+        ladder = self.ladder or getattr(self.drafter, "rungs", tuple(sorted({1, size})))
         if ladder[-1] != size or list(ladder) != sorted(set(ladder)) or ladder[0] < 1:
             raise ValueError(
                 f"ladder={self.ladder} must ascend from 1 or more to tree_size={size}."

@@ -91,13 +91,16 @@ class Draft:
     parents: Array  # [B, N] or static [N] int32, -1 for the root
     valid: Array  # [B, N] bool; a valid node's parent is valid
     # [B, N, Vd], row i: unnormalised log-weights of the law that the children of i were drawn
-    # from, warped, and rounded before the draw as they are stored here. None: nothing was drawn.
+    # from, warped, and rounded before the draw as they are stored here; rows at the end may be
+    # missing where they belong to nodes without drawn children. None: nothing was drawn.
     logits: Array | None = None
     # [B, N] bool: drawn from the parent's row; False: a point mass, chosen without looking at
     # chance. None: every node was drawn, if there are logits; else none was.
     sampled: Array | None = None
     # [Vd] int32, ascending: target ids of a reduced draft vocabulary. None: Vd is V, ids agree.
     draft_to_target: Array | None = None
+    # [B] float32: how many nodes the drafter expects to be accepted. None: it does not say.
+    score: Array | None = None
     max_depth: int = struct.field(pytree_node=False, default=0)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import platformdirs
 
 from jspec import tensor_files
-from jspec.drafters.draft_model import TranslatingParams, translating
+from jspec.drafters.language import TranslatingParams, translating
 from jspec.models.decoder import DecoderParams
 
 LEAST_SHARED = 0.05  # of the smaller vocabulary; below it, drafts would hardly ever be right

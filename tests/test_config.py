@@ -57,9 +57,47 @@ def test_every_method_and_every_rule_has_a_name_in_the_config():
 
 
 def test_a_drafters_fields_are_config_keys():
-    own = {"config", "target", "vocab_size", "max_length", "noise"}  # set by LLM and Plan
+    # Set by LLM, Plan and Hybrid.
+    own = {"config", "target", "vocab_size", "max_length", "noise", "backlog"}
     for method in METHODS.values():
         assert {field.name for field in dataclasses.fields(method)} - own <= set(KEYS)
+
+
+HYBRID = {
+    "method": "hybrid",
+    "parts": [
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"model": "draft", "num_speculative_tokens": 2},
+    ],
+}
+
+
+def test_the_parts_of_a_hybrid_are_configs_of_their_own():
+    build = lambda **more: config.read(HYBRID | more).drafter((None, tiny.DRAFT_CONFIG), TARGET)
+    assert build().parts[0] == NGram(3)
+    assert build().parts[1].num_speculative_tokens == 2 and build().combine == "merge"
+    assert build(combine="choose").combine == "choose"
+    assert config.read(HYBRID | {"rejection_sample_method": "block"}).rule == "block"
+    assert config.read(HYBRID).needs_model and not config.read(HYBRID).needs_head
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (None, "parts=None must be a list of two configs, one that looks up and one with a "
+         "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]."),
+        ([NGRAM, {"method": "ngarm"}], "parts[1]: Unsupported speculative method: 'ngarm'"),
+        ([NGRAM, DRAFT | {"rejection_sample_method": "block"}],
+         "parts[1] has 'rejection_sample_method', but one rule judges both; give it beside "
+         "'parts'."),
+        ([HYBRID, DRAFT], "parts[0] has the method 'hybrid', which is no part."),
+        ([NGRAM, None], "parts[1] has the method 'none', which is no part."),
+    ],
+)  # fmt: skip
+def test_parts_that_are_none_are_refused(parts, message):
+    with pytest.raises(ValueError) as error:
+        config.read({"method": "hybrid", "parts": parts})
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +192,23 @@ def test_keys_left_at_vllms_defaults_change_nothing():
     assert config.read(defaults | NGRAM) == config.read(NGRAM)
 
 
-@pytest.mark.parametrize(
-    "method", [*config_keys.METHODS_NOT_BUILT, "qwen3_next_mtp", "deepseek_mtp"]
-)
+@pytest.mark.parametrize("method", [*config_keys.METHODS_NOT_BUILT, "ernie_mtp", "exaone_moe_mtp"])
 def test_a_method_that_is_not_built_names_those_that_work(method):
     message = error_of({"method": method, "model": "some/head", "num_speculative_tokens": 3})
     assert f"method={method!r} is not built yet; these work: {WORKING}." in message
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp"])
+def test_modules_in_the_targets_files_need_no_model(method):
+    for given in ({}, {"num_speculative_tokens": 2}, {"model": "some/modules"}):
+        read = config.read({"method": method} | given)
+        assert (read.method, read.model, read.needs_head) == ("mtp", given.get("model"), True)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "mimo", "mimo_mtp"])
+def test_a_model_with_modules_of_its_own_drafts_with_them_as_in_vllm(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert config.read({"model": str(tmp_path), "num_speculative_tokens": 1}).method == "mtp"
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ import pytest
 
 from jspec import config
 from jspec.config_keys import CUSTOM_CLASS
-from jspec.drafters import METHODS, DraftModel, Suffix, TokenRecycling
-from jspec.drafters.draft_model import translating
+from jspec.drafters import METHODS, DraftModel, Hybrid, ParallelDraftModel, Suffix, TokenRecycling
+from jspec.drafters.language import translating
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
 from tests import tiny
-from tests.drafters import dflashes, heads, hydras, speculators
+from tests.drafters import dflashes, heads, hydras, mtps, speculators
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -77,8 +77,7 @@ def _hydra():
 
 def _dflash():
     """A plain head, one with sliding layers, and one that knows few tokens, from the root on."""
-    names = {"chain": "dflash", "greedy chain": "reduced", "sampled": "reduced",
-             "top plus one": "sliding", "paths": "reduced"}  # fmt: skip
+    names = {"greedy chain": "dflash", "sampled": "reduced"}
     best = dict(num_speculative_tokens=3, tree="best_first", tree_size=8)
     cases = {tree: (name, TREES[tree]) for tree, name in names.items()}
     return {
@@ -90,11 +89,25 @@ def _dflash():
     }
 
 
+def _mtp():
+    """One module that hands on what its norm gives, or what its block does, and two of either."""
+    names = {"chain": "one", "greedy chain": "two raw", "eagle2": "raw", "sampled": "two",
+             "top plus one": "one", "paths": "raw"}  # fmt: skip
+    two = {"greedy chain": dict(num_speculative_tokens=2, draft_sample_method="greedy"),
+           "sampled": dict(num_speculative_tokens=2, tree="sampled", tree_size=7)}  # fmt: skip
+    return {
+        tree: (
+            mtps.drafter(name, **(TREES | two)[tree]),
+            functools.partial(mtps.random_params, name),
+        )
+        for tree, name in names.items()
+    }
+
+
 def _dspark():
     """Heads that read the token before in their three ways, and one that ends drafts early."""
-    names = {"chain": "vanilla", "greedy chain": "gated", "eagle2": "rnn", "sampled": "vanilla",
-             "top plus one": "gated", "paths": "rnn"}  # fmt: skip
-    early = {"sampled": {"confidence_threshold": 0.3}}
+    names = {"chain": "vanilla", "eagle2": "rnn", "sampled": "gated"}
+    early = {"chain": {"confidence_threshold": 0.3}}
     return {
         tree: (
             dflashes.drafter(name, **TREES[tree], **early.get(tree, {})),
@@ -128,8 +141,26 @@ def _foreign():
     )
 
 
+# Of a draft model that guesses all tokens at once.
+_parallel = functools.partial(
+    ParallelDraftModel, tiny.DRAFT_CONFIG, tiny.TARGET, mask_token_id=tiny.VOCAB - 1
+)
 _FEW = dict(suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_tokens=64,
             suffix_decoding_max_occurrences=8)  # fmt: skip
+
+
+def _hybrids():
+    """Merged and chosen from, as chains and as trees."""
+    draft = lambda: (None, _draft())
+    head = lambda: (None, heads.random_params("eagle"))
+    recycling = TokenRecycling(tiny.VOCAB, 3, tree_size=8)
+    return {
+        "chain": (Hybrid((tiny.NGRAM, tiny.DRAFT), "choose"), draft),
+        "greedy chain": (Hybrid((tiny.NGRAM, tiny.GREEDY_DRAFT)), draft),
+        "merged": (Hybrid((tiny.NGRAM, tiny.DRAFT)), draft),
+        "sampled": (Hybrid((recycling, heads.drafter("eagle", **TREES["sampled"]))), head),
+        "eagle2": (Hybrid((recycling, heads.drafter("eagle", **TREES["eagle2"])), "choose"), head),
+    }
 
 
 # method: {tree: (drafter, its weights)}. A new method is tested by an entry here. Among cases that
@@ -154,9 +185,13 @@ DRAFTERS = {
         "chain": (tiny.DRAFT, _draft),
         "greedy chain": (tiny.GREEDY_DRAFT, _draft),
         "own vocabulary": _foreign(),
+        "sampled": (_parallel(**TREES["sampled"]), _draft),
+        "best first": (_parallel(num_speculative_tokens=3, tree="best_first", tree_size=9), _draft),
     },
     "eagle": _head("eagle"),
     "eagle3": _head("eagle3"),
+    "mtp": _mtp(),
+    "hybrid": _hybrids(),
     "custom_class": {"chain": _custom()},
 }
 TEMPERATURES = {"mixed": (0, 1, 0, 0.7), "sampled": (1, 0.7, 1.3, 0.4), "greedy": (0, 0, 0, 0)}

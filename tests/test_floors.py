@@ -7,13 +7,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
 jspec.threefry jspec.naming jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
-jspec.shapes jspec.growth jspec.marginals
+jspec.shapes jspec.growth jspec.grafting jspec.branching jspec.marginals
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
 jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
 jspec.model_files jspec.shared_file
-jspec.checkpoint jspec.head_formats jspec.head_files jspec.loading jspec.vocabularies
+jspec.checkpoint jspec.head_formats jspec.head_files jspec.stitching jspec.loading
+jspec.vocabularies
 jspec.config_keys jspec.config_values jspec.config_method jspec.config_rule jspec.custom_class
 jspec.config jspec.assembly jspec.metrics jspec.outputs
 jspec.jobs jspec.llm jspec

@@ -3,11 +3,15 @@
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.drafters.draft_model import DraftModel
 from jspec.drafters.eagle import Eagle
+from jspec.drafters.hybrid import Hybrid
 from jspec.drafters.hydra import Hydra
 from jspec.drafters.medusa import Medusa
 from jspec.drafters.mlp_speculator import MlpSpeculator
+from jspec.drafters.mtp import Mtp
 from jspec.drafters.ngram import NGram
 from jspec.drafters.none import NoDrafter
+from jspec.drafters.parallel_draft_model import ParallelDraftModel
+from jspec.drafters.parallel_eagle import ParallelEagle
 from jspec.drafters.suffix import Suffix
 from jspec.drafters.token_recycling import TokenRecycling
 
@@ -22,6 +26,11 @@ METHODS = {
     "hydra": Hydra,
     "dflash": DFlash,
     "dspark": DSpark,
+    "mtp": Mtp,
     "suffix": Suffix,
     "token_recycling": TokenRecycling,
+    "hybrid": Hybrid,
 }
+
+# Methods that draft all tokens in one pass where ``parallel_drafting`` asks for it.
+PARALLEL = {"draft_model": ParallelDraftModel, "eagle3": ParallelEagle}

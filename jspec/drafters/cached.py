@@ -45,7 +45,7 @@ class CachedDrafter(TreeDrafter):
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Takes in the rows of the accepted path, whose features are now true."""
         root = history.length - verdict.num_emitted - 1
-        positions = root[:, None] + jnp.arange(self.max_depth + 1)
+        positions = root[:, None] + jnp.arange(verdict.path.shape[1])
         following = jnp.take_along_axis(history.tokens, positions + 1, 1, mode="clip")
         features = tuple(
             jnp.take_along_axis(feature, verdict.path[..., None], 1) for feature in out.features

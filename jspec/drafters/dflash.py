@@ -110,6 +110,8 @@ class DSpark(DFlash):
       confidence_threshold: a node is dropped, and what is below it, where the chance that all
         tokens down to it are accepted is less than this, as guessed by the head from the tokens
         above; None to draft all.
+      dspark_draft_topk: tokens of a slot that are drafted from, the likeliest before the bias; None
+        for all.
 
     Raises:
       ValueError: a setting is out of range, or does not go with the tree or the head.
@@ -119,6 +121,7 @@ class DSpark(DFlash):
     sparks: ClassVar[bool] = True
 
     confidence_threshold: float | None = None
+    dspark_draft_topk: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,10 +133,21 @@ class DSpark(DFlash):
                 f"confidence_threshold={threshold}, but the head guesses no chances of acceptance; "
                 "leave it out."
             )
+        few, known = self.dspark_draft_topk, self.config.vocab_size
+        if few is not None and not 1 <= few <= known:
+            raise ValueError(
+                "dspark_draft_topk must be between 1 and the draft vocabulary size "
+                f"({known}), got {few}."
+            )
+        if few is not None:
+            self._check_vocabulary(few)
 
     def propose(self, params, request, shared, memory, history):
         """Drafts from one pass over a block, one level after the other."""
         hidden, base = self._block(params, memory, history)
+        if self.dspark_draft_topk is not None:
+            least = lax.top_k(base, self.dspark_draft_topk)[0][..., -1:]
+            base = jnp.where(base < least, -jnp.inf, base)
         advance = functools.partial(self._advance, params, hidden, base)
         state = dspark.start(self.config.spark, hidden.shape[0], hidden.dtype)
         state, logits = advance(state, tokens.root(history)[:, None], 0)

@@ -8,14 +8,14 @@ token, the last of them, which the model drafted but never saw.
                                    two tokens to take in:   unseen    root     x_1   ...  x_{K-1}
                                    one token to take in:    root      unused   x_1   ...  x_{K-1}
 
-A draft model with a vocabulary of its own drafts the tokens that it shares with the target (TLI,
-arXiv 2502.05202, section 4): its logits are cut to those before they are warped, so that the law of
-a draft, which is recorded over the target's ids, is normalised there and 0 elsewhere, and every
-rule is exact. What it reads is spelled in its own ids, token by token: tokens of the target that it
-lacks, in the prompt or in what the target said, are its unknown token, or else its end of text.
+A draft model that sat out rounds, or whose draft was not the one accepted, has more to take in: up
+to ``backlog`` tokens a round, and it drafts when it has seen them all.
+
+A draft model may have a vocabulary of its own, see ``jspec.drafters.language``.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -23,10 +23,16 @@ from flax import struct
 from jax import lax
 
 from jspec import kv, sampling, tokens, topology
+from jspec.drafters.language import (
+    next_logits,
+    spell,
+    take_in,
+    weights_of,
+)
 from jspec.models import decoder
 from jspec.types import Array, Draft
 
-_CATCH_UP = 2  # slots for the root and the token before it
+_LEVEL = 2  # the root and the token before it
 
 
 @struct.dataclass
@@ -34,37 +40,9 @@ class DraftMemory:
     """The draft model's cache, and the entries of a round that wait for the verdict."""
 
     cache: kv.KVCache
-    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, K+1, head_dim] a layer
-    gap: Array  # [B] int32, committed tokens the round's first pass took in: 1 or 2
-
-
-@struct.dataclass
-class TranslatingParams:
-    """Weights of a draft model with a vocabulary of its own, and its way to the target's.
-
-    ``translating`` makes them.
-    """
-
-    model: decoder.DecoderParams
-    draft_to_target: Array  # [M] int32, ascending: the target's ids of the shared tokens
-    shared_ids: Array  # [M] int32: the draft model's ids of the same tokens
-    target_to_draft: Array  # [V] int32: the draft model's ids, one and the same where not shared
-
-
-def translating(
-    model: decoder.DecoderParams, target_ids: Array, draft_ids: Array, target_to_draft: Array
-) -> TranslatingParams:
-    """Parameters for ``use_heterogeneous_vocab``.
-
-    Args:
-      model: the draft model's weights.
-      target_ids: [M], ascending: the target's ids of the tokens that both have.
-      draft_ids: [M], the draft model's ids of the same tokens.
-      target_to_draft: [V], what the draft model reads for each of the target's tokens.
-    """
-    return TranslatingParams(
-        model, *(jnp.asarray(ids, jnp.int32) for ids in (target_ids, draft_ids, target_to_draft))
-    )
+    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, backlog + K-1, head_dim] a layer
+    taken: Array  # [B] int32, committed tokens that the round's first pass took in; 0: it sat out
+    drafted: Array  # [B, K] int32, -1 where the row drafted nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +63,7 @@ class DraftModel:
     max_length: int | None = None  # history length past which nothing is drafted
     noise: Literal["own", "target"] = "own"
     use_heterogeneous_vocab: bool = False
+    backlog: int = _LEVEL  # committed tokens that a round takes in at most, to draft only then
 
     capture_layers = ()
 
@@ -123,28 +102,26 @@ class DraftModel:
     def init(self, params, request, capacity):
         """An empty cache and side buffers."""
         batch = request.max_length.shape[0]
-        side = decoder.init_cache(self.config, batch, self.max_depth + 1).layers
+        side = decoder.init_cache(self.config, batch, self.backlog + self.max_depth - 1).layers
         cache = decoder.init_cache(self.config, batch, capacity)
-        return DraftMemory(cache, side, jnp.ones((batch,), jnp.int32))
+        drafted = jnp.full((batch, self.max_depth), -1, jnp.int32)
+        return DraftMemory(cache, side, jnp.zeros((batch,), jnp.int32), drafted)
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes a chunk of the prompt into the cache."""
-        chunk = self._spell(params, tokens[:, :-1])
-        batch, size = chunk.shape
-        tree = topology.from_parents(topology.chain(size - 1), size - 1)
-        out = decoder.forward(self._weights(params), self.config, chunk, tree, memory.cache)
-        rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
-        return memory.replace(cache=kv.append(memory.cache, out.tree_kv, rows, valid))
+        cache = take_in(params.drafter, self.config, tokens[:, :-1], memory.cache, valid)
+        return memory.replace(cache=cache)
 
     def propose(self, params, request, shared, memory, history):
-        """Drafts K tokens a row."""
+        """Drafts K tokens a row, where the model has seen all that was committed."""
         gap = history.length - memory.cache.length
-        hidden, side = self._catch_up(params, memory, history, gap)
+        taken = jnp.minimum(gap, self.backlog)
+        hidden, side = self._catch_up(params, memory, history, taken)
         first = self._next(params, request, history, hidden, jnp.int32(0))
 
         def step(carry, index):
             token, side = carry
-            hidden, side = self._feed(params, memory.cache, side, history, gap, token, index)
+            hidden, side = self._feed(params, memory.cache, side, history, taken, token, index)
             token, law = self._next(params, request, history, hidden, index)
             return (token, side), (token, law)
 
@@ -155,7 +132,7 @@ class DraftModel:
         draft = Draft(
             tokens=drafted,
             parents=topology.chain(self.max_depth),
-            valid=self._valid(history),
+            valid=self._valid(history, gap),
             logits=None if laws is None else _stack_laws(first[1], laws),
             draft_to_target=(
                 params.drafter.draft_to_target
@@ -164,56 +141,74 @@ class DraftModel:
             ),
             max_depth=self.max_depth,
         )
-        return draft, DraftMemory(memory.cache, side, gap)
+        drafted = jnp.where(draft.valid[:, 1:], drafted[:, 1:], -1)
+        kept = jnp.full_like(memory.drafted, -1).at[:, : self.max_depth].set(drafted)
+        return draft, DraftMemory(memory.cache, side, taken, kept)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Commits what the round took in and the accepted nodes, all but an unseen last one."""
-        slot = jnp.arange(self.max_depth + 1)
-        gap = memory.gap[:, None]
-        rows = jnp.where(slot < gap, slot, slot - gap + _CATCH_UP)
-        rows = jnp.minimum(rows, self.max_depth)
-        accepted = jnp.minimum(verdict.num_emitted - 1, self.max_depth - 1)
-        count = jnp.where(verdict.num_emitted > 0, memory.gap + accepted, 0)
-        return memory.replace(cache=kv.append(memory.cache, memory.side, rows, count)), shared
+        """Commits what the round took in and its own nodes that were, but for an unseen last one.
 
-    def _valid(self, history):
+        The draft that was judged may have been another's: its own nodes are those that agree.
+        """
+        last = self.backlog + self.max_depth - 2
+        slot, taken = jnp.arange(last + 1), memory.taken[:, None]
+        rows = jnp.minimum(jnp.where(slot < taken, slot, slot - taken + self.backlog), last)
+        place = jnp.arange(self.max_depth - 1)
+        first = history.length - verdict.num_emitted
+        said = jnp.take_along_axis(history.tokens, first[:, None] + place, 1, mode="clip")
+        agrees = (said == memory.drafted[:, :-1]) & (place < verdict.num_emitted[:, None] - 1)
+        agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1)
+        ran = (verdict.num_emitted > 0) & (memory.taken > 0)
+        count = jnp.where(ran, memory.taken + agreeing, 0)
+        cache = kv.append(memory.cache, memory.side, rows, count)
+        return memory.replace(cache=cache, taken=jnp.zeros_like(count)), shared
+
+    def _valid(self, history, gap):
         """All K tokens, but for those past the longest text that the model can take: [B, N]."""
         node = jnp.arange(self.tree_size)
         limit = self.config.max_positions if self.max_length is None else self.max_length
-        return (node == 0) | (history.length[:, None] - 1 + node < limit)
+        fits = history.length[:, None] - 1 + node < limit
+        return (node == 0) | (fits & (gap <= self.backlog)[:, None])
 
-    def _catch_up(self, params, memory, history, gap):
-        """Feeds the committed tokens not yet seen; returns the root's last stream [B, D]."""
-        slots = jnp.arange(self.max_depth + 1)
-        offset = jnp.arange(_CATCH_UP)
+    def _catch_up(self, params, memory, history, taken):
+        """Feeds the committed tokens not yet seen; returns the last stream [B, D] of the last."""
+        feed = functools.partial(self._feed_unseen, params, memory, history, taken)
+        if self.backlog == _LEVEL:
+            return feed(_LEVEL)
+        behind = taken.max() > _LEVEL
+        return lax.cond(behind, lambda: feed(self.backlog), lambda: feed(_LEVEL))
+
+    def _feed_unseen(self, params, memory, history, taken, count):
+        slots = jnp.arange(memory.side[0].k.shape[2])
+        offset = jnp.arange(count)
         positions = memory.cache.length[:, None] + offset
         unseen = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
         mask = jnp.broadcast_to(slots <= offset[:, None], (*unseen.shape, slots.size))
         hidden, side = decoder.extend(
-            self._weights(params), self.config, self._spell(params, unseen), positions,
+            weights_of(params.drafter), self.config, spell(params.drafter, unseen), positions,
             memory.cache, memory.side, jnp.int32(0), mask,
         )  # fmt: skip
-        return jnp.take_along_axis(hidden, gap[:, None, None] - 1, 1)[:, 0], side
+        return jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1)[:, 0], side
 
-    def _feed(self, params, cache, side, history, gap, token, index):
+    def _feed(self, params, cache, side, history, taken, token, index):
         """Feeds drafted node ``index`` (1..K-1); returns its last stream [B, D]."""
-        slots = jnp.arange(self.max_depth + 1)
-        own = index + _CATCH_UP - 1
-        mask = (slots <= own) & ((slots < gap[:, None]) | (slots >= _CATCH_UP))
+        slots = jnp.arange(side[0].k.shape[2])
+        own = index + self.backlog - 1
+        mask = (slots <= own) & ((slots < taken[:, None]) | (slots >= self.backlog))
         hidden, side = decoder.extend(
-            self._weights(params), self.config, self._spell(params, token[:, None]),
+            weights_of(params.drafter), self.config, spell(params.drafter, token[:, None]),
             (history.length - 1 + index)[:, None], cache, side, own, mask[:, None],
         )  # fmt: skip
         return hidden[:, 0], side
 
     def _next(self, params, request, history, hidden, index):
         """Draws the child of node ``index`` and, where a rule needs it, records its law."""
-        logits = decoder.unembed(self._weights(params), self.config, hidden)
+        logits = next_logits(
+            params.drafter, self.config, hidden, self.vocab_size or self.config.vocab_size
+        )
         if self.use_heterogeneous_vocab:
-            logits = logits[:, params.drafter.shared_ids]
             place, law = self._draw(request, history, logits, index, params.drafter)
             return params.drafter.draft_to_target[place], law
-        logits = _fit(logits, self.vocab_size or self.config.vocab_size)
         return self._draw(request, history, logits, index)
 
     def _draw(self, request, history, logits, index, ways=None):
@@ -235,21 +230,6 @@ class DraftModel:
         )
         coin = lax.dynamic_index_in_dim(coins, index, 1, keepdims=False)
         return sampling.draw(law, coin), law
-
-    def _weights(self, params):
-        return params.drafter.model if self.use_heterogeneous_vocab else params.drafter
-
-    def _spell(self, params, ids):
-        """The target's token ids in those of the draft model."""
-        return params.drafter.target_to_draft[ids] if self.use_heterogeneous_vocab else ids
-
-
-def _fit(logits: Array, vocab_size: int) -> Array:
-    """Cuts or pads logits [B, V'] to the target's vocabulary; padding is never drawn."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 def _stack_laws(first: Array, later: Array) -> Array:

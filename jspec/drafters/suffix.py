@@ -148,15 +148,15 @@ class Suffix:
             return Draft(root, topology.chain(0), jnp.ones_like(root, dtype=bool)), memory
         memory = memory.replace(own=suffix_corpus.take_in(memory.own, history))
         found = self._occurrences(shared, memory, history)
-        growth = suffix_growth.grow(rule, found, history.length)
-        drafted, parents, size = suffix_growth.best(growth)
-        valid = jnp.arange(rule.size) < size[:, None]
+        grown = suffix_growth.best(suffix_growth.grow(rule, found, history.length))
+        valid = jnp.arange(rule.size) < grown.size[:, None]
         lead = lambda x, fill: jnp.pad(x, ((0, 0), (1, 0)), constant_values=fill)
-        above = lead(jnp.where(valid, parents, 0), -1)
+        above = lead(jnp.where(valid, grown.parents, 0), -1)
         return Draft(
-            tokens=jnp.concatenate([root, jnp.where(valid, drafted, 0)], 1),
+            tokens=jnp.concatenate([root, jnp.where(valid, grown.tokens, 0)], 1),
             parents=above if rule.branching else topology.chain(rule.size),
             valid=lead(valid, True),
+            score=grown.score,
             max_depth=rule.depth,
         ), memory
 

@@ -184,18 +184,17 @@ def _add(rule: Rule, follow: Array, sizes: Array, now: _Growing) -> _Growing:
     )
 
 
-def best(growth: Growth) -> tuple[Array, Array, Array]:
+def best(growth: Growth) -> Growth:
     """The draft of the highest score in every row.
 
     Ties go to the text that comes first, then to the longer match.
 
     Returns:
-      tokens [B, n], parents [B, n] and size [B].
+      The same without the axes S and L.
     """
     batch, _, _, count = growth.tokens.shape
     flat = lambda x, *rest: x[:, :, ::-1].reshape(batch, -1, *rest)
     choice = jnp.argmax(flat(growth.score), -1)
     pick = lambda x: jax.vmap(lambda rows, index: rows[index])(x, choice)
-    return pick(flat(growth.tokens, count)), pick(flat(growth.parents, count)), pick(
-        flat(growth.size)
-    )  # fmt: skip
+    nodes = pick(flat(growth.tokens, count)), pick(flat(growth.parents, count))
+    return Growth(*nodes, pick(flat(growth.size)), pick(flat(growth.score)))

@@ -77,7 +77,7 @@ def best_first_paths(budget, law):
     return taken
 
 
-def compare(answer, prompt, text, shape, law):
+def compare(answer, prompt, text, shape, law, first=1):
     """Compares each round of an answer, and returns how many drafts were accepted.
 
     Args:
@@ -86,13 +86,15 @@ def compare(answer, prompt, text, shape, law):
       text: token ids of prompt and answer by plain decoding.
       shape: of the tree.
       law: of (root's position, path) gives the reference's log-probabilities [V].
+      first: the first root's position at which there is a draft; a feature comes with the second
+        token.
     """
     paths_of = {Dynamic: dynamic_paths, BestFirst: best_first_paths}.get(type(shape), static_paths)
     assert answer.tokens.tolist() == list(text[len(prompt) :])
     root, total = len(prompt) - 1, 0
     for accepted, nodes, parents in zip(*answer.trace, strict=True):
         expected = [()]
-        if root:  # the first feature comes with the second token
+        if root >= first:
             expected = paths_of(shape, lambda path: law(root, path))  # noqa: B023
         room = len(text) - 1 - root  # tokens still wanted: deeper nodes are dropped
         paths = {0: ()}

@@ -44,7 +44,10 @@ def states_of(text, layers):
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [name if least else pytest.param(name, marks=pytest.mark.slow)
+             for name, (_, _, least) in CASES.items()],
+)  # fmt: skip
 def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
     torch = pytest.importorskip("torch")
     name, settings, least = CASES[case]
@@ -72,7 +75,10 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("name", ["dflash", "sliding", "reduced"])
+@pytest.mark.parametrize(
+    "name", ["sliding", *(pytest.param(name, marks=pytest.mark.slow)
+                          for name in ("dflash", "reduced"))],
+)  # fmt: skip
 def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
     torch = pytest.importorskip("torch")
     drafter = dflashes.drafter(name, 3)
@@ -118,6 +124,7 @@ def test_the_context_that_is_remembered_is_what_a_fresh_pass_over_the_text_gives
             )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_loop_copies_neither_the_targets_cache_nor_the_heads():
     plan = Plan(tiny.TARGET, dflashes.drafter("dflash", 2))
     params = params_of("dflash")

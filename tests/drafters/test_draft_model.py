@@ -11,7 +11,7 @@ import scipy.special
 
 from jspec import sampling, topology, verify
 from jspec.drafters import DraftModel
-from jspec.drafters.draft_model import translating
+from jspec.drafters.language import translating
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import History, Params, Request

@@ -44,7 +44,10 @@ def drafted(drafter, params, prompt):
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["dynamic", *(pytest.param(name, marks=pytest.mark.slow)
+                          for name in ("chain", "paths"))],
+)  # fmt: skip
 def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
     torch = pytest.importorskip("torch")
     name, settings = CASES[case]
@@ -69,7 +72,10 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("name", dflashes.SPARKS)
+@pytest.mark.parametrize(
+    "name", ["rnn", *(pytest.param(name, marks=pytest.mark.slow)
+                      for name in ("vanilla", "gated"))],
+)  # fmt: skip
 def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
     torch = pytest.importorskip("torch")
     drafter, params, prompt = dflashes.drafter(name, 3), params_of(name), tiny.prompts((9,))[0]
@@ -85,7 +91,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("tree", ["chain", "sampled"])
+@pytest.mark.parametrize("tree", [pytest.param("chain", marks=pytest.mark.slow), "sampled"])
 def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
     """By the head's guesses for the tokens above a node: never by the node's own token."""
     torch = pytest.importorskip("torch")
@@ -116,6 +122,24 @@ def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
     assert np.asarray(cut.valid[0, 1:]).tolist() == (chances >= threshold).tolist()
 
 
+@pytest.mark.usefixtures("quick_programs")
+def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
+    torch = pytest.importorskip("torch")
+    drafter, params = dflashes.drafter("vanilla", 3, dspark_draft_topk=5), params_of("vanilla")
+    prompt = tiny.prompts((9,))[0]
+    draft = drafted(drafter, params, prompt)
+    with torch.inference_mode():
+        states = states_of(prompt, drafter.capture_layers)[:-1]
+        reference = dflashes.torch_reference("vanilla", params.drafter)
+        base = reference.draft_logits(states, prompt[-1], 3)
+        expected = reference.path_logits(states, np.asarray(draft.tokens[0, :3]), 3)
+    for row, kept in enumerate(base.topk(5).indices):
+        law = np.asarray(draft.logits[0, row])
+        assert np.flatnonzero(np.isfinite(law)).tolist() == sorted(kept.tolist())
+        gap = law[kept] - expected[row, kept].numpy()
+        np.testing.assert_allclose(gap - gap.mean(), 0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -123,6 +147,16 @@ def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
         ("gated", {"num_speculative_tokens": 2, "tree": "best_first"}, "use 'eagle2'"),
         ("gated", {"num_speculative_tokens": 2, "confidence_threshold": 1.5}, "must be 0 to 1"),
         ("rnn", {"num_speculative_tokens": 2, "confidence_threshold": 0.5}, "guesses no chances"),
+        (
+            "rnn",
+            {"num_speculative_tokens": 2, "dspark_draft_topk": 41},
+            "draft vocabulary size .40",
+        ),
+        (
+            "rnn",
+            {"num_speculative_tokens": 2, "tree": "sampled", "dspark_draft_topk": 2},
+            "nodes with 4 children, but the head knows only 2 tokens",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_head_are_refused(name, settings, message):

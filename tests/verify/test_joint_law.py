@@ -63,9 +63,13 @@ def test_texts_drafted_as_trees_have_the_targets_law(rule):
 
 
 def check_markov_texts(rule, drafter, chunks):
-    target = table(0, V, V)
-    observed = run(rule, Params(target, table(1, V, V)), LENGTH, drafter, chunks=chunks)
-    law = statistics.joint_law(scipy.special.softmax(np.asarray(target, np.float64), -1), LENGTH)
+    check_texts(rule, drafter, Params(table(0, V, V), table(1, V, V)), chunks)
+
+
+def check_texts(rule, drafter, params, chunks):
+    observed = run(rule, params, LENGTH, drafter, chunks=chunks)
+    law = scipy.special.softmax(np.asarray(params.target, np.float64), -1)
+    law = statistics.joint_law(law, LENGTH)
     assert statistics.excess(observed, law) < 1
     floor = statistics.noise_floor(law, observed.sum())
     assert statistics.distance(observed, law) < 1.1 * floor

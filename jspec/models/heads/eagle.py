@@ -16,6 +16,10 @@ EAGLE-3 (arXiv 2503.01840): f is a projection of several hidden states, not norm
     x = [norm e; norm f]     h = f + attention(x)            f' = h + mlp(norm h)
     logits = head(norm f')
 
+P-EAGLE (arXiv 2602.01469) is EAGLE-3 trained to guess several tokens in one pass. A row behind the
+last true feature has the embedding of a mask token for e and ``fc`` of a learned vector for f; it
+stands at the place of the row that it is there for, and what it gives out is never fed back.
+
 Blocks after the first are plain decoder blocks. The options of ``EagleConfig`` say what published
 variants change.
 """
@@ -52,6 +56,7 @@ class EagleConfig:
       input_norm: EAGLE-3: one norm over their concatenation (norm_before_fc).
       norm_before_residual: EAGLE-3: the first residual is norm f, not f.
       norm_output: EAGLE-3: norm f' is what is fed back, not f'.
+      mask_token_id: P-EAGLE: the mask, a token of the target; None for a head that has none.
 
     Raises:
       ValueError: the settings contradict each other.
@@ -70,6 +75,7 @@ class EagleConfig:
     input_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    mask_token_id: int | None = None
 
     def __post_init__(self):
         _check(self)
@@ -114,12 +120,14 @@ class EagleParams:
     norm: Array | None = None  # [D], before the head
     head: Array | None = None  # [D, Vd]
     embedding: Array | None = None  # [V, D]
+    mask_hidden: Array | None = None  # [1, 1, C * D_target], what stands for unknown features
     draft_to_target: Array | None = None  # [Vd] int32, ascending
 
 
 def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32) -> EagleParams:
     """Random weights: normal, 0.02 wide; a reduced vocabulary is the first Vd tokens."""
     fc_key, layers_key, first_key, head_key, embedding_key = jax.random.split(key, 5)
+    mask_key = jax.random.fold_in(key, 5)
     network, hidden = config.network, config.hidden_size
 
     def normal(key: Array, *shape: int) -> Array:
@@ -143,6 +151,9 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
         head=normal(head_key, hidden, config.vocab_size) if config.own_head else None,
         embedding=normal(embedding_key, config.target_vocab_size, hidden)
         if config.own_embedding
+        else None,
+        mask_hidden=jax.random.normal(mask_key, (1, 1, config.fc_inputs)).astype(dtype)
+        if config.mask_token_id is not None
         else None,
         draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
     )
@@ -183,6 +194,12 @@ def fuse(
     if params.input_norm is not None:
         joined = rms_norm(joined, params.input_norm, eps)
     return decoder.affine(joined, params.fc, params.fc_bias, linear).astype(dtype)
+
+
+def mask_feature(params: EagleParams, config: EagleConfig, *, linear: Linear = ops.linear) -> Array:
+    """f [1, 1, D] of the rows behind the last true feature; of heads with a mask token."""
+    apart = jnp.split(params.mask_hidden, len(config.capture_layers), -1)
+    return fuse(params, config, tuple(apart), linear=linear)
 
 
 def blocks(
@@ -310,17 +327,25 @@ def unembed(
 
 def _check(config: EagleConfig) -> None:
     first_only, third_only = ("norm_inputs",), (
-        "feature_norms", "input_norm", "norm_before_residual", "norm_output",
+        "feature_norms", "input_norm", "norm_before_residual", "norm_output", "mask_token_id",
     )  # fmt: skip
     if config.generation not in (1, 3):
         raise ValueError(f"generation={config.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
     wrong = [
         name
         for name in (third_only if config.generation == 1 else first_only)
-        if vars(config)[name]
+        if vars(config)[name] not in (None, False)
     ]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")
+    if (
+        config.mask_token_id is not None
+        and not 0 <= config.mask_token_id < config.target_vocab_size
+    ):
+        raise ValueError(
+            f"mask_token_id={config.mask_token_id} is none of the target's "
+            f"{config.target_vocab_size} tokens."
+        )
     if config.feature_norms and config.input_norm:
         raise ValueError("feature_norms and input_norm exclude each other.")
     if not config.capture_layers or (config.generation == 1 and len(config.capture_layers) > 1):

@@ -1,29 +1,28 @@
 """EAGLE heads in files: which config.json makes which ``EagleConfig``, and the tensors' names.
 
-Three layouts, told apart by what is in them, never by a file's name:
+Four layouts, told apart by what is in them, never by a file's name:
 
   * ``eagle``: EAGLE-1 and -2 as published (``fc``, ``layers.i``, no norm at the end).
   * ``eagle3``: EAGLE-3 as published and as SpecForge writes it (``midlayer.*``); SGLang reads it.
   * ``speculators``: EAGLE-3 as the speculators library writes it (``layers.0.*``, and a config.json
-    with ``speculators_model_type``).
+    with ``speculators_model_type``), and P-EAGLE (``mask_hidden``, and type "peagle").
+  * ``peagle``: P-EAGLE as SpecForge writes it (``layers.0.*``, and a config.json like that of
+    ``eagle3``). Its mask token is read under any of the names in ``masks.KEYS``.
 
 What the readers of these files disagree about, and how it is read here:
 
-  * ``norm_before_residual``: missing means false in ``eagle3``, as everyone there has it; in
-    ``speculators`` vLLM takes true and the library itself false, so a file without it is refused.
+  * ``norm_before_residual``: missing means false in ``eagle3`` and ``peagle``, and in
+    ``speculators`` for P-EAGLE, as everyone there has it; for its EAGLE-3 heads vLLM takes true and
+    the library itself false, so a file without it is refused.
   * ``norm_output``: true means that the head's own norm comes before its output is fed back (vLLM,
     SGLang, speculators, and SpecForge since September 2026; before, SpecForge trained as if it were
     false whatever it said).
-  * ``eagle_aux_hidden_state_layer_ids``: at the top of config.json these are indices into
-    ``hidden_states``. Inside ``eagle_config`` a list that begins with 1 counts outputs of layers,
-    one less, and a list that begins with 2 counts hidden states (SGLang's rule); others could be
-    either and are refused. Without a list: hidden states 2, n // 2 and n - 3 of n layers.
+  * ``eagle_aux_hidden_state_layer_ids``: see ``eagle_layers``.
   * Biases that config.json does not mention exist if the file has them.
   * An ``lm_head`` or ``embed_tokens`` in the file is used, though some servers prefer the target's.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +32,14 @@ from jspec.models import families
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families import common, llama, qwen3
 from jspec.models.families.names import Entry, block_table, blocks, nest
+from jspec.models.heads import eagle_layers, masks
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 
 SPECULATORS = "speculators_model_type"
 FIRST = "layers.0"  # called "midlayer" in layout ``eagle3``
+MASK = "mask_hidden"
+_PEAGLE = "PEagleDraftModel"  # SpecForge's name for it, which vLLM knows
 _Q_PROJ = f"{FIRST}.self_attn.q_proj.weight"
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # The keys of config.json that these networks share with Llama; others (model_type among them: heads
 # copy their target's) say nothing about a head.
 _NETWORK_KEYS = (
@@ -70,6 +71,16 @@ def generation(tensors: Mapping[str, np.ndarray]) -> int | None:
         return None
     twice = tensors[_Q_PROJ].shape[-1:] == (2 * tensors["fc.weight"].shape[0],)
     return 3 if twice or f"{FIRST}.hidden_norm.weight" in tensors else 1
+
+
+def layout(raw: dict, tensors: Mapping[str, np.ndarray]) -> str | None:
+    """The layout of a head with such tensors; None for something else."""
+    found = generation(tensors)
+    if found != 3:
+        return "eagle" if found == 1 else None
+    if SPECULATORS in raw:
+        return "speculators"
+    return "peagle" if MASK in tensors else "eagle3"
 
 
 def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) -> EagleConfig:
@@ -104,25 +115,39 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
     wrong = [f"{k}={nested[k]!r}" for k, v in _NEUTRAL.items() if nested.get(k, v) is not v]
     if wrong:
         raise ValueError(f"not supported in eagle_config: {', '.join(wrong)}")
-    if speculators and raw.get("norm_before_residual") is None:
+    parallel = MASK in tensors or raw.get(SPECULATORS) == "peagle"
+    if speculators and not parallel and raw.get("norm_before_residual") is None:
         raise ValueError(
             "norm_before_residual is missing, which vLLM reads as true and speculators as false; "
             "state the one that the head was trained with"
         )
     return EagleConfig(
         generation=3,
-        capture_layers=_capture_layers(raw, nested, target.num_layers),
+        capture_layers=eagle_layers.read(raw, nested, target.num_layers),
         feature_norms=common.flag(raw, "fc_norm"),
         input_norm=common.flag(raw, "norm_before_fc") or common.flag(nested, "norm_before_fc"),
         norm_before_residual=common.flag(raw, "norm_before_residual"),
         norm_output=common.flag(raw, "norm_output"),
+        mask_token_id=_mask_token(raw) if parallel else None,
         **common_fields,
     )
 
 
+def _mask_token(raw: dict) -> int:
+    found = masks.mask_token_id(raw)
+    if found is None:
+        raise ValueError(
+            f"the head guesses several tokens in one pass, but config.json names no mask token for "
+            f"it under any of {', '.join(masks.KEYS)}; add the one that it was trained with"
+        )
+    return found
+
+
 def _transformer_config(raw: dict) -> dict:
-    if raw[SPECULATORS] != "eagle3":
-        raise ValueError(f"{SPECULATORS} {raw[SPECULATORS]!r} is not supported; known: 'eagle3'")
+    if raw[SPECULATORS] not in ("eagle3", "peagle"):
+        raise ValueError(
+            f"{SPECULATORS} {raw[SPECULATORS]!r} is not supported; known: 'eagle3', 'peagle'"
+        )
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, dict):
         raise ValueError(f"transformer_layer_config must be an object, got {inner!r}")
@@ -183,55 +208,6 @@ def _check_target(fields: dict, target: DecoderConfig) -> None:
         raise ValueError(f"the head was made for another target: it expects {' and '.join(wrong)}")
 
 
-def default_capture_layers(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that EAGLE-3 reads of a target with ``num_layers`` layers."""
-    return (2, num_layers // 2, num_layers - 3)
-
-
-def _capture_layers(raw: dict, nested: dict, num_layers: int) -> tuple[int, ...]:
-    """Indices into ``hidden_states``; see the module's docstring."""
-    top, inside = (_ids(source) for source in (raw, nested))
-    if inside is None:
-        layers = default_capture_layers(num_layers) if top is None else top
-    elif top is not None and top in (inside, _after(inside)):
-        layers = top
-    elif top is not None or inside[0] not in (1, 2):
-        other = "" if top is None else f", and {list(top)} at the top of config.json fits neither"
-        raise ValueError(
-            f"eagle_config.{_LAYER_IDS} {list(inside)} may count hidden states or outputs of layers"
-            f"{other}; state them as indices into hidden_states, in {_LAYER_IDS} at the top alone"
-        )
-    else:
-        layers = _after(inside) if inside[0] == 1 else inside
-    count = raw.get("num_aux_hidden_states")
-    if count not in (None, len(layers)):
-        raise ValueError(f"num_aux_hidden_states is {count}, but {_LAYER_IDS} are {list(layers)}")
-    _check_layers(layers, num_layers)
-    return layers
-
-
-def _check_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    """The last hidden state is left out: with the final norm to some readers, without to others."""
-    ascending = all(a < b for a, b in itertools.pairwise(layers))
-    if not ascending or not 0 <= layers[0] <= layers[-1] < num_layers:
-        raise ValueError(
-            f"the head reads hidden states {list(layers)}, which must ascend and lie below the "
-            f"target's {num_layers} layers; state others in {_LAYER_IDS}, or use the head's target"
-        )
-
-
-def _ids(source: dict) -> tuple[int, ...] | None:
-    ids = source.get(_LAYER_IDS) or None
-    if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
-        raise ValueError(f"{_LAYER_IDS} must be a list of whole numbers, got {ids!r}")
-    return ids and tuple(ids)
-
-
-def _after(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The hidden states that are the outputs of layers ``ids``."""
-    return tuple(i + 1 for i in ids)
-
-
 # Both ways.
 
 
@@ -266,6 +242,8 @@ def table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
         entries += block_table(network, layer, f"layers.{layer}")
     if third:
         vector("norm", hidden, "norm.weight")
+    if config.mask_token_id is not None:
+        entries.append(Entry((MASK,), (MASK,), ((1, 1, config.fc_inputs),)))
     if config.own_head:
         matrix("head", config.vocab_size, "lm_head.weight", transpose=True)
     if config.own_embedding:
@@ -290,7 +268,7 @@ def describe(config: EagleConfig, layout: str, target: DecoderConfig, target_nam
 
     Args:
       config: the head.
-      layout: "eagle", "eagle3" or "speculators".
+      layout: "eagle", "eagle3", "peagle" or "speculators".
       target: what it drafts for.
       target_name: hub id or path of that, for ``speculators``.
 
@@ -306,7 +284,7 @@ def describe(config: EagleConfig, layout: str, target: DecoderConfig, target_nam
     if layout == "eagle":
         more = {"qkv_bias": network.qkv_bias}
         return inner | more | ({"add_para_norm": True} if config.norm_inputs else {})
-    _check_layers(config.capture_layers, target.num_layers)
+    eagle_layers.check(config.capture_layers, target.num_layers)
     flags = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.input_norm,
@@ -316,66 +294,67 @@ def describe(config: EagleConfig, layout: str, target: DecoderConfig, target_nam
     more = {"draft_vocab_size": config.vocab_size}
     if config.target_hidden_size != config.hidden_size:
         more["target_hidden_size"] = config.target_hidden_size
-    if layout == "eagle3":
-        return inner | flags | more | {"architectures": ["LlamaForCausalLMEagle3"]} | _layer_ids(
-            config.capture_layers, target.num_layers
+    mask = {} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}
+    if layout in ("eagle3", "peagle"):
+        kind = _PEAGLE if mask else "LlamaForCausalLMEagle3"
+        served = {"pard_token": config.mask_token_id} if mask else {}  # vLLM's name for it
+        return inner | flags | more | mask | served | {"architectures": [kind]} | (
+            eagle_layers.describe(config.capture_layers, target.num_layers)
         )  # fmt: skip
     verifier = {
         "name_or_path": target_name,
         "architectures": families.describe(target)["architectures"],
     }
-    return flags | more | _speculators_keys(config, inner, verifier)
+    return flags | more | mask | _speculators_keys(config, inner, verifier)
 
 
 def _check_layout(config: EagleConfig, layout: str) -> None:
-    network = config.network
+    network, first = config.network, config.generation == 1
+    parallel = config.mask_token_id is not None
     limits = {
-        "a second block": network.num_layers > 1,
         "norms of queries and keys": network.qk_norm,
         "sliding windows": any(network.windows),
         "biases of the MLP": network.mlp_bias,
     }
+    uneven = not first and network.qkv_bias != network.output_bias
+    third = {
+        "EAGLE-1": first,
+        "biases of q, k, v without that of o, or the reverse": uneven,
+    }
     lost = {
-        "eagle": {"EAGLE-3": config.generation == 3, **limits, "a second block": False},
-        "eagle3": {"EAGLE-1": config.generation == 1, **limits},
+        "eagle": {"EAGLE-3": not first, **limits},
+        "eagle3": {
+            **third, **limits, "a second block": network.num_layers > 1,
+            "the mask of P-EAGLE": parallel,
+        },
+        "peagle": {
+            **third, **limits, "a head without a mask": not first and not parallel,
+            "norms of the hidden states": config.feature_norms or config.input_norm,
+            "a norm of what is fed back": config.norm_output,
+        },
         "speculators": {
-            "EAGLE-1": config.generation == 1,
+            **third,
             "a bias of fc": config.fc_bias,
             "a head without an output matrix": not config.own_head,
             "a target of another width": config.target_hidden_size != config.hidden_size,
             "biases of the MLP beside norms of queries": network.qk_norm and network.mlp_bias,
         },
-    }
-    if config.generation == 3:
-        uneven = network.qkv_bias != network.output_bias
-        for layout_of_3 in ("eagle3", "speculators"):
-            lost[layout_of_3]["biases of q, k, v without that of o, or the reverse"] = uneven
+    }  # fmt: skip
     found = [what for what, present in lost[layout].items() if present]
     if found:
         raise ValueError(
             f"layout={layout!r} has no place for {', '.join(found)}; layouts are 'eagle' (EAGLE-1 "
-            "and -2), 'eagle3' and 'speculators' (EAGLE-3)"
+            "and -2), 'eagle3' and 'speculators' (EAGLE-3), 'peagle' and 'speculators' (P-EAGLE)"
         )
-    if layout == "speculators" and not config.own_embedding:
-        raise ValueError("layout='speculators' needs an embedding; pass the target's as embedding")
-
-
-def _layer_ids(layers: tuple[int, ...], num_layers: int) -> dict:
-    """Keys for hidden states that are not the default ones, as vLLM and as SGLang count them."""
-    if layers == default_capture_layers(num_layers):
-        return {}
-    keys: dict[str, Any] = {_LAYER_IDS: list(layers)}
-    if layers[0] == 2:
-        keys["eagle_config"] = {_LAYER_IDS: [layer - 1 for layer in layers]}
-    elif layers[0] > 2:
-        keys["eagle_config"] = {_LAYER_IDS: list(layers)}
-    return keys
+    if layout in ("speculators", "peagle") and not config.own_embedding:
+        raise ValueError(f"layout={layout!r} needs an embedding; pass the target's as embedding")
 
 
 def _speculators_keys(config: EagleConfig, inner: dict, verifier: dict) -> dict:
     windows = config.network.windows
     if any(windows):
         inner |= common.describe_windows(config.network)
+    kind = "eagle3" if config.mask_token_id is None else "peagle"
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": _DEFAULT_TOKENS,
@@ -383,17 +362,17 @@ def _speculators_keys(config: EagleConfig, inner: dict, verifier: dict) -> dict:
         "accept_tolerance": 0.0,
     }
     return {
-        "architectures": ["Eagle3Speculator"],
-        SPECULATORS: "eagle3",
+        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
+        SPECULATORS: kind,
         "speculators_version": "0.9.0",  # whose schema this is
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": verifier,
         },
         "transformer_layer_config": inner,
-        _LAYER_IDS: list(config.capture_layers),
-        "embed_requires_grad": False,
+        eagle_layers.LAYER_IDS: list(config.capture_layers),
+        "embed_requires_grad": kind == "peagle",
         "tie_word_embeddings": False,
     }

@@ -1,0 +1,126 @@
+"""A language model drafts K tokens in one pass, behind mask tokens (PARD, arXiv 2504.18583).
+
+A round feeds what the draft model has not seen of the committed text, g tokens with the root as the
+last, and behind it K - 1 times the mask token, at the positions that follow: ::
+
+    slot        0        1     ...   g-1  |   g      g+1   ...  g+K-2
+    token       unseen   unseen      root | mask    mask        mask
+    predicts                         x_1  |  x_2     x_3        x_K
+
+Every slot sees those before it, so x_i is guessed from the committed text alone and no draft sees
+another: all nodes of a depth share a law. Left of the bar the keys and values enter the cache once
+the round is over; right of it they are forgotten, and what was accepted is fed as it is next time.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec import kv, marginals, topology
+from jspec.drafters.language import next_logits, spell, take_in, weights_of
+from jspec.drafters.trees import TreeDrafter
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig
+from jspec.types import Array, History
+
+
+@struct.dataclass
+class ParallelMemory:
+    """The draft model's cache, and the entries of a round that wait for its end."""
+
+    cache: kv.KVCache
+    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, K+1, head_dim] a layer
+    taken: Array  # [B] int32, how many of them are of committed tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelDraftModel(TreeDrafter):
+    """Drafting by a decoder that was trained to guess behind masks.
+
+    Its weights are those that ``DraftModel`` takes.
+
+    Attributes:
+      mask_token_id: the mask, in the draft model's vocabulary.
+      use_heterogeneous_vocab: whether the weights are ``TranslatingParams``; without, the decoder
+        has the target's vocabulary.
+
+    Raises:
+      ValueError: a setting is out of range or does not go with the tree, or there is no mask token.
+    """
+
+    follows: ClassVar[str] = "best_first"
+    capture_layers = ()
+
+    config: DecoderConfig
+    mask_token_id: int | None = None
+    use_heterogeneous_vocab: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mask_token_id is None:
+            raise ValueError(
+                "For parallel drafting, the draft model config must have `pard_token` or "
+                "`ptd_token_id` specified in its config.json. Without one the model was not "
+                "trained for it: leave parallel_drafting out."
+            )
+        if not 0 <= self.mask_token_id < self.config.vocab_size:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} is none of the draft model's "
+                f"{self.config.vocab_size} tokens."
+            )
+        if self.max_length is None:
+            object.__setattr__(self, "max_length", self.config.max_positions)
+
+    def init(self, params, request, capacity):
+        """An empty cache and side buffers."""
+        batch = request.max_length.shape[0]
+        side = decoder.init_cache(self.config, batch, self.max_depth + 1).layers
+        cache = decoder.init_cache(self.config, batch, capacity)
+        return ParallelMemory(cache, side, jnp.zeros((batch,), jnp.int32))
+
+    def absorb(self, params, memory, tokens, features, start, valid):
+        """Takes a chunk of the prompt into the cache."""
+        cache = take_in(params.drafter, self.config, tokens[:, :-1], memory.cache, valid)
+        return memory.replace(cache=cache)
+
+    def propose(self, params, request, shared, memory, history):
+        """Drafts from one pass; a row that is further behind than a round drafts nothing."""
+        unseen = history.length - memory.cache.length
+        taken = jnp.minimum(unseen, self.max_depth + 1)
+        hidden, side = self._pass(params, memory.cache, history, taken)
+        logits = next_logits(params.drafter, self.config, hidden, self.target.vocab_size)
+        draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
+        draft = self.limit(draft, history, taken == unseen)
+        return draft, ParallelMemory(memory.cache, side, taken)
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Commits what the round took in of the text; the masks are never written."""
+        slots = jnp.arange(self.max_depth + 1)
+        rows = jnp.broadcast_to(slots, (memory.taken.size, slots.size))
+        count = jnp.where(verdict.num_emitted > 0, memory.taken, 0)
+        return memory.replace(cache=kv.append(memory.cache, memory.side, rows, count)), shared
+
+    def _pass(
+        self, params, cache: kv.KVCache, history: History, taken: Array
+    ) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+        """The last streams [B, K, D] of root and masks, and the first K + 1 slots' entries."""
+        model, width = weights_of(params.drafter), self.max_depth + 1
+        slots = jnp.arange(2 * self.max_depth)
+        positions = cache.length[:, None] + slots
+        text = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
+        fed = jnp.where(
+            slots < taken[:, None], spell(params.drafter, text), self.mask_token_id
+        ).astype(jnp.int32)
+        chain = topology.from_parents(topology.chain(slots.size - 1), slots.size - 1)
+        attend, entries = decoder.attention_over(
+            cache, topology.broadcast(chain, fed.shape[0]),
+            windows=self.config.windows, implementation=self.config.attention,
+        )  # fmt: skip
+        embedded = decoder.embed(model, self.config, fed)
+        x, _ = decoder.trunk(model, self.config, embedded, positions, attend)
+        guesses = taken[:, None] - 1 + jnp.arange(self.max_depth)
+        hidden = jnp.take_along_axis(x, guesses[..., None], 1, mode="clip")
+        return hidden, tuple(jax.tree.map(lambda entry: entry[:, :, :width], entries))

@@ -1,0 +1,161 @@
+"""MTP drafts as plain torch does in every round, and remembers rows of true features alone."""
+
+import functools
+import importlib
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import head_files
+from jspec.drafters import Mtp
+from jspec.types import Params
+from tests import tiny
+from tests.drafters import heads, mtps, rounds
+
+host = importlib.import_module("jspec.generate")
+PATHS = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0), (0, 2, 0, 0))
+CASES = {
+    "one-chain": ("one", dict(num_speculative_tokens=4)),
+    "two raw-paths": ("two raw", dict(tree=PATHS)),
+    "raw-paths": ("raw", dict(tree=PATHS)),
+    "two-chain": ("two", dict(num_speculative_tokens=4)),
+}
+FAST = ("one-chain", "two raw-paths")
+SIZES = {
+    "num_hidden_layers": tiny.TARGET.config.num_layers, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "hidden_size": 32, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def params_of(name):
+    weights = mtps.trained_params if name in ("one", "two raw") else mtps.random_params
+    return Params(tiny.params().target, weights(name))
+
+
+@functools.cache
+def ran(case):
+    """The drafter, its weights, and a batch of greedy answers that has run to its end."""
+    name, settings = CASES[case]
+    drafter = mtps.drafter(name, **settings, draft_sample_method="greedy")
+    params = params_of(name)
+    plan = rounds.plan_of(drafter, record_rounds=64)
+    batch = host.start(plan, params, rounds.ROWS)
+    return drafter, params, host.advance(plan, params, batch)
+
+
+def reference(case, tmp_path):
+    """The modules in plain torch, from the file that jspec writes of them."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    name, target = CASES[case][0], tiny.params().target
+    # A layout says what it hands on; that the reference is told apart.
+    config = mtps.CONFIGS[name]
+    layout = "mimo" if config.hidden_first else "deepseek"
+    written = mtps.CONFIGS["two raw"] if name == "two" else config
+    head_files.save_head(
+        tmp_path, written, params_of(name).drafter, tiny.TARGET.config, layout=layout
+    )
+    return mtps.reference()(
+        load_file(tmp_path / "model.safetensors"), SIZES,
+        torch.tensor(np.asarray(target.embedding)), torch.tensor(np.asarray(target.head.T)),
+        mimo=layout == "mimo", normed=config.feeds_normed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
+    torch = pytest.importorskip("torch")
+    drafter, _, batch = ran(case)
+    head, total = reference(case, tmp_path), 0
+    pairs = zip(rounds.ROWS, host.read(batch), rounds.plain(), strict=True)
+    for row, answer, text in pairs:
+        features, _ = heads.hidden_states(np.array(text)[None], drafter.capture_layers)
+        features = torch.tensor(np.asarray(features[0][0]))
+
+        @functools.cache
+        @torch.inference_mode()
+        def law(root, path, features=features, text=text):
+            logits = head.draft_logits(features[:root], [*text[1 : root + 1], *path])
+            return logits.log_softmax(-1).numpy()
+
+        total += rounds.compare(answer, row.prompt, text, drafter.shape, law)
+    assert case not in FAST or total > 20  # trained ones are right often
+
+
+def test_drafted_laws_equal_those_of_plain_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    drafter, params = mtps.drafter("two"), params_of("two")
+    head, text = reference("two-chain", tmp_path), np.array(rounds.plain()[1])[:12]
+    features, _ = heads.hidden_states(text[None], drafter.capture_layers)
+    outs = mtps.rows_of_text(params.drafter, drafter.config, text[None], features[0])
+    features = torch.tensor(np.asarray(features[0][0]))
+    for module, out in enumerate(outs):
+        found = heads_logits(params, drafter, module, out)[0]
+        for row, logits in enumerate(found):
+            count = row + 1  # features; the module's later tokens are drafted, as if by chance
+            tokens = text[1 : count + 1 + module].tolist()
+            expected = head.draft_logits(features[:count], tokens).numpy()
+            np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def heads_logits(params, drafter, module, out):
+    return mtps.mtp.unembed(params.drafter, drafter.config, module, out, tiny.TARGET, params.target)
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_what_is_remembered_is_what_a_fresh_pass_over_the_text_gives(case):
+    """So nothing that was fed to itself is left, whatever was accepted or refused."""
+    drafter, params, batch = ran(case)
+    memory, history = batch.state.memory, batch.state.history
+    for row, length in enumerate(np.asarray(history.length)[: len(rounds.ROWS)]):
+        text = np.asarray(history.tokens)[row : row + 1, :length]
+        features, _ = heads.hidden_states(text, drafter.capture_layers)
+        outs = mtps.rows_of_text(params.drafter, drafter.config, text, features[0])
+        for module, (part, out) in enumerate(zip(memory, outs, strict=True)):
+            assert part.cache.length[row] == length - 1 - module
+            np.testing.assert_allclose(part.hidden[row], out[0, -1], atol=2e-4)
+
+
+def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(monkeypatch):
+    drafter = mtps.drafter("two", 2)
+    params = Params(tiny.params().target, mtps.random_params("two"))
+    rows = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((1, 2, 17, 18, 40))]
+    whole = host.start(rounds.plan_of(drafter), params, rows).state.memory
+    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    parts = host.start(rounds.plan_of(drafter), params, rows).state.memory
+    for module, (part, one) in enumerate(zip(parts, whole, strict=True)):
+        lengths = np.maximum(np.array([0, 1, 16, 17, 39]) - module, 0)
+        assert part.cache.length[:5].tolist() == one.cache.length[:5].tolist() == lengths.tolist()
+        pairs = zip(*(jax.tree.leaves(x.cache.layers) for x in (part, one)), strict=True)
+        for (left, right), (row, length) in itertools.product(pairs, enumerate(lengths)):
+            np.testing.assert_allclose(left[row, :, :length], right[row, :, :length], atol=1e-5)
+        there = lengths > 0
+        np.testing.assert_allclose(part.hidden[:5][there], one.hidden[:5][there], atol=1e-5)
+
+
+def test_as_many_tokens_as_modules_are_drafted_or_a_multiple():
+    assert mtps.drafter("two").max_depth == 2
+    assert mtps.drafter("two", 4).max_depth == 4
+    assert mtps.drafter("two", 1).max_depth == 1
+    with pytest.raises(ValueError, match="num_speculative_tokens:3 must be divisible by n_predict"):
+        Mtp(mtps.CONFIGS["two"], tiny.TARGET, 3)
+
+
+def test_files_say_which_server_class_reads_them(tmp_path):
+    head_files.save_head(
+        tmp_path, mtps.CONFIGS["one"], mtps.random_params("one"), tiny.TARGET.config
+    )
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert (raw["model_type"], raw["num_nextn_predict_layers"]) == ("mimo_mtp", 1)
+    found = head_files.load_head(tmp_path, tiny.TARGET.config, kind="mtp")
+    assert found.config == mtps.CONFIGS["one"]
+    for ours, theirs in zip(
+        jax.tree.leaves(found.params), jax.tree.leaves(mtps.random_params("one")), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,98 @@
+"""MTP modules of DeepSeek-V3 and GLM-4.5 against ``transformers``, from a target's own files."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import checkpoint, head_files
+from jspec.models import decoder
+from jspec.models.heads import mtp
+from tests.models import test_experts as targets
+
+torch = pytest.importorskip("torch")
+modeling_layers = pytest.importorskip("transformers.modeling_layers")
+if not hasattr(modeling_layers, "MtpModel"):
+    pytest.skip("this transformers has no MTP", allow_module_level=True)
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+LENGTH = 21
+
+
+def tensors_of(model, count, first):
+    """The modules' tensors under the names of published files."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("layers."):
+            continue
+        _, module, rest = name.split(".", 2)
+        rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        prefix = f"model.layers.{first + int(module)}."
+        if rest.startswith("mlp.experts."):
+            for expert, each in enumerate(tensor):
+                parts = each.chunk(2) if "gate_up" in rest else (each,)
+                names = ("gate", "up") if "gate_up" in rest else ("down",)
+                for part, matrix in zip(names, parts, strict=True):
+                    tensors[f"{prefix}mlp.experts.{expert}.{part}_proj.weight"] = matrix.clone()
+        else:
+            tensors[prefix + rest] = tensor.clone()
+    for module in range(count):
+        tensors[f"model.layers.{first + module}.embed_tokens.weight"] = torch.zeros(96, 32)
+    return tensors
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def drafted(params, config, target, embedded, features):
+    """Logits of every row of every module, over true tokens."""
+    found, hidden = [], features
+    for module in range(config.n_predict):
+        empty = mtp.init_cache(config, len(embedded), 0)
+        hidden, _ = mtp.take_in(params, config, module, embedded, hidden, empty)
+        found.append(mtp.unembed(params, config, module, hidden, decoder.Decoder(SIZES), target))
+        hidden, embedded = hidden[:, :-1], embedded[:, 1:]
+    return found
+
+
+SIZES = decoder.DecoderConfig(96, 32, 48, 3, 4, 4, 8, 256)  # for the output matrix alone
+
+
+@pytest.mark.parametrize(("name", "modules"), [("deepseek", 1), ("glm", 2)])
+def test_modules_guess_as_in_transformers(name, modules, tmp_path):
+    torch.set_num_threads(1)
+    model = targets.tiny_model(name)
+    model.config.num_mtp_layers = modules
+    with torch.no_grad():
+        theirs = modeling_layers.MtpModel(model, modules).eval()
+        for parameter in theirs.parameters():
+            if not any(parameter is other for other in model.parameters()):
+                parameter.normal_(0, 0.2).add_(float(parameter.ndim == 1))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = tensors_of(theirs, modules, targets.LAYERS)
+    save_file(tensors | extra, tmp_path / "model.safetensors", {"format": "pt"})
+
+    sizes, target, raw = checkpoint.load_pretrained(tmp_path)
+    assert raw["num_nextn_predict_layers"] == modules
+    head = head_files.load_head(tmp_path, sizes, kind="mtp")
+    assert head.config.n_predict == modules and not head.config.feeds_normed
+    # transformers hands on what the norm gives out, and has no zero at position 0.
+    config = dataclasses.replace(head.config, feeds_normed=True, zero_first=False)
+    text = np.random.default_rng(1).integers(0, 96, (2, LENGTH))
+    with torch.no_grad():
+        features = model(torch.tensor(text), output_hidden_states=True).hidden_states[-1]
+        hidden, positions = features[:, :-1], torch.arange(1, LENGTH)[None]
+        expected = []
+        for module in range(modules):
+            hidden = theirs.forward_layer(
+                module, hidden, positions[:, module:], None,
+                input_ids=torch.tensor(text)[:, 1 + module :],
+            )  # fmt: skip
+            expected.append(model.lm_head(hidden).numpy())
+            hidden = hidden[:, :-1]
+    embedded = decoder.embed(target, sizes, jnp.asarray(text[:, 1:]))
+    found = drafted(head.params, config, target, embedded, jnp.asarray(features)[:, :-1])
+    for ours, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
