@@ -22,7 +22,7 @@ from jspec.drafters import Eagle
 from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
-from jspec.models.heads.eagle_format import default_capture_layers
+from jspec.models.heads.eagle_layers import default_capture_layers
 from training import trainer
 from training.data.settings import Data
 from training.distilling import DistillSettings, distil, frequent_tokens, open_target
