@@ -473,7 +473,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
         (EAGLE3, "eagle", "layout='eagle' has no place for EAGLE-3"),
         (EAGLE1, "eagle3", "layout='eagle3' has no place for EAGLE-1"),
         (EAGLE1, "speculators", "layout='speculators' has no place for EAGLE-1"),
-        (EAGLE1, "medusa", "layout='medusa' is none of eagle, eagle3, speculators"),
+        (EAGLE1, "medusa", "layout='medusa' is none of eagle, eagle3, peagle, spec"),
         (MEDUSA, "eagle3", "layout='eagle3' is none of medusa, medusa-vllm"),
         (changed(EAGLE3, {"num_layers": 2}), "eagle3", "has no place for a second block"),
         (changed(EAGLE3, {"qk_norm": True}), "eagle3", "no place for norms of queries and keys"),

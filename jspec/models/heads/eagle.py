@@ -334,7 +334,7 @@ def _check(config: EagleConfig) -> None:
     wrong = [
         name
         for name in (third_only if config.generation == 1 else first_only)
-        if vars(config)[name] not in (None, False)
+        if vars(config)[name] is not None and vars(config)[name] is not False
     ]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")

@@ -1,0 +1,204 @@
+"""P-EAGLE heads: rounds as plain torch drafts them, memory, files, and how they are asked for."""
+
+import dataclasses
+import functools
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import config, head_files
+from jspec.drafters import Eagle, ParallelEagle
+from jspec.models.heads import eagle
+from jspec.plan import Plan
+from jspec.types import Params
+from tests import tiny
+from tests.drafters import heads, rounds
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from tests.models.torch_heads import Eagle3Ref  # noqa: E402
+
+host = importlib.import_module("jspec.generate")
+
+MASK, KEPT, DEPTH = 63, 40, 3
+NETWORK = dataclasses.replace(tiny.TARGET.config, intermediate_size=48, vocab_size=KEPT)
+CONFIG = eagle.EagleConfig(
+    NETWORK, 3, (0, 1), NETWORK.hidden_size, tiny.VOCAB, own_embedding=True, own_head=True,
+    norm_before_residual=True, mask_token_id=MASK,
+)  # fmt: skip
+TREES = {
+    "chain": dict(num_speculative_tokens=DEPTH),
+    "best first": dict(num_speculative_tokens=DEPTH, tree="best_first", tree_size=32),
+}
+
+
+@functools.cache
+def weights():
+    """Blocks that say something, between the target's own features and its own output matrix."""
+    shapes = jax.eval_shape(lambda: eagle.init_params(jax.random.key(0), CONFIG))
+    rng = np.random.default_rng(3)
+    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
+    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
+    own = tiny.params().target
+    size = NETWORK.hidden_size
+    return params.replace(
+        draft_to_target=jnp.asarray(kept), head=own.head[:, kept],
+        fc=params.fc.at[-size:].add(jnp.eye(size)),
+    )  # fmt: skip
+
+
+class PEagleRef(Eagle3Ref):
+    """P-EAGLE in plain torch, from its files: everything computed anew, masks behind all rows."""
+
+    def __init__(self, tensors, raw):
+        super().__init__(tensors, raw)
+        self.mask, self.hidden = raw["mask_token_id"], tensors["mask_hidden"]
+
+    @torch.inference_mode()
+    def guesses(self, features, tokens):
+        """Logits [K, Vd] behind features [n, C, D] and the ids of the n tokens that follow them."""
+        masked = self.hidden.reshape(1, features.shape[1], -1)
+        rows = torch.cat([self.fuse(features), self.fuse(masked).expand(DEPTH - 1, -1)])
+        out = self.forward(rows, torch.as_tensor([*tokens, *[self.mask] * (DEPTH - 1)]))
+        return self.logits(out)[len(tokens) - 1 :]
+
+
+def files(directory, layout):
+    """The head's tensors and config.json in a layout."""
+    head_files.save_head(
+        directory, CONFIG, weights(), tiny.TARGET.config, layout=layout, target_name="target"
+    )
+    raw = json.loads((directory / "config.json").read_text())
+    return load_file(directory / "model.safetensors"), raw
+
+
+@functools.cache
+def features_of(index):
+    """The target's hidden states that the head reads, over one of the texts: [T, C, D]."""
+    text = np.array(rounds.plain()[index])
+    found = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
+    return torch.tensor(np.stack([x[0] for x in found], 1))
+
+
+@pytest.mark.parametrize(("tree", "layout"), [("chain", "peagle"), ("best first", "speculators")])
+def test_every_round_drafts_and_accepts_what_plain_torch_does(tree, layout, tmp_path):
+    drafter = ParallelEagle(CONFIG, tiny.TARGET, **TREES[tree], draft_sample_method="greedy")
+    reference = PEagleRef(*files(tmp_path, layout))
+    plan = rounds.plan_of(drafter, record_rounds=64)
+    params = Params(tiny.params().target, weights())
+    answers = host.generate_rows(plan, params, rounds.ROWS)
+    ids, total = reference.target_ids(), 0
+    for index, (answer, text) in enumerate(zip(answers, rounds.plain(), strict=True)):
+
+        @functools.cache
+        def guesses(root, index=index, text=tuple(text)):
+            found = reference.guesses(features_of(index)[:root], text[1 : root + 1])
+            law = torch.full((DEPTH, tiny.VOCAB), -float("inf"))
+            law[:, ids] = found.float()
+            return law.log_softmax(-1).numpy()
+
+        law = lambda root, path, guesses=guesses: guesses(root)[len(path)]
+        prompt = rounds.ROWS[index].prompt
+        total += rounds.compare(answer, prompt, text, drafter.shape, law)
+    assert tree == "chain" or total
+
+
+def test_logits_and_memory_are_those_of_true_rows_and_fresh_masks(tmp_path):
+    drafter = ParallelEagle(CONFIG, tiny.TARGET, DEPTH)
+    params = Params(tiny.params().target, weights())
+    rows = [dataclasses.replace(row, temperature=0.7) for row in rounds.ROWS]
+    plan = Plan(tiny.TARGET, drafter, ladder=(drafter.tree_size,))
+    state = host.advance(plan, params, host.start(plan, params, rows), 6).state
+    lengths = np.asarray(state.history.length)
+    assert state.memory.cache.length.tolist() == (lengths - 1).tolist()
+    logits = eagle.unembed(
+        weights(), CONFIG, state.memory.hidden, tiny.TARGET, tiny.params().target
+    )
+    reference = PEagleRef(*files(tmp_path, "peagle"))
+    for row, length in enumerate(lengths):
+        text = np.asarray(state.history.tokens)[row, :length]
+        found = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
+        states = torch.tensor(np.stack([x[0] for x in found], 1))
+        expected = reference.guesses(states[: length - 1], text[1:].tolist())
+        np.testing.assert_allclose(logits[row], expected, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("layout", ["peagle", "speculators"])
+def test_a_head_is_read_as_it_was_written(layout, tmp_path):
+    tensors, raw = files(tmp_path, layout)
+    assert tensors["mask_hidden"].shape == (1, 1, 2 * NETWORK.hidden_size)
+    assert "layers.1.input_layernorm.weight" in tensors
+    assert raw["mask_token_id"] == MASK and raw["norm_before_residual"] is True
+    found = head_files.load_head(tmp_path, tiny.TARGET.config)
+    assert (found.kind, found.layout, found.config) == ("eagle3", layout, CONFIG)
+    for one, other in zip(*map(jax.tree.leaves, (found.params, weights())), strict=True):
+        np.testing.assert_array_equal(one, other)
+    if layout == "speculators":
+        assert raw["speculators_model_type"] == "peagle"
+        assert raw["architectures"] == ["PEagleSpeculator"]
+    else:
+        assert raw["architectures"] == ["PEagleDraftModel"] and raw["pard_token"] == MASK
+    asked = {"model": str(tmp_path), "num_speculative_tokens": 2}
+    read = config.read(asked)
+    assert read.method == "eagle3" and read.needs_head
+    assert isinstance(read.drafter(found.config, tiny.TARGET), ParallelEagle)
+    stepwise = config.read(asked | {"parallel_drafting": False})
+    assert type(stepwise.drafter(found.config, tiny.TARGET)) is Eagle
+
+
+def test_a_mask_goes_by_any_of_its_names_and_shapes(tmp_path):
+    tensors, raw = files(tmp_path, "peagle")
+    for key in ("mask_token_id", "pard_token"):
+        del raw[key]
+    flat = tensors | {"mask_hidden": tensors["mask_hidden"].reshape(1, -1)}
+    save_file(flat, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"ptd_token_id": MASK}))
+    assert head_files.load_head(tmp_path, tiny.TARGET.config).config == CONFIG
+    for keys, message in (
+        ({}, "names no mask token for it under any of pard_token, ptd_token_id, mask_token_id"),
+        ({"pard_token": 3, "mask_token_id": 4}, "several mask tokens"),
+        ({"pard_token": 64}, "mask_token_id=64 is none of the target's 64 tokens"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | keys))
+        with pytest.raises(ValueError, match=message):
+            head_files.load_head(tmp_path, tiny.TARGET.config)
+
+
+def test_what_a_layout_cannot_say_is_refused(tmp_path):
+    save = functools.partial(head_files.save_head, tmp_path, target_config=tiny.TARGET.config)
+    with pytest.raises(ValueError, match="'eagle3' has no place for a second block, the mask of P"):
+        save(CONFIG, weights(), layout="eagle3")
+    sharing = dataclasses.replace(CONFIG, own_embedding=False)
+    with pytest.raises(ValueError, match="layout='peagle' needs an embedding"):
+        save(sharing, weights().replace(embedding=None), layout="peagle")
+    plain = dataclasses.replace(CONFIG, mask_token_id=None)
+    with pytest.raises(ValueError, match="'peagle' has no place for a head without a mask"):
+        save(plain, weights().replace(mask_hidden=None), layout="peagle")
+
+
+def test_a_head_without_a_mask_cannot_draft_in_one_pass():
+    asked = {"method": "eagle3", "model": "head", "num_speculative_tokens": 2}
+    plain = dataclasses.replace(CONFIG, mask_token_id=None)
+    assert type(config.read(asked).drafter(plain, tiny.TARGET)) is Eagle
+    with pytest.raises(ValueError, match="the head must have a mask_hidden"):
+        config.read(asked | {"parallel_drafting": True}).drafter(plain, tiny.TARGET)
+    with pytest.raises(ValueError, match="parallel_drafting=True is not used by method='eagle'"):
+        config.read(asked | {"method": "eagle", "parallel_drafting": True})
+    with pytest.raises(ValueError, match="and this one does not: use 'best_first'"):
+        ParallelEagle(CONFIG, tiny.TARGET, 2, tree="eagle2")
+    with pytest.raises(ValueError, match="mask_token_id do not belong to EAGLE-1"):
+        dataclasses.replace(heads.CONFIGS["eagle"], mask_token_id=0)
+
+
+@pytest.mark.parametrize("name", ["org/Qwen3-8B-P-EAGLE", "peagle-x"])
+def test_a_models_name_says_its_method(name):
+    assert config.read({"model": name, "num_speculative_tokens": 2}).method == "eagle3"
