@@ -47,6 +47,12 @@ def row_weights(batch: Batch, steps: int, decay: float) -> Array:
     return jnp.stack(weights, -1)
 
 
+def has_label(batch: Batch) -> Array:
+    """float32 [B, T]: whether the label t_{j+1} of the target's row j counts, at j - 1."""
+    learned = (batch.label_weights[:, 1:] > 0).astype(jnp.float32)
+    return jnp.pad(learned, ((0, 0), (0, 1)))
+
+
 def target_law(logits: Array, kept: Array | None, loss: str) -> tuple[Array, Array]:
     """Target's logits [..., V] to log p [..., Vd] and whether a row counts, float32 [...].
 

@@ -146,7 +146,7 @@ class MedusaTask:
 
         weights = ahead.row_weights(batch, self.heads.num_heads, self.recipe.head_decay)
         if loss == "labels":
-            weights = weights * _has_label(batch)[..., None]
+            weights = weights * ahead.has_label(batch)[..., None]
         return ahead.judge(
             x, heads.outputs, logits_of,
             law=lambda normed: ahead.target_law(linear(normed, output), kept, loss),
@@ -163,12 +163,6 @@ class MedusaTask:
 
         given = (batch.tokens[:, 1:], batch.label_weights)
         return mean_by_chunks(score, normed[:, :-1], head_of(params), given)["loss"]
-
-
-def _has_label(batch: Batch) -> Array:
-    """float32 [B, T]: whether the label t_{j+1} of the target's row j counts, at j - 1."""
-    learned = (batch.label_weights[:, 1:] > 0).astype(jnp.float32)
-    return jnp.pad(learned, ((0, 0), (0, 1)))
 
 
 def _places(labels: Array, kept: Array | None) -> tuple[Array, Array]:

@@ -55,7 +55,10 @@ def tiny_model(name):
     return model
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["deepseek", "glm", pytest.param("deepseek-plain", marks=pytest.mark.slow)],
+)
 def case(request, tmp_path_factory):
     """(torch model, config, params, directory)"""
     torch.set_num_threads(1)

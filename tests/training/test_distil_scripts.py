@@ -12,7 +12,7 @@ import pytest
 from jspec import LLM, SamplingParams, checkpoint
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import distill_draft, distill_eagle, distill_medusa
+from training import distill_draft, distill_eagle, distill_medusa, finetune_mtp
 
 SIZES = DecoderConfig(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1,
@@ -121,6 +121,28 @@ def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
     check_run(both, both / "export" / "target", "medusa", both / "export" / "heads")
 
 
+def test_modules_for_later_tokens_are_trained_and_stitched_into_their_target(
+    words, target, tmp_path
+):
+    argv = [*words, "--output", str(tmp_path), "--unroll", "2", "--stitch"]
+    assert finetune_mtp.main(argv) == 0
+    check_run(tmp_path, target, "mtp")
+    stitched = tmp_path / "export" / "target"
+    assert (stitched / "tokenizer.json").is_file()
+    assert checkpoint.load_config(stitched)[1]["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.slow
+def test_modules_in_the_targets_files_are_trained_on(words, target, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert finetune_mtp.main([*words, "--output", str(first), "--stitch"]) == 0
+    more = ["--target", str(first / "export" / "target"), "--mtp-loss", "tvd", "--stitch"]
+    assert finetune_mtp.main([*words, "--output", str(second), *more]) == 0
+    config = checkpoint.load_config(second / "export" / "target")[1]
+    assert config["num_nextn_predict_layers"] == 1
+    check_run(second, second / "export" / "target", "mtp")
+
+
 @pytest.mark.parametrize(
     ("script", "more", "message"),
     [
@@ -141,6 +163,8 @@ def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
          "--on-policy 0.1 does not work; that is none of the 2 windows"),
         (distill_draft, [], "give either --draft DIR or --draft-layers"),
         (distill_draft, ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
+        (finetune_mtp, ["--fresh", "none"], "has no modules for later tokens"),
+        (finetune_mtp, ["--modules", "x", "--fresh", "random"], "leave out one"),
         (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
         (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
          "no reduced vocabulary"),

@@ -1,0 +1,99 @@
+"""The loss of MTP modules in training, against the plain torch that their drafts are held to."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jspec import head_files
+from jspec.models.moe import MoeConfig
+from tests import tiny
+from tests.drafters import heads, mtps
+from training.batches import Batch
+from training.mtp import Frozen, MtpRecipe, MtpTask, early_exit
+
+TARGET = tiny.TARGET.config
+FIRST, SECOND, STEPS, DECAY = 9, 6, 3, 0.6
+SIZES = {
+    "num_hidden_layers": TARGET.num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 32, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def packed():
+    """A window of two texts and padding, some of whose tokens do not count."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, tiny.VOCAB, (1, FIRST + SECOND + 2)).astype(np.int32)
+    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
+    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
+    return Batch(tokens, row[None], weights.astype(np.float32))
+
+
+def expected(head, batch, factor):
+    """The weighed cross-entropies of every guess, each computed as the head drafts it alone."""
+    torch = pytest.importorskip("torch")
+    total = 0.0
+    for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
+        tokens, weights = batch.tokens[0, start:end], batch.weights[0, start:end]
+        features, _ = heads.hidden_states(tokens[None], (TARGET.num_layers,))
+        features = torch.tensor(np.asarray(features[0][0]))
+        for row in range(len(tokens)):
+            for step in range(STEPS):
+                label = row + 2 + step
+                if label < len(tokens) and weights[label] > 0:
+                    given = tokens[1:label].tolist()
+                    logits = head.draft_logits(features[: row + 1], given)
+                    loss = -logits.log_softmax(-1)[int(tokens[label])].item()
+                    total += weights[label - 1] * DECAY**step * loss
+    whole = sum(DECAY**step for step in range(STEPS))
+    return factor * total / whole / (batch.tokens.shape[1] - 1)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_the_loss_is_that_of_drafts_by_plain_torch(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    config, params = mtps.CONFIGS[name], mtps.random_params(name)
+    target, mimo = tiny.params().target, mtps.CONFIGS[name].hidden_first
+    written = config if mimo else dataclasses.replace(config, feeds_normed=False)
+    head_files.save_head(tmp_path, written, params, TARGET)
+    head = mtps.reference()(
+        load_file(tmp_path / "model.safetensors"), SIZES,
+        torch.tensor(np.asarray(target.embedding)), torch.tensor(np.asarray(target.head.T)),
+        mimo=mimo, normed=True,
+    )  # fmt: skip
+    recipe = MtpRecipe(unroll=STEPS, step_decay=DECAY, loss_factor=0.1)
+    task, batch = MtpTask(config, TARGET, recipe, "float32"), packed()
+    loss, metrics = jax.jit(task.loss)(params, Frozen(target), batch, jax.random.key(0))
+    np.testing.assert_allclose(loss, expected(head, batch, 0.1), rtol=1e-4)
+    assert {f"accepted_{step}" for step in range(STEPS)} <= set(metrics)
+
+
+def test_fresh_modules_begin_by_handing_on_what_they_read():
+    config, target = mtps.CONFIGS["one"], tiny.params().target
+    fresh = mtps.mtp.init_params(jax.random.key(3), config)
+    params = early_exit(fresh, config, Frozen(target))
+    text = np.random.default_rng(0).integers(0, tiny.VOCAB, (1, 12))
+    features, _ = heads.hidden_states(text, (TARGET.num_layers,))
+    [out] = mtps.rows_of_text(params, config, text, features[0])
+    read, out = np.asarray(features[0][0, 1:-1]), np.asarray(out[0, 1:])
+    cosine = (read * out).sum(-1) / np.linalg.norm(read, axis=-1) / np.linalg.norm(out, axis=-1)
+    assert cosine.min() > 0.9
+    assert 0.5 < np.linalg.norm(out) / np.linalg.norm(read) < 2
+
+
+def test_what_cannot_be_trained_is_refused():
+    for settings, message in (
+        ({"unroll": 0}, "it must be at least 1"),
+        ({"step_decay": -1.0}, "it must be at least 0"),
+        ({"loss_factor": 0.0}, "it must be above 0"),
+        ({"mtp_loss": "mse"}, "choose one of labels, kl, ce"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MtpRecipe(**settings)
+    experts = dataclasses.replace(mtps.CONFIGS["raw"].network, moe=MoeConfig(4, 2, 8, 8))
+    config = dataclasses.replace(mtps.CONFIGS["raw"], network=experts)
+    with pytest.raises(ValueError, match="modules with experts are not trained yet"):
+        MtpTask(config, TARGET, MtpRecipe())
