@@ -16,7 +16,7 @@ from jspec.config_keys import (
     METHODS_IN_TARGETS,
     RULE_KEYS,
 )
-from jspec.drafters import METHODS, PARALLEL
+from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -109,7 +109,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         _check_standing(name, value)
     values = {name: given.get(name) for name, key in KEYS.items() if key.standing == "works"}
     method = config_method.asked_for(values)
-    parallel = method in PARALLEL and config_values.flag(values, "parallel_drafting")
+    parallel = config_values.flag(values, "parallel_drafting") and method in PARALLEL
     if values["parallel_drafting"] is None and method == "eagle3":
         parallel = None
     _check_used(method, values, parallel)
@@ -214,7 +214,7 @@ def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -
     }  # fmt: skip
     if "config" in used:
         used |= {"model", "max_model_len"}
-    if method in PARALLEL:
+    if method in (*PARALLEL, *ALWAYS_PARALLEL):
         used |= {"parallel_drafting"}
     for name, value in values.items():
         names_method = name == "model" and METHOD_ALIASES.get(str(value), value) == method

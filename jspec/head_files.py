@@ -60,8 +60,8 @@ class LoadedHead:
     """A draft head and its weights. Made by ``load_head``.
 
     Attributes:
-      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator", "hydra", "dflash" or
-        "mtp": the method that drafts with it.
+      kind: "eagle" (EAGLE-1 and -2), "eagle3", "medusa", "mlp_speculator", "hydra", "dflash",
+        "dspark" or "mtp": the method that drafts with it.
       layout: how its files are written.
       config: sizes and switches.
       params: weights.

@@ -247,6 +247,14 @@ def test_a_directory_says_its_method_in_its_config_json(tmp_path, raw, method):
     assert config.read({"model": named, "num_speculative_tokens": 2}).method == "eagle3"
 
 
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_block_is_drafted_in_one_pass_whether_that_is_asked_for_or_not(method):
+    given = {"method": method, "model": "some/head", "num_speculative_tokens": 3}
+    assert config.read(given | {"parallel_drafting": True}) == config.read(given)
+    with pytest.raises(ValueError, match="parallel_drafting='yes' must be true or false"):
+        config.read(given | {"parallel_drafting": "yes"})
+
+
 def test_a_speculator_says_itself_how_deep_it_drafts():
     given = {"method": "mlp_speculator", "model": "some/speculator"}
     for tree in ({}, {"tree": "sampled", "tree_size": 6}, {"tree": "eagle2", "tree_top_k": 2}):

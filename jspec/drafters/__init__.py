@@ -34,3 +34,4 @@ METHODS = {
 
 # Methods that draft all tokens in one pass where ``parallel_drafting`` asks for it.
 PARALLEL = {"draft_model": ParallelDraftModel, "eagle3": ParallelEagle}
+ALWAYS_PARALLEL = ("dflash", "dspark")  # as vLLM has it, whether they are asked to or not
