@@ -16,6 +16,8 @@ from jax import lax
 from jspec import tokens, topology
 from jspec.types import Array, Draft, History, Memory, Params
 
+BACKLOG = 16  # tokens a round that a network which sat out takes in; hardly dearer than two
+
 Propose = Callable[[Memory], tuple[Draft, Memory]]
 
 

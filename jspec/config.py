@@ -17,6 +17,7 @@ from jspec.config_keys import (
     RULE_KEYS,
 )
 from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
+from jspec.drafters.adaptive import Adaptive
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -40,6 +41,8 @@ class SpeculativeConfig:
       drafter_class: of "custom_class"; None for the other methods, which are known by name.
       parallel: whether all tokens of a round are drafted in one pass; None: as the head can.
       parts: of "hybrid": what each of the two asks for.
+      lengths: K's to choose from, ascending; () for one K in all rounds.
+      batch_sizes: (least, most, K); () to choose by expected goodput.
     """
 
     method: str = config_method.NONE
@@ -50,6 +53,8 @@ class SpeculativeConfig:
     drafter_class: type | None = None
     parallel: bool | None = False
     parts: tuple["SpeculativeConfig", ...] = ()
+    lengths: tuple[int, ...] = ()
+    batch_sizes: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def needs_model(self) -> bool:
@@ -87,7 +92,8 @@ class SpeculativeConfig:
             parallel = getattr(draft, "mask_token_id", None) is not None
         fields = _fields(self.method, parallel)
         wanted = {name: fitted[name] for name in fields & fitted.keys()}
-        return _class_of(self.method, parallel)(**self.settings, **wanted)
+        drafter = _class_of(self.method, parallel)(**self.settings, **wanted)
+        return Adaptive(drafter, self.lengths, self.batch_sizes) if self.lengths else drafter
 
 
 def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -126,6 +132,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         max_model_len=config_values.at_least_one("max_model_len", values["max_model_len"]),
         settings=settings,
         parallel=parallel,
+        **config_values.lengths(values),
     )
 
 
@@ -216,6 +223,8 @@ def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -
         used |= {"model", "max_model_len"}
     if method in (*PARALLEL, *ALWAYS_PARALLEL):
         used |= {"parallel_drafting"}
+    if "num_speculative_tokens" in used:
+        used |= {"adaptive_length", "num_speculative_tokens_per_batch_size"}
     for name, value in values.items():
         names_method = name == "model" and METHOD_ALIASES.get(str(value), value) == method
         if name not in used and not names_method and not KEYS[name].asks_nothing(value):

@@ -52,6 +52,12 @@ _WORKS = (
      "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one, "
      "for 'mlp_speculator' and 'mtp', whose `n_predict` it is if left out, for 'suffix' and for "
      "'token_recycling'"),
+    ("num_speculative_tokens_per_batch_size", None,
+     "of chains: K for numbers of unfinished rows, as (least, most, K), ends included; elsewhere "
+     "`num_speculative_tokens`. K may be 0"),
+    ("adaptive_length", None,
+     "not in vLLM; of chains: K's to choose from in every round by expected tokens a second, such "
+     "as [0, 2, 4], or true for 0, 1, 2, 4, ... up to `num_speculative_tokens`"),
     ("prompt_lookup_max", None,
      "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`"),
     ("prompt_lookup_min", None,
@@ -130,7 +136,6 @@ _NOT_BUILT = (
     ("index_share_for_mtp_iteration", None,
      "index_share_for_mtp_iteration is only supported with method='mtp'"),
     ("kv_cache_dtype", None, "the draft model's cache has the dtype it computes in"),
-    ("num_speculative_tokens_per_batch_size", None, "K is the same for every batch size"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
     ("use_local_argmax_reduction", False, "comes with tensor parallelism"),

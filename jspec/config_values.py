@@ -1,5 +1,6 @@
 """Values of ``speculative_config``'s keys: each is what it must be, or a ValueError says so."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -41,6 +42,59 @@ def check_count(count: Any, has_model: bool) -> None:
         raise ValueError(f"num_speculative_tokens={count!r} must be a whole number.")
     if count < 1:
         raise ValueError(f"Expected num_speculative_tokens to be greater than zero ({count}).")
+
+
+def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
+    """The K's to choose from, and the numbers of rows that choose; empty where one is for all."""
+    ranges, choices = values["num_speculative_tokens_per_batch_size"], values["adaptive_length"]
+    if ranges is None and choices in (None, False):
+        return {}
+    if ranges is not None and choices not in (None, False):
+        raise ValueError(
+            "num_speculative_tokens_per_batch_size and adaptive_length both choose K; give one."
+        )
+    most = at_least_one("num_speculative_tokens", values["num_speculative_tokens"])
+    if most is None:
+        raise ValueError("num_speculative_tokens must be given: it is the longest K to choose.")
+    if ranges is not None:
+        found = _ranges(ranges)
+        return {"lengths": _ascending({most, *(k for _, _, k in found)}, most),
+                "batch_sizes": found}  # fmt: skip
+    if choices is True:
+        doubled = {0, *(2**power for power in range(most.bit_length())), most}
+        return {"lengths": _ascending(doubled, most)}
+    if not _whole_numbers(choices):
+        raise ValueError(f"adaptive_length={choices!r} must be true or a list of whole numbers.")
+    return {"lengths": _ascending({*choices, most}, most)}
+
+
+def _ranges(given: Any) -> tuple[tuple[int, int, int], ...]:
+    name = "num_speculative_tokens_per_batch_size"
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    if not listed or not given or not all(_whole_numbers(x) and len(x) == 3 for x in given):
+        raise ValueError(
+            f"{name}={given!r} must be a list of (least, most, K) of rows, such as "
+            "[(1, 4, 5), (5, 64, 2)]."
+        )
+    ordered = sorted(tuple(int(x) for x in each) for each in given)
+    for before, after in itertools.pairwise(ordered):
+        if after[0] <= before[1]:
+            raise ValueError(f"{name}={given!r}: {before} and {after} overlap.")
+    return tuple(ordered)
+
+
+def _whole_numbers(given: Any) -> bool:
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    return listed and all(isinstance(x, Integral) and not isinstance(x, bool) for x in given)
+
+
+def _ascending(lengths: set[int], most: int) -> tuple[int, ...]:
+    wrong = next((length for length in lengths if not 0 <= length <= most), None)
+    if wrong is not None:
+        raise ValueError(
+            f"K={wrong} is not among 0 to num_speculative_tokens={most}, the longest draft."
+        )
+    return tuple(sorted(int(length) for length in lengths))
 
 
 def prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:

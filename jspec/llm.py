@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import config, jobs, loading, metrics, prompts, shared_file
+from jspec import calibration, config, jobs, loading, metrics, prompts, shared_file
 from jspec.assembly import assemble
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
@@ -262,6 +262,9 @@ class LLM:
         owners, rows, transcripts = zip(*work, strict=True)
         begin = perf_counter()
         batch, was_cut = start(plan, self._params, rows, warps=warps), False
+        batch = batch.replace(shared=self._shared)
+        if calibration.is_due(plan, batch):
+            self._shared = calibration.calibrate(plan, self._params, batch)
         while not all(transcript.finish_reason for transcript in transcripts):
             # Another stream may have taken its turn: what is shared is never kept in a batch.
             batch = advance(plan, self._params, batch.replace(shared=self._shared), rounds)

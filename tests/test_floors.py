@@ -11,6 +11,7 @@ jspec.shapes jspec.growth jspec.grafting jspec.branching jspec.marginals
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate
+jspec.calibration
 jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
 jspec.model_files jspec.shared_file
 jspec.checkpoint jspec.head_formats jspec.head_files jspec.stitching jspec.loading

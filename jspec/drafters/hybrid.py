@@ -22,7 +22,6 @@ _COMBINE = ("merge", "choose")
 _RATE = 0.9  # a looked-up token's chance before anything is known of it
 _MEMORY = 0.8  # weight of the rounds before in a running mean
 _SILENT = -1.0  # no promise was made
-_BACKLOG = 16  # tokens a round; a pass over as many costs little more than over two
 _RETURN = 0.02  # how fast trust in what was not asked comes back, a round
 
 
@@ -100,7 +99,7 @@ class Hybrid:
         After a round in which none of its own were accepted: K + 1. After rounds that it sat out:
         enough for it to gain on the text.
         """
-        return max(self.max_depth + 1, _BACKLOG if self.combine == "choose" else 0)
+        return max(self.max_depth + 1, branching.BACKLOG if self.combine == "choose" else 0)
 
     @property
     def max_depth(self) -> int:

@@ -1,0 +1,230 @@
+"""Drafts whose length follows the batch: which lengths run when, and what is said and cached."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import calibration, config
+from jspec.drafters import NGram, Suffix
+from jspec.drafters.adaptive import Adaptive
+from jspec.plan import Plan
+from jspec.types import Params
+from tests import tiny
+from tests.drafters import heads, hydras, speculators
+from tests.fakes import OracleDrafter, PrefixTarget, ScriptedDrafter, run_rows, script, table
+
+host = importlib.import_module("jspec.generate")
+loop = importlib.import_module("jspec.decode")
+V = 8
+TARGET, WEIGHTS = PrefixTarget(V), table(3, 64, V, scale=3.0)
+ROWS = [host.Row((1 + i,) * 3, max_tokens=(48, 12)[i], stream=i) for i in range(2)]
+PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
+
+
+def rounds(drafter, rows=ROWS, shared=None, kind=0, plain=PLAIN):
+    """Accepted and drafted tokens of every round of the first row, once all texts are right."""
+    plan = Plan(TARGET, drafter, record_rounds=64)
+    params = Params(WEIGHTS, script(rows, plain, kind, length=128))
+    batch = host.start(plan, params, rows)
+    shared = loop.init_shared(plan) if shared is None else shared
+    answers = host.read(host.advance(plan, params, batch.replace(shared=shared)))
+    for answer, expected in zip(answers, plain, strict=True):
+        np.testing.assert_array_equal(answer.tokens, expected.tokens)
+    return answers[0].trace[0].tolist(), (answers[0].trace[1][:, 1:] >= 0).sum(1).tolist()
+
+
+def costs(drafter, *seconds):
+    """As if rounds had been measured."""
+    return drafter.init_shared().replace(seconds=jnp.array(seconds, jnp.float32))
+
+
+def test_a_table_of_batch_sizes_counts_the_rows_that_still_run():
+    drafter = Adaptive(OracleDrafter(4, V), (0, 2, 4), ((2, 8, 2),))
+    accepted, drafted = rounds(drafter)
+    # The second row ends after its 12 tokens, in four rounds of three.
+    assert drafted[:4] == [2] * 4 and set(drafted[4:-1]) == {4}
+    assert accepted[:-1] == drafted[:-1]
+    _, drafted = rounds(Adaptive(OracleDrafter(4, V), (0, 4), ((1, 8, 0),)))
+    assert set(drafted) == {0}
+
+
+def test_until_costs_are_measured_drafts_are_as_long_as_they_can_be():
+    drafter = Adaptive(OracleDrafter(4, V), (0, 2, 4))
+    assert set(rounds(drafter)[1][:-1]) == {4}
+
+
+def test_the_length_of_best_goodput_is_chosen_for_what_is_accepted():
+    drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
+    right, wrong, half = 0, 1, 2
+    even = costs(drafter, 1.0, 1.2, 1.4)
+    assert set(rounds(drafter, shared=even, kind=right)[1][1:-1]) == {4}
+    drafted = rounds(drafter, shared=costs(drafter, 1.0, 1.3, 1.6), kind=wrong)[1]
+    assert drafted[0] > 0 and set(drafted[4:30]) == {0}
+    drafted = rounds(drafter, shared=costs(drafter, 1.0, 1.2, 2.2), kind=half)[1]
+    assert np.mean(np.array(drafted[:-2]) == 2) > 0.6
+    dear = costs(drafter, 1.0, 6.0, 7.0)  # no draft can be worth it
+    assert set(rounds(drafter, shared=dear, kind=right)[1]) == {0}
+
+
+def test_what_was_given_up_is_tried_again_after_a_while():
+    rows = [dataclasses.replace(ROWS[0], max_tokens=400)]
+    plain = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
+    drafter = Adaptive(ScriptedDrafter(2, V), (0, 2))
+    plan = Plan(TARGET, drafter, record_rounds=512)
+    params = Params(WEIGHTS, script(rows, plain, 1, length=1024))
+    batch = host.start(plan, params, rows).replace(shared=costs(drafter, 1.0, 1.3))
+    (answer,) = host.read(host.advance(plan, params, batch))
+    drafted = (answer.trace[1][:, 1:] >= 0).any(1)
+    assert drafted[20:].any() and drafted.mean() < 0.04
+
+
+DRAFTERS = {
+    "ngram": (NGram(4, 1, 3), lambda: None),
+    "suffix": (Suffix(4, suffix_decoding_max_cached_tokens=64), lambda: None),
+    "draft_model": (tiny.DRAFT, lambda: tiny.params().drafter),
+    "eagle": (heads.drafter("eagle", 4), lambda: heads.random_params("eagle")),
+    "medusa": (heads.drafter("medusa", 4), lambda: heads.random_params("medusa")),
+    "mlp": (speculators.drafter("tied scaled", num_speculative_tokens=4),
+            lambda: speculators.random_params("tied scaled")),
+    "hydra": (hydras.drafter("mlp", num_speculative_tokens=3), lambda: hydras.random_params("mlp")),
+}  # fmt: skip
+LINES = [host.Row(prompt, max_tokens=20, temperature=t, stream=i)
+         for i, (prompt, t) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), (0, 0.8, 0, 1),
+                                             strict=True))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("draft_model", "eagle") else pytest.param(name, marks=pytest.mark.slow)
+     for name in DRAFTERS],
+)  # fmt: skip
+def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
+    inner, weights = DRAFTERS[name]
+    most = inner.max_depth
+    # As rows end one by one every length has its turn, and none, and the longest again.
+    drafter = Adaptive(inner, (0, 1, most), ((1, 1, most), (2, 2, 0), (3, 3, 1)))
+    params = Params(tiny.params().target, weights())
+    rows = [dataclasses.replace(row, max_tokens=20 - 5 * i) for i, row in enumerate(LINES)]
+    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
+    plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=64)
+    answers = host.generate_rows(plan, params, rows)
+    for answer, expected in zip(answers, plain, strict=True):
+        np.testing.assert_array_equal(answer.tokens, expected.tokens)
+    assert plan.ladder == tuple(sorted({1, 2, most + 1}))
+
+
+def test_a_draft_model_sits_out_and_comes_back_level():
+    own = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)  # the target itself
+    drafter = Adaptive(own, (0, 4), ((2, 2, 0),))
+    params = Params(tiny.params().target, tiny.params().target)
+    rows = [dataclasses.replace(LINES[i], max_tokens=size) for i, size in ((0, 60), (2, 24))]
+    plan = Plan(tiny.TARGET, drafter, record_rounds=64)
+    answer = host.generate_rows(plan, params, rows)[0]
+    accepted, drafted = answer.trace[0], (answer.trace[1][:, 1:] >= 0).sum(1)
+    assert set(drafted[:24]) == {0}  # while both rows run
+    first = int(np.argmax(drafted > 0))
+    assert first <= 27  # 24 tokens are taken in 16 a round
+    assert set(accepted[first:-1]) == {4}
+
+
+def test_no_cache_leaves_the_branch_that_drafts():
+    drafter = Adaptive(tiny.DRAFT, (0, 1, 4))
+    plan = Plan(tiny.TARGET, drafter)
+    batch = host.start(plan, tiny.params(), LINES)
+    state, shared = batch.state, loop.init_shared(plan)
+    program = jax.make_jaxpr(
+        lambda *x: drafter.propose(tiny.params(), batch.request, shared, *x)[1].tried
+    )(state.memory, state.history)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state.memory.inner.cache.layers)}
+    switches = [line for line in program.jaxpr.eqns if line.primitive.name == "cond"]
+    assert switches
+    assert not shapes & {out.aval.shape for line in switches for out in line.outvars}
+
+
+def test_costs_are_measured_in_the_program_that_decodes():
+    drafter = Adaptive(tiny.DRAFT, (0, 4))
+    plan = Plan(tiny.TARGET, drafter)
+    batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
+    assert calibration.is_due(plan, batch)
+    before = loop.decode._cache_size()
+    shared = calibration.calibrate(plan, tiny.params(), batch)
+    batch = batch.replace(shared=shared)
+    assert not calibration.is_due(plan, batch)
+    assert (shared.seconds > 0).all() and np.isfinite(shared.seconds).all()
+    assert shared.seconds[1] > shared.seconds[0]  # four passes of a draft model more
+    host.read(host.advance(plan, tiny.params(), batch))  # the batch was not consumed
+    assert loop.decode._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings", "message"),
+    [
+        (tiny.NONE, {"lengths": (0,)}, "the length of NoDrafter's drafts cannot be chosen by the "
+         "round: it must draft chains of num_speculative_tokens."),
+        (heads.drafter("eagle", tree="sampled", num_speculative_tokens=2), {"lengths": (0, 2)},
+         "the length of Eagle's drafts cannot be chosen by the round: it must draft chains of "
+         "num_speculative_tokens."),
+        (tiny.DRAFT, {"lengths": (0, 2)}, "lengths=(0, 2) must ascend to 4, the drafter's K."),
+        (tiny.DRAFT, {"lengths": (-1, 4)}, "lengths=(-1, 4) must be at least 0."),
+        (tiny.DRAFT, {"lengths": (0, 4), "batch_sizes": ((1, 2, 3),)},
+         "batch_sizes hold (1, 2, 3), but must be of 1 or more rows and of one of the lengths "
+         "(0, 4)."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_chosen_is_refused(drafter, settings, message):
+    with pytest.raises(ValueError) as error:
+        Adaptive(drafter, **settings)
+    assert str(error.value) == message
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("keys", "lengths", "batch_sizes"),
+    [
+        ({"adaptive_length": True}, (0, 1, 2, 4, 5), ()),
+        ({"adaptive_length": [0, 3]}, (0, 3, 5), ()),
+        ({"num_speculative_tokens_per_batch_size": [[5, 64, 0], [1, 4, 3]]}, (0, 3, 5),
+         ((1, 4, 3), (5, 64, 0))),
+    ],
+)  # fmt: skip
+def test_a_config_asks_for_lengths(keys, lengths, batch_sizes):
+    drafter = config.read(NGRAM | keys).drafter(None, tiny.TARGET)
+    assert drafter == Adaptive(NGram(5), lengths, batch_sizes)
+    assert config.read(NGRAM | {"adaptive_length": False}) == config.read(NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"adaptive_length": [0, 7]}, "K=7 is not among 0 to num_speculative_tokens=5"),
+        ({"adaptive_length": "yes"}, "adaptive_length='yes' must be true or a list of whole"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 2)]}, "must be a list of (least, most, K)"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 4, 3), (4, 8, 2)]}, "overlap."),
+        ({"num_speculative_tokens_per_batch_size": [(1, 4, 3)], "adaptive_length": True},
+         "both choose K; give one."),
+        ({"num_speculative_tokens": None, "adaptive_length": True},
+         "num_speculative_tokens must be"),
+    ],
+)  # fmt: skip
+def test_lengths_that_do_not_fit_are_refused(keys, message):
+    with pytest.raises(ValueError) as error:
+        config.read(NGRAM | keys)
+    assert message in str(error.value)
+
+
+def test_methods_without_a_length_of_their_own_refuse_the_keys():
+    given = {"method": "hybrid", "parts": [NGRAM, NGRAM], "adaptive_length": True}
+    with pytest.raises(ValueError, match="adaptive_length=True is not used by method='hybrid'"):
+        config.read(given)
+    with pytest.raises(ValueError, match="cannot be chosen by the round"):
+        config.read(
+            {"method": "suffix", "num_speculative_tokens": 4, "tree": "best_first",
+             "adaptive_length": True}
+        ).drafter(None, tiny.TARGET)  # fmt: skip
+    assert Suffix().tree_size == 13  # its chains follow the match already
