@@ -172,9 +172,8 @@ KEYS = {
     for name, default, note in rows
 }
 
-# What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``.
-METHODS_NOT_BUILT = (
-)  # fmt: skip
+# What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``. MTP modules of
+# other families (``*_mtp``) are not built.
 HYBRID = "hybrid"  # made of two other methods
 # A class of the user's own, which no table can hold.
 CUSTOM_CLASS = "custom_class"
@@ -239,7 +238,6 @@ def markdown() -> str:
         *((f"`{name}`", "works", METHODS_OF_OURS.get(name, "")) for name in METHODS),
         *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
         (f"`{CUSTOM_CLASS}`", "works", CUSTOM_CLASS_NOTE),
-        *((f"`{name}`", "raises until built", "") for name in METHODS_NOT_BUILT),
         *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),
     ]
     rules = [

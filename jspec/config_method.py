@@ -12,7 +12,6 @@ from jspec.config_keys import (
     METHOD_IN_NAME,
     METHOD_OF_KEY,
     METHOD_OF_MODEL_TYPE,
-    METHODS_NOT_BUILT,
     METHODS_REFUSED,
     MODELS_NAMING_METHODS,
 )
@@ -84,12 +83,12 @@ def _known_method(name: str) -> str:
             f"method={name!r} is no method; a class of your own is method={CUSTOM_CLASS!r} with "
             f"model={name!r}."
         )
-    if method in METHODS_NOT_BUILT or method.endswith("_mtp"):
+    if method.endswith("_mtp"):
         raise ValueError(
             f"method={name!r} is not built yet; these work: {_working()}. If the model is a plain "
             "language model, say method='draft_model'."
         )
-    near = did_you_mean(method, [*METHODS, CUSTOM_CLASS, *METHODS_NOT_BUILT])
+    near = did_you_mean(method, [*METHODS, CUSTOM_CLASS])
     raise ValueError(f"Unsupported speculative method: {name!r}; these work: {_working()}{near}")
 
 

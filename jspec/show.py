@@ -69,18 +69,16 @@ def stats_table(output: CompletionOutput, seconds: float) -> Table:
 
 
 def methods_table() -> Table:
-    """Every drafting method of the registry, and those of vLLM's that are still to be built."""
+    """Every drafting method of the registry."""
     table = Table(title="speculative_config: method", title_justify="left", show_lines=True)
     table.add_column("method", no_wrap=True)
     table.add_column("what it does, keys and defaults")
     cell = lambda summary, keys: Text.assemble(summary, "\n" if keys else "", (keys, "dim"))
     for name, method in drafters.METHODS.items():
-        table.add_row(name, cell(_summary(method), _keys(method)))
+        table.add_row(name, cell(_summary(method), _keys(name, method)))
     custom = config_keys.CUSTOM_CLASS_NOTE.replace("`", "")
     keys = "model (required), the fields of the class"
     table.add_row(config_keys.CUSTOM_CLASS, cell(custom, keys))
-    waiting = f"{', '.join(config_keys.METHODS_NOT_BUILT)}: not built yet"
-    table.add_row(Text("others", style="dim"), Text(waiting, style="dim"))
     return table
 
 
@@ -117,12 +115,14 @@ def _summary(method: type) -> str:
     return (sys.modules[method.__module__].__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def _keys(method: type) -> str:
+def _keys(method_name: str, method: type) -> str:
     """The fields of a drafter that are keys of ``speculative_config``."""
     fields = {field.name: field.default for field in dataclasses.fields(method)}
-    lines = ["model (required)"] if "config" in fields else []
+    own = "the target's own" if method_name in config_keys.METHODS_IN_TARGETS else "required"
+    lines = [f"model ({own})"] if "config" in fields else []
     for name, default in fields.items():
         if name in config_keys.KEYS:
             missing = default is dataclasses.MISSING
             lines.append(f"{name} (required)" if missing else f"{name}={default}")
+    lines += ["parallel_drafting=False"] if method_name in drafters.PARALLEL else []
     return ", ".join(lines)
