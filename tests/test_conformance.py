@@ -18,14 +18,22 @@ import pytest
 
 from jspec import config
 from jspec.config_keys import CUSTOM_CLASS
-from jspec.drafters import METHODS, DraftModel, Hybrid, ParallelDraftModel, Suffix, TokenRecycling
+from jspec.drafters import (
+    METHODS,
+    DraftModel,
+    Hybrid,
+    ParallelDraftModel,
+    ParallelEagle,
+    Suffix,
+    TokenRecycling,
+)
 from jspec.drafters.language import translating
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params
 from jspec.verify import RULES, synthetic
 from tests import tiny
-from tests.drafters import dflashes, heads, hydras, mtps, speculators
+from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -189,7 +197,13 @@ DRAFTERS = {
         "best first": (_parallel(num_speculative_tokens=3, tree="best_first", tree_size=9), _draft),
     },
     "eagle": _head("eagle"),
-    "eagle3": _head("eagle3"),
+    "eagle3": _head("eagle3")
+    | {
+        "best first": (
+            ParallelEagle(peagle.CONFIG, tiny.TARGET, 3, tree="best_first", tree_size=9),
+            peagle.weights,
+        )
+    },
     "mtp": _mtp(),
     "hybrid": _hybrids(),
     "custom_class": {"chain": _custom()},

@@ -1,0 +1,34 @@
+"""A tiny P-EAGLE head for the tiny target."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.models.heads import eagle
+from tests import tiny
+
+MASK, KEPT = 63, 40
+NETWORK = dataclasses.replace(tiny.TARGET.config, intermediate_size=48, vocab_size=KEPT)
+CONFIG = eagle.EagleConfig(
+    NETWORK, 3, (0, 1), NETWORK.hidden_size, tiny.VOCAB, own_embedding=True, own_head=True,
+    norm_before_residual=True, mask_token_id=MASK,
+)  # fmt: skip
+
+
+@functools.cache
+def weights():
+    """Blocks that say something, between the target's own features and its own output matrix."""
+    shapes = jax.eval_shape(lambda: eagle.init_params(jax.random.key(0), CONFIG))
+    rng = np.random.default_rng(3)
+    draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
+    params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
+    own = tiny.params().target
+    size = NETWORK.hidden_size
+    return params.replace(
+        draft_to_target=jnp.asarray(kept), head=own.head[:, kept],
+        fc=params.fc.at[-size:].add(jnp.eye(size)),
+    )  # fmt: skip
