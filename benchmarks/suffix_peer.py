@@ -42,21 +42,13 @@ def requests(tokenizer) -> dict[str, list[tuple[list[int], list[int]]]]:
     texts = [tokenizer.decode(piece[:_PROMPT]) for piece in pieces]
     found = {"editing": [], "similar": [], "code": []}
     for index, (piece, text) in enumerate(zip(pieces, texts, strict=True)):
-        similar = _edited(texts[index % 3], rng, index)
-        found["editing"].append((piece[:_PROMPT], encode(_edited(text, rng, index))[:_RESPONSE]))
+        similar = workload.edited(texts[index % 3], rng, index)
+        found["editing"].append(
+            (piece[:_PROMPT], encode(workload.edited(text, rng, index))[:_RESPONSE])
+        )
         found["similar"].append((encode(f"# {index}\n"), encode(similar)[:_RESPONSE]))
         found["code"].append((piece[:_PROMPT], piece[_PROMPT:]))
     return found
-
-
-def _edited(text: str, rng: np.random.Generator, index: int) -> str:
-    words = sorted({word for word in text.replace("(", " ").split() if word.isidentifier()})
-    for word in rng.choice(words, 2):
-        text = text.replace(word, f"{word}_{index}")
-    lines = text.splitlines(keepends=True)
-    drop, double = rng.integers(0, len(lines), 2)
-    lines[double] *= 2
-    return "".join(lines[:drop] + lines[drop + 1 :])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 METHODS = ("autoregressive", "ngram", "draft_model")
 # Modules of the standard library that the demo models are not trained on (see their provenance).
 HELD_OUT = (
@@ -77,10 +79,29 @@ def source_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
     return prompts
 
 
+def edits(tokenizer, count: int, prompt: int, answer: int) -> list[tuple[list[int], list[int]]]:
+    """Pieces of ``prompt`` tokens of held-out source, and of each ``edited`` up to ``answer``."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for index, piece in enumerate(source_prompts(tokenizer, count, prompt)):
+        text = edited(tokenizer.decode(piece), rng, index)
+        pairs.append((piece, list(tokenizer.encode(text, add_special_tokens=False))[:answer]))
+    return pairs
+
+
+def edited(text: str, rng: np.random.Generator, index: int) -> str:
+    """Source with two names changed, a line dropped and a line doubled."""
+    words = sorted({word for word in text.replace("(", " ").split() if word.isidentifier()})
+    for word in rng.choice(words, 2):
+        text = text.replace(word, f"{word}_{index}")
+    lines = text.splitlines(keepends=True)
+    drop, double = rng.integers(0, len(lines), 2)
+    lines[double] *= 2
+    return "".join(lines[:drop] + lines[drop + 1 :])
+
+
 def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
     """Token ids for models without a tokenizer, in which a few n-grams occur twice."""
-    import numpy as np
-
     draws = np.random.default_rng(0).integers(2, vocab_size, (count, length))
     half = length // 2
     draws[:, -half:] = draws[:, :half]

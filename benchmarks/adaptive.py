@@ -1,0 +1,148 @@
+"""Drafts whose length follows what is accepted, beside every fixed length and plain decoding.
+
+    python -m benchmarks.adaptive [--method ngram] [--out benchmarks/results/adaptive.json]
+
+Texts are given, see ``benchmarks.replay``: ``easy`` repeats itself (a table of constants), ``hard``
+is random token ids, which no drafter can guess, ``alternating`` is 64 tokens of the one and 64 of
+the other in turn. Costs are measured once before the clock starts, as ``LLM`` does. All contenders
+take turns; a ratio is that of the times of one turn, and its interval that of the mean ratio.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+from rich.console import Console
+from rich.table import Table
+
+import jspec
+from benchmarks import environment, replay
+from benchmarks.measure import Contender, race
+from benchmarks.methods import Request, Runner, constants
+from jspec import calibration, config, loading
+from jspec.assembly import assemble
+from jspec.decode import init_shared
+from jspec.generate import Row, start
+
+_DEMO = Path(jspec.__file__).with_name("assets") / "demo"
+_RESULTS = Path(__file__).with_name("results")
+_TURN = 64  # tokens of one kind in the alternating text
+
+
+def texts(tokenizer, prompt: int, answer: int) -> dict[str, list[Request]]:
+    """One request of each kind."""
+    rng = np.random.default_rng(0)
+    (easy,) = constants(tokenizer, 1, prompt, answer)
+    noise = rng.integers(4, tokenizer.vocab_size, answer).tolist()
+    turn = np.arange(answer) // _TURN % 2
+    mixed = [(easy.answer, noise)[kind][index] for index, kind in enumerate(turn)]
+    return {
+        "easy": [easy],
+        "hard": [Request(easy.prompt, noise)],
+        "alternating": [Request(easy.prompt, mixed)],
+    }
+
+
+def settings(method: str, lengths: list[int]) -> dict[str, dict | None]:
+    """The contenders by name: fixed lengths, 0 being plain decoding, and the choice among them."""
+    model = {"model": _DEMO / "draft"} if method == "draft_model" else {}
+    model = {"model": _DEMO / "eagle3"} if method == "eagle3" else model
+    longest = {"method": method, "num_speculative_tokens": lengths[-1], **model}
+    fixed = {f"K={k}": longest | {"num_speculative_tokens": k} for k in lengths if k}
+    return {"K=0": None, **fixed, "adaptive": longest | {"adaptive_length": lengths}}
+
+
+def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -> list[dict]:
+    """One row for each contender."""
+    target = loading.load(_DEMO / "target", arguments.dtype)
+    field = []
+    for label, asked in settings(arguments.method, arguments.lengths).items():
+        made = assemble(target, config.read(asked), dtype=arguments.dtype)
+        shared = _measured(made, requests[0]) if label == "adaptive" else None
+        run = Runner(made.plan, made.params, requests, 0, 0.0, shared)
+        run()
+        run()
+        field.append(Contender(label, run, limit=arguments.quiet))
+    race(field, arguments.repeats, arguments.patience)
+    seconds = {each.name: np.array([sample.seconds for sample in each.samples]) for each in field}
+    best = min((label for label in seconds if label != "adaptive"),
+               key=lambda label: seconds[label].mean())  # fmt: skip
+    return [
+        {
+            "text": name,
+            "contender": each.name,
+            "acceptance_length": round(each.samples[0].num_tokens / each.samples[0].passes, 3),
+            "best_fixed": best,
+            "ratio_to_best_fixed": _ratio(seconds["adaptive"], seconds[best]),
+            "ratio_to_plain": _ratio(seconds[each.name], seconds["K=0"]),
+            **each.summary(),
+        }
+        for each in field
+    ]
+
+
+def _measured(made, request: Request):
+    """What is shared, with the costs of rounds on this machine."""
+    text = jnp.zeros((1, 1024), jnp.int32)
+    plan, params = replay.replaying(made.plan, made.params, text)
+    row = Row(tuple(request.prompt), max_tokens=len(request.answer))
+    batch = start(plan, params, [row]).replace(shared=init_shared(plan))
+    return jax.device_get(calibration.calibrate(plan, params, batch))
+
+
+def _ratio(one: np.ndarray, other: np.ndarray) -> list[float]:
+    """Mean ratio of the times of a turn, and its 95 % interval."""
+    ratio = one / other
+    spread = scipy.stats.sem(ratio) * scipy.stats.t.ppf(0.975, len(ratio) - 1)
+    return [
+        round(float(x), 3) for x in (ratio.mean(), ratio.mean() - spread, ratio.mean() + spread)
+    ]
+
+
+def table(rows: list[dict]) -> Table:
+    """For people."""
+    shown = Table(title="time beside plain decoding, and of the adaptive beside the best fixed K")
+    for name in ("text", "contender", "tau", "x plain", "95 %", "x best fixed", "95 %"):
+        shown.add_column(name, justify="left" if name in ("text", "contender") else "right")
+    for row in rows:
+        plain, best = row["ratio_to_plain"], row["ratio_to_best_fixed"]
+        own = row["contender"] == "adaptive"
+        shown.add_row(
+            row["text"], row["contender"], f"{row['acceptance_length']:.2f}", f"{plain[0]:.3f}",
+            f"{plain[1]:.3f} - {plain[2]:.3f}",
+            f"{best[0]:.3f} ({row['best_fixed']})" if own else "",
+            f"{best[1]:.3f} - {best[2]:.3f}" if own else "",
+        )  # fmt: skip
+    return shown
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="adaptive draft lengths beside fixed ones")
+    parser.add_argument("--out", type=Path, default=_RESULTS / "adaptive.json")
+    parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "eagle3"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 2, 4, 8])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--answer-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--patience", type=int, default=0)
+    parser.add_argument("--quiet", type=float, default=0.1)
+    arguments = parser.parse_args()
+    loading.keep_compiled_programs()
+    tokenizer = loading.load(_DEMO / "target").tokenizer
+    results = environment.describe() | {"method": arguments.method, "rows": []}
+    sizes = arguments.prompt_tokens, arguments.answer_tokens
+    for name, requests in texts(tokenizer, *sizes).items():
+        results["rows"] += measure(arguments, name, requests)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    Console(width=120).print(table(results["rows"]))
+
+
+if __name__ == "__main__":
+    main()
