@@ -15,15 +15,19 @@ from typing import Literal
 import jax
 
 from jspec import head_files, loading
+from jspec.head_files import LoadedHead
 from jspec.head_formats import FORMATS, HeadConfig
 from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.types import Array
 from training import trainer
+from training.objective import head_of
 from training.trainer import bad_option
 
 EagleFormat = Literal["eagle", "sglang", "speculators"]
 MedusaFormat = Literal["medusa", "medusa-vllm"]
+DFlashFormat = Literal["dflash", "dflash-speculators"]
 OtherFormat = Literal["mlp_speculator", "arctic-rnn", "arctic-lstm", "hydra"]
 
 
@@ -38,7 +42,8 @@ class Settings:
       format: of EAGLE heads eagle (the authors', which vLLM reads too), sglang (the same with the
         target's embedding in it) or speculators; of Medusa heads medusa (the authors') or
         medusa-vllm; of MLP speculators mlp_speculator (IBM's) or arctic-rnn; of LSTM speculators
-        arctic-lstm; of Hydra heads hydra
+        arctic-lstm; of Hydra heads hydra; of DFlash and DSpark heads dflash (the authors') or
+        dflash-speculators, which holds the target's embedding and output matrix
       target_name: what the files call the target (default: as --target)
       dtype: of the weights (default: as they are)
     """
@@ -46,7 +51,7 @@ class Settings:
     head: str
     target: str
     output: str
-    format: EagleFormat | MedusaFormat | OtherFormat
+    format: EagleFormat | MedusaFormat | DFlashFormat | OtherFormat
     target_name: str = ""
     dtype: Literal["", "bfloat16", "float32", "float16"] = ""
 
@@ -56,10 +61,11 @@ def save(
     config: HeadConfig,
     params: object,
     target: DecoderConfig,
-    format: EagleFormat | MedusaFormat | OtherFormat,
+    format: EagleFormat | MedusaFormat | DFlashFormat | OtherFormat,
     *,
     target_name: str,
     embedding: Array | None,
+    output: Array | None = None,
     dtype: str | None,
 ) -> None:
     """Writes a head in ``format``; see ``Settings`` and ``head_files.save_head``.
@@ -71,7 +77,8 @@ def save(
       target: sizes of the target.
       format: as in ``Settings``.
       target_name: what the files call the target.
-      embedding: the target's [V, D]: ``sglang`` and ``speculators`` files hold it.
+      embedding: the target's [V, D]: ``sglang`` and both ``speculators`` files hold it.
+      output: the target's [D, V]: ``dflash-speculators`` files hold it.
       dtype: None keeps that of the weights.
 
     Raises:
@@ -79,7 +86,7 @@ def save(
     """
     head_files.save_head(
         directory, config, params, target, layout=layout_of(format, config), dtype=dtype,
-        target_name=target_name, embedding=None if format == "eagle" else embedding,
+        target_name=target_name, embedding=None if format == "eagle" else embedding, output=output,
     )  # fmt: skip
 
 
@@ -91,6 +98,8 @@ def check(config: HeadConfig, target: DecoderConfig, format: str, target_name: s
     """
     if isinstance(config, EagleConfig) and format == "speculators":
         config = dataclasses.replace(config, own_embedding=True)
+    if isinstance(config, DFlashConfig) and format == "dflash-speculators":
+        config = dataclasses.replace(config, own_embedding=True, own_head=True)
     layout = layout_of(format, config)
     head_files.describe_head(config, target, layout=layout, target_name=target_name)
 
@@ -116,16 +125,29 @@ def run(settings: Settings) -> None:
     sizes = loading.sizes(settings.target)
     head = loading.load_head(settings.head, sizes)
     name = settings.target_name or settings.target
+    embedding = output = None
+    if isinstance(head.config, DFlashConfig):
+        target = loading.load(settings.target).params
+        embedding, output = target.embedding, head_of(target)
+        head = _lent(loading.sharing(head, embedding), output)
     check(head.config, sizes, settings.format, name)
-    embedding = None
     if isinstance(head.config, EagleConfig) and settings.format != "eagle":
         embedding = loading.load(settings.target).params.embedding
     save(
         Path(settings.output), head.config, head.params, sizes, settings.format,
-        target_name=name, embedding=embedding, dtype=settings.dtype or None,
+        target_name=name, embedding=embedding, output=output, dtype=settings.dtype or None,
     )  # fmt: skip
     count = sum(leaf.size for leaf in jax.tree.leaves(head.params))
     print(f"{settings.output}: {head.kind} head, {count:,} weights, format {settings.format}")
+
+
+def _lent(head: LoadedHead, output: Array) -> LoadedHead:
+    """The head without its output matrix where that is the target's."""
+    own = head.params.head
+    if own is None or own.shape != output.shape or not (own == output).all():
+        return head
+    config = dataclasses.replace(head.config, own_head=False)
+    return dataclasses.replace(head, config=config, params=head.params.replace(head=None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

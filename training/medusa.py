@@ -18,7 +18,7 @@ from training import ahead
 from training.batches import Batch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName
-from training.objective import head_of, mean_by_chunks, packed_states, take
+from training.objective import head_of, mean_by_chunks, packed_states, places, take
 from training.trainer.settings import bad_option
 
 
@@ -140,7 +140,7 @@ class MedusaTask:
         def values(log_p: Array, log_q: Array, beside: ahead.Beside) -> Array:
             if loss != "labels":
                 return LOSSES[loss](log_p, log_q)
-            place, known = _places(beside.labels, kept)
+            place, known = places(beside.labels, kept)
             place = jnp.broadcast_to(place[:, :, None], log_q.shape[:-1])
             return -take(log_q, place) * known[:, :, None]
 
@@ -163,11 +163,3 @@ class MedusaTask:
 
         given = (batch.tokens[:, 1:], batch.label_weights)
         return mean_by_chunks(score, normed[:, :-1], head_of(params), given)["loss"]
-
-
-def _places(labels: Array, kept: Array | None) -> tuple[Array, Array]:
-    """Columns of the labels among the kept tokens, and whether they are kept, float32."""
-    if kept is None:
-        return labels, jnp.ones(labels.shape)
-    place = jnp.minimum(jnp.searchsorted(kept, labels), len(kept) - 1)
-    return place, (kept[place] == labels).astype(jnp.float32)

@@ -148,3 +148,11 @@ def mean_by_chunks(
 def take(log_p: Array, targets: Array) -> Array:
     """log p [..., V] of the ids ``targets`` [...]."""
     return jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+
+
+def places(labels: Array, kept: Array | None) -> tuple[Array, Array]:
+    """Columns of the labels among the kept tokens, and whether they are kept, float32."""
+    if kept is None:
+        return labels, jnp.ones(labels.shape)
+    place = jnp.minimum(jnp.searchsorted(kept, labels), len(kept) - 1)
+    return place, (kept[place] == labels).astype(jnp.float32)

@@ -12,7 +12,7 @@ import pytest
 from jspec import LLM, SamplingParams, checkpoint
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import distill_draft, distill_eagle, distill_medusa, finetune_mtp
+from training import distill_dflash, distill_draft, distill_eagle, distill_medusa, finetune_mtp
 
 SIZES = DecoderConfig(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1,
@@ -143,6 +143,32 @@ def test_modules_in_the_targets_files_are_trained_on(words, target, tmp_path):
     check_run(second, second / "export" / "target", "mtp")
 
 
+SMALL_BLOCKS = ["--block-size", "4", "--head-layers", "1", "--anchors", "6"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        ("dflash", ["--weighing", "dpace"]),
+        pytest.param(
+            "dspark",
+            ["--markov", "gated", "--markov-rank", "8", "--format", "dflash-speculators",
+             "--draft-vocab-size", "90", "--capture-layers", "1", "2", "--remat"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["dflash", "dspark speculators"],
+)  # fmt: skip
+def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, target, tmp_path):
+    argv = [*words, "--output", str(tmp_path / "a"), "--variant", variant, *SMALL_BLOCKS, *more]
+    assert distill_dflash.main(argv) == 0
+    check_run(tmp_path / "a", target, variant)
+    if variant == "dspark":  # and goes on from its files
+        again = [*words, "--output", str(tmp_path / "b"), "--variant", variant, "--format",
+                 "dflash-speculators", "--head", str(tmp_path / "a" / "export")]  # fmt: skip
+        assert distill_dflash.main(again) == 0
+
+
 @pytest.mark.parametrize(
     ("script", "more", "message"),
     [
@@ -165,6 +191,11 @@ def test_modules_in_the_targets_files_are_trained_on(words, target, tmp_path):
         (distill_draft, ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
         (finetune_mtp, ["--fresh", "none"], "has no modules for later tokens"),
         (finetune_mtp, ["--modules", "x", "--fresh", "random"], "leave out one"),
+        (distill_dflash, ["--block-size", "2"], "a block of --block-size 2 drafts 1 tokens"),
+        (distill_dflash, ["--markov", "rnn"], "only dspark heads have it; leave it out"),
+        (distill_dflash, ["--confidence-weight", "1.0"], "only dspark heads guess chances"),
+        (distill_dflash, ["--draft-vocab-size", "20"], "take --format dflash-speculators"),
+        (distill_dflash, ["--mask-token", "300"], "the target has 300 tokens"),
         (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
         (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
          "no reduced vocabulary"),

@@ -11,7 +11,7 @@ import pytest
 from jspec import checkpoint, head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from jspec.models.heads import eagle, medusa, mlp_speculator
+from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
@@ -63,6 +63,16 @@ HEADS = {
 }
 
 
+def dflash_head():
+    network = dataclasses.replace(SIZES, num_layers=2, qk_norm=True)
+    spark = dspark.SparkConfig(6, "gated", confidence=True)
+    config = dflash.DFlashConfig(network, (1, 3), 32, SIZES.vocab_size, 5, 9, spark=spark)
+    return config, dflash.init_params(jax.random.key(1), config)
+
+
+HEADS["dspark"] = dflash_head
+
+
 def convert(head, target, output, name, *more):
     words = ["--head", head, "--target", target, "--output", output, "--format", name, *more]
     return export.main([str(word) for word in words])
@@ -71,6 +81,8 @@ def convert(head, target, output, name, *more):
 def leaves(params):
     without = getattr(params, "embedding", None) is None
     params = params if without else params.replace(embedding=None)
+    if isinstance(params, dflash.DFlashParams):
+        params = params.replace(head=None)
     return jax.tree.leaves(params)
 
 
@@ -81,6 +93,7 @@ def leaves(params):
         ("eagle3", ["eagle", "speculators", "sglang"]),
         ("medusa", ["medusa", "medusa-vllm"]),
         ("mlp_speculator", ["arctic-rnn", "mlp_speculator"]),
+        ("dspark", ["dflash", "dflash-speculators"]),
     ],
 )
 def test_a_head_keeps_its_weights_through_every_format(kind, formats, target, tmp_path):
@@ -121,6 +134,7 @@ def test_the_target_is_called_as_asked_and_the_dtype_is_the_one_asked_for(target
         ("eagle3", "medusa", "EAGLE-3 heads have eagle, sglang, speculators"),
         ("medusa", "eagle", "Medusa heads have medusa, medusa-vllm"),
         ("mlp_speculator", "hydra", "MLP speculator heads have arctic-rnn, mlp_speculator"),
+        ("dspark", "speculators", "DFlash heads have dflash, dflash-speculators"),
     ],
 )
 def test_what_a_format_cannot_hold_is_said_in_one_line(
