@@ -2,7 +2,7 @@
 
     python -m benchmarks.adaptive [--method ngram] [--out benchmarks/results/adaptive.json]
 
-Texts are given, see ``benchmarks.replay``: ``easy`` repeats itself (a table of constants), ``hard``
+Texts are given, see ``benchmarks.replay``: ``easy`` repeats itself, ``hard``
 is random token ids, which no drafter can guess, ``alternating`` is 64 tokens of the one and 64 of
 the other in turn. Costs are measured once before the clock starts, as ``LLM`` does. All contenders
 take turns; a ratio is that of the times of one turn, and its interval that of the mean ratio.
