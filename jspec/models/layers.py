@@ -37,8 +37,15 @@ def gated(x: Array, gate_up: Array, down: Array, linear: Linear) -> Array:
 def product(equation: str, x: Array, weights: Array) -> Array:
     """An einsum with the rules of ``ops.linear``: ``x`` is rounded to the dtype of ``weights``, and
     the sum is kept in float32 (or wider)."""
+    dtype = jnp.promote_types(weights.dtype, jnp.float32)
     precision = jax.lax.Precision.HIGHEST if weights.dtype == jnp.float32 else None
-    return jnp.einsum(
-        equation, x.astype(weights.dtype), weights, precision=precision,
-        preferred_element_type=jnp.promote_types(weights.dtype, jnp.float32),
-    )  # fmt: skip
+    x = x.astype(weights.dtype)
+
+    def narrow(x: Array, weights: Array) -> Array:
+        return jnp.einsum(equation, x, weights, precision=precision, preferred_element_type=dtype)
+
+    def wide(x: Array, weights: Array) -> Array:
+        return narrow(x.astype(dtype), weights.astype(dtype))
+
+    # XLA's CPU backend has no products of bfloat16 with a batch axis that add up in float32.
+    return jax.lax.platform_dependent(x, weights, cpu=wide, default=narrow)

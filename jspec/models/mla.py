@@ -8,10 +8,10 @@ share one key of ``rope_dim`` numbers that is rotated: ::
 Only [c; rotated key] is cached, once for all heads. It stays latent here: a query moves to the
 latent's side instead (q W_uk), and what attention mixes is latents, of which W_uv makes the values
 after. So to attention this is one key head whose keys are the cache and whose values are the same
-buffer, the rotated part of the mixture being dropped: an eighth more products than needed, in
-return for a cache that is stored and read as it is. For a few tokens, where reading the cache is
-what costs, this is the cheap form by far; over a long prompt it takes about 3.5 times the products
-of the expanded one.
+buffer, the rotated part of the mixture being dropped: at DeepSeek-V3's sizes that mixes 576 numbers
+where 512 would do, in return for a cache that is stored and read as it is. For a few tokens, where
+reading the cache is what costs, this is the cheap form; over a long prompt it takes 3.4 times the
+products of the expanded one.
 """
 
 import dataclasses

@@ -10,9 +10,11 @@ nobody chose, and copying weights for every token.
 
   * On a CPU, a loop over blocks of a few tokens that share an expert: each turn reads one expert
     where it lies, so an expert is read once for ``block`` tokens and others not at all.
-  * Elsewhere ``lax.ragged_dot`` over tokens sorted by expert, which TPUs and GPUs have as one
-    instruction. There the turns of a loop would cost more than they save; on a CPU it multiplies
-    every token with every expert.
+  * Elsewhere ``lax.ragged_dot`` over tokens sorted by expert. TPUs have it as one instruction. For
+    GPUs, as for CPUs, XLA makes it a product of every token with every expert, most of them masked:
+    no loss while the tokens of a pass choose most of the experts anyway and reading those is what
+    costs, but dear with hundreds of experts. A loop, each turn of which waits for the host there,
+    would cost a GPU more.
 """
 
 import dataclasses
