@@ -71,6 +71,47 @@ def causal(
     return (mixed.values / mixed.total).reshape(batch, heads, length, width)
 
 
+def anchored(
+    q: Array,
+    k: Array,
+    v: Array,
+    anchors: Array,
+    ahead: int,
+    *,
+    segments: Array | None = None,
+    window: int | None = None,
+    own: Sequence[tuple[Array, Array]] = (),
+) -> Array:
+    """Queries in any order, each over the keys up to one of its choice, and over its own.
+
+    Args:
+      q: [B, H, Q, D].
+      k: [B, Hkv, T, D].
+      v: [B, Hkv, T, D].
+      anchors: int32 [B, Q]: the last key that a query sees.
+      ahead: how many tokens behind its anchor a query stands, which counts for the window.
+      segments: int32 [B, T]; a query sees only keys of its anchor's segment. None: all of them.
+      window: as in ``causal``.
+      own: keys and values [B, Hkv, Q, D] each, of which query i sees row i alone.
+
+    Returns:
+      [B, H, Q, D].
+    """
+    batch, heads, count, width = q.shape
+    kv_heads = k.shape[1]
+    q = q.reshape(batch, kv_heads, heads // kv_heads, count, width) * width**-0.5
+    here = None if segments is None else jnp.take_along_axis(segments, anchors, 1)
+    blocks = []
+    for start in range(0, count, QUERY_BLOCK):
+        rows = slice(start, start + QUERY_BLOCK)
+        labels = None if segments is None else (here[:, rows], segments)
+        block = _anchored_block((ahead, window), q[..., rows, :], k, v, anchors[:, rows], labels)
+        blocks.append(block)
+    mixed = _Mixed(*(jnp.concatenate(parts, axis=-2) for parts in zip(*blocks, strict=True)))
+    mixed = _with_own(mixed, q, own) if own else mixed
+    return (mixed.values / mixed.total).reshape(batch, heads, count, width)
+
+
 class _Mixed(NamedTuple):
     """Values weighed by exp(score - top), which is not divided by the sum of the weights yet."""
 
@@ -83,12 +124,28 @@ class _Mixed(NamedTuple):
 def _block(place: tuple[int, int | None], q: Array, k: Array, v: Array, labels) -> _Mixed:
     """Queries [B, Hkv, G, Q, D], the first of which stands at key ``place[0]``."""
     start, window = place
+    behind = start + jnp.arange(q.shape[-2])[:, None] - jnp.arange(k.shape[2])
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    return _mix(q, k, v, visible, labels)
+
+
+@ft.partial(jax.checkpoint, static_argnums=0)
+def _anchored_block(
+    place: tuple[int, int | None], q: Array, k: Array, v: Array, anchors: Array, labels
+) -> _Mixed:
+    """Queries [B, Hkv, G, Q, D], each ``place[0]`` behind its anchor, int32 [B, Q]."""
+    ahead, window = place
+    behind = (anchors[..., None] - jnp.arange(k.shape[2]))[:, None, None]
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind + ahead < window)
+    return _mix(q, k, v, visible, labels)
+
+
+def _mix(q: Array, k: Array, v: Array, visible: Array, labels) -> _Mixed:
+    """``visible`` broadcasts to [B, Hkv, G, Q, T]; ``labels`` are segments of queries and keys."""
     batch, kv_heads, groups, queries, width = q.shape
     rows = q.reshape(batch, kv_heads, groups * queries, width)
     scores = jnp.einsum("bhqd,bhkd->bhqk", rows, k)
     scores = scores.reshape(batch, kv_heads, groups, queries, -1)
-    behind = start + jnp.arange(queries)[:, None] - jnp.arange(k.shape[2])
-    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     if labels is not None:
         visible = visible & (labels[0][:, :, None] == labels[1][:, None, :])[:, None, None]
     scores = jnp.where(visible, scores, _FAR)

@@ -5,8 +5,9 @@
 
 The draft model is a checkpoint with the target's vocabulary (``--draft DIR``), or starts as a few
 of the target's own layers. It learns the target's law on text, on answers of the target (see
-``training.generate_data``), on what it writes itself (``--on-policy 0.5``), or a mixture. Run the
-same command again to resume; at the end ``RUN/export`` holds it in Hugging Face layout.
+``training.generate_data``), on what it writes itself (``--on-policy 0.5``), or a mixture. With
+``--parallel`` it learns to guess several tokens in one pass (PARD), by default from the text alone.
+Run the same command again to resume; at the end ``RUN/export`` holds it in Hugging Face layout.
 """
 
 import dataclasses
@@ -15,19 +16,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jspec import checkpoint, loading
-from jspec.drafters import DraftModel
+from jspec.drafters import DraftModel, ParallelDraftModel
 from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.heads import masks
 from jspec.vocabularies import check_same
 from training import trainer
-from training.distilling import DistillSettings, distil, open_target
+from training.data.settings import Data
+from training.distilling import (
+    DistillSettings,
+    ParallelSettings,
+    asks_for_parallel,
+    distil,
+    mask_token,
+    open_target,
+)
 from training.draft import DraftRecipe, DraftTask, FrozenTeacher
+from training.parallel_draft import ParallelDraftTask
 from training.trainer import TrainerSettings, bad_option
 
 _TRAINER = TrainerSettings(
     steps=20_000, batch=32, accumulate=1, schedule="cosine", learning_rate=3e-4, warmup=500,
     beta1=0.9, beta2=0.95, weight_decay=0.1, eval_every=1000,
 )  # fmt: skip
+
+
+# With --parallel: PARD's (arXiv 2504.18583), which learns from text that the target wrote.
+_PARALLEL = {
+    "trainer": dataclasses.replace(
+        _TRAINER, schedule="constant", learning_rate=3e-5, weight_decay=0.0
+    ),
+    "recipe": DraftRecipe(text_weight=1.0),
+    "parallel": ParallelSettings(parallel=True),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +65,13 @@ class Settings(DistillSettings):
 
     trainer: TrainerSettings = _TRAINER
     recipe: DraftRecipe = dataclasses.field(default_factory=DraftRecipe)
+    parallel: ParallelSettings = dataclasses.field(default_factory=ParallelSettings)
     draft: str = ""
     draft_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
+        self.parallel.check(self.acceptance.num_speculative_tokens)
         if bool(self.draft) == bool(self.draft_layers):
             given = self.draft if self.draft else ""
             raise bad_option("draft", given, "give either --draft DIR or --draft-layers 0 3 ...")
@@ -102,6 +125,12 @@ def run(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
     depth = settings.acceptance.num_speculative_tokens
+    drafter = DraftModel(config, depth, vocab_size=target.config.vocab_size)
+    if settings.parallel.parallel:
+        mask = _mask(settings, data, config, raw)
+        raw |= {"pard_token": mask, "spd_type": "pard"}
+        task = ParallelDraftTask(**vars(task), slots=settings.parallel.slots, mask_token_id=mask)
+        drafter = ParallelDraftModel(config, target.target, depth, mask_token_id=mask)
 
     def export(params: DecoderParams, directory: Path) -> None:
         checkpoint.save_pretrained(directory, config, params, raw, settings.export_dtype)
@@ -110,16 +139,37 @@ def run(
     return distil(
         settings, task, FrozenTeacher(target.params, start), target, data,
         module="training.distill_draft", argv=argv, export=export, stop_after=stop_after,
-        identity=dataclasses.asdict(settings.recipe) | {"draft": repr(config)},
-        drafter=DraftModel(config, depth, vocab_size=target.config.vocab_size),
+        identity=dataclasses.asdict(settings.recipe)
+        | {"draft": repr(config)}
+        | (dataclasses.asdict(settings.parallel) if settings.parallel.parallel else {}),
+        drafter=drafter,
         weights_of=lambda params: (target.params, params),
+    )  # fmt: skip
+
+
+def _mask(settings: Settings, data: Data, config: DecoderConfig, raw: dict) -> int:
+    """The mask token: the one given, that of the model to start from, or an unused one."""
+    given, known = settings.parallel.mask_token, masks.mask_token_id(raw, masks.SERVED)
+    given = known if given < 0 and known is not None else given
+    return mask_token(given, data, config.vocab_size)
+
+
+def settings_of(parallel: bool) -> type[Settings]:
+    """``Settings`` with the published defaults."""
+    if not parallel:
+        return Settings
+    parts = [(name, type(value), value) for name, value in _PARALLEL.items()]
+    return dataclasses.make_dataclass(
+        "Settings", parts, bases=(Settings,), frozen=True, kw_only=True,
+        namespace={"__doc__": Settings.__doc__},
     )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     return trainer.run_command(
-        Settings, run, argv, module="training.distill_draft",
+        settings_of(asks_for_parallel(argv)), run, argv, module="training.distill_draft",
         description="Distils a draft model from a frozen target; run it again with the same "
         "options to resume.",
     )  # fmt: skip

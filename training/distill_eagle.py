@@ -3,9 +3,10 @@
     python -m training.distill_eagle --target DIR --data TEXT... --held-out-share 0.02 --output RUN
 
 Target forward, features, the unrolled head and its loss are one compiled program. At every
-evaluation the acceptance length is measured on held-out prompts by the ``decode`` that serves. Run
-the same command again to resume; at the end ``RUN/export`` holds the head, its best weights, in a
-layout that jspec, vLLM and SGLang read, with a provenance file.
+evaluation the acceptance length is measured on held-out prompts by the ``decode`` that serves. With
+``--parallel`` an EAGLE-3 head learns to guess several tokens in one pass (P-EAGLE). Run the same
+command again to resume; at the end ``RUN/export`` holds the head, its best weights, in a layout
+that jspec, vLLM and SGLang read, with a provenance file.
 """
 
 import dataclasses
@@ -18,17 +19,26 @@ import jax
 import jax.numpy as jnp
 
 from jspec import loading
-from jspec.drafters import Eagle
+from jspec.drafters import Eagle, ParallelEagle
 from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.eagle_layers import default_capture_layers
 from training import trainer
 from training.data.settings import Data
-from training.distilling import DistillSettings, distil, frequent_tokens, open_target
+from training.distilling import (
+    DistillSettings,
+    ParallelSettings,
+    asks_for_parallel,
+    distil,
+    frequent_tokens,
+    mask_token,
+    open_target,
+)
 from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe, teach
 from training.export import EagleFormat, check, save
 from training.features import cached
+from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.trainer import TrainerSettings, bad_option
 
 
@@ -41,7 +51,7 @@ class HeadSettings:
         them (default: second, middle and last but two)
       draft_vocab_size: tokens that an EAGLE-3 head knows, the most frequent ones of the data (0:
         all)
-      head_layers: blocks
+      head_layers: blocks (0: one, or four with --parallel)
       intermediate_size: width of the feed-forward (0: as in the target)
       start: whether an EAGLE-3 head begins as an early exit of the target or at random
       head: folder of a head to start from instead, which then decides all of the above
@@ -49,7 +59,7 @@ class HeadSettings:
 
     capture_layers: tuple[int, ...] = ()
     draft_vocab_size: int = 0
-    head_layers: int = 1
+    head_layers: int = 0
     intermediate_size: int = 0
     start: Literal["early_exit", "random"] = "early_exit"
     head: str = ""
@@ -59,7 +69,7 @@ class HeadSettings:
             given = getattr(self, field.name)
             if field.name != "head" and given != field.default:
                 raise bad_option(field.name, given, "leave it out: --head decides it")
-        for name, least in (("draft_vocab_size", 0), ("head_layers", 1), ("intermediate_size", 0)):
+        for name, least in (("draft_vocab_size", 0), ("head_layers", 0), ("intermediate_size", 0)):
             if getattr(self, name) < least:
                 raise bad_option(name, getattr(self, name), f"it must be at least {least}")
 
@@ -70,8 +80,8 @@ class Settings(DistillSettings):
 
     Attributes:
       variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
-      format: of the exported head: eagle (the authors', which vLLM reads too), sglang (the same
-        with the target's embedding in it) or speculators
+      format: of the exported head: eagle (the authors', which vLLM reads too; of a parallel head
+        SpecForge's), sglang (the same with the target's embedding in it) or speculators
       feature_cache: folder that keeps what the target computes, for runs of many epochs (default:
         it is computed anew in every step)
       feature_cache_gigabytes: most that it may take
@@ -82,6 +92,7 @@ class Settings(DistillSettings):
 
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     recipe: Recipe
+    parallel: ParallelSettings = dataclasses.field(default_factory=ParallelSettings)
     variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
     format: EagleFormat = "eagle"
     feature_cache: str = ""
@@ -92,6 +103,9 @@ class Settings(DistillSettings):
         if not self.feature_cache_gigabytes > 0:
             remedy = "it must be above 0"
             raise bad_option("feature_cache_gigabytes", self.feature_cache_gigabytes, remedy)
+        self.parallel.check(self.acceptance.num_speculative_tokens)
+        if self.parallel.parallel:
+            self._check_parallel()
         if self.variant == "eagle3":
             if self.recipe.feature_weight:
                 remedy = "what an eagle3 head gives out is no feature of the target; leave it out"
@@ -102,6 +116,19 @@ class Settings(DistillSettings):
         for name in ("capture_layers", "draft_vocab_size"):
             if getattr(self.head, name):
                 raise bad_option(name, getattr(self.head, name), "only eagle3 heads have it")
+
+    def _check_parallel(self) -> None:
+        if self.variant != "eagle3":
+            raise bad_option("variant", self.variant, "only eagle3 heads have --parallel")
+        if self.format == "sglang":
+            raise bad_option("format", "sglang", "parallel heads have eagle and speculators")
+        if self.head.head and self.parallel.mask_token >= 0:
+            remedy = "leave it out: --head decides it"
+            raise bad_option("mask_token", self.parallel.mask_token, remedy)
+        for name, only in (("unroll", 1), ("through_steps", True)):
+            if getattr(self.recipe, name) != only:
+                remedy = "one pass has no steps on its own outputs; leave it out"
+                raise bad_option(name, getattr(self.recipe, name), remedy)
 
 
 # Rates, betas and clipping of the authors' programs; the numbers of steps are ours.
@@ -124,11 +151,19 @@ _TRAINERS = {
 }  # fmt: skip
 
 
-def settings_of(variant: str) -> type[Settings]:
+# SpecForge's rate and clipping for P-EAGLE.
+_PARALLEL_TRAINER = dataclasses.replace(
+    _TRAINERS["eagle3"], learning_rate=1e-4, warmup=250, beta2=0.999, clip_at=1.0
+)
+
+
+def settings_of(variant: str, parallel: bool = False) -> type[Settings]:
     """``Settings`` with the variant's published defaults."""
+    at_once = parallel and variant == "eagle3"
     parts = [
-        ("recipe", Recipe, PUBLISHED[variant]),
-        ("trainer", TrainerSettings, _TRAINERS[variant]),
+        ("recipe", Recipe, PARALLEL if at_once else PUBLISHED[variant]),
+        ("trainer", TrainerSettings, _PARALLEL_TRAINER if at_once else _TRAINERS[variant]),
+        ("parallel", ParallelSettings, ParallelSettings(parallel=parallel)),
         ("variant", Literal[VARIANTS], variant),
     ]
     return dataclasses.make_dataclass(
@@ -137,19 +172,21 @@ def settings_of(variant: str) -> type[Settings]:
     )  # fmt: skip
 
 
-def head_config(head: HeadSettings, variant: str, target: DecoderConfig) -> EagleConfig:
-    """Sizes of the head.
+def head_config(
+    head: HeadSettings, variant: str, target: DecoderConfig, mask: int | None = None
+) -> EagleConfig:
+    """Sizes of the head; with a ``mask`` token it guesses several tokens in one pass.
 
     Raises:
       ValueError: the target has fewer tokens.
     """
-    third = variant == "eagle3"
+    third, layers = variant == "eagle3", 1 if mask is None else 4
     vocab = head.draft_vocab_size or target.vocab_size
     if vocab > target.vocab_size:
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
     captured = head.capture_layers or default_capture_layers(target.num_layers)
     network = dataclasses.replace(
-        target, vocab_size=vocab, num_layers=head.head_layers, windows=(), qkv_bias=False,
+        target, vocab_size=vocab, num_layers=head.head_layers or layers, windows=(), qkv_bias=False,
         output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
         intermediate_size=head.intermediate_size or target.intermediate_size,
         activation_dtype="float32", cache_dtype="float32",
@@ -158,7 +195,7 @@ def head_config(head: HeadSettings, variant: str, target: DecoderConfig) -> Eagl
         network=network, generation=3 if third else 1,
         capture_layers=captured if third else (target.num_layers,),
         target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size,
-        own_head=third,
+        own_head=third, own_embedding=mask is not None, mask_token_id=mask,
     )  # fmt: skip
 
 
@@ -178,13 +215,20 @@ def run(
         config, start = _given_head(settings, target)
         kept = start.draft_to_target
     else:
-        config, start = head_config(settings.head, settings.variant, target.config), None
+        mask, sizes = None, target.config
+        if settings.parallel.parallel:
+            mask = mask_token(settings.parallel.mask_token, data, sizes.vocab_size)
+        config, start = head_config(settings.head, settings.variant, sizes, mask), None
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     check(config, target.config, settings.format, name)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start,
         settings.trainer.remat,
     )  # fmt: skip
+    kind, slots = Eagle, {}
+    if settings.parallel.parallel:
+        kind, slots = ParallelEagle, dataclasses.asdict(settings.parallel.slots)
+        task = ParallelEagleTask(**vars(task), slots=settings.parallel.slots)
     frozen, depth = Frozen(target.params, kept, start), settings.acceptance.num_speculative_tokens
     if settings.feature_cache:
         data = _with_features(settings, task, frozen, data)
@@ -200,8 +244,9 @@ def run(
         settings, task, frozen, target, data,
         module="training.distill_eagle", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": repr(config), "start": settings.head.start},
-        drafter=Eagle(config, target.target, num_speculative_tokens=depth),
+        | {"variant": settings.variant, "head": repr(config), "start": settings.head.start}
+        | slots,
+        drafter=kind(config, target.target, num_speculative_tokens=depth),
         weights_of=lambda params: (target.params, params.replace(draft_to_target=kept)),
     )  # fmt: skip
 
@@ -214,7 +259,13 @@ def _given_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig, E
     """
     kind = "eagle3" if settings.variant == "eagle3" else "eagle"
     found = loading.load_head(settings.head.head, target.config, kind=kind, dtype="float32")
-    found = loading.sharing(found, target.params.embedding)
+    if (found.config.mask_token_id is not None) != settings.parallel.parallel:
+        trained = "for one token a pass; leave --parallel out"
+        if settings.parallel.parallel is False:
+            trained = "for several tokens a pass; add --parallel"
+        raise bad_option("head", settings.head.head, f"it was trained {trained}")
+    if not settings.parallel.parallel:  # whose embedding is trained
+        found = loading.sharing(found, target.params.embedding)
     network = dataclasses.replace(
         found.config.network, activation_dtype="float32", cache_dtype="float32"
     )
@@ -242,8 +293,9 @@ def _with_features(settings: Settings, task: EagleTask, frozen: Frozen, data: Da
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    kind = settings_of(_variant(argv), asks_for_parallel(argv))
     return trainer.run_command(
-        settings_of(_variant(argv)), run, argv, module="training.distill_eagle",
+        kind, run, argv, module="training.distill_eagle",
         description="Distils an EAGLE head from a frozen target; run it again with the same "
         "options to resume.",
     )  # fmt: skip

@@ -17,6 +17,7 @@ from training.acceptance import AcceptanceSettings, acceptance_meter
 from training.data.loader import batches, held_out
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings, open_data
+from training.slots import SlotRecipe
 from training.task import Task
 from training.trainer import TrainerSettings, bad_option
 
@@ -66,6 +67,45 @@ class DistillSettings:
         return self.acceptance.acceptance_prompts > 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ParallelSettings:
+    """What a drafter learns that guesses several tokens in one pass.
+
+    Attributes:
+      parallel: whether the drafter learns that; decides other defaults
+      slots: which guesses are trained
+      mask_token: id of the masks, which texts must not hold (default: the last one that the data
+        does not)
+    """
+
+    parallel: bool = False
+    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
+    mask_token: int = -1
+
+    def check(self, depth: int) -> None:
+        """Refuses what does not go together; ``depth`` tokens are drafted to measure acceptance.
+
+        Raises:
+          ValueError: the message names option, value and remedy.
+        """
+        if self.mask_token < -1:
+            raise bad_option("mask_token", self.mask_token, "it must be a token's id")
+        given = {"mask_token": self.mask_token} | dataclasses.asdict(self.slots)
+        usual = {"mask_token": -1} | dataclasses.asdict(SlotRecipe())
+        for name, value in given.items():
+            if not self.parallel and value != usual[name]:
+                raise bad_option(name, value, "only drafters trained with --parallel have it")
+        if self.parallel and depth > self.slots.depths:
+            remedy = f"no more than --depths {self.slots.depths} tokens are guessed in one pass"
+            raise bad_option("num_speculative_tokens", depth, remedy)
+
+
+def asks_for_parallel(argv: Sequence[str]) -> bool:
+    """What --parallel says, since it decides the defaults of other options."""
+    said = [word for word in argv if word in ("--parallel", "--no-parallel")]
+    return bool(said) and said[-1] == "--parallel"
+
+
 def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     """The target and its data.
 
@@ -83,6 +123,23 @@ def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
         raise bad_option("length", length, remedy)
     read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
     return target, trainer.first_process_first(read)
+
+
+def mask_token(given: int, data: Data, vocab_size: int) -> int:
+    """The id for masks: the one ``given``, or where that is -1 the last one that no text holds.
+
+    Raises:
+      ValueError: the target has no such token, or the data holds every one.
+    """
+    if given >= vocab_size:
+        raise bad_option("mask_token", given, f"the target has {vocab_size} tokens")
+    if given >= 0:
+        return given
+    unused = np.flatnonzero(token_counts(data.train, vocab_size) == 0)
+    if not unused.size:
+        remedy = "every token of the target stands in the data; name one that texts can do without"
+        raise bad_option("mask_token", given, remedy)
+    return int(unused[-1])
 
 
 def frequent_tokens(data: Data, count: int, vocab_size: int) -> Array | None:

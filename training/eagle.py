@@ -143,13 +143,13 @@ class EagleTask:
     ) -> tuple[Array, dict[str, Array]]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of step k, over
         the rows that count."""
-        taught = _teach(self, frozen, batch)
+        taught = taught_by(self, frozen, batch)
         outputs = _unroll(self, params, frozen, batch, taught, key)
         return _judge(self, params, frozen, batch, taught, outputs)
 
 
 @struct.dataclass
-class _Taught:
+class Taught:
     """What the target computed: rows 0 to T."""
 
     features: tuple[Array, ...]  # [B, T + 1, D] each, what the head reads
@@ -179,15 +179,16 @@ def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> Eagl
     return params
 
 
-def _teach(task: EagleTask, frozen: Frozen, batch: Batch) -> _Taught:
+def taught_by(task: EagleTask, frozen: Frozen, batch: Batch) -> Taught:
+    """What the target computes of a batch, or has computed before."""
     if isinstance(batch, TaughtBatch):
         normed = batch.normed.astype(jnp.float32)
         layers = range(batch.captured.shape[2])
         captured = tuple(batch.captured[:, :, layer].astype(jnp.float32) for layer in layers)
-        return _Taught((normed,) if task.head.generation == 1 else captured, normed)
+        return Taught((normed,) if task.head.generation == 1 else captured, normed)
     captured, normed = teach(task, frozen, batch)
     features = (normed,) if task.head.generation == 1 else captured
-    return jax.lax.stop_gradient(_Taught(features, normed))
+    return jax.lax.stop_gradient(Taught(features, normed))
 
 
 def teach(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
@@ -197,20 +198,25 @@ def teach(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, .
     return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
 
 
+def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array) -> tuple[Array, ...]:
+    """The features [B, T, D] with the recipe's noise."""
+    if not recipe.noise:
+        return features
+    width = recipe.noise * 512 / features[0].shape[1]
+    keys = jax.random.split(key, len(features))
+    return tuple(
+        x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
+        for x, k in zip(features, keys, strict=True)
+    )
+
+
 def _unroll(
-    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: _Taught, key: Array
+    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught, key: Array
 ) -> list[Array]:
     """Outputs f' [B, T, D] of each step, rows in the order of step 0."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
     length = batch.tokens.shape[1] - 1
-    first = tuple(x[:, :length] for x in taught.features)
-    if recipe.noise:
-        width = recipe.noise * 512 / length
-        keys = jax.random.split(key, len(first))
-        first = tuple(
-            x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
-            for x, k in zip(first, keys, strict=True)
-        )
+    first = noisy(recipe, tuple(x[:, :length] for x in taught.features), key)
     features = eagle.fuse(params, config, first, linear=linear)
     table = frozen.target.embedding if params.embedding is None else params.embedding
     embedded = table[batch.tokens].astype(features.dtype)
@@ -243,7 +249,7 @@ def _unroll(
 
 
 def _judge(
-    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: _Taught,
+    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
     outputs: list[Array],
 ) -> tuple[Array, dict[str, Array]]:  # fmt: skip
     """Loss and metrics of the outputs of all steps."""
@@ -257,7 +263,7 @@ def _judge(
     def values(log_p: Array, log_q: Array, beside: ahead.Beside) -> Array:
         value = recipe.loss_weight * LOSSES[recipe.loss](log_p, log_q)
         if recipe.top_k_weight:
-            value += recipe.top_k_weight * _top_k_loss(log_p, log_q)
+            value += recipe.top_k_weight * top_k_loss(log_p, log_q)
         if recipe.feature_weight:
             value += recipe.feature_weight * _smooth_l1(beside.x, beside.normed[:, :, None])
         return value
@@ -273,7 +279,7 @@ def _judge(
     return means["loss"], means
 
 
-def _top_k_loss(log_p: Array, log_q: Array) -> Array:
+def top_k_loss(log_p: Array, log_q: Array) -> Array:
     """HASS: cross-entropy over the target's likeliest tokens, p as it is (arXiv 2408.15766)."""
     top, ids = jax.lax.top_k(log_p, min(HASS_TOP_K, log_p.shape[-1]))
     ids = jnp.broadcast_to(ids, (*log_q.shape[:-1], ids.shape[-1]))

@@ -117,6 +117,10 @@ def layout_of(format: str, config: HeadConfig) -> str:
         raise bad_option("format", format, f"{kind} heads have {', '.join(known)}")
     if not eagle or format == "speculators":
         return format
+    if config.mask_token_id is not None and format == "sglang":
+        raise bad_option("format", format, "P-EAGLE heads have eagle and speculators")
+    if config.mask_token_id is not None:
+        return "peagle"
     return "eagle" if config.generation == 1 else "eagle3"
 
 

@@ -56,7 +56,7 @@ def plain(target):
     return list(generate(target, None))
 
 
-def check_run(folder, target, method, model=None):
+def check_run(folder, target, method, model=None, **keys):
     """What every run leaves behind, and that its network drafts for the target."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
@@ -67,7 +67,7 @@ def check_run(folder, target, method, model=None):
     provenance = json.loads((folder / "export" / "provenance.json").read_text())
     assert provenance["steps"] == 6
     assert str(folder) not in json.dumps(provenance)
-    config = {"method": method, "model": str(model or folder / "export")}
+    config = {"method": method, "model": str(model or folder / "export"), **keys}
     drafted = generate(target, config | {"num_speculative_tokens": 2})
     assert list(drafted) == plain(target)
 
@@ -109,6 +109,36 @@ def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path)
     assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
     check_run(tmp_path, target, "draft_model")
     assert checkpoint.load_config(tmp_path / "export")[0].num_layers == 2
+
+
+def test_a_draft_model_learns_to_guess_in_one_pass(words, target, tmp_path):
+    more = ["--parallel", "--draft-layers", "0", "2", "--depths", "3"]
+    assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
+    raw = checkpoint.load_config(tmp_path / "export")[1]
+    assert raw["spd_type"] == "pard" and 0 <= raw["pard_token"] < 300
+    check_run(tmp_path, target, "draft_model", parallel_drafting=True)
+
+
+@pytest.mark.slow
+def test_a_head_learns_to_guess_in_one_pass(words, target, tmp_path):
+    more = ["--parallel", "--capture-layers", "1", "2", "--head-layers", "2", "--depths", "3",
+            "--draft-vocab-size", "80", "--format", "speculators", "--mask-token", "7"]  # fmt: skip
+    assert distill_eagle.main([*words, "--output", str(tmp_path), *more]) == 0
+    raw = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert raw["speculators_model_type"] == "peagle" and raw["mask_token_id"] == 7
+    check_run(tmp_path, target, "eagle3", tree="best_first", tree_size=5)
+
+
+@pytest.mark.slow
+def test_a_head_that_guesses_in_one_pass_is_trained_on_from_its_files(words, target, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    parallel = ["--parallel", "--depths", "2"]
+    small = ["--capture-layers", "1", "2", "--remat"]
+    assert distill_eagle.main([*words, "--output", str(first), *parallel, *small]) == 0
+    again = [*words, "--output", str(second), "--head", str(first / "export")]
+    assert distill_eagle.main([*again, *parallel]) == 0
+    check_run(second, target, "eagle3")
+    assert distill_eagle.main(again) == 2
 
 
 def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
@@ -188,6 +218,15 @@ def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, tar
         (distill_draft, ["--draft-layers", "0", "--on-policy", "0.1"],
          "--on-policy 0.1 does not work; that is none of the 2 windows"),
         (distill_draft, [], "give either --draft DIR or --draft-layers"),
+        (distill_draft, ["--draft-layers", "0", "--depths", "4"],
+         "--depths 4 does not work; only drafters trained with --parallel have it"),
+        (distill_draft, ["--draft-layers", "0", "--parallel", "--mask-token", "300"],
+         "--mask-token 300 does not work; the target has 300 tokens"),
+        (distill_eagle, ["--parallel", "--depths", "1"],
+         "--num-speculative-tokens 2 does not work; no more than --depths 1 tokens are guessed"),
+        (distill_eagle, ["--parallel", "--variant", "hass"], "only eagle3 heads have --parallel"),
+        (distill_eagle, ["--parallel", "--format", "sglang"], "parallel heads have eagle and spec"),
+        (distill_eagle, ["--parallel", "--unroll", "2"], "one pass has no steps on its own"),
         (distill_draft, ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
         (finetune_mtp, ["--fresh", "none"], "has no modules for later tokens"),
         (finetune_mtp, ["--modules", "x", "--fresh", "random"], "leave out one"),
