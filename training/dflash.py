@@ -65,6 +65,8 @@ class Recipe:
         for name in ("label_weight", "loss_weight", "confidence_weight", "gamma"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise bad_option(name, getattr(self, name), "it must be at least 0")
+        if not self.label_weight + self.loss_weight:
+            raise bad_option("label_weight", 0.0, "give it or --loss-weight a value above 0")
         if not 0 <= self.dpace_alpha <= 1:
             raise bad_option("dpace_alpha", self.dpace_alpha, "take 0 to 1")
         if self.loss not in LOSSES:

@@ -91,14 +91,7 @@ class Settings(DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.variant == "dflash":
-            if self.recipe.confidence_weight:
-                remedy = "only dspark heads guess chances of acceptance; leave it out"
-                raise bad_option("confidence_weight", self.recipe.confidence_weight, remedy)
-            for name in ("markov", "markov_rank"):
-                given = getattr(self.head, name)
-                if given != getattr(HeadSettings, name):
-                    raise bad_option(name, given, "only dspark heads have it; leave it out")
+        _check_used(self)
         deepest = self.head.block_size - (self.variant == "dflash")
         depth = self.acceptance.num_speculative_tokens
         if self.measures and not self.head.head and depth > deepest:
@@ -116,6 +109,35 @@ _TRAINER = TrainerSettings(
     eval_every=1000,
 )  # fmt: skip
 _HEADS = {"dflash": HeadSettings(), "dspark": HeadSettings(block_size=7)}
+
+
+def _check_used(settings: Settings) -> None:
+    """Refuses options that would change nothing.
+
+    Raises:
+      ValueError: the message names one, its value and the remedy.
+    """
+    head, recipe = settings.head, settings.recipe
+    usual, published = _HEADS[settings.variant], PUBLISHED[settings.variant]
+    idle = {name: "leave it out: --head decides it" for name in vars(head) if head.head}
+    if settings.variant == "dflash":
+        idle |= dict.fromkeys(("markov", "markov_rank"), "only dspark heads have it; leave it out")
+    if not head.markov_rank:
+        idle["markov"] = "a token of --markov-rank 0 is not read; leave it out"
+    for name, remedy in idle.items():
+        given = getattr(head, name)
+        if name != "head" and given != getattr(usual, name):
+            raise bad_option(name, given, remedy)
+    idle = {"gamma": "dpace", "dpace_alpha": "decay"}
+    for name, weighing in idle.items():
+        given = getattr(recipe, name)
+        if recipe.weighing == weighing and given != getattr(published, name):
+            raise bad_option(name, given, f"--weighing {weighing} does not use it; leave it out")
+    if recipe.loss != published.loss and not recipe.loss_weight:
+        raise bad_option("loss", recipe.loss, "it weighs nothing: give --loss-weight too")
+    if recipe.confidence_weight and settings.variant == "dflash":
+        remedy = "only dspark heads guess chances of acceptance; leave it out"
+        raise bad_option("confidence_weight", recipe.confidence_weight, remedy)
 
 
 def settings_of(variant: str) -> type[Settings]:
@@ -232,6 +254,9 @@ def _head(settings: Settings, target: LoadedModel, data: Data):
         found.config.network, activation_dtype="float32", cache_dtype="float32"
     )
     config = dataclasses.replace(found.config, network=network)
+    given = settings.recipe.confidence_weight
+    if given and not config.spark.confidence:
+        raise bad_option("confidence_weight", given, "this head guesses no chances; take 0")
     return config, found.params, found.params.draft_to_target
 
 

@@ -201,9 +201,13 @@ def test_an_output_matrix_of_the_heads_own_begins_as_the_targets(target):
         ("anchors", 0, "--anchors 0 does not work; it must be at least 1"),
         ("gamma", -1.0, "--gamma -1.0 does not work; it must be at least 0"),
         ("dpace_alpha", 1.5, "--dpace-alpha 1.5 does not work; take 0 to 1"),
+        ("weights", (0, 0), "--label-weight 0.0 does not work; give it or --loss-weight a value"),
         ("loss", "hinge", "--loss 'hinge' does not work; choose one of"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(field, value, message):
+    changes = {field: value}
+    if field == "weights":
+        changes = {"label_weight": value[0], "loss_weight": value[1]}
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(PUBLISHED["dspark"], **{field: value})
+        dataclasses.replace(PUBLISHED["dspark"], **changes)
