@@ -14,12 +14,13 @@ from typing import Literal
 
 import jax
 
-from jspec import head_files, loading
+from jspec import head_files, loading, stitching
 from jspec.head_files import LoadedHead
 from jspec.head_formats import FORMATS, HeadConfig
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.mtp import MtpConfig
 from jspec.types import Array
 from training import trainer
 from training.objective import head_of
@@ -28,6 +29,7 @@ from training.trainer import bad_option
 EagleFormat = Literal["eagle", "sglang", "speculators"]
 MedusaFormat = Literal["medusa", "medusa-vllm"]
 DFlashFormat = Literal["dflash", "dflash-speculators"]
+MtpFormat = Literal["mimo", "deepseek", "stitched"]
 OtherFormat = Literal["mlp_speculator", "arctic-rnn", "arctic-lstm", "hydra"]
 
 
@@ -43,7 +45,8 @@ class Settings:
         target's embedding in it) or speculators; of Medusa heads medusa (the authors') or
         medusa-vllm; of MLP speculators mlp_speculator (IBM's) or arctic-rnn; of LSTM speculators
         arctic-lstm; of Hydra heads hydra; of DFlash and DSpark heads dflash (the authors') or
-        dflash-speculators, which holds the target's embedding and output matrix
+        dflash-speculators, which holds the target's embedding and output matrix; of MTP modules
+        mimo or deepseek, the names in a file of their own, or stitched, the target with them
       target_name: what the files call the target (default: as --target)
       dtype: of the weights (default: as they are)
     """
@@ -51,7 +54,7 @@ class Settings:
     head: str
     target: str
     output: str
-    format: EagleFormat | MedusaFormat | DFlashFormat | OtherFormat
+    format: EagleFormat | MedusaFormat | DFlashFormat | MtpFormat | OtherFormat
     target_name: str = ""
     dtype: Literal["", "bfloat16", "float32", "float16"] = ""
 
@@ -128,6 +131,13 @@ def run(settings: Settings) -> None:
     """Reads the head, and writes it."""
     sizes = loading.sizes(settings.target)
     head = loading.load_head(settings.head, sizes)
+    if settings.format == "stitched" and isinstance(head.config, MtpConfig):
+        stitching.stitch(
+            settings.output, settings.target, head.config, head.params,
+            dtype=settings.dtype or None,
+        )  # fmt: skip
+        print(f"{settings.output}: {settings.target} with {head.config.n_predict} MTP modules")
+        return
     name = settings.target_name or settings.target
     embedding = output = None
     if isinstance(head.config, DFlashConfig):

@@ -11,7 +11,7 @@ import pytest
 from jspec import checkpoint, head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator
+from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator, mtp, mtp_format
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
@@ -145,3 +145,19 @@ def test_what_a_format_cannot_hold_is_said_in_one_line(
     said = capfd.readouterr().err
     assert message in said and len(said.strip().splitlines()) == 1
     assert not (tmp_path / "end").exists()
+
+
+def test_modules_go_into_their_target_and_out_of_it(target, tmp_path):
+    config = mtp_format.config_for(SIZES, "mimo")
+    params = mtp.init_params(jax.random.key(2), config)
+    head_files.save_head(tmp_path / "own", config, params, SIZES)
+    run = lambda head, output, form: export.main(
+        ["--head", str(tmp_path / head), "--target", str(target), "--output",
+         str(tmp_path / output), "--format", form]
+    )  # fmt: skip
+    assert run("own", "stitched", "stitched") == 0
+    assert run("stitched", "again", "mimo") == 0
+    before, after = (head_files.load_head(tmp_path / name, SIZES) for name in ("own", "again"))
+    assert before.config == after.config
+    assert jax.tree.all(jax.tree.map(np.array_equal, before.params, after.params))
+    assert run("own", "other", "eagle") == 2
