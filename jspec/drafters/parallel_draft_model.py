@@ -13,11 +13,13 @@ the round is over; right of it they are forgotten, and what was accepted is fed 
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jspec import kv, marginals, topology
 from jspec.drafters.language import next_logits, spell, take_in, weights_of
@@ -26,14 +28,16 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.types import Array, History
 
+_TILE_SLOTS = 16  # caches end with a tile of the device's memory layout
+
 
 @struct.dataclass
 class ParallelMemory:
     """The draft model's cache, and the entries of a round that wait for its end."""
 
     cache: kv.KVCache
-    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, K+1, head_dim] a layer
-    taken: Array  # [B] int32, how many of them are of committed tokens
+    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, reach, head_dim] a layer
+    taken: Array  # [B] int32, how many of them are of committed tokens; 0: the row sat out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,8 @@ class ParallelDraftModel(TreeDrafter):
       mask_token_id: the mask, in the draft model's vocabulary.
       use_heterogeneous_vocab: whether the weights are ``TranslatingParams``; without, the decoder
         has the target's vocabulary.
+      backlog: committed tokens that a round takes in at most, K + 1 if that is more: a drafter that
+        may sit out rounds has more to take in, and drafts when it has seen all.
 
     Raises:
       ValueError: a setting is out of range or does not go with the tree, or there is no mask token.
@@ -57,6 +63,7 @@ class ParallelDraftModel(TreeDrafter):
     config: DecoderConfig
     mask_token_id: int | None = None
     use_heterogeneous_vocab: bool = False
+    backlog: int = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,11 +81,19 @@ class ParallelDraftModel(TreeDrafter):
         if self.max_length is None:
             object.__setattr__(self, "max_length", self.config.max_positions)
 
+    @property
+    def _reach(self) -> int:
+        """Committed tokens that a round takes in at most."""
+        return max(self.backlog, self.max_depth + 1)
+
     def init(self, params, request, capacity):
         """An empty cache and side buffers."""
         batch = request.max_length.shape[0]
-        side = decoder.init_cache(self.config, batch, self.max_depth + 1).layers
-        cache = decoder.init_cache(self.config, batch, capacity)
+        side = decoder.init_cache(self.config, batch, self._reach).layers
+        # A round writes as many rows as it may take in, K + 1 of which ``capacity`` has room for.
+        more = self._reach - self.max_depth - 1
+        room = capacity + -(-more // _TILE_SLOTS) * _TILE_SLOTS
+        cache = decoder.init_cache(self.config, batch, room)
         return ParallelMemory(cache, side, jnp.zeros((batch,), jnp.int32))
 
     def absorb(self, params, memory, tokens, features, start, valid):
@@ -87,10 +102,16 @@ class ParallelDraftModel(TreeDrafter):
         return memory.replace(cache=cache)
 
     def propose(self, params, request, shared, memory, history):
-        """Drafts from one pass; a row that is further behind than a round drafts nothing."""
+        """Drafts from one pass; a row further behind than a round reaches drafts nothing."""
         unseen = history.length - memory.cache.length
-        taken = jnp.minimum(unseen, self.max_depth + 1)
-        hidden, side = self._pass(params, memory.cache, history, taken)
+        taken = jnp.minimum(unseen, self._reach)
+        feed = functools.partial(self._pass, params, memory.cache, history, taken)
+        level = self.max_depth + 1
+        if self._reach == level:
+            hidden, side = feed(level)
+        else:
+            behind = taken.max() > level
+            hidden, side = lax.cond(behind, lambda: feed(self._reach), lambda: feed(level))
         logits = next_logits(params.drafter, self.config, hidden, self.target.vocab_size)
         draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
         draft = self.limit(draft, history, taken == unseen)
@@ -98,17 +119,21 @@ class ParallelDraftModel(TreeDrafter):
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Commits what the round took in of the text; the masks are never written."""
-        slots = jnp.arange(self.max_depth + 1)
+        slots = jnp.arange(self._reach)
         rows = jnp.broadcast_to(slots, (memory.taken.size, slots.size))
         count = jnp.where(verdict.num_emitted > 0, memory.taken, 0)
-        return memory.replace(cache=kv.append(memory.cache, memory.side, rows, count)), shared
+        cache = kv.append(memory.cache, memory.side, rows, count)
+        return memory.replace(cache=cache, taken=jnp.zeros_like(count)), shared
 
     def _pass(
-        self, params, cache: kv.KVCache, history: History, taken: Array
+        self, params, cache: kv.KVCache, history: History, taken: Array, width: int
     ) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
-        """The last streams [B, K, D] of root and masks, and the first K + 1 slots' entries."""
-        model, width = weights_of(params.drafter), self.max_depth + 1
-        slots = jnp.arange(2 * self.max_depth)
+        """The last streams [B, K, D] of root and masks, behind at most ``width`` tokens.
+
+        And the entries of the slots for those, of which there are ``_reach``.
+        """
+        model = weights_of(params.drafter)
+        slots = jnp.arange(width + self.max_depth - 1)
         positions = cache.length[:, None] + slots
         text = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
         fed = jnp.where(
@@ -123,4 +148,6 @@ class ParallelDraftModel(TreeDrafter):
         x, _ = decoder.trunk(model, self.config, embedded, positions, attend)
         guesses = taken[:, None] - 1 + jnp.arange(self.max_depth)
         hidden = jnp.take_along_axis(x, guesses[..., None], 1, mode="clip")
-        return hidden, tuple(jax.tree.map(lambda entry: entry[:, :, :width], entries))
+        unused = [(0, 0), (0, 0), (0, self._reach - width), (0, 0)]
+        side = lambda entry: jnp.pad(entry[:, :, :width], unused)
+        return hidden, tuple(jax.tree.map(side, entries))

@@ -8,6 +8,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -161,6 +162,20 @@ def test_masks_and_refused_drafts_leave_no_trace_in_the_cache():
     assert (unseen >= 1).all() and (unseen <= DEPTH + 1).all()
     check_memory(state, "Qwen2")
     assert not drafter.capture_layers
+
+
+def test_a_longer_backlog_is_taken_in_at_once_and_changes_no_draft():
+    drafter, answers = greedy("Llama", "chain")
+    plan = Plan(TARGET, dataclasses.replace(drafter, backlog=12), "coupled", record_rounds=32)
+    params = params_of("Llama")
+    batch = host.start(plan, params, rows_of())
+    memory = batch.state.memory
+    behind = memory.cache.replace(length=jnp.maximum(memory.cache.length - 9, 0))
+    state = batch.state.replace(memory=memory.replace(cache=behind))
+    batch = host.advance(plan, params, batch.replace(state=state))
+    for answer, expected in zip(host.read(batch), answers, strict=True):
+        np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
+    check_memory(batch.state, "Llama")
 
 
 def test_a_row_that_sat_out_catches_up_round_by_round_and_drafts_again():

@@ -235,10 +235,10 @@ def _guess(params, target, tokens, features):
 
 @pytest.mark.slow
 def test_a_trained_head_guesses_several_tokens_that_the_serving_loop_accepts():
-    config = dataclasses.replace(peagle.CONFIG, norm_before_residual=False)
-    kept = peagle.weights().draft_to_target
+    network = dataclasses.replace(peagle.NETWORK, vocab_size=tiny.VOCAB)
+    config = dataclasses.replace(peagle.CONFIG, network=network, norm_before_residual=False)
     texts, _, _ = heads.lessons(config.capture_layers)
-    frozen = Frozen(tiny.params().target, kept)
+    frozen = Frozen(tiny.params().target)
     task = ParallelEagleTask(
         config, tiny.TARGET.config, PARALLEL, "float32", slots=SlotRecipe(depths=DEPTHS)
     )
@@ -250,14 +250,14 @@ def test_a_trained_head_guesses_several_tokens_that_the_serving_loop_accepts():
 
     def accepted(params):
         drafter = ParallelEagle(config, tiny.TARGET, DEPTHS)
-        params = Params(frozen.target, params.replace(draft_to_target=kept))
+        params = Params(frozen.target, params)
         answers = host.generate_rows(rounds.plan_of(drafter), params, rounds.ROWS)
         drafts = sum(answer.accepted for answer in answers)
         return drafts @ np.arange(DEPTHS + 1) / drafts.sum()
 
     start = task.init(jax.random.key(1), frozen)
     trained = heads.fit(start, loss, 5e-3, len(texts), 250)
-    assert accepted(trained) > accepted(start) + 0.7
+    assert accepted(trained) > accepted(start) + 1
 
 
 @pytest.mark.parametrize(
