@@ -71,7 +71,8 @@ class ParallelDraftModel(TreeDrafter):
             raise ValueError(
                 "For parallel drafting, the draft model config must have `pard_token` or "
                 "`ptd_token_id` specified in its config.json. Without one the model was not "
-                "trained for it: leave parallel_drafting out."
+                "trained for it: leave parallel_drafting out, or train it (python -m "
+                "training.distill_draft --parallel)."
             )
         if not 0 <= self.mask_token_id < self.config.vocab_size:
             raise ValueError(

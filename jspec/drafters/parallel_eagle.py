@@ -45,7 +45,8 @@ class ParallelEagle(CachedDrafter):
             raise ValueError(
                 "For parallel drafting, the head must have a mask_hidden, and `pard_token`, "
                 "`ptd_token_id` or `mask_token_id` specified in its config.json. Without them it "
-                "was not trained for it: leave parallel_drafting out."
+                "was not trained for it: leave parallel_drafting out, or train one (python -m "
+                "training.distill_eagle --parallel)."
             )
 
     def init(self, params, request, capacity):
