@@ -9,6 +9,7 @@ from typing import Any
 
 from jspec import checkpoint, config, custom_class, loading, vocabularies
 from jspec.config import SpeculativeConfig
+from jspec.config_keys import CASCADE, HYBRID
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -119,7 +120,8 @@ def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, A
     """The part as its loaded network is, and the network's weights."""
     if part.parts:
         parts, weights = zip(*(_load(each, target, dtype) for each in part.parts), strict=True)
-        return dataclasses.replace(part, parts=parts), weights
+        cascade = part.speculative.method == CASCADE  # what drafts for a draft model has none
+        return dataclasses.replace(part, parts=parts), weights[1] if cascade else weights
     if part.head:
         head = loading.sharing(part.head, target.params.embedding)
         return dataclasses.replace(part, network=head.config, head=head), head.params
@@ -134,7 +136,7 @@ def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, A
 
 def _own_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:
     """The weights, where a class of the user's makes its own."""
-    if part.parts:
+    if part.speculative.method == HYBRID:
         every = zip(part.parts, drafter.parts, weights, strict=True)
         return tuple(_own_weights(*one, target) for one in every)
     if part.speculative.drafter_class:

@@ -8,9 +8,10 @@ from typing import Any
 
 from jspec import config_method, config_rule, config_values, custom_class, shapes, verify
 from jspec.config_keys import (
+    CASCADE,
+    COMBINED,
     CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
-    HYBRID,
     KEYS,
     METHOD_ALIASES,
     METHODS_IN_TARGETS,
@@ -18,6 +19,8 @@ from jspec.config_keys import (
 )
 from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
 from jspec.drafters.adaptive import Adaptive
+from jspec.drafters.cascade import Cascade
+from jspec.drafters.hybrid import Hybrid
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
@@ -40,7 +43,7 @@ class SpeculativeConfig:
       settings: fields of the method's drafter.
       drafter_class: of "custom_class"; None for the other methods, which are known by name.
       parallel: whether all tokens of a round are drafted in one pass; None: as the head can.
-      parts: of "hybrid": what each of the two asks for.
+      parts: of "hybrid" and "cascade": what each of the two asks for.
       lengths: K's to choose from, ascending; () for one K in all rounds.
       batch_sizes: (least, most, K); () to choose by expected goodput.
     """
@@ -84,7 +87,7 @@ class SpeculativeConfig:
         if self.parts:
             pairs = zip(self.parts, draft, strict=True)
             parts = tuple(part.drafter(network, target) for part, network in pairs)
-            return METHODS[self.method](parts, **self.settings)
+            return Cascade.of(*parts) if self.method == CASCADE else Hybrid(parts, **self.settings)
         fitted = {"config": draft, "target": target, "vocab_size": target.vocab_size,
                   "max_length": self.max_model_len}  # fmt: skip
         parallel = self.parallel
@@ -120,8 +123,8 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         parallel = None
     _check_used(method, values, parallel)
     _check_parallel(values["draft_tensor_parallel_size"])
-    if method == HYBRID:
-        return _read_hybrid(values)
+    if method in COMBINED:
+        return _read_combined(method, values)
     settings = _settings(method, values, parallel)
     if "config" in _fields(method):
         _check_path(method, values["model"])
@@ -149,7 +152,7 @@ def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
     )
 
 
-def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
+def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
     given = values["parts"]
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
         raise ValueError(
@@ -158,7 +161,7 @@ def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
         )
     combine = {} if values["combine"] is None else {"combine": values["combine"]}
     return SpeculativeConfig(
-        method=HYBRID,
+        method=method,
         rule=config_rule.asked_for(values),
         settings=combine,
         parts=tuple(_read_part(place, part) for place, part in enumerate(given)),
@@ -176,7 +179,7 @@ def _read_part(place: int, given: Any) -> SpeculativeConfig:
         raise ValueError(
             f"parts[{place}] has {misplaced!r}, but one rule judges both; give it beside 'parts'."
         )
-    if part.method in (HYBRID, config_method.NONE):
+    if part.method in (*COMBINED, config_method.NONE):
         raise ValueError(f"parts[{place}] has the method {part.method!r}, which is no part.")
     return part
 
@@ -330,4 +333,6 @@ def _class_of(method: str, parallel: bool | None = False) -> type[Drafter]:
 
 def _fields(method: str, parallel: bool | None = False) -> set[str]:
     """The settings of a method: its drafter's fields are its config keys."""
+    if method == CASCADE:  # all but who drafts for whom is said of its parts
+        return {"parts"}
     return {field.name for field in dataclasses.fields(_class_of(method, parallel))}

@@ -107,8 +107,8 @@ _WORKS = (
     ("tree_top_k", None,
      "not in vLLM; children of a node at most, 10 for 'eagle2' and 4 for 'sampled' if left out"),
     ("parts", None,
-     "not in vLLM; of 'hybrid': two configs, first that of a method that looks up what it drafts, "
-     "then that of one with a network"),
+     "not in vLLM; of 'hybrid' and 'cascade': two configs, first that of a method that looks up "
+     "what it drafts, then that of one with a network"),
     ("combine", "merge",
      "not in vLLM; of 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row and "
      "round the one that promises more)"),
@@ -174,7 +174,7 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``. MTP modules of
 # other families (``*_mtp``) are not built.
-HYBRID = "hybrid"  # made of two other methods
+HYBRID, CASCADE = COMBINED = "hybrid", "cascade"  # made of two other methods
 # A class of the user's own, which no table can hold.
 CUSTOM_CLASS = "custom_class"
 CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"
@@ -207,7 +207,7 @@ METHOD_OF_KEY = {
     "hydra_head_arch": "hydra", "medusa_num_heads": "medusa", "dflash_config": "dflash",
 }  # fmt: skip
 # So say the docs.
-METHODS_OF_OURS = dict.fromkeys((HYBRID, "hydra", "token_recycling"), "not in vLLM")
+METHODS_OF_OURS = dict.fromkeys((*COMBINED, "hydra", "token_recycling"), "not in vLLM")
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {

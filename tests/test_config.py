@@ -8,7 +8,16 @@ import pytest
 
 from jspec import config, config_keys, verify, vocabularies
 from jspec.config_keys import KEYS
-from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, MlpSpeculator, NGram, NoDrafter
+from jspec.drafters import (
+    METHODS,
+    Cascade,
+    DraftModel,
+    Eagle,
+    Medusa,
+    MlpSpeculator,
+    NGram,
+    NoDrafter,
+)
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
@@ -57,7 +66,7 @@ def test_every_method_and_every_rule_has_a_name_in_the_config():
 
 def test_a_drafters_fields_are_config_keys():
     # Set by LLM, Plan and Hybrid.
-    own = {"config", "target", "vocab_size", "max_length", "noise", "backlog"}
+    own = {"config", "target", "vocab_size", "max_length", "noise", "backlog", "first"}
     for method in METHODS.values():
         assert {field.name for field in dataclasses.fields(method)} - own <= set(KEYS)
 
@@ -69,6 +78,19 @@ HYBRID = {
         {"model": "draft", "num_speculative_tokens": 2},
     ],
 }
+
+
+def test_a_draft_model_may_be_drafted_for():
+    given = {"method": "cascade", "parts": HYBRID["parts"]}
+    drafter = config.read(given).drafter((None, tiny.DRAFT_CONFIG), TARGET)
+    assert drafter.first == NGram(3)
+    model = config.read(DRAFT | {"num_speculative_tokens": 2}).drafter(tiny.DRAFT_CONFIG, TARGET)
+    assert drafter == Cascade.of(NGram(3), model)
+    with pytest.raises(ValueError, match="combine='choose' is not used by method='cascade'"):
+        config.read(given | {"combine": "choose"})
+    swapped = config.read({"method": "cascade", "parts": HYBRID["parts"][::-1]})
+    with pytest.raises(ValueError, match="must be a 'draft_model' that drafts token by token"):
+        swapped.drafter((tiny.DRAFT_CONFIG, None), TARGET)
 
 
 def test_the_parts_of_a_hybrid_are_configs_of_their_own():

@@ -20,6 +20,7 @@ from jspec import config
 from jspec.config_keys import CUSTOM_CLASS
 from jspec.drafters import (
     METHODS,
+    Cascade,
     DraftModel,
     Hybrid,
     ParallelDraftModel,
@@ -84,8 +85,8 @@ def _hydra():
 
 
 def _dflash():
-    """A plain head, one with sliding layers, and one that knows few tokens, from the root on."""
-    names = {"greedy chain": "dflash", "sampled": "reduced"}
+    """A head that knows few tokens and drafts from the root on, and one with sliding layers."""
+    names = {"sampled": "reduced"}
     best = dict(num_speculative_tokens=3, tree="best_first", tree_size=8)
     cases = {tree: (name, TREES[tree]) for tree, name in names.items()}
     return {
@@ -113,8 +114,8 @@ def _mtp():
 
 
 def _dspark():
-    """Heads that read the token before in their three ways, and one that ends drafts early."""
-    names = {"chain": "vanilla", "eagle2": "rnn", "sampled": "gated"}
+    """A head that ends drafts early, and one that hands a state from slot to slot."""
+    names = {"chain": "vanilla", "eagle2": "rnn"}
     early = {"chain": {"confidence_threshold": 0.3}}
     return {
         tree: (
@@ -206,6 +207,10 @@ DRAFTERS = {
     },
     "mtp": _mtp(),
     "hybrid": _hybrids(),
+    "cascade": {
+        "chain": (Cascade.of(tiny.NGRAM, tiny.DRAFT), _draft),
+        "greedy chain": (Cascade.of(tiny.NGRAM, tiny.GREEDY_DRAFT), _draft),
+    },
     "custom_class": {"chain": _custom()},
 }
 TEMPERATURES = {"mixed": (0, 1, 0, 0.7), "sampled": (1, 0.7, 1.3, 0.4), "greedy": (0, 0, 0, 0)}

@@ -59,6 +59,10 @@ class DecoderConfig:
         """Width of what the attention's output projection reads."""
         return self.num_heads * (self.mla.value_dim if self.mla else self.head_dim)
 
+    def with_plain_blocks(self) -> "DecoderConfig":
+        """The same sizes, of blocks with the usual attention and MLP: what heads are made of."""
+        return dataclasses.replace(self, mla=None, moe=None, rotary_dim=None, windows=())
+
     def has_experts(self, layer: int) -> bool:
         """Whether block ``layer`` is a mixture of experts."""
         return self.moe is not None and layer >= self.moe.first_dense

@@ -1,4 +1,4 @@
-"""Tiny DFlash and DSpark heads for the tiny target, some trained, and torch's view of each."""
+"""Tiny random DFlash and DSpark heads for the tiny target, and plain torch's view of each."""
 
 import dataclasses
 import functools
@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import head_files, kv
+from jspec import head_files
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
 from tests import tiny
-from tests.drafters import heads
 
 WIDTH, KEPT, MASK = tiny.TARGET.config.hidden_size, 40, 63
 _NETWORK = dataclasses.replace(
@@ -70,31 +69,6 @@ def random_params(name: str):
         return params
     kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
     return params.replace(draft_to_target=jnp.asarray(kept))
-
-
-@functools.cache
-def trained_params(name: str):
-    """Weights after some steps toward the target's law: right often, but not always."""
-    config, target, params = CONFIGS[name], tiny.params().target, random_params(name)
-    windows, features, logits = heads.lessons(config.capture_layers)
-    depth = config.max_depth
-
-    def loss(params, batch):
-        texts, total = windows[batch], 0.0
-        context = dflash.fuse(params, config, tuple(feature[batch] for feature in features))
-        rows = jnp.broadcast_to(jnp.arange(texts.shape[1]), texts.shape)
-        entries = dflash.inject(params, config, context, rows)
-        for root in (6, 14):
-            cache = kv.KVCache(entries, jnp.full(len(batch), root))
-            hidden = dflash.fill_in(
-                params, config, texts[:, root], depth, cache, tiny.TARGET, target
-            )  # fmt: skip
-            guess = dflash.unembed(params, config, hidden, tiny.TARGET, target)
-            wanted = jax.nn.softmax(logits[batch, root : root + depth], -1)
-            total -= (wanted * jax.nn.log_softmax(guess, -1)).sum(-1).mean()
-        return total
-
-    return heads.fit(params, loss, 1e-2, len(windows), 120)
 
 
 def torch_reference(name: str, params):

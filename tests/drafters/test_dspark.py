@@ -122,6 +122,7 @@ def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
     assert np.asarray(cut.valid[0, 1:]).tolist() == (chances >= threshold).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_programs")
 def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
     torch = pytest.importorskip("torch")
