@@ -167,8 +167,8 @@ def head_config(
         if value > target.vocab_size:
             raise bad_option(name, value, f"the target has {target.vocab_size} tokens")
     network = dataclasses.replace(
-        target, vocab_size=vocab, num_layers=head.head_layers, windows=(), qkv_bias=False,
-        output_bias=False, mlp_bias=False, qk_norm=True, tie_embeddings=False,
+        target.with_plain_blocks(), vocab_size=vocab, num_layers=head.head_layers,
+        qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, tie_embeddings=False,
         intermediate_size=head.intermediate_size or target.intermediate_size,
         activation_dtype="float32", cache_dtype="float32",
     )  # fmt: skip

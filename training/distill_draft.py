@@ -100,6 +100,9 @@ def start_of(settings: Settings, target: LoadedModel) -> tuple[DecoderConfig, De
     if not all(0 <= layer < layers for layer in picked) or list(picked) != sorted(set(picked)):
         remedy = f"name ascending ones of the target's {layers}, from 0 on"
         raise bad_option("draft_layers", picked, remedy)
+    if target.config.moe is not None:
+        remedy = "layers with experts are not trained yet; give a --draft of plain blocks"
+        raise bad_option("draft_layers", picked, remedy)
     windows = target.config.windows
     config = dataclasses.replace(
         target.config, num_layers=len(picked), cache_dtype="float32", activation_dtype="float32",

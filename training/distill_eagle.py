@@ -186,8 +186,8 @@ def head_config(
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
     captured = head.capture_layers or default_capture_layers(target.num_layers)
     network = dataclasses.replace(
-        target, vocab_size=vocab, num_layers=head.head_layers or layers, windows=(), qkv_bias=False,
-        output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
+        target.with_plain_blocks(), vocab_size=vocab, num_layers=head.head_layers or layers,
+        qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
         intermediate_size=head.intermediate_size or target.intermediate_size,
         activation_dtype="float32", cache_dtype="float32",
     )  # fmt: skip

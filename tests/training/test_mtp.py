@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from jspec import head_files
+from jspec.models.heads import eagle
+from jspec.models.mla import MlaConfig
 from jspec.models.moe import MoeConfig
 from tests import tiny
 from tests.drafters import heads, mtps
+from training import distill_eagle
 from training.batches import Batch
 from training.mtp import Frozen, MtpRecipe, MtpTask, early_exit
 
@@ -82,6 +85,19 @@ def test_fresh_modules_begin_by_handing_on_what_they_read():
     cosine = (read * out).sum(-1) / np.linalg.norm(read, axis=-1) / np.linalg.norm(out, axis=-1)
     assert cosine.min() > 0.9
     assert 0.5 < np.linalg.norm(out) / np.linalg.norm(read) < 2
+
+
+def test_heads_for_a_target_with_experts_have_plain_blocks():
+    target = dataclasses.replace(
+        TARGET, head_dim=20, num_kv_heads=4, mla=MlaConfig(24, 20, 12, 8, 10),
+        moe=MoeConfig(8, 2, 16, 16),
+    )  # fmt: skip
+    config = distill_eagle.head_config(
+        distill_eagle.HeadSettings(capture_layers=(0, 1)), "eagle3", target
+    )
+    shapes = jax.eval_shape(lambda: eagle.init_params(jax.random.key(0), config))
+    assert shapes.layers[0].qkv.shape == (2 * 32, (4 + 2 * 4) * 20)
+    assert not (shapes.layers[0].moe or shapes.layers[0].mla)
 
 
 def test_what_cannot_be_trained_is_refused():
