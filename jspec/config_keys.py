@@ -134,7 +134,7 @@ _NOT_BUILT = (
      "Adaptive verification only supported with DSpark, and there `confidence_threshold` is what "
      "works here"),
     ("index_share_for_mtp_iteration", None,
-     "index_share_for_mtp_iteration is only supported with method='mtp'"),
+     "for targets with sparse attention, of which there are none here"),
     ("kv_cache_dtype", None, "the draft model's cache has the dtype it computes in"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
