@@ -83,7 +83,11 @@ def open_llm(root, kind, **settings):
         ("lstm", {"method": None, "tree": "sampled", "tree_size": 6, "num_speculative_tokens": 3}),
         ("hydra", {"method": None, "tree": [[0], [1], [0, 0], [0, 1]]}),
         ("dflash", {"method": None, "tree": "best_first", "tree_size": 8, "tree_depth": 3}),
-        ("dspark", {"num_speculative_tokens": 3, "confidence_threshold": 0.1}),
+        pytest.param(
+            "dspark",
+            {"num_speculative_tokens": 3, "confidence_threshold": 0.1},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, kind, settings):

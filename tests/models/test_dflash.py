@@ -74,6 +74,7 @@ def test_draft_logits_equal_those_of_torch(tmp_path, name):
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_smaller_block_has_fewer_masks(tmp_path):
     tensors, raw, head = loaded(tmp_path, "dflash-sliding")
     states, root = states_for(head), torch.tensor([7])
