@@ -115,7 +115,8 @@ class Hybrid:
     @property
     def rungs(self) -> tuple[int, ...]:
         """Node counts worth a program of their own: of either draft where there is no other."""
-        return tuple(sorted({1, *(part.tree_size for part in self.parts), self.tree_size}))
+        own = (getattr(part, "rungs", (part.tree_size,)) for part in self.parts)
+        return tuple(sorted({1, *(size for sizes in own for size in sizes), self.tree_size}))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:

@@ -121,6 +121,11 @@ class Suffix:
         """K, as deep as a draft of these settings can ever be."""
         return self.rule.depth
 
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Node counts worth a program: drafts are as long as the match, mostly short."""
+        return tuple(sorted({1, -(-self.tree_size // 3), self.tree_size}))
+
     def init_shared(self) -> Corpus | tuple:
         """An empty corpus; () where none is kept."""
         if not (self.suffix_decoding_max_cached_requests and self.rule.depth):

@@ -304,3 +304,8 @@ def test_a_draft_is_as_deep_as_the_settings_can_make_it():
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         config.read({"method": "suffix"} | settings)
+
+
+def test_short_drafts_have_a_rung_of_their_own():
+    assert Plan(tiny.TARGET, Suffix()).ladder == (1, 5, 13)
+    assert Plan(tiny.TARGET, Suffix(2, suffix_decoding_max_tree_depth=4)).ladder == (1, 3)
