@@ -33,8 +33,9 @@ REDUCED = DFlashConfig(
     own_embedding=True,
 )  # fmt: skip
 SPARK = DFlashConfig(
-    NETWORK, (1,), 32, 40, 4, 39, from_anchor=True, spark=SparkConfig(6, "rnn", True, True)
-)
+    dataclasses.replace(NETWORK, windows=(4,)), (1,), 32, 40, 4, 39, causal=(True,),
+    from_anchor=True, spark=SparkConfig(6, "rnn", True, True),
+)  # fmt: skip
 FIRST, SECOND = 11, 8
 RECIPES = {
     "dflash": (PLAIN, dataclasses.replace(PUBLISHED["dflash"], anchors=7, gamma=2.0)),
@@ -127,7 +128,9 @@ def block_loss(recipe, logits, chances, truth, labels, counts, kept):
     return (counts * shares(recipe, known * np.exp(likely), counts) * value).sum()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("dflash", marks=pytest.mark.slow), "dpace, reduced", "dspark"]
+)
 def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, monkeypatch):
     monkeypatch.setattr(block_attention, "QUERIES", 8)  # two blocks at a time, and one left over
     config, recipe = RECIPES[name]
