@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from jspec import loading
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.loading import LoadedModel
@@ -24,10 +22,15 @@ from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from jspec.models.heads.dflash_format import default_capture_layers
 from jspec.models.heads.dspark import SparkConfig
 from training import trainer
-from training.data.packing import token_counts
 from training.data.settings import Data
 from training.dflash import PUBLISHED, VARIANTS, DFlashTask, Frozen, Recipe
-from training.distilling import DistillSettings, distil, frequent_tokens, open_target
+from training.distilling import (
+    DistillSettings,
+    distil,
+    frequent_tokens,
+    mask_token,
+    open_target,
+)
 from training.export import DFlashFormat, check, save
 from training.objective import head_of
 from training.trainer import TrainerSettings, bad_option
@@ -155,7 +158,7 @@ def settings_of(variant: str) -> type[Settings]:
 
 
 def head_config(
-    head: HeadSettings, variant: str, target: DecoderConfig, mask_token: int, confidence: bool
+    head: HeadSettings, variant: str, target: DecoderConfig, mask: int, confidence: bool
 ) -> DFlashConfig:
     """Sizes of the head.
 
@@ -163,9 +166,8 @@ def head_config(
       ValueError: the target has fewer tokens.
     """
     vocab = head.draft_vocab_size or target.vocab_size
-    for name, value in (("draft_vocab_size", vocab), ("mask_token", mask_token + 1)):
-        if value > target.vocab_size:
-            raise bad_option(name, value, f"the target has {target.vocab_size} tokens")
+    if vocab > target.vocab_size:
+        raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
     network = dataclasses.replace(
         target.with_plain_blocks(), vocab_size=vocab, num_layers=head.head_layers,
         qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, tie_embeddings=False,
@@ -180,22 +182,9 @@ def head_config(
     return DFlashConfig(
         network=network, capture_layers=head.capture_layers or captured,
         target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size,
-        block_size=head.block_size, mask_token=mask_token, from_anchor=spark is not None,
+        block_size=head.block_size, mask_token=mask, from_anchor=spark is not None,
         own_head=vocab != target.vocab_size, spark=spark,
     )  # fmt: skip
-
-
-def unused_token(data: Data, vocab_size: int) -> int:
-    """The last id that is nowhere in the data as a label.
-
-    Raises:
-      ValueError: there is none.
-    """
-    unused = np.flatnonzero(token_counts(data.train, vocab_size) == 0)
-    if not unused.size:
-        remedy = "every id of the target stands in the data; name one that texts do not need"
-        raise bad_option("mask_token", -1, remedy)
-    return int(unused[-1])
 
 
 def run(
@@ -244,7 +233,7 @@ def _head(settings: Settings, target: LoadedModel, data: Data):
     """
     head, sizes = settings.head, target.config
     if not head.head:
-        mask = unused_token(data, sizes.vocab_size) if head.mask_token < 0 else head.mask_token
+        mask = mask_token(head.mask_token, data, sizes.vocab_size)
         guesses = settings.recipe.confidence_weight > 0
         config = head_config(head, settings.variant, sizes, mask, guesses)
         return config, None, frequent_tokens(data, config.vocab_size, sizes.vocab_size)
