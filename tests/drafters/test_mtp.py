@@ -125,6 +125,7 @@ def test_what_is_remembered_is_what_a_fresh_pass_over_the_text_gives(case):
             np.testing.assert_allclose(part.hidden[row], out[0, -1], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(monkeypatch):
     drafter = mtps.drafter("two", 2)
     params = Params(tiny.params().target, mtps.random_params("two"))

@@ -59,7 +59,9 @@ def drafted(params, config, target, embedded, features):
 SIZES = decoder.DecoderConfig(96, 32, 48, 3, 4, 4, 8, 256)  # for the output matrix alone
 
 
-@pytest.mark.parametrize(("name", "modules"), [("deepseek", 1), ("glm", 2)])
+@pytest.mark.parametrize(
+    ("name", "modules"), [("glm", 2), pytest.param("deepseek", 1, marks=pytest.mark.slow)]
+)
 def test_modules_guess_as_in_transformers(name, modules, tmp_path):
     torch.set_num_threads(1)
     model = targets.tiny_model(name)

@@ -53,7 +53,7 @@ def expected(head, batch, factor):
     return factor * total / whole / (batch.tokens.shape[1] - 1)
 
 
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", pytest.param("two", marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_drafts_by_plain_torch(name, tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
