@@ -129,8 +129,9 @@ def block_loss(recipe, logits, chances, truth, labels, counts, kept):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("dflash", marks=pytest.mark.slow), "dpace, reduced", "dspark"]
-)
+    "name", ["dspark", *(pytest.param(name, marks=pytest.mark.slow)
+                         for name in ("dflash", "dpace, reduced"))],
+)  # fmt: skip
 def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, monkeypatch):
     monkeypatch.setattr(block_attention, "QUERIES", 8)  # two blocks at a time, and one left over
     config, recipe = RECIPES[name]
