@@ -55,7 +55,7 @@ def slow_best_first(rows, count):
     return set(sorted(scores, key=lambda path: -scores[path])[:count])
 
 
-@pytest.mark.parametrize("size", [2, 4, 13, 40, 156])
+@pytest.mark.parametrize("size", [2, 13, 156])
 def test_the_best_first_tree_holds_the_likeliest_of_all_paths(size):
     assert shapes.full(K, V) == 156
     draft = jax.device_get(grow(request(B, 0.0), LOGITS, BestFirst(size, K), "greedy"))

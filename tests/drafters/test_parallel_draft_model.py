@@ -164,6 +164,7 @@ def test_masks_and_refused_drafts_leave_no_trace_in_the_cache():
     assert not drafter.capture_layers
 
 
+@pytest.mark.slow
 def test_a_longer_backlog_is_taken_in_at_once_and_changes_no_draft():
     drafter, answers = greedy("Llama", "chain")
     plan = Plan(TARGET, dataclasses.replace(drafter, backlog=12), "coupled", record_rounds=32)
@@ -212,17 +213,16 @@ def by_root(prompt, answer):
 
 LAWS = [
     ("chain", "block", {}),
-    pytest.param("sampled", "rejection", {}, marks=pytest.mark.slow),
-    pytest.param("chain", "rejection", {}, marks=pytest.mark.slow),
-    pytest.param("best first", "rejection", {}, marks=pytest.mark.slow),
-    pytest.param("sampled", "block", {}, marks=pytest.mark.slow),
-    pytest.param("chain", "coupled", {}, marks=pytest.mark.slow),
-    pytest.param(
-        "sampled", "rejection", {"draft_sample_method": "top_plus_one"}, marks=pytest.mark.slow
-    ),
+    ("sampled", "rejection", {}),
+    ("chain", "rejection", {}),
+    ("best first", "rejection", {}),
+    ("sampled", "block", {}),
+    ("chain", "coupled", {}),
+    ("sampled", "rejection", {"draft_sample_method": "top_plus_one"}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tree", "rule", "settings"), LAWS)
 def test_texts_have_the_targets_law(tree, rule, settings):
     target = fakes.ToyTarget(4)
