@@ -104,7 +104,8 @@ class ChainedDrafter:
         """An empty cache and side buffers."""
         batch = request.max_length.shape[0]
         side = decoder.init_cache(self.config, batch, self.backlog + self.max_depth - 1).layers
-        cache = decoder.init_cache(self.config, batch, capacity)
+        # A round writes up to backlog - 2 rows more than there is spare room for.
+        cache = decoder.init_cache(self.config, batch, capacity + self.backlog - _LEVEL)
         drafted = jnp.full((batch, self.max_depth), -1, jnp.int32)
         return DraftMemory(cache, side, jnp.zeros((batch,), jnp.int32), drafted)
 

@@ -111,6 +111,7 @@ def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path)
     assert checkpoint.load_config(tmp_path / "export")[0].num_layers == 2
 
 
+@pytest.mark.slow
 def test_a_draft_model_learns_to_guess_in_one_pass(words, target, tmp_path):
     more = ["--parallel", "--draft-layers", "0", "2", "--depths", "3"]
     assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
