@@ -45,6 +45,12 @@ def extend(
     return grown, verdict.replace(num_emitted=count), ended
 
 
+def ended(request: Request, history: History) -> Array:
+    """Rows [B] that have said their last token; those that were ended from outside do not show."""
+    last = root(history)[:, None]
+    return (history.length >= request.max_length) | (last == request.stop_tokens).any(-1)
+
+
 def emitted_tokens(draft: Draft, verdict: Verdict) -> Array:
     """The tokens a verdict emits, [B, K+1], defined for the first ``num_emitted`` of each row."""
     accepted = jnp.take_along_axis(draft.tokens, verdict.path, 1)[:, 1:]

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from jspec import branching, tokens
-from jspec.types import Array, Drafter, History, Request, Sharing
+from jspec.types import Array, Drafter, History, Sharing
 
 _PRIOR = 0.7  # a before anything is known
 _WEIGHT = 1.0  # drafted tokens that the prior is worth
@@ -134,7 +134,7 @@ class Adaptive:
 
     def propose(self, params, request, shared, memory, history):
         """A draft of the chosen length."""
-        running = ~_ended(request, history)
+        running = ~tokens.ended(request, history)
         inner = () if shared == () else shared.inner
 
         def way(length: int):
@@ -194,8 +194,3 @@ class Adaptive:
         measured = (shared.seconds > 0).all()
         goodput = emitted / jnp.where(measured, shared.seconds, 1)
         return jnp.where(measured, jnp.argmax(goodput), longest).astype(jnp.int32)
-
-
-def _ended(request: Request, history: History) -> Array:
-    last = tokens.root(history)[:, None]
-    return (history.length >= request.max_length) | (last == request.stop_tokens).any(-1)

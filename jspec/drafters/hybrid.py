@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import branching, grafting, tokens
-from jspec.types import Array, Draft, Drafter, History, Params, Request, Sharing, Verdict
+from jspec.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
 
 _COMBINE = ("merge", "choose")
 _RATE = 0.9  # a looked-up token's chance before anything is known of it
@@ -187,7 +187,7 @@ class Hybrid:
             drafted, remembered = draft(memory.parts[1])
             return grafting.graft(drafted, found), memory.replace(parts=(looked, remembered))
         trust = _weighed(memory.trust, found)
-        wanted = ~trust.looked_up & ~_ended(request, history)
+        wanted = ~trust.looked_up & ~tokens.ended(request, history)
         drafted, remembered = branching.switch(
             wanted.any().astype(jnp.int32), [branching.root_alone(history), draft],
             memory.parts[1], own[1],
@@ -220,11 +220,6 @@ def _split(params: Params) -> tuple[Params, Params]:
 
 def _split_shared(shared: Any) -> tuple[Any, Any]:
     return ((), ()) if shared == () else shared
-
-
-def _ended(request: Request, history: History) -> Array:
-    last = tokens.root(history)[:, None]
-    return (history.length >= request.max_length) | (last == request.stop_tokens).any(-1)
 
 
 def _weighed(trust: Trust, found: Draft) -> Trust:

@@ -167,10 +167,9 @@ class Suffix:
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Stores the responses of rows that have ended."""
-        last = tokens.root(history)[:, None]
-        ended = (history.length >= request.max_length) | (last == request.stop_tokens).any(-1)
         # A row that emits nothing was done before, as one that the host has cancelled.
-        return self._store(shared, memory, history, ended | (verdict.num_emitted == 0))
+        done = tokens.ended(request, history) | (verdict.num_emitted == 0)
+        return self._store(shared, memory, history, done)
 
     def retire(self, shared: Any, memory: SuffixMemory, history: History) -> Any:
         """Stores the responses of all rows that were not stored yet; returns ``shared``."""
