@@ -35,11 +35,12 @@ from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.heads.sizes import NetworkSizes
 from jspec.types import Array, Target
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(NetworkSizes):
     """Sizes and switches of a head; static and hashable.
 
     Attributes:
@@ -79,21 +80,6 @@ class EagleConfig:
 
     def __post_init__(self):
         _check(self)
-
-    @property
-    def vocab_size(self) -> int:
-        """Vd, the columns of the head's logits."""
-        return self.network.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        """D, the width of the head's stream."""
-        return self.network.hidden_size
-
-    @property
-    def reduced(self) -> bool:
-        """Whether the head knows only some of the target's tokens."""
-        return self.vocab_size != self.target_vocab_size
 
     @property
     def fc_inputs(self) -> int:

@@ -30,11 +30,12 @@ from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.heads.sizes import NetworkSizes
 from jspec.types import Array, Target
 
 
 @dataclasses.dataclass(frozen=True)
-class MtpConfig:
+class MtpConfig(NetworkSizes):
     """Sizes and switches of the modules; static and hashable.
 
     Attributes:
@@ -55,16 +56,6 @@ class MtpConfig:
     def n_predict(self) -> int:
         """Number of modules, M."""
         return self.network.num_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """D, that of the target."""
-        return self.network.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """V, that of the target."""
-        return self.network.vocab_size
 
     @property
     def target_vocab_size(self) -> int:

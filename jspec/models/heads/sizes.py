@@ -1,0 +1,25 @@
+"""What heads have in common whose blocks are those of a decoder: their sizes."""
+
+from jspec.models.decoder import DecoderConfig
+
+
+class NetworkSizes:
+    """Sizes of a head that follow from its ``network`` and its target's vocabulary."""
+
+    network: DecoderConfig
+    target_vocab_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, the columns of the head's logits."""
+        return self.network.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of the head's stream."""
+        return self.network.hidden_size
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the head knows only some of the target's tokens."""
+        return self.vocab_size != self.target_vocab_size
