@@ -88,6 +88,8 @@ class _Branch:
             draft = draft.replace(parents=None)
         # An argument of the program: to return it would be to copy it.
         self.vocabulary = self._known.get(id(draft.draft_to_target))
+        if draft.draft_to_target is not None and self.vocabulary is None:
+            raise ValueError("draft_to_target must be an array of the drafter's params as it lies.")
         return draft.replace(draft_to_target=None), after
 
     def __call__(self, like: Draft, changed: list[int]) -> tuple[Draft, list[Array]]:

@@ -1,6 +1,5 @@
 """What rounds of each length take on this machine, measured in the program that will run them."""
 
-import dataclasses
 import time
 
 import jax
@@ -10,37 +9,54 @@ import numpy as np
 from jspec.drafters.adaptive import Adaptive, Costs
 from jspec.generate import Batch, advance
 from jspec.plan import Plan
-from jspec.types import Params
+from jspec.types import Params, Shared
 
 _ROUNDS, _REPEATS = 4, 3  # of a length: rounds in one launch, launches of which the best counts
+_NEVER = np.float32(1e30)  # seconds
 
 
-def is_due(plan: Plan, batch: Batch) -> bool:
-    """Whether the plan chooses lengths by costs, and ``batch.shared`` has none."""
-    adaptive = isinstance(plan.drafter, Adaptive) and not plan.drafter.batch_sizes
-    return adaptive and isinstance(batch.shared, Costs) and not bool(batch.shared.seconds.all())
+class CostTable:
+    """Costs of every shape of batch that has come by, each measured when it first did."""
+
+    def __init__(self):
+        self._seconds: dict[tuple[int, ...], np.ndarray] = {}
+
+    def price(self, plan: Plan, params: Params, batch: Batch) -> Shared:
+        """``batch.shared``, with the costs of such batches where the plan chooses by costs."""
+        if not (isinstance(plan.drafter, Adaptive) and plan.drafter.by_costs):
+            return batch.shared
+        shape = batch.state.history.tokens.shape
+        if shape not in self._seconds:
+            self._seconds[shape] = np.asarray(calibrate(plan, params, batch).seconds)
+        return batch.shared.replace(seconds=self._seconds[shape])
 
 
 def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
-    """``batch.shared`` with the seconds of a round of each length, for batches of this size.
+    """``batch.shared`` with the seconds of a round of each length, for batches of this shape.
 
     Runs a few rounds of each length on a copy of the batch, in the program that decodes it; the
-    best of several launches counts. ``batch`` stays as it is.
+    best of several launches counts. ``batch`` stays as it is. In the copy no row stops or comes to
+    its limit: the last drafts of a text are short, and cheaper.
     """
-    count = len(plan.drafter.lengths)
-    seconds = np.full(count, np.inf)
+    count, request = len(plan.drafter.lengths), batch.request
+    room = batch.state.history.tokens.shape[1] - plan.drafter.max_depth - 1
+    endless = request.replace(
+        max_length=jnp.where(batch.state.done, request.max_length, room),
+        stop_tokens=jnp.full_like(request.stop_tokens, -1),
+    )
+    seconds = np.full(count, _NEVER)
     # The first time compiles. Lengths take turns: a slow moment is everybody's.
     for repeat in range(_REPEATS + 1):
         for index in range(count):
-            only = jnp.where(jnp.arange(count) == index, 1.0, np.float32(1e30))
-            one = _copied(batch.replace(shared=dataclasses.replace(batch.shared, seconds=only)))
+            only = np.where(np.arange(count) == index, np.float32(1), _NEVER)
+            one = _copied(batch.replace(request=endless, shared=batch.shared.replace(seconds=only)))
             begin = time.perf_counter()
             after = jax.block_until_ready(advance(plan, params, one, _ROUNDS))
             spent = time.perf_counter() - begin
             rounds = int(after.state.round - batch.state.round)
             if repeat and rounds:
                 seconds[index] = min(seconds[index], spent / rounds)
-    return dataclasses.replace(batch.shared, seconds=jnp.asarray(seconds, jnp.float32))
+    return batch.shared.replace(seconds=jnp.asarray(seconds))
 
 
 def _copied(batch: Batch) -> Batch:

@@ -179,6 +179,11 @@ def _read_part(place: int, given: Any) -> SpeculativeConfig:
         raise ValueError(
             f"parts[{place}] has {misplaced!r}, but one rule judges both; give it beside 'parts'."
         )
+    if part.lengths:
+        raise ValueError(
+            f"parts[{place}] chooses its K by the round, which no combination passes on; leave "
+            "adaptive_length and num_speculative_tokens_per_batch_size out."
+        )
     if part.method in (*COMBINED, config_method.NONE):
         raise ValueError(f"parts[{place}] has the method {part.method!r}, which is no part.")
     return part

@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import calibration, config, jobs, loading, metrics, prompts, shared_file
+from jspec import config, jobs, loading, metrics, prompts, shared_file
 from jspec.assembly import assemble
+from jspec.calibration import CostTable
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.jobs import Job
@@ -74,6 +75,7 @@ class LLM:
         self._tokenizer = assembly.tokenizer
         self._model, self._plan, self._params = assembly.model, assembly.plan, assembly.params
         self._shared = init_shared(self._plan)
+        self._costs = CostTable()
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
         self._seconds = 0.0
         self._num_prompt_tokens = 0
@@ -262,12 +264,11 @@ class LLM:
         owners, rows, transcripts = zip(*work, strict=True)
         begin = perf_counter()
         batch, was_cut = start(plan, self._params, rows, warps=warps), False
-        batch = batch.replace(shared=self._shared)
-        if calibration.is_due(plan, batch):
-            self._shared = calibration.calibrate(plan, self._params, batch)
         while not all(transcript.finish_reason for transcript in transcripts):
             # Another stream may have taken its turn: what is shared is never kept in a batch.
-            batch = advance(plan, self._params, batch.replace(shared=self._shared), rounds)
+            batch = batch.replace(shared=self._shared)
+            batch = batch.replace(shared=self._costs.price(plan, self._params, batch))
+            batch = advance(plan, self._params, batch, rounds)
             self._shared = batch.shared
             answers = enumerate(zip(transcripts, read(batch), strict=True))
             cut = [index for index, (transcript, answer) in answers if transcript.read(answer)]

@@ -111,6 +111,9 @@ def test_the_parts_of_a_hybrid_are_configs_of_their_own():
         ([NGRAM, DRAFT | {"rejection_sample_method": "block"}],
          "parts[1] has 'rejection_sample_method', but one rule judges both; give it beside "
          "'parts'."),
+        ([NGRAM, DRAFT | {"adaptive_length": True}],
+         "parts[1] chooses its K by the round, which no combination passes on; leave "
+         "adaptive_length and num_speculative_tokens_per_batch_size out."),
         ([HYBRID, DRAFT], "parts[0] has the method 'hybrid', which is no part."),
         ([NGRAM, None], "parts[1] has the method 'none', which is no part."),
     ],

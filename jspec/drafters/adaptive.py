@@ -87,6 +87,11 @@ class Adaptive:
         object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, **asked))
 
     @property
+    def by_costs(self) -> bool:
+        """Whether ``shared`` holds ``Costs``, by which lengths are chosen; else the drafter's."""
+        return not self.batch_sizes
+
+    @property
     def max_depth(self) -> int:
         """K at most."""
         return self.lengths[-1]
@@ -111,16 +116,16 @@ class Adaptive:
         """The drafter's: its length tells nothing of what is drawn."""
         return self.drafter.proposal
 
-    def init_shared(self) -> Costs:
-        """Nothing measured."""
+    def init_shared(self) -> Any:
+        """The drafter's own, and that nothing was measured."""
         inner = self.drafter.init_shared() if isinstance(self.drafter, Sharing) else ()
-        return Costs(jnp.zeros(len(self.lengths)), inner)
+        return Costs(jnp.zeros(len(self.lengths)), inner) if self.by_costs else inner
 
-    def retire(self, shared: Costs | tuple, memory: AdaptiveMemory, history: History) -> Any:
+    def retire(self, shared: Any, memory: AdaptiveMemory, history: History) -> Any:
         """Hands the drafter the rows that go on no more."""
-        if shared == () or not isinstance(self.drafter, Sharing):
+        if not isinstance(self.drafter, Sharing):
             return shared
-        return shared.replace(inner=self.drafter.retire(shared.inner, memory.inner, history))
+        return _with_inner(shared, self.drafter.retire(_inner(shared), memory.inner, history))
 
     def init(self, params, request, capacity):
         """Nothing known."""
@@ -135,7 +140,7 @@ class Adaptive:
     def propose(self, params, request, shared, memory, history):
         """A draft of the chosen length."""
         running = ~tokens.ended(request, history)
-        inner = () if shared == () else shared.inner
+        inner = _inner(shared)
 
         def way(length: int):
             if not length:
@@ -143,18 +148,16 @@ class Adaptive:
             drafter = self._of_length(length)
             return lambda memory: drafter.propose(params, request, inner, memory, history)
 
-        chosen = self._by_batch(running) if self.batch_sizes else (
-            self._by_goodput(shared, memory, running)
-        )  # fmt: skip
+        by = self._by_goodput if self.by_costs else self._by_batch
+        chosen = by(shared, memory, running)
         ways = [way(length) for length in self.lengths]
         draft, inner = branching.switch(chosen, ways, memory.inner, params)
         return draft, memory.replace(inner=inner)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Hands the drafter the verdict, and counts."""
-        kept = () if shared == () else shared.inner
         inner, kept = self.drafter.update(
-            params, request, kept, memory.inner, history, draft, verdict, out
+            params, request, _inner(shared), memory.inner, history, draft, verdict, out
         )
         accepted = jnp.maximum(verdict.num_emitted - 1, 0)
         length = draft.valid[:, 1:].sum(1)
@@ -166,7 +169,7 @@ class Adaptive:
             counted(memory.accepted, accepted),
             counted(memory.tried, accepted + (accepted < length)),
         )
-        return memory, () if shared == () else shared.replace(inner=kept)
+        return memory, _with_inner(shared, kept)
 
     def _of_length(self, length: int) -> Drafter:
         """The drafter with a K of its own, on the same memory."""
@@ -174,7 +177,7 @@ class Adaptive:
         own = dict.fromkeys(known & {"tree_size", "tree_depth"})  # the chain's, of the longest
         return dataclasses.replace(self.drafter, num_speculative_tokens=length, **own)
 
-    def _by_batch(self, running: Array) -> Array:
+    def _by_batch(self, shared: Any, memory: AdaptiveMemory, running: Array) -> Array:
         """The index of the length for so many rows."""
         count, chosen = running.sum(), jnp.int32(len(self.lengths) - 1)
         for least, most, length in reversed(self.batch_sizes):
@@ -194,3 +197,12 @@ class Adaptive:
         measured = (shared.seconds > 0).all()
         goodput = emitted / jnp.where(measured, shared.seconds, 1)
         return jnp.where(measured, jnp.argmax(goodput), longest).astype(jnp.int32)
+
+
+def _inner(shared: Any) -> Any:
+    """What the drafter itself keeps for all calls."""
+    return shared.inner if isinstance(shared, Costs) else shared
+
+
+def _with_inner(shared: Any, inner: Any) -> Any:
+    return shared.replace(inner=inner) if isinstance(shared, Costs) else inner

@@ -14,6 +14,7 @@ says which of them are on a row's path.
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -58,6 +59,8 @@ class Cascade(ChainedDrafter):
                 f"{name} cannot draft for a draft model: it must look up chains in the text alone, "
                 "as 'ngram' does."
             )
+        if hasattr(self.first, "load_params"):
+            raise ValueError(f"{name} has weights of its own, which a cascade has no place for.")
 
     @classmethod
     def of(cls, first: Drafter, model: ChainedDrafter) -> "Cascade":
@@ -84,6 +87,11 @@ class Cascade(ChainedDrafter):
     def init(self, params, request, capacity):
         """As the draft model's, with slots for every pass."""
         memory, batch = super().init(params, request, capacity), request.max_length.shape[0]
+        if jax.tree.leaves(self.first.init(params, request, capacity)):
+            raise ValueError(
+                f"{type(self.first).__name__} remembers more than the text, which a draft model "
+                "that it drafts for would spoil with what it drafts; use 'ngram'."
+            )
         side = decoder.init_cache(self.config, batch, self._num_slots).layers
         return memory.replace(side=side, path=jnp.zeros((batch, self._num_slots), bool))
 
@@ -101,7 +109,7 @@ class Cascade(ChainedDrafter):
         begin = _Round(
             _appended(history, jnp.zeros_like(taken), token[:, None], jnp.ones((batch, 1), bool)),
             jnp.ones_like(taken), laws, side,
-            jnp.arange(self._num_slots) < taken[:, None], jnp.int32(0),
+            jnp.arange(memory.path.shape[1]) < taken[:, None], jnp.int32(0),
         )  # fmt: skip
         unfinished = lambda now: (now.count < self.max_depth).any()
         advance = lambda now: self._advance(params, request, memory.cache, history, now)
@@ -128,7 +136,7 @@ class Cascade(ChainedDrafter):
         size, fed = self.first.tree_size, found.tokens
         place = jnp.arange(size)
         slot = self.backlog + now.passes * size
-        own = jnp.arange(self._num_slots) == slot + place[:, None]  # [n, M]
+        own = jnp.arange(now.seen.shape[1]) == slot + place[:, None]  # [n, M]
         above = jnp.asarray(np.tril(np.ones((size, size), bool))) @ own
         hidden, side = decoder.extend(
             weights_of(params.drafter), self.config, spell(params.drafter, fed),

@@ -127,13 +127,10 @@ class Hybrid:
     def proposal(self) -> str:
         """The law of siblings, some of which may have been looked up."""
         law = self.parts[1].proposal
-        if law == "point" or self.combine == "choose":
-            return "mixed" if law in ("chain",) and not self._is_chain else law
-        return "points_last"
-
-    @property
-    def _is_chain(self) -> bool:
-        return self.tree_size == self.max_depth + 1
+        if self.combine == "merge":
+            return "point" if law == "point" else "points_last"
+        is_chain = self.tree_size == self.max_depth + 1
+        return "mixed" if law == "chain" and not is_chain else law
 
     def init_shared(self) -> Any:
         """What either keeps for all calls; () where neither does."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import calibration, config
-from jspec.drafters import NGram, Suffix
+from jspec.drafters import Cascade, NGram, Suffix
 from jspec.drafters.adaptive import Adaptive
 from jspec.plan import Plan
 from jspec.types import Params
@@ -84,6 +84,7 @@ def test_what_was_given_up_is_tried_again_after_a_while():
 
 DRAFTERS = {
     "ngram": (NGram(4, 1, 3), lambda: None),
+    "cascade": (Cascade.of(NGram(2, 1, 2), tiny.DRAFT), lambda: tiny.params().drafter),
     "suffix": (Suffix(4, suffix_decoding_max_cached_tokens=64), lambda: None),
     "draft_model": (tiny.DRAFT, lambda: tiny.params().drafter),
     "eagle": (heads.drafter("eagle", 4), lambda: heads.random_params("eagle")),
@@ -149,15 +150,26 @@ def test_costs_are_measured_in_the_program_that_decodes():
     drafter = Adaptive(tiny.DRAFT, (0, 4))
     plan = Plan(tiny.TARGET, drafter)
     batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
-    assert calibration.is_due(plan, batch)
     before = loop.decode._cache_size()
     shared = calibration.calibrate(plan, tiny.params(), batch)
     batch = batch.replace(shared=shared)
-    assert not calibration.is_due(plan, batch)
     assert (shared.seconds > 0).all() and np.isfinite(shared.seconds).all()
     assert shared.seconds[1] > shared.seconds[0]  # four passes of a draft model more
     host.read(host.advance(plan, tiny.params(), batch))  # the batch was not consumed
     assert loop.decode._cache_size() == before + 1
+
+
+def test_batches_of_another_shape_have_costs_of_their_own():
+    drafter = Adaptive(tiny.NGRAM, (0, 4))
+    plan, table = Plan(tiny.TARGET, drafter), calibration.CostTable()
+    found = []
+    for rows in (LINES[:1], LINES, LINES[:1]):
+        batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
+        found.append(table.price(plan, tiny.params(), batch).seconds)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert (found[0] != found[1]).any() and (np.array(found) > 0).all()
+    fixed = Plan(tiny.TARGET, Adaptive(tiny.NGRAM, (0, 4), ((1, 8, 0),)))
+    assert loop.init_shared(fixed) == ()  # nothing to price, nothing to save
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,28 @@ def test_a_draft_model_that_repeats_what_was_said_takes_fewer_passes(monkeypatch
     assert counts[1][0] < 8
 
 
+class Weighed(NGram):
+    """A look-up with weights."""
+
+    def load_params(self, target_params):
+        return target_params
+
+
+class Remembering(NGram):
+    """A look-up with a memory."""
+
+    def init(self, params, request, capacity):
+        return request.max_length
+
+
 def test_what_cannot_draft_for_a_draft_model_is_refused():
     for first in (Suffix(), tiny.DRAFT, heads.drafter("eagle", 2)):
         with pytest.raises(ValueError, match="cannot draft for a draft model: it must look up"):
             Cascade.of(first, tiny.DRAFT)
+    with pytest.raises(ValueError, match="Weighed has weights of its own"):
+        Cascade.of(Weighed(3), tiny.DRAFT)
+    plan = Plan(tiny.TARGET, Cascade.of(Remembering(3), tiny.DRAFT))
+    with pytest.raises(ValueError, match="Remembering remembers more than the text"):
+        host.start(plan, tiny.params(), ROWS)
     with pytest.raises(ValueError, match="must be a 'draft_model' that drafts token by token"):
         Cascade.of(FIRST, FIRST)
