@@ -30,6 +30,7 @@ from training.distilling import (
     frequent_tokens,
     mask_token,
     open_target,
+    variant_of,
 )
 from training.export import DFlashFormat, check, save
 from training.objective import head_of
@@ -252,20 +253,12 @@ def _head(settings: Settings, target: LoadedModel, data: Data):
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    kind = settings_of(variant_of(argv, VARIANTS, Settings.variant))
     return trainer.run_command(
-        settings_of(_variant(argv)), run, argv, module="training.distill_dflash",
+        kind, run, argv, module="training.distill_dflash",
         description="Distils a DFlash or DSpark head from a frozen target; run it again with the "
         "same options to resume.",
     )  # fmt: skip
-
-
-def _variant(argv: Sequence[str]) -> str:
-    """What --variant says, since it decides the defaults of the other options."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name == "--variant" and (value or following) in VARIANTS:
-            return value or following
-    return Settings.variant
 
 
 if __name__ == "__main__":

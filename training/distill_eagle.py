@@ -34,6 +34,7 @@ from training.distilling import (
     frequent_tokens,
     mask_token,
     open_target,
+    variant_of,
 )
 from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe, teach
 from training.export import EagleFormat, check, save
@@ -293,21 +294,12 @@ def _with_features(settings: Settings, task: EagleTask, frozen: Frozen, data: Da
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    kind = settings_of(_variant(argv), asks_for_parallel(argv))
+    kind = settings_of(variant_of(argv, VARIANTS, Settings.variant), asks_for_parallel(argv))
     return trainer.run_command(
         kind, run, argv, module="training.distill_eagle",
         description="Distils an EAGLE head from a frozen target; run it again with the same "
         "options to resume.",
     )  # fmt: skip
-
-
-def _variant(argv: Sequence[str]) -> str:
-    """What --variant says, since it decides the defaults of the other options."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name == "--variant" and (value or following) in VARIANTS:
-            return value or following
-    return Settings.variant
 
 
 if __name__ == "__main__":

@@ -106,6 +106,15 @@ def asks_for_parallel(argv: Sequence[str]) -> bool:
     return bool(said) and said[-1] == "--parallel"
 
 
+def variant_of(argv: Sequence[str], variants: Sequence[str], default: str) -> str:
+    """What --variant says, since it decides the defaults of the other options."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--variant" and (value or following) in variants:
+            return value or following
+    return default
+
+
 def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     """The target and its data.
 

@@ -16,6 +16,7 @@ from jspec.drafters.features import CachedMemory
 from jspec.drafters.trees import rows
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.network import embed
 from jspec.types import Array
 
 
@@ -78,7 +79,7 @@ class Eagle(CachedDrafter):
         return _Frontier(hidden, seen, side), self._unembed(params, hidden)
 
     def _embed(self, params, ids):
-        return head.embed(params.drafter, self.config, ids, self.target, params.target)
+        return embed(params.drafter, self.config, ids, self.target, params.target)
 
     def _unembed(self, params, hidden):
         return head.unembed(params.drafter, self.config, hidden, self.target, params.target)

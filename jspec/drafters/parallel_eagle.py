@@ -23,6 +23,7 @@ from jspec.drafters.cached import CachedDrafter
 from jspec.drafters.features import CachedMemory
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.network import embed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ParallelEagle(CachedDrafter):
             jnp.pad(head.fuse(params.drafter, self.config, features), [*behind, (0, 0)]),
             head.mask_feature(params.drafter, self.config),
         )
-        embedded = head.embed(params.drafter, self.config, tokens, self.target, params.target)
+        embedded = embed(params.drafter, self.config, tokens, self.target, params.target)
         out, entries = head.take_in(params.drafter, self.config, embedded, fused, memory.cache)
         guesses = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(self.max_depth)
         hidden = jnp.take_along_axis(out, guesses[..., None], 1)

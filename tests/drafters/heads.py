@@ -14,6 +14,7 @@ import optax
 from jspec import head_files, topology
 from jspec.drafters import Eagle, Medusa
 from jspec.models.heads import eagle, medusa
+from jspec.models.heads.network import embed
 from jspec.types import Array
 from tests import tiny
 
@@ -105,7 +106,7 @@ def logits_of(method, params, windows, features):
     mask = jnp.broadcast_to(np.tri(size - 1, dtype=bool), (batch, size - 1, size - 1))
     side = eagle.init_cache(config, batch, size - 1).layers
     hidden, _ = eagle.extend(
-        params, config, eagle.embed(params, config, windows[:, 1:], tiny.TARGET, target),
+        params, config, embed(params, config, windows[:, 1:], tiny.TARGET, target),
         eagle.fuse(params, config, tuple(x[:, :-1] for x in features)), positions,
         eagle.init_cache(config, batch, 0), side, jnp.int32(0), mask,
     )  # fmt: skip

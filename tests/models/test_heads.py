@@ -10,6 +10,7 @@ import pytest
 from jspec import head_files, kv
 from jspec.models import decoder
 from jspec.models.heads import eagle, medusa
+from jspec.models.heads.network import embed
 
 torch = pytest.importorskip("torch")
 from tests.models import head_cases, torch_heads  # noqa: E402
@@ -35,7 +36,7 @@ def to_torch(array):
 @functools.partial(jax.jit, static_argnames="config")
 def take_in(params, config, states, tokens, cache):
     """Logits of rows of true features [1, n, ...], what they gave out, and the cache with them."""
-    embedded = eagle.embed(params, config, tokens, MODEL, target_params())
+    embedded = embed(params, config, tokens, MODEL, target_params())
     features = eagle.fuse(params, config, states)
     hidden, entries = eagle.take_in(params, config, embedded, features, cache)
     size = tokens.shape[1]
@@ -46,7 +47,7 @@ def take_in(params, config, states, tokens, cache):
 @functools.partial(jax.jit, static_argnames="config")
 def feed(params, config, hidden, token, position, cache, side, slot, mask):
     """Logits of a row that takes ``hidden`` [1, 1, D], what it gave out, and the side buffers."""
-    embedded = eagle.embed(params, config, token, MODEL, target_params())
+    embedded = embed(params, config, token, MODEL, target_params())
     hidden, side = eagle.extend(
         params, config, embedded, hidden, jnp.full((1, 1), position), cache, side, slot, mask
     )

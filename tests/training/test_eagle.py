@@ -14,6 +14,7 @@ from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.network import embed
 from training.batches import Batch
 from training.eagle import PUBLISHED, EagleTask, Frozen, Recipe, teach
 from training.features import TaughtBatch
@@ -83,9 +84,9 @@ def _serve(params, config, target, tokens, steps):
     normed = decoder.rms_norm(x, target.norm, TARGET.norm_eps)
     features = (normed,) if config.generation == 1 else captured
     fused = eagle.fuse(params, config, tuple(x[:, :rows] for x in features))
-    embed = lambda ids: eagle.embed(params, config, ids, module, target)
+    vectors = lambda ids: embed(params, config, ids, module, target)
     hidden, entries = eagle.take_in(
-        params, config, embed(tokens[None, 1:]), fused, eagle.init_cache(config, 1, rows)
+        params, config, vectors(tokens[None, 1:]), fused, eagle.init_cache(config, 1, rows)
     )
     each = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))
     cache = kv.KVCache(jax.tree.map(each, entries), jnp.arange(1, rows + 1, dtype=jnp.int32))
@@ -95,7 +96,7 @@ def _serve(params, config, target, tokens, steps):
         ids = jnp.roll(tokens, -1 - step)[:rows, None]
         mask = jnp.broadcast_to(jnp.arange(steps) < step, (rows, 1, steps))
         x, side = eagle.extend(
-            params, config, embed(ids), hidden[-1], jnp.arange(rows)[:, None] + step, cache, side,
+            params, config, vectors(ids), hidden[-1], jnp.arange(rows)[:, None] + step, cache, side,
             jnp.int32(step - 1), mask,
         )  # fmt: skip
         hidden.append(x)

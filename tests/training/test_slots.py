@@ -14,6 +14,7 @@ from jspec.drafters import ParallelEagle
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
+from jspec.models.heads.network import embed
 from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads, peagle, rounds
@@ -226,7 +227,7 @@ def _guess(params, target, tokens, features):
     fed = jnp.where(rows, jnp.pad(tokens[:, 1:], behind), MASK)
     fused = jnp.pad(eagle.fuse(params, HEAD, features), [*behind, (0, 0)])
     fused = jnp.where(rows[..., None], fused, eagle.mask_feature(params, HEAD))
-    embedded = eagle.embed(params, HEAD, fed, model, target)
+    embedded = embed(params, HEAD, fed, model, target)
     out, _ = eagle.take_in(params, HEAD, embedded, fused, eagle.init_cache(HEAD, count, 0))
     place = jnp.arange(count)[:, None] + jnp.arange(DEPTHS)
     hidden = jnp.take_along_axis(out, place[..., None], 1)

@@ -34,7 +34,7 @@ from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
 from jspec.models.heads import dspark
 from jspec.models.heads.dspark import SparkConfig, SparkParams
-from jspec.models.heads.sizes import NetworkSizes
+from jspec.models.heads.network import NetworkSizes, embed
 from jspec.types import Array, Target
 
 
@@ -173,17 +173,6 @@ def inject(
         return kv.AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
 
     return tuple(entry(layer) for layer in params.layers)
-
-
-def embed(
-    params: DFlashParams, config: DFlashConfig, tokens: Array, target: Target, target_params: object
-) -> Array:
-    """Token ids of the target [...] to the first stream [..., D]."""
-    if params.embedding is None:
-        vectors = target.embed(target_params, tokens)
-    else:
-        vectors = params.embedding[tokens]
-    return vectors.astype(config.network.activation_dtype)
 
 
 def blocks(

@@ -35,7 +35,7 @@ from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
-from jspec.models.heads.sizes import NetworkSizes
+from jspec.models.heads.network import NetworkSizes
 from jspec.types import Array, Target
 
 
@@ -148,17 +148,6 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
 def init_cache(config: EagleConfig, batch: int, capacity: int) -> kv.KVCache:
     """An empty cache of ``capacity`` slots a row; slot i is for row i of the head."""
     return decoder.init_cache(config.network, batch, capacity)
-
-
-def embed(
-    params: EagleParams, config: EagleConfig, tokens: Array, target: Target, target_params: object
-) -> Array:
-    """Token ids of the target [...] to e [..., D]."""
-    if params.embedding is None:
-        vectors = target.embed(target_params, tokens)
-    else:
-        vectors = params.embedding[tokens]
-    return vectors.astype(config.network.activation_dtype)
 
 
 def fuse(

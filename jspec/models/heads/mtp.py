@@ -30,7 +30,7 @@ from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
-from jspec.models.heads.sizes import NetworkSizes
+from jspec.models.heads.network import NetworkSizes
 from jspec.types import Array, Target
 
 

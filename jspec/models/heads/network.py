@@ -1,6 +1,9 @@
-"""What heads have in common whose blocks are those of a decoder: their sizes."""
+"""What heads have in common whose blocks are those of a decoder."""
+
+from typing import Any
 
 from jspec.models.decoder import DecoderConfig
+from jspec.types import Array, Target
 
 
 class NetworkSizes:
@@ -23,3 +26,14 @@ class NetworkSizes:
     def reduced(self) -> bool:
         """Whether the head knows only some of the target's tokens."""
         return self.vocab_size != self.target_vocab_size
+
+
+def embed(
+    params: Any, config: NetworkSizes, tokens: Array, target: Target, target_params: Any
+) -> Array:
+    """Token ids of the target [...] to vectors [..., D], by the head's own embedding if any."""
+    if params.embedding is None:
+        vectors = target.embed(target_params, tokens)
+    else:
+        vectors = params.embedding[tokens]
+    return vectors.astype(config.network.activation_dtype)
