@@ -107,6 +107,27 @@ def start(config: LstmSpeculatorConfig, hidden: Array) -> LstmState:
     return LstmState(hidden, jnp.zeros((*hidden.shape[:-1], config.inner_dim), hidden.dtype))
 
 
+def step(
+    params: LstmSpeculatorParams,
+    config: LstmSpeculatorConfig,
+    state: LstmState,
+    tokens: Array,
+    stage: int,
+    *,
+    linear: Linear = ops.linear,
+) -> tuple[LstmState, Array]:
+    """One stage, as ``mlp_speculator.step``: the state, and its part that the head takes."""
+    embedded = [embedding[tokens].astype(jnp.float32) for embedding in params.embeddings]
+    embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
+    scale = mlp_speculator.embedding_scale(config.n_predict, config.inner_dim)
+    mixed = linear(state.hidden, params.projections[min(stage, 1)]) + scale * embedded
+    *gates, candidate = jnp.split(mixed, len(GATES), -1)
+    forget, write, output = map(jax.nn.sigmoid, gates)
+    cell = state.cell * forget + activate(candidate, params.cell_norm) * write
+    hidden = (activate(cell, params.state_norm) * output).astype(config.activation_dtype)
+    return LstmState(hidden, cell.astype(config.activation_dtype)), hidden
+
+
 def advance(
     params: LstmSpeculatorParams,
     config: LstmSpeculatorConfig,
@@ -117,12 +138,5 @@ def advance(
     linear: Linear = ops.linear,
 ) -> tuple[LstmState, Array]:
     """One stage, as ``mlp_speculator.advance``: the state and float32 logits [..., V]."""
-    embedded = [embedding[tokens].astype(jnp.float32) for embedding in params.embeddings]
-    embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
-    scale = mlp_speculator.embedding_scale(config.n_predict, config.inner_dim)
-    mixed = linear(state.hidden, params.projections[min(stage, 1)]) + scale * embedded
-    *gates, candidate = jnp.split(mixed, len(GATES), -1)
-    forget, write, output = map(jax.nn.sigmoid, gates)
-    cell = state.cell * forget + activate(candidate, params.cell_norm) * write
-    hidden = (activate(cell, params.state_norm) * output).astype(config.activation_dtype)
-    return LstmState(hidden, cell.astype(config.activation_dtype)), linear(hidden, params.head)
+    state, x = step(params, config, state, tokens, stage, linear=linear)
+    return state, linear(x, params.head)

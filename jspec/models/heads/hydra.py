@@ -154,6 +154,29 @@ def take_in(
     return out, tuple(entries)
 
 
+def step(
+    params: HydraParams,
+    config: HydraConfig,
+    state: Array,
+    embedded: Array,
+    head: int,
+    *,
+    linear: Linear = ops.linear,
+) -> tuple[Array, Array]:
+    """One head up to its output matrix; arguments as ``advance``.
+
+    Returns:
+      What it read [..., (2 + head) D], for the next, and what its output takes [..., D].
+    """
+    state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
+    joining, later = params.joining[head], params.blocks[head]
+    kept = decoder.affine(state, joining.residual, joining.residual_bias, linear)
+    x = kept + jax.nn.silu(decoder.affine(state, joining.weight, joining.bias, linear))
+    if config.tie_blocks:
+        later = later * (config.num_layers - 1)
+    return state, medusa.stream(later, x.astype(state.dtype), linear)
+
+
 def advance(
     params: HydraParams,
     config: HydraConfig,
@@ -176,12 +199,6 @@ def advance(
     Returns:
       What it read [..., (2 + head) D], for the next, and float32 logits [..., V].
     """
-    state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
-    joining, later = params.joining[head], params.blocks[head]
-    kept = decoder.affine(state, joining.residual, joining.residual_bias, linear)
-    x = kept + jax.nn.silu(decoder.affine(state, joining.weight, joining.bias, linear))
-    if config.tie_blocks:
-        later = later * (config.num_layers - 1)
-    x = medusa.stream(later, x.astype(state.dtype), linear)
+    state, x = step(params, config, state, embedded, head, linear=linear)
     bias = params.output_biases[head] if params.output_biases else None
     return state, decoder.affine(x, params.outputs[head], bias, linear)

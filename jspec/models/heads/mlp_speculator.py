@@ -154,6 +154,27 @@ def start(config, hidden: Array) -> Array:
     return decoder.rms_norm(hidden, scale, EPS)
 
 
+def step(
+    params: MlpSpeculatorParams,
+    config: MlpSpeculatorConfig,
+    state: Array,
+    tokens: Array,
+    stage: int,
+    *,
+    linear: Linear = ops.linear,
+) -> tuple[Array, Array]:
+    """One stage up to its output matrix, which takes the new state; arguments as ``advance``.
+
+    Returns:
+      The state [..., I], twice.
+    """
+    own = lambda part: part[min(stage, len(part) - 1)]
+    embedded = own(params.embeddings)[tokens].astype(jnp.float32)
+    mixed = linear(state, own(params.projections)) + config.embedding_scale * embedded
+    state = activate(mixed, own(params.norms)).astype(config.activation_dtype)
+    return state, state
+
+
 def advance(
     params: MlpSpeculatorParams,
     config: MlpSpeculatorConfig,
@@ -176,11 +197,8 @@ def advance(
     Returns:
       The state [..., I] and float32 logits [..., V].
     """
-    own = lambda part: part[min(stage, len(part) - 1)]
-    embedded = own(params.embeddings)[tokens].astype(jnp.float32)
-    mixed = linear(state, own(params.projections)) + config.embedding_scale * embedded
-    state = activate(mixed, own(params.norms)).astype(config.activation_dtype)
-    return state, linear(state, own(params.heads))
+    state, x = step(params, config, state, tokens, stage, linear=linear)
+    return state, linear(x, params.heads[min(stage, len(params.heads) - 1)])
 
 
 def activate(x: Array, norm: NormParams) -> Array:
