@@ -200,8 +200,8 @@ METHOD_IN_NAME = {
 # So does the ``model_type`` in the config.json of a directory, or a key that only one method has.
 METHOD_OF_MODEL_TYPE = {
     "medusa": "medusa", "mlp_speculator": "mlp_speculator",
-    **dict.fromkeys(("deepseek_v3", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "mimo", "mimo_mtp"),
-                    "mtp"),
+    **dict.fromkeys(("deepseek_v3", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "mimo", "mimo_mtp",
+                     "qwen3_next", "qwen3_next_mtp"), "mtp"),
 }  # fmt: skip
 METHOD_OF_KEY = {
     "hydra_head_arch": "hydra", "medusa_num_heads": "medusa", "dflash_config": "dflash",

@@ -77,7 +77,7 @@ class LoadedHead:
 
 def load_head(
     path: PathLike,
-    target_config: DecoderConfig,
+    target_config: DecoderConfig | None,
     *,
     kind: Kind | None = None,
     dtype: Any = None,
@@ -87,7 +87,9 @@ def load_head(
 
     Args:
       path: a local directory or a hub id.
-      target_config: the target: its hidden size, vocabulary and number of layers.
+      target_config: the target: its hidden size, vocabulary and number of layers. None for MTP
+        modules in their target's files, whose config.json says it: also of a Qwen3-Next, most of
+        whose own blocks are not supported.
       kind: what it should be; None takes what is there.
       dtype: float32, bfloat16 or float16; None keeps that of the file.
       embedding: the target's [V, D]: a head that brings an equal one then shares the target's,
@@ -111,7 +113,11 @@ def load_head(
         raise ValueError(
             f"{directory} holds a head of method {found!r}, not {kind!r}; ask for {found!r}"
         )
+    if target_config is None and found != "mtp":
+        raise ValueError(f"a head of method {found!r} does not say all of its target; pass its "
+                         "target_config")  # fmt: skip
     try:
+        target_config = target_config or mtp_format.target_of(raw)
         config, params = head_formats.read(raw, tensors, target_config, layout, dtype, embedding)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
@@ -141,7 +147,8 @@ def save_head(
       params: weights.
       target_config: the target's sizes.
       layout: None for the most widely read one of the method: "eagle", "eagle3", "peagle",
-        "medusa-vllm", "mlp_speculator", "arctic-lstm", "hydra", "dflash", "mimo" or "deepseek".
+        "medusa-vllm", "mlp_speculator", "arctic-lstm", "hydra", "dflash", "mimo", "deepseek" or
+        "qwen3_next".
       target_name: hub id or path of the target; files of ``head_formats.NAMING_TARGETS`` name it.
       embedding: the target's [V, D], written for a head that shares it: ``speculators`` files must
         have one, and some servers need it in ``eagle3``.
@@ -251,7 +258,7 @@ def _default_layout(config: HeadConfig) -> Layout:
     if isinstance(config, EagleConfig):
         return "eagle" if config.generation == 1 else "eagle3"
     if isinstance(config, MtpConfig):
-        return "mimo" if config.hidden_first else "deepseek"
+        return mtp_format.layout_of(config)
     return FORMATS[type(config)].layouts[0]
 
 
@@ -279,7 +286,8 @@ def entries(config: HeadConfig, layout: Layout) -> tuple[Entry, ...]:
         return eagle_format.table(config, "midlayer" if layout == "eagle3" else eagle_format.FIRST)
     bare = FORMATS[type(config)].module.table(config, layout)
     prefix = mlp_speculator_format.PREFIX if layout == "mlp_speculator" else ""
-    prefix = "model." if isinstance(config, MtpConfig) else prefix
+    if isinstance(config, MtpConfig) and layout != "qwen3_next":
+        prefix = "model."
     return tuple(
         dataclasses.replace(entry, names=tuple(prefix + name for name in entry.names))
         for entry in bare

@@ -32,6 +32,7 @@ Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash",
 Layout = Literal[
     "eagle", "eagle3", "peagle", "speculators", "medusa", "medusa-vllm", "mlp_speculator",
     "arctic-rnn", "arctic-lstm", "hydra", "dflash", "dflash-speculators", "mimo", "deepseek",
+    "qwen3_next",
 ]  # fmt: skip
 HeadConfig = (
     EagleConfig
@@ -81,7 +82,7 @@ FORMATS = {
     LstmSpeculatorConfig: HeadFormat("LSTM speculator", arctic_format, ("arctic-lstm",)),
     HydraConfig: HeadFormat("Hydra", hydra_format, ("hydra",)),
     DFlashConfig: HeadFormat("DFlash", dflash_format, ("dflash", "dflash-speculators")),
-    MtpConfig: HeadFormat("MTP", mtp_format, ("mimo", "deepseek")),
+    MtpConfig: HeadFormat("MTP", mtp_format, ("mimo", "deepseek", "qwen3_next")),
 }
 # These layouts name the target.
 NAMING_TARGETS = (
@@ -270,4 +271,5 @@ _READERS: dict[Layout, Callable] = {
     "dflash-speculators": _read_dflash,
     "mimo": _read_mtp,
     "deepseek": _read_mtp,
+    "qwen3_next": _read_mtp,
 }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jspec import kv, ops, topology
 from jspec.models import rope as rope_lib
-from jspec.models.layers import affine, rms_norm
+from jspec.models.layers import affine
 from jspec.types import Array, Tree
 
 # attend(layer, q [B, H, T, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, T, head_dim]
@@ -20,14 +20,19 @@ def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
     """A block's attention [B, T, D] for its normed input x [B, T, inputs of ``layer.qkv``]."""
     batch, length, _ = x.shape
     fused = affine(x, layer.qkv, layer.qkv_bias, linear)
-    heads = fused.reshape(batch, length, -1, config.head_dim)
-    q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+    heads, gate = fused.reshape(batch, length, -1, config.head_dim), None
+    queries = config.qkv_sizes[0] // config.head_dim
+    q, k, v = jnp.split(heads, [queries, queries + config.num_kv_heads], axis=2)
+    if config.attention_gate:  # behind the query of each head
+        q, gate = q[:, :, 0::2], q[:, :, 1::2]
     if config.qk_norm:
-        q = rms_norm(q, layer.q_norm, config.norm_eps)
-        k = rms_norm(k, layer.k_norm, config.norm_eps)
+        q, k = config.norm(q, layer.q_norm), config.norm(k, layer.k_norm)
     q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
     mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
-    mixed = mixed.swapaxes(1, 2).reshape(batch, length, -1)
+    mixed = mixed.swapaxes(1, 2)
+    if gate is not None:
+        mixed = mixed * jax.nn.sigmoid(gate)
+    mixed = mixed.reshape(batch, length, -1)
     return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
 
 

@@ -41,6 +41,8 @@ class DecoderConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before the rotation
+    attention_gate: bool = False  # what a head mixes is multiplied by the sigmoid of a gate of it
+    zero_centred_norms: bool = False  # norms multiply by 1 + their weight
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; () for none
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # of the residual stream
@@ -61,7 +63,10 @@ class DecoderConfig:
 
     def with_plain_blocks(self) -> "DecoderConfig":
         """The same sizes, of blocks with the usual attention and MLP: what heads are made of."""
-        return dataclasses.replace(self, mla=None, moe=None, rotary_dim=None, windows=())
+        return dataclasses.replace(
+            self, mla=None, moe=None, rotary_dim=None, windows=(),
+            attention_gate=False, zero_centred_norms=False,
+        )  # fmt: skip
 
     def has_experts(self, layer: int) -> bool:
         """Whether block ``layer`` is a mixture of experts."""
@@ -69,8 +74,17 @@ class DecoderConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, int]:
-        """Widths of the queries and of the keys (or values)."""
-        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """Widths of the queries, with their gates if any, and of the keys (or values)."""
+        queries = self.num_heads * (2 if self.attention_gate else 1)
+        return queries * self.head_dim, self.num_kv_heads * self.head_dim
+
+    def norm(self, x: Array, weight: Array) -> Array:
+        """The RMS norm of blocks, over the last axis of x."""
+        return rms_norm(x, weight, self.norm_eps, self.zero_centred_norms)
+
+    def norm_weight(self, size: int, dtype: jnp.dtype) -> Array:
+        """The weight [size] of a norm that multiplies by 1."""
+        return jnp.full((size,), 0 if self.zero_centred_norms else 1, dtype)
 
 
 @struct.dataclass
@@ -78,7 +92,7 @@ class LayerParams:
     """Weights of one block; None where the family has no such tensor."""
 
     attention_norm: Array | None  # [D]; None for a first block whose input is prepared already
-    qkv: Array | None  # [D, (H + 2 Hkv) * head_dim]; None for latent attention
+    qkv: Array | None  # [D, (H + 2 Hkv) * head_dim], 2H where gated; None for latent attention
     output: Array  # [H * head_dim, D]
     mlp_norm: Array  # [D]
     gate_up: Array  # [D, 2 * intermediate]; of a mixture, the expert that every token meets
@@ -111,7 +125,7 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
     return DecoderParams(
         embedding=normal(embedding_key, (vocab, hidden), dtype),
         layers=_init_layers(layer_keys, config, dtype),
-        norm=jnp.ones((hidden,), dtype),
+        norm=config.norm_weight(hidden, dtype),
         head=None if tied else normal(head_key, (hidden, vocab), dtype),
     )
 
@@ -128,8 +142,11 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
     hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
     q_size, kv_size = config.qkv_sizes
 
-    def optional(wanted: bool, size: int, fill: float = 0.0) -> Array | None:
-        return jnp.full((size,), fill, dtype) if wanted else None
+    def bias(wanted: bool, size: int) -> Array | None:
+        return jnp.zeros((size,), dtype) if wanted else None
+
+    def head_norm() -> Array | None:
+        return config.norm_weight(config.head_dim, dtype) if config.qk_norm else None
 
     def layer(index: int) -> LayerParams:
         first, *others = keys[4 * index : 4 * index + 4]
@@ -145,17 +162,17 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
             routed = jax.random.fold_in(first, 1)
             parts["moe"] = moe.init_params(routed, config.moe, hidden, shrink, dtype)
         return LayerParams(
-            attention_norm=jnp.ones((hidden,), dtype),
+            attention_norm=config.norm_weight(hidden, dtype),
             output=normal(others[0], (config.mixed_size, hidden), dtype, shrink),
-            mlp_norm=jnp.ones((hidden,), dtype),
+            mlp_norm=config.norm_weight(hidden, dtype),
             gate_up=normal(others[1], (hidden, 2 * wide), dtype),
             down=normal(others[2], (wide, hidden), dtype, shrink),
-            qkv_bias=optional(config.qkv_bias, q_size + 2 * kv_size),
-            output_bias=optional(config.output_bias, hidden),
-            gate_up_bias=optional(config.mlp_bias, 2 * wide),
-            down_bias=optional(config.mlp_bias, hidden),
-            q_norm=optional(config.qk_norm, config.head_dim, 1.0),
-            k_norm=optional(config.qk_norm, config.head_dim, 1.0),
+            qkv_bias=bias(config.qkv_bias, q_size + 2 * kv_size),
+            output_bias=bias(config.output_bias, hidden),
+            gate_up_bias=bias(config.mlp_bias, 2 * wide),
+            down_bias=bias(config.mlp_bias, hidden),
+            q_norm=head_norm(),
+            k_norm=head_norm(),
             **parts,
         )
 
@@ -180,7 +197,7 @@ def unembed(
     Without ``norm`` the head alone, for a stream that the final norm has passed already.
     """
     if norm:
-        x = rms_norm(x, params.norm, config.norm_eps)
+        x = config.norm(x, params.norm)
     if params.head is not None:
         return (linear or ops.linear)(x, params.head)
     if linear is not None:
@@ -221,13 +238,13 @@ def trunk(
         x = run(index, layer, x)
         stream.append(x)
     if config.num_layers in capture_layers:
-        stream[-1] = rms_norm(x, params.norm, config.norm_eps)
+        stream[-1] = config.norm(x, params.norm)
     return x, tuple(stream[index] for index in capture_layers)
 
 
 def block(layer, config, x, cos, sin, index, attend, linear) -> Array:
     """A whole block for the residual stream x [B, T, D]; ``index`` is what ``attend`` is told."""
-    normed = rms_norm(x, layer.attention_norm, config.norm_eps)
+    normed = config.norm(x, layer.attention_norm)
     kind = attention if layer.mla is None else mla.attention
     x = x + kind(layer, config, normed, cos, sin, index, attend, linear)
     return x + mlp(layer, config, x, linear)
@@ -235,9 +252,11 @@ def block(layer, config, x, cos, sin, index, attend, linear) -> Array:
 
 def mlp(layer, config, x, linear) -> Array:
     """A block's norm and MLP, or its experts, [B, T, D] for the residual stream x [B, T, D]."""
-    normed = rms_norm(x, layer.mlp_norm, config.norm_eps)
+    normed = config.norm(x, layer.mlp_norm)
     if layer.moe is not None:
         shared = gated(normed, layer.gate_up, layer.down, linear)
+        if layer.moe.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(linear(normed, layer.moe.shared_gate))
         return (moe.mixture(layer.moe, config.moe, normed) + shared).astype(x.dtype)
     gate, up = jnp.split(affine(normed, layer.gate_up, layer.gate_up_bias, linear), 2, axis=-1)
     return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)

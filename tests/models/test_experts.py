@@ -38,6 +38,11 @@ CASES = {
         "n_group": 1, "topk_group": 1, "head_dim": 16, "num_key_value_heads": 2,
         "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0,
     }),
+    "qwen3-next": ("Qwen3Next", {
+        "layer_types": ["full_attention"] * LAYERS, "head_dim": 16, "num_key_value_heads": 2,
+        "attention_bias": True, "num_experts": 8, "shared_expert_intermediate_size": 24,
+        "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+    }),
 }  # fmt: skip
 
 
@@ -57,7 +62,12 @@ def tiny_model(name):
 
 @pytest.fixture(
     scope="module",
-    params=["deepseek", "glm", pytest.param("deepseek-plain", marks=pytest.mark.slow)],
+    params=[
+        "deepseek",
+        "glm",
+        "qwen3-next",
+        pytest.param("deepseek-plain", marks=pytest.mark.slow),
+    ],
 )
 def case(request, tmp_path_factory):
     """(torch model, config, params, directory)"""
@@ -120,6 +130,7 @@ def test_what_is_saved_is_what_transformers_loads(case, tmp_path):
         assert torch.equal(theirs[name], tensor), name
 
 
+@pytest.mark.parametrize("case", ["deepseek", "glm"], indirect=True)
 def test_biases_of_routers_stay_exact_in_a_bfloat16_file(case, tmp_path):
     _, config, params, _ = case
     checkpoint.save_pretrained(tmp_path, config, params, dtype="bfloat16")

@@ -20,7 +20,12 @@ LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v
 MORE = {
     "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
     "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # so that scalings count alike
-}
+    "qwen3_next": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24, "partial_rotary_factor": 1.0,
+        "layer_types": ["full_attention"] * 3,
+    },
+}  # fmt: skip
 
 
 def read(model_type: str, **settings) -> DecoderConfig:
@@ -170,7 +175,17 @@ def test_a_decoder_that_no_family_knows_is_refused_with_what_gets_lost():
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
         ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 .* rotates 1"),
         ("mimo", {"attention_bias": False}, "attention_bias=False"),
-        ("qwen3_next", {}, "recurrent state in place of keys and values"),
+        ("qwen3_5_moe", {}, "recurrent state in place of keys and values"),
+        ("qwen3_next", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_next", {"num_experts": None}, "num_experts must be an integer of at least 0"),
+        ("qwen3_next", {"num_experts_per_tok": 9}, "experts: 9 experts a token do not fit"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 2}, "for each of 3 layers"),
+        (
+            "qwen3_next",
+            {"layer_types": None, "full_attention_interval": 0},
+            "full_attention_interval must be a positive integer",
+        ),
     ],
 )
 def test_settings_that_are_not_implemented_are_refused_by_name(model_type, settings, message):
@@ -228,6 +243,23 @@ def test_experts_and_latent_attention_survive_a_description():
         raw = families.describe(config)
         assert raw["model_type"] == model_type
         assert families.find(raw).read(raw) == config
+
+
+def test_blocks_of_qwen3_next_that_do_not_attend_are_refused_by_name():
+    mixed = ["full_attention", "linear_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="layer_types: 2 of 3 layers are linear_attention"):
+        read("qwen3_next", layer_types=mixed)
+    with pytest.raises(ValueError, match="layer_types: 2 of 3 layers are linear_attention"):
+        read("qwen3_next", layer_types=None, full_attention_interval=3)
+    with pytest.raises(ValueError, match="layer_types: 3 of 3 layers are linear_attention"):
+        read("qwen3_next", layer_types=None)
+    plain = read("qwen3_next", layer_types=None, full_attention_interval=1)
+    assert plain == read("qwen3_next")
+    dense = read("qwen3_next", num_experts=0, partial_rotary_factor=0.5)
+    assert (dense.moe, dense.rotary_dim, dense.qkv_sizes) == (None, 128, (2048, 512))
+    raw = families.describe(dense)
+    assert raw["model_type"] == "qwen3_next"
+    assert families.find(raw).read(raw) == dense
 
 
 def test_mimo_reads_as_qwen2_does():

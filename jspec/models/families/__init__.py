@@ -6,7 +6,16 @@ A new family is one file here and one line in ``FAMILIES``.
 import dataclasses
 
 from jspec.models.decoder import DecoderConfig
-from jspec.models.families import deepseek_v3, glm4_moe, llama, mimo, mistral, qwen2, qwen3
+from jspec.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mimo,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_next,
+)
 from jspec.models.families.common import Family
 
 # By ``model_type``. Writing takes the first family that can say everything about a decoder.
@@ -14,11 +23,11 @@ FAMILIES = {
     family.model_type: family
     for family in (
         llama.FAMILY, mistral.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mimo.FAMILY,
-        deepseek_v3.FAMILY, glm4_moe.FAMILY,
+        deepseek_v3.FAMILY, glm4_moe.FAMILY, qwen3_next.FAMILY,
     )
 }  # fmt: skip
 # Some of their blocks keep a state that cannot be taken back when drafts are refused.
-RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def find(raw: dict) -> Family:

@@ -202,21 +202,25 @@ def _latent_table(config: DecoderConfig, own) -> list[Entry]:
 
 
 def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entry]:
-    """Names of a mixture of experts."""
+    """Names of a mixture of experts: Qwen's where the shared one has a gate, else DeepSeek's."""
     moe, hidden, own = config.moe, config.hidden_size, functools.partial(_entry, path, prefix)
     wide, experts = moe.intermediate_size, [f"mlp.experts.{e}" for e in range(moe.num_experts)]
     gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
-    shared = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up"))
-    return [
+    every = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+    entries = [
         own("moe.router", ("mlp.gate",), (moe.num_experts,), hidden),
-        own("moe.bias", ("mlp.gate",), (moe.num_experts,), kind="e_score_correction_bias",
-            float32=True),
         own("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=moe.num_experts),
         own("moe.down", [f"{expert}.down_proj" for expert in experts],
             (hidden,) * moe.num_experts, wide, stack=moe.num_experts),
-        own("gate_up", shared, (moe.shared_size,) * 2, hidden),
-        own("down", ("mlp.shared_experts.down_proj",), (hidden,), moe.shared_size),
+        own("gate_up", (f"{every}.gate_proj", f"{every}.up_proj"), (moe.shared_size,) * 2, hidden),
+        own("down", (f"{every}.down_proj",), (hidden,), moe.shared_size),
     ]  # fmt: skip
+    if moe.scoring == "sigmoid":
+        entries.append(own("moe.bias", ("mlp.gate",), (moe.num_experts,),
+                           kind="e_score_correction_bias", float32=True))  # fmt: skip
+    if moe.shared_gate:
+        entries.append(own("moe.shared_gate", (f"{every}_gate",), (1,), hidden))
+    return entries
 
 
 def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
@@ -224,6 +228,8 @@ def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
 
     A decoder does not read them; ``jspec.models.heads.mtp_format`` does.
     """
+    if raw.get("model_type") == "qwen3_next":
+        return ("mtp.",)  # config.json need not say how many there are
     count = raw.get("num_nextn_predict_layers") or 0
     places = [(f"layers.{config.num_layers + k}", f"mtp_layers.{k}") for k in range(count)]
     return tuple(f"model.{name}." for pair in places for name in pair)

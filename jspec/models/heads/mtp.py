@@ -16,8 +16,9 @@ So a module reads, slot by slot, the token that the first reads, and what the mo
 a slot earlier; its first slots are missing. Published targets have one module, and to draft more
 tokens it reads its own output, as a recurrent net does.
 
-Families differ in the order of e and f, in whether what is handed on has passed norm', and in the
-embedding at position 0; ``mtp_format`` knows which has what.
+Families differ in the order of e and f, in whether what is handed on has passed norm', in the
+embedding at position 0, and in whether every module has norms and W of its own; ``mtp_format``
+knows which has what.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from flax import struct
 from jspec import kv, ops, topology
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
-from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads.network import NetworkSizes
 from jspec.types import Array, Target
 
@@ -44,6 +45,7 @@ class MtpConfig(NetworkSizes):
       hidden_first: whether ``projection`` takes [f; e] and not [e; f].
       zero_first: whether the embedding of a text's first row, at position 0, counts as zero.
       feeds_normed: whether a module hands on norm' y, and not y.
+      one_stem: whether modules differ in their blocks alone, norms and projection being shared.
     """
 
     network: DecoderConfig
@@ -51,11 +53,17 @@ class MtpConfig(NetworkSizes):
     hidden_first: bool = False
     zero_first: bool = True
     feeds_normed: bool = True
+    one_stem: bool = False
 
     @property
     def n_predict(self) -> int:
         """Number of modules, M."""
         return self.network.num_layers
+
+    @property
+    def num_stems(self) -> int:
+        """How many sets of norms and projection there are."""
+        return 1 if self.one_stem else self.n_predict
 
     @property
     def target_vocab_size(self) -> int:
@@ -77,18 +85,18 @@ class ModuleParams:
 class MtpParams:
     """Weights of M modules; embedding and output matrix are the target's."""
 
-    modules: tuple[ModuleParams, ...]
+    modules: tuple[ModuleParams, ...]  # one where they are shared
     layers: tuple[LayerParams, ...]
 
 
 def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -> MtpParams:
     """Random weights: normal, 0.02 wide."""
-    layers_key, *keys = jax.random.split(key, 1 + config.n_predict)
+    layers_key, *keys = jax.random.split(key, 1 + config.num_stems)
     hidden = config.hidden_size
-    ones = jnp.ones((hidden,), dtype)
+    one = config.network.norm_weight(hidden, dtype)
     draw = lambda key: (0.02 * jax.random.normal(key, (2 * hidden, hidden))).astype(dtype)
     return MtpParams(
-        modules=tuple(ModuleParams(ones, ones, draw(key), ones) for key in keys),
+        modules=tuple(ModuleParams(one, one, draw(key), one) for key in keys),
         layers=decoder.init_layers(layers_key, config.network, dtype),
     )
 
@@ -121,16 +129,21 @@ def run(
     Returns:
       [B, T, D], what the module hands on, and what ``unembed`` takes.
     """
-    network, own = config.network, params.modules[module]
+    network, own = config.network, stem(params, config, module)
     if config.zero_first:
         embedded = jnp.where((positions == 0)[..., None], 0, embedded)
-    e = rms_norm(embedded, own.embedding_norm, network.norm_eps)
-    f = rms_norm(features, own.hidden_norm, network.norm_eps)
+    e = network.norm(embedded, own.embedding_norm)
+    f = network.norm(features, own.hidden_norm)
     pair = [f, e] if config.hidden_first else [e, f]
     x = linear(jnp.concatenate(pair, -1), own.projection).astype(features.dtype)
     cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
     x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear)
-    return rms_norm(x, own.norm, network.norm_eps) if config.feeds_normed else x
+    return network.norm(x, own.norm) if config.feeds_normed else x
+
+
+def stem(params: MtpParams, config: MtpConfig, module: int) -> ModuleParams:
+    """Norms and projection of a module."""
+    return params.modules[0 if config.one_stem else module]
 
 
 def take_in(
@@ -202,7 +215,7 @@ def normed(params: MtpParams, config: MtpConfig, module: int, hidden: Array) -> 
     """What a module gave out [..., D], as the target's output matrix takes it."""
     if config.feeds_normed:
         return hidden
-    return rms_norm(hidden, params.modules[module].norm, config.network.norm_eps)
+    return config.network.norm(hidden, stem(params, config, module).norm)
 
 
 def unembed(

@@ -1,7 +1,8 @@
 """MTP modules in files: the tensors' names, and what each family does its own way.
 
-Two layouts. Both lie in the files of a target, where they are numbered from 0 (``mimo``) or go on
-from its last block (``deepseek``), or in files of their own under the same names:
+Three layouts. All lie in the files of a target, where they are numbered from 0 (``mimo`` and
+``qwen3_next``) or go on from its last block (``deepseek``), or in files of their own under the same
+names:
 
   * ``mimo``: MiMo-7B, ``model.mtp_layers.k.*``. Takes [f; e], and hands on what its norm gives out.
     Here it also serves every target without names of its own: its blocks are those of Qwen2 and
@@ -9,10 +10,13 @@ from its last block (``deepseek``), or in files of their own under the same name
   * ``deepseek``: DeepSeek-V3, R1 and GLM-4.5, ``model.layers.{n + k}.*``. Takes [e; f], and hands
     on what its block gives out, without the norm: so vLLM; SGLang and transformers norm it. With as
     many tokens as modules, one in published files, the two are the same.
+  * ``qwen3_next``: Qwen3-Next, ``mtp.*``. Takes [e; f], and hands on what its norm gives out. Norms
+    and projection are one set for all modules, whose blocks are ``mtp.layers.k.*``, each a block of
+    the target's that attends.
 
 Copies of the target's embedding and output matrix, which ``deepseek`` files have, are not read: as
-in transformers, the target's own serve. In both the embedding at position 0 counts as zero, as in
-vLLM.
+in transformers, the target's own serve. The embedding at position 0 counts as zero as in vLLM: in
+``mimo`` and ``deepseek``, not in ``qwen3_next``.
 """
 
 import dataclasses
@@ -24,41 +28,48 @@ import numpy as np
 
 from jspec.models import families
 from jspec.models.decoder import DecoderConfig
+from jspec.models.families import qwen3_next
 from jspec.models.families.names import Entry, block_table, blocks, nest
 from jspec.models.heads.mtp import ModuleParams, MtpConfig, MtpParams
 
-MtpLayout = Literal["mimo", "deepseek"]
+MtpLayout = Literal["mimo", "deepseek", "qwen3_next"]
 _FIRST = {
     "mimo": re.compile(r"mtp_layers\.0\.input_proj\.weight"),
     "deepseek": re.compile(r"layers\.\d+\.eh_proj\.weight"),
+    "qwen3_next": re.compile(r"mtp\.fc\.weight"),
 }
 # Of the embedding's norm, the feature's norm, the projection and the norm at the end.
 _OWN_NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 # What vLLM calls such modules, by the ``model_type`` of the target.
 _CLASSES = {
     "deepseek_v3": ("deepseek_mtp", "DeepSeekMTPModel"),
     "glm4_moe": ("glm4_moe_mtp", "Glm4MoeMTPModel"),
+    "qwen3_next": ("qwen3_next_mtp", "Qwen3NextMTP"),
 }
 
 
 # Reading.
 
 
-def layout(tensors: Mapping[str, Any]) -> MtpLayout | None:
-    """The layout of such names, None for something else; names without ``model.``.
+def target_of(raw: dict) -> DecoderConfig:
+    """The target in whose files the modules lie, by its config.json.
+
+    Also one whose own blocks are not all supported, but those of its modules are.
 
     Raises:
-      ValueError: they are modules of a kind that is not supported.
+      ValueError: the config.json is not that of a target, or not supported.
     """
-    if "mtp.fc.weight" in tensors:
-        raise ValueError(
-            "modules of Qwen3-Next (mtp.fc) are not supported yet: their target keeps a recurrent "
-            "state, which a refused draft cannot be taken back out of"
-        )
+    family = families.find(raw)
+    return family.read(qwen3_next.attending(raw) if family is qwen3_next.FAMILY else raw)
+
+
+def layout(tensors: Mapping[str, Any]) -> MtpLayout | None:
+    """The layout of such names, None for something else; names without ``model.``."""
     for name, first in _FIRST.items():
         if any(map(first.fullmatch, tensors)):
             return name
@@ -79,16 +90,21 @@ def read(
             "be used in another way than servers do; write them into their target's files (its "
             "`stitch`), and load that"
         )
-    projection = _OWN_NAMES[layout][2]
-    count = 0
-    while f"{_prefix(layout, target.num_layers, count)}.{projection}.weight" in tensors:
+    if (layout == "qwen3_next") != (natural_layout(target) == "qwen3_next"):
+        raise ValueError(
+            f"the modules were made for another target: their names are those of {layout}, and "
+            f"the target's modules have those of {natural_layout(target)}"
+        )
+    count, projection = 0, _OWN_NAMES[layout][2]
+    sign = "input_layernorm" if layout == "qwen3_next" else projection  # of a module
+    while f"{_prefix(layout, target.num_layers, count)}.{sign}.weight" in tensors:
         count += 1
     if count == 0:
         raise ValueError(
             f"the modules were made for another target: there is none for one of "
-            f"{target.num_layers} blocks, {_prefix(layout, target.num_layers, 0)}.{projection}"
+            f"{target.num_layers} blocks, {_prefix(layout, target.num_layers, 0)}.{sign}"
         )
-    shape = tensors[f"{_prefix(layout, target.num_layers, 0)}.{projection}.weight"].shape
+    shape = tensors[f"{_stem(layout, target.num_layers, 0)}.{projection}.weight"].shape
     if shape[:1] != (target.hidden_size,):
         raise ValueError(
             f"the modules were made for another target: they are {shape[0]} wide where the target "
@@ -101,22 +117,32 @@ def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> Mt
     """Modules for ``target`` that ``layout`` can hold."""
     experts = target.moe and dataclasses.replace(target.moe, first_dense=0)
     network = dataclasses.replace(target, num_layers=modules, windows=(), moe=experts)
-    mimo = layout == "mimo"
     return MtpConfig(
-        network, (target.num_layers,), hidden_first=mimo, zero_first=True, feeds_normed=mimo
-    )
+        network, (target.num_layers,),
+        hidden_first=layout == "mimo", zero_first=layout != "qwen3_next",
+        feeds_normed=layout != "deepseek", one_stem=layout == "qwen3_next",
+    )  # fmt: skip
+
+
+def layout_of(config: MtpConfig) -> MtpLayout:
+    """The layout that says of modules what they are."""
+    if config.one_stem:
+        return "qwen3_next"
+    return "mimo" if config.hidden_first else "deepseek"
 
 
 def natural_layout(target: DecoderConfig) -> MtpLayout:
-    """The layout of modules for ``target``, in its own files."""
+    """The layout of modules in the files of ``target``."""
+    if target.attention_gate:
+        return "qwen3_next"
     return "mimo" if target.moe is None and target.mla is None else "deepseek"
 
 
 def own(config: MtpConfig, tensors: Mapping[str, Any], layout: MtpLayout) -> dict[str, Any]:
     """The tensors of the modules alone, without those of the target and the copies of them."""
-    prefixes = [_prefix(layout, config.capture_layers[0], k) for k in range(config.n_predict)]
-    copies = {f"{prefix}.{name}" for prefix in prefixes for name in _COPIES}
-    starts = tuple(f"{prefix}." for prefix in prefixes)
+    stems = [_stem(layout, config.capture_layers[0], k) for k in range(config.num_stems)]
+    copies = {f"{stem}.{name}" for stem in stems for name in _COPIES if layout != "qwen3_next"}
+    starts = tuple(f"{stem}." for stem in stems)
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -129,23 +155,31 @@ def own(config: MtpConfig, tensors: Mapping[str, Any], layout: MtpLayout) -> dic
 
 def table(config: MtpConfig, layout: MtpLayout) -> tuple[Entry, ...]:
     """Names of the modules' tensors, without ``model.``."""
-    hidden, entries = config.hidden_size, []
-    for module in range(config.n_predict):
-        prefix = _prefix(layout, config.capture_layers[0], module)
+    hidden, first, entries = config.hidden_size, config.capture_layers[0], []
+    for module in range(config.num_stems):
+        stem = _stem(layout, first, module)
         at = lambda field, module=module: ("modules", module, field)
-        names = [(f"{prefix}.{name}.weight",) for name in _OWN_NAMES[layout]]
+        names = [(f"{stem}.{name}.weight",) for name in _OWN_NAMES[layout]]
         entries += [
             Entry(at("embedding_norm"), names[0], ((hidden,),)),
             Entry(at("hidden_norm"), names[1], ((hidden,),)),
             Entry(at("projection"), names[2], ((hidden, 2 * hidden),), transpose=True),
             Entry(at("norm"), names[3], ((hidden,),)),
-            *block_table(config.network, module, prefix),
         ]
+    for module in range(config.n_predict):
+        entries += block_table(config.network, module, _prefix(layout, first, module))
     return tuple(entries)
 
 
 def _prefix(layout: MtpLayout, num_layers: int, module: int) -> str:
-    return f"mtp_layers.{module}" if layout == "mimo" else f"layers.{num_layers + module}"
+    """How the names of a module's block begin."""
+    place = {"mimo": f"mtp_layers.{module}", "qwen3_next": f"mtp.layers.{module}"}
+    return place.get(layout, f"layers.{num_layers + module}")
+
+
+def _stem(layout: MtpLayout, num_layers: int, module: int) -> str:
+    """How the names of its norms and its projection begin."""
+    return "mtp" if layout == "qwen3_next" else _prefix(layout, num_layers, module)
 
 
 def assemble(entries: tuple[Entry, ...], arrays: list) -> MtpParams:
@@ -186,6 +220,11 @@ def check(config: MtpConfig, layout: MtpLayout, target: DecoderConfig) -> None:
     Raises:
       ValueError: the layout cannot express the modules, or they are not for ``target``.
     """
+    if (layout == "qwen3_next") != (natural_layout(target) == "qwen3_next"):
+        raise ValueError(
+            f"layout={layout!r} is not that of modules for this target; write "
+            f"{natural_layout(target)!r}"
+        )
     same = config_for(target, layout, config.n_predict)
     work = ("cache_dtype", "activation_dtype", "attention")
     plain = lambda c: dataclasses.replace(
@@ -203,7 +242,7 @@ def required_repeats(
     config: MtpConfig, layout: MtpLayout, embedding: np.ndarray, head: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Copies of the target's embedding and output matrix [V, D], which servers look for."""
-    if layout == "mimo":
+    if layout != "deepseek":
         return {}
     prefixes = [_prefix(layout, config.capture_layers[0], k) for k in range(config.n_predict)]
     pairs = zip(_COPIES, (embedding, head), strict=True)
