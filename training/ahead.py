@@ -6,15 +6,20 @@ side, and the target's law is computed once for them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jspec.models import decoder
+from jspec.models.decoder import Linear
 from jspec.types import Array
 from training.batches import Batch
-from training.losses import overlap_of
-from training.objective import loss_chunk, mean_by_chunks
+from training.losses import LOSSES, LossName, overlap_of
+from training.objective import loss_chunk, mean_by_chunks, places, take
+from training.trainer.settings import bad_option
+
+GuessLoss = LossName | Literal["labels"]  # of ``teach``
 
 
 class Beside(NamedTuple):
@@ -23,6 +28,17 @@ class Beside(NamedTuple):
     x: Array  # aligned guesses [B, t, S, D]
     normed: Array  # the target's last hidden states after its norm [B, t, D]
     labels: Array  # int32 [B, t]: t_{j+1}, 0 behind the last
+
+
+def check_loss(option: str, loss: str) -> None:
+    """Refuses what ``teach`` does not know.
+
+    Raises:
+      ValueError: naming ``option``.
+    """
+    if loss not in ("labels", *LOSSES):
+        known = ", ".join(("labels", *LOSSES))
+        raise bad_option(option, loss, f"choose one of {known}")
 
 
 def align(outputs: Sequence[Array]) -> Array:
@@ -120,3 +136,57 @@ def judge(
     for step in range(steps):
         means[f"accepted_{step}"] /= jnp.maximum(means.pop(f"rows_{step}"), 1e-9)
     return means
+
+
+def teach(
+    x: Array,
+    outputs: tuple[Array, ...],
+    biases: tuple[Array, ...] = (),
+    *,
+    loss: GuessLoss,
+    decay: float,
+    linear: Linear,
+    target_output: Array,
+    normed: Array,
+    batch: Batch,
+    kept: Array | None = None,
+) -> dict[str, Array]:
+    """``judge`` of guesses that learn from the text, or from the target's law.
+
+    Args:
+      x: aligned guesses [B, T, S, D], differentiated.
+      outputs: output matrices [D, Vd], differentiated: one each, one for all, or none where the
+        target's serves.
+      biases: [Vd] of each output, differentiated, or none.
+      loss: labels (cross-entropy with the text, where it is a label) or a distance in ``LOSSES``.
+      decay: weight of a guess relative to the one before.
+      linear: multiplies matrices.
+      target_output: the target's output matrix [D, V].
+      normed: the target's last hidden states after its norm [B, T + 1, D].
+      batch: windows.
+      kept: int32 [Vd], ascending, where the guesses know only some tokens.
+    """
+    steps = x.shape[2]
+
+    def logits_of(x: Array, matrices: tuple[tuple[Array, ...], tuple[Array, ...]]) -> Array:
+        outputs, biases = matrices[0] or (target_output,), matrices[1]
+        if len(outputs) < steps:
+            return linear(x, outputs[0])
+        rows = zip(jnp.unstack(x, axis=2), outputs, biases or (None,) * steps, strict=True)
+        return jnp.stack([decoder.affine(*row, linear) for row in rows], 2)
+
+    def values(log_p: Array, log_q: Array, beside: Beside) -> Array:
+        if loss != "labels":
+            return LOSSES[loss](log_p, log_q)
+        place, known = places(beside.labels, kept)
+        place = jnp.broadcast_to(place[:, :, None], log_q.shape[:-1])
+        return -take(log_q, place) * known[:, :, None]
+
+    weights = row_weights(batch, steps, decay)
+    if loss == "labels":
+        weights = weights * has_label(batch)[..., None]
+    return judge(
+        x, (outputs, biases), logits_of,
+        law=lambda normed: target_law(linear(normed, target_output), kept, loss),
+        values=values, normed=normed, batch=batch, weights=weights,
+    )  # fmt: skip

@@ -11,14 +11,13 @@ layout that jspec and vLLM read, with a provenance file.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from jspec import loading
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
-from jspec.models.heads.dflash import DFlashConfig, DFlashParams
+from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dflash_format import default_capture_layers
 from jspec.models.heads.dspark import SparkConfig
 from training import trainer
@@ -27,13 +26,14 @@ from training.dflash import PUBLISHED, VARIANTS, DFlashTask, Frozen, Recipe
 from training.distilling import (
     DistillSettings,
     distil,
+    export_of,
     frequent_tokens,
     mask_token,
     open_target,
     variant_of,
+    with_defaults,
 )
-from training.export import DFlashFormat, check, save
-from training.objective import head_of
+from training.export import DFlashFormat
 from training.trainer import TrainerSettings, bad_option
 
 _DRAFTERS = {"dflash": DFlash, "dspark": DSpark}
@@ -146,15 +146,9 @@ def _check_used(settings: Settings) -> None:
 
 def settings_of(variant: str) -> type[Settings]:
     """``Settings`` with the variant's published defaults."""
-    parts = [
-        ("head", HeadSettings, _HEADS[variant]),
-        ("recipe", Recipe, PUBLISHED[variant]),
-        ("trainer", TrainerSettings, _TRAINER),
-        ("variant", Literal[VARIANTS], variant),
-    ]
-    return dataclasses.make_dataclass(
-        "Settings", parts, bases=(Settings,), frozen=True, kw_only=True,
-        namespace={"__doc__": Settings.__doc__},
+    return with_defaults(
+        Settings, head=_HEADS[variant], recipe=PUBLISHED[variant], trainer=_TRAINER,
+        variant=variant,
     )  # fmt: skip
 
 
@@ -199,21 +193,14 @@ def run(
       stop_after: most steps of this call.
     """
     target, data = open_target(settings)
-    name = settings.target_name or settings.target
     config, start, kept = _head(settings, target, data)
-    check(config, target.config, settings.format, name)
+    finished = lambda params: params.replace(draft_to_target=kept)
+    export = export_of(settings, target, config, settings.format, finished)
     depth = settings.acceptance.num_speculative_tokens if settings.measures else 1
     drafter = _DRAFTERS[settings.variant](config, target.target, num_speculative_tokens=depth)
     task = DFlashTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
-
-    def export(params: DFlashParams, directory: Path) -> None:
-        save(
-            directory, config, params.replace(draft_to_target=kept), target.config,
-            settings.format, target_name=name, embedding=target.params.embedding,
-            output=head_of(target.params), dtype=settings.export_dtype,
-        )  # fmt: skip
 
     return distil(
         settings, task, Frozen(target.params, kept, start), target, data,
@@ -221,7 +208,7 @@ def run(
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": repr(config)},
         drafter=drafter,
-        weights_of=lambda params: (target.params, params.replace(draft_to_target=kept)),
+        weights_of=lambda params: (target.params, finished(params)),
     )  # fmt: skip
 
 

@@ -30,9 +30,11 @@ from training.distilling import (
     distil,
     mask_token,
     open_target,
+    with_defaults,
 )
-from training.draft import DraftRecipe, DraftTask, FrozenTeacher
+from training.draft import DraftRecipe, DraftTask
 from training.parallel_draft import ParallelDraftTask
+from training.task import Frozen
 from training.trainer import TrainerSettings, bad_option
 
 _TRAINER = TrainerSettings(
@@ -140,13 +142,12 @@ def run(
         target.tokenizer.save_pretrained(directory)
 
     return distil(
-        settings, task, FrozenTeacher(target.params, start), target, data,
+        settings, task, Frozen(target.params, start), target, data,
         module="training.distill_draft", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"draft": repr(config)}
         | (dataclasses.asdict(settings.parallel) if settings.parallel.parallel else {}),
         drafter=drafter,
-        weights_of=lambda params: (target.params, params),
     )  # fmt: skip
 
 
@@ -159,13 +160,7 @@ def _mask(settings: Settings, data: Data, config: DecoderConfig, raw: dict) -> i
 
 def settings_of(parallel: bool) -> type[Settings]:
     """``Settings`` with the published defaults."""
-    if not parallel:
-        return Settings
-    parts = [(name, type(value), value) for name, value in _PARALLEL.items()]
-    return dataclasses.make_dataclass(
-        "Settings", parts, bases=(Settings,), frozen=True, kw_only=True,
-        namespace={"__doc__": Settings.__doc__},
-    )  # fmt: skip
+    return with_defaults(Settings, **_PARALLEL) if parallel else Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,13 +31,15 @@ from training.distilling import (
     ParallelSettings,
     asks_for_parallel,
     distil,
+    export_of,
     frequent_tokens,
     mask_token,
     open_target,
     variant_of,
+    with_defaults,
 )
 from training.eagle import PUBLISHED, VARIANTS, EagleTask, Frozen, Recipe, teach
-from training.export import EagleFormat, check, save
+from training.export import EagleFormat
 from training.features import cached
 from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.trainer import TrainerSettings, bad_option
@@ -161,15 +163,10 @@ _PARALLEL_TRAINER = dataclasses.replace(
 def settings_of(variant: str, parallel: bool = False) -> type[Settings]:
     """``Settings`` with the variant's published defaults."""
     at_once = parallel and variant == "eagle3"
-    parts = [
-        ("recipe", Recipe, PARALLEL if at_once else PUBLISHED[variant]),
-        ("trainer", TrainerSettings, _PARALLEL_TRAINER if at_once else _TRAINERS[variant]),
-        ("parallel", ParallelSettings, ParallelSettings(parallel=parallel)),
-        ("variant", Literal[VARIANTS], variant),
-    ]
-    return dataclasses.make_dataclass(
-        "Settings", parts, bases=(Settings,), frozen=True, kw_only=True,
-        namespace={"__doc__": Settings.__doc__},
+    return with_defaults(
+        Settings, recipe=PARALLEL if at_once else PUBLISHED[variant],
+        trainer=_PARALLEL_TRAINER if at_once else _TRAINERS[variant],
+        parallel=ParallelSettings(parallel=parallel), variant=variant,
     )  # fmt: skip
 
 
@@ -211,7 +208,6 @@ def run(
       stop_after: most steps of this call.
     """
     target, data = open_target(settings)
-    name = settings.target_name or settings.target
     if settings.head.head:
         config, start = _given_head(settings, target)
         kept = start.draft_to_target
@@ -221,7 +217,8 @@ def run(
             mask = mask_token(settings.parallel.mask_token, data, sizes.vocab_size)
         config, start = head_config(settings.head, settings.variant, sizes, mask), None
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
-    check(config, target.config, settings.format, name)
+    finished = lambda params: params.replace(draft_to_target=kept)
+    export = export_of(settings, target, config, settings.format, finished)
     task = EagleTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.head.start,
         settings.trainer.remat,
@@ -234,13 +231,6 @@ def run(
     if settings.feature_cache:
         data = _with_features(settings, task, frozen, data)
 
-    def export(params: EagleParams, directory: Path) -> None:
-        save(
-            directory, config, params.replace(draft_to_target=kept), target.config,
-            settings.format, target_name=name, embedding=target.params.embedding,
-            dtype=settings.export_dtype,
-        )  # fmt: skip
-
     return distil(
         settings, task, frozen, target, data,
         module="training.distill_eagle", argv=argv, export=export, stop_after=stop_after,
@@ -248,7 +238,7 @@ def run(
         | {"variant": settings.variant, "head": repr(config), "start": settings.head.start}
         | slots,
         drafter=kind(config, target.target, num_speculative_tokens=depth),
-        weights_of=lambda params: (target.params, params.replace(draft_to_target=kept)),
+        weights_of=lambda params: (target.params, finished(params)),
     )  # fmt: skip
 
 

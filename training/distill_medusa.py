@@ -17,8 +17,14 @@ from jspec.drafters import Medusa
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.medusa import MedusaConfig
 from training import trainer
-from training.distilling import DistillSettings, distil, frequent_tokens, open_target
-from training.export import MedusaFormat, check, save
+from training.distilling import (
+    DistillSettings,
+    distil,
+    export_of,
+    frequent_tokens,
+    open_target,
+)
+from training.export import MedusaFormat
 from training.medusa import FrozenTarget, JointParams, MedusaRecipe, MedusaTask
 from training.trainer import TrainerSettings, bad_option
 
@@ -119,8 +125,8 @@ def run(
     else:
         config, heads = heads_config(settings.head, target.config), None
         kept = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
-    name = settings.target_name or settings.target
-    check(config, target.config, settings.format, name)
+    finished = lambda params: params.heads.replace(draft_to_target=kept)
+    write = export_of(settings, target, config, settings.format, finished)
     task = MedusaTask(
         config,
         target.config,
@@ -131,11 +137,7 @@ def run(
     )
 
     def export(params: JointParams, directory: Path) -> None:
-        where = directory / "heads" if settings.joint else directory
-        save(
-            where, config, params.heads.replace(draft_to_target=kept), target.config,
-            settings.format, target_name=name, embedding=None, dtype=settings.export_dtype,
-        )  # fmt: skip
+        write(params, directory / "heads" if settings.joint else directory)
         if settings.joint:
             checkpoint.save_pretrained(
                 directory / "target", target.config, params.target, target.raw_config,
@@ -152,7 +154,7 @@ def run(
         drafter=Medusa(config, target.target, num_speculative_tokens=depth),
         weights_of=lambda params: (
             target.params if params.target is None else trainer.gather(params.target),
-            params.heads.replace(draft_to_target=kept),
+            finished(params),
         ),
     )  # fmt: skip
 

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec import loading
+from jspec.head_formats import HeadConfig
 from jspec.loading import LoadedModel
 from jspec.types import Array, Drafter
 from training import trainer
@@ -17,9 +18,13 @@ from training.acceptance import AcceptanceSettings, acceptance_meter
 from training.data.loader import batches, held_out
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings, open_data
+from training.export import check, save
+from training.objective import head_of
 from training.slots import SlotRecipe
 from training.task import Task
 from training.trainer import TrainerSettings, bad_option
+
+Kind = TypeVar("Kind")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,16 @@ def variant_of(argv: Sequence[str], variants: Sequence[str], default: str) -> st
     return default
 
 
+def with_defaults(kind: type[Kind], **values: Any) -> type[Kind]:
+    """The dataclass ``kind`` of options with other defaults for some of its fields."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    parts = [(name, types[name], value) for name, value in values.items()]
+    return dataclasses.make_dataclass(
+        kind.__name__, parts, bases=(kind,), frozen=True, kw_only=True,
+        namespace={"__doc__": kind.__doc__},
+    )  # fmt: skip
+
+
 def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
     """The target and its data.
 
@@ -160,6 +175,38 @@ def frequent_tokens(data: Data, count: int, vocab_size: int) -> Array | None:
     return jnp.asarray(np.sort(likeliest), jnp.int32)
 
 
+def export_of(
+    settings: DistillSettings,
+    target: LoadedModel,
+    config: HeadConfig,
+    format: str | None = None,
+    finished: Callable[[Any], Any] = lambda params: params,
+) -> Callable[[Any, Path], None]:
+    """The ``export`` of a run that trains a draft head.
+
+    Args:
+      settings: of the run.
+      target: the model that it drafts for.
+      config: sizes of the head.
+      format: as in ``training.export``; None for the most widely read one.
+      finished: from trained weights to those of the head.
+
+    Raises:
+      ValueError: the format cannot express the head.
+    """
+    name = settings.target_name or settings.target
+    check(config, target.config, format, name)
+
+    def export(params: Any, directory: Path) -> None:
+        save(
+            directory, config, finished(params), target.config, format, target_name=name,
+            embedding=target.params.embedding, output=head_of(target.params),
+            dtype=settings.export_dtype,
+        )  # fmt: skip
+
+    return export
+
+
 def distil(
     settings: DistillSettings,
     task: Task,
@@ -171,8 +218,8 @@ def distil(
     argv: Sequence[str],
     identity: Mapping[str, Any],
     drafter: Drafter,
-    weights_of: Callable[[Any], tuple[Any, Any]],
     export: Callable[[Any, Path], None],
+    weights_of: Callable[[Any], tuple[Any, Any]] | None = None,
     stop_after: int | None = None,
 ) -> trainer.Result:
     """Trains to the end or to a signal, measures acceptance on the way, exports a finished run.
@@ -187,13 +234,15 @@ def distil(
       argv: words of the command line, for the provenance.
       identity: options of the script that a resumed run must share.
       drafter: how acceptance is measured.
-      weights_of: from trained weights to those of target and drafter.
       export: writes the best weights, on the host, into a folder; called by one process.
+      weights_of: from trained weights to those of target and drafter; None where they are the
+        drafter's.
       stop_after: most steps of this call.
     """
     measure = None
     if settings.measures:
         meter = acceptance_meter(settings.acceptance, target.target, drafter, data.held_out)
+        weights_of = weights_of or (lambda params: (target.params, params))
         measure = lambda params: meter(*weights_of(params))
     described = {"data": data.description}
     with trainer.progress(settings.trainer.steps) as bar:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jspec import kv, topology
 from jspec.models import decoder
@@ -19,6 +18,7 @@ from training.batches import Batch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName, overlap_of
 from training.objective import head_of, mean_by_chunks, packed_states, take
+from training.task import Frozen
 from training.trainer.settings import bad_option
 
 
@@ -56,14 +56,6 @@ class DraftRecipe:
             raise bad_option("on_policy_temperature", self.on_policy_temperature, remedy)
 
 
-@struct.dataclass
-class FrozenTeacher:
-    """What is not trained: the target's weights, and those that the draft model starts from."""
-
-    target: DecoderParams
-    start: DecoderParams
-
-
 @dataclasses.dataclass(frozen=True)
 class DraftTask:
     """A draft model in training: a ``training.task.Task``.
@@ -82,12 +74,12 @@ class DraftTask:
     compute: str = "bfloat16"
     remat: bool = False
 
-    def init(self, key: Array, frozen: FrozenTeacher) -> DecoderParams:
+    def init(self, key: Array, frozen: Frozen) -> DecoderParams:
         """The weights to start from."""
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32), frozen.start)
 
     def loss(
-        self, params: DecoderParams, frozen: FrozenTeacher, batch: Batch, key: Array
+        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array
     ) -> tuple[Array, dict[str, Array]]:
         """See ``Task``. Metrics: ``loss``; and over the rows that count ``next_token_loss`` of the
         text, ``kl``, and ``accepted``, the chance that a drafted token is."""

@@ -64,7 +64,7 @@ def save(
     config: HeadConfig,
     params: object,
     target: DecoderConfig,
-    format: EagleFormat | MedusaFormat | DFlashFormat | OtherFormat,
+    format: str | None,
     *,
     target_name: str,
     embedding: Array | None,
@@ -78,7 +78,7 @@ def save(
       config: sizes of the head.
       params: its weights.
       target: sizes of the target.
-      format: as in ``Settings``.
+      format: as in ``Settings``; None for the most widely read one.
       target_name: what the files call the target.
       embedding: the target's [V, D]: ``sglang`` and both ``speculators`` files hold it.
       output: the target's [D, V]: ``dflash-speculators`` files hold it.
@@ -93,7 +93,7 @@ def save(
     )  # fmt: skip
 
 
-def check(config: HeadConfig, target: DecoderConfig, format: str, target_name: str) -> None:
+def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_name: str) -> None:
     """Refuses what ``save`` would refuse, before there are weights.
 
     Raises:
@@ -107,12 +107,14 @@ def check(config: HeadConfig, target: DecoderConfig, format: str, target_name: s
     head_files.describe_head(config, target, layout=layout, target_name=target_name)
 
 
-def layout_of(format: str, config: HeadConfig) -> str:
-    """The name that ``head_files`` has for a format.
+def layout_of(format: str | None, config: HeadConfig) -> str | None:
+    """The name that ``head_files`` has for a format; None, as there, for the most widely read.
 
     Raises:
       ValueError: heads of this kind have no such format.
     """
+    if format is None:
+        return None
     eagle = isinstance(config, EagleConfig)
     known = EagleFormat.__args__ if eagle else sorted(FORMATS[type(config)].layouts)
     if format not in known:

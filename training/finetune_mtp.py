@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from jspec import head_files, loading, stitching
+from jspec import loading, stitching
 from jspec.drafters import Mtp
 from jspec.loading import LoadedModel
 from jspec.models.heads import mtp_format
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from training import trainer
-from training.distilling import DistillSettings, distil, open_target
-from training.mtp import Frozen, MtpRecipe, MtpTask
+from training.distilling import DistillSettings, distil, export_of, open_target
+from training.mtp import MtpRecipe, MtpTask
+from training.task import Frozen
 from training.trainer import TrainerSettings, bad_option
 
 # Rates as for other heads; published recipes say them for far larger batches.
@@ -108,7 +109,7 @@ def run(
     """
     target, data = open_target(settings)
     config, start = modules_of(settings.head, target)
-    head_files.describe_head(config, target.config)  # raises what saving would
+    write = export_of(settings, target, config)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
     task = MtpTask(
         config, target.config, settings.recipe, settings.trainer.compute, fresh,
@@ -116,10 +117,11 @@ def run(
     )  # fmt: skip
 
     def export(params: MtpParams, directory: Path) -> None:
-        dtype = settings.export_dtype
-        head_files.save_head(directory, config, params, target.config, dtype=dtype)
+        write(params, directory)
         if settings.stitch:
-            stitching.stitch(directory / "target", target.path, config, params, dtype=dtype)
+            stitching.stitch(
+                directory / "target", target.path, config, params, dtype=settings.export_dtype
+            )
 
     depth = settings.acceptance.num_speculative_tokens
     return distil(
@@ -128,7 +130,6 @@ def run(
         identity=dataclasses.asdict(settings.recipe)
         | {"modules": repr(config), "fresh": fresh if start is None else settings.head.modules},
         drafter=Mtp(config, target.target, num_speculative_tokens=depth),
-        weights_of=lambda params: (target.params, params),
     )  # fmt: skip
 
 

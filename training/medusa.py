@@ -4,7 +4,7 @@ Head i reads the target's last hidden state h_j, after its norm, and guesses t_{
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from jspec.types import Array
 from training import ahead
 from training.batches import Batch
 from training.linear import LINEARS
-from training.losses import LOSSES, LossName
-from training.objective import head_of, mean_by_chunks, packed_states, places, take
+from training.objective import head_of, mean_by_chunks, packed_states, take
 from training.trainer.settings import bad_option
 
 
@@ -36,14 +35,12 @@ class MedusaRecipe:
       ValueError: a value is out of range.
     """
 
-    medusa_loss: LossName | Literal["labels"] = "labels"
+    medusa_loss: ahead.GuessLoss = "labels"
     head_decay: float = 0.8
     heads_weight: float = 0.2
 
     def __post_init__(self):
-        if self.medusa_loss not in ("labels", *LOSSES):
-            known = ", ".join(("labels", *LOSSES))
-            raise bad_option("medusa_loss", self.medusa_loss, f"choose one of {known}")
+        ahead.check_loss("medusa_loss", self.medusa_loss)
         for name in ("head_decay", "heads_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise bad_option(name, getattr(self, name), "it must be at least 0")
@@ -125,32 +122,13 @@ class MedusaTask:
     def _heads(
         self, heads: MedusaParams, frozen: FrozenTarget, batch: Batch, normed: Array, truth: Array
     ) -> dict[str, Array]:
-        linear, loss = LINEARS[self.compute], self.recipe.medusa_loss
+        linear = LINEARS[self.compute]
         given = normed[:, :-1].astype(jnp.float32)
-        x = ahead.align([medusa.stream(blocks, given, linear) for blocks in heads.blocks])
-        output, kept = head_of(frozen.target), frozen.draft_to_target
-
-        def logits_of(x: Array, outputs: tuple[Array, ...]) -> Array:
-            matrices = outputs or (output,)
-            guesses = [
-                linear(x[:, :, i], matrices[i % len(matrices)]) for i in range(self.heads.num_heads)
-            ]
-            return jnp.stack(guesses, 2)
-
-        def values(log_p: Array, log_q: Array, beside: ahead.Beside) -> Array:
-            if loss != "labels":
-                return LOSSES[loss](log_p, log_q)
-            place, known = places(beside.labels, kept)
-            place = jnp.broadcast_to(place[:, :, None], log_q.shape[:-1])
-            return -take(log_q, place) * known[:, :, None]
-
-        weights = ahead.row_weights(batch, self.heads.num_heads, self.recipe.head_decay)
-        if loss == "labels":
-            weights = weights * ahead.has_label(batch)[..., None]
-        return ahead.judge(
-            x, heads.outputs, logits_of,
-            law=lambda normed: ahead.target_law(linear(normed, output), kept, loss),
-            values=values, normed=truth, batch=batch, weights=weights,
+        return ahead.teach(
+            ahead.align([medusa.stream(blocks, given, linear) for blocks in heads.blocks]),
+            heads.outputs, loss=self.recipe.medusa_loss, decay=self.recipe.head_decay,
+            linear=linear, target_output=head_of(frozen.target), normed=truth, batch=batch,
+            kept=frozen.draft_to_target,
         )  # fmt: skip
 
     def _next_token(self, params: DecoderParams, normed: Array, batch: Batch) -> Array:

@@ -14,9 +14,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from jspec.types import Array
@@ -24,8 +23,8 @@ from training import ahead
 from training.attention import causal
 from training.batches import Batch
 from training.linear import LINEARS
-from training.losses import LOSSES, LossName
-from training.objective import head_of, packed_states, take
+from training.objective import feature_scale, head_of, packed_states
+from training.task import Frozen
 from training.trainer.settings import bad_option
 
 
@@ -47,7 +46,7 @@ class MtpRecipe:
 
     unroll: int = 3
     step_decay: float = 0.6
-    mtp_loss: LossName | Literal["labels"] = "labels"
+    mtp_loss: ahead.GuessLoss = "labels"
     loss_factor: float = 1.0
     through_steps: bool = True
 
@@ -58,22 +57,7 @@ class MtpRecipe:
             raise bad_option("step_decay", self.step_decay, "it must be at least 0")
         if not 0 < self.loss_factor < float("inf"):
             raise bad_option("loss_factor", self.loss_factor, "it must be above 0")
-        if self.mtp_loss not in ("labels", *LOSSES):
-            known = ", ".join(("labels", *LOSSES))
-            raise bad_option("mtp_loss", self.mtp_loss, f"choose one of {known}")
-
-
-@struct.dataclass
-class Frozen:
-    """What is not trained.
-
-    Attributes:
-      target: the target's weights.
-      start: modules to start from, or None for fresh ones.
-    """
-
-    target: DecoderParams
-    start: MtpParams | None = None
+        ahead.check_loss("mtp_loss", self.mtp_loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +105,15 @@ class MtpTask:
         del key
         _, normed = packed_states(frozen.target, self.target, batch, self.compute)
         normed = jax.lax.stop_gradient(normed)
-        outputs = _unroll(self, params, frozen, batch, normed)
-        return _judge(self, frozen, batch, normed, outputs)
+        recipe, outputs = self.recipe, _unroll(self, params, frozen, batch, normed)
+        means = ahead.teach(
+            ahead.align(outputs), (), loss=recipe.mtp_loss, decay=recipe.step_decay,
+            linear=LINEARS[self.compute], target_output=head_of(frozen.target), normed=normed,
+            batch=batch,
+        )  # fmt: skip
+        whole = sum(recipe.step_decay**step for step in range(recipe.unroll))
+        loss = recipe.loss_factor / whole * means["loss"]
+        return loss, means | {"loss": loss}
 
 
 def early_exit(params: MtpParams, config: MtpConfig, frozen: Frozen) -> MtpParams:
@@ -132,8 +123,7 @@ def early_exit(params: MtpParams, config: MtpConfig, frozen: Frozen) -> MtpParam
     """
     size = config.hidden_size
     rows = slice(0, size) if config.hidden_first else slice(size, 2 * size)
-    # A feature leaves the target's norm about as large as the norm's weights are.
-    scale = jnp.sqrt(jnp.mean(frozen.target.norm.astype(jnp.float32) ** 2))
+    scale = feature_scale(frozen.target)
     modules = tuple(
         module.replace(
             projection=module.projection.at[rows].add(jnp.eye(size)),
@@ -182,27 +172,3 @@ def _unroll(
         if not task.recipe.through_steps:
             features = jax.lax.stop_gradient(features)
     return outputs
-
-
-def _judge(
-    task: MtpTask, frozen: Frozen, batch: Batch, normed: Array, outputs: list[Array]
-) -> tuple[Array, dict[str, Array]]:
-    """Loss and metrics of the outputs of all steps."""
-    recipe, linear, output = task.recipe, LINEARS[task.compute], head_of(frozen.target)
-    share = recipe.loss_factor / sum(recipe.step_decay**step for step in range(recipe.unroll))
-
-    def values(log_p: Array, log_q: Array, beside: ahead.Beside) -> Array:
-        if recipe.mtp_loss != "labels":
-            return share * LOSSES[recipe.mtp_loss](log_p, log_q)
-        labels = jnp.broadcast_to(beside.labels[:, :, None], log_q.shape[:-1])
-        return -share * take(log_q, labels)
-
-    weights = ahead.row_weights(batch, recipe.unroll, recipe.step_decay)
-    if recipe.mtp_loss == "labels":
-        weights = weights * ahead.has_label(batch)[..., None]
-    means = ahead.judge(
-        ahead.align(outputs), {}, lambda x, _: linear(x, output),
-        law=lambda normed: ahead.target_law(linear(normed, output), None, recipe.mtp_loss),
-        values=values, normed=normed, batch=batch, weights=weights,
-    )  # fmt: skip
-    return means["loss"], means

@@ -58,6 +58,11 @@ def head_of(params: DecoderParams) -> Array:
     return params.embedding.T if params.head is None else params.head
 
 
+def feature_scale(params: DecoderParams) -> Array:
+    """How large the target's features are, []: about as large as the weights of its last norm."""
+    return jnp.sqrt(jnp.mean(params.norm.astype(jnp.float32) ** 2))
+
+
 def next_token_loss(
     params: DecoderParams, config: DecoderConfig, windows: Array, compute: str, remat: bool = False
 ) -> tuple[Array, dict[str, Array]]:

@@ -14,11 +14,12 @@ from jspec.models.decoder import DecoderParams
 from jspec.types import Array
 from training import guesses
 from training.batches import Batch
-from training.draft import DraftTask, FrozenTeacher
+from training.draft import DraftTask
 from training.linear import LINEARS
 from training.losses import LOSSES
 from training.objective import head_of, packed_states, take
 from training.slots import SlotRecipe, Slots, attend_to, choose
+from training.task import Frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ParallelDraftTask(DraftTask):
         self.slots.check_windows(self.draft.windows)
 
     def loss(
-        self, params: DecoderParams, frozen: FrozenTeacher, batch: Batch, key: Array
+        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array
     ) -> tuple[Array, dict[str, Array]]:
         """See ``Task``. Metrics: ``loss``; and over the guesses that count ``next_token_loss`` of
         the text, ``kl``, and ``accepted_k``, the chance that a guess at depth k is."""

@@ -2,6 +2,9 @@
 
 from typing import Any, Protocol
 
+from flax import struct
+
+from jspec.models.decoder import DecoderParams
 from jspec.types import Array
 from training.batches import Batch
 
@@ -24,3 +27,16 @@ class Task(Protocol):
           batch: windows.
           key: of this step's noise; the same step of a resumed run gets the same key.
         """
+
+
+@struct.dataclass
+class Frozen:
+    """What is not trained, for tasks that need no more.
+
+    Attributes:
+      target: the target's weights.
+      start: what training starts from, or None for fresh weights.
+    """
+
+    target: DecoderParams
+    start: Any = None

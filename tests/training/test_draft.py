@@ -10,8 +10,9 @@ from jspec import topology
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from training.batches import Batch
-from training.draft import DraftRecipe, DraftTask, FrozenTeacher, sample_continuations
+from training.draft import DraftRecipe, DraftTask, sample_continuations
 from training.losses import LOSSES
+from training.task import Frozen
 
 
 def sizes(vocab_size, layers):
@@ -32,7 +33,7 @@ def loud(key, config):
 
 @pytest.fixture(scope="module")
 def weights():
-    return FrozenTeacher(loud(0, TARGET), loud(1, DRAFT))
+    return Frozen(loud(0, TARGET), loud(1, DRAFT))
 
 
 @pytest.fixture(scope="module")

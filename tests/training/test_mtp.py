@@ -12,33 +12,24 @@ from jspec.models.mla import MlaConfig
 from jspec.models.moe import MoeConfig
 from tests import tiny
 from tests.drafters import heads, mtps
+from tests.training import texts
 from training import distill_eagle
-from training.batches import Batch
-from training.mtp import Frozen, MtpRecipe, MtpTask, early_exit
+from training.mtp import MtpRecipe, MtpTask, early_exit
+from training.task import Frozen
 
 TARGET = tiny.TARGET.config
-FIRST, SECOND, STEPS, DECAY = 9, 6, 3, 0.6
+STEPS, DECAY = 3, 0.6
 SIZES = {
     "num_hidden_layers": TARGET.num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
     "hidden_size": 32, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 
-def packed():
-    """A window of two texts and padding, some of whose tokens do not count."""
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, tiny.VOCAB, (1, FIRST + SECOND + 2)).astype(np.int32)
-    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
-    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
-    return Batch(tokens, row[None], weights.astype(np.float32))
-
-
 def expected(head, batch, factor):
     """The weighed cross-entropies of every guess, each computed as the head drafts it alone."""
     torch = pytest.importorskip("torch")
     total = 0.0
-    for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
-        tokens, weights = batch.tokens[0, start:end], batch.weights[0, start:end]
+    for tokens, weights in texts.alone(batch):
         features, _ = heads.hidden_states(tokens[None], (TARGET.num_layers,))
         features = torch.tensor(np.asarray(features[0][0]))
         for row in range(len(tokens)):
@@ -68,7 +59,7 @@ def test_the_loss_is_that_of_drafts_by_plain_torch(name, tmp_path):
         mimo=mimo, normed=True,
     )  # fmt: skip
     recipe = MtpRecipe(unroll=STEPS, step_decay=DECAY, loss_factor=0.1)
-    task, batch = MtpTask(config, TARGET, recipe, "float32"), packed()
+    task, batch = MtpTask(config, TARGET, recipe, "float32"), texts.packed()
     loss, metrics = jax.jit(task.loss)(params, Frozen(target), batch, jax.random.key(0))
     np.testing.assert_allclose(loss, expected(head, batch, 0.1), rtol=1e-4)
     assert {f"accepted_{step}" for step in range(STEPS)} <= set(metrics)

@@ -37,6 +37,8 @@ PARAMS = {
     "layers": ({"up": jnp.full((4, 4), 2.0)}, {"up": jnp.full((4, 4), 2.0)}),
     "norm": jnp.full((4,), 2.0),
     "head": jnp.full((4, 4), 2.0),
+    "joint": {"heads": ({"up": jnp.full((4, 4), 2.0)},)},
+    "speculator": {"embeddings": (jnp.full((4, 4), 2.0),), "heads": (jnp.full((4, 4), 2.0),)},
 }
 
 
@@ -49,9 +51,10 @@ def updated(grads, **options):
 def test_only_the_blocks_matrices_decay(name):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates = updated(zeros, optimizer=name, weight_decay=0.1)
-    for inner in updates["layers"]:
+    for inner in (*updates["layers"], *updates["joint"]["heads"]):
         np.testing.assert_allclose(inner["up"], -0.5 * 0.1 * 2.0, rtol=1e-5)
-    assert all(not updates[name].any() for name in ("embedding", "norm", "head"))
+    outer = [updates[name] for name in ("embedding", "norm", "head", "speculator")]
+    assert not any(leaf.any() for leaf in jax.tree.leaves(outer))
 
 
 def test_adamw_takes_its_betas():

@@ -21,11 +21,12 @@ from tests.drafters import heads, peagle, rounds
 from training import slots
 from training.attention import anchored, causal
 from training.batches import Batch
-from training.draft import DraftRecipe, FrozenTeacher
+from training.draft import DraftRecipe
 from training.eagle import Frozen
 from training.parallel_draft import ParallelDraftTask
 from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.slots import SlotRecipe
+from training.task import Frozen as FrozenTeacher
 
 host = importlib.import_module("jspec.generate")
 

@@ -59,11 +59,12 @@ def make_optimizer(settings: TrainerSettings) -> optax.GradientTransformation:
 
 def _hidden_matrices(params):
     """True for the matrices that neither take tokens in nor give them out."""
-    outer = ("embedding", "head", "outputs")  # as jspec's networks name those
+    outer = ("embedding", "embeddings", "head", "heads", "outputs")  # as jspec's networks name them
 
     def inner(path, leaf) -> bool:
-        named = {getattr(key, "name", getattr(key, "key", None)) for key in path}
-        return jnp.ndim(leaf) == 2 and not named & set(outer)
+        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        name = next((name for name in reversed(names) if name), None)  # past places in tuples
+        return jnp.ndim(leaf) == 2 and name not in outer
 
     return jax.tree_util.tree_map_with_path(inner, params)
 

@@ -1,0 +1,115 @@
+"""The loss of MLP speculators and Hydra heads, against the plain torch that drafts are held to."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.models.heads import hydra
+from jspec.models.moe import MoeConfig
+from tests import tiny
+from tests.drafters import heads, hydras, speculators
+from tests.drafters.test_hydra import reference_of as hydra_in_torch
+from tests.drafters.test_mlp_speculator import reference_of as speculator_in_torch
+from tests.training import texts
+from training.stages import StagesRecipe, StagesTask
+from training.task import Frozen
+
+TARGET, DECAY = tiny.TARGET.config, 0.7
+
+
+def log_softmax(x):
+    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
+
+
+def from_text(log_p, log_q, label):
+    return 0.0 if label is None else -log_q[label]
+
+
+def from_law(log_p, log_q, label):
+    return -np.log(np.exp(np.minimum(log_p, log_q)).sum())
+
+
+def expected(draft_logits, config, stages, batch, value):
+    """The weighed losses of every guess, each computed as the head drafts it alone."""
+    total = 0.0
+    for tokens, weights in texts.alone(batch):
+        (features,), logits = heads.hidden_states(tokens[None], config.capture_layers)
+        laws = log_softmax(np.asarray(logits[0], np.float64))
+        for row in range(len(tokens) - 1):
+            given = tokens[row + 1 : row + 1 + stages].tolist()
+            guesses = draft_logits(np.array(features[0][: row + 1]), given)
+            for stage, log_q in enumerate(log_softmax(guesses.astype(np.float64))):
+                at = row + 1 + stage  # the row of the target that computed the guessed token's law
+                learned = at + 1 < len(tokens) and weights[at + 1] > 0
+                label = tokens[at + 1] if learned else None
+                total += weights[at] * DECAY**stage * value(laws[at], log_q, label)
+    return total / (batch.tokens.shape[1] - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "remat"),
+    [
+        ("mlp deep", "labels", False),
+        ("prefix", "overlap", True),
+        ("tied scaled", "labels", False),
+        ("lstm", "overlap", True),
+        pytest.param("prefix deep", "labels", False, marks=pytest.mark.slow),
+        pytest.param("untied", "overlap", True, marks=pytest.mark.slow),
+        pytest.param("lstm untied", "labels", False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_is_that_of_drafts_by_plain_torch(name, loss, remat, tmp_path):
+    torch = pytest.importorskip("torch")
+    grounded = name in hydras.CONFIGS
+    known, build = (hydras, hydra_in_torch) if grounded else (speculators, speculator_in_torch)
+    config, params, batch = known.CONFIGS[name], known.random_params(name), texts.packed()
+    reference = build(name, params, tmp_path)
+
+    def draft_logits(features, given):
+        read = torch.tensor(features if grounded else features[-1])
+        return reference.draft_logits(read, given).numpy()
+
+    recipe = StagesRecipe(loss=loss, stage_decay=DECAY)
+    task = StagesTask(config, TARGET, recipe, "float32", remat)
+    frozen = Frozen(tiny.params().target)
+    compute = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
+    (got, metrics), grads = compute(params, frozen, batch, jax.random.key(0))
+    stages = config.num_heads if grounded else config.n_predict
+    value = from_text if loss == "labels" else from_law
+    want = expected(draft_logits, config, stages, batch, value)
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    assert {f"accepted_{stage}" for stage in range(stages)} <= set(metrics)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+
+
+def test_fresh_hydra_heads_say_what_the_target_says_whatever_was_drafted():
+    config, frozen = hydras.CONFIGS["mlp"], Frozen(tiny.params().target)
+    params = StagesTask(config, TARGET, StagesRecipe()).init(jax.random.key(0), frozen)
+    hidden, first, second = jax.random.normal(jax.random.key(1), (3, 4, hydras.WIDTH))
+    own = tiny.TARGET.unembed(frozen.target, hidden, norm=False)
+    state, said = hydra.advance(params, config, hidden, first, 0)
+    _, then = hydra.advance(params, config, state, second, 1)
+    for logits in (said, then):
+        np.testing.assert_allclose(logits, own, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["prefix", "lstm"])
+def test_training_starts_from_given_weights(name):
+    known = hydras if name in hydras.CONFIGS else speculators
+    task = StagesTask(known.CONFIGS[name], TARGET, StagesRecipe())
+    given = known.random_params(name)
+    start = task.init(jax.random.key(0), Frozen(tiny.params().target, given))
+    assert jax.tree.all(jax.tree.map(np.array_equal, start, given))
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ValueError, match="--loss 'mse' does not work; choose one of labels"):
+        StagesRecipe(loss="mse")
+    with pytest.raises(ValueError, match="--stage-decay -1"):
+        StagesRecipe(stage_decay=-1)
+    config = hydras.CONFIGS["prefix"]
+    experts = dataclasses.replace(config.network, moe=MoeConfig(4, 2, 8, 8))
+    with pytest.raises(ValueError, match=r"experts here, .*--variant hydra"):
+        StagesTask(dataclasses.replace(config, network=experts), TARGET, StagesRecipe())

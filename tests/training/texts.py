@@ -1,0 +1,25 @@
+"""A window of two texts for the tiny target, and the texts alone."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tests import tiny
+from training.batches import Batch
+
+FIRST, SECOND = 9, 6
+
+
+def packed() -> Batch:
+    """A window of two texts and padding, some of whose tokens do not count."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, tiny.VOCAB, (1, FIRST + SECOND + 2)).astype(np.int32)
+    row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
+    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
+    return Batch(tokens, row[None], weights.astype(np.float32))
+
+
+def alone(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and weights of each text."""
+    for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
+        yield batch.tokens[0, start:end], batch.weights[0, start:end]
