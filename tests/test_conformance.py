@@ -99,9 +99,10 @@ def _dflash():
 
 
 def _mtp():
-    """One module that hands on what its norm gives, or what its block does, and two of either."""
+    """One module that hands on what its norm gives, or what its block does, two of either, and
+    Qwen3-Next's."""
     names = {"chain": "one", "greedy chain": "two raw", "eagle2": "raw", "sampled": "two",
-             "top plus one": "one", "paths": "raw"}  # fmt: skip
+             "top plus one": "gated", "paths": "raw"}  # fmt: skip
     two = {"greedy chain": dict(num_speculative_tokens=2, draft_sample_method="greedy"),
            "sampled": dict(num_speculative_tokens=2, tree="sampled", tree_size=7)}  # fmt: skip
     return {
