@@ -9,10 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import LLM, SamplingParams, checkpoint
+from jspec import LLM, SamplingParams, checkpoint, head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import distill_dflash, distill_draft, distill_eagle, distill_medusa, finetune_mtp
+from training import (
+    distill_dflash,
+    distill_draft,
+    distill_eagle,
+    distill_hydra,
+    distill_medusa,
+    distill_mlp_speculator,
+    finetune_mtp,
+)
 
 SIZES = DecoderConfig(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1,
@@ -200,6 +208,58 @@ def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, tar
         assert distill_dflash.main(again) == 0
 
 
+def held_out_losses(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["heldout_loss"] for line in lines if "heldout_loss" in line]
+
+
+HYDRA = ["--variant", "hydra++", "--num-heads", "2", "--head-layers", "3", "--loss", "overlap"]
+LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "method", "layout"),
+    [
+        (distill_hydra, HYDRA, "hydra", "hydra"),
+        (distill_mlp_speculator, LSTM, "mlp_speculator", "arctic-lstm"),
+        pytest.param(
+            distill_mlp_speculator, ["--variant", "arctic", "--no-scale-input"], "mlp_speculator",
+            "arctic-rnn", marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["hydra++", "arctic-lstm", "arctic"],
+)  # fmt: skip
+def test_heads_that_guess_one_after_another_are_trained(
+    script, more, method, layout, words, target, tmp_path
+):
+    assert script.main([*words, "--output", str(tmp_path), *more]) == 0
+    losses = held_out_losses(tmp_path)
+    assert losses[-1] < losses[0]
+    check_run(tmp_path, target, method)
+    assert head_files.load_head(tmp_path / "export", SIZES).layout == layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "option", "first", "other"),
+    [
+        (distill_hydra, "--heads", ["--num-heads", "2"], ["--variant", "hydra++"]),
+        (distill_mlp_speculator, "--head", ["--no-tie-weights"], ["--variant", "arctic-lstm"]),
+    ],
+    ids=["hydra", "ibm"],
+)
+def test_they_are_trained_on_from_their_files(
+    script, option, first, other, words, target, tmp_path
+):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert script.main([*words, "--output", str(one), *first]) == 0
+    again = [*words, "--output", str(two), option, str(one / "export")]
+    assert script.main([*again, *other]) == 2
+    assert script.main(again) == 0
+    assert held_out_losses(two)[-1] < held_out_losses(one)[-1]
+    check_run(two, target, "hydra" if script is distill_hydra else "mlp_speculator")
+
+
 @pytest.mark.parametrize(
     ("script", "more", "message"),
     [
@@ -240,6 +300,15 @@ def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, tar
         (distill_dflash, ["--draft-vocab-size", "20"], "take --format dflash-speculators"),
         (distill_dflash, ["--mask-token", "300"], "the target has 300 tokens"),
         (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
+        (distill_hydra, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
+        (distill_hydra, ["--heads", "x", "--head-layers", "2"], "--heads decides it"),
+        (distill_mlp_speculator, ["--n-predict", "1", "--no-tie-weights"],
+         "there are --n-predict 1 stages; take as many tokens or fewer"),
+        (distill_mlp_speculator, ["--n-predict", "1"], "one stage shares no weights"),
+        (distill_mlp_speculator, ["--no-tie-embeddings"], "only an LSTM"),
+        (distill_mlp_speculator, ["--variant", "arctic-lstm", "--no-tie-weights"],
+         "--tie-weights False does not work; the stages of an LSTM are always one"),
+        (distill_mlp_speculator, ["--head", "x", "--inner-dim", "8"], "--head decides it"),
         (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
          "no reduced vocabulary"),
     ],
