@@ -46,12 +46,12 @@ CASES = {
 }  # fmt: skip
 
 
-def tiny_model(name):
+def tiny_model(name, **more):
     """A random model in torch; no vector, the routers' biases included, is left as it begins."""
     family, settings = CASES[name]
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(
-        getattr(transformers, f"{family}Config")(**_SIZES | settings)
+        getattr(transformers, f"{family}Config")(**_SIZES | settings | more)
     ).eval()
     biases = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     with torch.no_grad():

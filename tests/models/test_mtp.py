@@ -1,5 +1,7 @@
-"""MTP modules of DeepSeek-V3 and GLM-4.5 against ``transformers``, from a target's own files."""
+"""MTP modules of DeepSeek-V3, GLM-4.5 and Qwen3-Next against ``transformers``, from a target's own
+files."""
 
+import copy
 import dataclasses
 import functools
 
@@ -22,6 +24,19 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 LENGTH = 21
 
 
+def by_expert(name, tensor):
+    """Tensors of experts one by one, as published files have them; others as they are."""
+    prefix, found, rest = name.partition("mlp.experts.")
+    if not found:
+        return {name: tensor.clone()}
+    names = ("gate", "up") if "gate_up" in rest else ("down",)
+    return {
+        f"{prefix}mlp.experts.{expert}.{part}_proj.weight": matrix.clone()
+        for expert, each in enumerate(tensor)
+        for part, matrix in zip(names, each.chunk(len(names)), strict=True)
+    }
+
+
 def tensors_of(model, count, first):
     """The modules' tensors under the names of published files."""
     tensors = {}
@@ -30,15 +45,7 @@ def tensors_of(model, count, first):
             continue
         _, module, rest = name.split(".", 2)
         rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-        prefix = f"model.layers.{first + int(module)}."
-        if rest.startswith("mlp.experts."):
-            for expert, each in enumerate(tensor):
-                parts = each.chunk(2) if "gate_up" in rest else (each,)
-                names = ("gate", "up") if "gate_up" in rest else ("down",)
-                for part, matrix in zip(names, parts, strict=True):
-                    tensors[f"{prefix}mlp.experts.{expert}.{part}_proj.weight"] = matrix.clone()
-        else:
-            tensors[prefix + rest] = tensor.clone()
+        tensors |= by_expert(f"model.layers.{first + int(module)}.{rest}", tensor)
     for module in range(count):
         tensors[f"model.layers.{first + module}.embed_tokens.weight"] = torch.zeros(96, 32)
     return tensors
@@ -96,5 +103,62 @@ def test_modules_guess_as_in_transformers(name, modules, tmp_path):
             hidden = hidden[:, :-1]
     embedded = decoder.embed(target, sizes, jnp.asarray(text[:, 1:]))
     found = drafted(head.params, config, target, embedded, jnp.asarray(features)[:, :-1])
+    for ours, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
+
+
+def qwen_modules(config, count):
+    """Modules of Qwen3-Next in torch, which transformers leaves out, as vLLM puts them together."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    attending = copy.deepcopy(config)
+    attending.layer_types = ["full_attention"] * count
+    norm = lambda: qwen.Qwen3NextRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    parts = torch.nn.ModuleDict({
+        "pre_fc_norm_embedding": norm(), "pre_fc_norm_hidden": norm(), "norm": norm(),
+        "fc": torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False),
+        "layers": torch.nn.ModuleList(
+            qwen.Qwen3NextDecoderLayer(attending, layer) for layer in range(count)
+        ),
+    })  # fmt: skip
+    with torch.no_grad():
+        for parameter in parts.parameters():
+            parameter.normal_(0, 0.2)
+    return parts.eval()
+
+
+def test_modules_of_a_qwen3_next_guess_as_its_blocks_do_where_it_is_not_supported_itself(tmp_path):
+    torch.set_num_threads(1)
+    modules, kinds = 2, ["linear_attention", "linear_attention", "full_attention"]
+    target = targets.tiny_model("qwen3-next", layer_types=kinds)
+    theirs = qwen_modules(target.config, modules)
+    target.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in theirs.state_dict().items():
+        tensors |= by_expert(f"mtp.{name}", tensor)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(ValueError, match="layer_types: 2 of 3 layers are linear_attention"):
+        checkpoint.load_pretrained(tmp_path)
+    head = head_files.load_head(tmp_path, None, kind="mtp")
+    assert (head.layout, head.config.n_predict) == ("qwen3_next", modules)
+    text = np.random.default_rng(1).integers(0, 96, (2, LENGTH))
+    with torch.no_grad():
+        features = target(torch.tensor(text), output_hidden_states=True).hidden_states[-1]
+        embedded = target.model.embed_tokens(torch.tensor(text[:, 1:]))
+        hidden, following, expected = features[:, :-1], embedded, []
+        for module in theirs["layers"]:
+            e, f = theirs["pre_fc_norm_embedding"](following), theirs["pre_fc_norm_hidden"](hidden)
+            x = theirs["fc"](torch.cat([e, f], -1))
+            places = torch.arange(x.shape[1])[None]
+            x = module(x, target.model.rotary_emb(x, places), position_ids=places)
+            x = theirs["norm"](x)
+            expected.append(target.lm_head(x).numpy())
+            hidden, following = x[:, :-1], following[:, 1:]
+    output = jnp.asarray(target.lm_head.weight.detach().numpy().T)
+    weights = decoder.DecoderParams(embedding=None, layers=(), norm=None, head=output)
+    found = drafted(
+        head.params, head.config, weights, jnp.asarray(embedded), jnp.asarray(features)[:, :-1]
+    )
     for ours, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
