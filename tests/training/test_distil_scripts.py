@@ -220,14 +220,14 @@ LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
 @pytest.mark.parametrize(
     ("script", "more", "method", "layout"),
     [
-        (distill_hydra, HYDRA, "hydra", "hydra"),
         (distill_mlp_speculator, LSTM, "mlp_speculator", "arctic-lstm"),
+        pytest.param(distill_hydra, HYDRA, "hydra", "hydra", marks=pytest.mark.slow),
         pytest.param(
             distill_mlp_speculator, ["--variant", "arctic", "--no-scale-input"], "mlp_speculator",
             "arctic-rnn", marks=pytest.mark.slow,
         ),
     ],
-    ids=["hydra++", "arctic-lstm", "arctic"],
+    ids=["arctic-lstm", "hydra++", "arctic"],
 )  # fmt: skip
 def test_heads_that_guess_one_after_another_are_trained(
     script, more, method, layout, words, target, tmp_path

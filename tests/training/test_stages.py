@@ -51,10 +51,10 @@ def expected(draft_logits, config, stages, batch, value):
 @pytest.mark.parametrize(
     ("name", "loss", "remat"),
     [
-        ("mlp deep", "labels", False),
         ("prefix", "overlap", True),
         ("tied scaled", "labels", False),
         ("lstm", "overlap", True),
+        pytest.param("mlp deep", "labels", False, marks=pytest.mark.slow),
         pytest.param("prefix deep", "labels", False, marks=pytest.mark.slow),
         pytest.param("untied", "overlap", True, marks=pytest.mark.slow),
         pytest.param("lstm untied", "labels", False, marks=pytest.mark.slow),
