@@ -69,4 +69,6 @@ def _told(drafter: Any, target: Replay) -> Any:
     if "parts" in names:
         parts = tuple(_told(part, target) for part in drafter.parts)
         return dataclasses.replace(drafter, parts=parts)
+    if "drafter" in names:  # of an adaptive length
+        return dataclasses.replace(drafter, drafter=_told(drafter.drafter, target))
     return dataclasses.replace(drafter, target=target) if "target" in names else drafter

@@ -172,7 +172,12 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys."""
+    """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
+
+    Some have more: ``Sharing``, ``jspec.backlog.Following``; ``rungs``, node counts worth a program
+    of their own in ``Plan.ladder``; ``backlog``, a setting of how many committed tokens a round
+    takes in at most, which a drafter that combines others raises.
+    """
 
     max_depth: int  # K
     tree_size: int  # N, root included
@@ -187,10 +192,11 @@ class Drafter(Protocol):
         self, params: Params, memory: Memory, tokens: Array, features: tuple[Array, ...],
         start: Array, valid: Array,
     ) -> Memory:  # fmt: skip
-        """Takes in a chunk of the prompt.
+        """Takes in a chunk of the text: of the prompt, or of what it missed (``jspec.backlog``).
 
         ``tokens`` [B, C+1] are the chunk and one token of look-ahead, ``features`` hold C rows,
-        ``start`` [] is the position of the first one and ``valid`` [B] counts the rows that exist.
+        ``start`` ([] or [B]) is the position of the first one and ``valid`` [B] counts the rows
+        that exist.
         """
 
     def propose(

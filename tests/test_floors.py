@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
 jspec.threefry jspec.naming jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
-jspec.shapes jspec.growth jspec.grafting jspec.branching jspec.marginals
+jspec.shapes jspec.growth jspec.grafting jspec.branching jspec.backlog jspec.marginals
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.plan jspec.decode jspec.generate

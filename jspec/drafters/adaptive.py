@@ -4,7 +4,9 @@ Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is
 1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
 length were measured to take on this machine (``jspec.calibration``), drafting and all. The length
 of the best ratio is chosen for the whole batch, 0 among them: then nothing is drafted, and the
-target runs on one node. What decides was known before the round, so every rule stays exact.
+target runs on one node. A row that drafts no more is tried again after a few rounds, and after
+twice as many each time that this was in vain. What decides was known before the round, so every
+rule stays exact.
 """
 
 import dataclasses
@@ -14,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec import branching, tokens
-from jspec.types import Array, Drafter, History, Sharing
+from jspec import backlog, branching, tokens
+from jspec.types import Array, Draft, Drafter, History, Sharing, Verdict
 
-_PRIOR = 0.7  # a before anything is known
-_WEIGHT = 1.0  # drafted tokens that the prior is worth
-_MEMORY = 0.9  # of a round that drafted
-_FADING = 0.995  # of one that did not: what is known of a text grows old
+_PRIOR = 0.7  # a before anything is known, as if one token had been tried
+_EVIDENCE = 16.0  # drafted tokens that all experience is worth at most
+_FADING = 0.95  # what it is worth after a round without a draft: a text changes
+_SOONEST, _LATEST = 4, 128  # rounds without a draft before one is tried again
 
 
 @struct.dataclass
@@ -36,8 +38,11 @@ class AdaptiveMemory:
     """The drafter's, and how its drafts fared."""
 
     inner: Any
+    waiting: backlog.Waiting | None  # None where no round is sat out
     accepted: Array  # [B] float32, fading sum of accepted tokens
     tried: Array  # [B] float32, of those accepted and those refused
+    idle: Array  # [B] int32, rounds since the last draft
+    patience: Array  # [B] int32, of them before the next is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +87,17 @@ class Adaptive:
         asked = {}
         if self.noise == "target" and self.drafter.proposal != "point":
             asked["noise"] = "target"
-        if self.lengths[0] == 0 and "backlog" in known:
-            asked["backlog"] = branching.BACKLOG
         object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, **asked))
 
     @property
     def by_costs(self) -> bool:
         """Whether ``shared`` holds ``Costs``, by which lengths are chosen; else the drafter's."""
         return not self.batch_sizes
+
+    @property
+    def rests(self) -> bool:
+        """Whether the drafter misses rounds, and notices."""
+        return self.lengths[0] == 0 and isinstance(self.drafter, backlog.Following)
 
     @property
     def max_depth(self) -> int:
@@ -129,8 +137,16 @@ class Adaptive:
 
     def init(self, params, request, capacity):
         """Nothing known."""
-        nothing = jnp.zeros(request.max_length.shape)
-        return AdaptiveMemory(self.drafter.init(params, request, capacity), nothing, nothing)
+        rows = jnp.zeros(request.max_length.shape)
+        waiting = None
+        if self.rests:
+            target = getattr(self.drafter, "target", None)
+            waiting = backlog.init(self.drafter, target, params, len(rows))
+            capacity += backlog.SIZE  # as many rows are written at once
+        return AdaptiveMemory(
+            self.drafter.init(params, request, capacity), waiting, rows + _PRIOR, rows + 1,
+            jnp.zeros_like(rows, jnp.int32), jnp.full_like(rows, _SOONEST, jnp.int32),
+        )  # fmt: skip
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Hands the drafter the prompt."""
@@ -150,26 +166,27 @@ class Adaptive:
 
         by = self._by_goodput if self.by_costs else self._by_batch
         chosen = by(shared, memory, running)
+        if self.rests:
+            caught_up = backlog.catch_up(
+                self.drafter, params, memory.inner, memory.waiting, history, chosen > 0
+            )
+            memory = memory.replace(inner=caught_up)
         ways = [way(length) for length in self.lengths]
         draft, inner = branching.switch(chosen, ways, memory.inner, params)
         return draft, memory.replace(inner=inner)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Hands the drafter the verdict, and counts."""
-        inner, kept = self.drafter.update(
-            params, request, _inner(shared), memory.inner, history, draft, verdict, out
-        )
-        accepted = jnp.maximum(verdict.num_emitted - 1, 0)
-        length = draft.valid[:, 1:].sum(1)
-        drafted = (verdict.num_emitted > 0) & (length > 0)
-        keep = jnp.where(drafted, _MEMORY, _FADING)
-        counted = lambda old, new: keep * old + jnp.where(drafted, new, 0)
-        memory = AdaptiveMemory(
-            inner,
-            counted(memory.accepted, accepted),
-            counted(memory.tried, accepted + (accepted < length)),
-        )
-        return memory, _with_inner(shared, kept)
+        """Hands the drafter the verdict, or keeps it for later, and counts."""
+        kept = _inner(shared)
+        if self.rests and self.capture_layers:  # an update would run the network
+            missing = self.drafter.missing(memory.inner, history) - verdict.num_emitted
+            memory = memory.replace(waiting=backlog.push(memory.waiting, missing, out, verdict))
+        else:
+            inner, kept = self.drafter.update(
+                params, request, kept, memory.inner, history, draft, verdict, out
+            )
+            memory = memory.replace(inner=inner)
+        return _counted(memory, draft, verdict), _with_inner(shared, kept)
 
     def _of_length(self, length: int) -> Drafter:
         """The drafter with a K of its own, on the same memory."""
@@ -190,13 +207,38 @@ class Adaptive:
         longest = jnp.int32(len(self.lengths) - 1)
         if shared == ():
             return longest
-        rate = (memory.accepted + _WEIGHT * _PRIOR) / (memory.tried + _WEIGHT)
+        rate = memory.accepted / memory.tried
+        rate = jnp.where(memory.idle < memory.patience, rate, jnp.maximum(rate, _PRIOR))
         powers = rate[:, None] ** np.arange(self.max_depth + 1)  # 1, a, ..., a^K
         emitted = jnp.cumsum(powers, 1)[:, np.array(self.lengths)]
         emitted = jnp.where(running[:, None], emitted, 0).sum(0)
         measured = (shared.seconds > 0).all()
         goodput = emitted / jnp.where(measured, shared.seconds, 1)
         return jnp.where(measured, jnp.argmax(goodput), longest).astype(jnp.int32)
+
+
+def _counted(memory: AdaptiveMemory, draft: Draft, verdict: Verdict) -> AdaptiveMemory:
+    """What became of the round.
+
+    A row whose draft after a pause was refused waits twice as long for the next; one whose draft
+    was accepted whole waits no longer than ever.
+    """
+    accepted = jnp.maximum(verdict.num_emitted - 1, 0)
+    length = draft.valid[:, 1:].sum(1)
+    drafted = (verdict.num_emitted > 0) & (length > 0)
+    more = jnp.where(drafted, accepted, 0), jnp.where(drafted, accepted + (accepted < length), 0)
+    sums = memory.accepted + more[0], memory.tried + more[1]
+    worth = jnp.minimum(1, _EVIDENCE / sums[1])
+    fading = jnp.where(sums[1] > 0.1, _FADING, 1)  # the ratio stays
+    keep = jnp.where(drafted, worth, fading)
+    patience = jnp.where(accepted == 0, jnp.minimum(2 * memory.patience, _LATEST), memory.patience)
+    patience = jnp.where(accepted == length, _SOONEST, patience)
+    return memory.replace(
+        accepted=keep * sums[0],
+        tried=keep * sums[1],
+        idle=jnp.where(drafted, 0, memory.idle + 1),
+        patience=jnp.where(drafted & (memory.idle > 0), patience, memory.patience),
+    )
 
 
 def _inner(shared: Any) -> Any:

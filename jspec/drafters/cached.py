@@ -38,6 +38,10 @@ class CachedDrafter(TreeDrafter):
     # Whether ``_feed`` needs depths and slots static.
     unrolled: ClassVar[bool] = False
 
+    def missing(self, memory, history):
+        """Rows of true features that are not in the cache."""
+        return history.length - 1 - self._length(memory)
+
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt: its features, each with the token after."""
         return self._take_in(params, memory, tokens[:, 1:], features, valid)
@@ -78,6 +82,10 @@ class CachedDrafter(TreeDrafter):
     ) -> tuple[Any, Array]:  # fmt: skip
         """Runs the rows of drafted tokens [B, F] on what their parents gave out."""
         raise NotImplementedError
+
+    def _length(self, memory: Any) -> Array:
+        """Rows in the cache [B]."""
+        return memory.cache.length
 
     @property
     def _frontier_size(self) -> tuple[int, int]:

@@ -114,6 +114,11 @@ class ChainedDrafter:
         cache = take_in(params.drafter, self.config, tokens[:, :-1], memory.cache, valid)
         return memory.replace(cache=cache)
 
+    def missing(self, memory, history):
+        """All but the root, where that is more than a round takes in."""
+        gap = history.length - memory.cache.length
+        return jnp.where(gap > self.backlog, gap - 1, 0)
+
     def propose(self, params, request, shared, memory, history):
         """Drafts K tokens a row, where the model has seen all that was committed."""
         gap = history.length - memory.cache.length

@@ -66,6 +66,10 @@ class DFlash(TreeDrafter):
         """An empty cache."""
         return head.init_cache(self.config, request.max_length.shape[0], capacity)
 
+    def missing(self, memory, history):
+        """Positions before the root whose hidden states are not in the cache."""
+        return history.length - 1 - memory.length
+
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt."""
         return self._take_in(params, memory, features, valid)

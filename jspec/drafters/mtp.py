@@ -110,6 +110,9 @@ class Mtp(CachedDrafter):
         frontier = _Frontier(hidden, tuple(seen), tuple(side))
         return frontier, self._unembed(params, module, hidden)
 
+    def _length(self, memory):
+        return memory[0].cache.length
+
     def _embed(self, params, ids):
         return head.embed(self.config, ids, self.target, params.target)
 

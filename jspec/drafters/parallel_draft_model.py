@@ -102,6 +102,11 @@ class ParallelDraftModel(TreeDrafter):
         cache = take_in(params.drafter, self.config, tokens[:, :-1], memory.cache, valid)
         return memory.replace(cache=cache)
 
+    def missing(self, memory, history):
+        """All but the root, where that is more than a round takes in."""
+        gap = history.length - memory.cache.length
+        return jnp.where(gap > self._reach, gap - 1, 0)
+
     def propose(self, params, request, shared, memory, history):
         """Drafts from one pass; a row further behind than a round reaches drafts nothing."""
         unseen = history.length - memory.cache.length

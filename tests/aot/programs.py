@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
-from jspec.decode import DecodeState, decode, init_stats
+from jspec.decode import DecodeState, decode, init_shared, init_stats
 from jspec.drafters import DraftModel, Eagle, Medusa
+from jspec.drafters.adaptive import Adaptive
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
@@ -118,7 +119,8 @@ def plans(implementation: str | None) -> dict[str, Plan]:
     """The decode loops; kernels of attention and, where nodes are drawn, of judging them.
 
     A sampled chain of a small model, Medusa's published static tree, and an EAGLE-3 head over a
-    reduced vocabulary: a chain, a drawn tree that is judged as a whole, and EAGLE-2's dynamic tree.
+    reduced vocabulary: a chain, a drawn tree that is judged as a whole, EAGLE-2's dynamic tree, and
+    chains of a length chosen by the round, or none.
     """
     with_kernel = lambda config: dataclasses.replace(config, attention=implementation)
     target = decoder.Decoder(with_kernel(TARGET))
@@ -134,6 +136,7 @@ def plans(implementation: str | None) -> dict[str, Plan]:
         "eagle3, chain": Plan(target, Eagle(head, target, 7), judged("rejection")),
         "eagle3, drawn tree": Plan(target, Eagle(head, target, **drawn), judged("block")),
         "eagle3, dynamic tree": Plan(target, Eagle(head, target, **dynamic)),
+        "eagle3, adaptive": Plan(target, Adaptive(Eagle(head, target, 7), (0, 3, 7))),
     }
 
 
@@ -141,20 +144,25 @@ def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
     """The whole decode loop of a plan, at temperature."""
     narrow = dict(dtype=jnp.bfloat16)
     networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
-    init = networks[type(plan.drafter)].init_params
+    init = networks[type(_network_of(plan))].init_params
     key = jax.random.key(0)
     params = jax.eval_shape(
         lambda: Params(
             decoder.init_params(key, plan.target.config, **narrow),
-            init(key, plan.drafter.config, **narrow),
+            init(key, _network_of(plan).config, **narrow),
         )
     )
-    request = jax.eval_shape(_request)
+    request, shared = jax.eval_shape(_request), jax.eval_shape(lambda: init_shared(plan))
     state = jax.eval_shape(functools.partial(_state, plan), params, request)
     until = jax.ShapeDtypeStruct((), jnp.int32)
     return decode.trace(
-        plan, put(params, weights=True), put(request), (), put(state), put(until)
+        plan, put(params, weights=True), put(request), put(shared), put(state), put(until)
     )  # fmt: skip
+
+
+def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
+    """The drafter itself, whatever it is wrapped in."""
+    return plan.drafter.drafter if isinstance(plan.drafter, Adaptive) else plan.drafter
 
 
 def _request() -> Request:
@@ -180,11 +188,11 @@ def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the target's and the drafter's cache buffers on one device."""
-    models = [plan.target.config]
-    if isinstance(plan.drafter, DraftModel):
-        models.append(plan.drafter.config)
-    if isinstance(plan.drafter, Eagle):
-        models.append(plan.drafter.config.network)
+    drafter, models = _network_of(plan), [plan.target.config]
+    if isinstance(drafter, DraftModel):
+        models.append(drafter.config)
+    if isinstance(drafter, Eagle):
+        models.append(drafter.config.network)
     return tuple(
         (BATCH // num_devices, model.num_kv_heads, CAPACITY, model.head_dim) for model in models
     )

@@ -1,0 +1,90 @@
+"""What a drafter that sits out has still to take in, and its way back to the text.
+
+While nothing is drafted a network has nothing to do, but the text goes on. A drafter says how many
+committed tokens are ``missing``; ``absorb``, which takes in a prompt, takes in these as well, with
+the target's features at their positions where it reads any: those wait in buffers until then.
+
+That happens outside of any branch, in a loop of no turns or more: what goes round a loop stays
+where it is, and a cache that left a branch would be copied.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jspec.types import Array, Drafter, History, Memory, Params, Target, TargetOutput, Verdict
+
+SIZE = 32  # committed tokens that are missing at most while nothing is drafted
+
+
+@runtime_checkable
+class Following(Protocol):
+    """What a drafter has besides if it can miss rounds."""
+
+    def missing(self, memory: Memory, history: History) -> Array:
+        """int32 [B]: committed tokens that ``absorb`` must take in before the row can draft."""
+
+
+@struct.dataclass
+class Waiting:
+    """The target's features that have not been taken in: of ``missing`` positions, from slot 0."""
+
+    features: tuple[Array, ...]  # [B, SIZE + K + 1, D], one for each captured layer
+
+
+def init(drafter: Drafter, target: Target | None, params: Params, batch: int) -> Waiting:
+    """Nothing waits. ``target`` may be None where the drafter reads no features."""
+    if not drafter.capture_layers:
+        return Waiting(())
+    ids = jax.ShapeDtypeStruct((batch, SIZE + drafter.max_depth + 1), jnp.int32)
+    like = jax.eval_shape(target.embed, params.target, ids)
+    return Waiting(tuple(jnp.zeros(like.shape, like.dtype) for _ in drafter.capture_layers))
+
+
+def push(waiting: Waiting, missing: Array, out: TargetOutput, verdict: Verdict) -> Waiting:
+    """``waiting`` with the features of the accepted path behind the ``missing`` [B] ones."""
+
+    def put(buffer: Array, feature: Array) -> Array:
+        fresh = jnp.take_along_axis(feature, verdict.path[..., None], 1).astype(buffer.dtype)
+        one = lambda buffer, fresh, slot: lax.dynamic_update_slice(buffer, fresh, (slot, 0))
+        return jax.vmap(one)(buffer, fresh, missing)
+
+    return Waiting(tuple(map(put, waiting.features, out.features)))
+
+
+def catch_up(
+    drafter: Drafter, params: Params, memory: Memory, waiting: Waiting, history: History,
+    wanted: Array,
+) -> Memory:  # fmt: skip
+    """The drafter's memory once it has taken in all that is missing.
+
+    Only where a draft is ``wanted`` (bool []) or more than ``SIZE`` tokens are missing. Runs of
+    ``SIZE`` tokens go through the network at once, the rest K + 1 at a time: that is what a round
+    adds at most, and most often all there is.
+    """
+    before = drafter.missing(memory, history)
+    needed = wanted | (before.max() > SIZE)
+    step = drafter.max_depth + 1
+
+    for size, rest in ((SIZE, step), (step, 0)) if step < SIZE else ((step, 0),):
+
+        def behind(memory: Memory, rest: int = rest) -> Array:
+            return needed & (drafter.missing(memory, history) > rest).any()
+
+        def take_in(memory: Memory, size: int = size) -> Memory:
+            left = drafter.missing(memory, history)
+            first = history.length - 1 - left
+            offset = jnp.arange(size + 1)
+            chunk = jnp.take_along_axis(history.tokens, first[:, None] + offset, 1, mode="clip")
+            slots = (before - left)[:, None] + offset[:-1]
+            features = tuple(
+                jnp.take_along_axis(buffer, slots[..., None], 1, mode="clip")
+                for buffer in waiting.features
+            )
+            return drafter.absorb(params, memory, chunk, features, first, jnp.clip(left, 0, size))
+
+        memory = lax.while_loop(behind, take_in, memory)
+    return memory
