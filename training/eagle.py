@@ -135,7 +135,7 @@ class EagleTask:
             return jax.tree.map(lambda x: jnp.array(x, jnp.float32), start)
         params = eagle.init_params(key, self.head)
         if self.start == "early_exit":
-            params = early_exit(params, self.head, frozen)
+            params = early_exit(params, self.head, frozen, self.target)
         return params.replace(draft_to_target=None)
 
     def loss(
@@ -156,11 +156,14 @@ class Taught:
     normed: Array  # [B, T + 1, D], last hidden states after the norm
 
 
-def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
+def early_exit(
+    params: EagleParams, config: EagleConfig, frozen: Frozen, sizes: DecoderConfig
+) -> EagleParams:
     """A head whose blocks are still random, but which hands on the deepest feature that it reads.
 
-    The residual starts as that feature, norm and output matrix are the target's: so training begins
-    where the target's own layer left off, not at the uniform law. Only where widths agree.
+    The residual starts as that feature, norm and output matrix are the target's, whose ``sizes``
+    are given: so training begins where the target's own layer left off, not at the uniform law.
+    Only where widths agree.
     """
     target, size = frozen.target, config.target_hidden_size
     if config.hidden_size != size:
@@ -169,7 +172,7 @@ def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> Eagl
     fc = params.fc.at[-size:].add(jnp.eye(size))
     params = params.replace(fc=fc)
     if params.norm is not None:
-        params = params.replace(norm=wide(target.norm))
+        params = params.replace(norm=wide(sizes.norm_factor(target.norm)))
     if params.embedding is not None:
         params = params.replace(embedding=wide(target.embedding))
     if params.head is not None:

@@ -86,8 +86,8 @@ class MtpTask:
     def __post_init__(self):
         if self.modules.network.moe is not None:
             raise ValueError(
-                "modules with experts are not trained yet; those of DeepSeek-V3 and GLM-4.5 draft "
-                "as they were published"
+                "modules with experts are not trained yet; those of DeepSeek-V3, GLM-4.5 and "
+                "Qwen3-Next draft as they were published"
             )
 
     def init(self, key: Array, frozen: Frozen) -> MtpParams:
@@ -123,11 +123,13 @@ def early_exit(params: MtpParams, config: MtpConfig, frozen: Frozen) -> MtpParam
     """
     size = config.hidden_size
     rows = slice(0, size) if config.hidden_first else slice(size, 2 * size)
-    scale = feature_scale(frozen.target)
+    norm = config.network.norm_weight(
+        size, jnp.float32, feature_scale(frozen.target, config.network)
+    )
     modules = tuple(
         module.replace(
             projection=module.projection.at[rows].add(jnp.eye(size)),
-            norm=jnp.full_like(module.norm, scale),
+            norm=norm,
         )
         for module in params.modules
     )
@@ -161,7 +163,7 @@ def _unroll(
         return jax.checkpoint(run) if task.remat else run
 
     features, outputs = normed[:, :length].astype(jnp.float32), []
-    kept: list[list] = [[] for _ in params.modules]
+    kept: list[list] = [[] for _ in params.layers]
     for step in range(task.recipe.unroll):
         module = step % config.n_predict
         ahead_of = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))

@@ -31,7 +31,7 @@ def hidden_states(
     x = decoder.embed(params, config, tokens)
     attend = attend_within(None, config.windows)
     x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute], remat=remat)
-    return decoder.rms_norm(x, params.norm, config.norm_eps)
+    return config.norm(x, params.norm)
 
 
 def packed_states(
@@ -50,7 +50,7 @@ def packed_states(
         attend_within(batch.segments, config.windows), linear=LINEARS[compute],
         capture_layers=capture_layers, remat=remat,
     )  # fmt: skip
-    return captured, decoder.rms_norm(x, params.norm, config.norm_eps)
+    return captured, config.norm(x, params.norm)
 
 
 def head_of(params: DecoderParams) -> Array:
@@ -58,9 +58,9 @@ def head_of(params: DecoderParams) -> Array:
     return params.embedding.T if params.head is None else params.head
 
 
-def feature_scale(params: DecoderParams) -> Array:
-    """How large the target's features are, []: about as large as the weights of its last norm."""
-    return jnp.sqrt(jnp.mean(params.norm.astype(jnp.float32) ** 2))
+def feature_scale(params: DecoderParams, config: DecoderConfig) -> Array:
+    """How large the target's features are, []: about as large as its last norm's factors."""
+    return jnp.sqrt(jnp.mean(config.norm_factor(params.norm) ** 2))
 
 
 def next_token_loss(

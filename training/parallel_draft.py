@@ -82,4 +82,4 @@ class ParallelDraftTask(DraftTask):
             params, self.draft, decoder.embed(params, self.draft, fed), positions, attend,
             linear=LINEARS[self.compute], remat=self.remat,
         )  # fmt: skip
-        return decoder.rms_norm(x, params.norm, self.draft.norm_eps)
+        return self.draft.norm(x, params.norm)

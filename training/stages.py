@@ -109,7 +109,9 @@ class StagesTask:
         if frozen.start is not None:
             return jax.tree.map(lambda x: jnp.array(x, jnp.float32), frozen.start)
         params = self._network.module.init_params(key, self.head)
-        return early_exit(params, frozen) if isinstance(self.head, HydraConfig) else params
+        if not isinstance(self.head, HydraConfig):
+            return params
+        return early_exit(params, frozen, self.target)
 
     def loss(
         self, params: Any, frozen: Frozen, batch: Batch, key: Array
@@ -176,7 +178,7 @@ class StagesTask:
         return self.head.num_heads if hydra_heads else self.head.n_predict
 
 
-def early_exit(params: HydraParams, frozen: Frozen) -> HydraParams:
+def early_exit(params: HydraParams, frozen: Frozen, target: DecoderConfig) -> HydraParams:
     """Heads that say what the target's own output matrix would, whatever was drafted; about that
     where there is a prefix layer, whose block is random.
 
@@ -187,7 +189,8 @@ def early_exit(params: HydraParams, frozen: Frozen) -> HydraParams:
     output = jnp.array(head_of(frozen.target), jnp.float32)
     prefix = params.prefix
     if prefix is not None:
-        prefix = prefix.replace(norm=jnp.full_like(prefix.norm, feature_scale(frozen.target)))
+        scale = feature_scale(frozen.target, target)
+        prefix = prefix.replace(norm=target.norm_weight(size, jnp.float32, scale))
     return params.replace(
         joining=tuple(each.replace(residual=keep(each.residual)) for each in params.joining),
         outputs=(output,) * len(params.outputs),

@@ -82,9 +82,14 @@ class DecoderConfig:
         """The RMS norm of blocks, over the last axis of x."""
         return rms_norm(x, weight, self.norm_eps, self.zero_centred_norms)
 
-    def norm_weight(self, size: int, dtype: jnp.dtype) -> Array:
-        """The weight [size] of a norm that multiplies by 1."""
-        return jnp.full((size,), 0 if self.zero_centred_norms else 1, dtype)
+    def norm_factor(self, weight: Array) -> Array:
+        """What a norm of this weight [n] multiplies by, in float32 (or wider)."""
+        wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+        return 1 + wide if self.zero_centred_norms else wide
+
+    def norm_weight(self, size: int, dtype: jnp.dtype, factor: float | Array = 1.0) -> Array:
+        """The weight [size] of a norm that multiplies by ``factor``."""
+        return jnp.full((size,), factor - 1 if self.zero_centred_norms else factor, dtype)
 
 
 @struct.dataclass
