@@ -1,17 +1,30 @@
 """What all tests share."""
 
+import gc
 import os
 from pathlib import Path
 
 import jax
 import pytest
 
-# Compiling takes most of the time, and LLVM's optimisations a third of that; what XLA itself makes
-# of a program stays the same.
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+from tests import shipped
+
+# Compiling takes most of the time: LLVM's optimisations a third of it, and emitters that build
+# every fusion in MLIR half of what remains. Without them a fusion is emitted as LLVM at once.
+_FLAGS = ["--xla_backend_optimization_level=0"]
+if shipped.EMITTERS_CAN_BE_CHOSEN:
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 _MAPPINGS = 40_000  # of memory; Linux gives a process 65,530
 _MAPS = Path("/proc/self/maps")
+
+
+def pytest_collection_finish():
+    """Spares Python from looking for garbage among what stays, at every few steps of tracing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,7 +13,7 @@ from jspec.drafters import DraftModel
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params
-from tests import tiny
+from tests import shipped, tiny
 
 # As attributes of the package these names are the functions, not the modules.
 loop = importlib.import_module("jspec.decode")
@@ -42,7 +42,7 @@ def test_the_loop_copies_no_cache(name, temperature):
     plan = Plan(tiny.TARGET, DRAFTERS[name])
     batch = host.start(plan, tiny.params(), rows(temperature=temperature))
     arguments = (plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
-    compiled = loop.decode.lower(*arguments).compile()
+    compiled = shipped.compiled(loop.decode.lower(*arguments))
     shapes = {leaf.shape for leaf in jax.tree.leaves(batch.state.cache.layers)}
     if name in ("draft_model", "greedy"):
         shapes |= {leaf.shape for leaf in jax.tree.leaves(batch.state.memory.cache.layers)}

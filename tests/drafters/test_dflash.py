@@ -13,7 +13,7 @@ import pytest
 from jspec.drafters.dflash import DFlash
 from jspec.plan import Plan
 from jspec.types import Params, Request
-from tests import tiny
+from tests import shipped, tiny
 from tests.drafters import dflashes, heads, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
 
@@ -129,7 +129,8 @@ def test_the_loop_copies_neither_the_targets_cache_nor_the_heads():
     params = params_of("dflash")
     batch = host.start(plan, params, [host.Row(ROWS[1].prompt, max_tokens=9, temperature=0.9)])
     arguments = (plan, params, batch.request, ())
-    text = loop.decode.lower(*arguments, batch.state, np.int32(9)).compile().as_text()
+    lowered = loop.decode.lower(*arguments, batch.state, np.int32(9))
+    text = shipped.compiled(lowered).as_text()
     for cache in (batch.state.cache, batch.state.memory):
         dims = ",".join(map(str, jax.tree.leaves(cache.layers)[0].shape))
         assert not re.findall(rf"f32\[{dims}\]\S* copy(?:-start)?\(", text)

@@ -15,7 +15,7 @@ from jspec.drafters import Eagle
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params, Request
-from tests import tiny
+from tests import shipped, tiny
 from tests.drafters import heads, rounds
 
 host = importlib.import_module("jspec.generate")
@@ -186,7 +186,7 @@ def test_the_loop_copies_neither_the_targets_cache_nor_the_heads(tree):
     params = params_of("eagle", "random")
     batch = host.start(plan, params, rows)
     arguments = (plan, params, batch.request, (), batch.state, np.int32(9))
-    compiled = loop.decode.lower(*arguments).compile()
+    compiled = shipped.compiled(loop.decode.lower(*arguments))
     caches = (batch.state.cache, batch.state.memory.cache)
     for shape in {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}:
         dims = ",".join(map(str, shape))

@@ -13,7 +13,7 @@ from jspec.decode import init_shared, retire
 from jspec.drafters import Suffix, suffix_corpus
 from jspec.plan import Plan
 from jspec.types import History
-from tests import llm_fixtures, tiny
+from tests import llm_fixtures, shipped, tiny
 from tests.drafters import suffix_oracle
 
 host = importlib.import_module("jspec.generate")
@@ -214,7 +214,8 @@ def test_the_loop_copies_no_corpus():
     plan = Plan(tiny.TARGET, Suffix(**named(max_cached_tokens=5000, max_cached_requests=77)))
     batch = host.start(plan, tiny.params(), SOME)
     arguments = (batch.request, init_shared(plan), batch.state, jnp.int32(9))
-    program = jspec.decode.lower(plan, tiny.params(), *arguments).compile().as_text()
+    lowered = jspec.decode.lower(plan, tiny.params(), *arguments)
+    program = shipped.compiled(lowered).as_text()
     for shape in ("8192", "4,8192", "77"):
         assert f"s32[{shape}]" in program
         assert not [x for x in program.split("\n") if f"= s32[{shape}]" in x and " copy(" in x]

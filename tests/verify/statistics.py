@@ -1,5 +1,7 @@
 """Laws of the compiled program, by counting many rows of one batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,12 @@ import numpy as np
 from jspec.decode import DecodeState, decode, init_stats
 from jspec.types import History, Params, Request, Sampling
 
+# Many rows take longer to run than a program to compile, if LLVM leaves all as it is.
+_OPTIONS = {"xla_backend_optimization_level": 1}
+_decode = jax.jit(
+    decode.__wrapped__, static_argnames="plan", donate_argnames=("shared", "state"),
+    compiler_options=_OPTIONS,
+)  # fmt: skip
 _LONGEST = 8  # tokens of a text, the first one included
 
 
@@ -16,12 +24,12 @@ def fresh_decode(plan):
     def run(params, request, shared, state, until):
         return decode.__wrapped__(plan, params, request, shared, state, until)
 
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 1})  # compiles sooner
+    return jax.jit(run, compiler_options=_OPTIONS)
 
 
 def shipped_decode(plan):
-    """``decode`` as users call it."""
-    return lambda *arguments: decode(plan, *arguments)
+    """``decode`` as users call it; equal plans share a program."""
+    return functools.partial(_decode, plan)
 
 
 def texts(

@@ -18,6 +18,7 @@ from jspec import sampling, topology
 from jspec.plan import Plan
 from jspec.types import Draft, Params
 from jspec.verify import RULES
+from tests import shipped
 from tests.fakes import TableDrafter, ToyTarget, settings
 from tests.verify import statistics
 
@@ -84,7 +85,7 @@ def test_a_traversal_copies_none_of_the_laws_it_holds():
         return RULES["block"].walk(warped, draft, tree, coins)
 
     arguments = rows, nodes(jnp.int32), nodes(bool), rows, nodes(jnp.float32)
-    program = jax.jit(walk).lower(*arguments).compile().as_text()
+    program = shipped.compiled(jax.jit(walk).lower(*arguments)).as_text()
     stack = rf"f32\[{batch},{depth},{vocab}\]\S*"
     assert re.search(rf"= {stack} fusion\(.*scatter", program)  # this is what it is called
     assert not re.search(rf"= {stack} copy\(", program)
