@@ -17,66 +17,13 @@ from flax import struct
 from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.plan import Plan
-from jspec.sampling import WARPS
-from jspec.types import Array, Drafter, History, Params, Request, Sampling, Shared, Target
+from jspec.rows import Row, bucket, request_of, warps_of
+from jspec.types import Array, Drafter, History, Params, Request, Shared, Target
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
 MAX_NUM_SEQS = 32  # rows decoded together
-_SMALLEST_BUCKET = 64
 _TILE_SLOTS = 16  # a kernel copies a cache that ends inside a tile of the device's memory layout
 _FOREVER = np.int32(2**31 - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One sequence to generate. Checked when made.
-
-    Attributes:
-      prompt: token ids, at least one.
-      max_tokens: most tokens to generate.
-      temperature: 0 is greedy.
-      top_k: 0 keeps every token.
-      top_p: 1 keeps every token.
-      min_p: 0 keeps every token.
-      stop_token_ids: ids that end the row; the one that did is kept in its tokens.
-      seed: with ``stream``, the address of the row's noise.
-      stream: tells rows of one seed apart.
-
-    Raises:
-      ValueError: a value is out of range.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    stream: int = 0
-
-    def __post_init__(self):
-        if not self.prompt:
-            raise ValueError("prompt is empty; give at least one token (such as the BOS token).")
-        checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-        )
-        for name, holds, wanted in checks:
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)} must be {wanted}.")
-
-    @property
-    def warps(self) -> tuple[str, ...]:
-        """The warps this row needs, in order."""
-        if self.temperature == 0:
-            return ()
-        used = (True, self.min_p > 0, self.top_k > 0, self.top_p < 1)
-        return tuple(name for name, is_used in zip(WARPS, used, strict=True) if is_used)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,30 +75,35 @@ def generate(
     drafter_params: Any = None,
     rule: str = "rejection",
     max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    stop_token_ids: Sequence[int] = (),
     seed: int = 0,
     record_rounds: int = 0,
+    **settings: Any,
 ) -> list[Answer]:
     """Continues every prompt (token ids) with the target's own distribution.
 
     Row i draws with noise of ``(seed, i)``. For settings of each row's own build ``Row``s and call
     ``generate_rows``.
 
+    Args:
+      target: the language model.
+      params: its weights.
+      prompts: token ids.
+      drafter: None for plain decoding.
+      drafter_params: its weights.
+      rule: name of the acceptance rule, see ``jspec.verify``.
+      max_new_tokens: most tokens of each.
+      seed: of all noise.
+      record_rounds: rounds to keep in ``Answer.trace``.
+      **settings: of ``Row``, such as ``temperature`` and ``stop_token_ids``.
+
     Raises:
       ValueError: a setting is out of range, or a prompt does not fit the model.
     """
+    settings |= {"max_tokens": max_new_tokens, "seed": seed}
     rows = [
-        Row(
-            prompt=tuple(int(token) for token in prompt), max_tokens=max_new_tokens,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            stop_token_ids=tuple(stop_token_ids), seed=seed, stream=index,
-        )
+        Row(tuple(int(token) for token in prompt), stream=index, **settings)
         for index, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
     plan = Plan(target, drafter or NoDrafter(), rule, record_rounds=record_rounds)
     return generate_rows(plan, Params(params, drafter_params), rows)
 
@@ -208,12 +160,6 @@ def groups(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
         yield ordered[first : first + size]
 
 
-def warps_of(rows: Sequence[Row]) -> tuple[str, ...]:
-    """The warps that any of the rows needs, in order."""
-    used = {name for row in rows for name in row.warps}
-    return tuple(name for name in WARPS if name in used)
-
-
 def start(
     plan: Plan, params: Params, rows: Sequence[Row], *, warps: tuple[str, ...] | None = None
 ) -> Batch:
@@ -227,11 +173,12 @@ def start(
     """
     for index, row in enumerate(rows):
         _check_fits(plan.target, index, row)
-    size = _bucket(len(rows), smallest=1)
+    size = bucket(len(rows), smallest=1)
     longest = max(len(row.prompt) + row.max_tokens for row in rows)
-    needed = _bucket(longest) + plan.drafter.max_depth + 1
+    needed = bucket(longest) + plan.drafter.max_depth + 1
     capacity = -(-needed // _TILE_SLOTS) * _TILE_SLOTS
-    asked = _request(rows, size, warps_of(rows) if warps is None else warps)
+    warps = warps_of(rows) if warps is None else warps
+    asked = request_of(rows, size, warps, plan.target.vocab_size)
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)
     request, state = _allocate(plan, params, asked, History(prompts, lengths), done)
@@ -309,6 +256,12 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
             f"together {total}, but the model has {target.max_positions} positions; "
             "shorten one of them."
         )
+    for name, token in row.token_ids:
+        if not 0 <= token < target.vocab_size:
+            raise ValueError(
+                f"{name} of prompt {index} holds token id {token}, outside the vocabulary of "
+                f"{target.vocab_size} tokens; leave it out."
+            )
     low, high = min(row.prompt), max(row.prompt)
     if low < 0 or high >= target.vocab_size:
         wrong = low if low < 0 else high
@@ -316,33 +269,6 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
             f"prompt {index} holds token id {wrong}, outside the vocabulary of "
             f"{target.vocab_size} tokens; was it made by another tokenizer?"
         )
-
-
-def _request(rows: Sequence[Row], size: int, warps: tuple[str, ...]) -> tuple[Request, np.ndarray]:
-    """Per-row arrays; padding rows are greedy and done from the start.
-
-    The keys are the bare words of the seeds still, to be folded with the streams [B] beside them.
-    """
-
-    def column(values: list, fill: float, dtype: type) -> np.ndarray:
-        return np.array(values + [fill] * (size - len(rows)), dtype)
-
-    num_stops = _bucket(max((len(row.stop_token_ids) for row in rows), default=0), smallest=1)
-    stops = np.full((size, num_stops), -1, np.int32)
-    seeds = np.zeros((size, 2), np.uint32)
-    for index, row in enumerate(rows):
-        stops[index, : len(row.stop_token_ids)] = row.stop_token_ids
-        seeds[index] = (row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF
-    sampling = Sampling(
-        temperature=column([row.temperature for row in rows], 0.0, np.float32),
-        min_p=column([row.min_p for row in rows], 0.0, np.float32),
-        top_k=column([row.top_k for row in rows], 0, np.int32),
-        top_p=column([row.top_p for row in rows], 1.0, np.float32),
-        names=warps,
-    )
-    limits = column([len(row.prompt) + row.max_tokens for row in rows], 1, np.int32)
-    streams = column([row.stream for row in rows], 0, np.uint32)
-    return Request(seeds, sampling, stops, limits), streams
 
 
 def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -358,7 +284,7 @@ def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarr
     """Prefills all but each prompt's last token, chunk by chunk."""
     wanted = lengths - 1
     longest = int(wanted.max())
-    width = min(_bucket(longest, smallest=16), PREFILL_CHUNK)
+    width = min(bucket(longest, smallest=16), PREFILL_CHUNK)
     for begin in range(0, longest, width):
         chunk = prompts[:, begin : begin + width + 1]
         chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
@@ -367,11 +293,3 @@ def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarr
             plan, params, cache, memory, chunk, np.int32(begin), valid.astype(np.int32)
         )
     return cache, memory
-
-
-def _bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
-    """The next power of two, so that calls of similar size share a program."""
-    bucket = smallest
-    while bucket < size:
-        bucket *= 2
-    return bucket

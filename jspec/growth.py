@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import sampling, tokens, topology
+from jspec import sampling, shaping, tokens, topology
 from jspec.shapes import Dynamic
 from jspec.topology import Shape
 from jspec.types import Array, Draft, History, Request
@@ -73,9 +73,25 @@ class Drawing:
         """Ids of the draft's vocabulary to the target's."""
         return ids if self.draft_to_target is None else self.draft_to_target[ids]
 
+    @property
+    def shapes(self) -> bool:
+        """Whether the request changes logits, by what was drafted on a branch among others."""
+        return self.request.sampling.shaping is not None
+
+    def shaped(self, logits: Array, drafted: Array | None = None) -> Array:
+        """Logits [B, F, Vd] as the request wants them after tokens ``drafted`` [B, F, M]."""
+        branches = shaping.at_root(self.history)
+        if drafted is not None:
+            branches = branches.replace(drafted=drafted)
+        wanted = self.request.sampling.shaping
+        return shaping.shape_draft(
+            logits, wanted, branches, self.vocab_size, self.draft_to_target
+        )  # fmt: skip
+
     def children(
-        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array
-    ) -> Children:
+        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array,
+        drafted: Array | None = None,
+    ) -> Children:  # fmt: skip
         """Chooses the children of a frontier, k = max(widths) for each; those beyond are no use.
 
         Args:
@@ -83,8 +99,11 @@ class Drawing:
           widths: how many children each node needs, static int [F].
           nodes: int32 [F], the nodes: addresses of the noise.
           depth: of the nodes, one for all or int32 [F].
+          drafted: target ids from below the root down to each node, -1 behind it: int32 [B, F, M];
+            None: as if there were none. Only read where the request ``shapes`` logits.
         """
         width = int(widths.max())
+        logits = self.shaped(logits, drafted)
         if self.deterministic:
             return Children(_top(logits, width)[1])
         law = sampling.warp(logits, self.request.sampling)
@@ -198,18 +217,21 @@ def chain(
     """
     only = np.ones(1, int)
 
-    def draw(logits: Array, node: int | Array) -> tuple[Array, Array | None]:
-        drawn = drawing.children(logits, only, jnp.int32(node)[None], node)
+    def draw(logits: Array, node: int | Array, said: Array | None) -> tuple[Array, Array | None]:
+        drawn = drawing.children(logits, only, jnp.int32(node)[None], node, said)
         return drawing.target_ids(drawn.ids[:, :, 0]), drawn.law
 
-    def step(carry: tuple[Frontier, Array], node: int | Array):
-        frontier, token = carry
+    def step(carry: tuple[Frontier, Array, Array | None], node: int | Array):
+        frontier, token, said = carry
         frontier, logits = feed(frontier, token, only - 1, node, node - 1)
-        drawn = draw(logits, node)
-        return (frontier, drawn[0]), drawn
+        if said is not None:
+            said = said.at[:, :, node - 1].set(token)
+        drawn = draw(logits, node, said)
+        return (frontier, drawn[0], said), drawn
 
-    first = draw(logits, 0)
-    drafted, laws = _levels(step, (frontier, first[0]), first, depth, unrolled)
+    said = jnp.full((logits.shape[0], 1, depth), -1, jnp.int32) if drawing.shapes else None
+    first = draw(logits, 0, said)
+    drafted, laws = _levels(step, (frontier, first[0], said), first, depth, unrolled)
     return chained(drawing, drafted, laws)
 
 
@@ -254,7 +276,10 @@ def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: 
     grown = _Grown(root, jnp.ones_like(root, dtype=bool), jnp.zeros_like(root, dtype=bool))
     inner, laws, slot = np.zeros(1, int), [], 0  # nodes of a level that have children
     for depth in range(shape.max_depth):
-        children = drawing.children(logits, widths[inner], jnp.asarray(inner), depth)
+        children = drawing.children(
+            logits, widths[inner], jnp.asarray(inner), depth,
+            grown.tokens[:, _paths(parents, inner, depth)] if drawing.shapes else None,
+        )  # fmt: skip
         if children.law is not None:
             laws.append(children.law[:, np.arange(inner.size) % children.law.shape[1]])
         below = np.flatnonzero(depths == depth + 1)
@@ -276,6 +301,14 @@ def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: 
         draft_to_target=drawing.draft_to_target if laws else None,
         max_depth=shape.max_depth,
     )
+
+
+def _paths(parents: np.ndarray, nodes: np.ndarray, depth: int) -> np.ndarray:
+    """The nodes from below the root down to each of ``nodes`` [F] at ``depth``: [F, depth]."""
+    path = np.zeros((nodes.size, depth), int)
+    for level in reversed(range(depth)):
+        path[:, level], nodes = nodes, parents[nodes]
+    return path
 
 
 class _Grown(NamedTuple):
@@ -327,14 +360,18 @@ def dynamic(
     """
     top_k, batch = budget.top_k, logits.shape[0]
 
-    def likeliest(logits: Array) -> tuple[Array, Array]:
+    def likeliest(logits: Array, said: Array | None) -> tuple[Array, Array]:
+        logits = drawing.shaped(logits, said)
         scores, ids = _top(jax.nn.log_softmax(logits, -1), top_k)
         return scores, drawing.target_ids(ids)
 
     def step(carry, depth: int | Array):
-        frontier, fed, rows = carry
+        frontier, fed, rows, said = carry
         frontier, logits = feed(frontier, fed.tokens, rows, depth, (depth - 1) * top_k)
-        scores, drafted = likeliest(logits)
+        if said is not None:
+            said = jnp.take_along_axis(said, rows[..., None], 1)
+            said = said.at[:, :, depth - 1].set(fed.tokens)
+        scores, drafted = likeliest(logits, said)
         flat = lambda x: jnp.broadcast_to(x, (batch, top_k, top_k)).reshape(batch, -1)
         order = jnp.arange(top_k**2).reshape(top_k, top_k)
         looked_at = Candidates(
@@ -342,12 +379,15 @@ def dynamic(
             flat(top_k + (depth - 1) * top_k**2 + order),
         )  # fmt: skip
         _, best = _top(looked_at.scores, top_k)
-        return (frontier, looked_at.take(best), best // top_k), looked_at
+        return (frontier, looked_at.take(best), best // top_k, said), looked_at
 
-    scores, drafted = (x[:, 0] for x in likeliest(logits))
+    said = None
+    if drawing.shapes:
+        said = jnp.full((batch, top_k, budget.max_depth), -1, jnp.int32)
+    scores, drafted = (x[:, 0] for x in likeliest(logits, said))
     order = jnp.broadcast_to(jnp.arange(top_k), (batch, top_k))
     first = Candidates(drafted, scores, jnp.full_like(order, -1), order)
-    carry = (frontier, first, jnp.zeros_like(order))
+    carry = (frontier, first, jnp.zeros_like(order), said)
     every = _levels(step, carry, first, budget.max_depth, unrolled)
     _, best = _top(every.scores, budget.size - 1)
     return rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)

@@ -51,6 +51,7 @@ def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:
     """
     count, batch = budget.size - 1, logits.shape[0]
     width = min(count, logits.shape[-1])
+    logits = drawing.shaped(logits)
     rows, ids = lax.top_k(jax.nn.log_softmax(logits[:, : budget.max_depth], -1), width)
     ids = drawing.target_ids(ids)
     levels = [Candidates(ids[:, 0], rows[:, 0], jnp.full((batch, width), -1), _index(batch, width))]

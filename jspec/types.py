@@ -53,6 +53,7 @@ class Sampling:
     min_p: Array  # [B] float32, 0 is off
     top_k: Array  # [B] int32, 0 is off
     top_p: Array  # [B] float32, 1 is off
+    shaping: Any = None  # ``shaping.Shaping``: what changes the logits before; None: nothing does
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @property

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import kv, tokens, topology
+from jspec import kv, shaping, tokens, topology
 from jspec.drafters.chained import ChainedDrafter, DraftMemory
 from jspec.drafters.language import next_logits, spell, weights_of
 from jspec.models import decoder
@@ -100,7 +100,10 @@ class Cascade(ChainedDrafter):
         gap = history.length - memory.cache.length
         taken = jnp.minimum(gap, self.backlog)
         hidden, side = self._catch_up(params, memory, history, taken)
-        token, law = self._next(params, request, history, hidden, jnp.int32(0))
+        said = None
+        if request.sampling.shaping is not None:
+            said = jnp.full((len(taken), 1), -1, jnp.int32)
+        token, law = self._next(params, request, history, hidden, jnp.int32(0), said)
         batch = token.shape[0]
         laws = None
         if law is not None:
@@ -143,7 +146,8 @@ class Cascade(ChainedDrafter):
             now.history.length[:, None] - 1 + place, cache, now.side, slot,
             now.seen[:, None] | above,
         )  # fmt: skip
-        drawn, laws = self._draws(params, request, history, hidden, now.count)
+        branches = _behind(now.history, fed) if request.sampling.shaping is not None else None
+        drawn, laws = self._draws(params, request, history, hidden, now.count, branches)
         agrees = found.valid[:, 1:] & (fed[:, 1:] == drawn[:, :-1])
         kept = 1 + jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1)  # tokens that this pass adds
         kept = jnp.minimum(kept, self.max_depth - now.count)
@@ -159,11 +163,18 @@ class Cascade(ChainedDrafter):
             now.passes + 1,
         )
 
-    def _draws(self, params, request, history, hidden, count) -> tuple[Array, Array | None]:
-        """What the draft model draws after each node [B, n] of a pass, and from what laws."""
+    def _draws(
+        self, params, request, history, hidden, count, branches
+    ) -> tuple[Array, Array | None]:
+        """What the draft model draws after each node [B, n] of a pass, and from what laws.
+
+        ``branches`` are the nodes', for requests that look at them.
+        """
         logits = next_logits(
             params.drafter, self.config, hidden, self.vocab_size or self.config.vocab_size
         )
+        if branches is not None:
+            logits = self._shaped(params, request, branches, logits)
         ways = params.drafter if self.use_heterogeneous_vocab else None
         drawn = [
             self._draw(
@@ -180,6 +191,13 @@ class Cascade(ChainedDrafter):
 
     def _fed(self, memory: DraftMemory) -> Array:
         return jnp.argsort(~memory.path, 1, stable=True)[:, : self.backlog + self.max_depth - 1]
+
+
+def _behind(history: History, fed: Array) -> shaping.Branches:
+    """The text before each node of a pass over ``fed`` [B, n], the first being in the history."""
+    size = fed.shape[1]
+    before = jnp.tril(jnp.ones((size, size - 1), bool), -1)
+    return shaping.Branches(history, jnp.where(before, fed[:, None, 1:], -1))
 
 
 def _appended(

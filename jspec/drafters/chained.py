@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv, sampling, tokens, topology
+from jspec import kv, sampling, shaping, tokens, topology
 from jspec.drafters.language import (
     next_logits,
     spell,
@@ -124,16 +124,21 @@ class ChainedDrafter:
         gap = history.length - memory.cache.length
         taken = jnp.minimum(gap, self.backlog)
         hidden, side = self._catch_up(params, memory, history, taken)
-        first = self._next(params, request, history, hidden, jnp.int32(0))
+        said = None
+        if request.sampling.shaping is not None:
+            said = jnp.full((len(taken), self.max_depth), -1, jnp.int32)
+        first = self._next(params, request, history, hidden, jnp.int32(0), said)
 
         def step(carry, index):
-            token, side = carry
+            token, side, said = carry
             hidden, side = self._feed(params, memory.cache, side, history, taken, token, index)
-            token, law = self._next(params, request, history, hidden, index)
-            return (token, side), (token, law)
+            if said is not None:
+                said = said.at[:, index - 1].set(token)
+            token, law = self._next(params, request, history, hidden, index, said)
+            return (token, side, said), (token, law)
 
         rest = jnp.arange(1, self.max_depth)
-        (_, side), (later, laws) = lax.scan(step, (first[0], side), rest)
+        (_, side, _), (later, laws) = lax.scan(step, (first[0], side, said), rest)
         root = tokens.root(history)[:, None]
         drafted = jnp.concatenate([root, first[0][:, None], later.T], 1)
         draft = Draft(
@@ -211,15 +216,29 @@ class ChainedDrafter:
         )  # fmt: skip
         return hidden[:, 0], side
 
-    def _next(self, params, request, history, hidden, index):
-        """Draws the child of node ``index`` and, where a rule needs it, records its law."""
+    def _next(self, params, request, history, hidden, index, said):
+        """Draws the child of node ``index`` and, where a rule needs it, records its law.
+
+        ``said`` [B, K] are the tokens drafted before, for requests that look at them.
+        """
         logits = next_logits(
             params.drafter, self.config, hidden, self.vocab_size or self.config.vocab_size
         )
+        if said is not None:
+            branches = shaping.Branches(history, said[:, None])
+            logits = self._shaped(params, request, branches, logits[:, None])[:, 0]
         if self.use_heterogeneous_vocab:
             place, law = self._draw(request, history, logits, index, params.drafter)
             return params.drafter.draft_to_target[place], law
         return self._draw(request, history, logits, index)
+
+    def _shaped(self, params, request, branches, logits):
+        """Logits [B, F, Vd] as the request wants them."""
+        ids, size = None, logits.shape[-1]
+        if self.use_heterogeneous_vocab:
+            ids = params.drafter.draft_to_target
+            size = params.drafter.target_to_draft.shape[0]
+        return shaping.shape_draft(logits, request.sampling.shaping, branches, size, ids)
 
     def _draw(self, request, history, logits, index, ways=None):
         """A place in the last axis of the logits [B, Vd], and the law if it is to be recorded.

@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jspec import ops, sampling
+from jspec import ops, sampling, shaping
 from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
 from jspec.verify import block, rejection
 from jspec.verify.synthetic import Synthetic
@@ -128,6 +128,8 @@ def verify(
 
     The one place where keys become coins.
     """
+    branches = shaping.of_draft(history, draft, tree)
+    logits = shaping.shape(logits, request.sampling.shaping, branches)
     warped = sampling.warp(logits, request.sampling)
     greedy = request.sampling.greedy
     if rule.coins == "target" or (greedy and rule.greedy_is_match):

@@ -1,0 +1,228 @@
+"""What the caller asks of each row, and the arrays that a batch of rows makes of it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jspec import shaping
+from jspec.sampling import WARPS
+from jspec.shaping import LogitsProcessor, Penalties, Shaping
+from jspec.types import Request, Sampling
+
+_SMALLEST_BUCKET = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sequence to generate. Checked when made.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_tokens: most tokens to generate.
+      temperature: 0 is greedy.
+      top_k: 0 keeps every token.
+      top_p: 1 keeps every token.
+      min_p: 0 keeps every token.
+      stop_token_ids: ids that end the row; the one that did is kept in its tokens.
+      seed: with ``stream``, the address of the row's noise.
+      stream: tells rows of one seed apart.
+      min_tokens: tokens to generate before ``stop_token_ids`` may be.
+      presence_penalty: taken off the logits of tokens that were generated.
+      frequency_penalty: taken off for each time that they were.
+      repetition_penalty: divides the logits of tokens that are in the prompt or were generated;
+        where they are negative, multiplies them. 1 changes nothing.
+      logit_bias: (token id, what is added to its logit) pairs.
+      allowed_token_ids: the only ones that may be generated; () for all.
+      bad_words: runs of token ids that may not be generated whole.
+      logits_processors: see ``jspec.shaping.LogitsProcessor``; applied in this order.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    stream: int = 0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not self.prompt:
+            raise ValueError("prompt is empty; give at least one token (such as the BOS token).")
+        finite = lambda value: -float("inf") < value < float("inf")
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
+            ("presence_penalty", finite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", finite(self.frequency_penalty), "a finite number"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "more than 0"),
+            ("logit_bias", all(finite(bias) for _, bias in self.logit_bias), "finite numbers"),
+            ("bad_words", all(self.bad_words), "runs of at least one token"),
+            ("logits_processors", all(map(callable, self.logits_processors)), "functions"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)} must be {wanted}.")
+        left = set(self.allowed_token_ids) - set(self.stop_token_ids)
+        if self.allowed_token_ids and self.min_tokens and not left:
+            raise ValueError(
+                f"allowed_token_ids={self.allowed_token_ids} all end the text, which min_tokens="
+                f"{self.min_tokens} forbids at first; allow another token, or set min_tokens=0."
+            )
+
+    @property
+    def warps(self) -> tuple[str, ...]:
+        """The warps this row needs, in order; those of ``jspec.shaping`` come first."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        shapes = (
+            self.allowed_token_ids, self.bad_words, self.min_tokens and self.stop_token_ids,
+            self.logit_bias, penalties != (0, 0, 1), self.logits_processors,
+        )  # fmt: skip
+        drawn = self.temperature > 0
+        warps = (drawn, self.min_p > 0, self.top_k > 0, self.top_p < 1)
+        pairs = [*zip(shaping.KINDS, shapes, strict=True)]
+        pairs += [(name, drawn and used) for name, used in zip(WARPS, warps, strict=True)]
+        return tuple(name for name, used in pairs if used)
+
+    @property
+    def token_ids(self) -> Iterator[tuple[str, int]]:
+        """All token ids that it names, and where."""
+        yield from (("stop_token_ids", token) for token in self.stop_token_ids)
+        yield from (("logit_bias", token) for token, _ in self.logit_bias)
+        yield from (("allowed_token_ids", token) for token in self.allowed_token_ids)
+        yield from (("bad_words", token) for word in self.bad_words for token in word)
+
+
+def warps_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The warps that any of the rows needs, in order."""
+    used = {name for row in rows for name in row.warps}
+    return tuple(name for name in (*shaping.KINDS, *WARPS) if name in used)
+
+
+def request_of(
+    rows: Sequence[Row], size: int, warps: tuple[str, ...], vocab_size: int
+) -> tuple[Request, np.ndarray]:
+    """Arrays of ``size`` rows; padding rows are greedy and done from the start.
+
+    The keys are the bare words of the seeds still, to be folded with the streams [B] beside them.
+    """
+    column = functools.partial(_column, rows, size)
+    seeds = np.zeros((size, 2), np.uint32)
+    for index, row in enumerate(rows):
+        seeds[index] = (row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF
+    sampling = Sampling(
+        temperature=column(lambda row: row.temperature, 0.0, np.float32),
+        min_p=column(lambda row: row.min_p, 0.0, np.float32),
+        top_k=column(lambda row: row.top_k, 0, np.int32),
+        top_p=column(lambda row: row.top_p, 1.0, np.float32),
+        shaping=_shaping_of(rows, size, set(warps) & set(shaping.KINDS), vocab_size),
+        names=tuple(name for name in warps if name in WARPS),
+    )
+    limits = column(lambda row: len(row.prompt) + row.max_tokens, 1, np.int32)
+    streams = column(lambda row: row.stream, 0, np.uint32)
+    stops = _lists(rows, size, lambda row: row.stop_token_ids)
+    return Request(seeds, sampling, stops, limits), streams
+
+
+def _shaping_of(rows: Sequence[Row], size: int, kinds: set[str], vocab_size: int) -> Shaping | None:
+    """The arrays of ``kinds``; None where there are none."""
+    if not kinds:
+        return None
+    column = functools.partial(_column, rows, size)
+    lists = functools.partial(_lists, rows, size)
+    parts: dict[str, Any] = {}
+    if "allowed_token_ids" in kinds:
+        parts["allowed"] = _allowed(rows, size, vocab_size)
+    if "bad_words" in kinds:
+        parts["bad_words"] = _bad_words(rows, size)
+    if "min_tokens" in kinds:
+        parts["too_soon"] = lists(lambda row: row.stop_token_ids if row.min_tokens else ())
+        parts["least"] = column(lambda row: len(row.prompt) + row.min_tokens, 0, np.int32)
+    if "logit_bias" in kinds:
+        parts["biased"] = lists(lambda row: [token for token, _ in row.logit_bias])
+        parts["bias"] = lists(lambda row: [bias for _, bias in row.logit_bias], np.float32)
+    if "penalties" in kinds:
+        parts["penalties"] = Penalties(
+            presence=column(lambda row: row.presence_penalty, 0.0, np.float32),
+            frequency=column(lambda row: row.frequency_penalty, 0.0, np.float32),
+            repetition=column(lambda row: row.repetition_penalty, 1.0, np.float32),
+        )
+    if "logits_processors" in kinds:
+        parts |= _processors(rows, size)
+    return Shaping(prompt_length=column(lambda row: len(row.prompt), 1, np.int32), **parts)
+
+
+def _processors(rows: Sequence[Row], size: int) -> dict[str, Any]:
+    """Every (place in a row's order, function) once, and which rows want it."""
+    wanted = [list(enumerate(row.logits_processors)) for row in rows]
+    pairs = sorted(dict.fromkeys(pair for row in wanted for pair in row), key=lambda pair: pair[0])
+    processes = np.zeros((size, len(pairs)), bool)
+    for index, row in enumerate(wanted):
+        processes[index] = [pair in row for pair in pairs]
+    return {"processes": processes, "processors": tuple(function for _, function in pairs)}
+
+
+def _allowed(rows: Sequence[Row], size: int, vocab_size: int) -> np.ndarray:
+    allowed = np.ones((size, vocab_size), bool)
+    for index, row in enumerate(rows):
+        if row.allowed_token_ids:
+            allowed[index] = False
+            allowed[index, list(row.allowed_token_ids)] = True
+    return allowed
+
+
+def _bad_words(rows: Sequence[Row], size: int) -> np.ndarray:
+    """int32 [B, W, L], right-aligned."""
+    count = bucket(max(len(row.bad_words) for row in rows), smallest=1)
+    length = bucket(max((len(word) for row in rows for word in row.bad_words), default=1), 1)
+    words = np.full((size, count, length), -1, np.int32)
+    for index, row in enumerate(rows):
+        for place, word in enumerate(row.bad_words):
+            words[index, place, length - len(word) :] = word
+    return words
+
+
+def _column(
+    rows: Sequence[Row], size: int, value: Callable[[Row], Any], fill: float, dtype: type
+) -> np.ndarray:
+    return np.array([value(row) for row in rows] + [fill] * (size - len(rows)), dtype)
+
+
+def _lists(
+    rows: Sequence[Row], size: int, values: Callable[[Row], Sequence], dtype: type = np.int32
+) -> np.ndarray:
+    """[B, E], filled up with -1."""
+    found = [list(values(row)) for row in rows]
+    width = bucket(max(map(len, found), default=0), smallest=1)
+    lists = np.full((size, width), -1, dtype)
+    for index, row in enumerate(found):
+        lists[index, : len(row)] = row
+    return lists
+
+
+def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
+    """The next power of two, so that calls of similar size share a program."""
+    found = smallest
+    while found < size:
+        found *= 2
+    return found
