@@ -44,7 +44,10 @@ class Limits(NamedTuple):
     max_length: Any
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# It runs for longer than it compiles, if LLVM leaves it as it is.
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 1}
+)
 def _propose(drafter, shared, history, start):
     memory = drafter.init(None, Limits(history.length), CAPACITY).replace(start=start)
     return drafter.propose(None, None, shared, memory, history)[0]
