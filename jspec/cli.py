@@ -88,6 +88,18 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 keeps all.", **_SAMPLING)] = 0,
     min_p: Annotated[float, typer.Option(**_SAMPLING)] = 0.0,
     seed: Annotated[int | None, typer.Option(**_SAMPLING)] = None,
+    min_tokens: Annotated[
+        int, typer.Option(help="Tokens before the text may end.", **_SAMPLING)
+    ] = 0,
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.", **_SAMPLING)] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.", **_SAMPLING)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.", **_SAMPLING)] = 1.0,
+    logit_bias: Annotated[
+        str | None, typer.Option(help='JSON: {"token id": bias}.', **_SAMPLING)
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="Never say it; may be repeated.", **_SAMPLING)
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before it; may be repeated.", **_SAMPLING)
     ] = None,
@@ -105,7 +117,10 @@ def generate(
 
     params = SamplingParams(
         n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        seed=seed, stop=stop or (), ignore_eos=ignore_eos,
+        seed=seed, stop=stop or (), ignore_eos=ignore_eos, min_tokens=min_tokens,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty, bad_words=bad_words,
+        logit_bias=_json("--logit-bias", logit_bias),
     )  # fmt: skip
     with _busy("loading"):
         llm = LLM(

@@ -17,7 +17,7 @@ from flax import struct
 from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.plan import Plan
-from jspec.rows import Row, bucket, request_of, warps_of
+from jspec.rows import Row, bucket, check_token_ids, request_of, warps_of
 from jspec.types import Array, Drafter, History, Params, Request, Shared, Target
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
@@ -173,6 +173,7 @@ def start(
     """
     for index, row in enumerate(rows):
         _check_fits(plan.target, index, row)
+    check_token_ids(rows, plan.target.vocab_size)
     size = bucket(len(rows), smallest=1)
     longest = max(len(row.prompt) + row.max_tokens for row in rows)
     needed = bucket(longest) + plan.drafter.max_depth + 1
@@ -256,12 +257,6 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
             f"together {total}, but the model has {target.max_positions} positions; "
             "shorten one of them."
         )
-    for name, token in row.token_ids:
-        if not 0 <= token < target.vocab_size:
-            raise ValueError(
-                f"{name} of prompt {index} holds token id {token}, outside the vocabulary of "
-                f"{target.vocab_size} tokens; leave it out."
-            )
     low, high = min(row.prompt), max(row.prompt)
     if low < 0 or high >= target.vocab_size:
         wrong = low if low < 0 else high

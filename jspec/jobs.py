@@ -64,10 +64,30 @@ def make(
         min_p=float(params.min_p),
         stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})),
         seed=_derived(seed, number) if params.seed is None else int(params.seed),
+        min_tokens=min(params.min_tokens, room),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids or (),
+        bad_words=spellings(params.bad_words, tokenizer),
+        logits_processors=params.logits_processors,
     )
     rows = tuple(dataclasses.replace(row, stream=index) for index in range(params.n))
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in rows)
     return Job(number, prompt, params, rows, transcripts)
+
+
+def spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids of words as they stand at the beginning of a text, and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for written in (bare, f" {bare}"):
+            ids = tuple(tokenizer.encode(written, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)
 
 
 def one_each(params: Any, count: int) -> list[SamplingParams]:

@@ -19,6 +19,7 @@ from jspec.loading import LoadedModel
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
+from jspec.rows import check_token_ids
 
 STREAM_ROUNDS = 4  # rounds between two outputs of a stream
 STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
@@ -186,15 +187,19 @@ class LLM:
         settings = jobs.one_each(sampling_params, len(items))
         for index, item in enumerate(items):
             self._check_fits(index, item.token_ids)
-        decoder = self._decoder() if any(each.detokenize for each in settings) else None
+        reads = [each.detokenize or bool(each.bad_words) for each in settings]
+        decoder = self._decoder() if any(reads) else None
         made = [
             jobs.make(
                 self._num_requests + index, item, params,
                 room=self.max_model_len - len(item.token_ids), seed=self._seed,
-                eos=self._eos_token_ids, tokenizer=decoder if params.detokenize else None,
+                eos=self._eos_token_ids, tokenizer=decoder if has_text else None,
             )
-            for index, (item, params) in enumerate(zip(items, settings, strict=True))
+            for index, (item, params, has_text) in enumerate(
+                zip(items, settings, reads, strict=True)
+            )
         ]  # fmt: skip
+        check_token_ids([job.rows[0] for job in made], self._plan.target.vocab_size)
         self._num_requests += len(made)
         return made
 

@@ -101,6 +101,8 @@ class Transcript:
         for count in range(self._num_read, shown):
             known = len(self.text)
             self.text += self._detokenizer.feed(answer.tokens[count])
+            if count + 1 <= self._params.min_tokens:  # what ends in here may not end the text
+                continue
             found = text.find_stop(self.text, known, self._params.stop)
             if found is not None:
                 self._end_at(found, count + 1)

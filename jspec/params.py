@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -9,27 +10,19 @@ from jspec.naming import did_you_mean
 
 # What vLLM has and jspec has not, with the value that asks for nothing. Accepted at that value.
 NOT_YET: dict[str, Any] = {
-    "allowed_token_ids": None,
-    "bad_words": None,
     "best_of": None,
     "early_stopping": False,
     "extra_args": None,
     "flat_logprobs": False,
-    "frequency_penalty": 0.0,
     "guided_decoding": None,
     "length_penalty": 1.0,
-    "logit_bias": None,
-    "logits_processors": None,
     "logprob_token_ids": None,
     "logprobs": None,
-    "min_tokens": 0,
     "output_kind": None,
-    "presence_penalty": 0.0,
     "prompt_logprob_start": None,
     "prompt_logprob_token_ids": None,
     "prompt_logprobs": None,
     "repetition_detection": None,
-    "repetition_penalty": 1.0,
     "routed_experts_prompt_start": 0,
     "skip_clone": False,
     "skip_reading_prefix_cache": None,
@@ -65,6 +58,17 @@ class SamplingParams:
       include_stop_str_in_output: whether ``text`` shows what ended it.
       detokenize: whether to make text at all.
       skip_special_tokens: whether ``text`` leaves out special tokens.
+      min_tokens: tokens to generate before the text may end: until then no stop token is drawn and
+        no stop string is looked for.
+      presence_penalty: taken off the logits of tokens that were generated; -2 to 2.
+      frequency_penalty: taken off for each time that they were; -2 to 2.
+      repetition_penalty: divides the logits of tokens that are in the prompt or were generated, and
+        multiplies negative ones; 1 changes nothing.
+      logit_bias: what to add to the logits of token ids, -100 to 100 (more counts as that).
+      allowed_token_ids: the only tokens that may be generated; None for all.
+      bad_words: words that may not be generated, in any spelling with or without a space before.
+      logits_processors: functions (logits [V], token ids [T], their number) -> logits [V], traced
+        by JAX and applied in turn, see ``jspec.shaping.LogitsProcessor``.
 
     Raises:
       ValueError: a value is out of range, a name is unknown, or a setting of vLLM's that jspec does
@@ -84,6 +88,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logits_processors: tuple[Callable, ...] = ()
 
     def __init__(self, **given: Any):
         for field in dataclasses.fields(self):
@@ -93,6 +105,17 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         ids = _tuple("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        object.__setattr__(self, "bad_words", _tuple("bad_words", words))
+        functions = _tuple("logits_processors", self.logits_processors)
+        object.__setattr__(self, "logits_processors", functions)
+        for name in ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            if getattr(self, name) is None:  # as requests over HTTP have it
+                object.__setattr__(self, name, getattr(type(self), name))
+        if self.allowed_token_ids is not None:
+            allowed = _tuple("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.seed == -1:  # vLLM's other spelling of None
             object.__setattr__(self, "seed", None)
         self._check()
@@ -117,6 +140,23 @@ class SamplingParams:
             ("max_tokens", self.max_tokens is None
              or (whole(self.max_tokens) and self.max_tokens >= 1),
              "a whole number of at least 1, or None for all the room there is"),
+            ("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0,
+             "a whole number of at least 0"),
+            ("presence_penalty", real(self.presence_penalty) and -2 <= self.presence_penalty <= 2,
+             "in [-2, 2]; 0 turns it off"),
+            ("frequency_penalty",
+             real(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
+             "in [-2, 2]; 0 turns it off"),
+            ("repetition_penalty", real(self.repetition_penalty) and self.repetition_penalty > 0,
+             "more than 0; 1 turns it off"),
+            ("allowed_token_ids", self.allowed_token_ids is None or (
+                self.allowed_token_ids
+                and all(whole(token) and 0 <= token < _INT32 for token in self.allowed_token_ids)),
+             "None for all, or a list of at least one token id"),
+            ("bad_words", all(isinstance(word, str) and word.strip() for word in self.bad_words),
+             "a list of strings, none of them empty"),
+            ("logits_processors", all(map(callable, self.logits_processors)),
+             "a list of functions"),
         )  # fmt: skip
         switches = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
         checks += tuple(
@@ -125,6 +165,11 @@ class SamplingParams:
         for name, holds, wanted in checks:
             if not holds:
                 raise ValueError(f"{name}={_shown(getattr(self, name))} must be {wanted}.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "
+                f"{self.min_tokens}."
+            )
         if 0 < self.temperature < _COLDEST:
             raise ValueError(
                 f"temperature={self.temperature} is too close to 0 to divide by; use 0 for greedy "
@@ -164,6 +209,21 @@ def _tuple(name: str, value: Any) -> tuple:
         return tuple(value)
     except TypeError:
         raise ValueError(f"{name}={_shown(value)} must be a list.") from None
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) pairs in order of ids; ids may be written as text, as in JSON."""
+    if not given:
+        return ()
+    pairs = given.items() if isinstance(given, Mapping) else given
+    try:
+        biases = {int(token): float(bias) for token, bias in pairs}
+    except (TypeError, ValueError):
+        biases = None
+    fits = lambda token, bias: 0 <= token < _INT32 and not math.isnan(bias)
+    if biases is None or not all(fits(*pair) for pair in biases.items()):
+        raise ValueError(f"logit_bias={_shown(given)} must be a dict of token ids to numbers.")
+    return tuple((token, max(-100.0, min(100.0, biases[token]))) for token in sorted(biases))
 
 
 def _shown(value: Any) -> str:

@@ -106,11 +106,21 @@ class Row:
 
     @property
     def token_ids(self) -> Iterator[tuple[str, int]]:
-        """All token ids that it names, and where."""
-        yield from (("stop_token_ids", token) for token in self.stop_token_ids)
+        """The token ids whose logits it changes, and where it names them."""
         yield from (("logit_bias", token) for token, _ in self.logit_bias)
         yield from (("allowed_token_ids", token) for token in self.allowed_token_ids)
         yield from (("bad_words", token) for word in self.bad_words for token in word)
+
+
+def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:
+    """Raises ValueError if a row changes the logits of a token that there is not."""
+    for index, row in enumerate(rows):
+        for name, token in row.token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name} of prompt {index} holds token id {token}, outside the vocabulary of "
+                    f"{vocab_size} tokens; leave it out."
+                )
 
 
 def warps_of(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -165,6 +165,44 @@ def test_a_stop_token_ends_the_text_and_is_not_shown(open_llm, whole, method):
         assert (completion.finish_reason, completion.stop_reason) == ("stop", row[9])
 
 
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_nothing_ends_a_text_before_its_least_length(open_llm, whole, method):
+    tokens, stops = ids(whole[method]), stops_inside(texts(whole[method]))
+    # Stop strings do not change what is drawn, so texts go on as they did until they may end.
+    params = [dataclasses.replace(p, stop=s, min_tokens=24)
+              for p, s in zip(MIXED, stops, strict=True)]  # fmt: skip
+    assert ids(open_llm(method).generate(PROMPTS, params)) == tokens
+    # Stop tokens are not drawn at all.
+    params = [dataclasses.replace(p, stop_token_ids=row[:10], min_tokens=12)
+              for p, row in zip(MIXED, tokens, strict=True)]  # fmt: skip
+    for row, output in zip(tokens, open_llm(method).generate(PROMPTS, params), strict=True):
+        said = output.outputs[0].token_ids
+        assert len(said) >= 12 and not set(said[:12]) & set(row[:10])
+
+
+def test_words_are_kept_out_however_they_are_spelled(open_llm, whole):
+    llm = open_llm("draft_model")
+    encode, decode = llm.get_tokenizer().encode, llm.get_tokenizer().decode
+    before = ids(whole["draft_model"])
+    said = {decode([token]).strip() for row in before for token in row}
+    words = sorted(word for word in said if word.isalnum() and word.isascii())[:8]
+    params = with_all(bad_words=words)
+    spelled = [encode(f"{space}{word}") for word in words for space in ("", " ")]
+    after = ids(llm.generate(PROMPTS, params))
+    says = lambda row, word: any(
+        row[at : at + len(word)] == word for at in range(len(row) - len(word) + 1)
+    )
+    assert any(says(row, word) for row in before for word in spelled)
+    assert not any(says(row, word) for row in after for word in spelled)
+
+
+def test_a_token_that_the_model_lacks_is_refused_before_anything_runs(open_llm):
+    with pytest.raises(ValueError, match="logit_bias of prompt 1 holds token id 9999"):
+        open_llm("none").generate(
+            PROMPTS[:2], [SamplingParams(), SamplingParams(logit_bias={9999: 1})]
+        )
+
+
 def test_the_tokenizers_end_of_text_ends_it_unless_ignored(root, whole, tmp_path):
     both = llm_fixtures.loaded(root)
     row = ids(whole["none"])[0]

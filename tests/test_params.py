@@ -39,12 +39,8 @@ def test_what_vllm_has_beyond_jspec_is_accepted_at_its_default(name):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported yet; leave it at 0.0."),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported yet"),
         ({"logprobs": 0}, "logprobs=0 is not supported yet; leave it at None."),
-        ({"logit_bias": {3: 1.0}}, "logit_bias={3: 1.0} is not supported yet"),
-        ({"bad_words": ["no"]}, "bad_words=['no'] is not supported yet"),
-        ({"min_tokens": 4}, "min_tokens=4 is not supported yet"),
+        ({"best_of": 3}, "best_of=3 is not supported yet"),
         ({"structured_outputs": {"json": "{}"}}, "structured_outputs="),
     ],
 )
@@ -54,8 +50,18 @@ def test_what_vllm_has_beyond_jspec_raises_when_it_asks_for_something(given, mes
     assert message in str(error.value)
 
 
-def test_asking_for_nothing_with_an_empty_list_is_accepted():
-    assert SamplingParams(bad_words=[], logit_bias={}) == SamplingParams()
+def test_asking_for_nothing_is_accepted_in_every_way_to_say_so():
+    assert SamplingParams(bad_words=[], logit_bias={}, structured_outputs={}) == SamplingParams()
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+             "logit_bias", "bad_words", "allowed_token_ids", "logits_processors")  # fmt: skip
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+
+
+def test_biases_are_read_as_json_writes_them_and_stay_within_a_hundred():
+    params = SamplingParams(logit_bias={"7": 250, 3: -1.5}, bad_words="no", allowed_token_ids=[4])
+    assert params.logit_bias == ((3, -1.5), (7, 100.0))
+    assert params.bad_words == ("no",) and params.allowed_token_ids == (4,)
+    assert dataclasses.replace(params, seed=1).logit_bias == params.logit_bias
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,16 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"stop_token_ids": [2**31]}, "stop_token_ids=[2147483648] must be"),
         ({"top_k": 2**40}, "top_k=1099511627776 must be"),
         ({"ignore_eos": "no"}, "ignore_eos='no' must be a bool."),
+        ({"min_tokens": -1}, "min_tokens=-1 must be a whole number of at least 0."),
+        ({"min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16, got 17."),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5 must be in [-2, 2]; 0 turns it off."),
+        ({"frequency_penalty": "a"}, "frequency_penalty='a' must be in [-2, 2]"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be more than 0; 1 turns it off."),
+        ({"logit_bias": {"a": 1}}, "logit_bias={'a': 1} must be a dict of token ids to numbers."),
+        ({"logit_bias": {-3: 1}}, "logit_bias={-3: 1} must be"),
+        ({"allowed_token_ids": []}, "allowed_token_ids=[] must be None for all, or a list"),
+        ({"bad_words": ["a", " "]}, "bad_words=['a', ' '] must be a list of strings"),
+        ({"logits_processors": [3]}, "logits_processors=[3] must be a list of functions."),
         ({"stop": "a", "detokenize": False}, "stop strings are only supported when detokenize"),
     ],
 )

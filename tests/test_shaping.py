@@ -212,6 +212,6 @@ def test_values_out_of_range_are_refused(settings, message):
 
 def test_token_ids_outside_the_vocabulary_are_refused():
     for settings in (dict(logit_bias=((64, 1.0),)), dict(allowed_token_ids=(-1, 3)),
-                     dict(bad_words=((1, 99),)), dict(stop_token_ids=(70,))):  # fmt: skip
+                     dict(bad_words=((1, 99),))):  # fmt: skip
         with pytest.raises(ValueError, match="outside the vocabulary of 64 tokens"):
             host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [Row((1,), **settings)])
