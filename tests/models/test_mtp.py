@@ -4,15 +4,19 @@ files."""
 import copy
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, head_files
+from jspec import adapters, checkpoint, head_files
+from jspec.drafters import Mtp
 from jspec.models import decoder
 from jspec.models.heads import mtp
+from jspec.plan import Plan
+from jspec.types import Params
 from tests.models import test_experts as targets
 
 torch = pytest.importorskip("torch")
@@ -21,6 +25,7 @@ if not hasattr(modeling_layers, "MtpModel"):
     pytest.skip("this transformers has no MTP", allow_module_level=True)
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+host = importlib.import_module("jspec.generate")
 LENGTH = 21
 
 
@@ -127,38 +132,93 @@ def qwen_modules(config, count):
     return parts.eval()
 
 
-def test_modules_of_a_qwen3_next_guess_as_its_blocks_do_where_it_is_not_supported_itself(tmp_path):
+def qwen_checkpoint(directory, modules):
+    """A Qwen3-Next, some of whose blocks are recurrent, and its modules, written and in torch."""
     torch.set_num_threads(1)
-    modules, kinds = 2, ["linear_attention", "linear_attention", "full_attention"]
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
     target = targets.tiny_model("qwen3-next", layer_types=kinds)
     theirs = qwen_modules(target.config, modules)
-    target.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    target.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
     for name, tensor in theirs.state_dict().items():
         tensors |= by_expert(f"mtp.{name}", tensor)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return target, theirs
 
+
+@torch.no_grad()
+def qwen_guesses(target, theirs, text):
+    """Features of a text [B, T] and the logits of every row of every module, over true tokens."""
+    features = target(torch.tensor(text), output_hidden_states=True).hidden_states[-1]
+    following = target.model.embed_tokens(torch.tensor(text[:, 1:]))
+    hidden, found = features[:, :-1], []
+    for module in theirs["layers"]:
+        e, f = theirs["pre_fc_norm_embedding"](following), theirs["pre_fc_norm_hidden"](hidden)
+        x = theirs["fc"](torch.cat([e, f], -1))
+        places = torch.arange(x.shape[1])[None]
+        x = theirs["norm"](module(x, target.model.rotary_emb(x, places), position_ids=places))
+        found.append(target.lm_head(x).numpy())
+        hidden, following = x[:, :-1], following[:, 1:]
+    return features.numpy(), found
+
+
+def test_modules_of_a_qwen3_next_guess_as_its_blocks_do_where_it_is_not_supported_itself(tmp_path):
+    target, theirs = qwen_checkpoint(tmp_path, modules=2)
     with pytest.raises(ValueError, match="layer_types: 2 of 3 layers are linear_attention"):
         checkpoint.load_pretrained(tmp_path)
     head = head_files.load_head(tmp_path, None, kind="mtp")
-    assert (head.layout, head.config.n_predict) == ("qwen3_next", modules)
+    assert (head.layout, head.config.n_predict) == ("qwen3_next", 2)
     text = np.random.default_rng(1).integers(0, 96, (2, LENGTH))
-    with torch.no_grad():
-        features = target(torch.tensor(text), output_hidden_states=True).hidden_states[-1]
-        embedded = target.model.embed_tokens(torch.tensor(text[:, 1:]))
-        hidden, following, expected = features[:, :-1], embedded, []
-        for module in theirs["layers"]:
-            e, f = theirs["pre_fc_norm_embedding"](following), theirs["pre_fc_norm_hidden"](hidden)
-            x = theirs["fc"](torch.cat([e, f], -1))
-            places = torch.arange(x.shape[1])[None]
-            x = module(x, target.model.rotary_emb(x, places), position_ids=places)
-            x = theirs["norm"](x)
-            expected.append(target.lm_head(x).numpy())
-            hidden, following = x[:, :-1], following[:, 1:]
-    output = jnp.asarray(target.lm_head.weight.detach().numpy().T)
-    weights = decoder.DecoderParams(embedding=None, layers=(), norm=None, head=output)
-    found = drafted(
-        head.params, head.config, weights, jnp.asarray(embedded), jnp.asarray(features)[:, :-1]
-    )
+    features, expected = qwen_guesses(target, theirs, text)
+    table, output = (layer.weight.detach().numpy() for layer in (
+        target.model.embed_tokens, target.lm_head))  # fmt: skip
+    weights = decoder.DecoderParams(embedding=None, layers=(), norm=None, head=output.T)
+    found = drafted(head.params, head.config, weights, table[text[:, 1:]], features[:, :-1])
     for ours, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_recurrent_target_of_ones_own_drafts_with_the_modules_of_its_files(tmp_path):
+    model, theirs = qwen_checkpoint(tmp_path, modules=1)
+    with torch.no_grad():  # modules that repeat the last token, about: right now and then
+        theirs["fc"].weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], 1))
+    tensors = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": theirs["fc"].weight}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    head = head_files.load_head(tmp_path, None, kind="mtp")
+
+    @torch.no_grad()
+    def score(tokens):
+        out = model(torch.tensor(np.asarray(tokens, np.int64)), output_hidden_states=True)
+        return out.logits.numpy(), out.hidden_states[-1].numpy()
+
+    def apply(params, tokens):
+        sized = lambda width: jax.ShapeDtypeStruct((*tokens.shape, width), jnp.float32)
+        logits, last = jax.pure_callback(score, (sized(96), sized(32)), tokens)
+        return logits, (last,) * (head.config.capture_layers[0] + 1)
+
+    def unembed(params, hidden, *, norm=True):
+        assert not norm  # which the modules have done
+        return hidden @ params["output"]
+
+    target, params = adapters.from_function(
+        apply, {"table": jnp.asarray(model.model.embed_tokens.weight.detach().numpy()),
+                "output": jnp.asarray(model.lm_head.weight.detach().numpy().T)},
+        vocab_size=96, max_positions=256, use_cache=False,
+        embed=lambda params, tokens: params["table"][tokens],
+        unembed=unembed,
+    )  # fmt: skip
+    drafter = Mtp(head.config, target, 1, draft_sample_method="greedy")
+    plan = Plan(target, drafter, "coupled", ladder=(2,), record_rounds=32)
+    prompt = (5, 9, 3, 17)
+    [answer] = host.generate_rows(plan, Params(params, head.params), [host.Row(prompt, 24)])
+    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0].tolist()
+    assert answer.tokens.tolist() == wanted[len(prompt) :]
+    _, [guesses] = qwen_guesses(model, theirs, np.array([wanted]))
+    root = len(prompt) - 1
+    for accepted, nodes, _ in zip(*answer.trace, strict=True):
+        if root + 2 < len(wanted):
+            guess = guesses[0, root - 1].argmax()
+            assert nodes[1] == guess and accepted == (guess == wanted[root + 1])
+        root += accepted + 1
+    assert answer.accepted[1] > 0
