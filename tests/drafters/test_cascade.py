@@ -11,7 +11,7 @@ from jspec.drafters import Cascade, NGram, Suffix
 from jspec.models import decoder
 from jspec.plan import Plan
 from tests import tiny
-from tests.drafters import heads
+from tests.drafters import heads, rounds
 
 host = importlib.import_module("jspec.generate")
 FIRST = NGram(3, 1, 3)
@@ -25,7 +25,7 @@ ROWS = [
 
 
 def traces(drafter, rule):
-    plan = Plan(tiny.TARGET, drafter, rule, record_rounds=32)
+    plan = rounds.plan_of(drafter, rule, record_rounds=32)
     answers = host.generate_rows(plan, tiny.params(), ROWS)
     return [(answer.tokens, *answer.trace) for answer in answers]
 

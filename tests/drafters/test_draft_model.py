@@ -16,6 +16,7 @@ from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import History, Params, Request
 from tests import fakes, tiny
+from tests.drafters import rounds
 from tests.verify import enumeration, statistics, trees
 
 host = importlib.import_module("jspec.generate")
@@ -26,7 +27,7 @@ ROWS = [
 
 
 def answers(drafter, rule="coupled", drafter_params=None, record_rounds=0):
-    plan = Plan(tiny.TARGET, drafter, rule, record_rounds=record_rounds)
+    plan = rounds.plan_of(drafter, rule, record_rounds=record_rounds)
     weights = tiny.params().drafter if drafter_params is None else drafter_params
     return host.generate_rows(plan, Params(tiny.params().target, weights), ROWS)
 
@@ -97,8 +98,8 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
     drafter = DraftModel(dataclasses.replace(tiny.DRAFT_CONFIG, **narrow), 4)
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params())
     short = [dataclasses.replace(row, max_tokens=6) for row in ROWS[1:2]]
-    batch = host.start(Plan(target, drafter), weights, short)
-    batch = host.advance(Plan(target, drafter), weights, batch)
+    plan = Plan(target, drafter, ladder=(5,))
+    batch = host.advance(plan, weights, host.start(plan, weights, short))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(batch.state.cache.layers)} == {"bfloat16"}
     assert [len(answer.tokens) for answer in host.read(batch)] == [6]
 

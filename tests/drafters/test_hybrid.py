@@ -12,6 +12,7 @@ from jspec.plan import Plan
 from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads
+from tests.drafters.rounds import plan_of
 from tests.fakes import (
     NeverRightDrafter,
     OracleDrafter,
@@ -34,7 +35,8 @@ LOOKUP = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
 
 
 def run(parts, combine, rounds=0):
-    plan = Plan(TARGET, Hybrid(parts, combine), record_rounds=rounds)
+    drafter = Hybrid(parts, combine)
+    plan = Plan(TARGET, drafter, ladder=(drafter.tree_size,), record_rounds=rounds)
     return run_rows(plan, Params(WEIGHTS, (SCRIPT, SCRIPT)), ROWS)
 
 
@@ -107,7 +109,7 @@ def test_sampled_texts_of_several_rounds_have_the_targets_law(rule, combine):
 def test_what_is_shared_is_kept_for_each_of_the_two():
     suffix, recycling = Suffix(suffix_decoding_max_cached_tokens=64), TokenRecycling(tiny.VOCAB, 3)
     for first in (suffix, recycling):
-        plan = Plan(tiny.TARGET, Hybrid((first, heads.drafter("eagle", 3))))
+        plan = plan_of(Hybrid((first, heads.drafter("eagle", 3))), "rejection")
         params = Params(tiny.params().target, (None, heads.random_params("eagle")))
         rows = [host.Row((5, 9, 11), max_tokens=20, stream=0)]
         shared = importlib.import_module("jspec.decode").init_shared(plan)

@@ -273,7 +273,7 @@ def warp_levels(levels: Levels, settings: Sampling | None) -> Levels:
         return levels
     settings = Sampling(
         settings.temperature[:1], settings.min_p[:1], settings.top_k[:1], settings.top_p[:1],
-        settings.names,
+        names=settings.names,
     )  # fmt: skip
     with jax.enable_x64(True):
         rows = jnp.asarray(np.concatenate(levels))[None]
