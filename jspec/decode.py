@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv, tokens, topology
+from jspec import kv, logprobs, tokens, topology
+from jspec.logprobs import Logprobs
 from jspec.plan import Plan
 from jspec.types import (
     Array,
@@ -54,6 +55,7 @@ class DecodeState:
     done: Array  # [B] bool
     stats: Stats
     round: Array  # [] int32
+    logprobs: Logprobs | None = None  # of the tokens of ``history``, where they are wanted
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
@@ -92,6 +94,12 @@ def step(
     out, verdict = _verify(plan, params, request, state, draft, tree)
     verdict = verdict.hold(state.done)
 
+    scores = state.logprobs
+    if scores is not None:
+        scores = logprobs.record(
+            scores, request.sampling, state.history, draft, tree, verdict, out.logits
+        )
+
     # Commit the accepted path and forget the rest.
     history, verdict, ended = tokens.extend(request, state.history, draft, verdict)
     memory, shared = plan.drafter.update(
@@ -104,6 +112,7 @@ def step(
         done=state.done | ended,
         stats=record(state.stats, state.round, draft, tree, verdict),
         round=state.round + 1,
+        logprobs=scores,
     )
 
 
@@ -123,7 +132,7 @@ def retire(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
     return plan.drafter.retire(shared, state.memory, state.history)
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "memory"))
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "memory", "scores"))
 def prefill(
     plan: Plan,
     params: Params,
@@ -132,11 +141,12 @@ def prefill(
     chunk: Array,
     start: Array,
     valid: Array,
-) -> tuple[kv.KVCache, Memory]:
+    scores: Logprobs | None = None,
+) -> tuple[kv.KVCache, Memory, Logprobs | None]:
     """Takes a chunk of the prompt into the caches of target and drafter.
 
-    ``cache`` and ``memory`` are consumed. A prompt is taken in but for its last token, which is the
-    root of the first round.
+    ``cache``, ``memory`` and ``scores`` are consumed. A prompt is taken in but for its last token,
+    which is the root of the first round.
 
     Args:
       plan: static.
@@ -146,6 +156,7 @@ def prefill(
       chunk: int32 [B, C+1], C tokens and one of look-ahead.
       start: int32 [], position of the chunk's first token.
       valid: int32 [B], how many of the C tokens each row takes in.
+      scores: given back with the C tokens behind the chunk's first. None: not wanted.
     """
     batch, size = chunk.shape[0], chunk.shape[1] - 1
     tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
@@ -154,7 +165,10 @@ def prefill(
     )
     rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
     memory = plan.drafter.absorb(params, memory, chunk, out.features, start, valid)
-    return kv.append(cache, out.tree_kv, rows, valid), memory
+    if scores is not None:
+        fresh = logprobs.score(out.logits, chunk[:, 1:], scores.count, scores.mode)
+        scores = logprobs.write(scores, fresh, jnp.broadcast_to(start + 1, (batch,)))
+    return kv.append(cache, out.tree_kv, rows, valid), memory, scores
 
 
 def _verify(

@@ -16,12 +16,14 @@ from flax import struct
 
 from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
+from jspec.logprobs import Logprobs, Scoring
 from jspec.plan import Plan
 from jspec.rows import Row, bucket, check_token_ids, request_of, warps_of
 from jspec.types import Array, Drafter, History, Params, Request, Shared, Target
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
 MAX_NUM_SEQS = 32  # rows decoded together
+_SCORED_CHUNK = 32
 _TILE_SLOTS = 16  # a kernel copies a cache that ends inside a tile of the device's memory layout
 _FOREVER = np.int32(2**31 - 1)
 
@@ -39,6 +41,8 @@ class Answer:
       drafted: drafted tokens.
       accepted: int [K+1], how many drafts had 0..K tokens accepted.
       trace: (accepted, tokens, parents) of every recorded round, or None.
+      logprobs: of ``tokens``, or None.
+      prompt_logprobs: of the prompt's tokens but the first, or None.
     """
 
     tokens: np.ndarray
@@ -49,6 +53,8 @@ class Answer:
     drafted: int
     accepted: np.ndarray
     trace: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -64,6 +70,7 @@ class Batch:
     state: DecodeState
     prompt_lengths: np.ndarray = struct.field(pytree_node=False)  # [rows], without padding rows
     shared: Shared = ()  # what the drafter keeps for all calls
+    scoring: Scoring | None = struct.field(pytree_node=False, default=None)
 
 
 def generate(
@@ -109,10 +116,13 @@ def generate(
 
 
 def generate_rows(
-    plan: Plan, params: Params, rows: Sequence[Row], *, max_num_seqs: int = MAX_NUM_SEQS
-) -> list[Answer]:
+    plan: Plan, params: Params, rows: Sequence[Row], *, max_num_seqs: int = MAX_NUM_SEQS,
+    scoring: Scoring | None = None,
+) -> list[Answer]:  # fmt: skip
     """Generates all rows, ``max_num_seqs`` at a time; answers come in the order of ``rows``."""
-    return generate_sharing(plan, params, rows, init_shared(plan), max_num_seqs=max_num_seqs)[0]
+    return generate_sharing(
+        plan, params, rows, init_shared(plan), max_num_seqs=max_num_seqs, scoring=scoring
+    )[0]
 
 
 def generate_sharing(
@@ -122,6 +132,7 @@ def generate_sharing(
     shared: Shared,
     *,
     max_num_seqs: int = MAX_NUM_SEQS,
+    scoring: Scoring | None = None,
 ) -> tuple[list[Answer], Shared]:
     """``generate_rows`` with what the drafter keeps for all calls, such as past responses.
 
@@ -130,7 +141,9 @@ def generate_sharing(
     """
     answers: list[Answer | None] = [None] * len(rows)
     for group in groups(rows, max_num_seqs):
-        batch = start(plan, params, [rows[index] for index in group], warps=warps_of(rows))
+        batch = start(
+            plan, params, [rows[index] for index in group], warps=warps_of(rows), scoring=scoring
+        )
         batch = advance(plan, params, batch.replace(shared=shared))
         shared = batch.shared
         for index, answer in zip(group, read(batch), strict=True):
@@ -161,9 +174,13 @@ def groups(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
 
 
 def start(
-    plan: Plan, params: Params, rows: Sequence[Row], *, warps: tuple[str, ...] | None = None
-) -> Batch:
+    plan: Plan, params: Params, rows: Sequence[Row], *, warps: tuple[str, ...] | None = None,
+    scoring: Scoring | None = None,
+) -> Batch:  # fmt: skip
     """Checks and pads the rows, allocates their state and takes in their prompts.
+
+    ``warps`` are those that the program is for, if more than the rows need; ``scoring`` is what is
+    to be known of their tokens.
 
     What the drafter keeps for all calls is the caller's: ``batch.replace(shared=shared)``. Without
     it such a drafter does what it can for the rows by themselves.
@@ -183,8 +200,14 @@ def start(
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)
     request, state = _allocate(plan, params, asked, History(prompts, lengths), done)
-    cache, memory = _take_in(plan, params, state.cache, state.memory, prompts, lengths)
-    return Batch(request, state.replace(cache=cache, memory=memory), lengths[: len(rows)])
+    scores = None if scoring is None else scoring.empty(size, capacity)
+    cache, memory, asked_for = _take_in(
+        plan, params, state.cache, state.memory, prompts, lengths,
+        scores if scoring is not None and scoring.prompt else None,
+    )  # fmt: skip
+    scores = scores if asked_for is None else asked_for
+    state = state.replace(cache=cache, memory=memory, logprobs=scores)
+    return Batch(request, state, lengths[: len(rows)], scoring=scoring)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -223,12 +246,18 @@ def cancel(batch: Batch, rows: Sequence[int]) -> Batch:
 def read(batch: Batch) -> list[Answer]:
     """Brings the rows' tokens and counts to the host."""
     state = batch.state
-    host = jax.device_get((state.history, state.done, state.stats, batch.request.stop_tokens))
-    return [_answer(host, row, int(start)) for row, start in enumerate(batch.prompt_lengths)]
+    host = jax.device_get(
+        (state.history, state.done, state.stats, batch.request.stop_tokens, state.logprobs)
+    )
+    has_prompt = batch.scoring is not None and batch.scoring.prompt
+    return [
+        _answer(host, row, int(start), has_prompt) for row, start in enumerate(batch.prompt_lengths)
+    ]
 
 
-def _answer(host, row: int, prompt_length: int) -> Answer:
-    history, done, stats, stop_tokens = host
+def _answer(host, row: int, prompt_length: int, has_prompt: bool) -> Answer:
+    history, done, stats, stop_tokens, scores = host
+    part = lambda first, end: jax.tree.map(lambda x: x[row, first:end].copy(), scores)
     tokens = history.tokens[row, prompt_length : history.length[row]].copy()
     stops = set(stop_tokens[row].tolist()) - {-1}
     stop_token = int(tokens[-1]) if len(tokens) and int(tokens[-1]) in stops else None
@@ -246,6 +275,8 @@ def _answer(host, row: int, prompt_length: int) -> Answer:
         tokens=tokens, finish_reason=reason, stop_token=stop_token, rounds=int(stats.rounds[row]),
         drafts=int(stats.drafts[row]), drafted=int(stats.drafted[row]),
         accepted=stats.accepted[row].copy(), trace=trace,
+        logprobs=None if scores is None else part(prompt_length, history.length[row]),
+        prompt_logprobs=part(1, prompt_length) if has_prompt else None,
     )  # fmt: skip
 
 
@@ -275,16 +306,17 @@ def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndar
     return prompts, lengths
 
 
-def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarray):
+def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarray, scores):
     """Prefills all but each prompt's last token, chunk by chunk."""
     wanted = lengths - 1
     longest = int(wanted.max())
-    width = min(bucket(longest, smallest=16), PREFILL_CHUNK)
+    # Scores need logits of every position, as many numbers as there are tokens in the vocabulary.
+    width = min(bucket(longest, smallest=16), PREFILL_CHUNK if scores is None else _SCORED_CHUNK)
     for begin in range(0, longest, width):
         chunk = prompts[:, begin : begin + width + 1]
         chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
         valid = np.clip(wanted - begin, 0, width)
-        cache, memory = prefill(
-            plan, params, cache, memory, chunk, np.int32(begin), valid.astype(np.int32)
+        cache, memory, scores = prefill(
+            plan, params, cache, memory, chunk, np.int32(begin), valid.astype(np.int32), scores
         )
-    return cache, memory
+    return cache, memory, scores

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jspec.generate import Row
+from jspec.logprobs import Mode, Scoring
 from jspec.outputs import RequestOutput, Transcript
 from jspec.params import SamplingParams
 from jspec.prompts import Prompt
@@ -22,14 +23,18 @@ class Job:
     transcripts: tuple[Transcript, ...]
 
     def output(self, detailed: bool) -> RequestOutput:
-        """The request as it stands."""
-        outputs = [each.output(index, detailed) for index, each in enumerate(self.transcripts)]
+        """The request as it stands: all its texts, or the best of those that were drawn."""
+        drawn = list(self.transcripts)
+        if len(drawn) > self.params.n:
+            drawn = sorted(drawn, key=lambda each: -each.cumulative_logprob)[: self.params.n]
+        outputs = [each.output(index, detailed) for index, each in enumerate(drawn)]
         return RequestOutput(
             request_id=str(self.number),
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=outputs,
             finished=all(output.finished() for output in outputs),
+            prompt_logprobs=drawn[0].prompt_logprobs(),
         )
 
 
@@ -73,7 +78,7 @@ def make(
         bad_words=spellings(params.bad_words, tokenizer),
         logits_processors=params.logits_processors,
     )
-    rows = tuple(dataclasses.replace(row, stream=index) for index in range(params.n))
+    rows = tuple(dataclasses.replace(row, stream=index) for index in range(params.num_texts))
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in rows)
     return Job(number, prompt, params, rows, transcripts)
 
@@ -88,6 +93,19 @@ def spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ..
             if ids:
                 found[ids] = None
     return tuple(found)
+
+
+def scoring_of(todo: Sequence[Job], vocab_size: int, mode: Mode) -> Scoring | None:
+    """What must be known of tokens for all of these requests; None for nothing."""
+    counts, prompts = [], []
+    for job in todo:
+        counts += [job.params.logprobs] + [0] * (job.params.num_texts > job.params.n)
+        prompts += [job.params.prompt_logprobs]
+    known = lambda values: [vocab_size if k == -1 else k for k in values if k is not None]
+    wanted = known([*counts, *prompts])
+    if not wanted:
+        return None
+    return Scoring(min(max(wanted), vocab_size), bool(known(prompts)), mode)
 
 
 def one_each(params: Any, count: int) -> list[SamplingParams]:

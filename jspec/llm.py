@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import config, jobs, loading, metrics, prompts, shared_file
+from jspec import config, jobs, loading, logprobs, metrics, prompts, shared_file
 from jspec.assembly import assemble
 from jspec.calibration import CostTable
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.jobs import Job
 from jspec.loading import LoadedModel
+from jspec.logprobs import Scoring
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
@@ -42,6 +43,9 @@ class LLM:
       per_request_stats: "summary" (as None) or "detailed", which adds what every round drafted and
         accepted to ``speculative_decoding_stats``.
       tokenizer: a path, or a tokenizer of ``transformers``; None for the model's own.
+      logprobs_mode: what ``logprobs`` are: "raw_logprobs" or "raw_logits" of the model itself, or
+        "processed_logprobs" or "processed_logits" of what is drawn from. Those of prompts are raw.
+      max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
 
     Raises:
       ValueError: a setting is out of range or not supported, the models do not fit each other, or
@@ -59,12 +63,16 @@ class LLM:
         max_num_seqs: int = MAX_NUM_SEQS,
         per_request_stats: str | None = None,
         tokenizer: Any = None,
+        logprobs_mode: str = "raw_logprobs",
+        max_logprobs: int = 20,
     ):
         speculative = config.read(speculative_config)
         if per_request_stats not in _STATS:
             raise ValueError(
                 f"per_request_stats={per_request_stats!r} must be None, 'summary' or 'detailed'."
             )
+        logprobs.check_mode(logprobs_mode)
+        self._logprobs_mode, self._max_logprobs = logprobs_mode, max_logprobs
         self._detailed = per_request_stats == "detailed"
         self._seed = SamplingParams(seed=seed).seed
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
@@ -140,7 +148,14 @@ class LLM:
         ``generate``; ``rounds`` of the loop run between two looks. Bad input raises at once.
         """
         _at_least_one("rounds", rounds)
-        return self._stream(self._jobs(prompts, sampling_params), rounds)
+        todo = self._jobs(prompts, sampling_params)
+        for job in todo:
+            if job.params.num_texts > job.params.n:
+                raise ValueError(
+                    f"best_of={job.params.best_of} cannot be streamed: which texts are the best is "
+                    "known at the end; use generate, or leave best_of out."
+                )
+        return self._stream(todo, rounds)
 
     def get_metrics(self) -> list[metrics.Metric]:
         """Counts of all requests that finished, under vLLM's names.
@@ -185,8 +200,9 @@ class LLM:
 
         items = prompts.read(given, encode)
         settings = jobs.one_each(sampling_params, len(items))
-        for index, item in enumerate(items):
+        for index, (item, params) in enumerate(zip(items, settings, strict=True)):
             self._check_fits(index, item.token_ids)
+            self._check_logprobs(params)
         reads = [each.detokenize or bool(each.bad_words) for each in settings]
         decoder = self._decoder() if any(reads) else None
         made = [
@@ -216,6 +232,22 @@ class LLM:
                 f"prompt {index} holds token id {wrong}, outside the vocabulary of {size} tokens; "
                 "was it made by another tokenizer?"
             )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        if params.num_texts > params.n and self._logprobs_mode.endswith("logits"):
+            raise ValueError(
+                f"best_of={params.best_of} compares log-probabilities, but logprobs_mode="
+                f"{self._logprobs_mode!r} has none; leave one of the two out."
+            )
+        size = self._plan.target.vocab_size
+        most = size if self._max_logprobs == -1 else self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            given = getattr(params, name)
+            if given is not None and (size if given == -1 else given) > most:
+                raise ValueError(
+                    f"Requested {name} of {given}, which is greater than max allowed: {most}; ask "
+                    "for fewer, or raise LLM(max_logprobs=...)."
+                )
 
     def _decoder(self) -> Any:
         try:
@@ -258,17 +290,24 @@ class LLM:
         if not rows:
             return
         plan, warps = self._recording_plan(todo), warps_of(rows)
+        scoring = jobs.scoring_of(todo, plan.target.vocab_size, self._logprobs_mode)
         parts = list(groups(rows, self._max_num_seqs))
         for part in track(parts, "Generating") if show_progress else parts:
-            yield from self._run_group(plan, warps, [work[index] for index in part], rounds)
+            one = [work[index] for index in part]
+            yield from self._run_group(plan, warps, scoring, one, rounds)
         self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
 
     def _run_group(
-        self, plan: Plan, warps: tuple[str, ...], work: list[tuple], rounds: int | None
+        self,
+        plan: Plan,
+        warps: tuple[str, ...],
+        scoring: Scoring | None,
+        work: list[tuple],
+        rounds: int | None,
     ) -> Iterator[Iterable[Job]]:
         owners, rows, transcripts = zip(*work, strict=True)
         begin = perf_counter()
-        batch, was_cut = start(plan, self._params, rows, warps=warps), False
+        batch, was_cut = start(plan, self._params, rows, warps=warps, scoring=scoring), False
         while not all(transcript.finish_reason for transcript in transcripts):
             # Another stream may have taken its turn: what is shared is never kept in a batch.
             batch = batch.replace(shared=self._shared)

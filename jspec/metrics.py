@@ -190,6 +190,7 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
         drafted=int(drafted.sum()),
         accepted=np.bincount(accepted[drafted > 0], minlength=len(answer.accepted)),
         trace=(accepted, tokens[:rounds], parents[:rounds]),
+        logprobs=answer.logprobs and answer.logprobs.first(num_tokens),
     )
 
 

@@ -6,7 +6,23 @@ from typing import Any
 
 from jspec import metrics, text
 from jspec.generate import Answer
+from jspec.logprobs import Logprobs
 from jspec.params import SamplingParams
+
+
+@dataclasses.dataclass
+class Logprob:
+    """How likely the target found a token at a place.
+
+    Attributes:
+      logprob: as ``LLM``'s ``logprobs_mode`` says.
+      rank: 1 for the likeliest token.
+      decoded_token: its text alone; None where no text is made.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclasses.dataclass
@@ -21,14 +37,16 @@ class CompletionOutput:
       stop_reason: the stop string or stop token id that ended it; None for the model's own end of
         text, and for "length".
       speculative_decoding_stats: see ``jspec.metrics.request_stats``.
-      cumulative_logprob, logprobs: None; not supported yet.
+      cumulative_logprob: the sum over ``token_ids``; None unless ``logprobs`` were asked for.
+      logprobs: for each of ``token_ids`` a dict of token id to ``Logprob``, the token itself first;
+        None unless asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     speculative_decoding_stats: dict[str, Any] | None = None
@@ -40,14 +58,18 @@ class CompletionOutput:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """The texts generated for one prompt."""
+    """The texts generated for one prompt.
+
+    ``prompt_logprobs`` is as ``logprobs`` of a text, for the prompt's tokens; its first item is
+    None, as nothing comes before that token.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def speculative_decoding_stats(self) -> dict[str, Any] | None:
@@ -67,7 +89,8 @@ class Transcript:
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], tokenizer: Any, eos: frozenset[int]
     ):
-        self._params, self._eos = params, eos
+        self._params, self._eos, self._prompt = params, eos, prompt
+        self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer = None
         if params.detokenize:
             self._detokenizer = text.Detokenizer(tokenizer, prompt, params.skip_special_tokens)
@@ -95,6 +118,36 @@ class Transcript:
             self.stop_reason = answer.stop_token
         return False
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum over the tokens so far; of a row that was scored."""
+        return 0.0 if self.answer is None else float(self.answer.logprobs.chosen.sum())
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of the prompt's tokens, where they are wanted."""
+        count = self._params.prompt_logprobs
+        if count is None or self.answer is None:
+            return None
+        return [None, *self._listed(self._prompt[1:], self.answer.prompt_logprobs, count)]
+
+    def _listed(self, ids: Sequence[int], scores: Logprobs, count: int) -> list[dict[int, Logprob]]:
+        """For each of ``ids`` itself and the ``count`` likeliest; -1 for all there are."""
+        count = scores.count if count == -1 else count
+        listed = []
+        for place, token in enumerate(map(int, ids)):
+            found = {token: (scores.chosen[place], scores.rank[place])}
+            top = zip(scores.top_ids[place, :count], scores.top[place, :count], strict=True)
+            for rank, (other, value) in enumerate(top, 1):
+                found.setdefault(int(other), (value, rank))
+            listed.append(
+                {each: Logprob(float(value), int(rank), self._text_of(each))
+                 for each, (value, rank) in found.items()}
+            )  # fmt: skip
+        return listed
+
+    def _text_of(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token])
+
     def _read_text(self, answer: Answer) -> bool:
         hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
         shown = len(answer.tokens) - hidden
@@ -120,8 +173,15 @@ class Transcript:
         shown = self.text
         if not self.finish_reason and not self._params.include_stop_str_in_output:
             shown = shown[: len(shown) - text.held_back(shown, self._params.stop)]
+        scored = self._params.logprobs is not None and self.answer is not None
         return CompletionOutput(
             index=index,
+            cumulative_logprob=self.cumulative_logprob if scored else None,
+            logprobs=(
+                self._listed(self.answer.tokens, self.answer.logprobs, self._params.logprobs)
+                if scored
+                else None
+            ),
             text=shown,
             token_ids=[] if self.answer is None else self.answer.tokens.tolist(),
             finish_reason=self.finish_reason,

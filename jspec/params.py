@@ -10,18 +10,15 @@ from jspec.naming import did_you_mean
 
 # What vLLM has and jspec has not, with the value that asks for nothing. Accepted at that value.
 NOT_YET: dict[str, Any] = {
-    "best_of": None,
     "early_stopping": False,
     "extra_args": None,
     "flat_logprobs": False,
     "guided_decoding": None,
     "length_penalty": 1.0,
     "logprob_token_ids": None,
-    "logprobs": None,
     "output_kind": None,
     "prompt_logprob_start": None,
     "prompt_logprob_token_ids": None,
-    "prompt_logprobs": None,
     "repetition_detection": None,
     "routed_experts_prompt_start": 0,
     "skip_clone": False,
@@ -69,6 +66,11 @@ class SamplingParams:
       bad_words: words that may not be generated, in any spelling with or without a space before.
       logits_processors: functions (logits [V], token ids [T], their number) -> logits [V], traced
         by JAX and applied in turn, see ``jspec.shaping.LogitsProcessor``.
+      logprobs: for every token of the answer, its log-probability and those of this many likeliest;
+        0 for the token's alone, -1 for the whole vocabulary, None for nothing.
+      prompt_logprobs: the same of the prompt's tokens, the first one excepted.
+      best_of: texts to draw, of which the ``n`` of largest ``cumulative_logprob`` come back; None
+        for ``n``.
 
     Raises:
       ValueError: a value is out of range, a name is unknown, or a setting of vLLM's that jspec does
@@ -96,6 +98,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     logits_processors: tuple[Callable, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
 
     def __init__(self, **given: Any):
         for field in dataclasses.fields(self):
@@ -120,6 +125,11 @@ class SamplingParams:
             object.__setattr__(self, "seed", None)
         self._check()
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
+
+    @property
+    def num_texts(self) -> int:
+        """Texts to draw."""
+        return self.n if self.best_of is None else self.best_of
 
     def _check(self) -> None:
         whole, real = _is_whole, _is_real
@@ -155,6 +165,11 @@ class SamplingParams:
              "None for all, or a list of at least one token id"),
             ("bad_words", all(isinstance(word, str) and word.strip() for word in self.bad_words),
              "a list of strings, none of them empty"),
+            ("logprobs", _counts(self.logprobs), "None, -1 or a whole number of at least 0"),
+            ("prompt_logprobs", _counts(self.prompt_logprobs),
+             "None, -1 or a whole number of at least 0"),
+            ("best_of", self.best_of is None or (whole(self.best_of) and self.best_of >= self.n),
+             f"None or a whole number of at least n={self.n}"),
             ("logits_processors", all(map(callable, self.logits_processors)),
              "a list of functions"),
         )  # fmt: skip
@@ -175,10 +190,11 @@ class SamplingParams:
                 f"temperature={self.temperature} is too close to 0 to divide by; use 0 for greedy "
                 f"sampling, or at least {_COLDEST}."
             )
-        if self.temperature == 0 and self.n > 1:
+        if self.temperature == 0 and self.num_texts > 1:
+            name = "n" if self.n > 1 else "best_of"
             raise ValueError(
-                f"n must be 1 when using greedy sampling, got {self.n}: all texts would be equal; "
-                "set temperature above 0."
+                f"{name} must be 1 when using greedy sampling, got {self.num_texts}: all texts "
+                "would be equal; set temperature above 0."
             )
         if self.stop and not self.detokenize:
             raise ValueError(
@@ -228,6 +244,10 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
 
 def _shown(value: Any) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _counts(value: Any) -> bool:
+    return value is None or (_is_whole(value) and -1 <= value < _INT32)
 
 
 def _is_whole(value: Any) -> bool:

@@ -6,11 +6,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
-jspec.threefry jspec.naming jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.shaping jspec.ops
+jspec.threefry jspec.naming jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
+jspec.shaping
 jspec.shapes jspec.growth jspec.grafting jspec.branching jspec.backlog jspec.marginals
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
-jspec.rows jspec.plan jspec.decode jspec.generate
+jspec.rows jspec.logprobs jspec.plan jspec.decode jspec.generate
 jspec.calibration
 jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
 jspec.model_files jspec.shared_file

@@ -39,8 +39,8 @@ def test_what_vllm_has_beyond_jspec_is_accepted_at_its_default(name):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"logprobs": 0}, "logprobs=0 is not supported yet; leave it at None."),
-        ({"best_of": 3}, "best_of=3 is not supported yet"),
+        ({"length_penalty": 2}, "length_penalty=2 is not supported yet; leave it at 1.0."),
+        ({"use_beam_search": True}, "use_beam_search=True is not supported yet"),
         ({"structured_outputs": {"json": "{}"}}, "structured_outputs="),
     ],
 )
@@ -111,6 +111,10 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"allowed_token_ids": []}, "allowed_token_ids=[] must be None for all, or a list"),
         ({"bad_words": ["a", " "]}, "bad_words=['a', ' '] must be a list of strings"),
         ({"logits_processors": [3]}, "logits_processors=[3] must be a list of functions."),
+        ({"logprobs": -2}, "logprobs=-2 must be None, -1 or a whole number of at least 0."),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5 must be None, -1 or"),
+        ({"n": 3, "best_of": 2}, "best_of=2 must be None or a whole number of at least n=3."),
+        ({"best_of": 2, "temperature": 0}, "best_of must be 1 when using greedy sampling, got 2"),
         ({"stop": "a", "detokenize": False}, "stop strings are only supported when detokenize"),
     ],
 )

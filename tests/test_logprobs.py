@@ -1,0 +1,144 @@
+"""Log-probabilities of texts and prompts: those of one full pass of the target over the text."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import scipy.special
+
+import jspec
+from jspec import SamplingParams
+from jspec.logprobs import Scoring
+from tests import llm_fixtures
+
+PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
+ASKED = [
+    SamplingParams(temperature=t, max_tokens=20, seed=5, ignore_eos=True, logprobs=k,
+                   prompt_logprobs=p)
+    for t, k, p in ((0.0, 3, None), (0.7, 0, 2), (1.0, None, 0), (0.9, 5, 1))
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.getbasetemp() / "llm"
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
+    yield root
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def full_pass(root, ids):
+    """Logits of a text in one pass, without cache, draft or loop."""
+    return np.asarray(llm_fixtures.loaded(root)["target"].logits([ids])[0], np.float64)
+
+
+def check(listed, logits, token, count):
+    """One position against the logits before it."""
+    law = scipy.special.log_softmax(logits)
+    assert next(iter(listed)) == token
+    assert listed[token].rank == 1 + np.count_nonzero(law > law[token])
+    for each, found in listed.items():
+        np.testing.assert_allclose(found.logprob, law[each], atol=2e-5)
+    likeliest = set(np.argsort(-law)[:count].tolist())
+    assert set(listed) == likeliest | {token}
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_they_are_those_of_one_pass_over_the_whole_text(root, method):
+    llm = llm_fixtures.llm(root, method)
+    for params, output in zip(ASKED, llm.generate(PROMPTS, ASKED), strict=True):
+        prompt, answer = output.prompt_token_ids, output.outputs[0]
+        logits = full_pass(root, prompt + answer.token_ids)
+        if params.logprobs is None:
+            assert answer.logprobs is None and answer.cumulative_logprob is None
+        else:
+            before = logits[len(prompt) - 1 : -1]
+            for listed, row, token in zip(answer.logprobs, before, answer.token_ids, strict=True):
+                check(listed, row, token, params.logprobs)
+            total = sum(
+                listed[token].logprob
+                for listed, token in zip(answer.logprobs, answer.token_ids, strict=True)
+            )
+            assert answer.cumulative_logprob == pytest.approx(total, abs=1e-4)
+        if params.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            first, *rest = output.prompt_logprobs
+            assert first is None and len(rest) == len(prompt) - 1
+            for listed, row, token in zip(rest, logits, prompt[1:], strict=False):
+                check(listed, row, token, params.prompt_logprobs)
+
+
+def test_tokens_are_spelled_and_texts_stay_as_they_are(root):
+    llm = llm_fixtures.llm(root, "draft_model")
+    bare = [dataclasses.replace(p, logprobs=None, prompt_logprobs=None) for p in ASKED]
+    scored, plain = llm.generate(PROMPTS, ASKED), llm.generate(PROMPTS, bare)
+    for one, other in zip(scored, plain, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    decode = llm.get_tokenizer().decode
+    for token, found in scored[0].outputs[0].logprobs[0].items():
+        assert found.decoded_token == decode([token])
+
+
+def test_a_text_cut_at_a_stop_string_has_as_many_as_tokens(root):
+    llm = llm_fixtures.llm(root, "draft_model")
+    whole = llm.generate(PROMPTS[:1], ASKED[0])[0].outputs[0]
+    pairs = (whole.text[at : at + 2] for at in range(6, len(whole.text)))
+    stop = next(pair for pair in pairs if "\ufffd" not in pair)
+    cut = llm.generate(PROMPTS[:1], dataclasses.replace(ASKED[0], stop=stop))[0].outputs[0]
+    assert len(cut.logprobs) == len(cut.token_ids) < len(whole.token_ids)
+    assert [*cut.logprobs[-1]] == [*whole.logprobs[len(cut.token_ids) - 1]]
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
+def test_modes_are_before_and_after_what_the_request_changes(root, mode):
+    target = llm_fixtures.loaded(root)["target"]
+    llm = jspec.LLM(target, logprobs_mode=mode, max_logprobs=-1)
+    params = SamplingParams(
+        temperature=0.5, top_k=7, logit_bias={9: 2.0}, max_tokens=6, seed=1, logprobs=-1
+    )
+    output = llm.generate(PROMPTS[0], params)[0]
+    answer = output.outputs[0]
+    logits = full_pass(root, output.prompt_token_ids + answer.token_ids)
+    rows = logits[len(output.prompt_token_ids) - 1 : -1]
+    for listed, row in zip(answer.logprobs, rows, strict=True):
+        found = np.array([listed[token].logprob for token in range(row.size)])
+        if mode == "raw_logits":
+            np.testing.assert_allclose(found, row, atol=1e-4)
+            continue
+        row = row.copy()
+        row[9] += 2.0
+        row /= 0.5
+        row[row < np.sort(row)[-7]] = -np.inf
+        if mode == "processed_logprobs":
+            row = scipy.special.log_softmax(row)
+        np.testing.assert_allclose(found, row, atol=1e-4)
+
+
+def test_the_best_of_several_texts_are_those_of_largest_sum(root):
+    llm = llm_fixtures.llm(root, "draft_model")
+    params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=8, logprobs=0)
+    drawn = llm.generate(PROMPTS[0], params)[0].outputs
+    best = llm.generate(PROMPTS[0], dataclasses.replace(params, n=2, best_of=5))[0].outputs
+    ranked = sorted(drawn, key=lambda each: -each.cumulative_logprob)
+    assert [each.token_ids for each in best] == [each.token_ids for each in ranked[:2]]
+    assert [each.index for each in best] == [0, 1]
+    with pytest.raises(ValueError, match="best_of=5 cannot be streamed"):
+        llm.stream(PROMPTS[0], dataclasses.replace(params, n=2, best_of=5))
+    logits = jspec.LLM(llm_fixtures.loaded(root)["target"], logprobs_mode="raw_logits")
+    with pytest.raises(ValueError, match="best_of=2 compares log-probabilities"):
+        logits.generate(PROMPTS[0], SamplingParams(best_of=2))
+
+
+def test_more_than_allowed_and_unknown_modes_are_refused(root):
+    target = llm_fixtures.loaded(root)["target"]
+    with pytest.raises(ValueError, match="Requested logprobs of 21, which is greater than max"):
+        jspec.LLM(target).generate(PROMPTS[0], SamplingParams(logprobs=21))
+    with pytest.raises(ValueError, match="Requested prompt_logprobs of -1"):
+        jspec.LLM(target).generate(PROMPTS[0], SamplingParams(prompt_logprobs=-1))
+    with pytest.raises(ValueError, match="logprobs_mode='raw' must be one of 'raw_logprobs'"):
+        jspec.LLM(target, logprobs_mode="raw")
+    with pytest.raises(ValueError, match="count=-1 must be 0 or more"):
+        Scoring(-1)
