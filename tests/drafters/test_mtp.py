@@ -158,15 +158,31 @@ def test_as_many_tokens_as_modules_are_drafted_or_a_multiple():
         Mtp(mtps.CONFIGS["two"], tiny.TARGET, 3)
 
 
-def test_files_say_which_server_class_reads_them(tmp_path):
-    head_files.save_head(
-        tmp_path, mtps.CONFIGS["one"], mtps.random_params("one"), tiny.TARGET.config
-    )
+@pytest.mark.parametrize(
+    ("name", "sizes", "model_type"),
+    [
+        ("one", tiny.TARGET.config, "mimo_mtp"),
+        ("two gated", mtps.GATED_SIZES, "qwen3_next_mtp"),
+    ],
+)
+def test_files_say_which_server_class_reads_them(name, sizes, model_type, tmp_path):
+    config, params = mtps.CONFIGS[name], mtps.random_params(name)
+    head_files.save_head(tmp_path, config, params, sizes)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert (raw["model_type"], raw["num_nextn_predict_layers"]) == ("mimo_mtp", 1)
-    found = head_files.load_head(tmp_path, tiny.TARGET.config, kind="mtp")
-    assert found.config == mtps.CONFIGS["one"]
-    for ours, theirs in zip(
-        jax.tree.leaves(found.params), jax.tree.leaves(mtps.random_params("one")), strict=True
-    ):
+    assert (raw["model_type"], raw["num_nextn_predict_layers"]) == (model_type, config.n_predict)
+    found = head_files.load_head(tmp_path, sizes, kind="mtp")
+    assert found.config == config
+    pairs = zip(jax.tree.leaves(found.params), jax.tree.leaves(params), strict=True)
+    for ours, theirs in pairs:
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_modules_are_written_with_the_names_of_their_target_alone(tmp_path):
+    gated, plain = (mtps.CONFIGS[name] for name in ("gated", "raw"))
+    with pytest.raises(ValueError, match="layout='qwen3_next' is not that of modules for this"):
+        head_files.save_head(tmp_path, gated, mtps.random_params("gated"), tiny.TARGET.config)
+    with pytest.raises(ValueError, match=r"is not that of modules for this .*'qwen3_next'"):
+        head_files.save_head(tmp_path, plain, mtps.random_params("raw"), mtps.GATED_SIZES)
+    head_files.save_head(tmp_path, plain, mtps.random_params("raw"), tiny.TARGET.config)
+    with pytest.raises(ValueError, match="is not a target's"):
+        head_files.load_head(tmp_path, None)

@@ -151,6 +151,20 @@ def test_products_of_bfloat16_weights_add_up_in_float32():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_norms_around_zero_round_once_as_in_transformers():
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    rng, theirs = np.random.default_rng(0), qwen.Qwen3NextRMSNorm(64)
+    x = torch.tensor(rng.normal(0, 3, (32, 64))).bfloat16()
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor(rng.normal(0, 0.01, 64)).bfloat16())
+        expected = theirs(x).float().numpy()
+    narrow = lambda tensor: jnp.asarray(tensor.detach().float().numpy(), jnp.bfloat16)
+    found = layers.rms_norm(narrow(x), narrow(theirs.weight), 1e-6, zero_centred=True)
+    assert found.dtype == jnp.bfloat16
+    # Were 1 + weight rounded first, three in ten would differ.
+    assert (np.asarray(found, np.float32) != expected).mean() < 0.01
+
+
 def test_modules_for_later_tokens_are_left_out_of_the_target(tmp_path):
     from safetensors.torch import load_file, save_file
 

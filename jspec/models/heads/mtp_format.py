@@ -64,6 +64,11 @@ def target_of(raw: dict) -> DecoderConfig:
     Raises:
       ValueError: the config.json is not that of a target, or not supported.
     """
+    if raw.get("model_type") not in families.FAMILIES:
+        raise ValueError(
+            f"config.json is not a target's (model_type {raw.get('model_type')!r}); pass the "
+            "target_config that the modules are for"
+        )
     family = families.find(raw)
     return family.read(qwen3_next.attending(raw) if family is qwen3_next.FAMILY else raw)
 
