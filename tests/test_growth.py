@@ -46,10 +46,7 @@ def request(batch, temperature, **warps):
     return Request(keys, fakes.settings(batch, temperature, **warps), stops, stops[:, 0] + 100)
 
 
-QUICK = {"xla_backend_optimization_level": 1}  # compiles sooner
-
-
-@functools.partial(jax.jit, static_argnames=("tree", "method", "noise"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("tree", "method", "noise"))
 def grow(request, starts, tree, method="greedy", noise="own", draft_to_target=None, length=4):
     """A draft for each row, whose root is at ``starts`` [B]."""
     batch = starts.shape[0]
@@ -215,7 +212,7 @@ def siblings(method):
     logits = jnp.broadcast_to(law, (ROWS, 1, 4))  # the same for all nodes
     drawing = growth.Drawing(request(ROWS, 1.0), history(ROWS), method, "own", 4)
     run = lambda: growth.ranked(drawing, shape, logits, constant(logits), ())
-    return jax.device_get(jax.jit(run, compiler_options=QUICK)())
+    return jax.device_get(jax.jit(run)())
 
 
 def check_law(observed, expected):
