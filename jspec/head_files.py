@@ -114,8 +114,9 @@ def load_head(
             f"{directory} holds a head of method {found!r}, not {kind!r}; ask for {found!r}"
         )
     if target_config is None and found != "mtp":
-        raise ValueError(f"a head of method {found!r} does not say all of its target; pass its "
-                         "target_config")  # fmt: skip
+        raise ValueError(
+            f"a head of method {found!r} does not say all of its target; pass its target_config"
+        )
     try:
         target_config = target_config or mtp_format.target_of(raw)
         config, params = head_formats.read(raw, tensors, target_config, layout, dtype, embedding)
