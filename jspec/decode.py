@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv, logprobs, tokens, topology
+from jspec import kv, logprobs, shaping, tokens, topology
 from jspec.logprobs import Logprobs
 from jspec.plan import Plan
 from jspec.types import (
@@ -89,6 +89,7 @@ def step(
     tree = topology.from_parents(draft.parents, draft.max_depth)
     tree = topology.broadcast(tree, state.done.shape[0])
     draft = tokens.trim(request, state.history, draft, tree, state.done)
+    draft = shaping.prune(request.sampling.shaping, state.history, draft, tree)
 
     # Verify all nodes in one pass of the target. Rows that are done emit nothing.
     out, verdict = _verify(plan, params, request, state, draft, tree)

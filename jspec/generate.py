@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jspec import shaping
+from jspec.buckets import bucket
 from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.logprobs import Logprobs, Scoring
 from jspec.plan import Plan
-from jspec.rows import Row, bucket, check_token_ids, request_of, warps_of
+from jspec.rows import Row, check_token_ids, request_of, warps_of
 from jspec.types import Array, Drafter, History, Params, Request, Shared, Target
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
@@ -199,7 +201,8 @@ def start(
     asked = request_of(rows, size, warps, plan.target.vocab_size)
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)
-    request, state = _allocate(plan, params, asked, History(prompts, lengths), done)
+    history = History(prompts, lengths, shaping.first_state(asked[0].sampling.shaping))
+    request, state = _allocate(plan, params, asked, history, done)
     scores = None if scoring is None else scoring.empty(size, capacity)
     cache, memory, asked_for = _take_in(
         plan, params, state.cache, state.memory, prompts, lengths,

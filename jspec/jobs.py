@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from jspec import grammar
 from jspec.generate import Row
 from jspec.logprobs import Mode, Scoring
 from jspec.outputs import RequestOutput, Transcript
@@ -47,6 +48,7 @@ def make(
     seed: int,
     eos: frozenset[int],
     tokenizer: Any,
+    vocab_size: int,
 ) -> Job:
     """The job of one prompt.
 
@@ -58,8 +60,15 @@ def make(
       seed: of the noise, where ``params`` names none; with the number it makes the row's own.
       eos: the model's ends of text.
       tokenizer: makes the text; None where none is wanted.
+      vocab_size: V.
     """
     ends = frozenset() if params.ignore_eos else eos
+    rules = None
+    if params.structured_outputs:
+        pattern = grammar.pattern_of(params.structured_outputs)
+        rules = grammar.compiled(
+            pattern, tokenizer, frozenset({*eos, *params.stop_token_ids}), vocab_size
+        )
     row = Row(
         prompt=prompt.token_ids,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -77,6 +86,7 @@ def make(
         allowed_token_ids=params.allowed_token_ids or (),
         bad_words=spellings(params.bad_words, tokenizer),
         logits_processors=params.logits_processors,
+        grammar=rules,
     )
     rows = tuple(dataclasses.replace(row, stream=index) for index in range(params.num_texts))
     transcripts = tuple(Transcript(params, prompt.token_ids, tokenizer, ends) for _ in rows)

@@ -203,13 +203,16 @@ class LLM:
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
             self._check_fits(index, item.token_ids)
             self._check_logprobs(params)
-        reads = [each.detokenize or bool(each.bad_words) for each in settings]
+        reads = [
+            each.detokenize or bool(each.bad_words or each.structured_outputs) for each in settings
+        ]
         decoder = self._decoder() if any(reads) else None
         made = [
             jobs.make(
                 self._num_requests + index, item, params,
                 room=self.max_model_len - len(item.token_ids), seed=self._seed,
                 eos=self._eos_token_ids, tokenizer=decoder if has_text else None,
+                vocab_size=self._plan.target.vocab_size,
             )
             for index, (item, params, has_text) in enumerate(
                 zip(items, settings, reads, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from jspec import grammar
 from jspec.naming import did_you_mean
 
 # What vLLM has and jspec has not, with the value that asks for nothing. Accepted at that value.
@@ -25,7 +26,6 @@ NOT_YET: dict[str, Any] = {
     "skip_reading_prefix_cache": None,
     "spaces_between_special_tokens": True,
     "stream_interval": None,
-    "structured_outputs": None,
     "thinking_token_budget": None,
     "trace_decode_token_ids": None,
     "truncate_prompt_tokens": None,
@@ -66,6 +66,8 @@ class SamplingParams:
       bad_words: words that may not be generated, in any spelling with or without a space before.
       logits_processors: functions (logits [V], token ids [T], their number) -> logits [V], traced
         by JAX and applied in turn, see ``jspec.shaping.LogitsProcessor``.
+      structured_outputs: a grammar that the text keeps to: {"json": schema}, {"regex": text},
+        {"choice": [texts]} or {"json_object": True}, see ``jspec.grammar.pattern_of``.
       logprobs: for every token of the answer, its log-probability and those of this many likeliest;
         0 for the token's alone, -1 for the whole vocabulary, None for nothing.
       prompt_logprobs: the same of the prompt's tokens, the first one excepted.
@@ -101,6 +103,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     best_of: int | None = None
+    structured_outputs: Any = None
 
     def __init__(self, **given: Any):
         for field in dataclasses.fields(self):
@@ -112,6 +115,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
         object.__setattr__(self, "bad_words", _tuple("bad_words", words))
+        object.__setattr__(self, "structured_outputs", self.structured_outputs or None)
         functions = _tuple("logits_processors", self.logits_processors)
         object.__setattr__(self, "logits_processors", functions)
         for name in ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -180,6 +184,8 @@ class SamplingParams:
         for name, holds, wanted in checks:
             if not holds:
                 raise ValueError(f"{name}={_shown(getattr(self, name))} must be {wanted}.")
+        if self.structured_outputs:
+            grammar.pattern_of(self.structured_outputs)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "

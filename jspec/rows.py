@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jspec import shaping
+from jspec import grammar, shaping
+from jspec.buckets import bucket
+from jspec.grammar import Grammar
 from jspec.sampling import WARPS
 from jspec.shaping import LogitsProcessor, Penalties, Shaping
 from jspec.types import Request, Sampling
-
-_SMALLEST_BUCKET = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Row:
       logit_bias: (token id, what is added to its logit) pairs.
       allowed_token_ids: the only ones that may be generated; () for all.
       bad_words: runs of token ids that may not be generated whole.
-      logits_processors: see ``jspec.shaping.LogitsProcessor``; applied in this order.
+      logits_processors: see ``jspec.shaping.LogitsProcessor``; applied in this order. One that
+        leaves no token with any weight where a ``grammar`` rules ends that rule.
+      grammar: which all of the text keeps to, from ``jspec.grammar.compiled``; None for any text.
 
     Raises:
       ValueError: a value is out of range.
@@ -60,6 +62,7 @@ class Row:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -90,13 +93,22 @@ class Row:
                 f"{self.min_tokens} forbids at first; allow another token, or set min_tokens=0."
             )
 
+        others = ("min_tokens", "allowed_token_ids", "bad_words")
+        clash = next((name for name in others if getattr(self, name)), None)
+        if self.grammar is not None and clash:
+            raise ValueError(
+                f"{clash}={getattr(self, clash)} and a grammar (structured_outputs) may leave no "
+                "token at all; leave one of the two out."
+            )
+
     @property
     def warps(self) -> tuple[str, ...]:
         """The warps this row needs, in order; those of ``jspec.shaping`` come first."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         shapes = (
-            self.allowed_token_ids, self.bad_words, self.min_tokens and self.stop_token_ids,
-            self.logit_bias, penalties != (0, 0, 1), self.logits_processors,
+            self.grammar is not None, self.allowed_token_ids, self.bad_words,
+            self.min_tokens and self.stop_token_ids, self.logit_bias, penalties != (0, 0, 1),
+            self.logits_processors,
         )  # fmt: skip
         drawn = self.temperature > 0
         warps = (drawn, self.min_p > 0, self.top_k > 0, self.top_p < 1)
@@ -161,6 +173,8 @@ def _shaping_of(rows: Sequence[Row], size: int, kinds: set[str], vocab_size: int
     column = functools.partial(_column, rows, size)
     lists = functools.partial(_lists, rows, size)
     parts: dict[str, Any] = {}
+    if "structured_outputs" in kinds:
+        parts["automaton"] = grammar.joined([row.grammar for row in rows], size)
     if "allowed_token_ids" in kinds:
         parts["allowed"] = _allowed(rows, size, vocab_size)
     if "bad_words" in kinds:
@@ -228,11 +242,3 @@ def _lists(
     for index, row in enumerate(found):
         lists[index, : len(row)] = row
     return lists
-
-
-def bucket(size: int, smallest: int = _SMALLEST_BUCKET) -> int:
-    """The next power of two, so that calls of similar size share a program."""
-    found = smallest
-    while found < size:
-        found *= 2
-    return found

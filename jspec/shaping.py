@@ -1,9 +1,10 @@
 """What a request changes of the logits themselves, before they become a law.
 
-In vLLM's order: tokens that are allowed, bad words, tokens that would end the text too soon,
-biases, penalties, and functions of the user's. Several of these look at the text so far, which for
-a drafted node is the committed text and its own branch: counts and ends of phrases advance along
-each branch, so every node has the logits that plain decoding would have there.
+In vLLM's order: what a grammar allows, tokens that are allowed, bad words, tokens that would end
+the text too soon, biases, penalties, and functions of the user's. Several of these look at the text
+so far, which for a drafted node is the committed text and its own branch: counts, ends of phrases
+and states of grammars advance along each branch, so every node has the logits that plain decoding
+would have there.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import topology
+from jspec import automaton, topology
+from jspec.automaton import Automaton
 from jspec.types import Array, Draft, History, Tree
 
 # (logits [V], token ids [T], their number []) -> logits [V]; of one row, pure and jittable. Token
@@ -20,7 +22,8 @@ from jspec.types import Array, Draft, History, Tree
 LogitsProcessor = Callable[[Array, Array, Array], Array]
 
 KINDS = (
-    "allowed_token_ids", "bad_words", "min_tokens", "logit_bias", "penalties", "logits_processors",
+    "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logit_bias",
+    "penalties", "logits_processors",
 )  # fmt: skip
 
 
@@ -38,6 +41,7 @@ class Shaping:
     """Rows that change their logits. What no row of the batch uses is None, and costs nothing."""
 
     prompt_length: Array  # [B] int32
+    automaton: Automaton | None = None  # the rows' grammars
     allowed: Array | None = None  # [B, V] bool
     bad_words: Array | None = None  # [B, W, L] int32, ends at L; -1 before it begins, and for none
     too_soon: Array | None = None  # [B, E] int32, not to be said before ``least``; -1 for none
@@ -88,6 +92,10 @@ def shape(logits: Array, shaping: Shaping | None, branches: Branches) -> Array:
     nodes = max(logits.shape[1], branches.drafted.shape[1])
     wide = lambda x: jnp.broadcast_to(x, (len(x), nodes, x.shape[-1]))
     logits, branches = wide(logits), branches.replace(drafted=wide(branches.drafted))
+    if shaping.automaton is not None:
+        state = _states(shaping.automaton, branches)
+        free = automaton.allowed(shaping.automaton, state, logits.shape[-1])
+        logits = jnp.where(free, logits, -jnp.inf)
     if shaping.allowed is not None:
         logits = jnp.where(shaping.allowed[:, None], logits, -jnp.inf)
     if shaping.bad_words is not None:
@@ -129,6 +137,48 @@ def shape_draft(
         all_of_it = all_of_it.at[..., target_ids].set(logits)
         shaped = shape(all_of_it, shaping, branches)[..., target_ids]
     return jnp.where((shaped > -jnp.inf).any(-1, keepdims=True), shaped, logits)
+
+
+def first_state(shaping: Shaping | None) -> Array | None:
+    """States of the rows' grammars behind their prompts; None where there are none."""
+    has_grammar = shaping is not None and shaping.automaton is not None
+    return shaping.automaton.start if has_grammar else None
+
+
+def state_after(
+    shaping: Shaping | None, history: History, said: Array, valid: Array
+) -> Array | None:
+    """``history.state`` once the ``valid`` ones of tokens [B, M] are said too."""
+    if history.state is None:
+        return None
+    return automaton.advance(shaping.automaton, history.state, said, valid)
+
+
+def prune(shaping: Shaping | None, history: History, draft: Draft, tree: Tree) -> Draft:
+    """Drops what was looked up and no grammar allows, with all below it.
+
+    Such a node could never be accepted. One that was drawn is left alone: it was drawn from a law
+    of what is allowed, and to drop it for its value would not be exact.
+    """
+    if shaping is None or shaping.automaton is None:
+        return draft
+    states = _states(shaping.automaton, of_draft(history, draft, tree))
+    before = jnp.take_along_axis(states, tree.parents, 1)
+    _, fits = automaton.find(shaping.automaton, before, draft.tokens)
+    nodes = draft.tokens.shape[1]
+    drawn = draft.sampled
+    if drawn is None:
+        drawn = jnp.full(draft.tokens.shape, draft.logits is not None)
+    wrong = ~fits & ~drawn & (jnp.arange(nodes) > 0)
+    above = topology.unpack_bits(tree.ancestors, nodes)
+    return draft.replace(valid=draft.valid & ~(above & wrong[:, None]).any(-1))
+
+
+def _states(automata: Automaton, branches: Branches) -> Array:
+    """States behind the tokens of each branch: [B, F]."""
+    drafted = branches.drafted
+    start = jnp.broadcast_to(branches.history.state[:, None], drafted.shape[:2])
+    return automaton.advance(automata, start, drafted, drafted >= 0)
 
 
 def _add(logits: Array, ids: Array, values: Array) -> Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec import automaton
 from jspec.types import Array, Draft, History, Request, Tree, Verdict
 
 
@@ -40,7 +41,11 @@ def extend(
     count = jnp.where(stopped, jnp.argmax(stops, -1) + 1, count).astype(jnp.int32)
 
     write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
-    grown = History(write(history.tokens, emitted, history.length), history.length + count)
+    state = history.state
+    if state is not None:
+        grammars = request.sampling.shaping.automaton
+        state = automaton.advance(grammars, state, emitted, index < count[:, None])
+    grown = History(write(history.tokens, emitted, history.length), history.length + count, state)
     ended = stopped | (grown.length >= request.max_length)
     return grown, verdict.replace(num_emitted=count), ended
 

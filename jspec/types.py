@@ -78,6 +78,7 @@ class History:
 
     tokens: Array  # [B, T] int32, undefined past ``length``
     length: Array  # [B] int32
+    state: Array | None = None  # [B] int32, of ``jspec.automaton``, where there are grammars
 
 
 @struct.dataclass

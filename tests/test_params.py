@@ -41,7 +41,7 @@ def test_what_vllm_has_beyond_jspec_is_accepted_at_its_default(name):
     [
         ({"length_penalty": 2}, "length_penalty=2 is not supported yet; leave it at 1.0."),
         ({"use_beam_search": True}, "use_beam_search=True is not supported yet"),
-        ({"structured_outputs": {"json": "{}"}}, "structured_outputs="),
+        ({"thinking_token_budget": 9}, "thinking_token_budget=9 is not supported yet"),
     ],
 )
 def test_what_vllm_has_beyond_jspec_raises_when_it_asks_for_something(given, message):
@@ -111,6 +111,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"allowed_token_ids": []}, "allowed_token_ids=[] must be None for all, or a list"),
         ({"bad_words": ["a", " "]}, "bad_words=['a', ' '] must be a list of strings"),
         ({"logits_processors": [3]}, "logits_processors=[3] must be a list of functions."),
+        ({"structured_outputs": {"grammar": "x"}}, "must hold one of json, regex, choice, json_ob"),
         ({"logprobs": -2}, "logprobs=-2 must be None, -1 or a whole number of at least 0."),
         ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5 must be None, -1 or"),
         ({"n": 3, "best_of": 2}, "best_of=2 must be None or a whole number of at least n=3."),

@@ -23,7 +23,7 @@ from jspec import kv, shaping, tokens, topology
 from jspec.drafters.chained import ChainedDrafter, DraftMemory
 from jspec.drafters.language import next_logits, spell, weights_of
 from jspec.models import decoder
-from jspec.types import Array, Draft, Drafter, History, Sharing
+from jspec.types import Array, Draft, Drafter, History, Request, Sharing
 
 
 class _Round(NamedTuple):
@@ -110,7 +110,7 @@ class Cascade(ChainedDrafter):
             laws = jnp.zeros((batch, self.max_depth + 1, law.shape[-1]), law.dtype)
             laws = laws.at[:, 0].set(law)
         begin = _Round(
-            _appended(history, jnp.zeros_like(taken), token[:, None], jnp.ones((batch, 1), bool)),
+            _appended(request, history, token[:, None], jnp.ones((batch, 1), bool)),
             jnp.ones_like(taken), laws, side,
             jnp.arange(memory.path.shape[1]) < taken[:, None], jnp.int32(0),
         )  # fmt: skip
@@ -155,7 +155,7 @@ class Cascade(ChainedDrafter):
         where = jnp.where(new, now.count[:, None] + place, self.max_depth + 1)
         rows = jnp.arange(len(fed))[:, None]
         return _Round(
-            _appended(history, now.count, drawn, new, now.history.tokens),
+            _appended(request, now.history, drawn, new),
             now.count + kept,
             None if laws is None else now.laws.at[rows, where].set(laws, mode="drop"),
             side,
@@ -200,13 +200,10 @@ def _behind(history: History, fed: Array) -> shaping.Branches:
     return shaping.Branches(history, jnp.where(before, fed[:, None, 1:], -1))
 
 
-def _appended(
-    history: History, count: Array, new: Array, valid: Array, text: Array | None = None
-) -> History:
-    """``history`` with ``count`` [B] drafted tokens and behind them ``new`` [B, n], as many as are
-    ``valid``; ``text`` holds those drafted before."""
-    text = history.tokens if text is None else text
-    place = history.length[:, None] + count[:, None] + jnp.arange(new.shape[1])
-    place = jnp.where(valid, place, text.shape[1])
-    text = text.at[jnp.arange(len(text))[:, None], place].set(new, mode="drop")
-    return History(text, history.length + count + valid.sum(1))
+def _appended(request: Request, history: History, new: Array, valid: Array) -> History:
+    """``history`` with the ``valid`` ones, the first, of drafted tokens [B, n] behind it."""
+    place = history.length[:, None] + jnp.arange(new.shape[1])
+    place = jnp.where(valid, place, history.tokens.shape[1])
+    text = history.tokens.at[jnp.arange(len(new))[:, None], place].set(new, mode="drop")
+    state = shaping.state_after(request.sampling.shaping, history, new, valid)
+    return History(text, history.length + valid.sum(1), state)

@@ -1,0 +1,227 @@
+"""Structured output: automata against regular expressions, along branches, in every text."""
+
+import importlib
+import json
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import regex
+
+import jspec
+from jspec import SamplingParams, automaton, grammar, shaping, topology
+from jspec.plan import Plan
+from jspec.rows import Row
+from jspec.types import Draft, History, Params
+from tests import llm_fixtures, tiny
+from tests.drafters import heads
+
+host = importlib.import_module("jspec.generate")
+END = 0
+SPELLED = ("", "a", "b", "ab", "ba", "aa", '"', "1", "2", "12", "{", "}", ":", "x", " ")
+
+
+class Tokenizer:
+    """As much of one as grammars need: token i writes ``SPELLED[i]``, the others nothing."""
+
+    all_special_ids = (END,)
+    added_tokens_decoder = types.MappingProxyType({})
+
+    def get_vocab(self):
+        return {text: id for id, text in enumerate(SPELLED)}
+
+
+TOKENIZER = Tokenizer()
+
+
+def compiled(pattern, vocab_size=64):
+    return grammar.compiled(pattern, TOKENIZER, frozenset({END}), vocab_size)
+
+
+def completes(pattern, text):
+    """Whether some text that matches begins with this one."""
+    return regex.fullmatch(pattern, text, partial=True) is not None
+
+
+PATTERNS = [r"(ab)+1?", r"a{2,4}b*", r"(1|2)+x", r"[ab]*1"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_after_every_text_just_the_tokens_are_allowed_that_some_match_goes_on_with(pattern):
+    rules = grammar.joined([compiled(pattern), None], 2)
+    rng = np.random.default_rng(0)
+    state, text = jnp.array(rules.start), ""
+    for _ in range(8):
+        free = np.array(automaton.allowed(rules, state[:, None], 64))[:, 0]
+        assert free[1].all()  # a row without a grammar
+        wanted = {id for id, token in enumerate(SPELLED) if token
+                  and completes(pattern, text + token)}  # fmt: skip
+        wanted |= {END} if re.fullmatch(pattern, text) else set()
+        assert set(np.flatnonzero(free[0])) == wanted
+        found = automaton.find(rules, jnp.full(64, state[0]), jnp.arange(64))[1]
+        np.testing.assert_array_equal(found, free[0])
+        if not wanted - {END}:
+            break
+        token = int(rng.choice(sorted(wanted - {END})))
+        state, text = automaton.find(rules, state, jnp.array([token, 5]))[0], text + SPELLED[token]
+
+
+def test_memory_grows_with_what_grammars_allow_and_not_with_the_vocabulary():
+    # Almost everything is allowed in one state: its list is of what is forbidden.
+    rules = grammar.joined([compiled('"[^"]*"', 100_000), compiled("(ab){20}", 100_000)], 2)
+    assert sum(part.nbytes for part in jax.tree.leaves(rules)) < 8_000
+
+
+LINES = [r"(ab)+1?", r'\{"(a|b)+":[12]{1,9}\}', None, r"(aa|x )*2"]
+DRAFTERS = {
+    "ngram": (tiny.NGRAM, None),
+    "draft_model": (tiny.DRAFT, tiny.params().drafter),
+    "sampled tree": (heads.drafter("eagle", tree="sampled", num_speculative_tokens=3, tree_size=8,
+                                   tree_top_k=3), heads.random_params("eagle")),
+    "eagle2": (heads.drafter("eagle", tree="eagle2", num_speculative_tokens=3, tree_size=8,
+                             tree_top_k=3), heads.random_params("eagle")),
+}  # fmt: skip
+
+
+def requests(temperature):
+    return [
+        Row(prompt, max_tokens=24, temperature=temperature, stream=index, stop_token_ids=(END,),
+            grammar=pattern and compiled(pattern))
+        for index, (prompt, pattern) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), LINES,
+                                                      strict=True))
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    return {t: host.generate_rows(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
+
+
+def test_what_ends_matches_and_what_is_cut_could_still_match(plain):
+    for answers in plain.values():
+        for pattern, answer in zip(LINES, answers, strict=True):
+            if pattern is None:
+                continue
+            said = answer.tokens.tolist()
+            text = "".join(SPELLED[token] for token in said if token != END)
+            if answer.finish_reason == "stop":
+                assert re.fullmatch(pattern, text), text
+            else:
+                assert len(said) == 24 and completes(pattern, text), text
+    assert any(answer.finish_reason == "stop" for answer in plain[0.9])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("ngram", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
+     for name in DRAFTERS],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_changes_no_structured_text(name, temperature, plain):
+    drafter, weights = DRAFTERS[name]
+    params = Params(tiny.params().target, weights)
+    plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=32)
+    answers = host.generate_rows(plan, params, requests(temperature))
+    for pattern, answer, expected in zip(LINES, answers, plain[temperature], strict=True):
+        assert answer.tokens.tolist() == expected.tokens.tolist()
+        if pattern is None:
+            continue
+        # What could not be accepted was never drafted: the root's children at least.
+        text, said = "", answer.tokens.tolist()
+        for accepted, nodes, parents in zip(*answer.trace, strict=True):
+            for token in nodes[(parents == 0) & (nodes >= 0) & (np.arange(nodes.size) > 0)]:
+                assert token == END or completes(pattern, text + SPELLED[token])
+            text += "".join(SPELLED[token] for token in said[: accepted + 1])
+            said = said[accepted + 1 :]
+
+
+def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
+    row = Row((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
+    request, _ = jspec.rows.request_of([row], 1, row.warps, 64)
+    history = History(jnp.ones((1, 8), jnp.int32), jnp.ones(1, jnp.int32), jnp.array(
+        request.sampling.shaping.automaton.start))  # fmt: skip
+    parents = np.array([-1, 0, 0, 1, 2, 4], np.int32)
+    tokens = jnp.array([[1, 1, 2, 2, 1, 2]], jnp.int32)  # a(b) and b(a(b))
+    tree = topology.broadcast(topology.from_parents(parents, 3), 1)
+    draft = Draft(tokens, parents, jnp.ones((1, 6), bool), max_depth=3)
+    kept = shaping.prune(request.sampling.shaping, history, draft, tree).valid
+    assert kept.tolist() == [[True, True, False, True, False, False]]
+    drawn = draft.replace(logits=jnp.zeros((1, 6, 64)))
+    assert shaping.prune(request.sampling.shaping, history, drawn, tree).valid.all()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "size": {"enum": [1, 22, 333]}},
+    "required": ["name", "size"],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.getbasetemp() / "llm"
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
+    yield root
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_texts_of_a_model_keep_to_a_schema_a_choice_or_a_pattern(root, method):
+    llm = llm_fixtures.llm(root, method)
+    asked = [{"json": SCHEMA}, {"choice": ["grüße", "a.b"]}, {"regex": r"\d{3}-\d{2}"},
+             {"json": json.dumps(SCHEMA)}]  # fmt: skip
+    params = [
+        SamplingParams(temperature=t, seed=2, max_tokens=60, structured_outputs=each)
+        for t, each in zip((1.0, 1.0, 0.8, 0.0), asked, strict=True)
+    ]
+    outputs = [each.outputs[0] for each in llm.generate(["the", "def", "x", "a"], params)]
+    assert [each.finish_reason for each in outputs] == ["stop"] * 4
+    for each in (outputs[0], outputs[3]):
+        found = json.loads(each.text)
+        assert len(found["name"]) <= 4 and found["size"] in (1, 22, 333)
+    assert outputs[1].text in ("grüße", "a.b")
+    assert re.fullmatch(r"\d{3}-\d{2}", outputs[2].text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "("}, "structured_outputs cannot be compiled: Failed to build DFA"),
+        ({"regex": ""}, "must be a schema (json), a text that is not empty"),
+        ({"choice": []}, "a list of such texts (choice)"),
+        ({"grammar": "root ::= x"}, "must hold one of json, regex, choice, json_object"),
+        ({"regex": "a", "choice": ["b"]}, "must hold one of json, regex, choice, json_object"),
+        ({"json": "{"}, "the JSON schema cannot be followed"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(root, asked, message):
+    with pytest.raises(ValueError) as error:
+        llm_fixtures.llm(root, "none").generate("a", SamplingParams(structured_outputs=asked))
+    assert message in str(error.value)
+
+
+def test_what_may_leave_no_token_is_refused():
+    with pytest.raises(ValueError, match="may leave no token at all"):
+        Row((1,), grammar=compiled("a"), min_tokens=1, stop_token_ids=(END,))
+    with pytest.raises(ValueError, match="needs a token that ends the text"):
+        grammar.compiled("a", TOKENIZER, frozenset(), 64)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace"])
+def test_tokens_are_the_bytes_that_they_write(kind, tmp_path):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    byte_level = kind == "byte level"
+    words = ["<s>", "Ġa", "Ã¼", "x"] if byte_level else ["<s>", "\u2581a", "<0xC3>", "x"]
+    fast = Fast(models.BPE({word: id for id, word in enumerate(words)}, []))
+    fast.decoder = decoders.ByteLevel() if byte_level else decoders.Metaspace()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>")
+    found = grammar.token_bytes(wrapped, 4)
+    assert found == {b" a": [1], ("ü".encode() if byte_level else b"\xc3"): [2], b"x": [3]}
