@@ -131,11 +131,12 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
         raise ValueError(f"structured_outputs cannot be compiled: {reason}") from None
     transitions, final = index.get_transitions(), index.get_final_states()
     number = {state: place for place, state in enumerate(sorted(transitions.keys() - final))}
-    rows = []
-    for state, place in number.items():
+    ended, rows = len(number), []
+    for state in number:
         row = {token: number[to] for token, to in transitions[state].items() if token != complete}
-        row |= dict.fromkeys(ends, place) if complete in transitions[state] else {}
+        row |= dict.fromkeys(ends, ended) if complete in transitions[state] else {}
         rows.append(sorted(row.items()))
+    rows.append([(token, ended) for token in sorted(ends)])  # where ends are ignored
     first = np.cumsum([0, *map(len, rows)])
     pairs = np.array([pair for row in rows for pair in row], np.int32).reshape(-1, 2)
     forbids = 2 * np.diff(first) > vocab_size

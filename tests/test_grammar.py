@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +17,14 @@ from jspec.rows import Row
 from jspec.types import Draft, History, Params
 from tests import llm_fixtures, tiny
 from tests.drafters import heads
+from tests.plain_shaping import Spelling
 
 host = importlib.import_module("jspec.generate")
 END = 0
 SPELLED = ("", "a", "b", "ab", "ba", "aa", '"', "1", "2", "12", "{", "}", ":", "x", " ")
 
 
-class Tokenizer:
-    """As much of one as grammars need: token i writes ``SPELLED[i]``, the others nothing."""
-
-    all_special_ids = (END,)
-    added_tokens_decoder = types.MappingProxyType({})
-
-    def get_vocab(self):
-        return {text: id for id, text in enumerate(SPELLED)}
-
-
-TOKENIZER = Tokenizer()
+TOKENIZER = Spelling(SPELLED)
 
 
 def compiled(pattern, vocab_size=64):

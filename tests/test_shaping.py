@@ -14,6 +14,7 @@ from jspec.rows import Row, request_of, warps_of
 from jspec.types import Draft, History, Params
 from tests import tiny
 from tests.drafters import heads
+from tests.plain_shaping import plainly
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -29,6 +30,11 @@ def more_of_the_first(logits, tokens, length):
     return logits.at[tokens[0]].add(length / 8)
 
 
+# What the two say of one row's logits after a text, in numpy.
+PROCESSORS = {
+    less_of_the_last: lambda text, token: -np.inf if token == text[-1] else 0,
+    more_of_the_first: lambda text, token: len(text) / 8 if token == text[0] else 0,
+}
 ROWS = [
     Row((3, 3, 5), presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=1.7),
     Row((1, 2), bad_words=((4,), (2, 6), (1, 2, 7)), logit_bias=((3, 2.5), (9, -4.0))),
@@ -37,30 +43,6 @@ ROWS = [
     Row((4, 4), repetition_penalty=0.6, logits_processors=(more_of_the_first,), min_tokens=1,
         stop_token_ids=(0,)),
 ]  # fmt: skip
-
-
-def plainly(row, logits, text):
-    """What the settings say of one row's logits [V] after ``text``, one after the other."""
-    logits, said = np.array(logits, np.float64), list(text[len(row.prompt) :])
-    for token in range(V):
-        if row.allowed_token_ids and token not in row.allowed_token_ids:
-            logits[token] = -np.inf
-    for *before, last in row.bad_words:
-        if list(text[len(text) - len(before) :]) == before:
-            logits[last] = -np.inf
-    if len(said) < row.min_tokens:
-        logits[list(row.stop_token_ids)] = -np.inf
-    for token, bias in row.logit_bias:
-        logits[token] += bias
-    for token in set(text):
-        logits[token] *= 1 / row.repetition_penalty if logits[token] > 0 else row.repetition_penalty
-    for token in set(said):
-        logits[token] -= row.frequency_penalty * said.count(token) + row.presence_penalty
-    if less_of_the_last in row.logits_processors:
-        logits[text[-1]] = -np.inf
-    if more_of_the_first in row.logits_processors:
-        logits[text[0]] += len(text) / 8
-    return logits
 
 
 def committed(answers):
@@ -98,7 +80,7 @@ def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
                 path, above = [nodes[index, above], *path], parents[above]
             text = [*row.prompt, *ANSWERS[index], *path]
             np.testing.assert_allclose(
-                shaped[index, node], plainly(row, logits[index, node], text), rtol=1e-5
+                shaped[index, node], plainly(row, logits[index, node], text, PROCESSORS), rtol=1e-5
             )
 
 

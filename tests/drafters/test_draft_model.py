@@ -10,6 +10,7 @@ import pytest
 import scipy.special
 
 from jspec import sampling, topology, verify
+from jspec.certify import chains, trees
 from jspec.drafters import DraftModel
 from jspec.drafters.language import translating
 from jspec.models import decoder
@@ -17,7 +18,7 @@ from jspec.plan import Plan
 from jspec.types import History, Params, Request
 from tests import fakes, tiny
 from tests.drafters import rounds
-from tests.verify import enumeration, statistics, trees
+from tests.verify import statistics
 
 host = importlib.import_module("jspec.generate")
 ROWS = [
@@ -132,7 +133,7 @@ def scores(texts):
 def test_drafts_in_another_vocabulary_leave_the_targets_law_as_it_is_by_enumeration(rule):
     prefixes = [np.array([(0, *p) for p in itertools.product(range(4), repeat=n)])
                 for n in range(trees.DEPTH)]  # fmt: skip
-    target = enumeration.context_dependent(0, 4, trees.DEPTH + 1)
+    target = chains.context_dependent(0, 4, trees.DEPTH + 1)
     case = trees.TreeCase(
         tuple(range(-1, trees.DEPTH)), "chain", target,
         [scores(texts) for texts in prefixes], tuple(SHARED[0].tolist()),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import shaping
 from jspec.decode import DecodeState, decode, init_stats
 from jspec.types import History, Params, Request, Sampling
 
@@ -58,9 +59,12 @@ def texts(
 
 def _start(plan, params, request):
     batch = request.max_length.shape[0]
+    states = shaping.first_state(request.sampling.shaping)
     capacity = _LONGEST + plan.drafter.max_depth + 1  # the same for all: programs are shared
     return DecodeState(
-        history=History(jnp.zeros((batch, capacity), jnp.int32), jnp.ones((batch,), jnp.int32)),
+        history=History(
+            jnp.zeros((batch, capacity), jnp.int32), jnp.ones((batch,), jnp.int32), states
+        ),
         cache=plan.target.init_cache(batch, capacity),
         memory=plan.drafter.init(params, request, capacity),
         done=jnp.zeros((batch,), bool),

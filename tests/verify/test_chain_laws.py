@@ -5,15 +5,15 @@ import functools
 import numpy as np
 import pytest
 
-from jspec.verify import RULES
-from tests.fakes import settings
-from tests.verify.enumeration import (
+from jspec.certify.chains import (
     Case,
     context_dependent,
     context_free,
     is_constant_in_cells,
     outcome,
 )
+from jspec.verify import RULES
+from tests.fakes import settings
 
 EXACT = 1e-12
 ROUND_RULES = ["rejection", "block"]

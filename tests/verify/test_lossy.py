@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jspec import topology, verify
+from jspec.certify.chains import context_dependent, softmax
+from jspec.certify.trees import TreeCase, outcome
 from jspec.drafters import NoDrafter
 from jspec.generate import Row
 from jspec.plan import Plan
@@ -20,8 +22,6 @@ from tests.fakes import (
     script,
     table,
 )
-from tests.verify.enumeration import context_dependent, softmax
-from tests.verify.trees import TreeCase, outcome
 
 EXACT = 1e-12
 V, DEPTH, NUM_NODES = 5, 3, 9

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jspec import sampling
+from jspec.certify import trees
+from jspec.certify.chains import Case, context_dependent, judge, outcome, warp_levels
 from jspec.verify import RULES
 from tests.fakes import settings
-from tests.verify import trees
-from tests.verify.enumeration import Case, context_dependent, judge, outcome, warp_levels
 
 EXACT, CAUGHT = 1e-12, 1e-3
 DEPTH, V = 2, 4

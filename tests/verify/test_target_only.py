@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jspec import topology
+from jspec.certify.chains import context_dependent, context_free
 from jspec.types import Draft
 from jspec.verify import RULES
-from tests.verify.enumeration import context_dependent, context_free
 
 V, NUM_NODES, DEPTH = 3, 7, 3
 EXACT = 1e-12

@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import pytest
 
+from jspec.certify import chains
+from jspec.certify.chains import context_dependent, context_free
+from jspec.certify.trees import CHILDREN, DEPTH, TreeCase, outcome
 from jspec.verify import RULES
-from tests.verify import enumeration
-from tests.verify.enumeration import context_dependent, context_free
-from tests.verify.trees import CHILDREN, DEPTH, TreeCase, outcome
 
 EXACT = 1e-12
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # of the golden numbers
@@ -157,7 +157,7 @@ def test_top_plus_one_is_accepted_as_far_as_any_rule_can():
     # p(S) and, of the drawn child, the overlap of p and q outside of S.
     for seed in range(3):
         target, drafter = context_dependent(seed, 3, 4), context_dependent(seed + 9, 3, 3)
-        p, q = (enumeration.softmax(levels[0])[0] for levels in (target, drafter))
+        p, q = (chains.softmax(levels[0])[0] for levels in (target, drafter))
         top = q.argmax()
         rest = np.where(np.arange(3) == top, 0, q) / (1 - q[top])
         best = p[top] + np.minimum(p, rest).sum()
@@ -183,8 +183,8 @@ def test_traversal_gains_nothing_over_the_walk_down_on_point_masses():
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_a_tree_that_is_a_chain_is_judged_as_a_chain(rule):
-    case = enumeration.Case(context_dependent(0, 3, 4), context_dependent(1, 3, 3))
-    chain = enumeration.outcome(rule, case)  # by the chain's own code
+    case = chains.Case(context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+    chain = chains.outcome(rule, case)  # by the chain's own code
     tree = random(rule, CHAIN, "chain")  # parents are traced, so nobody knows that it is one
     np.testing.assert_allclose(tree.law, chain.law, atol=EXACT)
     np.testing.assert_allclose(tree.accepted, chain.accepted, atol=EXACT)

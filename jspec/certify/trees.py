@@ -1,11 +1,11 @@
 """Exact laws of the shipped rules on drafted trees, by enumeration in float64.
 
-The same sum as in ``enumeration.py``, over trees: over every draft that a law of drawing can give
+The same sum as in ``chains.py``, over trees: over every draft that a law of drawing can give
 (``drafts``, an independent account of what the proposals mean), and over every pass/fail cell of
 the coins, whose thresholds are measured: node v's coin is bisected while its ancestors' are 0 (they
 pass if they can) and all others' infinite (they fail), and v is watched for being on the path.
 
-Laws that depend on the context are levels, as in ``enumeration.py``.
+Laws that depend on the context are levels, as in ``chains.py``.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jspec import topology
+from jspec.certify.chains import Levels, Outcome, softmax
 from jspec.types import Draft
-from tests.verify.enumeration import Levels, Outcome, softmax
 
 NUM_NODES, DEPTH = 7, 3  # of every tree, filled up with nodes that are not valid
 _BISECTIONS = 46

@@ -1,0 +1,65 @@
+"""The compiled loop under settings that look at the text: its law is that of plain sampling."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import scipy.special
+
+from jspec import grammar
+from jspec.plan import Plan
+from jspec.rows import Row, request_of
+from jspec.types import Params
+from tests.fakes import TableDrafter, ToyTarget, table
+from tests.plain_shaping import Spelling, plainly
+from tests.verify import statistics
+
+V, LENGTH, ROWS = 4, 4, 8192
+WEIGHTS, GUESSES = np.array(table(3, V, V, scale=1.5)), table(4, V, V, scale=1.5)
+LETTERS = ("", "a", "b", "c")  # what the tokens write; 0 ends a text
+TOKENIZER = Spelling(LETTERS)
+PATTERN = "a(b|ca)*b?c{0,2}"
+SETTINGS = {
+    "penalties": dict(presence_penalty=0.4, frequency_penalty=0.7, repetition_penalty=1.5),
+    "phrases": dict(bad_words=((1, 2), (3,), (2, 2)), logit_bias=((2, 0.7), (0, -0.5))),
+    "a grammar": dict(grammar=grammar.compiled(PATTERN, TOKENIZER, frozenset({0}), V)),
+}
+
+
+def law(row):
+    """Of texts of ``LENGTH`` tokens after token 0, one token at a time: [V**n]."""
+    found = np.ones(V**LENGTH)
+    for index, text in enumerate(itertools.product(range(V), repeat=LENGTH)):
+        for place, token in enumerate(text):
+            before = (0, *text[:place])
+            logits = plainly(row, WEIGHTS[before[-1]], before)
+            if row.grammar is not None:
+                logits = np.where([goes_on(text[:place], each) for each in range(V)],
+                                  logits, -np.inf)  # fmt: skip
+            if np.isneginf(logits).all():  # behind what cannot be said
+                found[index] = 0
+                break
+            found[index] *= scipy.special.softmax(logits)[token]
+    return found
+
+
+def goes_on(said, token):
+    """Whether ``token`` may follow, by trying all texts; what has ended says 0 again."""
+    text = "".join(LETTERS[each] for each in said)
+    if token == 0:
+        return re.fullmatch(PATTERN, text) is not None
+    endings = ("".join(end) for n in range(4) for end in itertools.product("abc", repeat=n))
+    ended = 0 in said and said[-1] == 0
+    return not ended and any(re.fullmatch(PATTERN, text + LETTERS[token] + end) for end in endings)
+
+
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_speculation_keeps_the_law_of_shaped_requests(name, rule):
+    row = Row((0,), temperature=1.0, **SETTINGS[name])
+    request, _ = request_of([row] * ROWS, ROWS, row.warps, V)
+    plan = Plan(ToyTarget(V), TableDrafter(3), rule)
+    params = Params(WEIGHTS, GUESSES)
+    tokens, _ = statistics.texts(plan, params, request.sampling, LENGTH)
+    assert statistics.excess(statistics.counts(tokens, V), law(row)) < 1
