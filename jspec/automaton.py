@@ -50,6 +50,13 @@ def find(automaton: Automaton, state: Array, token: Array) -> tuple[Array, Array
     return following, found | (state == FREE)
 
 
+def forced(automaton: Automaton, state: Array) -> tuple[Array, Array]:
+    """A token that may follow ``state`` [...], and whether it is the only one."""
+    first = automaton.first[state]
+    token = automaton.tokens[jnp.minimum(first, automaton.tokens.size - 1)]
+    return token, automaton.first[state + 1] - first == 1
+
+
 def advance(automaton: Automaton, state: Array, said: Array, valid: Array) -> Array:
     """The state after the ``valid`` ones of tokens ``said`` [..., M], in order, from ``state``."""
     for place in range(said.shape[-1]):

@@ -88,8 +88,9 @@ def step(
     draft, memory = plan.drafter.propose(params, request, shared, state.memory, state.history)
     tree = topology.from_parents(draft.parents, draft.max_depth)
     tree = topology.broadcast(tree, state.done.shape[0])
-    draft = tokens.trim(request, state.history, draft, tree, state.done)
     draft = shaping.prune(request.sampling.shaping, state.history, draft, tree)
+    draft = shaping.force(request.sampling.shaping, state.history, draft)
+    draft = tokens.trim(request, state.history, draft, tree, state.done)
 
     # Verify all nodes in one pass of the target. Rows that are done emit nothing.
     out, verdict = _verify(plan, params, request, state, draft, tree)

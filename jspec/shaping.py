@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jspec import automaton, topology
@@ -172,6 +173,28 @@ def prune(shaping: Shaping | None, history: History, draft: Draft, tree: Tree) -
     wrong = ~fits & ~drawn & (jnp.arange(nodes) > 0)
     above = topology.unpack_bits(tree.ancestors, nodes)
     return draft.replace(valid=draft.valid & ~(above & wrong[:, None]).any(-1))
+
+
+def force(shaping: Shaping | None, history: History, draft: Draft) -> Draft:
+    """A chain of point masses, gone on with where a grammar allows one token alone: it is certain.
+
+    Other drafts stay as they are: laws of what is allowed draft such tokens by themselves.
+    """
+    if shaping is None or shaping.automaton is None or draft.logits is not None:
+        return draft
+    size = draft.tokens.shape[1]
+    static = isinstance(draft.parents, np.ndarray)
+    if not static or draft.parents.tolist() != list(range(-1, size - 1)):
+        return draft
+    automata, state = shaping.automaton, history.state
+    tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]
+    for node in range(1, size):
+        only, alone = automaton.forced(automata, state)
+        known = draft.valid[:, node]
+        tokens.append(jnp.where(known, draft.tokens[:, node], only))
+        valid.append(valid[-1] & (known | alone))
+        state, _ = automaton.find(automata, state, tokens[-1])
+    return draft.replace(tokens=jnp.stack(tokens, 1), valid=jnp.stack(valid, 1))
 
 
 def _states(automata: Automaton, branches: Branches) -> Array:

@@ -129,6 +129,20 @@ def test_speculation_changes_no_structured_text(name, temperature, plain):
             said = said[accepted + 1 :]
 
 
+def test_what_must_follow_is_drafted_for_nothing():
+    plan = Plan(tiny.TARGET, tiny.NGRAM, "rejection", record_rounds=16)
+    rows = [Row(prompt, max_tokens=24, temperature=t, stop_token_ids=(END,),
+                grammar=compiled(r"[12](:x){7}(ab|ba)"))
+            for prompt, t in zip(tiny.prompts((9, 5)), (0.0, 1.0), strict=True)]  # fmt: skip
+    for answer in host.generate_rows(plan, tiny.params(), rows):
+        text = "".join(SPELLED[token] for token in answer.tokens.tolist())
+        assert re.fullmatch(r"[12](:x){7}(ab|ba)", text) and answer.finish_reason == "stop"
+        # One token is free, 14 follow from it; then up to two are free, and the end follows.
+        accepted, nodes, _ = answer.trace
+        assert (nodes[1, 1:] >= 0).all() and accepted[1:4].tolist() == [4, 4, 4]
+        assert answer.rounds <= 7
+
+
 def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
     row = Row((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
     request, _ = jspec.rows.request_of([row], 1, row.warps, 64)

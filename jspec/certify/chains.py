@@ -24,7 +24,7 @@ import numpy as np
 
 from jspec import sampling, topology
 from jspec.types import Draft, Sampling
-from jspec.verify import RULES
+from jspec.verify import RULES, Rule
 
 _BISECTIONS = 64
 Levels = list[np.ndarray]
@@ -75,6 +75,18 @@ class Outcome:
         """Total variation between the output law and the target's."""
         return 0.5 * float(np.abs(self.law - self.exact).sum())
 
+    def worst_context(self, vocab_size: int) -> float:
+        """Total variation of the next token's law, largest over all texts that may come before."""
+        found, wanted, worst = self.law, self.exact, 0.0
+        while len(found) > 1:
+            found, wanted = found.reshape(-1, vocab_size), wanted.reshape(-1, vocab_size)
+            before, certain = found.sum(1, keepdims=True), wanted.sum(1, keepdims=True)
+            met = (certain > 0)[:, 0] & (before > 0)[:, 0]
+            gap = np.abs(found[met] / before[met] - wanted[met] / certain[met])
+            worst = max(worst, 0.5 * float(gap.sum(1).max(initial=0)))
+            found, wanted = before[:, 0], certain[:, 0]
+        return worst
+
     @property
     def mean_accepted(self) -> float:
         """E[num_accepted]."""
@@ -94,16 +106,19 @@ def context_dependent(seed: int, vocab_size: int, count: int, scale: float = 1.5
     return [scale * rng.normal(size=(vocab_size**level, vocab_size)) for level in range(count)]
 
 
-def outcome(rule: str | Callable, case: Case, *, redraw: bool = False) -> Outcome:
-    """The exact output law of a rule: a name in ``RULES``, or a function judged by round coins.
+def outcome(rule: str | Rule | Callable, case: Case, *, redraw: bool = False) -> Outcome:
+    """The exact output law of a rule, or of a walk that is judged by round coins.
 
     ``redraw`` is a mutation of rules judged by the target's draws: the next token is drawn afresh
     from the law at the path's end, in place of the draw that ended the path.
     """
     with jax.enable_x64(True):
-        if isinstance(rule, str) and RULES[rule].coins == "target":
-            return _outcome_of_draws(RULES[rule].walk, case, redraw)
-        return _outcome_of_coins(RULES[rule].walk if isinstance(rule, str) else rule, case)
+        rule = RULES[rule] if isinstance(rule, str) else rule
+        if not isinstance(rule, Rule):
+            return _outcome_of_coins(rule, case)
+        if rule.coins == "target":
+            return _outcome_of_draws(rule.walk, case, redraw)
+        return _outcome_of_coins(rule.walk, case)
 
 
 # ------------------------------------------------------------------------------ rules with coins

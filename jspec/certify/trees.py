@@ -196,8 +196,8 @@ def outcome(walk: Callable, case: TreeCase) -> Outcome:
 def _outcome(walk: Callable, case: TreeCase) -> Outcome:
     every = drafts(case)
     count, size = len(every.weights), len(case.parents)
-    run = _runner(walk, case, every)
-    tree = topology.from_parents(_padded(case), DEPTH)
+    run = runner(walk, case, every)
+    tree = topology.from_parents(padded(case), DEPTH)
     above = topology.unpack_bits(tree.ancestors, case.size) & ~np.eye(case.size, dtype=bool)
 
     coins = np.where(above[1:size], 0.0, np.inf)[None].repeat(count, 0)  # [T, size-1, N]
@@ -236,13 +236,17 @@ def _collect(case, every, weight, end, num_accepted, next_law):
     return law, exact, accepted
 
 
-def _padded(case: TreeCase) -> np.ndarray:
+def padded(case: TreeCase) -> np.ndarray:
+    """Parents of all nodes that are judged, those filled in included: int32 [N]."""
     return np.pad(case.parents, (0, case.size - len(case.parents))).astype(np.int32)
 
 
-def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
-    """The rule on every draft: coins [T, C, N] to path, num_accepted and next law."""
-    depths = topology.from_parents(_padded(case), DEPTH).depth
+def runner(walk: Callable, case: TreeCase, every: Drafts, chunk: int = _CHUNK) -> Callable:
+    """The rule on every draft: coins [T, C, N] to path (-1 past its end), num_accepted, next law.
+
+    ``chunk`` of them are judged at once.
+    """
+    depths = topology.from_parents(padded(case), DEPTH).depth
 
     def rows(levels: Levels) -> np.ndarray:  # of leaves, below the drafter's last level: any
         find = lambda node, depth: levels[depth][every.context[:, node]]
@@ -252,7 +256,7 @@ def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
 
     draft = Draft(
         tokens=every.tokens,
-        parents=np.broadcast_to(_padded(case), every.tokens.shape),
+        parents=np.broadcast_to(padded(case), every.tokens.shape),
         valid=every.valid,
         logits=rows(case.drafter),
         sampled=every.sampled,
@@ -268,9 +272,9 @@ def _runner(walk: Callable, case: TreeCase, every: Drafts) -> Callable:
         which = np.repeat(np.arange(len(every.weights)), copies)
         flat = coins.reshape(len(which), -1)
         parts = []
-        for start in range(0, len(which), _CHUNK):
-            index = np.resize(which[start : start + _CHUNK], _CHUNK)
-            own = np.resize(flat[start : start + _CHUNK], (_CHUNK, flat.shape[1]))
+        for start in range(0, len(which), chunk):
+            index = np.resize(which[start : start + chunk], chunk)
+            own = np.resize(flat[start : start + chunk], (chunk, flat.shape[1]))
             shared = draft.draft_to_target
             part = jax.tree.map(lambda x: x[index], draft.replace(draft_to_target=None))  # noqa: B023
             part = part.replace(draft_to_target=shared)
