@@ -135,11 +135,18 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
     narrow = lambda x: jnp.array(x, jnp.float32)
     draft = Draft(jnp.array(tokens), parents, jnp.ones((count, 3), bool), narrow(laws), max_depth=2)
     warps = settings([0] * count, ("temperature",)).replace(temperature=jnp.ones(count))
-    _, num_accepted, token = ops.rejection_sampling(
-        narrow(target[at]), warps, draft,
-        topology.broadcast(topology.from_parents(parents, 2), count),
-        narrow(rng.random((count, 3))), narrow(rng.random(count)),
-        rule=rule, implementation="pallas_tpu",
+    tree = topology.broadcast(topology.from_parents(parents, 2), count)
+
+    @jax.jit
+    def judge(logits, draft, coins, uniform):
+        draft = draft.replace(parents=parents)  # static
+        return ops.rejection_sampling(
+            logits, warps, draft, tree, coins, uniform, rule=rule, implementation="pallas_tpu"
+        )
+
+    _, num_accepted, token = judge(
+        narrow(target[at]), draft.replace(parents=None), narrow(rng.random((count, 3))),
+        narrow(rng.random(count)),
     )  # fmt: skip
     num_accepted, token = np.array(num_accepted), np.array(token)
     emitted_first = np.where(num_accepted > 0, first, token)
