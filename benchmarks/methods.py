@@ -2,6 +2,8 @@
 
     python -m benchmarks.methods [--head medusa=RUN/export ...] [--out FILE.json]
 
+``--head`` names a method, or one of ``HEADS``.
+
 Workloads, all of source files that the demo was not trained on: ``completion`` and ``prose`` are
 drawn at temperature 1 after a piece of code and after a docstring; ``editing`` (a piece of code
 again, with two names changed, a line dropped and a line doubled) and ``repetitive`` (four lines
@@ -41,6 +43,14 @@ _RESULTS = Path(__file__).with_name("results")
 _PROSE = ("argparse", "heapq", "statistics", "http.client", "json")
 _REPEATED = 4  # lines of a text that repeats itself
 _LOG_WIDTH = 160
+
+
+# Heads whose names in the table are not those of a method.
+HEADS = {
+    "eagle1": {"method": "eagle"},
+    "pard": {"method": "draft_model", "parallel_drafting": True},
+    "p_eagle": {"method": "eagle3", "parallel_drafting": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +116,10 @@ def configs(num_tokens: int, heads: dict[str, str]) -> dict[str, dict | None]:
         "token_recycling": {"method": "token_recycling", "tree_size": 16, "tree_top_k": 4} | neural,
         "draft_model": {"method": "draft_model", "model": _DEMO / "draft"} | neural,
         "eagle3": eagle,
-        **{name: {"method": name, "model": path} | neural for name, path in heads.items()},
+        **{
+            name: HEADS.get(name, {"method": name}) | {"model": path} | neural
+            for name, path in heads.items()
+        },
         "hybrid, merge": {"method": "hybrid", "parts": [suffix, eagle]},
         "hybrid, choose": {"method": "hybrid", "parts": [suffix, eagle], "combine": "choose"},
     }
@@ -220,7 +233,7 @@ def table(rows: list[dict]) -> Table:
 def _head(text: str) -> tuple[str, str]:
     method, _, path = text.partition("=")
     if not path:
-        raise argparse.ArgumentTypeError(f"{text!r} must be METHOD=DIRECTORY")
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=DIRECTORY")
     return method, path
 
 
@@ -228,7 +241,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="all drafting methods side by side")
     parser.add_argument("--out", type=Path, default=_RESULTS / "methods.json")
-    parser.add_argument("--head", type=_head, action="append", default=[], metavar="METHOD=DIR")
+    parser.add_argument("--head", type=_head, action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--temperature", type=float, default=1.0, help="of what is drawn")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
