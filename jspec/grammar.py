@@ -7,6 +7,8 @@ middle of what the grammar names, and characters may be spread over several toke
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -98,6 +100,44 @@ def _of_schema(schema: str | Mapping) -> str:
         raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
 
 
+# Some short patterns stand for automata beyond bounds: another process finds out, within bounds.
+_PROBE = """
+import sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+except ImportError:
+    pass
+from outlines_core import Index, Vocabulary
+single = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+try:
+    print(len(Index(sys.stdin.read(), single).get_transitions()))
+except ValueError as error:
+    print(" ".join(str(error).split())[:300])
+"""
+_PROBE_SECONDS, _MOST_STATES = 20, 50_000
+
+
+def _check_size(pattern: str) -> None:
+    """Raises ValueError if a pattern cannot be read, or its automaton is too large to use."""
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], input=pattern, capture_output=True, encoding="utf-8",
+            timeout=_PROBE_SECONDS, check=False,
+        )  # fmt: skip
+        found = probe.stdout.strip()
+    except subprocess.TimeoutExpired:
+        found = ""
+    if found and not found.isdigit():
+        raise ValueError(f"structured_outputs cannot be compiled: {found}")
+    if not found or int(found) > _MOST_STATES:
+        size = f"{found} states" if found else "more than memory or time allow"
+        raise ValueError(
+            f"structured_outputs cannot be compiled: its automaton has {size}, and may have at "
+            f"most {_MOST_STATES}; bound what repeats, or make the pattern simpler."
+        )
+
+
 @functools.lru_cache(maxsize=64)
 def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int) -> Grammar:
     """The automaton of texts that match ``pattern`` and then end.
@@ -111,7 +151,8 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
       vocab_size: V.
 
     Raises:
-      ValueError: there is no token to end with, the pattern cannot be read, or no tokens spell it.
+      ValueError: there is no token to end with, the pattern cannot be read or stands for too large
+        an automaton, or no tokens spell it.
     """
     from outlines_core import Index, Vocabulary
 
@@ -120,12 +161,14 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
             "structured_outputs needs a token that ends the text, and the model names none; give "
             "stop_token_ids."
         )
+    closed = f"(?:{pattern}){_END.decode()}"
+    _check_size(closed)
     spelled = token_bytes(tokenizer, vocab_size, ends)
     spelled = {text: ids for text, ids in spelled.items() if _END not in text}
     complete, eos = vocab_size, vocab_size + 1  # ids that no token has
     try:
         vocabulary = Vocabulary(eos, spelled | {_END: [complete]})
-        index = Index(f"(?:{pattern}){_END.decode()}", vocabulary)
+        index = Index(closed, vocabulary)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"structured_outputs cannot be compiled: {reason}") from None

@@ -209,6 +209,16 @@ def test_what_cannot_be_followed_is_refused(root, asked, message):
     assert message in str(error.value)
 
 
+def test_patterns_made_to_explode_are_refused_in_bounded_time(monkeypatch):
+    monkeypatch.setattr(grammar, "_PROBE_SECONDS", 1)
+    with pytest.raises(ValueError, match="more than memory or time allow, and may have at most"):
+        compiled("[ab]*a[ab]{40}")
+    monkeypatch.setattr(grammar, "_PROBE_SECONDS", 60)
+    monkeypatch.setattr(grammar, "_MOST_STATES", 1000)
+    with pytest.raises(ValueError, match="2049 states, and may have at most 1000; bound what rep"):
+        compiled("[ab]*a[ab]{10}")
+
+
 def test_what_may_leave_no_token_is_refused():
     with pytest.raises(ValueError, match="may leave no token at all"):
         Row((1,), grammar=compiled("a"), min_tokens=1, stop_token_ids=(END,))
