@@ -135,7 +135,8 @@ def verify(
     if rule.coins == "target" or (greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth  # of the token drawn after each node
         draws = sampling.draw_target(warped, request.sampling, request.keys, positions)
-        path, num_accepted, _ = match(warped, draft, tree, draws)
+        walk = rule.walk if rule.coins == "target" else match
+        path, num_accepted, _ = walk(warped, draft, tree, draws)
         end = jnp.take_along_axis(path, num_accepted[:, None], 1)
         next_token = jnp.take_along_axis(draws, end, 1)[:, 0]
     else:

@@ -132,3 +132,15 @@ def test_a_chain_is_accepted_as_far_as_the_target_agrees():
     parents, tokens = topology.chain(3), np.array([0, 1, 1, 1])
     _, _, accepted = tree_law(parents, tokens, context_free(P, DEPTH + 1), np.ones(4, bool))
     np.testing.assert_allclose(accepted, [0.7, 0.21, 0.063, 0.027], atol=EXACT)
+
+
+def test_the_next_law_is_the_targets_at_the_end_of_the_path():
+    rng = np.random.default_rng(0)
+    parents, tokens = (jnp.array([x], jnp.int32) for x in random_tree(rng))
+    warped = jnp.array(rng.normal(size=(1, NUM_NODES, V)), jnp.float32)
+    shape = topology.from_parents(parents, DEPTH)
+    draws = jnp.array(rng.integers(0, V, (1, NUM_NODES)), jnp.int32).at[0, 0].set(tokens[0, 1])
+    draft = Draft(tokens, parents, tokens == tokens, max_depth=DEPTH)
+    path, num_accepted, logits = RULES["match"].walk(warped, draft, shape, draws)
+    assert num_accepted[0] > 0
+    np.testing.assert_array_equal(logits[0], warped[0, path[0, num_accepted[0]]])

@@ -1,0 +1,117 @@
+"""``jspec certify``: what is exact passes, and every mistake that it is for is caught."""
+
+import importlib
+
+import jax.numpy as jnp
+import pytest
+
+from jspec.certify import chains
+from jspec.verify import RULES, Rule
+from tests.verify import test_mutations as mutations
+
+laws = importlib.import_module("jspec.certify.law")
+CHAINS, SIBLINGS = frozenset({"chain"}), frozenset({"without_replacement", "iid"})
+
+
+def lenient(warped, draft, tree, coins):
+    """Accepts half as much again as it may."""
+    return RULES["rejection"].walk(warped, draft, tree, coins / 2)
+
+
+def eager(warped, draft, tree, draws):
+    """Follows the target's draws, and then one node further."""
+    path, num_accepted, logits = RULES["match"].walk(warped, draft, tree, draws)
+    return path, jnp.minimum(num_accepted + 1, tree.max_depth), logits
+
+
+LENIENT = Rule("lenient", lenient, "round", CHAINS)
+EAGER = Rule("eager", eager, "target", CHAINS)
+
+# ------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize(
+    ("rule", "proposal"),
+    [("rejection", "chain"), ("block", "chain"), ("coupled", "iid"), ("rejection", "point"),
+     *(pytest.param(rule, proposal, marks=pytest.mark.slow)
+       for rule in ("rejection", "block")
+       for proposal in ("iid", "without_replacement", "top_plus_one", "mixed", "points_last"))],
+)  # fmt: skip
+def test_shipped_rules_have_the_targets_law(rule, proposal):
+    found = laws.law(rule, proposal, temperature=0.9, top_k=2)
+    assert found.passed and found.measured < 1e-12
+    assert rule in found.subject and "top_k=2" in found.subject
+
+
+FAST = ("rejection draws again from p", "recorded laws are one node late")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [*FAST, *(pytest.param(each, marks=pytest.mark.slow)
+              for each in mutations.WRONG_RULES if each not in FAST)],
+)  # fmt: skip
+def test_rules_of_chains_that_are_off_are_caught(mistake):
+    mutant, case = mutations.WRONG_RULES[mistake]
+    proposal = "point" if case is mutations.POINT else "chain"
+    found = laws.law(Rule("mutant", mutant, "round", CHAINS), proposal)
+    assert not found.passed
+    assert found.measured > 1e-3 or "raises" in found.note  # it knows no draft vocabulary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    ("proposal", "walk"),
+    [("without_replacement", mutations.with_replacement),
+     ("iid", lambda rule: RULES[rule].walk),
+     ("points_last", lambda rule: RULES[rule].walk),
+     ("without_replacement", lambda rule: mutations.draws_again_from_p(RULES[rule].walk)),
+     ("point", lambda rule: mutations.draws_again_from_p(RULES[rule].walk))],
+)  # fmt: skip
+def test_rules_of_trees_that_are_off_are_caught(rule, proposal, walk):
+    found = laws.law(Rule("mutant", walk(rule), "round", SIBLINGS), proposal)
+    assert not found.passed and found.measured > 1e-3
+
+
+def test_a_rule_of_ones_own_is_certified_by_its_dotted_path():
+    found = laws.law("tests.test_certify.LENIENT")
+    assert not found.passed and found.measured > 1e-2
+    assert "lenient" in found.subject and "worst with" in found.note
+
+
+def test_a_rule_that_leaves_the_targets_draws_is_caught():
+    assert laws.law(EAGER).measured > 0.1
+
+
+def test_a_lossy_rule_is_no_rule_to_certify():
+    (found,) = laws.laws("typical")
+    assert not found.passed and "lossless=False" in found.subject
+
+
+def test_a_bias_after_a_rare_text_counts_in_full():
+    found = chains.outcome("rejection", mutations.SOFT)
+    assert found.worst_context(mutations.V) < 1e-12
+    found.law = found.law.copy()
+    found.law[-2:] = found.law[-2:][::-1]
+    last = found.exact[-mutations.V :] / found.exact[-mutations.V :].sum()
+    assert found.worst_context(mutations.V) == pytest.approx(abs(last[-1] - last[-2]))
+    assert found.distance < found.worst_context(mutations.V)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"rule": "standard"}, "rule='standard' is not known; use one of rejection"),
+     ({"rule": "no_such_package.MINE"}, "cannot be imported: No module named 'no_such_package'"),
+     ({"rule": "tests.test_certify.CHAINS"}, "is a frozenset, not a jspec.verify.Rule"),
+     ({"proposal": "drawn"}, "proposal='drawn' is not known; use one of 'point'"),
+     ({"tree": [0, 0]}, "-1 at the root"),
+     ({"tree": [-1, 0, 1, 2, 3]}, "is 4 edges deep; at most 3 fit"),
+     ({"tree": [-1, 0, 0]}, "has siblings, but proposal='chain' has none"),
+     ({"temperature": 0.0}, "temperature=0.0 must be more than 0"),
+     ({"top_p": 1.5}, "top_p=1.5 must be in (0, 1]")],
+)  # fmt: skip
+def test_what_cannot_be_enumerated_is_refused(arguments, message):
+    with pytest.raises(ValueError) as error:
+        laws.law(**{"rule": "rejection"} | arguments)
+    assert message in str(error.value) and "\n" not in str(error.value)
