@@ -154,6 +154,31 @@ def demo(
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
 
 
+@app.command()
+def certify(
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help="A rule, or the dotted path of yours; may be repeated. All if left out."),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Of the compiled rule's rounds.")] = 16,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings here as well.")
+    ] = None,
+) -> None:
+    """Prove that acceptance rules leave the target's distribution alone; exit code 1 if not."""
+    from jspec import certify, loading
+    from jspec.certify.page import page
+
+    loading.keep_compiled_programs()
+    with _busy("enumerating drafts and coins, counting tokens"):
+        report = certify.certify(rule or (), vocab_size=vocab_size)
+    Console().print(page(report))
+    if json_file is not None:
+        report.save(json_file)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
 def _answer(llm: "LLM", given: Any, params: "SamplingParams", *, stream: bool, stats: bool) -> None:
     """Runs the request and prints its texts, and statistics where they are wanted."""
     from jspec import show

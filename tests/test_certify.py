@@ -1,11 +1,14 @@
 """``jspec certify``: what is exact passes, and every mistake that it is for is caught."""
 
 import importlib
+import json
+import sys
 
 import jax.numpy as jnp
 import pytest
 
-from jspec.certify import chains
+from jspec import cli
+from jspec.certify import chains, sampled
 from jspec.verify import RULES, Rule
 from tests.verify import test_mutations as mutations
 
@@ -115,3 +118,44 @@ def test_what_cannot_be_enumerated_is_refused(arguments, message):
     with pytest.raises(ValueError) as error:
         laws.law(**{"rule": "rejection"} | arguments)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------- compiled programs
+
+
+def test_the_compiled_rule_draws_from_the_targets_law():
+    found = sampled.chi_square("rejection", temperature=1.2)
+    assert found.passed and "V=16" in found.subject
+
+
+def test_a_leniency_of_a_twentieth_is_seen_in_the_compiled_rule():
+    walk = lambda warped, draft, tree, coins: RULES["rejection"].walk(
+        warped, draft, tree, 0.95 * coins
+    )
+    assert not sampled.chi_square(Rule("lenient", walk, "round", CHAINS)).passed
+
+
+# -------------------------------------------------------------------------------- the command line
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["jspec", "certify", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return stopped.value.code, *capsys.readouterr()
+
+
+def test_the_command_says_what_failed_and_ends_with_code_1(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "found.json"
+    code, out, _ = run(monkeypatch, capsys, "--rule", "typical", "--json", file)
+    assert code == 1 and "FAILED" in out and "lossless=False" in out.replace("\n", "")
+    saved = json.loads(file.read_text())
+    assert saved["passed"] is False and saved["findings"][0]["measured"] == "nan"
+    code, _, complaint = run(monkeypatch, capsys, "--rule", "standard")
+    assert code == 2 and "rule='standard' is not known" in complaint
+
+
+@pytest.mark.slow
+def test_all_that_ships_is_certified(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys)
+    assert code == 0 and "all passed" in out

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import shaping
+from jspec.certify.statistics import excess as excess  # what the package measures with, too
 from jspec.decode import DecodeState, decode, init_stats
 from jspec.types import History, Params, Request, Sampling
 
@@ -86,23 +87,6 @@ def counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """How often each text occurs, [V**n], in lexicographic order."""
     places = vocab_size ** np.arange(tokens.shape[1])[::-1]
     return np.bincount(tokens @ places, minlength=vocab_size ** tokens.shape[1])
-
-
-def excess(observed: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square above its mean, in units of what is allowed: from 1 on the law is refused.
-
-    Bins that expect fewer than 5 are merged; allowed are ``10 sqrt(2 df)`` above ``df``, as in
-    vLLM's tests.
-    """
-    expected = observed.sum() * law
-    assert observed[law == 0].sum() == 0, "a text without probability occurred"
-    large = expected >= 5
-    large &= expected[~large].sum() >= 5 or expected > expected[large].min()
-    merge = lambda x: np.append(x[large], x[~large].sum())
-    observed, expected = merge(observed), merge(expected)
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    df = len(expected) - 1
-    return float((statistic - df) / (10 * (2 * df) ** 0.5))
 
 
 def distance(observed: np.ndarray, law: np.ndarray) -> float:
