@@ -27,7 +27,7 @@ def _caption(report: Report) -> str:
     setting = ", ".join(f"{name} {value}" for name, value in report.setting.items())
     return (
         f"{verdict}; {setting}\n"
-        "law: total variation between the exact law of four tokens and the target's, on three\n"
-        "tokens of vocabulary, in float64. chi-square: of the compiled rule's tokens, above its\n"
-        "mean, in units of 10 sqrt(2 df), which exact laws all but never reach."
+        "law: total variation between the exact law of four tokens and the target's,\n"
+        "of a vocabulary of three, in float64. chi-square: of the tokens of the\n"
+        "compiled rule, above its mean, in units of 10 sqrt(2 df)."
     )
