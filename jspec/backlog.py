@@ -69,12 +69,17 @@ def catch_up(
     needed = wanted | (before.max() > SIZE)
     step = drafter.max_depth + 1
 
-    for size, rest in ((SIZE, step), (step, 0)) if step < SIZE else ((step, 0),):
+    def stride(memory: Memory, size: int, rest: int) -> Memory:
+        """Takes in ``size`` tokens at a time until no more than ``rest`` are missing."""
 
-        def behind(memory: Memory, rest: int = rest) -> Array:
-            return needed & (drafter.missing(memory, history) > rest).any()
+        def behind(carry: tuple[Memory, Array]) -> Array:
+            memory, turn = carry
+            # A row whose numbers are broken takes nothing in: turns are counted, or it would hang.
+            more = (drafter.missing(memory, history) > rest).any()
+            return needed & more & (turn <= before.max() // size)
 
-        def take_in(memory: Memory, size: int = size) -> Memory:
+        def take_in(carry: tuple[Memory, Array]) -> tuple[Memory, Array]:
+            memory, turn = carry
             left = drafter.missing(memory, history)
             first = history.length - 1 - left
             offset = jnp.arange(size + 1)
@@ -84,7 +89,11 @@ def catch_up(
                 jnp.take_along_axis(buffer, slots[..., None], 1, mode="clip")
                 for buffer in waiting.features
             )
-            return drafter.absorb(params, memory, chunk, features, first, jnp.clip(left, 0, size))
+            count = jnp.clip(left, 0, size)
+            return drafter.absorb(params, memory, chunk, features, first, count), turn + 1
 
-        memory = lax.while_loop(behind, take_in, memory)
-    return memory
+        return lax.while_loop(behind, take_in, (memory, jnp.int32(0)))[0]
+
+    if step < SIZE:
+        memory = stride(memory, SIZE, step)
+    return stride(memory, step, 0)

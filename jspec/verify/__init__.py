@@ -128,8 +128,9 @@ def verify(
 
     The one place where keys become coins.
     """
-    branches = shaping.of_draft(history, draft, tree)
-    logits = shaping.shape(logits, request.sampling.shaping, branches)
+    if request.sampling.shaping is not None:
+        branches = shaping.of_draft(history, draft, tree)
+        logits = shaping.shape(logits, request.sampling.shaping, branches)
     warped = sampling.warp(logits, request.sampling)
     greedy = request.sampling.greedy
     if rule.coins == "target" or (greedy and rule.greedy_is_match):

@@ -173,6 +173,19 @@ def test_who_sat_out_has_taken_in_all_before_it_drafts(name):
         np.testing.assert_allclose(one[:, :, :length], other[:, :, :length], atol=1e-5)
 
 
+def test_a_head_whose_numbers_are_broken_hangs_nothing():
+    inner, weights = DRAFTERS["eagle"]
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype.kind == "f" else x,
+                          weights())  # fmt: skip
+    plan = Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((2, 2, 0),)))
+    rows = [dataclasses.replace(LINES[i], max_tokens=size, temperature=0)
+            for i, size in ((0, 56), (2, 42))]  # fmt: skip
+    answers = host.generate_rows(plan, Params(tiny.params().target, broken), rows)
+    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
+    for answer, expected in zip(answers, plain, strict=True):
+        np.testing.assert_array_equal(answer.tokens, expected.tokens)
+
+
 def test_no_cache_leaves_the_branch_that_drafts():
     drafter = Adaptive(tiny.DRAFT, (0, 1, 4))
     plan = Plan(tiny.TARGET, drafter)
