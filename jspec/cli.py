@@ -108,7 +108,10 @@ def generate(
 ) -> None:
     """Continue a prompt."""
     given = _prompt(prompt, prompt_file, token_ids)
-    config = _json("--speculative-config", speculative_config)
+    config = _json(
+        "--speculative-config", speculative_config,
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+    )  # fmt: skip
     if stream and n > 1:
         raise ValueError(f"--stream prints one text, but -n is {n}; leave one of them out.")
     from jspec import show
@@ -120,7 +123,7 @@ def generate(
         seed=seed, stop=stop or (), ignore_eos=ignore_eos, min_tokens=min_tokens,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty, bad_words=bad_words,
-        logit_bias=_json("--logit-bias", logit_bias),
+        logit_bias=_json("--logit-bias", logit_bias, '{"5": -1.5}'),
     )  # fmt: skip
     with _busy("loading"):
         llm = LLM(
@@ -226,13 +229,12 @@ def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
     return text if file is None else Path(file).read_text(encoding="utf-8")
 
 
-def _json(option: str, given: str | None) -> Any:
+def _json(option: str, given: str | None, example: str) -> Any:
     try:
         return None if given is None else json.loads(given)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{option} is not JSON ({error}); quote it whole, such as "
-            '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+            f"{option} is not JSON ({error}); quote it whole, such as '{example}'."
         ) from None
 
 

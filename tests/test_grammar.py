@@ -16,7 +16,7 @@ from jspec.plan import Plan
 from jspec.rows import Row
 from jspec.types import Draft, History, Params
 from tests import llm_fixtures, tiny
-from tests.drafters import heads
+from tests.drafters.several import DRAFTERS
 from tests.plain_shaping import Spelling
 
 host = importlib.import_module("jspec.generate")
@@ -66,14 +66,6 @@ def test_memory_grows_with_what_grammars_allow_and_not_with_the_vocabulary():
 
 
 LINES = [r"(ab)+1?", r'\{"(a|b)+":[12]{1,9}\}', None, r"(aa|x )*2"]
-DRAFTERS = {
-    "ngram": (tiny.NGRAM, None),
-    "draft_model": (tiny.DRAFT, tiny.params().drafter),
-    "sampled tree": (heads.drafter("eagle", tree="sampled", num_speculative_tokens=3, tree_size=8,
-                                   tree_top_k=3), heads.random_params("eagle")),
-    "eagle2": (heads.drafter("eagle", tree="eagle2", num_speculative_tokens=3, tree_size=8,
-                             tree_top_k=3), heads.random_params("eagle")),
-}  # fmt: skip
 
 
 def requests(temperature):

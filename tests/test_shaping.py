@@ -13,7 +13,7 @@ from jspec.plan import Plan
 from jspec.rows import Row, request_of, warps_of
 from jspec.types import Draft, History, Params
 from tests import tiny
-from tests.drafters import heads
+from tests.drafters.several import DRAFTERS
 from tests.plain_shaping import plainly
 
 host = importlib.import_module("jspec.generate")
@@ -90,15 +90,6 @@ LINES = [
     dict(min_tokens=9, stop_token_ids=tuple(range(0, 64, 3)), allowed_token_ids=tuple(range(50))),
     dict(logits_processors=(less_of_the_last,), frequency_penalty=-0.4),
 ]
-DRAFTERS = {
-    "ngram": (tiny.NGRAM, None),
-    "draft_model": (tiny.DRAFT, tiny.params().drafter),
-    "eagle": (heads.drafter("eagle", 4), heads.random_params("eagle")),
-    "sampled tree": (heads.drafter("eagle", tree="sampled", num_speculative_tokens=3, tree_size=8,
-                                   tree_top_k=3), heads.random_params("eagle")),
-    "eagle2": (heads.drafter("eagle", tree="eagle2", num_speculative_tokens=3, tree_size=8,
-                             tree_top_k=3), heads.random_params("eagle")),
-}  # fmt: skip
 
 
 def requests(temperature):
