@@ -14,7 +14,8 @@ def excess(observed: np.ndarray, law: np.ndarray) -> float:
         return float("inf")
     expected = observed.sum() * law
     large = expected >= 5
-    large &= expected[~large].sum() >= 5 or expected > expected[large].min(initial=np.inf)
+    if 0 < expected[~large].sum() < 5 and large.any():  # too few still: one more joins them
+        large[np.argmin(np.where(large, expected, np.inf))] = False
     merge = lambda x: np.append(x[large], x[~large].sum())
     observed, expected = merge(observed), merge(expected)
     possible = expected > 0  # nothing is left to merge where every bin is large
