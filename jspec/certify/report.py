@@ -44,10 +44,12 @@ class Report:
     Attributes:
       findings: at least one.
       setting: what was certified, and on what: names and values for people and machines.
+      remarks: what was left out or done otherwise than asked, and why.
     """
 
     findings: tuple[Finding, ...]
     setting: dict[str, str]
+    remarks: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -62,7 +64,10 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         findings = [finding.as_dict() for finding in self.findings]
-        return {"passed": self.passed, "setting": self.setting, "findings": findings}
+        return {
+            "passed": self.passed, "setting": self.setting, "remarks": list(self.remarks),
+            "findings": findings,
+        }  # fmt: skip
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes ``as_dict`` as JSON."""

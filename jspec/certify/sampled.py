@@ -38,7 +38,8 @@ def chi_squares(rule: str | Rule, vocab_size: int = VOCAB_SIZE) -> Iterator[Find
 
 def chi_square(
     rule: str | Rule, proposal: str = "chain", *, vocab_size: int = VOCAB_SIZE,
-    temperature: float = 0.8, top_p: float = 1.0, seed: int = 0,
+    temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    seed: int = 0,
 ) -> Finding:  # fmt: skip
     """Draws rounds with the jitted rule, noise and all, and counts the tokens of each position.
 
@@ -50,7 +51,9 @@ def chi_square(
       proposal: "chain", "without_replacement" (a binary tree) or "point".
       vocab_size: V; as many rounds run as a budget of 2**25 logits allows, 100 thousand at most.
       temperature: as in ``SamplingParams``.
+      top_k: as in ``SamplingParams``.
       top_p: as in ``SamplingParams``.
+      min_p: as in ``SamplingParams``.
       seed: of the logits and of all noise.
 
     Raises:
@@ -62,7 +65,7 @@ def chi_square(
         raise ValueError(f"proposal={proposal!r} cannot be drawn here; use one of {known}.")
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ValueError(f"vocab_size={vocab_size!r} must be a whole number of at least 2.")
-    row = Row((0,), temperature=temperature, top_p=top_p)
+    row = Row((0,), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     settings = request_of([row], 1, row.warps, vocab_size)[0].sampling
     rng = np.random.default_rng(seed)
     target = rng.normal(size=vocab_size) * (1 if vocab_size <= 64 else 2.5)
@@ -74,7 +77,8 @@ def chi_square(
         for each in _counted(runs, target, drafter, settings, 2 * seed + part)
     )
     subject = f"{rule.name}, {proposal} drafts, V={vocab_size}, temperature={temperature:g}"
-    subject += f", top_p={top_p:g}" * (top_p < 1)
+    filters = (("top_k", top_k, 0), ("top_p", top_p, 1), ("min_p", min_p, 0))
+    subject += "".join(f", {name}={value:g}" for name, value, off in filters if value != off)
     return Finding("chi-square", subject, found.measured, 1.0, found.note)
 
 
