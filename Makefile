@@ -9,7 +9,9 @@ AOT_VENV := .venv-aot
 AOT_JAX := 0.10.2
 AOT ?=
 
-.PHONY: demo test conformance lint aot clean
+FUZZ ?= 50
+
+.PHONY: demo test conformance fuzz lint aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -20,6 +22,9 @@ test: $(VENV)/.test  ## all tests but the slow ones
 
 conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; half an hour and more
 	@$(BIN)/pytest -q tests/test_conformance.py -n 2
+
+fuzz: $(VENV)/.test  ## the tests of hostile input, with FUZZ times as many examples, drawn anew
+	@JSPEC_FUZZ=$(FUZZ) $(BIN)/pytest -q tests/hostile -n 2
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

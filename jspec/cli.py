@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import sys
 import time
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from jspec import checks, naming
 
 if TYPE_CHECKING:  # the commands import it when they run, so that --help is quick
     from jspec.llm import LLM
@@ -222,7 +223,8 @@ def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
             return {"prompt_token_ids": [int(token) for token in token_ids.split(",")]}
         except ValueError:
             raise ValueError(
-                f'--token-ids {token_ids!r} must be whole numbers with commas, such as "1,2,3".'
+                f"--token-ids {naming.shown(token_ids)} must be whole numbers with commas, such as "
+                '"1,2,3".'
             ) from None
     if file == "-":
         return sys.stdin.read()
@@ -231,8 +233,8 @@ def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
 
 def _json(option: str, given: str | None, example: str) -> Any:
     try:
-        return None if given is None else json.loads(given)
-    except json.JSONDecodeError as error:
+        return None if given is None else checks.json_of(given)
+    except ValueError as error:
         raise ValueError(
             f"{option} is not JSON ({error}); quote it whole, such as '{example}'."
         ) from None

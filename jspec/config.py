@@ -3,10 +3,10 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 from jspec import config_method, config_rule, config_values, custom_class, shapes, verify
+from jspec.checks import is_whole
 from jspec.config_keys import (
     CASCADE,
     COMBINED,
@@ -24,7 +24,7 @@ from jspec.drafters.hybrid import Hybrid
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
-from jspec.naming import did_you_mean
+from jspec.naming import did_you_mean, shown
 from jspec.types import Drafter
 
 _ANY_SIZE = 1 << 30  # a vocabulary that settings are checked for before the target's is known
@@ -109,7 +109,7 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         return SpeculativeConfig()
     if not isinstance(given, Mapping):
         raise ValueError(
-            f"speculative_config={given!r} must be a dict, such as "
+            f"speculative_config={shown(given)} must be a dict, such as "
             "{'method': 'ngram', 'num_speculative_tokens': 4}."
         )
     if custom_class.is_asked_for(given):
@@ -156,7 +156,7 @@ def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
     given = values["parts"]
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
         raise ValueError(
-            f"parts={given!r} must be a list of two configs, one that looks up and one with a "
+            f"parts={shown(given)} must be a list of two configs, one that looks up and one with a "
             "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]."
         )
     combine = {} if values["combine"] is None else {"combine": values["combine"]}
@@ -169,6 +169,9 @@ def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
 
 
 def _read_part(place: int, given: Any) -> SpeculativeConfig:
+    nested = given.get("method") if isinstance(given, Mapping) else None
+    if isinstance(nested, str) and nested in COMBINED:
+        raise ValueError(f"parts[{place}] has the method {nested!r}, which is no part.")
     try:
         part = read(given)
     except ValueError as error:
@@ -184,7 +187,7 @@ def _read_part(place: int, given: Any) -> SpeculativeConfig:
             f"parts[{place}] chooses its K by the round, which no combination passes on; leave "
             "adaptive_length and num_speculative_tokens_per_batch_size out."
         )
-    if part.method in (*COMBINED, config_method.NONE):
+    if part.method == config_method.NONE:
         raise ValueError(f"parts[{place}] has the method {part.method!r}, which is no part.")
     return part
 
@@ -209,7 +212,7 @@ def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len
 
 def _check_standing(name: str, value: Any) -> None:
     if name not in KEYS:
-        raise ValueError(f"speculative_config has no key {name!r}{did_you_mean(name, KEYS)}")
+        raise ValueError(f"speculative_config has no key {shown(name)}{did_you_mean(name, KEYS)}")
     key = KEYS[name]
     if key.standing == "works" or key.asks_nothing(value):
         return
@@ -217,7 +220,8 @@ def _check_standing(name: str, value: Any) -> None:
         raise ValueError(key.note)
     standing = "not supported yet" if key.standing == "not built" else "refused"
     raise ValueError(
-        f"speculative_config: {name}={value!r} is {standing}: {key.note.rstrip('.')}; leave it out."
+        f"speculative_config: {name}={shown(value)} is {standing}: {key.note.rstrip('.')}; "
+        "leave it out."
     )
 
 
@@ -234,10 +238,14 @@ def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -
     if "num_speculative_tokens" in used:
         used |= {"adaptive_length", "num_speculative_tokens_per_batch_size"}
     for name, value in values.items():
-        names_method = name == "model" and METHOD_ALIASES.get(str(value), value) == method
+        names_method = (
+            name == "model"
+            and isinstance(value, str | os.PathLike)
+            and METHOD_ALIASES.get(str(value), value) == method
+        )
         if name not in used and not names_method and not KEYS[name].asks_nothing(value):
             raise ValueError(
-                f"speculative_config: {name}={value!r} is not used by method={method!r}; "
+                f"speculative_config: {name}={shown(value)} is not used by method={method!r}; "
                 "leave it out."
             )
 
@@ -245,7 +253,7 @@ def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -
 def _check_parallel(size: Any) -> None:
     if size not in (None, 1) or isinstance(size, bool):
         raise ValueError(
-            f"speculative_draft_tensor_parallel_size={size!r} cannot be other value than 1 or "
+            f"speculative_draft_tensor_parallel_size={shown(size)} cannot be other value than 1 or "
             "target model tensor_parallel_size, which is 1."
         )
 
@@ -257,7 +265,7 @@ def _check_path(method: str, model: Any) -> None:
         raise ValueError(f"method={method!r} needs a 'model': a local directory or a hub id.")
     loaded = LoadedHead if "target" in _fields(method) else LoadedModel
     if not isinstance(model, str | os.PathLike | loaded):
-        raise ValueError(f"model={model!r} must be a local directory or a hub id.")
+        raise ValueError(f"model={shown(model)} must be a local directory or a hub id.")
 
 
 def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> dict[str, Any]:
@@ -273,7 +281,7 @@ def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> 
     if sampled not in DRAFT_SAMPLE_METHODS:
         known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
         raise ValueError(
-            f"draft_sample_method={sampled!r} must be {known}"
+            f"draft_sample_method={shown(sampled)} must be {known}"
             f"{did_you_mean(sampled, DRAFT_SAMPLE_METHODS) or '.'}"
         )
     if "tree" in fields:
@@ -300,10 +308,12 @@ def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
             given[name] = config_values.tree(value)
         elif isinstance(default, float):
             config_values.check_real(name, value, listed=False)
-        elif not isinstance(default, str) and (
-            not isinstance(value, Integral) or isinstance(value, bool)
-        ):
-            raise ValueError(f"{name}={value!r} must be a whole number.")
+        elif name == "tree_size":
+            config_values.at_least_one(name, value)
+        elif isinstance(default, str) and not isinstance(value, str):
+            raise ValueError(f"{name}={shown(value)} must be a name.")
+        elif not isinstance(default, str) and not is_whole(value):
+            raise ValueError(f"{name}={shown(value)} must be a whole number.")
     METHODS[method](**given, **({"vocab_size": _ANY_SIZE} if "vocab_size" in fields else {}))
     return given
 

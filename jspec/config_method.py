@@ -17,7 +17,7 @@ from jspec.config_keys import (
 )
 from jspec.drafters import METHODS
 from jspec.head_files import LoadedHead
-from jspec.naming import did_you_mean
+from jspec.naming import did_you_mean, shown
 
 NONE = "none"
 
@@ -42,7 +42,7 @@ def asked_for(values: Mapping[str, Any]) -> str:
     if method is None:
         method = _method_of_model(model)
     if not isinstance(method, str):
-        raise ValueError(f"method={method!r} must be a name: {_working()}.")
+        raise ValueError(f"method={shown(method)} must be a name: {_working()}.")
     return _known_method(method)
 
 
@@ -80,16 +80,18 @@ def _known_method(name: str) -> str:
         raise ValueError(f"method={name!r} is refused: {METHODS_REFUSED[method]}.")
     if "." in method:
         raise ValueError(
-            f"method={name!r} is no method; a class of your own is method={CUSTOM_CLASS!r} with "
-            f"model={name!r}."
+            f"method={shown(name)} is no method; a class of your own is method={CUSTOM_CLASS!r} "
+            f"with model={shown(name)}."
         )
     if method.endswith("_mtp"):
         raise ValueError(
-            f"method={name!r} is not built yet; these work: {_working()}. If the model is a plain "
-            "language model, say method='draft_model'."
+            f"method={shown(name)} is not built yet; these work: {_working()}. If the model is a "
+            "plain language model, say method='draft_model'."
         )
     near = did_you_mean(method, [*METHODS, CUSTOM_CLASS])
-    raise ValueError(f"Unsupported speculative method: {name!r}; these work: {_working()}{near}")
+    raise ValueError(
+        f"Unsupported speculative method: {shown(name)}; these work: {_working()}{near}"
+    )
 
 
 def _working() -> str:

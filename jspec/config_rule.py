@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec import config_values, verify
 from jspec.config_keys import RULE_KEYS, RULE_NAMES, RULES_NOT_BUILT
-from jspec.naming import did_you_mean
+from jspec.naming import did_you_mean, shown
 
 
 def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
@@ -49,7 +49,7 @@ def _rule_name(name: Any) -> str:
         )
     if not isinstance(name, str) or name not in RULE_NAMES:
         raise ValueError(
-            f"rejection_sample_method={name!r} is not known; use one of "
+            f"rejection_sample_method={shown(name)} is not known; use one of "
             f"{', '.join(RULE_NAMES)}{did_you_mean(name, RULE_NAMES)}"
         )
     return RULE_NAMES[name]

@@ -20,7 +20,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 from jspec import verify
 from jspec.config_keys import CUSTOM_CLASS, KEYS, RULE_KEYS
 from jspec.models.decoder import Decoder
-from jspec.naming import did_you_mean
+from jspec.naming import did_you_mean, shown
 from jspec.types import Drafter, Proposal, Sharing
 
 _FILLED_IN = ("target", "vocab_size")
@@ -63,17 +63,17 @@ def find(path: Any) -> type:
     if not isinstance(path, str) or "." not in path:
         raise ValueError(
             f"method={CUSTOM_CLASS!r} needs as 'model' the dotted path of a class, such as "
-            f"'my_package.my_module.MyDrafter'; got {path!r}."
+            f"'my_package.my_module.MyDrafter'; got {shown(path)}."
         )
     try:
         found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"model={path!r} cannot be imported: {error}. Is the package installed, or its folder "
-            "on PYTHONPATH?"
+            f"model={shown(path)} cannot be imported: {str(error)[:200]}. Is the package "
+            "installed, or its folder on PYTHONPATH?"
         ) from error
     if not isinstance(found, type):
-        raise ValueError(f"model={path!r} is {type(found).__name__!r}, not a class.")
+        raise ValueError(f"model={shown(path)} is {type(found).__name__!r}, not a class.")
     _check_class(found)
     return found
 
@@ -93,7 +93,7 @@ def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
                 chosen[name] = _frozen(value)
         elif name not in _OURS and not (name in KEYS and KEYS[name].asks_nothing(value)):
             raise ValueError(
-                f"speculative_config: {drafter.__name__} takes no {name!r}; it takes "
+                f"speculative_config: {drafter.__name__} takes no {shown(name)}; it takes "
                 f"{', '.join(map(repr, takes)) or 'no settings'}{did_you_mean(name, takes)}"
             )
     missing = [

@@ -17,6 +17,7 @@ import numpy as np
 
 from jspec.automaton import FREE, Automaton
 from jspec.buckets import bucket
+from jspec.naming import shown
 
 _KINDS = ("json", "regex", "choice", "json_object")
 # Closes every text, so that none matches before its end: where one does, and one that goes on does
@@ -62,7 +63,7 @@ def pattern_of(asked: Mapping[str, Any] | Any) -> str:
     given = {key: value for key, value in asked.items() if value not in (None, False)}
     if len(given) != 1 or not given.keys() <= set(_KINDS):
         raise ValueError(
-            f"structured_outputs={dict(asked)!r} must hold one of {', '.join(_KINDS)}; other kinds "
+            f"structured_outputs={shown(asked)} must hold one of {', '.join(_KINDS)}; other kinds "
             "are not supported."
         )
     ((kind, value),) = given.items()
@@ -75,8 +76,8 @@ def pattern_of(asked: Mapping[str, Any] | Any) -> str:
     if kind == "json" and isinstance(value, str | Mapping):
         return _of_schema(value)
     raise ValueError(
-        f"structured_outputs={{{kind!r}: {value!r}}} must be a schema (json), a text that is not "
-        "empty (regex), a list of such texts (choice), or True (json_object)."
+        f"structured_outputs={{{kind!r}: {shown(value)}}} must be a schema (json), a text that is "
+        "not empty (regex), a list of such texts (choice), or True (json_object)."
     )
 
 
@@ -92,11 +93,11 @@ def _literally(text: str) -> str:
 def _of_schema(schema: str | Mapping) -> str:
     from outlines_core import json_schema
 
-    text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
         return json_schema.build_regex_from_schema(text)
-    except (ValueError, TypeError, OverflowError) as error:
-        reason = " ".join(str(error).split())
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
 
 

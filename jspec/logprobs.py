@@ -13,6 +13,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sampling, shaping, tokens
+from jspec.naming import shown
 from jspec.types import Array, Draft, History, Sampling, Tree, Verdict
 
 # Before or after the request has changed them, as log-probabilities or as they come.
@@ -74,7 +75,9 @@ class Scoring:
 def check_mode(mode: str) -> None:
     """Raises ValueError if there is no such mode."""
     if mode not in MODES:
-        raise ValueError(f"logprobs_mode={mode!r} must be one of {', '.join(map(repr, MODES))}.")
+        raise ValueError(
+            f"logprobs_mode={shown(mode)} must be one of {', '.join(map(repr, MODES))}."
+        )
 
 
 def score(logits: Array, said: Array, count: int, mode: Mode) -> Logprobs:

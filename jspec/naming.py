@@ -1,7 +1,8 @@
-"""Telling a user whose name was not understood which known one is nearest."""
+"""What error messages say of what a user gave: how it reads, and which known name is nearest."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -12,5 +13,21 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     >>> did_you_mean("colour", ["temperature", "top_k"])
     ''
     """
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """A value as error messages show it: one line, of ``most`` characters at most.
+
+    >>> shown("x" * 100, 10)
+    "'xxxxxx..."
+    >>> shown(10**5000)
+    'an int that cannot be shown'
+    """
+    try:
+        text = " ".join(repr(value).splitlines())
+    except Exception:  # too many digits, too deeply nested, or a class that has no way to say it
+        kind = type(value).__name__
+        text = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} that cannot be shown"
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
 from typing import Any
 
 from jspec import grammar
-from jspec.naming import did_you_mean
+from jspec.checks import INT32, are_whole, is_real, is_whole, listed
+from jspec.naming import did_you_mean, shown
+from jspec.rows import HOTTEST, LEAST_REPETITION
 
 # What vLLM has and jspec has not, with the value that asks for nothing. Accepted at that value.
 NOT_YET: dict[str, Any] = {
@@ -33,8 +34,7 @@ NOT_YET: dict[str, Any] = {
 }
 
 _COLDEST = 1e-5  # a lower temperature overflows float32 before it differs from greedy
-_INT32 = 2**31
-_SEEDS = range(-(2**63), 2**64)
+_MOST_TEXTS = 16384  # vLLM's limit
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -109,20 +109,20 @@ class SamplingParams:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, given.pop(field.name, field.default))
         _refuse(given)
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else listed("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        ids = _tuple("stop_token_ids", self.stop_token_ids)
+        ids = listed("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
-        object.__setattr__(self, "bad_words", _tuple("bad_words", words))
+        object.__setattr__(self, "bad_words", listed("bad_words", words))
         object.__setattr__(self, "structured_outputs", self.structured_outputs or None)
-        functions = _tuple("logits_processors", self.logits_processors)
+        functions = listed("logits_processors", self.logits_processors)
         object.__setattr__(self, "logits_processors", functions)
         for name in ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if getattr(self, name) is None:  # as requests over HTTP have it
                 object.__setattr__(self, name, getattr(type(self), name))
         if self.allowed_token_ids is not None:
-            allowed = _tuple("allowed_token_ids", self.allowed_token_ids)
+            allowed = listed("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.seed == -1:  # vLLM's other spelling of None
@@ -136,44 +136,44 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     def _check(self) -> None:
-        whole, real = _is_whole, _is_real
+        whole, real = is_whole, is_real
         checks = (
-            ("n", whole(self.n) and self.n >= 1, "a whole number of at least 1"),
-            ("temperature", real(self.temperature) and self.temperature >= 0, "0 (greedy) or more"),
+            ("n", whole(self.n, 1, _MOST_TEXTS),
+             f"a whole number of at least 1, and at most {_MOST_TEXTS}"),
+            ("temperature", real(self.temperature) and 0 <= self.temperature <= HOTTEST,
+             f"0 (greedy) or more, at most {HOTTEST}"),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
-            ("top_k", whole(self.top_k) and -1 <= self.top_k < _INT32,
+            ("top_k", whole(self.top_k, -1),
              "a whole number of at least 1, or 0 to turn it off"),
             ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
-            ("seed", self.seed is None or (whole(self.seed) and self.seed in _SEEDS),
+            ("seed", self.seed is None or whole(self.seed, -(2**63), 2**64 - 1),
              "None or a whole number of at most 64 bits"),
             ("stop", all(isinstance(text, str) and text for text in self.stop),
              "a string or a list of strings, none of them empty"),
-            ("stop_token_ids",
-             all(whole(token) and 0 <= token < _INT32 for token in self.stop_token_ids),
-             "a list of token ids"),
-            ("max_tokens", self.max_tokens is None
-             or (whole(self.max_tokens) and self.max_tokens >= 1),
+            ("stop_token_ids", are_whole(self.stop_token_ids, 0), "a list of token ids"),
+            ("max_tokens", self.max_tokens is None or whole(self.max_tokens, 1),
              "a whole number of at least 1, or None for all the room there is"),
-            ("min_tokens", whole(self.min_tokens) and self.min_tokens >= 0,
-             "a whole number of at least 0"),
+            ("min_tokens", whole(self.min_tokens, 0), "a whole number of at least 0"),
             ("presence_penalty", real(self.presence_penalty) and -2 <= self.presence_penalty <= 2,
              "in [-2, 2]; 0 turns it off"),
             ("frequency_penalty",
              real(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
              "in [-2, 2]; 0 turns it off"),
-            ("repetition_penalty", real(self.repetition_penalty) and self.repetition_penalty > 0,
-             "more than 0; 1 turns it off"),
-            ("allowed_token_ids", self.allowed_token_ids is None or (
-                self.allowed_token_ids
-                and all(whole(token) and 0 <= token < _INT32 for token in self.allowed_token_ids)),
+            ("repetition_penalty",
+             real(self.repetition_penalty)
+             and LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION,
+             f"more than 0, {LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 turns it off"),
+            ("allowed_token_ids", self.allowed_token_ids is None
+             or (self.allowed_token_ids and are_whole(self.allowed_token_ids, 0)),
              "None for all, or a list of at least one token id"),
             ("bad_words", all(isinstance(word, str) and word.strip() for word in self.bad_words),
              "a list of strings, none of them empty"),
             ("logprobs", _counts(self.logprobs), "None, -1 or a whole number of at least 0"),
             ("prompt_logprobs", _counts(self.prompt_logprobs),
              "None, -1 or a whole number of at least 0"),
-            ("best_of", self.best_of is None or (whole(self.best_of) and self.best_of >= self.n),
-             f"None or a whole number of at least n={self.n}"),
+            ("best_of", self.best_of is None or (
+                whole(self.best_of, 1, _MOST_TEXTS) and whole(self.n) and self.best_of >= self.n),
+             f"None or a whole number of at least n={shown(self.n)}, and at most {_MOST_TEXTS}"),
             ("logits_processors", all(map(callable, self.logits_processors)),
              "a list of functions"),
         )  # fmt: skip
@@ -215,7 +215,7 @@ def _refuse(given: dict[str, Any]) -> None:
         if name not in NOT_YET:
             known = [field.name for field in dataclasses.fields(SamplingParams)]
             raise ValueError(
-                f"SamplingParams has no {name!r}{did_you_mean(name, [*known, *NOT_YET])}"
+                f"SamplingParams has no {shown(name)}{did_you_mean(name, [*known, *NOT_YET])}"
             )
         asks_nothing = value is None or value == NOT_YET[name] or value in ([], {}, ())
         if not asks_nothing:
@@ -224,41 +224,36 @@ def _refuse(given: dict[str, Any]) -> None:
             )
 
 
-def _tuple(name: str, value: Any) -> tuple:
-    if value is None:
-        return ()
-    try:
-        return tuple(value)
-    except TypeError:
-        raise ValueError(f"{name}={_shown(value)} must be a list.") from None
-
-
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """(token id, bias) pairs in order of ids; ids may be written as text, as in JSON."""
     if not given:
         return ()
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
-        biases = {int(token): float(bias) for token, bias in pairs}
-    except (TypeError, ValueError):
+        biases = {_id(token): _real(bias) for token, bias in pairs}
+    except (TypeError, ValueError, OverflowError):
         biases = None
-    fits = lambda token, bias: 0 <= token < _INT32 and not math.isnan(bias)
+    fits = lambda token, bias: 0 <= token < INT32 and not math.isnan(bias)
     if biases is None or not all(fits(*pair) for pair in biases.items()):
         raise ValueError(f"logit_bias={_shown(given)} must be a dict of token ids to numbers.")
     return tuple((token, max(-100.0, min(100.0, biases[token]))) for token in sorted(biases))
 
 
+def _id(token: Any) -> int:
+    if not isinstance(token, str) and not is_whole(token):
+        raise TypeError
+    return int(token)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
 def _shown(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)
+    return shown(list(value) if isinstance(value, tuple) else value)
 
 
 def _counts(value: Any) -> bool:
-    return value is None or (_is_whole(value) and -1 <= value < _INT32)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return value is None or is_whole(value, -1)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from jspec.naming import did_you_mean
+from jspec.naming import did_you_mean, shown
 
 _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
@@ -44,7 +44,7 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
     for key in item:
         if key not in _KEYS:
             raise ValueError(
-                f"prompt {index} has the key {key!r}; known are {', '.join(_KEYS)}"
+                f"prompt {index} has the key {_short(key)}; known are {', '.join(_KEYS)}"
                 f"{did_you_mean(key, _KEYS)}"
             )
     text, ids = item.get("prompt"), item.get("prompt_token_ids")
@@ -70,5 +70,4 @@ def _token_ids(index: int, ids: Any) -> list[int]:
 
 
 def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return shown(value, 60)

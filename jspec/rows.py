@@ -9,10 +9,18 @@ import numpy as np
 
 from jspec import grammar, shaping
 from jspec.buckets import bucket
+from jspec.checks import are_whole, is_real, is_whole, listed
 from jspec.grammar import Grammar
+from jspec.naming import shown
 from jspec.sampling import WARPS
 from jspec.shaping import LogitsProcessor, Penalties, Shaping
 from jspec.types import Request, Sampling
+
+# Past these, float32 logits overflow: the law would be lost.
+HOTTEST = 1e30
+LEAST_REPETITION = 1e-6
+_LISTS = ("prompt", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+          "logits_processors")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,40 +73,52 @@ class Row:
     grammar: Grammar | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in _LISTS:
+            object.__setattr__(self, name, listed(name, getattr(self, name)))
         if not self.prompt:
             raise ValueError("prompt is empty; give at least one token (such as the BOS token).")
-        finite = lambda value: -float("inf") < value < float("inf")
+        whole, real = is_whole, is_real
         checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
-            ("presence_penalty", finite(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", finite(self.frequency_penalty), "a finite number"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "more than 0"),
-            ("logit_bias", all(finite(bias) for _, bias in self.logit_bias), "finite numbers"),
-            ("bad_words", all(self.bad_words), "runs of at least one token"),
+            ("prompt", are_whole(self.prompt), "token ids"),
+            ("max_tokens", whole(self.max_tokens, 1), "a whole number of at least 1"),
+            ("temperature", real(self.temperature) and 0 <= self.temperature <= HOTTEST,
+             f"0 (greedy) or more, at most {HOTTEST}"),
+            ("top_k", whole(self.top_k, 0), "0 (off) or more"),
+            ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("stop_token_ids", are_whole(self.stop_token_ids, 0), "token ids"),
+            ("seed", whole(self.seed, -(2**63), 2**64 - 1), "a whole number of at most 64 bits"),
+            ("stream", whole(self.stream, 0, 2**32 - 1), "a whole number of at least 0"),
+            ("min_tokens", whole(self.min_tokens, 0) and whole(self.max_tokens)
+             and self.min_tokens <= self.max_tokens, "0 to max_tokens"),
+            ("presence_penalty", real(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", real(self.frequency_penalty), "a finite number"),
+            ("repetition_penalty",
+             real(self.repetition_penalty)
+             and LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION,
+             f"{LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 is off"),
+            ("logit_bias", all(map(_is_bias, self.logit_bias)), "(token id, number) pairs"),
+            ("allowed_token_ids", are_whole(self.allowed_token_ids), "token ids"),
+            ("bad_words", all(map(_is_run, self.bad_words)), "runs of at least one token"),
             ("logits_processors", all(map(callable, self.logits_processors)), "functions"),
-        )
+        )  # fmt: skip
         for name, holds, wanted in checks:
             if not holds:
-                raise ValueError(f"{name}={getattr(self, name)} must be {wanted}.")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be {wanted}.")
         left = set(self.allowed_token_ids) - set(self.stop_token_ids)
         if self.allowed_token_ids and self.min_tokens and not left:
             raise ValueError(
-                f"allowed_token_ids={self.allowed_token_ids} all end the text, which min_tokens="
-                f"{self.min_tokens} forbids at first; allow another token, or set min_tokens=0."
+                f"allowed_token_ids={shown(self.allowed_token_ids)} all end the text, which "
+                f"min_tokens={self.min_tokens} forbids at first; allow another token, or "
+                "set min_tokens=0."
             )
 
         others = ("min_tokens", "allowed_token_ids", "bad_words")
         clash = next((name for name in others if getattr(self, name)), None)
         if self.grammar is not None and clash:
             raise ValueError(
-                f"{clash}={getattr(self, clash)} and a grammar (structured_outputs) may leave no "
-                "token at all; leave one of the two out."
+                f"{clash}={shown(getattr(self, clash))} and a grammar (structured_outputs) may "
+                "leave no token at all; leave one of the two out."
             )
 
     @property
@@ -122,6 +142,16 @@ class Row:
         yield from (("logit_bias", token) for token, _ in self.logit_bias)
         yield from (("allowed_token_ids", token) for token in self.allowed_token_ids)
         yield from (("bad_words", token) for word in self.bad_words for token in word)
+
+
+def _is_bias(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple | list) and len(pair) == 2 and is_whole(pair[0]) and is_real(pair[1])
+    )
+
+
+def _is_run(word: Any) -> bool:
+    return isinstance(word, tuple | list) and len(word) > 0 and are_whole(word)
 
 
 def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:

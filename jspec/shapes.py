@@ -10,7 +10,7 @@ import itertools
 from typing import Literal
 
 from jspec import topology
-from jspec.naming import did_you_mean
+from jspec.naming import did_you_mean, shown
 from jspec.topology import Shape
 
 # The names are those of the tables in EAGLE's and Medusa's repositories, behind the method's: both
@@ -161,8 +161,8 @@ def _agreeing(tree: Tree, shape: Shape, given: dict[str, int | None]) -> Shape:
            "tree_size": shape.size, "tree_top_k": max(shape.widths)}  # fmt: skip
     for name, value in given.items():
         if value not in (None, own[name]):
-            shown = f"tree={tree!r}" if isinstance(tree, str) else "the tree of these paths"
-            raise ValueError(f"{name}={value}, but {shown} has {own[name]}; leave {name} out.")
+            which = f"tree={tree!r}" if isinstance(tree, str) else "the tree of these paths"
+            raise ValueError(f"{name}={value}, but {which} has {own[name]}; leave {name} out.")
     return shape
 
 
@@ -178,7 +178,7 @@ def drawn_by(tree: Tree, shape: Grown, method: str | None) -> str:
     if method not in DRAFT_SAMPLE_METHODS:
         known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
         near = did_you_mean(method, DRAFT_SAMPLE_METHODS) or "."
-        raise ValueError(f"draft_sample_method={method!r} must be {known}{near}")
+        raise ValueError(f"draft_sample_method={shown(method)} must be {known}{near}")
     if not isinstance(shape, Shape) and method != "greedy":
         raise ValueError(
             f"draft_sample_method={method!r} is not exact for tree={tree!r}, which drops nodes for "
@@ -218,7 +218,7 @@ def published(name: str) -> Shape:
       ValueError: there is none of that name.
     """
     if name not in PUBLISHED:
-        raise ValueError(f"no tree is published as {name!r}{did_you_mean(name, PUBLISHED)}")
+        raise ValueError(f"no tree is published as {shown(name)}{did_you_mean(name, PUBLISHED)}")
     return topology.from_choices(_paths(PUBLISHED[name]))
 
 
@@ -251,7 +251,7 @@ def best(size: int, max_depth: int, top_k: int) -> Shape:
     most = full(max_depth, top_k)
     if not 2 <= size <= most:
         raise ValueError(
-            f"tree_size={size} must be 2 to {most}, the nodes of a full tree of "
+            f"tree_size={size} must be 2 to {shown(most, 40)}, the nodes of a full tree of "
             f"tree_depth={max_depth} and tree_top_k={top_k}, root included."
         )
     counter = itertools.count()  # of equal paths the one found first, which is never the deeper

@@ -13,9 +13,11 @@ from numbers import Integral
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.naming import shown
 from jspec.types import Array, Tree
 
 WORD = 32
+MOST_NODES = 1024  # of a tree that is asked for: its nodes see each other through an N x N mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +95,21 @@ def from_choices(paths: Iterable[Sequence[int]]) -> Shape:
       ValueError: a path is no list of ranks, stands twice, or lacks its parent; or there is none.
     """
     given = [_path(path) for path in paths]
-    if not given:
-        raise ValueError("a tree needs at least one path, such as (0,).")
+    if not 1 <= len(given) < MOST_NODES:
+        raise ValueError(
+            f"a tree needs at least one path, such as (0,), and has {MOST_NODES - 1} at most; got "
+            f"{len(given)}."
+        )
     ordered = sorted(set(given), key=lambda path: (len(path), path))
     if len(ordered) < len(given):
         twice = next(path for path in ordered if given.count(path) > 1)
-        raise ValueError(f"path {list(twice)} of the tree is listed twice.")
+        raise ValueError(f"path {shown(list(twice))} of the tree is listed twice.")
     index = {(): 0} | {path: node for node, path in enumerate(ordered, 1)}
     for path in ordered:
         if path[:-1] not in index:
             raise ValueError(
-                f"path {list(path)} of the tree has no parent: list {list(path[:-1])} as well."
+                f"path {shown(list(path))} of the tree has no parent: list "
+                f"{shown(list(path[:-1]))} as well."
             )
     parents = (-1, *(index[path[:-1]] for path in ordered))
     return Shape(parents, (0, *(path[-1] for path in ordered)))
@@ -114,7 +120,7 @@ def _path(path: Sequence[int]) -> tuple[int, ...]:
     if not is_path or not all(
         isinstance(rank, Integral) and not isinstance(rank, bool) and rank >= 0 for rank in path
     ):
-        raise ValueError(f"path {path!r} of a tree must be a list of ranks, such as [0, 1].")
+        raise ValueError(f"path {shown(path)} of a tree must be a list of ranks, such as [0, 1].")
     return tuple(int(rank) for rank in path)
 
 
@@ -197,10 +203,14 @@ def within(tree: Tree, window: int) -> Array | np.ndarray:
 
 
 def broadcast(tree: Tree, batch: int) -> Tree:
-    """Gives every array of ``tree`` a leading axis of ``batch`` rows, if it has none."""
+    """Gives every array of ``tree`` a leading axis of ``batch`` rows, if it has none.
+
+    NumPy constants stay such.
+    """
     if tree.depth.ndim == 2:
         return tree
-    lead = lambda x: jnp.broadcast_to(x, (batch, *x.shape))
+    xp = np if isinstance(tree.depth, np.ndarray) else jnp
+    lead = lambda x: xp.broadcast_to(x, (batch, *x.shape))
     return Tree(lead(tree.parents), lead(tree.depth), lead(tree.ancestors), tree.max_depth)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
-jspec.threefry jspec.naming jspec.buckets jspec.automaton
+jspec.naming
+jspec.threefry jspec.checks jspec.buckets jspec.automaton
 jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
 jspec.shaping jspec.grammar
 jspec.shapes jspec.growth jspec.grafting jspec.branching jspec.backlog jspec.marginals

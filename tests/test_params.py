@@ -77,7 +77,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy) or more."),
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy) or more, at most 1e+30."),
         ({"temperature": float("nan")}, "temperature=nan must be"),
         ({"temperature": float("inf")}, "temperature=inf must be"),
         ({"temperature": 1e-7}, "temperature=1e-07 is too close to 0 to divide by; use 0"),
@@ -89,7 +89,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"min_p": 2}, "min_p=2 must be in [0, 1]; 0 turns it off."),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1"),
         ({"max_tokens": True}, "max_tokens=True must be"),
-        ({"n": 0}, "n=0 must be a whole number of at least 1."),
+        ({"n": 0}, "n=0 must be a whole number of at least 1, and at most 16384."),
         ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2"),
         ({"seed": 2**64}, "must be None or a whole number of at most 64 bits"),
         ({"seed": 0.5}, "seed=0.5 must be"),
@@ -105,7 +105,10 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16, got 17."),
         ({"presence_penalty": 2.5}, "presence_penalty=2.5 must be in [-2, 2]; 0 turns it off."),
         ({"frequency_penalty": "a"}, "frequency_penalty='a' must be in [-2, 2]"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 must be more than 0; 1 turns it off."),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty=0 must be more than 0, 1e-06 to 1e+06; 1 turns it off.",
+        ),
         ({"logit_bias": {"a": 1}}, "logit_bias={'a': 1} must be a dict of token ids to numbers."),
         ({"logit_bias": {-3: 1}}, "logit_bias={-3: 1} must be"),
         ({"allowed_token_ids": []}, "allowed_token_ids=[] must be None for all, or a list"),
@@ -114,7 +117,10 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"structured_outputs": {"grammar": "x"}}, "must hold one of json, regex, choice, json_ob"),
         ({"logprobs": -2}, "logprobs=-2 must be None, -1 or a whole number of at least 0."),
         ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5 must be None, -1 or"),
-        ({"n": 3, "best_of": 2}, "best_of=2 must be None or a whole number of at least n=3."),
+        (
+            {"n": 3, "best_of": 2},
+            "best_of=2 must be None or a whole number of at least n=3, and at most 16384.",
+        ),
         ({"best_of": 2, "temperature": 0}, "best_of must be 1 when using greedy sampling, got 2"),
         ({"stop": "a", "detokenize": False}, "stop strings are only supported when detokenize"),
     ],

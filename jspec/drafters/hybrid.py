@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import branching, grafting, tokens
+from jspec.naming import shown
 from jspec.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
 
 _COMBINE = ("merge", "choose")
@@ -65,7 +66,7 @@ class Hybrid:
 
     def __post_init__(self):
         if self.combine not in _COMBINE:
-            raise ValueError(f"combine={self.combine!r} must be 'merge' or 'choose'.")
+            raise ValueError(f"combine={shown(self.combine)} must be 'merge' or 'choose'.")
         if len(self.parts) != 2:
             raise ValueError(
                 f"parts holds {len(self.parts)} drafters; give two: one that looks up and one "

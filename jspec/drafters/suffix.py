@@ -20,6 +20,7 @@ from jspec import tokens, topology
 from jspec.drafters import suffix_corpus, suffix_growth
 from jspec.drafters.suffix_corpus import Corpus, OwnText
 from jspec.drafters.suffix_growth import Occurrences
+from jspec.naming import shown
 from jspec.types import Array, Draft, History
 
 TREES = ("chain", "best_first")
@@ -85,11 +86,11 @@ class Suffix:
 
     def _check(self) -> None:
         given = vars(self)
-        prefix = "suffix_decoding_"
+        prefix, most = "suffix_decoding_", topology.MOST_NODES
         checks = (
-            ("num_speculative_tokens", lambda x: x is None or x >= 1, "at least 1"),
-            ("tree_size", lambda x: x is None or x >= 2, "at least 2, root included"),
-            (f"{prefix}max_tree_depth", lambda x: x >= 1, ">= 1"),
+            ("num_speculative_tokens", lambda x: x is None or 1 <= x <= most, f"in [1, {most}]"),
+            ("tree_size", lambda x: x is None or 2 <= x <= most, f"2 to {most}, root included"),
+            (f"{prefix}max_tree_depth", lambda x: 1 <= x <= most, f"in [1, {most}]"),
             (f"{prefix}max_cached_requests", lambda x: x >= 0, ">= 0"),
             (f"{prefix}max_spec_factor", lambda x: 0 <= x < float("inf"), ">= 0"),
             (f"{prefix}min_token_prob", lambda x: 0 <= x <= 1, "in [0, 1]"),
@@ -98,9 +99,9 @@ class Suffix:
         )
         for name, holds, wanted in checks:
             if not holds(given[name]):
-                raise ValueError(f"{name}={given[name]} must be {wanted}")
+                raise ValueError(f"{name}={shown(given[name])} must be {wanted}")
         if self.tree not in TREES:
-            raise ValueError(f"tree={self.tree!r} of suffix must be {' or '.join(TREES)}.")
+            raise ValueError(f"tree={shown(self.tree)} of suffix must be {' or '.join(TREES)}.")
 
     @functools.cached_property
     def rule(self) -> suffix_growth.Rule:

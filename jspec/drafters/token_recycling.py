@@ -62,7 +62,7 @@ class TokenRecycling:
     @functools.cached_property
     def shape(self) -> Shape:
         """The tree."""
-        if self.tree in ("eagle2", "sampled"):
+        if self.tree in ("eagle2", "best_first", "sampled"):
             raise ValueError(
                 f"tree={self.tree!r} follows a head's probabilities, which token_recycling has "
                 "not; leave tree out, or give 'chain', a published tree or rank paths."

@@ -1,0 +1,63 @@
+"""What the values that users give may be: JSON and NumPy have several kinds of number."""
+
+import json
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from jspec.naming import shown
+
+INT32 = 2**31
+_HUGE = 1e300  # a float that is close to infinity is no number anybody means
+
+
+def is_whole(value: Any, least: int = -INT32, most: int = INT32 - 1) -> bool:
+    """Whether a value is a whole number from ``least`` to ``most``, and no bool.
+
+    >>> is_whole(3), is_whole(3.0), is_whole(True), is_whole(-1, least=0)
+    (True, False, False, False)
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return whole and least <= value <= most
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a finite number, and no bool.
+
+    >>> is_real(3), is_real(float("nan")), is_real("3")
+    (True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and -_HUGE < value < _HUGE
+
+
+def are_whole(values: Sequence[Any], least: int = -INT32) -> bool:
+    """Whether all of them are whole numbers of at least ``least``."""
+    if values and all(type(value) is int for value in values):  # prompts are long
+        return least <= min(values) and max(values) < INT32
+    return all(is_whole(value, least) for value in values)
+
+
+def listed(name: str, value: Any) -> tuple:
+    """The values of a list; none where it is None.
+
+    Raises:
+      ValueError: it is no list.
+    """
+    if value is None:
+        return ()
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(f"{name}={shown(value)} must be a list.") from None
+
+
+def json_of(text: str | bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+      ValueError: it is not JSON, or nested beyond what Python follows.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

@@ -1,0 +1,1 @@
+"""Input that somebody made to break things."""

@@ -1,0 +1,84 @@
+"""Values that nobody should pass, and what every call must make of them.
+
+``make fuzz`` tries ``JSPEC_FUZZ`` times as many of them as the suite does, other ones every time.
+"""
+
+import functools
+import math
+import os
+import time
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+TIMES = int(os.environ.get("JSPEC_FUZZ", "1"))
+_LONGEST = 2000  # characters of a complaint
+_SECONDS = 5.0  # of processor time that any input may take
+
+
+def few(count: int):
+    """Decorates a property: so many examples in the suite, the same ones every time."""
+    return settings(
+        max_examples=count * TIMES, deadline=None, derandomize=TIMES == 1, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+def nested(depth: int, make):
+    """``make`` applied to None as often as that."""
+    value = None
+    for _ in range(depth):
+        value = make(value)
+    return value
+
+
+@functools.cache
+def _odd_values() -> tuple:
+    return (
+        None, True, False, 0, 1, -1, 2, 7, 64, 10**6, 2**31, -(2**31), 2**63, 2**64, 10**12,
+        10**400, 10**5000, 0.0, -0.0, 0.5, 1.0, 1.5, 1e-320, 1e308, -1e308, math.nan, math.inf,
+        -math.inf, "", " ", "\0", "\n", "a\nb", "é🙂\u2028", "\ud800", "0", "-1", "1e9", "true",
+        "x" * 5000, "../" * 40, "/dev/zero", [], [[]], [None], [0], [-1], [1, 1], [[0], [0]],
+        [[0], [0, 0], [1]], [[0, 0]], [[-1]], [[True]], [["0"]], [0.5, 0.25], [0.9, 0.8, 0.7],
+        [math.nan], [1e400, 1], [[1, 4, 2]], [[1, 2, 3], [2, 3, 4]], [10**30], {}, {"": None},
+        {"a": 1}, {"method": "ngram"}, {"1": 1}, {1: 1}, (), (1,), b"", b"\xff", set(), object,
+        nested(100_000, lambda value: [value]), nested(100_000, lambda value: {"parts": value}),
+        [0] * 100_000, {str(index): index for index in range(10_000)},
+    )  # fmt: skip
+
+
+def anything():
+    """Any JSON value, and some that are none."""
+    odd = _odd_values()  # some of which have no repr, which strategies are asked for
+    leaves = (
+        st.integers(0, len(odd) - 1).map(odd.__getitem__) | st.integers() | st.floats()
+        | st.text(max_size=12) | st.none() | st.booleans()
+    )  # fmt: skip
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+        ),
+        max_leaves=6,
+    )
+
+
+def refused(call, *arguments, names=(), **named) -> str | None:
+    """What a call says of its arguments; None where it works.
+
+    All else than a short line in a ValueError, in reasonable time, is a failure; the line names
+    one of ``names``.
+    """
+    begin = time.process_time()
+    try:
+        call(*arguments, **named)
+        message = None
+    except ValueError as error:
+        message = str(error)
+        assert message and len(message.splitlines()) == 1, message
+        assert len(message) <= _LONGEST, f"{len(message)} characters: {message[:500]}"
+        assert not names or any(name in message for name in names), message
+        message.encode("utf-8", "backslashreplace")
+    seconds = time.process_time() - begin
+    assert seconds < _SECONDS, f"{seconds} s"
+    return message

@@ -1,0 +1,176 @@
+"""Settings of every front door: a plan, a request, or one line that says what is wrong."""
+
+import dataclasses
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jspec
+from jspec import SamplingParams, cli, config, prompts
+from jspec.config_keys import KEYS, METHOD_ALIASES, RULE_NAMES
+from jspec.drafters import METHODS
+from jspec.plan import Plan
+from jspec.rows import Row
+from tests import llm_fixtures, tiny
+from tests.hostile.junk import anything, few, nested, refused
+
+METHOD = st.sampled_from([*METHODS, *METHOD_ALIASES, "hybrid", "cascade", "custom_class"])
+COUNT = st.integers(1, 9) | st.sampled_from([40, 1024, 1025]) | anything()
+TREE = (
+    st.sampled_from(["chain", "eagle2", "best_first", "sampled", "medusa_mc_sim_7b_63"])
+    | st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), min_size=1, max_size=3)
+    | anything()
+)
+PLAUSIBLE = {
+    "num_speculative_tokens": COUNT, "tree": TREE, "tree_size": COUNT, "tree_depth": COUNT,
+    "tree_top_k": COUNT, "prompt_lookup_min": COUNT, "prompt_lookup_max": COUNT,
+    "max_model_len": COUNT,
+    "rejection_sample_method": st.sampled_from([*RULE_NAMES]),
+    "draft_sample_method": st.sampled_from(["greedy", "probabilistic", "top_plus_one"]),
+    "adaptive_length": st.just(True) | st.lists(st.integers(0, 5)),
+    "num_speculative_tokens_per_batch_size": st.just([[1, 4, 3], [5, 64, 2]]),
+    "synthetic_acceptance_rates": st.lists(st.floats(0, 1), max_size=4),
+    "synthetic_acceptance_length": st.floats(1, 9), "posterior_alpha": st.floats(0, 2),
+    "suffix_decoding_max_tree_depth": COUNT, "suffix_decoding_min_token_prob": st.floats(0, 1),
+}  # fmt: skip
+ONE_KEY = st.sampled_from(list(KEYS)).flatmap(
+    lambda key: st.tuples(st.just(key), PLAUSIBLE.get(key, anything()) | anything())
+)
+SENSIBLE = st.builds(
+    lambda method, keys: {"method": method, "model": "some/model"} | dict(keys),
+    METHOD, st.lists(ONE_KEY, max_size=3),
+)  # fmt: skip
+LOOKING_UP = st.builds(
+    lambda method, keys: {"method": method} | keys,
+    st.sampled_from(["ngram", "suffix", "token_recycling"]),
+    st.fixed_dictionaries({"num_speculative_tokens": COUNT}, optional={"tree": TREE}),
+)
+COMBINED = st.builds(
+    lambda method, first, second: {"method": method, "parts": [first, second]},
+    st.sampled_from(["hybrid", "cascade"]), LOOKING_UP | SENSIBLE, SENSIBLE,
+)  # fmt: skip
+WILD = st.dictionaries(st.sampled_from(list(KEYS)) | st.text(max_size=6), anything(), max_size=5)
+
+
+def plan_of(given):
+    """The plan of a config, as far as there is one without files."""
+    speculative = config.read(given)
+    if any(part.needs_head for part in (speculative, *speculative.parts)):
+        return
+    network = tuple(_network(part) for part in speculative.parts) or _network(speculative)
+    hash(Plan(tiny.TARGET, speculative.drafter(network, tiny.TARGET), speculative.rule))
+
+
+def _network(speculative):
+    return tiny.DRAFT_CONFIG if speculative.needs_model else None
+
+
+@few(200)
+@given(SENSIBLE | LOOKING_UP | COMBINED | WILD | anything())
+def test_a_speculative_config_is_a_plan_or_one_line(given):
+    refused(plan_of, given)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@few(6)
+@given(value=anything())
+def test_what_is_wrong_with_a_key_is_said_under_its_name(key, value):
+    if KEYS[key].standing == "works" and key not in ("method", "model", "parts"):
+        drafts = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
+        other = {"tree_depth": ("num_speculative_tokens",), "tree": ("path", "speculative"),
+                 "adaptive_length": ("K=",)}  # fmt: skip
+        refused(config.read, drafts | {key: value}, names=(key, *other.get(key, ())))
+
+
+def test_configs_within_configs_are_refused_however_deep():
+    deep = nested(50_000, lambda inner: {"method": "hybrid", "parts": [inner, {"method": "ngram"}]})
+    assert "parts[0] has the method 'hybrid'" in refused(config.read, deep)
+
+
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+SETTING = st.sampled_from(
+    [0, 1, 2, 0.5, 1.5, -1, None, True, [1, 2], {1: 2.0}, {"5": -1}, ["a"], "a", [(3, 1.0)]]
+)
+GRAMMAR = st.dictionaries(
+    st.sampled_from(["regex", "choice", "json_object", "grammar"]), anything(), max_size=2
+)
+
+
+@few(300)
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), SETTING | anything()))
+def test_sampling_params_are_made_or_refused_by_name(given):
+    refused(SamplingParams, **given, names=(*given, "SamplingParams has no", "greedy"))
+
+
+@few(100)
+@given(GRAMMAR)
+def test_grammars_of_no_known_form_are_refused_by_name(given):
+    refused(SamplingParams, structured_outputs=given, names=("structured_outputs",))
+
+
+ROW = [field.name for field in dataclasses.fields(Row) if field.name != "grammar"]
+
+
+@few(150)
+@given(
+    st.lists(st.integers(0, 9), min_size=1) | anything(),
+    st.dictionaries(st.sampled_from(ROW[1:]), SETTING | anything(), max_size=3),
+)
+def test_rows_are_made_or_refused_by_name(prompt, given):
+    refused(Row, prompt=prompt, **given, names=("prompt", *given))
+
+
+@few(100)
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(["prompt", "prompt_token_ids", "x"]), anything())
+        | anything(), max_size=3,
+    ) | anything()
+)  # fmt: skip
+def test_prompts_are_read_or_refused_by_number(given):
+    refused(prompts.read, given, lambda text: [1] * len(text), names=("prompt",))
+
+
+ARGUMENTS = ("speculative_config", "max_model_len", "seed", "max_num_seqs", "per_request_stats",
+             "logprobs_mode", "max_logprobs")  # fmt: skip
+
+
+@few(40)
+@given(given=st.dictionaries(st.sampled_from(ARGUMENTS), anything(), min_size=1, max_size=2))
+def test_an_engine_is_made_or_refused_by_name(tmp_path_factory, given):
+    target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
+    refused(jspec.LLM, target, **given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--speculative-config", "[" * 100_000],
+        ["--speculative-config", '{"num_speculative_tokens": 1' + "0" * 5000 + "}"],
+        ["--speculative-config", '{"method": "\\ud800"}'],
+        ["--speculative-config", "NaN"],
+        ["--logit-bias", '{"1": NaN}'],
+        ["--logit-bias", '{"a": 1}'],
+        ["--max-tokens", "1" + "0" * 30],
+        ["--temperature", "nan"],
+        ["--prompt-file", "/"],
+        ["--prompt-file", "a\0b"],
+        ["--token-ids", "1,,2"],
+        ["--token-ids", "9" * 5000],
+        ["--no-such-option"],
+    ],
+    ids=lambda options: " ".join(options)[:40],
+)
+def test_options_of_the_command_line_are_refused_in_one_line(
+    tmp_path, options, capsys, monkeypatch
+):
+    prompt = [] if {"--prompt-file", "--token-ids"} & {*options} else ["hi"]
+    monkeypatch.setattr(sys, "argv", ["jspec", "generate", str(tmp_path), *prompt, *options])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and not printed.out
+    assert printed.err.startswith("jspec: ") and printed.err.count("\n") == 1
+    assert len(printed.err) < 2000, printed.err[:300]
