@@ -4,8 +4,9 @@
 ``generate`` with it, or put together a ``Plan`` and run ``decode`` or ``step`` yourself.
 """
 
-# The functions `generate` and `decode` take the place of the modules they come from: import what
-# else those have by name, `from jspec.generate import Row`.
+# The functions `certify`, `generate` and `decode` take the place of the modules they come from:
+# import what else those have by name, `from jspec.generate import Row`.
+from jspec.certify import certify
 from jspec.decode import decode, step
 from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, NGram, NoDrafter
 from jspec.generate import generate
@@ -39,6 +40,7 @@ __all__ = [
     "Target",
     "Verdict",
     "adapters",
+    "certify",
     "decode",
     "generate",
     "load",

@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _SAMPLING = {"rich_help_panel": "Sampling"}
+_MODEL = {"rich_help_panel": "Of a model"}
 
 
 def main() -> None:
@@ -79,6 +80,9 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, prompt included.")
     ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Equal logits in passes of any size; slower.")
+    ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print as it comes.")] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Color what was drafted; print statistics.")
@@ -129,7 +133,7 @@ def generate(
     with _busy("loading"):
         llm = LLM(
             model, config, dtype=dtype, max_model_len=max_model_len,
-            per_request_stats="detailed" if stats else None,
+            per_request_stats="detailed" if stats else None, deterministic=deterministic,
         )  # fmt: skip
     if token_ids is not None and show.tokenizer_of(llm) is None:
         params = dataclasses.replace(params, detokenize=False)
@@ -164,18 +168,64 @@ def certify(
         list[str] | None,
         typer.Option(help="A rule, or the dotted path of yours; may be repeated. All if left out."),
     ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Of the compiled rule's rounds.")] = 16,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Of the compiled rule's rounds; 16 if left out.")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option(help='Of the enumerated drafts, parents: "-1,0,0,1".')
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Certify a model as it runs, a local directory or a hub id.", **_MODEL),
+    ] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(help="JSON, vLLM's keys.", **_MODEL)
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; a few of ours if none.", **_MODEL)
+    ] = None,
+    prompt_file: Annotated[
+        list[str] | None,
+        typer.Option(help="File with one prompt; - for standard input; may be repeated.", **_MODEL),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="To continue each prompt by; 64 if left out.", **_MODEL)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16 or float16.", **_MODEL)
+    ] = None,
+    num_drafts: Annotated[
+        int | None, typer.Option(help="To count draws of; 4096 if left out.", **_MODEL)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="More than 0; of a model 0.8 if left out.", **_SAMPLING)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(**_SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps all.", **_SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option(**_SAMPLING)] = None,
+    seed: Annotated[int, typer.Option(**_SAMPLING)] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the findings here as well.")
     ] = None,
 ) -> None:
-    """Prove that acceptance rules leave the target's distribution alone; exit code 1 if not."""
+    """Prove that speculation leaves the target's distribution alone; exit code 1 if not."""
+    config = _json(
+        "--speculative-config", speculative_config,
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+    )  # fmt: skip
+    texts = [*(prompt or ()), *(_prompt(None, file, None) for file in prompt_file or ())]
+    parents = None if tree is None else _numbers("--tree", tree, "-1,0,0,1")
     from jspec import certify, loading
     from jspec.certify.page import page
 
     loading.keep_compiled_programs()
-    with _busy("enumerating drafts and coins, counting tokens"):
-        report = certify.certify(rule or (), vocab_size=vocab_size)
+    with Console(stderr=True).status("loading") as status:
+        report = certify(
+            rule or (), vocab_size=vocab_size, tree=parents, model=model,
+            speculative_config=config, prompts=texts or None, max_tokens=max_tokens, dtype=dtype,
+            num_drafts=num_drafts, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            seed=seed, progress=status.update,
+        )  # fmt: skip
     Console().print(page(report))
     if json_file is not None:
         report.save(json_file)
@@ -229,6 +279,15 @@ def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
     if file == "-":
         return sys.stdin.read()
     return text if file is None else Path(file).read_text(encoding="utf-8")
+
+
+def _numbers(option: str, given: str, example: str) -> list[int]:
+    try:
+        return [int(token) for token in given.split(",")]
+    except ValueError:
+        raise ValueError(
+            f'{option} {given!r} must be whole numbers with commas, such as "{example}".'
+        ) from None
 
 
 def _json(option: str, given: str | None, example: str) -> Any:

@@ -8,8 +8,8 @@ import jax
 import jaxlib
 
 from jspec import loading
-from jspec.certify.configuration import MAX_TOKENS, TEMPERATURE, Asked, Say, certified, of_plan
-from jspec.certify.drafters import NUM_DRAFTS, drafts
+from jspec.certify.configuration import Asked, Say, certified, of_plan
+from jspec.certify.drafters import drafts
 from jspec.certify.law import law, laws, rule_of
 from jspec.certify.report import Finding, Report
 from jspec.certify.sampled import VOCAB_SIZE, chi_square, chi_squares
@@ -27,17 +27,18 @@ def certify(
     rules: str | Rule | Sequence[str | Rule] = (),
     *,
     vocab_size: int | None = None,
+    tree: Sequence[int] | None = None,
     model: str | os.PathLike | LoadedModel | None = None,
     speculative_config: Mapping[str, Any] | None = None,
     prompts: Any = None,
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int | None = None,
     dtype: str | None = None,
-    temperature: float = TEMPERATURE,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    num_drafts: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
-    num_drafts: int = NUM_DRAFTS,
     progress: Say = lambda _: None,
 ) -> Report:
     """Certifies acceptance rules, or a whole configuration of an ``LLM``. See docs/losslessness.md.
@@ -48,19 +49,21 @@ def certify(
 
     Args:
       rules: a name in ``RULES``, a ``Rule``, the dotted path of one, or several of these; () for
-        all lossless ones. Not with ``model``, whose rule ``speculative_config`` names.
-      vocab_size: of the compiled rules' rounds; None for 16. Not with ``model``, which has its own.
+        all lossless ones. Without ``model``.
+      vocab_size: of the compiled rules' rounds; None for 16. Without ``model``.
+      tree: of the enumerated drafts, as in ``law``. Without ``model``.
       model: of the target, as for ``LLM``; None to certify rules.
-      speculative_config: as for ``LLM``.
+      speculative_config: as for ``LLM``. With ``model``, and so are those up to ``num_drafts``.
       prompts: as for ``LLM.generate``; None for a few of jspec's.
-      max_tokens: to continue each prompt by.
+      max_tokens: to continue each prompt by; None for 64.
       dtype: as for ``LLM``.
-      temperature: of what is drawn, more than 0; this and what follows are of a configuration.
-      top_k: as in ``SamplingParams``.
-      top_p: as in ``SamplingParams``.
-      min_p: as in ``SamplingParams``.
-      seed: of the noise.
-      num_drafts: rounds whose draws are compared with the recorded laws.
+      num_drafts: rounds whose draws are compared with the recorded laws; None for 4096.
+      temperature: of what is drawn, more than 0. None, if all four are: several combinations for
+        rules, and 0.8 with ``model``.
+      top_k: as in ``SamplingParams``; None for its default.
+      top_p: as in ``SamplingParams``; None for its default.
+      min_p: as in ``SamplingParams``; None for its default.
+      seed: of the noise, and of random laws.
       progress: is told what is being done.
 
     Returns:
@@ -72,35 +75,44 @@ def certify(
     """
     device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__,
               "jaxlib": jaxlib.__version__}  # fmt: skip
+    warps = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    warps = {name: value for name, value in warps.items() if value is not None}
+    run = {"prompts": prompts, "max_tokens": max_tokens, "dtype": dtype, "num_drafts": num_drafts}
+    run = {name: value for name, value in run.items() if value is not None}
     if model is None:
-        if speculative_config is not None:
-            raise ValueError("speculative_config is given without a model; give model=... as well.")
+        config = {} if speculative_config is None else {"speculative_config": speculative_config}
+        _refuse(config | run, "is of a model; give model=... as well, or leave it out.")
         chosen = (rules,) if isinstance(rules, str | Rule) else tuple(rules)
         size = VOCAB_SIZE if vocab_size is None else vocab_size
         names = ", ".join(rule_of(rule).name for rule in chosen) or "all lossless ones"
         progress("enumerating drafts and coins, counting tokens")
-        found = tuple(findings(chosen, vocab_size=size))
+        found = tuple(findings(chosen, vocab_size=size, tree=tree, seed=seed, **warps))
         return Report(found, {"rules": names, **device, "vocab_size": str(size)})
-    for name, given in (("rules", rules or None), ("vocab_size", vocab_size)):
-        if given is not None:
-            raise ValueError(
-                f"{name}={given!r} is of certificates of rules; of a model it is what "
-                "speculative_config and the model say, so leave it out."
-            )
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                "seed": seed}  # fmt: skip
-    asked = Asked(model, speculative_config, prompts, max_tokens, dtype, num_drafts, sampling)
+    given = {"rules": rules or None, "vocab_size": vocab_size, "tree": tree}
+    given = {name: value for name, value in given.items() if value is not None}
+    _refuse(given, "is of certificates of rules; here model and speculative_config say it.")
+    asked = Asked(model, speculative_config, sampling={**warps, "seed": seed}, **run)
     loading.keep_compiled_programs()
     found, remarks, setting = certified(asked, progress)
     return Report(tuple(found), {**setting, **device}, tuple(remarks))
 
 
 def findings(
-    rules: Sequence[str | Rule] = (), *, vocab_size: int = VOCAB_SIZE
+    rules: Sequence[str | Rule] = (),
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    tree: Sequence[int] | None = None,
+    seed: int = 0,
+    **warps: float,
 ) -> Iterator[Finding]:
     """What ``certify`` reports of rules, one by one as it is found."""
     chosen = [rule_of(rule) for rule in rules]
     for rule in chosen or [rule for rule in RULES.values() if rule.lossless]:
-        yield from laws(rule)
+        yield from laws(rule, tree, seed, **warps)
         if rule.lossless:
-            yield from chi_squares(rule, vocab_size)
+            yield from chi_squares(rule, vocab_size, seed=seed, **warps)
+
+
+def _refuse(needless: Mapping[str, Any], why: str) -> None:
+    for name, value in needless.items():
+        raise ValueError(f"{name}={value!r} {why}")

@@ -32,7 +32,7 @@ PROMPTS = (
     "The cat sat on the mat. The cat sat on the mat. The cat sat on the",
 )
 MAX_TOKENS = 64
-TEMPERATURE = 0.8
+TEMPERATURE = 0.8  # where none is given
 Say = Callable[[str], None]
 
 
@@ -77,7 +77,8 @@ class Asked:
 
     def row(self, prompt: Sequence[int], **changes: Any) -> Row:
         """The row of a prompt, sampled."""
-        return Row(tuple(prompt), **{"max_tokens": self.max_tokens, **self.sampling, **changes})
+        given = {"max_tokens": self.max_tokens, "temperature": TEMPERATURE, **self.sampling}
+        return Row(tuple(prompt), **{**given, **changes})
 
 
 def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[str, str]]:
@@ -104,7 +105,8 @@ def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[st
         "model": str(assembly.model.path), "dtype": ", ".join(sorted(dtypes)),
         "speculative_config": json.dumps(dict(asked.speculative_config), default=str),
         "prompts": str(len(ids)), "max_tokens": str(asked.max_tokens),
-        **{name: str(value) for name, value in asked.sampling.items()},
+        "temperature": f"{asked.row((0,)).temperature:g}",
+        **{name: f"{value:g}" for name, value in asked.sampling.items()},
     }  # fmt: skip
     return findings, remarks, setting
 

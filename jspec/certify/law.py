@@ -62,8 +62,20 @@ def rule_of(rule: str | Rule) -> Rule:
     return found
 
 
-def laws(rule: str | Rule) -> Iterator[Finding]:
-    """``law`` of a rule, for all drafts that it says it is exact for, and several samplings."""
+def laws(
+    rule: str | Rule, tree: Sequence[int] | None = None, seed: int = 0, **warps: float
+) -> Iterator[Finding]:
+    """``law`` of a rule, for all drafts that it says it is exact for.
+
+    Args:
+      rule: as in ``law``.
+      tree: as in ``law``; None for a chain, and ``UNEVEN`` where there are siblings.
+      seed: of the random laws.
+      **warps: temperature, top_k, top_p and min_p; none for several combinations of them.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
     rule = rule_of(rule)
     if not rule.exact_for or not rule.lossless:
         words = f"{rule.name}: it says of itself that it changes the law (lossless=False)"
@@ -71,10 +83,12 @@ def laws(rule: str | Rule) -> Iterator[Finding]:
         return
     # Judged by the target's draws, a rule has to do with all drafts alike: "iid" gives every one.
     some = ("chain", "iid") if rule.coins == "target" else get_args(Proposal)
+    siblings = tree is not None and len(set(tree)) < len(tree)
     for proposal in some:
-        if proposal in rule.exact_for:
+        if proposal in rule.exact_for and not (siblings and proposal == "chain"):
             settings = SAMPLING if proposal == "chain" else SAMPLING[:1]
-            yield from (law(rule, proposal, **each) for each in settings)
+            for each in (warps,) if warps else settings:
+                yield law(rule, proposal, tree, seeds=(seed,), **each)
 
 
 def law(

@@ -4,7 +4,18 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from jspec.certify.report import Report
+from jspec.certify.report import Finding, Report
+
+_MEANINGS = {
+    "law": "law: total variation between the exact law of four tokens and the target's,\n"
+    "of a vocabulary of three, in float64.",
+    "chi-square": "chi-square: of the tokens of the compiled rule, above its mean, in units of\n"
+    "10 sqrt(2 df).",
+    "drafter": "drafter: drafts that are not well formed; chi-square, in the same units, of\n"
+    "draws by their place in the recorded law, and beside one another.",
+    "text": "text: the largest gap at which texts part, in units of the rounding noise that\n"
+    "was measured for this dtype; 0 where none do.",
+}
 
 
 def page(report: Report) -> Table:
@@ -15,19 +26,27 @@ def page(report: Report) -> Table:
         is_number = heading in ("measured", "below")
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
     for each in report.findings:
-        words = Text(each.subject) if each.passed else Text(f"{each.subject}\n{each.note}")
         verdict = Text("passed", "green") if each.passed else Text("FAILED", "bold red")
-        table.add_row(each.check, words, f"{each.measured:.1e}", f"{each.limit:g}", verdict)
+        measured = f"{each.measured:.1e}" if each.measured else "0"
+        table.add_row(each.check, _words(each), measured, f"{each.limit:g}", verdict)
     return table
 
 
-def _caption(report: Report) -> str:
+def _words(finding: Finding) -> Text:
+    """What was checked; and what is to be known of it, where it failed or texts part."""
+    words = Text(finding.subject)
+    if finding.note and (not finding.passed or finding.check == "text"):
+        words.append(f"\n{finding.note}", "yellow" if finding.passed else "red")
+    return words
+
+
+def _caption(report: Report) -> Text:
     wrong = len(report.failures)
     verdict = f"{wrong} of {len(report.findings)} FAILED" if wrong else "all passed"
-    setting = ", ".join(f"{name} {value}" for name, value in report.setting.items())
-    return (
-        f"{verdict}; {setting}\n"
-        "law: total variation between the exact law of four tokens and the target's,\n"
-        "of a vocabulary of three, in float64. chi-square: of the tokens of the\n"
-        "compiled rule, above its mean, in units of 10 sqrt(2 df)."
-    )
+    checks = {each.check for each in report.findings}
+    lines = [
+        f"{verdict}; " + ", ".join(f"{name} {value}" for name, value in report.setting.items()),
+        *report.remarks,
+        *(meaning for check, meaning in _MEANINGS.items() if check in checks),
+    ]
+    return Text("\n".join(lines))

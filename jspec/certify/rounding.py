@@ -24,6 +24,9 @@ from jspec.types import Array, Params, Request, Sampling, Target
 
 _LIKELIEST = 16  # tokens of a position whose logits are compared
 _FARTHEST = 2.0**14  # of gaps
+# What no rounding does: so many units in the last place of the largest logit, or so much of the
+# spread of all. Passes that differ by more do not compute the same thing.
+_MOST_UNITS, _MOST_SPREAD = 1024, 0.25
 
 
 def scored(
@@ -50,6 +53,19 @@ def scored(
         moved = np.take_along_axis(score(width, rows) - reference, top, 1)
         noise = max(noise, float((moved.max(1) - moved.min(1)).max()))
     return reference, noise
+
+
+def plausible(logits: np.ndarray, params: Params) -> float:
+    """The most that rounding may change the difference of two of ``logits`` [T, V]."""
+    kinds = {
+        x.dtype for x in jax.tree.leaves(params.target) if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    unit = max((float(jnp.finfo(kind).eps) for kind in kinds), default=0.0)
+    if jax.default_backend() != "cpu" and jax.config.jax_default_matmul_precision is None:
+        unit = max(unit, float(jnp.finfo(jnp.bfloat16).eps))  # of float32, factors are rounded
+    finite = np.where(np.isfinite(logits), logits, np.nan)
+    spread = float(np.median(np.nanstd(finite, 1)))
+    return min(_MOST_UNITS * unit * float(np.nanmax(np.abs(finite))), _MOST_SPREAD * spread)
 
 
 def _scored(
@@ -85,7 +101,7 @@ def _chunks(prompt: Sequence[int]) -> Iterator[tuple[np.ndarray, int, int]]:
         yield chunk, begin, min(last - begin, width)
 
 
-@functools.partial(jax.jit, static_argnames="target", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="target")
 def _feed(target: Target, params, cache: kv.KVCache, chunks: Array) -> Array:
     """Logits of the first row behind each token of ``chunks`` [C, W]: [C * W, V]."""
     batch, size = len(cache.length), chunks.shape[1]

@@ -28,12 +28,14 @@ _TREES = {
 }
 
 
-def chi_squares(rule: str | Rule, vocab_size: int = VOCAB_SIZE) -> Iterator[Finding]:
+def chi_squares(
+    rule: str | Rule, vocab_size: int = VOCAB_SIZE, **settings: float
+) -> Iterator[Finding]:
     """``chi_square`` of drafts drawn as chains and as trees, or of the likeliest tokens."""
     rule = rule_of(rule)
     drawn = [each for each in ("chain", "without_replacement") if each in rule.exact_for]
     for proposal in drawn or ["point"]:
-        yield chi_square(rule, proposal, vocab_size=vocab_size)
+        yield chi_square(rule, proposal, vocab_size=vocab_size, **settings)
 
 
 def chi_square(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jspec.buckets import bucket
 from jspec.certify.report import Finding
-from jspec.certify.rounding import gap, scored
+from jspec.certify.rounding import gap, plausible, scored
 from jspec.drafters import NoDrafter
 from jspec.generate import Answer, generate_rows
 from jspec.plan import Plan
@@ -34,6 +34,7 @@ class Parting:
       logits: of the two, by a plain pass token by token.
       gap: how much the logits would have to change for the target to draw either.
       noise: how much they do change with the shape of a plain pass.
+      most: how much rounding can change them at all.
     """
 
     row: int
@@ -43,11 +44,17 @@ class Parting:
     logits: tuple[float, float] = (float("nan"), float("nan"))
     gap: float = float("inf")
     noise: float = 0.0
+    most: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The gap in units of the noise; infinite where there is none, or it is no rounding."""
+        return self.gap / self.noise if 0 < self.noise <= self.most else float("inf")
 
     @property
     def is_near_tie(self) -> bool:
         """Whether rounding explains it."""
-        return self.gap < self.noise
+        return self.ratio < 1
 
     def words(self, name: Callable[[int], str]) -> str:
         """In one line."""
@@ -55,7 +62,11 @@ class Parting:
             longer = "speculative" if self.plain is None else "plain"
             return f"prompt {self.row}: only the {longer} text goes on after token {self.place}"
         verdict = "a near-tie" if self.is_near_tie else "an ERROR"
-        sign = "<" if self.is_near_tie else "not <"
+        if self.noise > self.most:
+            verdict = (
+                f"an ERROR: plain passes of several shapes differ by more than {self.most:.2g}"
+            )
+        sign = "<" if self.gap < self.noise else "not <"
         return (
             f"prompt {self.row}, token {self.place}: plain {name(self.plain)} (logit "
             f"{self.logits[0]:.5g}), speculative {name(self.speculative)} ({self.logits[1]:.5g}), "
@@ -94,17 +105,13 @@ def texts(
         f"{rule}, {how}: {total - left} of {total} tokens behind {len(rows)} prompts are those of "
         "plain decoding"
     )
-    partings.sort(key=_ratio, reverse=True)
+    partings.sort(key=lambda each: each.ratio, reverse=True)
     notes = [each.words(name) for each in partings[:_SHOWN]]
     if len(partings) > _SHOWN:
         ties = sum(each.is_near_tie for each in partings[_SHOWN:])
         notes.append(f"{len(partings) - _SHOWN} more, {ties} of them near-ties")
-    worst = _ratio(partings[0]) if partings else 0.0
+    worst = partings[0].ratio if partings else 0.0
     return Finding("text", subject, worst, 1.0, "\n".join(notes))
-
-
-def _ratio(parting: Parting) -> float:
-    return parting.gap / parting.noise if parting.noise else float("inf")
 
 
 def _partings(
@@ -129,7 +136,7 @@ def _partings(
         here = logits[place]
         least = gap(row, place, here, pair)
         heights = tuple(float(here[token]) for token in pair)
-        yield Parting(index, place, *pair, heights, least, noise)
+        yield Parting(index, place, *pair, heights, least, noise, plausible(logits, params))
 
 
 def with_the_targets_noise(plan: Plan) -> tuple[Plan, str]:
