@@ -13,6 +13,8 @@ from jspec.config_keys import CASCADE, HYBRID
 from jspec.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.deterministic import DeterministicDecoder
+from jspec.naming import shown
 from jspec.plan import Plan
 from jspec.types import Drafter, Params
 from jspec.vocabularies import SharedVocabulary
@@ -36,6 +38,7 @@ def assemble(
     dtype: str | None = None,
     max_model_len: int | None = None,
     tokenizer: Any = None,
+    deterministic: bool = False,
 ) -> Assembly:
     """Loads a target and what drafts for it; arguments as for ``jspec.LLM``.
 
@@ -47,13 +50,17 @@ def assemble(
     max_model_len = _length_limit(max_model_len, sizes.max_positions)
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = checkpoint.load_tokenizer(tokenizer)
+    if not (tokenizer is None or hasattr(tokenizer, "encode")):
+        raise ValueError(
+            f"tokenizer={shown(tokenizer)} must be a directory, or a tokenizer of transformers."
+        )
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)
     part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), dtype)
-    _plan(part, sizes)  # raises before weights are moved
+    _plan(part, sizes, deterministic)  # raises before weights are moved
     loaded = loading.load(model, dtype)
     part, weights = _load(part, loaded, dtype)
-    plan = _plan(part, loaded.config)
+    plan = _plan(part, loaded.config, deterministic)
     weights = _own_weights(part, plan.drafter, weights, loaded)
     return Assembly(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
 
@@ -144,19 +151,25 @@ def _own_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedMode
     return weights
 
 
-def _plan(part: _Part, sizes: DecoderConfig) -> Plan:
-    target = Decoder(sizes)
-    return Plan(target, part.speculative.drafter(part.networks, target), part.speculative.rule)
+def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
+    target = DeterministicDecoder(sizes) if deterministic else Decoder(sizes)
+    drafter = part.speculative.drafter(part.networks, target)
+    if deterministic and drafter.tree_size != drafter.max_depth + 1:
+        raise ValueError(
+            f"deterministic=True takes chains, but method={part.speculative.method!r} is set to "
+            f"draft trees of {drafter.tree_size} nodes; leave its tree out, or deterministic."
+        )
+    return Plan(target, drafter, part.speculative.rule)
 
 
 def _length_limit(asked: int | None, max_positions: int) -> int:
     if asked is None:
         return max_positions
     if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
-        raise ValueError(f"max_model_len={asked!r} must be a whole number of at least 1.")
+        raise ValueError(f"max_model_len={shown(asked)} must be a whole number of at least 1.")
     if asked > max_positions:
         raise ValueError(
-            f"max_model_len={asked} is more than the {max_positions} positions of the model; "
-            "lower it or leave it out."
+            f"max_model_len={shown(asked)} is more than the {max_positions} positions of the "
+            "model; lower it or leave it out."
         )
     return asked

@@ -51,13 +51,25 @@ def listed(name: str, value: Any) -> tuple:
         raise ValueError(f"{name}={shown(value)} must be a list.") from None
 
 
-def json_of(text: str | bytes) -> Any:
+def json_of(text: str | bytes, *, unique: bool = False) -> Any:
     """What a JSON text says.
+
+    Args:
+      text: as UTF-8, if bytes.
+      unique: whether an object that has a key twice is refused; else its last value counts.
 
     Raises:
       ValueError: it is not JSON, or nested beyond what Python follows.
     """
     try:
-        return json.loads(text)
+        text = text if isinstance(text, str) else text.decode()
+        return json.loads(text, object_pairs_hook=_once if unique else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found

@@ -57,7 +57,7 @@ def _method_of_model(model: Any) -> str:
         return name
     in_name = next((method for part, method in METHOD_IN_NAME.items() if part in name), None)
     file = Path(model) / "config.json"
-    if in_name or not file.is_file():
+    if in_name or not os.path.isfile(file):  # of Path, names that are too long raise
         return in_name or "draft_model"
     raw = model_files.read_json(file)
     if raw.get("speculators_model_type") in METHODS:

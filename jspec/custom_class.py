@@ -12,9 +12,9 @@ methods as ``params.drafter``. Where the weights lie is for a field of its own t
 
 import dataclasses
 import inspect
+import os
 import pkgutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from jspec import verify
@@ -48,7 +48,7 @@ def is_asked_for(given: Mapping[str, Any]) -> bool:
     if given.get("method") is not None:
         return given["method"] == CUSTOM_CLASS
     path = given.get("model")
-    if not isinstance(path, str) or "." not in path or Path(path).exists():
+    if not isinstance(path, str) or "." not in path or os.path.exists(path):
         return False
     return all(part.isidentifier() for part in path.split("."))
 

@@ -12,11 +12,13 @@ from rich.progress import track
 from jspec import config, jobs, loading, logprobs, metrics, prompts, shared_file
 from jspec.assembly import assemble
 from jspec.calibration import CostTable
+from jspec.checks import is_whole
 from jspec.decode import init_shared, retire
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.jobs import Job
 from jspec.loading import LoadedModel
 from jspec.logprobs import Scoring
+from jspec.naming import shown
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
@@ -45,6 +47,9 @@ class LLM:
       tokenizer: a path, or a tokenizer of ``transformers``; None for the model's own.
       logprobs_mode: what ``logprobs`` are: "raw_logprobs" or "raw_logits" of the model itself, or
         "processed_logprobs" or "processed_logits" of what is drawn from. Those of prompts are raw.
+      deterministic: whether a token's logits are to be the same, to the bit, however tokens are put
+        into passes: so greedy texts are those of plain decoding in bfloat16 too, and in batches of
+        any size. For chains of drafts; slower (docs/reproducibility.md).
       max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
 
     Raises:
@@ -65,21 +70,28 @@ class LLM:
         tokenizer: Any = None,
         logprobs_mode: str = "raw_logprobs",
         max_logprobs: int = 20,
+        deterministic: bool = False,
     ):
         speculative = config.read(speculative_config)
         if per_request_stats not in _STATS:
             raise ValueError(
-                f"per_request_stats={per_request_stats!r} must be None, 'summary' or 'detailed'."
+                f"per_request_stats={shown(per_request_stats)} must be None, 'summary' or "
+                "'detailed'."
             )
         logprobs.check_mode(logprobs_mode)
+        if not is_whole(max_logprobs, -1):
+            raise ValueError(
+                f"max_logprobs={shown(max_logprobs)} must be a whole number, or -1 for no limit."
+            )
         self._logprobs_mode, self._max_logprobs = logprobs_mode, max_logprobs
         self._detailed = per_request_stats == "detailed"
         self._seed = SamplingParams(seed=seed).seed
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         loading.keep_compiled_programs()
         assembly = assemble(
-            model, speculative, dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer
-        )
+            model, speculative, dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer,
+            deterministic=_flag("deterministic", deterministic),
+        )  # fmt: skip
         self.max_model_len = assembly.max_model_len
         self._tokenizer = assembly.tokenizer
         self._model, self._plan, self._params = assembly.model, assembly.plan, assembly.params
@@ -355,7 +367,13 @@ class LLM:
             raise ValueError(f"the chat template refuses the messages: {reason}") from None
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} must be True or False.")
+    return value
+
+
 def _at_least_one(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+    if not is_whole(value, 1):
+        raise ValueError(f"{name}={shown(value)} must be a whole number of at least 1.")
     return value

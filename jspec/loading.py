@@ -14,6 +14,7 @@ from jspec import checkpoint, head_files, topology
 from jspec.head_files import LoadedHead
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.models.heads import masks
+from jspec.naming import shown
 from jspec.types import Array
 
 
@@ -171,7 +172,7 @@ def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:
 
 def _path(model: Any) -> str | os.PathLike:
     if not isinstance(model, str | os.PathLike):
-        raise ValueError(f"model={model!r} must be a local directory or an id on the hub.")
+        raise ValueError(f"model={shown(model)} must be a local directory or an id on the hub.")
     return model
 
 

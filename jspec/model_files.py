@@ -5,6 +5,7 @@ What a checkpoint of a whole model and one of a draft head have in common.
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,14 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import ops, staging, tensor_files
+from jspec import checks, ops, staging, tensor_files
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families.names import HARMLESS, Entry
+from jspec.naming import shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 ANY_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = ("float32", "bfloat16", "float16")
+_MOST_JSON = 100_000_000  # bytes; the index of a thousand files has a hundredth of that
+_MOST_NAMES = 1000  # in one message
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 PathLike = str | Path
@@ -41,13 +45,13 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ("*.safetensors",)) -> Pa
       ValueError: there is no such directory, and the hub has no such model or is out of reach.
     """
     directory = Path(path)
-    if path != "" and directory.is_dir():
+    if path != "" and os.path.isdir(directory):  # of Path, names that are too long raise
         staging.finish_interrupted(directory, ANY_WEIGHTS)
         return directory
-    if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
+    if os.path.exists(directory) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
         raise ValueError(
-            f"model {str(path)!r} is neither a directory nor an id on the hub; give a directory "
-            "with config.json, or an id such as Qwen/Qwen3-0.6B"
+            f"model {shown(str(path))} is neither a directory nor an id on the hub; give a "
+            "directory with config.json, or an id such as Qwen/Qwen3-0.6B"
         )
     import huggingface_hub
 
@@ -56,7 +60,7 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ("*.safetensors",)) -> Pa
         return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
     except Exception as error:  # network, permissions, unknown id: one line with the remedy
         raise ValueError(
-            f"model {str(path)!r} is not a local directory and cannot be fetched from the hub "
+            f"model {shown(str(path))} is not a local directory and cannot be fetched from the hub "
             f"({first_line(error)}); check the name and the connection, log in with "
             "`hf auth login` if it is gated, or give a local directory"
         ) from None
@@ -64,7 +68,7 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ("*.safetensors",)) -> Pa
 
 def first_line(error: Exception) -> str:
     """An exception's type and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
 
 
 # Precision.
@@ -89,7 +93,10 @@ def known_dtype(dtype: Any) -> np.dtype:
     else:
         if dtype.name in _DTYPES:
             return dtype
-    raise ValueError(f"dtype {str(dtype)!r} is not supported; pass one of {', '.join(_DTYPES)}")
+    raise ValueError(
+        f"dtype {shown(getattr(dtype, 'name', dtype))} is not supported; pass one of "
+        f"{', '.join(_DTYPES)}"
+    )
 
 
 def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:
@@ -125,12 +132,12 @@ def read_json(path: Path) -> dict:
     Raises:
       ValueError: there is no such file, or it holds something else.
     """
+    if not os.path.isfile(path):  # nor may it be a pipe, which would be waited for
+        raise ValueError(f"{path} does not exist; a checkpoint is a directory with {path.name}")
+    if path.stat().st_size > _MOST_JSON:
+        raise ValueError(f"{path} has more than {_MOST_JSON} bytes; download or save it again")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist; a checkpoint is a directory with {path.name}"
-        ) from None
+        content = checks.json_of(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download or save it again") from None
     if not isinstance(content, dict):
@@ -162,15 +169,19 @@ def open_shards(directory: Path, index: str, read: Any) -> dict[str, np.ndarray]
     """
     weight_map = read_json(directory / index).get("weight_map")
     plain = isinstance(weight_map, dict) and all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        isinstance(file, str) and Path(file).name == file and file.isprintable()
+        for file in weight_map.values()
     )
     if not plain:
-        raise ValueError(f"{directory / index} has no weight_map of names to files beside it")
+        raise ValueError(
+            f"{directory / index} has no weight_map of names to files beside it; download or save "
+            "it again"
+        )
     files = sorted(set(weight_map.values()))
-    missing = [file for file in files if not (directory / file).is_file()]
+    missing = [file for file in files if not os.path.isfile(directory / file)]
     if missing:
         raise ValueError(
-            f"{directory} lacks {', '.join(missing)} of the {len(files)} files that {index} names; "
+            f"{directory} lacks {_some(missing)} of the {len(files)} files that {index} names; "
             "download or save it again"
         )
     tensors: dict[str, np.ndarray] = {}
@@ -179,6 +190,12 @@ def open_shards(directory: Path, index: str, read: Any) -> dict[str, np.ndarray]
             # A tensor that the index places elsewhere shows up as unexpected under this name.
             tensors[name if weight_map.get(name, file) == file else f"{file}:{name}"] = tensor
     return tensors
+
+
+def _some(names: list[str]) -> str:
+    """Names for a message: all of them, unless somebody made up thousands."""
+    rest = f", … and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(name[:200] for name in names[:_MOST_NAMES]) + rest
 
 
 def check_fit(
@@ -214,7 +231,7 @@ def check_fit(
         if name in tensors and (tensors[name].shape != shape or not is_float(tensors[name]))
     ]
     problems = [
-        f"{len(names)} {what}: {', '.join(names)}"
+        f"{len(names)} {what}: {_some(names)}"
         for what, names in (
             ("missing", missing), ("unexpected", extra), ("misshapen", [*misshapen, *wrong])
         )

@@ -23,8 +23,12 @@ def save(path: str | os.PathLike, shared: Shared) -> None:
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     layout = [(name, array.shape, array.dtype) for name, array in arrays.items()]
-    tensor_files.write(partial, layout, iter(arrays.values()))
-    os.replace(partial, path)
+    partial.unlink(missing_ok=True)  # of a writer that died, or a link that leads elsewhere
+    try:
+        tensor_files.write(partial, layout, iter(arrays.values()))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike, like: Shared) -> Shared:

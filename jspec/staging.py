@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from jspec import checks
+
 _SAVING, _SAVED, _MANIFEST = ".jspec-saving", ".jspec-saved", "files.json"
 
 
@@ -48,12 +50,15 @@ def finish_interrupted(directory: Path, stale: re.Pattern) -> None:
     """Moves committed files into place; does nothing where there are none.
 
     Repeating it is harmless: the manifest says what belongs to the save, moved or not.
+
+    Raises:
+      ValueError: no save of ours left these files, which may have come with a checkpoint.
     """
     saved = directory / _SAVED
     if not saved.is_dir():
         return
     with contextlib.suppress(FileNotFoundError):  # another process finishes the same save
-        names = json.loads((saved / _MANIFEST).read_text())
+        names = _names(saved / _MANIFEST)
         for file in directory.iterdir():
             if stale.fullmatch(file.name) and file.name not in names:
                 file.unlink()
@@ -61,6 +66,27 @@ def finish_interrupted(directory: Path, stale: re.Pattern) -> None:
             if (saved / name).exists():
                 os.replace(saved / name, directory / name)
         shutil.rmtree(saved)
+
+
+def _names(manifest: Path) -> list[str]:
+    """The files that a save wrote; they lie in its folder and go to the one above."""
+    if not manifest.is_symlink() and manifest.is_file():
+        with contextlib.suppress(ValueError):
+            names = checks.json_of(manifest.read_text())
+            listed = isinstance(names, list) and all(map(_is_name, names))
+            if listed and not manifest.parent.is_symlink():
+                return names
+    elif not manifest.exists() and not manifest.is_symlink():
+        raise FileNotFoundError(manifest)
+    raise ValueError(
+        f"{manifest.parent} is not what an interrupted save leaves behind; remove that folder"
+    )
+
+
+def _is_name(name: object) -> bool:
+    """Whether it names a file of a folder, and no way out of it."""
+    special = ("", os.curdir, os.pardir, _SAVING, _SAVED)
+    return isinstance(name, str) and not {"/", os.sep, "\0"} & {*name} and name not in special
 
 
 def _sync(path: Path) -> None:

@@ -6,11 +6,15 @@ ml_dtypes), never loads what nobody looks at, and names what is wrong with a dam
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+
+from jspec import checks
+from jspec.naming import shown
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -33,6 +37,7 @@ DTYPES = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PREFIX = 8  # bytes of the header's length, little endian
 _MAX_HEADER = 100_000_000  # the format's own limit
+_MOST_DIMENSIONS = 32  # NumPy's limit, before 2.0
 
 Layout = Iterable[tuple[str, tuple[int, ...], np.dtype]]  # name, shape and dtype, in file order
 
@@ -88,7 +93,7 @@ def _code(name: str, dtype: np.dtype) -> str:
 
 def _split(path: Path) -> tuple[dict, np.ndarray]:
     """The parsed header and the bytes after it."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{path} does not exist")
     size = path.stat().st_size
     if size < _PREFIX:
@@ -98,9 +103,9 @@ def _split(path: Path) -> tuple[dict, np.ndarray]:
     if length > min(size - _PREFIX, _MAX_HEADER):
         raise _corrupt(path, f"its header claims {length} bytes, the file holds {size}")
     try:
-        header = json.loads(data[_PREFIX : _PREFIX + length].tobytes())
+        header = checks.json_of(data[_PREFIX : _PREFIX + length].tobytes(), unique=True)
     except ValueError as error:
-        raise _corrupt(path, f"its header is not JSON ({error})") from None
+        raise _corrupt(path, f"its header is not JSON ({shown(str(error))})") from None
     if not isinstance(header, dict):
         raise _corrupt(path, "its header is not a JSON object")
     return header, data[_PREFIX + length :]
@@ -109,21 +114,25 @@ def _split(path: Path) -> tuple[dict, np.ndarray]:
 def _view(path: Path, name: str, entry: object, data: np.ndarray) -> np.ndarray:
     try:
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end))
+        whole = whole and len(shape) <= _MOST_DIMENSIONS
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole or not isinstance(code, str):
-        raise _corrupt(path, f"the header's entry of {name} is malformed: {entry}")
+        raise _corrupt(path, f"the header's entry of {name[:200]} is malformed: {shown(entry)}")
     if code not in DTYPES:
-        raise _corrupt(path, f"{name} has dtype {code!r}; known: {', '.join(DTYPES)}")
-    dtype = DTYPES[code]
+        raise _corrupt(path, f"{name} has dtype {shown(code)}; known: {', '.join(DTYPES)}")
+    name, dtype = name[:200], DTYPES[code]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise _corrupt(path, f"{name} {code}{list(shape)} does not fill its {end - begin} bytes")
     if end > data.size:
         raise _corrupt(
             path, f"it is truncated: {name} ends at byte {end} of the data, {data.size} are there"
         )
-    return data[begin:end].view(dtype).reshape(shape)
+    try:
+        return data[begin:end].view(dtype).reshape(shape)
+    except ValueError as error:  # no numbers, but dimensions beyond NumPy's
+        raise _corrupt(path, f"{name} has the shape {list(shape)}: {error}") from None
 
 
 def _check_cover(path: Path, header: dict, size: int) -> None:
@@ -133,7 +142,7 @@ def _check_cover(path: Path, header: dict, size: int) -> None:
         begin, end = entry["data_offsets"]
         if begin != reached:
             what = "overlaps its neighbour" if begin < reached else "leaves a gap before it"
-            raise _corrupt(path, f"{name} at bytes {begin} to {end} {what}")
+            raise _corrupt(path, f"{name[:200]} at bytes {begin} to {end} {what}")
         reached = end
     if reached != size:
         raise _corrupt(path, f"{size - reached} bytes follow its last tensor")

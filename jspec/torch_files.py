@@ -10,6 +10,7 @@ Files that torch wrote before version 1.6 are no zip archives and are refused.
 
 import io
 import math
+import os
 import pickletools
 import struct
 import zipfile
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from jspec.naming import shown
 
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -40,7 +43,9 @@ _ORDERED_DICT, _TENSOR, _PARAMETER = (
 _BAD_ARCHIVE = (
     zipfile.BadZipFile, NotImplementedError, OSError, EOFError, struct.error, ValueError,
 )  # fmt: skip
-_MOST_INSTRUCTIONS = 10_000_000
+_MOST_INSTRUCTIONS = 1_000_000  # twenty for a tensor
+_MOST_DIMENSIONS = 32
+_MOST_REPEATED = 1 << 20  # numbers of a tensor that is larger than its storage
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
@@ -51,7 +56,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
         but a dict of tensors; nothing that it asks for is run.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{path} does not exist")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -61,8 +66,8 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
         raise
     except _BAD_ARCHIVE as error:
         raise ValueError(
-            f"{path} is not a whole file of torch 1.6 or later ({error}); download it again, or "
-            "load it with torch and save it as safetensors"
+            f"{path} is not a whole file of torch 1.6 or later ({str(error)[:200]}); download it "
+            "again, or load it with torch and save it as safetensors"
         ) from None
 
 
@@ -85,9 +90,10 @@ class _Records:
     """The records of an archive, by the names that they have below its one folder."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile):
-        self.path, self.archive = path, archive
+        self.path = path
         self.data = np.memmap(path, np.uint8, mode="r")
-        programs = [name for name in archive.namelist() if name.split("/")[1:] == ["data.pkl"]]
+        self.infos = {info.filename: info for info in archive.infolist()}
+        programs = [name for name in self.infos if name.split("/")[1:] == ["data.pkl"]]
         if len(programs) != 1:
             raise _refused(path, "it is a zip archive without a data.pkl of torch")
         self.root = programs[0].removesuffix("data.pkl")
@@ -98,19 +104,19 @@ class _Records:
         return self.bytes("data.pkl").tobytes()
 
     def has(self, name: str) -> bool:
-        return self.root + name in self.archive.namelist()
+        return self.root + name in self.infos
 
     def bytes(self, name: str) -> np.ndarray:
         """A record's bytes, where they lie in the file."""
         if not self.has(name):
-            raise _refused(self.path, f"it lacks the record {name!r}")
-        info = self.archive.getinfo(self.root + name)
+            raise _refused(self.path, f"it lacks the record {shown(name)}")
+        info = self.infos[self.root + name]
         header = self.data[info.header_offset : info.header_offset + 30].tobytes()
         if len(header) < 30 or header[:4] != b"PK\x03\x04" or info.compress_type != 0:
-            raise _refused(self.path, f"its record {name!r} is compressed or damaged")
+            raise _refused(self.path, f"its record {shown(name)} is compressed or damaged")
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
-        if start + info.file_size > self.data.size:
-            raise _refused(self.path, f"it is truncated within the record {name!r}")
+        if not 0 <= start <= start + info.file_size <= self.data.size:
+            raise _refused(self.path, f"it is truncated within the record {shown(name)}")
         return self.data[start : start + info.file_size]
 
 
@@ -147,7 +153,7 @@ class _Machine:
         except _Refused:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise _refused(self.path, f"its pickle is damaged ({error})") from None
+            raise _refused(self.path, f"its pickle is damaged ({str(error)[:200]})") from None
         return self.checked(result)
 
     def step(self, opcode: str, argument: Any) -> None:
@@ -160,7 +166,7 @@ class _Machine:
         elif opcode == "GLOBAL":
             push(self.known(argument))
         elif opcode == "STACK_GLOBAL":
-            attribute, module = self.stack.pop(), self.stack.pop()
+            attribute, module = self.text(self.stack.pop()), self.text(self.stack.pop())
             push(self.known(f"{module} {attribute}"))
         elif opcode in ("BINPUT", "LONG_BINPUT", "PUT"):
             self.memo[argument] = self.stack[-1]
@@ -190,7 +196,13 @@ class _Machine:
             return _Global(name)
         if module == "torch" and attribute in _STORAGES:
             return _Global(attribute)
-        raise _refused(self.path, f"it asks for {name.replace(' ', '.')}")
+        raise _refused(self.path, f"it asks for {shown(name.replace(' ', '.'))[1:-1]}")
+
+    def text(self, value: Any) -> str:
+        """A name; what else it may be is too much to hash, compare or print: tuples of tuples."""
+        if not isinstance(value, str):
+            raise _refused(self.path, f"it has a {type(value).__name__} for a name")
+        return value
 
     def above_mark(self) -> list[Any]:
         """Takes what was pushed since the last mark off the stack."""
@@ -208,7 +220,7 @@ class _Machine:
         owner = self.stack[-1]
         if not isinstance(owner, dict):
             raise _refused(self.path, "its pickle sets items of something that is no dict")
-        owner.update(zip(pairs[::2], pairs[1::2], strict=True))
+        owner.update(zip(map(self.text, pairs[::2]), pairs[1::2], strict=True))
 
     def drop_attributes(self) -> None:
         """A state dict carries ``_metadata``, version numbers of modules, which nobody needs."""
@@ -219,8 +231,9 @@ class _Machine:
     def storage(self, identity: Any) -> _Storage:
         """("storage", type, record, device, count) to its numbers."""
         kind, storage, key, _, count = identity
-        if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
-            raise _refused(self.path, f"it asks for the persistent object {identity}")
+        known = isinstance(kind, str) and kind == "storage" and isinstance(storage, _Global)
+        if not known or not isinstance(key, str) or type(count) is not int:
+            raise _refused(self.path, "it asks for the persistent object of no storage")
         if storage.name not in _STORAGES:
             raise _refused(self.path, f"it asks for a storage of type {storage.name}")
         raw, dtype = self.records.bytes(f"data/{key}"), _STORAGES[storage.name]
@@ -232,22 +245,32 @@ class _Machine:
 
     def rebuild(self, function: Any, arguments: Any) -> Any:
         """What the three known functions give."""
-        if function == _Global(_ORDERED_DICT) and arguments == ():
+        name = function.name if isinstance(function, _Global) else type(function).__name__
+        if not isinstance(function, _Global) or type(arguments) is not tuple:
+            raise _refused(self.path, f"it calls {name}")
+        if name == _ORDERED_DICT and arguments == ():
             return {}
-        if function == _Global(_PARAMETER) and isinstance(arguments[0], np.ndarray):
+        if name == _PARAMETER and arguments and isinstance(arguments[0], np.ndarray):
             return arguments[0]
-        if function != _Global(_TENSOR) or not isinstance(arguments[0], _Storage):
-            raise _refused(self.path, f"it calls {function} with {arguments!r:.80}")
+        if name != _TENSOR or not arguments or not isinstance(arguments[0], _Storage):
+            raise _refused(self.path, f"it calls {name} with damaged arguments")
         (numbers,), offset, shape, strides = arguments[:4]
         if arguments[6:] not in ((), ({},)):
-            raise _refused(self.path, f"it holds a tensor with properties {arguments[6]}")
-        whole = all(type(n) is int and n >= 0 for n in (offset, *shape, *strides))
-        if not whole or len(shape) != len(strides):
-            raise _refused(self.path, f"it has a tensor of shape {shape} and strides {strides}")
+            raise _refused(self.path, "it holds a tensor with properties of its own")
+        tuples = type(shape) is tuple and type(strides) is tuple
+        whole = tuples and all(
+            type(n) is int and 0 <= n < 2**63 for n in (offset, *shape, *strides)
+        )
+        if not whole or len(shape) != len(strides) or len(shape) > _MOST_DIMENSIONS:
+            raise _refused(self.path, "it has a tensor of shape and strides that are none")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= numbers.size:
             raise _refused(
                 self.path, f"it has a tensor {list(shape)} that reaches past its storage"
+            )
+        if math.prod(shape) > max(numbers.size, _MOST_REPEATED):
+            raise _refused(
+                self.path, f"it has a tensor {list(shape)} that repeats {numbers.size} numbers"
             )
         steps = [step * numbers.itemsize for step in strides]
         return np.lib.stride_tricks.as_strided(numbers[offset:], shape, steps, writeable=False)
@@ -259,7 +282,7 @@ class _Machine:
         for name, tensor in result.items():
             if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
                 kind = type(tensor).__name__
-                raise _refused(self.path, f"its entry {name!r:.40} is a {kind}, not a tensor")
+                raise _refused(self.path, f"its entry {shown(name, 40)} is a {kind}, not a tensor")
         return result
 
 

@@ -134,7 +134,7 @@ def test_prompts_are_read_or_refused_by_number(given):
 
 
 ARGUMENTS = ("speculative_config", "max_model_len", "seed", "max_num_seqs", "per_request_stats",
-             "logprobs_mode", "max_logprobs")  # fmt: skip
+             "logprobs_mode", "max_logprobs", "dtype", "tokenizer")  # fmt: skip
 
 
 @few(40)
@@ -142,6 +142,13 @@ ARGUMENTS = ("speculative_config", "max_model_len", "seed", "max_num_seqs", "per
 def test_an_engine_is_made_or_refused_by_name(tmp_path_factory, given):
     target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
     refused(jspec.LLM, target, **given)
+
+
+@few(40)
+@given(anything())
+def test_a_model_is_found_or_refused(given):
+    if not (isinstance(given, str) and given):  # of an id, the hub would be asked
+        assert "model" in refused(jspec.load, given)
 
 
 @pytest.mark.parametrize(

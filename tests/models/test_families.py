@@ -198,8 +198,8 @@ def test_settings_that_are_not_implemented_are_refused_by_name(model_type, setti
     [
         ({"rope_type": "mrope"}, "'mrope' is not supported; known: default, linear"),
         ({"rope_type": "linear"}, "missing: factor"),
-        ({"rope_type": "default", "factor": 2.0}, "not understood: factor"),
-        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}, "not understood: alpha"),
+        ({"rope_type": "default", "factor": 2.0}, "not understood: 'factor'"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}, "not understood: 'alpha'"),
         ({"rope_type": "linear", "factor": -1.0}, "factor must be a positive number"),
         ({"rope_type": "llama3", "factor": 8.0}, "missing: low_freq_factor, high_freq_factor"),
         (

@@ -17,6 +17,7 @@ from jspec.models.families import (
     qwen3_next,
 )
 from jspec.models.families.common import Family
+from jspec.naming import shown
 
 # By ``model_type``. Writing takes the first family that can say everything about a decoder.
 FAMILIES = {
@@ -39,20 +40,22 @@ def find(raw: dict) -> Family:
     known = ", ".join(family.architecture for family in FAMILIES.values())
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
-        raise ValueError(f"architectures must be a list of names, got {architectures!r}")
+        raise ValueError(f"architectures must be a list of names, got {shown(architectures)}")
     if raw.get("model_type") in RECURRENT:
         raise ValueError(
             f"model_type {raw['model_type']!r} is not supported yet: its gated delta-rule blocks "
             "keep a recurrent state in place of keys and values, and a refused draft cannot be "
             f"taken back out of it; known, for text generation: {known}"
         )
-    family = FAMILIES.get(str(raw.get("model_type")))
+    kind = raw.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if "model_type" not in raw:
         family = next((f for f in FAMILIES.values() if [f.architecture] == architectures), None)
+    named = shown(architectures)[1:-1].replace("'", "")
     if family is None or architectures not in ([], [family.architecture]):
         raise ValueError(
-            f"architecture {', '.join(map(str, architectures)) or 'unnamed'} (model_type "
-            f"{raw.get('model_type')!r}) is not supported; known, for text generation: {known}"
+            f"architecture {named or 'unnamed'} (model_type {shown(kind)}) is not "
+            f"supported; known, for text generation: {known}"
         )
     return family
 

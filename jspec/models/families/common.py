@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
+from jspec.checks import INT32
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families import scaling
 from jspec.models.families.names import Entry, llama_table
+from jspec.naming import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Family:
         size = int(head_dim * scaling.positive("partial_rotary_factor", factor))
         if size % 2 or not 2 <= size <= head_dim:
             raise ValueError(
-                f"partial_rotary_factor={factor} of head_dim {head_dim} rotates {size} features, "
-                "but they must be an even number of them"
+                f"partial_rotary_factor={shown(factor)} of head_dim {head_dim} rotates {size} "
+                "features, but they must be an even number of them"
             )
         return None if size == head_dim else size
 
@@ -110,6 +112,12 @@ SHARED_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
+# Of these there is a list somewhere, with a place for each.
+_MOST = dict.fromkeys(
+    ("num_hidden_layers", "n_predict", "num_nextn_predict_layers", "mtp_num_hidden_layers",
+     "medusa_num_layers", "num_heads", "medusa_num_heads", "block_size"), 4096,
+) | dict.fromkeys(("n_routed_experts", "num_experts"), 1 << 16)  # fmt: skip
+
 # Keys through which relatives of these families change the computation. Others that we do not
 # read (dropout, initialisation, token ids, ...) have no say in inference.
 _NEUTRAL = {
@@ -133,11 +141,13 @@ _NEUTRAL = {
 
 
 def whole(raw: dict, key: str, least: int = 1) -> int:
-    """The integer under ``key``, at least ``least``."""
-    value = raw.get(key)
+    """The integer under ``key``, at least ``least``, and no more than any network has."""
+    value, most = raw.get(key), _MOST.get(key, INT32 - 1)
     if type(value) is not int or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{key} must be {kind}, got {value!r}")
+        raise ValueError(f"{key} must be {kind}, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{key} must be at most {most}, got {shown(value)}")
     return value
 
 
@@ -145,7 +155,7 @@ def flag(raw: dict, key: str) -> bool:
     """The boolean under ``key``; null counts as false."""
     value = raw.get(key)
     if value not in (None, False, True):
-        raise ValueError(f"{key} must be true or false, got {value!r}")
+        raise ValueError(f"{key} must be true or false, got {shown(value)}")
     return bool(value)
 
 
@@ -162,14 +172,15 @@ def windows(raw: dict) -> tuple[int | None, ...]:
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ValueError(
             f"layer_types must name full_attention or sliding_attention for each of {count} "
-            f"layers, got {kinds}"
+            f"layers, got {shown(kinds)}"
         )
     if "sliding_attention" not in kinds:
         return ()
     if not sliding:
         raise ValueError(
             "layer_types names sliding_attention, but use_sliding_window is "
-            f"{raw['use_sliding_window']} and sliding_window {raw['sliding_window']}; set both"
+            f"{shown(raw['use_sliding_window'])} and sliding_window "
+            f"{shown(raw['sliding_window'])}; set both"
         )
     size = whole(raw, "sliding_window")
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
@@ -193,11 +204,12 @@ def _refuse(raw: dict, neutral: dict) -> None:
     method = raw.get("quantization_config")
     if isinstance(method, dict) and method:
         raise ValueError(
-            f"quantised weights (quant_method {method.get('quant_method')!r}) are not read; take a "
-            "checkpoint in bfloat16, or convert this one and remove quantization_config"
+            f"quantised weights (quant_method {shown(method.get('quant_method'))}) are not "
+            "read; take a checkpoint in bfloat16, or convert this one and remove "
+            "quantization_config"
         )
     wrong = [
-        f"{key}={raw[key]!r} (only {' or '.join(repr(value) for value in allowed)})"
+        f"{key}={shown(raw[key])} (only {' or '.join(repr(value) for value in allowed)})"
         for key, allowed in neutral.items()
         if allowed is not None and key in raw and raw[key] not in allowed
     ]

@@ -8,6 +8,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.families import scaling
 from jspec.models.families.common import SHARED_DEFAULTS, Family, flag, whole
 from jspec.models.moe import MoeConfig
+from jspec.naming import shown
 
 _EVERY = 4  # blocks, of which the last one attends, where config.json does not say
 
@@ -40,7 +41,7 @@ def _refuse_recurrence(raw: dict) -> None:
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ValueError(
             f"layer_types must name full_attention or linear_attention for each of {count} "
-            f"layers, got {kinds}"
+            f"layers, got {shown(kinds)}"
         )
     recurrent = kinds.count("linear_attention")
     if recurrent:

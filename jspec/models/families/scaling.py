@@ -6,7 +6,9 @@ and one ``rope_parameters`` that holds both (5 and later). Files may carry eithe
 
 import math
 
+from jspec.checks import INT32, is_real
 from jspec.models.rope import KINDS, RopeConfig
+from jspec.naming import shown
 
 # What each kind reads besides its name and theta; True marks what it cannot do without.
 _KEYS = {
@@ -34,19 +36,29 @@ def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     Raises:
       ValueError: an unknown kind, a missing or unknown key, or two spellings that disagree.
     """
+    rope, max_positions = _read(raw, rotary_dim)
+    if max_positions >= INT32:
+        raise ValueError(
+            f"max_position_embeddings and the rotary scaling make {shown(max_positions)} "
+            f"positions, more than {INT32 - 1}"
+        )
+    return rope, max_positions
+
+
+def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     trained = raw["max_position_embeddings"]
     given = merged(raw)
     given.pop("partial_rotary_factor", None)
     kind = given.pop("rope_type")
     theta = positive("rope_theta", given.pop("rope_theta"))
-    if kind not in KINDS:
-        raise ValueError(f"rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"rope_type {shown(kind)} is not supported; known: {', '.join(KINDS)}")
     _check_keys(kind, given)
     key = "original_max_position_embeddings"
     original = raw.get(key)  # Phi-3's place for it; it wins
     original = given.get(key, trained) if original is None else original
     if type(original) is not int or original < 2:
-        raise ValueError(f"{key} must be a whole number of tokens, got {original!r}")
+        raise ValueError(f"{key} must be a whole number of tokens, got {shown(original)}")
     if kind in ("default", "linear", "dynamic"):
         factor = float(given.get("factor", 1.0))
         length = trained if kind == "dynamic" else 0
@@ -101,12 +113,12 @@ def merged(raw: dict) -> dict:
     top = {"rope_theta": raw.get("rope_theta")}
     for place in (top, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
         if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
-            raise ValueError(f"rotary parameters by layer type are not supported: {place}")
+            raise ValueError(f"rotary parameters by layer type are not supported: {shown(place)}")
         for key, value in place.items():
             key = "rope_type" if key == "type" else key  # the name before transformers 4.43
             if value is not None and found.setdefault(key, value) != value:
                 raise ValueError(
-                    f"{key} is given as {found[key]!r} and as {value!r} in rope_theta, "
+                    f"{key} is given as {shown(found[key])} and as {shown(value)} in rope_theta, "
                     "rope_scaling and rope_parameters; keep one of them"
                 )
     found.setdefault("rope_type", "default")
@@ -123,22 +135,23 @@ def _check_keys(kind: str, given: dict) -> None:
     if missing or unknown:
         raise ValueError(
             f"rope_type {kind!r} takes {', '.join(_KEYS[kind]) or 'nothing more'}; missing: "
-            f"{', '.join(missing) or 'none'}; not understood: {', '.join(unknown) or 'none'}"
+            f"{', '.join(missing) or 'none'}; not understood: "
+            f"{shown(unknown)[1:-1] if unknown else 'none'}"
         )
     for key, value in given.items():
         if key in ("short_factor", "long_factor"):
             for each in value if isinstance(value, list) else [value]:
                 positive(key, each)
         elif key == "truncate" and not isinstance(value, bool):
-            raise ValueError(f"truncate must be true or false, got {value!r}")
+            raise ValueError(f"truncate must be true or false, got {shown(value)}")
         elif key != "truncate":
             positive(key, value)
 
 
 def positive(key: str, value: object) -> float:
     """``value`` if it is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
+    if not is_real(value) or value <= 0:
+        raise ValueError(f"{key} must be a positive number, got {shown(value)}")
     return float(value)
 
 

@@ -15,6 +15,7 @@ from jspec.models.families.names import Entry, nest
 from jspec.models.heads import mlp_speculator_format as shared
 from jspec.models.heads.arctic import GATES, LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.mlp_speculator import NormParams
+from jspec.naming import shown
 
 ARCHITECTURE = "ArcticLSTMSpeculatorPreTrainedModel"
 
@@ -35,7 +36,7 @@ def read(
     del tensors
     if raw.get("method") != "sum_lstm":
         raise ValueError(
-            f"method is {raw.get('method')!r}, but the tensors are those of 'sum_lstm'"
+            f"method is {shown(raw.get('method'))}, but the tensors are those of 'sum_lstm'"
         )
     if not common.flag(raw, "tie_weights"):
         raise ValueError("tie_weights is false, but method 'sum_lstm' knows tied weights alone")

@@ -38,6 +38,7 @@ from jspec.models.families.names import Entry, block_table, blocks, nest
 from jspec.models.heads import dspark_format
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams, is_causal
 from jspec.models.heads.dspark import SparkParams
+from jspec.naming import shown
 
 SPECULATORS = "speculators_model_type"
 KINDS = ("dflash", "dspark")
@@ -115,17 +116,17 @@ def _settings(raw: dict) -> dict:
     """The keys of ``dflash_config`` and those beside it, one where both have one."""
     inside = raw.get("dflash_config") or {}
     if not isinstance(inside, dict):
-        raise ValueError(f"dflash_config must be an object, got {inside!r}")
+        raise ValueError(f"dflash_config must be an object, got {shown(inside)}")
     unlike = [key for key, value in inside.items() if raw.get(key) not in (None, value)]
     if unlike:
         key = unlike[0]
         raise ValueError(
-            f"{key} is {raw[key]!r} in config.json and {inside[key]!r} in its dflash_config; state "
-            "one"
+            f"{key} is {shown(raw[key])} in config.json and {shown(inside[key])} in its "
+            "dflash_config; state one"
         )
     settings = raw | {key: value for key, value in inside.items() if value is not None}
     wrong = [
-        f"{key}={settings[key]!r}"
+        f"{key}={shown(settings[key])}"
         for key, allowed in _NEUTRAL.items()
         if settings.get(key) not in allowed
     ]
@@ -137,10 +138,12 @@ def _settings(raw: dict) -> dict:
 def _transformer_config(raw: dict) -> dict:
     if raw[SPECULATORS] not in KINDS:
         known = " and ".join(map(repr, KINDS))
-        raise ValueError(f"{SPECULATORS} {raw[SPECULATORS]!r} is not supported; known: {known}")
+        raise ValueError(
+            f"{SPECULATORS} {shown(raw[SPECULATORS])} is not supported; known: {known}"
+        )
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, dict):
-        raise ValueError(f"transformer_layer_config must be an object, got {inner!r}")
+        raise ValueError(f"transformer_layer_config must be an object, got {shown(inner)}")
     return inner
 
 
@@ -166,7 +169,7 @@ def _causal(
         return () if freed or not any(sliding) else sliding
     stated = [settings[key] for key in ("is_causal", "causal") if settings.get(key) is not None]
     if stated and not isinstance(stated[0], bool):
-        raise ValueError(f"causal must be true or false, got {stated[0]!r}")
+        raise ValueError(f"causal must be true or false, got {shown(stated[0])}")
     if not stated:
         return sliding if any(sliding) else ()
     return (True,) * num_layers if stated[0] else ()
@@ -207,7 +210,7 @@ def _capture_layers(raw: dict, settings: dict, num_blocks: int, num_layers: int)
     if ids is None and offset:
         layers = default_capture_layers(num_layers, num_blocks)
     elif not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-        raise ValueError(f"{key} must be a list of whole numbers, got {ids!r}")
+        raise ValueError(f"{key} must be a list of whole numbers, got {shown(ids)}")
     else:
         layers = tuple(i + offset for i in ids)
     _check_layers(layers, num_layers)

@@ -6,6 +6,7 @@ import numpy as np
 
 from jspec.models.families.names import Entry
 from jspec.models.heads.dspark import SparkConfig
+from jspec.naming import shown
 
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj"
 _MIXED = {"gated": "gate_proj", "rnn": "joint_proj"}
@@ -29,7 +30,9 @@ def read(settings: dict, tensors: Mapping[str, np.ndarray], hidden: int) -> Spar
     markov = found[0] if found else "vanilla"
     for key, ours, told in (("markov_rank", rank, True), ("markov_head_type", markov, rank > 0)):
         if told and settings.get(key) not in (None, ours):
-            raise ValueError(f"{key} is {settings[key]!r}, but the tensors are those of {ours!r}")
+            raise ValueError(
+                f"{key} is {shown(settings[key])}, but the tensors are those of {ours!r}"
+            )
     sees = chances is not None and chances.shape[-1] != hidden
     return SparkConfig(rank, markov, chances is not None, sees and rank > 0)
 

@@ -34,6 +34,7 @@ from jspec.models.families import common, llama, qwen3
 from jspec.models.families.names import Entry, block_table, blocks, nest
 from jspec.models.heads import eagle_layers, masks
 from jspec.models.heads.eagle import EagleConfig, EagleParams
+from jspec.naming import shown
 
 SPECULATORS = "speculators_model_type"
 FIRST = "layers.0"  # called "midlayer" in layout ``eagle3``
@@ -111,8 +112,8 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
         )
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
-        raise ValueError(f"eagle_config must be an object, got {nested!r}")
-    wrong = [f"{k}={nested[k]!r}" for k, v in _NEUTRAL.items() if nested.get(k, v) is not v]
+        raise ValueError(f"eagle_config must be an object, got {shown(nested)}")
+    wrong = [f"{k}={shown(nested[k])}" for k, v in _NEUTRAL.items() if nested.get(k, v) is not v]
     if wrong:
         raise ValueError(f"not supported in eagle_config: {', '.join(wrong)}")
     parallel = MASK in tensors or raw.get(SPECULATORS) == "peagle"
@@ -146,15 +147,15 @@ def _mask_token(raw: dict) -> int:
 def _transformer_config(raw: dict) -> dict:
     if raw[SPECULATORS] not in ("eagle3", "peagle"):
         raise ValueError(
-            f"{SPECULATORS} {raw[SPECULATORS]!r} is not supported; known: 'eagle3', 'peagle'"
+            f"{SPECULATORS} {shown(raw[SPECULATORS])} is not supported; known: 'eagle3', 'peagle'"
         )
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, dict):
-        raise ValueError(f"transformer_layer_config must be an object, got {inner!r}")
+        raise ValueError(f"transformer_layer_config must be an object, got {shown(inner)}")
     kind = inner.get("model_type", "qwen3")
     if kind not in ("llama", "qwen3"):
         raise ValueError(
-            f"transformer_layer_config.model_type {kind!r} is not supported; known: 'llama', "
+            f"transformer_layer_config.model_type {shown(kind)} is not supported; known: 'llama', "
             "'qwen3'"
         )
     return families.FAMILIES[kind].defaults | inner  # the library's networks are transformers'

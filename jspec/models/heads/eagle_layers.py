@@ -9,6 +9,8 @@ Without a list: hidden states 2, n // 2 and n - 3 of n layers.
 import itertools
 from typing import Any
 
+from jspec.naming import shown
+
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -56,7 +58,7 @@ def check(layers: tuple[int, ...], num_layers: int) -> None:
 def _ids(source: dict) -> tuple[int, ...] | None:
     ids = source.get(LAYER_IDS) or None
     if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
-        raise ValueError(f"{LAYER_IDS} must be a list of whole numbers, got {ids!r}")
+        raise ValueError(f"{LAYER_IDS} must be a list of whole numbers, got {shown(ids)}")
     return ids and tuple(ids)
 
 

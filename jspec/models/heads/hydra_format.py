@@ -20,6 +20,7 @@ from jspec.models.families import common
 from jspec.models.families.names import Entry, block_table, blocks, nest
 from jspec.models.heads.hydra import HydraConfig, HydraParams, JoiningParams, PrefixParams
 from jspec.models.heads.medusa import BlockParams
+from jspec.naming import shown
 
 ARCHITECTURES = ("mlp", "prefix-mlp")  # of four that the authors tried
 PREFIX = "prefix_embeding_layer"
@@ -48,7 +49,7 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
     stated = raw.get("hydra_head_arch", ARCHITECTURES[prefixed])
     if stated != ARCHITECTURES[prefixed]:
         raise ValueError(
-            f"hydra_head_arch is {stated!r}, but the tensors are those of "
+            f"hydra_head_arch is {shown(stated)}, but the tensors are those of "
             f"{ARCHITECTURES[prefixed]!r}"
         )
     found = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
@@ -92,7 +93,7 @@ def check_architecture(raw: dict) -> None:
     stated = raw.get("hydra_head_arch")
     if stated not in (None, *ARCHITECTURES):
         known = " and ".join(map(repr, ARCHITECTURES))
-        raise ValueError(f"hydra_head_arch={stated!r} is not supported, only {known}")
+        raise ValueError(f"hydra_head_arch={shown(stated)} is not supported, only {known}")
 
 
 def network(target: DecoderConfig) -> DecoderConfig:

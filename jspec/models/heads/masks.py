@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.naming import shown
+
 # What vLLM reads, for PARD and P-EAGLE alike, and what speculators and SpecForge write.
 SERVED = ("pard_token", "ptd_token_id")
 KEYS = (*SERVED, "mask_token_id")
@@ -17,8 +19,10 @@ def mask_token_id(raw: Mapping[str, Any], keys: Sequence[str] = KEYS) -> int | N
     found = {key: raw[key] for key in keys if raw.get(key) is not None}
     for key, value in found.items():
         if type(value) is not int or value < 0:
-            raise ValueError(f"{key} must be a token id, a whole number from 0 on, got {value!r}")
+            raise ValueError(
+                f"{key} must be a token id, a whole number from 0 on, got {shown(value)}"
+            )
     if len(set(found.values())) > 1:
-        named = ", ".join(f"{key}={value}" for key, value in found.items())
+        named = ", ".join(f"{key}={shown(value, 40)}" for key, value in found.items())
         raise ValueError(f"config.json names several mask tokens ({named}); leave one")
     return next(iter(found.values()), None)

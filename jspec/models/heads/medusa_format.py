@@ -23,6 +23,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.families import common
 from jspec.models.families.names import Entry, nest
 from jspec.models.heads.medusa import BlockParams, MedusaConfig, MedusaParams
+from jspec.naming import shown
 
 _BLOCKS = {
     "medusa": re.compile(r"(\d+)\.(\d+)\.linear\.weight"),
@@ -75,14 +76,14 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
 def _read_vllm(raw: dict, sizes: dict) -> MedusaConfig:
     for key, name in (("num_heads", "num_heads"), ("num_hidden_layers", "num_layers")):
         if raw.get(key) not in (None, sizes[name]):
-            raise ValueError(f"{key} is {raw[key]!r}, but the file holds {sizes[name]}")
+            raise ValueError(f"{key} is {shown(raw[key])}, but the file holds {sizes[name]}")
     if raw.get("logit_scale", 1.0) not in (None, 1, 1.0):
-        raise ValueError(f"logit_scale={raw['logit_scale']!r} is not supported, only 1.0")
+        raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported, only 1.0")
     whole = raw.get("vocab_size")
     if whole not in (None, sizes["target_vocab_size"]):
         raise ValueError(
-            f"the heads were made for another target: vocab_size is {whole!r}, and that of the "
-            f"target {sizes['target_vocab_size']}"
+            f"the heads were made for another target: vocab_size is {shown(whole)}, and that of "
+            f"the target {sizes['target_vocab_size']}"
         )
     reduced = raw.get("truncated_vocab_size") is not None
     return MedusaConfig(

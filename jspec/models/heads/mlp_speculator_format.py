@@ -24,6 +24,7 @@ from jspec.models.heads.mlp_speculator import (
     MlpSpeculatorParams,
     NormParams,
 )
+from jspec.naming import shown
 
 MODEL_TYPE = "mlp_speculator"
 PREFIX = "speculator."  # of IBM's names, which wrap the net in a class
@@ -53,7 +54,9 @@ def read(
     kind = layout(tensors)
     variant = kind == "arctic-rnn"
     if variant and raw.get("method", "sum_rnn") != "sum_rnn":
-        raise ValueError(f"method is {raw['method']!r}, but the tensors are those of 'sum_rnn'")
+        raise ValueError(
+            f"method is {shown(raw['method'])}, but the tensors are those of 'sum_rnn'"
+        )
     sizes = read_sizes(raw, target, "input_hidden_dim" if variant else "emb_dim")
     inner = variant_width(raw) if variant else common.whole(raw, "inner_dim", least=0)
     stated = raw.get("tie_weights") is not None or raw.get("tie_wts") is not None
@@ -112,10 +115,10 @@ def _dim(raw: dict, key: str) -> int:
     parts = value.split(".") if isinstance(value, str) else value
     parts = parts if isinstance(parts, list) else [parts]
     if len(parts) > 1:
-        raise ValueError(f"{key}={value!r} asks for a stack of layers; only one is supported")
+        raise ValueError(f"{key}={shown(value)} asks for a stack of layers; only one is supported")
     digits = [int(part) if isinstance(part, str) and part.isdecimal() else part for part in parts]
     if len(digits) != 1 or type(digits[0]) is not int or digits[0] < 1:
-        raise ValueError(f"{key} must be a positive integer or its digits, got {value!r}")
+        raise ValueError(f"{key} must be a positive integer or its digits, got {shown(value)}")
     return digits[0]
 
 

@@ -31,6 +31,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.families import qwen3_next
 from jspec.models.families.names import Entry, block_table, blocks, nest
 from jspec.models.heads.mtp import ModuleParams, MtpConfig, MtpParams
+from jspec.naming import shown
 
 MtpLayout = Literal["mimo", "deepseek", "qwen3_next"]
 _FIRST = {
@@ -66,7 +67,7 @@ def target_of(raw: dict) -> DecoderConfig:
     """
     if raw.get("model_type") not in families.FAMILIES:
         raise ValueError(
-            f"config.json is not a target's (model_type {raw.get('model_type')!r}); pass the "
+            f"config.json is not a target's (model_type {shown(raw.get('model_type'))}); pass the "
             "target_config that the modules are for"
         )
     family = families.find(raw)

@@ -63,7 +63,9 @@ def to_mask(draft_to_target: np.ndarray, target_size: int) -> np.ndarray:
 
 
 def _check(ids: np.ndarray, target_size: int, what: str) -> None:
-    if ids.size and (ids[0] < 0 or ids[-1] >= target_size or np.any(np.diff(ids) <= 0)):
+    # Compared, not subtracted: offsets near the ends of their range would come out right.
+    inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < target_size)
+    if not inside or np.any(ids[1:] <= ids[:-1]):
         raise ValueError(
             f"{what} must increase and lie in [0, {target_size}); got {ids[0]}, …, {ids[-1]}. "
             "The file belongs to another target, or is damaged"
