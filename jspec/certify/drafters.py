@@ -6,6 +6,7 @@ draws before it, of the verifier's coins, or of the round after.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -26,6 +27,7 @@ MOST_ROWS = 64  # at once
 _ELEMENTS = 2**25  # of recorded laws at once
 _ROUNDS = 2  # in a row: noise that serves twice serves the next round
 _BINS, _COARSE = 20, 8  # of a draw's place by itself, and beside another's
+_ORDERS = ("the likeliest first", "by id")
 _FEW = 100  # draws that say nothing
 # Rounding of sums of float32: of masses, and of log-weights with their noise.
 _ROUNDED = (2e-5, 2e-4)
@@ -124,19 +126,21 @@ def _law(name: str, rounds: list[Watched]) -> Finding:
     places = np.concatenate([each.places for each in rounds])
     uniform = np.full(_BINS, 1 / _BINS)
     tried = []
-    for node, column in [("all nodes", places.ravel()), *enumerate(places.T)]:
-        column = column[~np.isnan(column)]
-        if len(column) >= _FEW:
-            observed = np.bincount((column * _BINS).astype(int), minlength=_BINS)
-            words = node if isinstance(node, str) else f"node {node}"
-            tried.append(Finding("", "", excess(observed, uniform), 1.0, words))
-    count = int((~np.isnan(places)).sum())
+    for order, by in enumerate(_ORDERS):
+        each = places[..., order]
+        columns = {f"node {node}": column for node, column in enumerate(each.T)}
+        for words, column in {"all nodes": each.ravel(), **columns}.items():
+            column = column[~np.isnan(column)]
+            if len(column) >= _FEW:
+                observed = np.bincount((column * _BINS).astype(int), minlength=_BINS)
+                note = f"worst of {words}, draws by their place in the law, {by}"
+                tried.append(Finding("", "", excess(observed, uniform), 1.0, note))
+    count = int((~np.isnan(places[..., 0])).sum())
     subject = f"{name}: {count} draws are from the law recorded"
     if not tried:
         return Finding("drafter", subject, float("nan"), 1.0, "too few draws to tell")
     found = worst(tried)
-    note = f"worst of {found.note}, draws by their place in the law, the likeliest first"
-    return Finding("drafter", subject, found.measured, 1.0, note)
+    return Finding("drafter", subject, found.measured, 1.0, found.note)
 
 
 def _replayed(name: str, rounds: list[Watched]) -> Iterator[Finding]:
@@ -164,45 +168,46 @@ def _replayed(name: str, rounds: list[Watched]) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------ noise
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Event:
+    """Something that was drawn, or left out, in every round that was watched."""
+
+    words: str
+    turn: tuple[int, int, int]  # round; a node of the draft or a coin of the verifier; its number
+    values: np.ndarray  # [n] in [0, 1), NaN where it did not happen
+    uniform: bool  # whether it must be, whatever happened before
+
+
+def _events(turn: int, seen: Watched) -> Iterator[_Event]:
+    """What happened in one round, in the order of ``turn``."""
+    for node in range(seen.valid.shape[1]):
+        valid, places = seen.valid[:, node], seen.places[:, node, 1]
+        if valid.any() and not valid.all():
+            values = np.where(valid, 0.25, 0.75)
+            yield _Event(f"whether node {node} is valid", (turn, 0, node), values, False)
+        if (~np.isnan(places)).sum() >= _FEW:
+            yield _Event(f"the draw of node {node}", (turn, 0, node), places, True)
+    last = seen.coins.shape[1] - 1
+    for coin in range(1, last + 1):  # nobody asks the root's: it is committed
+        words = "the residual's coin" if coin == last else f"the coin of node {coin}"
+        yield _Event(words, (turn, 1, coin), seen.coins[:, coin], True)
+
+
 def _noise(name: str, rounds: list[Watched]) -> Finding:
     """Whether what is drawn later is uniform whatever was drawn, or left out, before."""
-    columns, words, turns, later = [], [], [], []
-    for turn, each in enumerate(rounds):
-        varies = each.valid.any(0) & ~each.valid.all(0)
-        for node in np.flatnonzero(varies):
-            columns.append(np.where(each.valid[:, node], 0.25, 0.75))
-            words.append(f"whether node {node} is valid")
-            turns.append((turn, 0, node))
-            later.append(False)
-        for node in np.flatnonzero((~np.isnan(each.places)).sum(0) >= _FEW):
-            columns.append(each.places[:, node])
-            words.append(f"the draw of node {node}")
-            turns.append((turn, 0, node))
-            later.append(True)
-        for coin, column in enumerate(each.coins.T):
-            if coin == 0:
-                continue  # the root is committed: nobody asks its coin
-            columns.append(column)
-            last = coin == each.coins.shape[1] - 1
-            words.append("the residual's coin" if last else f"the coin of node {coin}")
-            turns.append((turn, 1, coin))
-            later.append(True)
-    which = np.array([turn for turn, *_ in turns])
-    counts = _pairs(columns)
+    events = [event for turn, seen in enumerate(rounds) for event in _events(turn, seen)]
+    counts = _pairs([event.values for event in events])
+    tried = []
+    for (i, first), (j, second) in itertools.permutations(enumerate(events), 2):
+        table = counts[i, :, j]
+        if second.uniform and first.turn < second.turn and table.sum() >= _FEW:
+            law = table.sum(1, keepdims=True) / table.sum() / _COARSE
+            found = excess(table.ravel(), np.repeat(law, _COARSE, 1).ravel())
+            later = " a round later" * (first.turn[0] < second.turn[0])
+            tried.append((found, f"worst: {first.words}, then {second.words}{later}"))
+    measured, note = max(tried)
     subject = f"{name}: what is drawn is not told by what was drawn before"
-    most, pair = -float("inf"), ("", "")
-    for second in np.flatnonzero(later):
-        for first in range(len(columns)):
-            if turns[first] >= turns[second]:
-                continue
-            table = counts[first, :, second]
-            if table.sum() >= _FEW:
-                law = np.repeat(table.sum(1, keepdims=True), _COARSE, 1) / _COARSE / table.sum()
-                found = excess(table.ravel(), law.ravel())
-                if found > most:
-                    apart = " a round later" if which[first] != which[second] else ""
-                    most, pair = found, (words[first], words[second] + apart)
-    return Finding("drafter", subject, most, 1.0, f"worst: {pair[0]}, then {pair[1]}")
+    return Finding("drafter", subject, measured, 1.0, note)
 
 
 def _pairs(columns: list[np.ndarray]) -> np.ndarray:

@@ -1,9 +1,9 @@
 """One round of the shipped loop, and how each of its drawn tokens lies in the law recorded for it.
 
 Whatever the law, the place of a draw in it is uniform on [0, 1): the mass of the tokens before it,
-and a random share of its own (the probability integral transform). Tokens are ordered by the law
-itself, the likeliest first, so that laws of unlike contexts err alike: a token drawn too cool comes
-too early in all of them.
+and a random share of its own (the probability integral transform). Tokens are ordered in two ways,
+in which errors of unlike contexts add up: the likeliest first, as a token that is drawn too cool
+comes too early in all of them; and by id, as one coin that serves twice falls to the same place.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Watched:
 
     broken: Array  # [B, len(CONDITIONS)] bool
     valid: Array  # [B, N] bool
-    places: Array  # [B, N] float32 in [0, 1)
+    places: Array  # [B, N, 2] float32 in [0, 1): the likeliest tokens first, and by id
     coins: Array  # [B, N+1] float32, what the verifier draws from: a coin a node, then the residual
     probability: Array  # [B, N] float32, of the drawn token by the recorded law
     # [B, N, 2] float32: how far the drawn token is from the one that the recorded law and the noise
@@ -137,15 +137,15 @@ def _judged(plan: Plan, keys, root, root_token, draft: Draft, tree: Tree, unifor
     if draft.logits is None:
         none = jnp.full(shape, jnp.nan)
         broken += [any_of(drawn), jnp.zeros(len(root), bool)]
-        return jnp.stack(broken, 1), none, none, jnp.full((*shape, 2), jnp.nan)
+        return jnp.stack(broken, 1), jnp.stack([none] * 2, -1), none, jnp.stack([none] * 2, -1)
     removed = _removed(drafter.proposal, draft, drawn, siblings)
     one = lambda node: _placed(keys, root, draft, up, removed, uniform, node)
     found = lax.map(one, index)  # node by node: [N, B], with a law of one node a row in memory
-    normal, place, probability, misses = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+    normal, places, probability, misses = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
     broken += [any_of(drawn & ~normal), any_of(drawn & normal & ~(probability > 0))]
     fair = drawn & normal & (probability > 0)
     shown = lambda x: jnp.where(fair.reshape(*shape, *[1] * (x.ndim - 2)), x, jnp.nan)
-    return jnp.stack(broken, 1), shown(place), shown(probability), shown(misses)
+    return jnp.stack(broken, 1), shown(places), shown(probability), shown(misses)
 
 
 def _drawn(drafter: Drafter, draft: Draft) -> Array:
@@ -173,7 +173,7 @@ def _removed(proposal: str, draft: Draft, drawn: Array, siblings: Array) -> Arra
 
 
 def _placed(keys, root, draft: Draft, up: Array, removed: Array, uniform: Array, node: Array):
-    """Of one node, the same for all rows: whether there is a law; place, probability, misses."""
+    """Of one node, the same for all rows: whether there is a law; places, probability, misses."""
     above = up[:, node]
     row = jnp.take_along_axis(draft.logits, above[:, None, None], 1, mode="clip")[:, 0]
     row = row.astype(jnp.promote_types(row.dtype, jnp.float32))
@@ -188,17 +188,18 @@ def _placed(keys, root, draft: Draft, up: Array, removed: Array, uniform: Array,
     token = ids[:, node, None]
     at_token = lambda x: jnp.take_along_axis(x, token, 1)
     own = jnp.where(known[:, node, None], at_token(law), 0)
-    places = jnp.arange(size)
-    likelier = (law > own) | ((law == own) & (places < token))
-    place = jnp.where(likelier, law, 0).sum(-1) + uniform[:, node] * own[:, 0]
-    place = jnp.clip(place, 0, 1 - 2**-24)
+    ids_before = jnp.arange(size) < token
+    likelier = (law > own) | ((law == own) & ids_before)
+    mass = lambda which: jnp.where(which, law, 0).sum(-1)
+    low, share = mass(ids_before), uniform[:, node] * own[:, 0]
+    places = jnp.stack([mass(likelier) + share, low + share], -1)
+    places = jnp.clip(places, 0, 1 - 2**-24)
 
     coin = sampling.round_noise_at(keys, root, sampling.DRAFT, above[:, None])[:, 0]
-    low = jnp.where(places < token, law, 0).sum(-1)
     by_coin = jnp.maximum(jnp.maximum(low - coin, coin - low - own[:, 0]), 0)
     scores = row + sampling.node_noise(keys, root, above[:, None], size)[:, 0].astype(row.dtype)
     by_gumbel = scores.max(-1) - at_token(scores)[:, 0]
-    return normal, place, own[:, 0], jnp.stack([by_coin, by_gumbel], -1)
+    return normal, places, own[:, 0], jnp.stack([by_coin, by_gumbel], -1)
 
 
 def _own_ids(draft: Draft, size: int) -> tuple[Array, Array]:
