@@ -17,6 +17,7 @@ from jspec.config_keys import (
 )
 from jspec.drafters import METHODS
 from jspec.head_files import LoadedHead
+from jspec.models.families import common
 from jspec.naming import did_you_mean, shown
 
 NONE = "none"
@@ -60,16 +61,16 @@ def _method_of_model(model: Any) -> str:
     if in_name or not os.path.isfile(file):  # of Path, names that are too long raise
         return in_name or "draft_model"
     raw = model_files.read_json(file)
-    if raw.get("speculators_model_type") in METHODS:
-        return raw["speculators_model_type"]
-    if raw.get("speculators_model_type") == "peagle" or "PEagleDraftModel" in (
-        raw.get("architectures") or ()
-    ):
+    architectures, kind = common.architectures(raw), raw.get("speculators_model_type")
+    if isinstance(kind, str) and kind in METHODS:
+        return kind
+    if kind == "peagle" or "PEagleDraftModel" in architectures:
         return "eagle3"
-    if any("DSpark" in str(name) for name in raw.get("architectures") or ()):
+    if any("DSpark" in name for name in architectures):
         return "dspark"
     by_key = next((method for key, method in METHOD_OF_KEY.items() if key in raw), "draft_model")
-    return METHOD_OF_MODEL_TYPE.get(str(raw.get("model_type")), by_key)
+    kind = raw.get("model_type")
+    return METHOD_OF_MODEL_TYPE.get(kind, by_key) if isinstance(kind, str) else by_key
 
 
 def _known_method(name: str) -> str:

@@ -31,6 +31,7 @@ from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mtp import MtpConfig
+from jspec.naming import printable
 
 # In the order in which they are looked for: published directories often hold a .bin beside.
 _SINGLE = {
@@ -232,8 +233,8 @@ def _canonical(directory: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, 
             short = f"{eagle_format.FIRST}.{short.partition('.')[2]}"
         if short in result:
             raise ValueError(
-                f"{directory} has two tensors that are {short} without their prefixes, one of them "
-                f"{name}; remove the one that does not belong to the head"
+                f"{directory} has two tensors that are {printable(short)} without their prefixes, "
+                f"one of them {printable(name)}; remove the one that does not belong to the head"
             )
         result[short] = tensor
     return result

@@ -27,6 +27,7 @@ from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
 from jspec.models.heads.mtp import MtpConfig, MtpParams
+from jspec.naming import printable
 
 Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash", "dspark", "mtp"]
 Layout = Literal[
@@ -122,7 +123,7 @@ def recognise(directory: Any, raw: dict, tensors: Tensors) -> tuple[Kind, Layout
             "'draft_model'"
         )
     hydra_format.check_architecture(raw)
-    some = ", ".join(sorted(tensors)[:4])
+    some = ", ".join(map(printable, sorted(tensors)[:4]))
     raise ValueError(
         f"{directory} holds no draft head of a known kind (EAGLE-1, -2, -3, Medusa, Hydra, DFlash, "
         f"MLP or LSTM speculator, MTP): its tensors are {some}, …"

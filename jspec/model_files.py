@@ -18,14 +18,14 @@ import numpy as np
 from jspec import checks, ops, staging, tensor_files
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families.names import HARMLESS, Entry
-from jspec.naming import shown
+from jspec.naming import printable, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 ANY_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST_JSON = 100_000_000  # bytes; the index of a thousand files has a hundredth of that
-_MOST_NAMES = 1000  # in one message
+_MOST_NAMES = 100  # in one message
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 PathLike = str | Path
@@ -195,7 +195,7 @@ def open_shards(directory: Path, index: str, read: Any) -> dict[str, np.ndarray]
 def _some(names: list[str]) -> str:
     """Names for a message: all of them, unless somebody made up thousands."""
     rest = f", … and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(name[:200] for name in names[:_MOST_NAMES]) + rest
+    return ", ".join(map(printable, names[:_MOST_NAMES])) + rest
 
 
 def check_fit(

@@ -31,3 +31,13 @@ def shown(value: Any, most: int = 200) -> str:
         kind = type(value).__name__
         text = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} that cannot be shown"
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(name: str, most: int = 200) -> str:
+    """A name that a file gave, without quotation marks: no line breaks, no codes of terminals.
+
+    >>> printable("layers.0"), printable("a\\nb")
+    ('layers.0', 'a\\\\nb')
+    """
+    name = name if name.isprintable() else repr(name)[1:-1]
+    return name if len(name) <= most else f"{name[: most - 3]}..."

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jspec import checks
-from jspec.naming import shown
+from jspec.naming import printable, shown
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -119,10 +119,14 @@ def _view(path: Path, name: str, entry: object, data: np.ndarray) -> np.ndarray:
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole or not isinstance(code, str):
-        raise _corrupt(path, f"the header's entry of {name[:200]} is malformed: {shown(entry)}")
+        raise _corrupt(
+            path, f"the header's entry of {printable(name)} is malformed: {shown(entry)}"
+        )
     if code not in DTYPES:
-        raise _corrupt(path, f"{name} has dtype {shown(code)}; known: {', '.join(DTYPES)}")
-    name, dtype = name[:200], DTYPES[code]
+        raise _corrupt(
+            path, f"{printable(name)} has dtype {shown(code)}; known: {', '.join(DTYPES)}"
+        )
+    name, dtype = printable(name), DTYPES[code]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise _corrupt(path, f"{name} {code}{list(shape)} does not fill its {end - begin} bytes")
     if end > data.size:
@@ -142,7 +146,7 @@ def _check_cover(path: Path, header: dict, size: int) -> None:
         begin, end = entry["data_offsets"]
         if begin != reached:
             what = "overlaps its neighbour" if begin < reached else "leaves a gap before it"
-            raise _corrupt(path, f"{name[:200]} at bytes {begin} to {end} {what}")
+            raise _corrupt(path, f"{printable(name)} at bytes {begin} to {end} {what}")
         reached = end
     if reached != size:
         raise _corrupt(path, f"{size - reached} bytes follow its last tensor")

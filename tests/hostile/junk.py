@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 TIMES = int(os.environ.get("JSPEC_FUZZ", "1"))
-_LONGEST = 2000  # characters of a complaint
 _SECONDS = 5.0  # of processor time that any input may take
 
 
@@ -63,7 +62,7 @@ def anything():
     )
 
 
-def refused(call, *arguments, names=(), **named) -> str | None:
+def refused(call, *arguments, names=(), longest=2000, **named) -> str | None:
     """What a call says of its arguments; None where it works.
 
     All else than a short line in a ValueError, in reasonable time, is a failure; the line names
@@ -76,7 +75,7 @@ def refused(call, *arguments, names=(), **named) -> str | None:
     except ValueError as error:
         message = str(error)
         assert message and len(message.splitlines()) == 1, message
-        assert len(message) <= _LONGEST, f"{len(message)} characters: {message[:500]}"
+        assert len(message) <= longest, f"{len(message)} characters: {message[:500]}"
         assert not names or any(name in message for name in names), message
         message.encode("utf-8", "backslashreplace")
     seconds = time.process_time() - begin

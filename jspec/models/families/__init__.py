@@ -7,6 +7,7 @@ import dataclasses
 
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families import (
+    common,
     deepseek_v3,
     glm4_moe,
     llama,
@@ -38,9 +39,7 @@ def find(raw: dict) -> Family:
       ValueError: the architecture is not one of ours; the message lists those that are.
     """
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise ValueError(f"architectures must be a list of names, got {shown(architectures)}")
+    architectures = common.architectures(raw)
     if raw.get("model_type") in RECURRENT:
         raise ValueError(
             f"model_type {raw['model_type']!r} is not supported yet: its gated delta-rule blocks "

@@ -1,7 +1,7 @@
 """What the families share: a ``Family`` and the parts of config.json that mean the same in all."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jspec.checks import INT32
 from jspec.models.decoder import DecoderConfig
@@ -157,6 +157,38 @@ def flag(raw: dict, key: str) -> bool:
     if value not in (None, False, True):
         raise ValueError(f"{key} must be true or false, got {shown(value)}")
     return bool(value)
+
+
+def architectures(raw: dict) -> list[str]:
+    """The names under ``architectures``; none where it is missing.
+
+    Raises:
+      ValueError: it is no list of names.
+    """
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures must be a list of names, got {shown(names)}")
+    return names
+
+
+def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
+    """How many heads, and blocks of a head, names of tensors number from 0 on.
+
+    Args:
+      names: (head, block) of each such tensor, as digits.
+      most: tensors of the file.
+
+    Raises:
+      ValueError: they number more than the file has tensors.
+    """
+    longest = [max(digits, key=lambda x: (len(x), x)) for digits in zip(*names, strict=True)]
+    heads, blocks = (1 + int(digits[:7]) for digits in longest)
+    if heads * blocks > most:
+        raise ValueError(
+            f"names of tensors number head {shown(longest[0], 40)} and block "
+            f"{shown(longest[1], 40)}, but the file has no more than {most} tensors"
+        )
+    return heads, blocks
 
 
 def windows(raw: dict) -> tuple[int | None, ...]:

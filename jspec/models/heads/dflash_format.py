@@ -72,7 +72,7 @@ def kind(raw: dict, tensors: Mapping[str, np.ndarray]) -> str:
         return "dspark"
     inside = raw.get("dflash_config")
     stated = [raw.get(SPECULATORS), inside.get("projector_type") if isinstance(inside, dict) else 0]
-    named = any("DSpark" in str(name) for name in raw.get("architectures") or ())
+    named = any("DSpark" in name for name in common.architectures(raw))
     return "dspark" if named or "dspark" in stated else "dflash"
 
 

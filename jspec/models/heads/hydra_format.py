@@ -53,8 +53,8 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
             f"{ARCHITECTURES[prefixed]!r}"
         )
     found = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
-    num_heads = 1 + max(int(match[1]) for match in found)
-    num_layers = len({int(match[2]) for match in found})
+    num_heads, _ = common.counted([(match[1], "0") for match in found], len(tensors))
+    num_layers = len({match[2] for match in found})
     width, hidden = tensors[found[0][0]].shape[:1], target.hidden_size
     if width != (hidden,):
         raise ValueError(

@@ -51,7 +51,7 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
     """
     kind = layout(tensors)
     matches = [match for name in tensors if (match := _BLOCKS[kind].fullmatch(name))]
-    num_heads, num_layers = (1 + max(int(match[group]) for match in matches) for group in (1, 2))
+    num_heads, num_layers = common.counted([match.groups() for match in matches], len(tensors))
     hidden, width = target.hidden_size, tensors[matches[0][0]].shape[-1:]
     if width != (hidden,):
         raise ValueError(

@@ -1,0 +1,64 @@
+"""One small checkpoint of every kind, as files, and how each is opened."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from jspec import checkpoint, head_files
+from tests import llm_fixtures, test_dflash_files, test_head_files, test_speculator_files, tiny
+from tests.drafters import hydras, mtps
+
+_HEADS = {
+    **{name: (test_head_files.save, test_head_files.TARGET) for name in test_head_files.HEADS},
+    **{name: (test_speculator_files.save, tiny.TARGET.config)
+       for name in test_speculator_files.LAYOUTS},
+    **{name: (test_dflash_files.save, tiny.TARGET.config) for name in test_dflash_files.CONFIGS},
+}  # fmt: skip
+_OTHERS = {
+    **{f"hydra {name}": (hydras, name) for name in hydras.CONFIGS},
+    **{f"mtp {name}": (mtps, name) for name in ("one", "raw", "two raw")},
+}
+KINDS = ("target", *_HEADS, *_OTHERS)
+
+
+@functools.cache
+def saved(root: Path, kind: str) -> Path:
+    """A directory that holds such a checkpoint."""
+    directory = root / kind.replace(" ", "-").replace(",", "")
+    if kind == "target":
+        llm_fixtures.write_model(directory, llm_fixtures.TARGET, 0)
+    elif kind in _HEADS:
+        _HEADS[kind][0](directory, kind)
+    else:
+        module, name = _OTHERS[kind]
+        head_files.save_head(
+            directory, module.CONFIGS[name], module.random_params(name), _target(kind),
+            target_name="someone/model",
+        )  # fmt: skip
+    return directory
+
+
+def opener(kind: str) -> Callable[[Path], object]:
+    """What opens a checkpoint of this kind."""
+    if kind == "target":
+        return checkpoint.load_pretrained
+    return functools.partial(head_files.load_head, target_config=_target(kind))
+
+
+def _target(kind: str):
+    return _HEADS[kind][1] if kind in _HEADS else tiny.TARGET.config
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Its files, by name."""
+    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+
+
+def write(directory: Path, files: dict[str, bytes]) -> Path:
+    """A directory of these files and no others."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in directory.iterdir():
+        file.unlink()
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory

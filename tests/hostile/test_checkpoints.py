@@ -1,0 +1,293 @@
+"""Files that somebody made or damaged: weights, or one line that says what is wrong with them."""
+
+import json
+import os
+import struct
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec import checkpoint, config, model_files, tensor_files
+from jspec.models import families
+from tests.hostile import checkpoints
+from tests.hostile.junk import anything, few, refused
+from tests.models import test_families
+
+KEYS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+    "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window",
+    "use_sliding_window", "tie_word_embeddings", "partial_rotary_factor", "n_routed_experts",
+    "num_experts", "num_experts_per_tok", "n_group", "first_k_dense_replace", "kv_lora_rank",
+    "q_lora_rank", "full_attention_interval", "model_type", "architectures", "dtype",
+    "torch_dtype", "eos_token_id", "quantization_config", "mask_token_id", "pard_token",
+    "num_nextn_predict_layers", "max_window_layers", "draft_vocab_size", "eagle_config",
+    "dflash_config", "transformer_layer_config", "n_predict", "inner_dim", "block_size",
+)  # fmt: skip
+ROPE = st.dictionaries(
+    st.sampled_from(["rope_type", "factor", "rope_theta", "short_factor", "long_factor", "type",
+                     "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+                     "mscale", "mscale_all_dim", "attention_factor", "truncate", "beta_fast"]),
+    st.sampled_from(["yarn", "llama3", "longrope", "dynamic", "linear", 4.0, 1e299, 1e-299, 2])
+    | anything(), max_size=4,
+)  # fmt: skip
+VALUE = st.integers(0, 9) | ROPE | anything()
+CHANGES = st.lists(st.tuples(st.sampled_from(KEYS) | st.integers(0, 40), VALUE), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("kinds")
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A file that nothing may touch."""
+    file = tmp_path / "outside" / "precious"
+    file.parent.mkdir()
+    file.write_text("as it was")
+    yield file
+    assert file.read_text() == "as it was"
+    assert [other.name for other in file.parent.iterdir()] == ["precious"]
+
+
+def changed(raw, changes):
+    """config.json with other values: by the name of a key, or its number among those there are.
+
+    None if that is no JSON.
+    """
+    raw = dict(raw)
+    for key, value in changes:
+        key = key if isinstance(key, str) else sorted(raw)[key % len(raw)]
+        raw[key] = value
+    try:
+        return json.dumps(raw).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+@few(12)
+@given(changes=CHANGES)
+def test_a_config_is_of_a_decoder_or_refused(tmp_path_factory, family, changes):
+    raw = {"model_type": family, **test_families.SIZES, **test_families.MORE.get(family, {})}
+    if text := changed(raw, changes):
+        directory = tmp_path_factory.getbasetemp() / "config"
+        checkpoints.write(directory, {"config.json": text})
+        refused(checkpoint.load_config, directory)
+        refused(checkpoint.eos_token_ids, directory)
+        refused(config.read, {"model": str(directory), "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+@few(5)
+@given(changes=CHANGES)
+def test_weights_whose_config_was_changed_are_loaded_or_refused(
+    root, tmp_path_factory, kind, changes
+):
+    files = checkpoints.contents(checkpoints.saved(root, kind))
+    if text := changed(json.loads(files["config.json"]), changes):
+        directory = tmp_path_factory.getbasetemp() / "changed"
+        checkpoints.write(directory, files | {"config.json": text})
+        refused(checkpoints.opener(kind), directory, longest=10_000)
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+@few(6)
+@given(data=st.data())
+def test_weights_that_were_damaged_are_loaded_or_refused(root, tmp_path_factory, kind, data):
+    files = checkpoints.contents(checkpoints.saved(root, kind))
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = bytearray(files[name])
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    for _ in range(data.draw(st.integers(0, 4))):
+        near = data.draw(st.sampled_from([64, 2000, len(content) + 1]))
+        place = data.draw(st.integers(-near, near))
+        if -len(content) <= place < len(content):
+            content[place] = data.draw(st.integers(0, 255))
+    directory = tmp_path_factory.getbasetemp() / "damaged"
+    checkpoints.write(directory, files | {name: bytes(content)})
+    refused(checkpoints.opener(kind), directory, longest=10_000)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 63, 64])
+def test_a_file_cut_within_its_first_bytes_is_refused(tmp_path, size):
+    whole = tensor_files_of({"a": np.arange(6, dtype=np.float32)}, tmp_path)
+    (tmp_path / "cut").write_bytes(whole[:size])
+    assert "not a whole safetensors file" in refused(tensor_files.read, tmp_path / "cut")
+
+
+def test_a_tiny_file_cut_at_any_byte_is_refused(tmp_path):
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.int8)}
+    whole, cut = tensor_files_of(tensors, tmp_path), tmp_path / "cut"
+    for size in range(len(whole)):
+        cut.write_bytes(whole[:size])
+        assert "not a whole safetensors file" in refused(tensor_files.read, cut)
+
+
+def tensor_files_of(tensors, directory):
+    layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    tensor_files.write(directory / "whole", layout, iter(tensors.values()))
+    return (directory / "whole").read_bytes()
+
+
+NUMBER = st.integers(-2, 20) | st.sampled_from(
+    [2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 1.0, None, "4", True]
+)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*tensor_files.DTYPES, "F4", "", None]) | anything(),
+        "shape": st.lists(NUMBER, max_size=3) | st.just([1] * 100) | anything(),
+        "data_offsets": st.lists(NUMBER, min_size=2, max_size=2) | anything(),
+    }
+) | anything()  # fmt: skip
+
+
+@few(100)
+@given(
+    header=st.dictionaries(st.text(max_size=3), ENTRY, max_size=3) | anything(),
+    lie=st.none() | st.integers(0, 2**64 - 1) | st.integers(0, 300), body=st.binary(max_size=24),
+)  # fmt: skip
+def test_headers_that_lie_are_refused(tmp_path_factory, header, lie, body):
+    path = tmp_path_factory.getbasetemp() / "lies.safetensors"
+    try:
+        text = json.dumps(header).encode()
+    except (TypeError, ValueError, RecursionError):
+        return
+    path.write_bytes(struct.pack("<Q", len(text) if lie is None else lie) + text + body)
+    found = []
+    refused(lambda: found.append(tensor_files.read(path)))
+    for tensor in found[0].values() if found else ():
+        assert np.array(tensor).nbytes <= len(body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"\xff\xfe{}",
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+        b' "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [0, 4611686018427387904, 4611686018427387904],'
+        b' "data_offsets": [0, 0]}, "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b'], "data_offsets": [0, 4]}}',
+    ],
+    ids=["deep list", "deep object", "no UTF-8", "UTF-16", "twice", "huge and empty", "digits"],
+)
+def test_headers_that_no_program_writes_are_refused(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    assert "not a whole safetensors file" in refused(tensor_files.read, path)
+
+
+# Names and links.
+
+
+@pytest.fixture
+def target(root, tmp_path):
+    """A directory with a target, to spoil."""
+    files = checkpoints.contents(checkpoints.saved(root, "target"))
+    return checkpoints.write(tmp_path / "model", files)
+
+
+def shard(directory, name):
+    """The weights as one shard of that name in the index."""
+    weights = directory / model_files.WEIGHTS
+    names = dict.fromkeys(tensor_files.read(weights), name)
+    (directory / model_files.INDEX).write_text(json.dumps({"weight_map": names}))
+    return weights.rename(directory / "shard")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../shard", "{outside}", ".", "..", "", "a/b", "a\0b", "shard\n", "x" * 5000, "/dev/zero",
+     "missing", "folder", "pipe", "dangling", "circle"],
+)  # fmt: skip
+def test_an_index_names_files_beside_it(target, outside, name):
+    shard(target, name.format(outside=outside))
+    (target / "folder").mkdir()
+    os.mkfifo(target / "pipe")
+    (target / "dangling").symlink_to("nowhere")
+    (target / "circle").symlink_to("circle")
+    message = refused(checkpoint.load_pretrained, target)
+    assert "weight_map" in message or "lacks" in message
+
+
+def test_weights_behind_links_are_read_as_the_hub_keeps_them(target, tmp_path):
+    shard(target, "linked").rename(tmp_path / "blob")
+    (target / "linked").symlink_to(tmp_path / "blob")
+    assert refused(checkpoint.load_pretrained, target) is None
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, 7])
+def test_an_index_of_another_form_is_refused(target, index):
+    shard(target, "shard")
+    (target / model_files.INDEX).write_text(json.dumps(index))
+    refused(checkpoint.load_pretrained, target, names=("weight_map", "JSON object"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_files_that_are_none_are_never_waited_for(target, name, what):
+    (target / name).unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(target / name)
+    elif what == "device":
+        (target / name).symlink_to("/dev/zero")
+    else:
+        (target / name).mkdir()
+    message = refused(checkpoint.load_pretrained, target)
+    refused(checkpoint.eos_token_ids, target)
+    assert (message is None) == (name == "generation_config.json")
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        ["../outside/precious"], ["{outside}"], [".."], ["."], [""], ["a\0b"], [7], {"a": 1},
+        "../outside/precious", [".jspec-saved"], None,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_leftovers_that_no_save_of_ours_left_move_nothing(target, outside, manifest):
+    saved = target / ".jspec-saved"
+    saved.mkdir()
+    (saved / "precious").write_text("planted")
+    text = json.dumps(manifest).replace("{outside}", str(outside))
+    (saved / "files.json").write_text("[" * 100_000 if manifest is None else text)
+    before = sorted(file.name for file in target.iterdir())
+    assert "remove that folder" in refused(checkpoint.load_pretrained, target)
+    assert sorted(file.name for file in target.iterdir()) == before
+
+
+def test_leftovers_behind_a_link_are_not_moved(target, outside):
+    planted = outside.parent.parent / "planted"
+    planted.mkdir()
+    (planted / "files.json").write_text('["config.json"]')
+    (planted / "config.json").write_text("{}")
+    (target / ".jspec-saved").symlink_to(planted)
+    assert "remove that folder" in refused(checkpoint.load_pretrained, target)
+    assert (planted / "config.json").exists()
+
+
+def test_a_save_writes_through_no_link(target, outside):
+    config, params, _ = checkpoint.load_pretrained(target)
+    for name in ("config.json", "model.safetensors"):
+        (target / name).unlink()
+        (target / name).symlink_to(outside)
+    checkpoint.save_pretrained(target, config, params)
+    assert not (target / "config.json").is_symlink()
+    jax.tree.map(np.testing.assert_array_equal, params, checkpoint.load_pretrained(target)[1])
+
+
+def test_sizes_that_the_files_do_not_hold_are_refused_before_they_are_allocated(target):
+    raw = json.loads((target / "config.json").read_text())
+    for key, value in (("num_hidden_layers", 4096), ("hidden_size", 2**30), ("vocab_size", 2**30)):
+        (target / "config.json").write_text(json.dumps(raw | {key: value}))
+        assert refused(checkpoint.load_pretrained, target, longest=10_000)
