@@ -5,6 +5,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import jax
@@ -14,12 +15,15 @@ from jax import lax
 
 from jspec.kernels.rejection_sampling import laws
 from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
-from jspec.kernels.tree_attention import reference
+from jspec.kernels.tree_attention import ordered, reference
 from jspec.types import Array, Draft, Sampling, Tree
 
 # XLA's CPU matmul for bfloat16 reaches its fast path from two rows on, and gives rows that are
 # bit-equal from three rows on; one padded row count makes a token's logits independent of N.
 _BFLOAT16_ROWS = 4
+
+# Slots of a cache that ``ordered_attention`` reads come in whole blocks.
+ORDERED_BLOCK = ordered.BLOCK
 
 REJECTION_SAMPLING_RULES = ("rejection", "block")
 
@@ -40,6 +44,40 @@ def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
     out = lax.dot_general(rows, w, contracted, precision=precision, preferred_element_type=dtype)
     return out[:count].reshape(*x.shape[:-1], out.shape[-1])
+
+
+def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
+    """``function`` of the rows of x [..., I], some at a time: for determinism, not for speed.
+
+    Sums over a row round differently in arrays of other shapes. Here all have one, so that a row's
+    result is a matter of that row alone, to the bit, wherever a backend computes equal shapes
+    alike.
+
+    Args:
+      function: of rows [R, I], each by itself, to [R, O].
+      x: [..., I].
+
+    Returns:
+      [..., O]
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    count, size = rows.shape[0], ordered.TILE
+    tiles = -(-count // size)
+    rows = jnp.pad(rows, ((0, tiles * size - count), (0, 0))).reshape(tiles, size, -1)
+    # Behind a barrier a single tile is not fused with what surrounds it, as several are not.
+    alone = lax.optimization_barrier
+    out = lax.map(lambda tile: alone(function(alone(tile))), rows)
+    return out.reshape(tiles * size, -1)[:count].reshape(*x.shape[:-1], -1)
+
+
+def ordered_attention(
+    q: Array, chain_k: Array, chain_v: Array, cache_k: Array, cache_v: Array, length: Array, *,
+    scale: float, window: int | None = None,
+) -> Array:  # fmt: skip
+    """Attention of a chain that adds up in the order of positions; see the kernels' ``ordered``."""
+    return ordered.attention(
+        q, chain_k, chain_v, cache_k, cache_v, length, scale=scale, window=window
+    )
 
 
 def attention(

@@ -67,7 +67,7 @@ def tree_attention(
         return jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
 
     def scores_of(keys: Array, mask: Array) -> Array:
-        scores = _dot("bhrd,bhsd->bhrs", rows, keys)
+        scores = dot("bhrd,bhsd->bhrs", rows, keys)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         return jnp.where(mask, scores, MASKED)
@@ -75,7 +75,7 @@ def tree_attention(
     scores = scores_of(tree_k, spread(unpack(ancestors, tree_k.shape[2])))
     peak = scores.max(-1)
     weights = jnp.exp(scores - peak[..., None])
-    carry = (peak, weights.sum(-1), _dot("bhrs,bhsd->bhrd", weights, tree_v))
+    carry = (peak, weights.sum(-1), dot("bhrs,bhsd->bhrd", weights, tree_v))
     if cache_k is not None and cache_k.shape[2] > 0:
         visible = _prefix_visibility(length, window, positions)
         carry = _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block)
@@ -103,7 +103,7 @@ def unpack(words: Array, count: int) -> Array:
     return bits.reshape(*words.shape[:-1], -1)[..., :count] > 0
 
 
-def _dot(equation: str, rows: Array, stored: Array) -> Array:
+def dot(equation: str, rows: Array, stored: Array) -> Array:
     """A product with keys or values, accumulated in the dtype of ``rows``."""
     if stored.dtype.itemsize >= 4:
         stored = stored.astype(rows.dtype)
@@ -150,7 +150,7 @@ def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
         return (
             new_peak,
             total * decay + weights.sum(-1),
-            mixed * decay[..., None] + _dot("bhrs,bhsd->bhrd", weights, take(start, cache_v)),
+            mixed * decay[..., None] + dot("bhrs,bhsd->bhrd", weights, take(start, cache_v)),
         )
 
     if block == slots_total:

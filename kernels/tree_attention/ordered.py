@@ -1,0 +1,97 @@
+"""Attention of a chain that adds up in the order of absolute positions, in plain jnp.
+
+What the reference sums last to first (the chain's own block, then the prefix) is summed here block
+by block from position 0 on, whichever of the positions are committed: a block takes each of its
+slots from the cache or from the chain, so a token's sum is the same, bit for bit, in every pass
+that it is part of. Every product has one shape, ``TILE`` queries by ``BLOCK`` slots, since the
+matmuls of most backends round differently for different shapes.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.kernels.tree_attention.reference import MASKED, Array, dot
+
+TILE = 16  # queries at a time
+BLOCK = 64  # slots at a time; a cache must hold a whole number of them
+
+
+def attention(
+    q: Array,
+    chain_k: Array,
+    chain_v: Array,
+    cache_k: Array,
+    cache_v: Array,
+    length: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """Softmax over all positions up to a query's own, in float32.
+
+    Args:
+      q: queries [B, H, N, D]; the n-th stands at position ``length + n``.
+      chain_k: their keys [B, Hkv, N, D].
+      chain_v: their values [B, Hkv, N, D].
+      cache_k: committed keys [B, Hkv, S, D], S a multiple of ``BLOCK``.
+      cache_v: committed values [B, Hkv, S, D].
+      length: committed slots of each row, int32 [B]; ``length + N`` are at most S.
+      scale: factor on the scores.
+      window: a query at position p sees positions > p - window alone; None: all.
+
+    Returns:
+      [B, H, N, D] in float32 (or the wider type of q).
+    """
+    batch, heads, nodes, dim = q.shape
+    kv_heads, dtype = chain_k.shape[1], jnp.promote_types(q.dtype, jnp.float32)
+    tiles = -(-nodes // TILE)
+    q = jnp.pad(q.astype(dtype) * scale, ((0, 0), (0, 0), (0, tiles * TILE - nodes), (0, 0)))
+    q = q.reshape(batch, kv_heads, heads // kv_heads, tiles, TILE, dim)
+    # Query heads of one group become rows of one matmul: [tiles, B, Hkv, G * TILE, D].
+    q = jnp.moveaxis(q, 3, 0).reshape(tiles, batch, kv_heads, -1, dim)
+    positions = length[:, None] + jnp.minimum(jnp.arange(tiles * TILE), nodes - 1)
+    positions = jnp.moveaxis(positions.reshape(batch, tiles, TILE), 1, 0)
+
+    def slots_of(start: Array, cached: Array, chain: Array) -> Array:
+        """Positions ``start`` to ``start + BLOCK`` [B, Hkv, BLOCK, D], wherever they are."""
+        place = start + jnp.arange(BLOCK) - length[:, None]  # [B, BLOCK], in the chain
+        fresh = jnp.take_along_axis(
+            chain, jnp.clip(place, 0, nodes - 1)[:, None, :, None], axis=2
+        ).astype(cached.dtype)
+        known = lax.dynamic_slice_in_dim(cached, start, BLOCK, axis=2)
+        return jnp.where((place >= 0)[:, None, :, None], fresh, known)
+
+    def one_tile(tile: tuple[Array, Array]) -> Array:
+        rows, at = tile
+
+        def step(index: Array, carry):
+            peak, total, mixed = carry
+            start = index * BLOCK
+            slots = start + jnp.arange(BLOCK)
+            seen = slots <= at[:, :, None]  # [B, TILE, BLOCK]
+            if window is not None:
+                seen &= slots > at[:, :, None] - window
+            seen = jnp.tile(seen, (1, heads // kv_heads, 1))[:, None]
+            scores = dot("bhrd,bhsd->bhrs", rows, slots_of(start, cache_k, chain_k))
+            scores = jnp.where(seen, scores, MASKED)
+            new_peak = jnp.maximum(peak, scores.max(-1))
+            decay = jnp.exp(peak - new_peak)
+            weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0)
+            values = dot("bhrs,bhsd->bhrd", weights, slots_of(start, cache_v, chain_v))
+            return (
+                new_peak,
+                total * decay + weights.sum(-1),
+                mixed * decay[..., None] + values,
+            )
+
+        empty = (
+            jnp.full(rows.shape[:-1], MASKED, dtype), jnp.zeros(rows.shape[:-1], dtype),
+            jnp.zeros(rows.shape, dtype),
+        )  # fmt: skip
+        # Blocks behind a query change nothing of its sums, not even a bit.
+        _, total, mixed = lax.fori_loop(0, at.max() // BLOCK + 1, step, empty)
+        return mixed / total[..., None]
+
+    out = lax.map(one_tile, (q, positions))  # [tiles, B, Hkv, G * TILE, D]
+    out = out.reshape(tiles, batch, kv_heads, heads // kv_heads, TILE, dim)
+    return jnp.moveaxis(out, 0, 3).reshape(batch, heads, tiles * TILE, dim)[:, :, :nodes]

@@ -1,0 +1,110 @@
+"""The same seed gives the same text, whatever drafts, beside whom, and on however many devices.
+
+Of real decoders, whose passes round differently in other shapes, and not of the fakes of
+``test_equality``. Texts are compared that have no near-ties; ``jspec certify`` tells those apart.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jspec
+from jspec.drafters import DraftModel, TokenRecycling
+from jspec.generate import Row, generate_rows
+from jspec.models.deterministic import DeterministicDecoder
+from jspec.plan import Plan
+from jspec.verify import RULES
+from tests import llm_fixtures, tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTHS, TEMPERATURES = (1, 9, 23, 5, 3, 7, 14, 2), (1.0, 0.0, 0.7, 1.3, 0.0, 1.0, 0.9, 1.0)
+
+
+def rows(max_tokens=20):
+    """Ragged rows, greedy and sampled."""
+    return [
+        Row(prompt, max_tokens, temperature=temperature, stream=stream)
+        for stream, (prompt, temperature) in enumerate(
+            zip(tiny.prompts(LENGTHS), TEMPERATURES, strict=True)
+        )
+    ]
+
+
+def texts(plan, params, asked, **settings):
+    """Texts in the order of the rows' streams."""
+    answers = generate_rows(plan, params, asked, **settings)
+    pairs = sorted(zip([row.stream for row in asked], answers, strict=True), key=lambda x: x[0])
+    return [answer.tokens.tolist() for _, answer in pairs]
+
+
+@functools.cache
+def plain():
+    return texts(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows())
+
+
+@pytest.mark.parametrize("drafter", [
+    tiny.NGRAM, tiny.DRAFT, DraftModel(tiny.DRAFT_CONFIG, 2),
+    TokenRecycling(tiny.VOCAB, num_speculative_tokens=3),
+], ids=["ngram", "draft_model", "a shorter K", "a tree"])  # fmt: skip
+def test_coupled_text_is_that_of_plain_sampling_for_every_method_and_order_of_rows(drafter):
+    plan = Plan(tiny.TARGET, drafter, "coupled")
+    assert texts(plan, tiny.params(), rows()[::-1]) == plain()
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
+def test_text_of_every_rule_does_not_depend_on_the_batch_at_a_fixed_k(rule):
+    plan = Plan(tiny.TARGET, tiny.DRAFT, rule)
+    together = texts(plan, tiny.params(), rows())
+    assert texts(plan, tiny.params(), rows()[::-1], max_num_seqs=2) == together
+
+
+def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_whatever_drafts():
+    target = DeterministicDecoder(tiny.TARGET.config)
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), tiny.params())
+    expected = texts(Plan(target, tiny.NONE), params, rows(60), max_num_seqs=1)
+    for drafter in (tiny.NGRAM, tiny.DRAFT):
+        assert texts(Plan(target, drafter, "coupled"), params, rows(60)[::-1]) == expected
+
+
+def test_a_deterministic_llm_takes_chains_alone(tmp_path_factory):
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    tree = {"method": "token_recycling", "num_speculative_tokens": 3}
+    model = llm_fixtures.loaded(tmp_path_factory.getbasetemp())["target"]
+    asked = jspec.SamplingParams(max_tokens=17)
+    prompts = ["the quick brown fox", "def add(", "über"]
+    speculative = jspec.LLM(model, config, deterministic=True).generate(prompts, asked)
+    ordinary = jspec.LLM(model, deterministic=True).generate(prompts[0], asked)
+    assert speculative[0].outputs[0].token_ids == ordinary[0].outputs[0].token_ids
+    with pytest.raises(ValueError, match="deterministic=True takes chains, but method='token_rec"):
+        jspec.LLM(model, tree, deterministic=True)
+    with pytest.raises(ValueError, match="deterministic='yes' must be True or False"):
+        jspec.LLM(model, deterministic="yes")
+
+
+@pytest.fixture(scope="module")
+def on_devices():
+    """What tests/on_devices.py prints, run on eight virtual devices."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+        "--xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.on_devices"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def test_a_batch_cut_over_eight_devices_gives_the_text_of_one(on_devices):
+    assert [case["dtype"] for case in on_devices] == ["float32", "bfloat16"]
+    for case in on_devices:
+        assert case["eight"] == case["one"] and len(case["one"]) == 8, case["dtype"]
+        assert case["devices"] == 8
