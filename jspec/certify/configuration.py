@@ -67,8 +67,6 @@ class Asked:
                 f"speculative_config={self.speculative_config!r} must say what drafts for the "
                 "model, such as {'method': 'ngram', 'num_speculative_tokens': 4}."
             )
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool):
-            raise ValueError(f"max_tokens={self.max_tokens!r} must be a whole number.")
         if not self.row((0,)).temperature > 0:
             raise ValueError(
                 f"temperature={self.row((0,)).temperature} must be more than 0: greedy text is "

@@ -24,6 +24,7 @@ from jspec.types import Array, Params, Request, Sampling, Target
 
 _LIKELIEST = 16  # tokens of a position whose logits are compared
 _FARTHEST = 2.0**14  # of gaps
+_NUDGES = 6  # ways to change logits for one of two tokens
 # What no rounding does: so many units in the last place of the largest logit, or so much of the
 # spread of all. Passes that differ by more do not compute the same thing.
 _MOST_UNITS, _MOST_SPREAD = 1024, 0.25
@@ -118,9 +119,10 @@ def _feed(target: Target, params, cache: kv.KVCache, chunks: Array) -> Array:
 
 
 def gap(row: Row, place: int, logits: np.ndarray, pair: tuple[int, int]) -> float:
-    """The least change of differences between logits for which a row draws either of two tokens.
+    """A change of differences between logits that suffices for a row to draw either of two tokens.
 
-    With its own noise and filters. At temperature 0 that is the difference of the two logits.
+    With its own noise and filters. Without filters it is the least, at temperature 0 the difference
+    of the two logits.
 
     Args:
       row: its settings, seed and stream.
@@ -132,11 +134,11 @@ def gap(row: Row, place: int, logits: np.ndarray, pair: tuple[int, int]) -> floa
       The change; infinity where none is enough.
     """
     request = _request(row, len(logits))
-    position = np.int32(len(row.prompt) + place)
+    positions = np.full((1, _NUDGES), len(row.prompt) + place, np.int32)
 
     def either(change: float) -> bool:
         nudged = _nudged(logits.astype(np.float32), *pair, change)
-        drawn = _draws(nudged, request.sampling, request.keys, position)
+        drawn = _draws(nudged[None], request.sampling, request.keys, positions)[0]
         return set(pair) <= set(np.asarray(drawn).tolist())
 
     high = 2.0**-24
@@ -166,11 +168,9 @@ def _nudged(logits: np.ndarray, one: int, other: int, change: float) -> np.ndarr
 
 
 @jax.jit
-def _draws(logits: Array, settings: Sampling, keys: Array, position: Array) -> Array:
-    """What one row draws at ``position`` from each of ``logits`` [C, V]: [C]."""
-    warped = sampling.warp(logits[None], settings)
-    positions = jnp.full((1, len(logits)), position)
-    return sampling.draw_target(warped, settings, keys, positions)[0]
+def _draws(logits: Array, settings: Sampling, keys: Array, positions: Array) -> Array:
+    """What one row draws at each of ``positions`` [1, C] from ``logits`` [1, C, V]: [1, C]."""
+    return sampling.draw_target(sampling.warp(logits, settings), settings, keys, positions)
 
 
 def _request(row: Row, vocab_size: int) -> Request:
