@@ -77,6 +77,12 @@ def test_rules_of_trees_that_are_off_are_caught(rule, proposal, walk):
     assert not found.passed and found.measured > 1e-3
 
 
+def test_a_coin_of_zero_that_passes_where_nothing_may_is_caught():
+    walk = mutations.compares_with_less_or_equal(RULES["rejection"].walk)
+    found = laws.law(Rule("mutant", walk, "round", CHAINS))
+    assert not found.passed and "a coin of exactly 0 lets a token through" in found.note
+
+
 def test_a_rule_of_ones_own_is_certified_by_its_dotted_path():
     found = laws.law("tests.test_certify.LENIENT")
     assert not found.passed and found.measured > 1e-2

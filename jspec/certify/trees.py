@@ -222,6 +222,24 @@ def _outcome(walk: Callable, case: TreeCase) -> Outcome:
     return Outcome(*_collect(case, every, weight, end, num_accepted, next_law), limit)
 
 
+def accepts_the_impossible(walk: Callable, case: TreeCase) -> bool:
+    """Whether coins of exactly 0 let a token through that the target excludes.
+
+    It has probability zero on paper, and one in millions where coins are float32: no sum shows it.
+    """
+    with jax.enable_x64(True):
+        every, above = drafts(case), np.maximum(padded(case), 0)
+        depth = topology.from_parents(padded(case), DEPTH).depth
+        path, _, _ = runner(walk, case, every)(np.zeros((len(every.weights), 1, case.size)))
+        chance = np.stack(
+            [softmax(case.target[depth[up]])[every.context[:, up], every.tokens[:, node]]
+             for node, up in enumerate(above)], 1
+        )  # fmt: skip
+        accepted = path[:, 0, 1:]
+        at_path = np.take_along_axis(chance, np.maximum(accepted, 0), 1)
+        return bool(((accepted > 0) & (at_path == 0)).any())
+
+
 def _collect(case, every, weight, end, num_accepted, next_law):
     """Sums weighted outcomes [T, C] into the law of DEPTH+1 tokens; the target's; of lengths."""
     law, exact, vocab = np.zeros(1), np.ones(1), case.vocab_size
