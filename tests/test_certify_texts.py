@@ -29,6 +29,11 @@ V, K = 8, 3
 NOISE = 2.0**-12
 
 
+@pytest.fixture
+def models(tmp_path_factory):
+    return llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "models")
+
+
 @dataclasses.dataclass(frozen=True)
 class Shaky(ToyTarget):
     """Whose even logits are higher by ``noise`` in passes over several tokens than over one."""
@@ -172,12 +177,39 @@ def test_a_lossy_rule_fails_whatever_its_drafter_does():
      ({"model": "x", "tree": [-1], "speculative_config": {}}, "tree=[-1] is of certificates"),
      ({"model": "x", "speculative_config": {}, "temperature": 0}, "temperature=0 must be more tha"),
      ({"model": "x", "speculative_config": {}, "max_tokens": 0}, "max_tokens=0 must be a whole"),
+     ({"model": "x", "speculative_config": {}, "num_drafts": 9}, "num_drafts=9 must be a whole nu"),
      ({"model": "x", "speculative_config": {"k": 1}}, "speculative_config has no key 'k'")],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, message):
     with pytest.raises(ValueError) as error:
         jspec.certify(**arguments)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "holds no prompt"), ("the quick " * 90, "tokens and max_tokens=64, but the model has"),
+     ({"prompt_token_ids": [1, 999]}, "prompt 0 holds token id 999, outside the vocabulary")],
+)  # fmt: skip
+def test_prompts_that_do_not_fit_are_refused(prompt, message, models):
+    with pytest.raises(ValueError, match=message):
+        jspec.certify(
+            model=models["target"], prompts=prompt,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+        )  # fmt: skip
+
+
+def test_a_drafter_that_raises_is_reported_and_its_texts_are_not_compared():
+    @dataclasses.dataclass(frozen=True)
+    class Broken(NoDrafter):
+        def propose(self, params, request, shared, memory, history):
+            raise RuntimeError("no idea")
+
+    plan = Plan(ToyTarget(V), Broken(), "match")
+    rows = [dataclasses.replace(row, temperature=1.0) for row in greedy()]
+    found, (remark,) = of_plan(plan, Params(table(0, V, V)), rows, num_drafts=100)
+    assert [each.check for each in found if not each.passed] == ["drafter"]
+    assert remark == "texts were not compared: it raises RuntimeError: no idea."
 
 
 def test_the_function_and_the_package_are_both_at_hand():
@@ -187,11 +219,6 @@ def test_the_function_and_the_package_are_both_at_hand():
     report = jspec.certify("coupled", tree=[-1, 0], temperature=0.7, vocab_size=8)
     assert report.passed and report.setting["rules"] == "coupled"
     assert all("temperature=0.7" in each.subject for each in report.findings)
-
-
-@pytest.fixture
-def models(tmp_path_factory):
-    return llm_fixtures.checkpoints(tmp_path_factory.getbasetemp() / "models")
 
 
 def test_a_model_is_certified_as_it_stands_in_its_files(models):

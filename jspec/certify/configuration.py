@@ -10,7 +10,7 @@ import jax
 
 from jspec import config, loading, prompts
 from jspec.assembly import Assembly, assemble
-from jspec.certify.drafters import NUM_DRAFTS, drafts, draws_tokens
+from jspec.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
 from jspec.certify.law import law, laws, rule_of
 from jspec.certify.report import Finding
 from jspec.certify.sampled import chi_square
@@ -67,6 +67,7 @@ class Asked:
                 f"speculative_config={self.speculative_config!r} must say what drafts for the "
                 "model, such as {'method': 'ngram', 'num_speculative_tokens': 4}."
             )
+        check_number(self.num_drafts)
         if not self.row((0,)).temperature > 0:
             raise ValueError(
                 f"temperature={self.row((0,)).temperature} must be more than 0: greedy text is "
@@ -91,7 +92,7 @@ def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[st
     speculative = config.read(asked.speculative_config)
     say("loading")
     assembly = assemble(asked.model, speculative, dtype=asked.dtype)
-    ids = _token_ids(assembly, asked.prompts)
+    ids = _token_ids(assembly, asked.prompts, asked.max_tokens)
     eos = assembly.model.eos_token_ids
     sampled = [asked.row(prompt, stream=i, stop_token_ids=eos) for i, prompt in enumerate(ids)]
     findings, remarks = of_plan(
@@ -130,7 +131,11 @@ def of_plan(
     say("enumerating drafts and coins, counting tokens of the rule")
     findings += _of_rule(plan, rows[0])
     say("comparing drafts with the laws that they were drawn from")
-    findings += drafts(plan, params, rows, num_drafts=num_drafts)
+    drafted = list(drafts(plan, params, rows, num_drafts=num_drafts))
+    findings += drafted
+    if not drafted[0].passed and len(drafted) == 1:
+        remarks.append(f"texts were not compared: {drafted[0].note or 'its drafts are no drafts'}.")
+        return findings, remarks
     if not draws_tokens(plan):
         remarks.append(_undrawn(plan))
     say("comparing greedy texts with plain decoding")
@@ -163,6 +168,8 @@ def _of_rule(plan: Plan, row: Row) -> list[Finding]:
 
 def _undrawn(plan: Plan) -> str:
     name = type(plan.drafter).__name__
+    if plan.drafter.proposal == "pruned":
+        return f"No law of the drafts of {name} is known, and its rule needs none."
     if plan.drafter.noise == "target":
         return f"{name} draws with the target's noise and records no law: its texts are compared."
     return (
@@ -170,8 +177,8 @@ def _undrawn(plan: Plan) -> str:
     )
 
 
-def _token_ids(assembly: Assembly, given: Any) -> list[tuple[int, ...]]:
-    """The prompts as the model sees them."""
+def _token_ids(assembly: Assembly, given: Any, max_tokens: int) -> list[tuple[int, ...]]:
+    """The prompts as the model sees them, once they are found to fit it."""
 
     def encode(text: str) -> list[int]:
         tokenizer = assembly.tokenizer or assembly.model.tokenizer
@@ -186,6 +193,19 @@ def _token_ids(assembly: Assembly, given: Any) -> list[tuple[int, ...]]:
                                                    encode)]  # fmt: skip
     if not ids:
         raise ValueError("prompts=[] holds no prompt; give one, or leave it out.")
+    size, room = assembly.plan.target.vocab_size, assembly.max_model_len - max_tokens
+    for index, prompt in enumerate(ids):
+        if len(prompt) > room:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens and max_tokens={max_tokens}, but the "
+                f"model has {assembly.max_model_len} positions; shorten one of the two."
+            )
+        wrong = next((token for token in prompt if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt {index} holds token id {wrong}, outside the vocabulary of {size} tokens; "
+                "was it made by another tokenizer?"
+            )
     return ids
 
 

@@ -42,19 +42,20 @@ def drafts(
     Args:
       plan: target, drafter and rule, as they run.
       params: weights.
-      rows: what is continued, each with noise of many seeds; all at a temperature above 0.
+      rows: what is continued, each with noise of many seeds, all at a temperature above 0; the end
+        of it, where two rounds more would not fit the model.
       num_drafts: rounds in all, of which half follow another.
       seed: of the noise.
 
     Yields:
       Of the check "drafter": whether drafts are what ``Draft`` says; and where tokens are drawn,
-      whether the recorded law is that of the draws, and their noise nobody else's.
+      whether the recorded law is that of the draws, and their noise nobody else's. That a drafter
+      raises is a finding as well: then the only one, and measured NaN.
 
     Raises:
-      ValueError: a row does not fit the model, or an argument is out of range.
+      ValueError: ``num_drafts`` is out of range.
     """
-    if not isinstance(num_drafts, int) or isinstance(num_drafts, bool) or num_drafts < _FEW:
-        raise ValueError(f"num_drafts={num_drafts!r} must be a whole number of at least {_FEW}.")
+    check_number(num_drafts)
     name = type(plan.drafter).__name__
     try:
         rounds = _watched(plan, params, rows, num_drafts, seed)
@@ -71,6 +72,12 @@ def drafts(
     yield _noise(name, rounds)
 
 
+def check_number(num_drafts: int) -> None:
+    """Raises ValueError where so many drafts would tell nothing."""
+    if not isinstance(num_drafts, int) or isinstance(num_drafts, bool) or num_drafts < _FEW:
+        raise ValueError(f"num_drafts={num_drafts!r} must be a whole number of at least {_FEW}.")
+
+
 def draws_tokens(plan: Plan) -> bool:
     """Whether the rule reads laws of the drafter's draws: then there is something to compare."""
     return plan.drafter.proposal not in ("point", "pruned") and plan.drafter.noise == "own"
@@ -85,11 +92,17 @@ def _watched(
     batch = int(np.clip(_ELEMENTS // elements, 1, MOST_ROWS))
     batch = bucket(min(batch, -(-num_drafts // _ROUNDS)) // 2 + 1, smallest=1)
     needed = _ROUNDS * (plan.drafter.max_depth + 1) + 1
-    rows = [
-        dataclasses.replace(rows[index % len(rows)], max_tokens=needed, stop_token_ids=(),
-                            stream=index)
-        for index in range(max(batch, min(len(rows), MOST_ROWS)))
+    own = [
+        dataclasses.replace(
+            row, prompt=row.prompt[-(plan.target.max_positions - needed) :], max_tokens=needed,
+            stop_token_ids=(),
+        )
+        for row in rows[:MOST_ROWS]
     ]  # fmt: skip
+    rows = [
+        dataclasses.replace(own[index % len(own)], stream=index)
+        for index in range(max(batch, len(own)))
+    ]
     begun = start(plan, params, rows)
     shared, rng = init_shared(plan), np.random.default_rng(seed)
     found: list[list[Watched]] = [[] for _ in range(_ROUNDS)]
