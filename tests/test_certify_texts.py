@@ -19,6 +19,7 @@ from jspec.rows import Row
 from jspec.types import Params
 from jspec.verify import RULES, Rule
 from tests import llm_fixtures, tiny
+from tests.drafters.custom import Successor
 from tests.fakes import TableDrafter, ToyTarget, table
 from tests.test_certify import EAGER
 
@@ -128,6 +129,29 @@ def test_a_token_that_top_p_just_leaves_out_is_a_near_tie():
 
 
 # ------------------------------------------------------------------------------- configurations
+
+
+@dataclasses.dataclass(frozen=True)
+class Cooler(Successor):
+    """Draws from half of the logits that it records."""
+
+    def propose(self, params, request, shared, memory, history):
+        draft, memory = super().propose(params, request, shared, memory, history)
+        return draft.replace(logits=None if draft.logits is None else 2 * draft.logits), memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "honest"), [("Cooler", False), ("Successor", True)])
+def test_a_drafter_of_ones_own_is_certified_by_its_dotted_path(drafter, honest, models, tmp_path):
+    file = tmp_path / "table.npy"
+    np.save(file, np.asarray(table(3, llm_fixtures.VOCAB, llm_fixtures.VOCAB)))
+    module = "tests.test_certify_texts" if drafter == "Cooler" else "tests.drafters.custom"
+    config = {"method": "custom_class", "model": f"{module}.{drafter}", "table": str(file),
+              "num_speculative_tokens": 3}  # fmt: skip
+    report = jspec.certify(model=models["target"], speculative_config=config, max_tokens=4,
+                           prompts=["the quick", "def add("], num_drafts=1024)  # fmt: skip
+    assert report.passed == honest
+    assert {each.check for each in report.failures} == (set() if honest else {"drafter"})
 
 
 def test_a_drafter_that_cannot_share_noise_is_compared_under_match_and_it_is_said():
