@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import config, jobs, loading, logprobs, metrics, prompts, shared_file
+from jspec import config, jobs, loading, logprobs, metrics, prompts, shared_file, tracing
 from jspec.assembly import assemble
 from jspec.calibration import CostTable
 from jspec.checks import is_whole
@@ -23,6 +23,7 @@ from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
 from jspec.rows import check_token_ids
+from jspec.tracing import Trace
 
 STREAM_ROUNDS = 4  # rounds between two outputs of a stream
 STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
@@ -168,6 +169,25 @@ class LLM:
                     "known at the end; use generate, or leave best_of out."
                 )
         return self._stream(todo, rounds)
+
+    def trace(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Trace:
+        """Continues one prompt as ``generate`` does, and keeps what happened in every round.
+
+        Raises:
+          ValueError: as ``generate``; or more is asked for than one text.
+        """
+        tracing.check(sampling_params)
+        todo = self._jobs(prompt, sampling_params)
+        begin = perf_counter()
+        trace, self._shared = tracing.run(
+            todo, self._plan, self._params, self._shared, self._costs.price,
+            tokenizer=self._tokenizer or loading.tokenizer_if_any(self._model),
+            model=str(self._model.path),
+        )  # fmt: skip
+        self._seconds += perf_counter() - begin
+        self._counts += trace.counts
+        self._num_prompt_tokens += len(trace.prompt_token_ids)
+        return trace
 
     def get_metrics(self) -> list[metrics.Metric]:
         """Counts of all requests that finished, under vLLM's names.

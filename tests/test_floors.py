@@ -21,7 +21,9 @@ jspec.checkpoint jspec.head_formats jspec.head_files jspec.stitching jspec.loadi
 jspec.vocabularies
 jspec.config_keys jspec.config_values jspec.config_method jspec.config_rule jspec.custom_class
 jspec.config jspec.assembly jspec.metrics jspec.outputs
-jspec.jobs jspec.llm
+jspec.jobs
+jspec.tracing
+jspec.llm
 jspec.certify jspec
 jspec.show jspec.demo jspec.cli jspec.__main__
 training

@@ -1,0 +1,45 @@
+"""A trace as one HTML page that holds all it needs: styles, script and drawings are in it.
+
+Texts of tokens may hold anything; they stand in the page as text alone, since the template escapes
+all that it is given, and no part of the script is made of them.
+"""
+
+from typing import TYPE_CHECKING
+
+import jinja2
+
+from jspec.tracing import layout, names, terminal
+
+if TYPE_CHECKING:
+    from jspec.tracing.rounds import Trace
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.PackageLoader("jspec.tracing", "."), autoescape=True, trim_blocks=True,
+    lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+)  # fmt: skip
+_MEANINGS = {
+    "accepted": "accepted", "refused": "refused", "not reached": "never judged",
+    "unsaid": "accepted, but the text had ended",
+}  # fmt: skip
+
+
+def page(trace: "Trace") -> str:
+    """The page, which opens from a file and asks nothing of the network.
+
+    Arrow keys step through the rounds; a token of the text leads to its round; what is known of a
+    node is shown when it is pointed at or has the focus.
+    """
+    sources = {piece.source for piece in trace.pieces}
+    fates = {node.fate for one in trace.rounds for node in one.nodes[1:]}
+    most = max(len(one.pieces) for one in trace.rounds)
+    return _ENVIRONMENT.get_template("page.html.jinja").render(
+        trace=trace,
+        prompt=None if trace.prompt is None else names.printed(trace.prompt),
+        printed=names.printed,
+        pictures=[layout.picture(one) for one in trace.rounds],
+        figures=terminal.figures(trace),
+        sources={name: words for name, (_, words) in terminal.SOURCES.items() if name in sources},
+        fates={name: words for name, words in _MEANINGS.items() if name in fates},
+        most=most,
+        greedy=trace.setting["temperature"].endswith("greedy"),
+    )
