@@ -197,6 +197,9 @@ def certify(
     num_drafts: Annotated[
         int | None, typer.Option(help="To count draws of; 4096 if left out.", **_MODEL)
     ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="As of jspec generate.", **_MODEL)
+    ] = False,
     temperature: Annotated[
         float | None, typer.Option(help="More than 0; of a model 0.8 if left out.", **_SAMPLING)
     ] = None,
@@ -223,8 +226,8 @@ def certify(
         report = certify(
             rule or (), vocab_size=vocab_size, tree=parents, model=model,
             speculative_config=config, prompts=texts or None, max_tokens=max_tokens, dtype=dtype,
-            num_drafts=num_drafts, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            seed=seed, progress=status.update,
+            num_drafts=num_drafts, deterministic=deterministic, temperature=temperature,
+            top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, progress=status.update,
         )  # fmt: skip
     Console().print(page(report))
     if json_file is not None:

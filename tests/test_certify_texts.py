@@ -76,7 +76,7 @@ def test_a_near_tie_passes_by_name_and_ends_the_comparison_of_its_row():
     assert found.passed and found.measured == pytest.approx(1 / 4, rel=0.05)
     assert "0 of 36 tokens" in found.subject
     assert "prompt 0, token 0: plain 3 (logit" in found.note and "speculative 2 (" in found.note
-    assert "gap 6.1e-05 < noise 0.00024: a near-tie" in found.note
+    assert "gap 6.1e-05 < 0.00024 of rounding: a near-tie" in found.note
 
 
 def test_passes_that_differ_by_more_than_rounding_excuse_nothing():
@@ -88,7 +88,7 @@ def test_passes_that_differ_by_more_than_rounding_excuse_nothing():
 def test_a_rule_that_leaves_the_targets_draws_parts_by_more_than_noise():
     found = compared(table(0, V, V), rule=EAGER)
     assert not found.passed and found.measured > 10
-    assert "an ERROR" in found.note and "not < noise 0.00024" in found.note
+    assert "an ERROR" in found.note and "not < 0.00024 of rounding" in found.note
 
 
 def test_a_parting_beyond_the_noise_is_an_error_though_there_are_near_ties():

@@ -34,6 +34,7 @@ def certify(
     max_tokens: int | None = None,
     dtype: str | None = None,
     num_drafts: int | None = None,
+    deterministic: bool = False,
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -53,11 +54,12 @@ def certify(
       vocab_size: of the compiled rules' rounds; None for 16. Without ``model``.
       tree: of the enumerated drafts, as in ``law``. Without ``model``.
       model: of the target, as for ``LLM``; None to certify rules.
-      speculative_config: as for ``LLM``. With ``model``, and so are those up to ``num_drafts``.
+      speculative_config: as for ``LLM``. With ``model``, and so are those up to ``deterministic``.
       prompts: as for ``LLM.generate``; None for a few of jspec's.
       max_tokens: to continue each prompt by; None for 64.
       dtype: as for ``LLM``.
       num_drafts: rounds whose draws are compared with the recorded laws; None for 4096.
+      deterministic: as for ``LLM``.
       temperature: of what is drawn, more than 0. None, if all four are: several combinations for
         rules, and 0.8 with ``model``.
       top_k: as in ``SamplingParams``; None for its default.
@@ -77,7 +79,8 @@ def certify(
               "jaxlib": jaxlib.__version__}  # fmt: skip
     warps = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     warps = {name: value for name, value in warps.items() if value is not None}
-    run = {"prompts": prompts, "max_tokens": max_tokens, "dtype": dtype, "num_drafts": num_drafts}
+    run = {"prompts": prompts, "max_tokens": max_tokens, "dtype": dtype, "num_drafts": num_drafts,
+           "deterministic": deterministic or None}  # fmt: skip
     run = {name: value for name, value in run.items() if value is not None}
     if model is None:
         config = {} if speculative_config is None else {"speculative_config": speculative_config}

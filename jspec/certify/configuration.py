@@ -47,6 +47,7 @@ class Asked:
       max_tokens: to continue each of them by.
       dtype: as for ``LLM``.
       num_drafts: rounds whose draws are compared.
+      deterministic: as for ``LLM``.
       sampling: temperature, top_k, top_p and min_p of what is drawn, and the seed.
 
     Raises:
@@ -59,6 +60,7 @@ class Asked:
     max_tokens: int = MAX_TOKENS
     dtype: str | None = None
     num_drafts: int = NUM_DRAFTS
+    deterministic: bool = False
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -91,7 +93,9 @@ def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[st
     """
     speculative = config.read(asked.speculative_config)
     say("loading")
-    assembly = assemble(asked.model, speculative, dtype=asked.dtype)
+    assembly = assemble(
+        asked.model, speculative, dtype=asked.dtype, deterministic=asked.deterministic
+    )
     ids = _token_ids(assembly, asked.prompts, asked.max_tokens)
     eos = assembly.model.eos_token_ids
     sampled = [asked.row(prompt, stream=i, stop_token_ids=eos) for i, prompt in enumerate(ids)]
@@ -104,6 +108,7 @@ def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[st
         "model": str(assembly.model.path), "dtype": ", ".join(sorted(dtypes)),
         "speculative_config": json.dumps(dict(asked.speculative_config), default=str),
         "prompts": str(len(ids)), "max_tokens": str(asked.max_tokens),
+        **({"deterministic": "True"} if asked.deterministic else {}),
         "temperature": f"{asked.row((0,)).temperature:g}",
         **{name: f"{value:g}" for name, value in asked.sampling.items()},
     }  # fmt: skip

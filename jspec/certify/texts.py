@@ -10,10 +10,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from jspec.buckets import bucket
+from jspec.calibration import CostTable
 from jspec.certify.report import Finding
 from jspec.certify.rounding import gap, plausible, scored
+from jspec.decode import init_shared
 from jspec.drafters import NoDrafter
-from jspec.generate import Answer, generate_rows
+from jspec.generate import Answer, generate_rows, generate_sharing, start
 from jspec.plan import Plan
 from jspec.rows import Row
 from jspec.types import Params
@@ -35,6 +37,7 @@ class Parting:
       gap: how much the logits would have to change for the target to draw either.
       noise: how much they do change with the shape of a plain pass.
       most: how much rounding can change them at all.
+      drawn: whether the two were drawn, not the likeliest.
     """
 
     row: int
@@ -45,6 +48,7 @@ class Parting:
     gap: float = float("inf")
     noise: float = 0.0
     most: float = 0.0
+    drawn: bool = False
 
     @property
     def ratio(self) -> float:
@@ -67,10 +71,11 @@ class Parting:
                 f"an ERROR: plain passes of several shapes differ by more than {self.most:.2g}"
             )
         sign = "<" if self.gap < self.noise else "not <"
+        drawn = " with the noise of the draw" * self.drawn
         return (
             f"prompt {self.row}, token {self.place}: plain {name(self.plain)} (logit "
             f"{self.logits[0]:.5g}), speculative {name(self.speculative)} ({self.logits[1]:.5g}), "
-            f"gap {self.gap:.2g} {sign} noise {self.noise:.2g}: {verdict}"
+            f"gap{drawn} {self.gap:.2g} {sign} {self.noise:.2g} of rounding: {verdict}"
         )
 
 
@@ -94,7 +99,10 @@ def texts(
     """
     plain = Plan(plan.target, NoDrafter(), ladder=(1,))
     wanted = generate_rows(plain, Params(params.target), rows)
-    found = generate_rows(plan, params, rows)
+    shared = init_shared(plan)
+    batch = start(plan, params, rows[:_MOST_ROWS]).replace(shared=shared)
+    shared = CostTable().price(plan, params, batch)  # so that lengths are chosen as for users
+    found, _ = generate_sharing(plan, params, rows, shared)
     partings = list(_partings(plan, params, rows, wanted, found))
     total = sum(len(answer.tokens) for answer in wanted)
     left = sum(len(wanted[each.row].tokens) - each.place for each in partings)
@@ -106,6 +114,10 @@ def texts(
         "plain decoding"
     )
     partings.sort(key=lambda each: each.ratio, reverse=True)
+    broken = [index for index, answer in enumerate(wanted) if answer.finish_reason == "error"]
+    if broken:
+        note = f"plain decoding of prompt {broken[0]} gives no token any weight: is a weight NaN?"
+        return Finding("text", subject, float("nan"), 1.0, note)
     notes = [each.words(name) for each in partings[:_SHOWN]]
     if len(partings) > _SHOWN:
         ties = sum(each.is_near_tie for each in partings[_SHOWN:])
@@ -136,7 +148,8 @@ def _partings(
         here = logits[place]
         least = gap(row, place, here, pair)
         heights = tuple(float(here[token]) for token in pair)
-        yield Parting(index, place, *pair, heights, least, noise, plausible(logits, params))
+        most = plausible(logits, params)
+        yield Parting(index, place, *pair, heights, least, noise, most, row.temperature > 0)
 
 
 def with_the_targets_noise(plan: Plan) -> tuple[Plan, str]:
