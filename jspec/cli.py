@@ -141,6 +141,66 @@ def generate(
 
 
 @app.command()
+def trace(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A local directory, or a model id on the hub; if left out, the embedded "
+            "one with its eagle3 head, on a prompt of ours."
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="File with the prompt; - for standard input.")
+    ] = None,
+    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids: "1,2,3".')] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="JSON, vLLM's keys.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    html: Annotated[
+        Path | None, typer.Option(help="Write one page for a browser, and print nothing else.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(**_SAMPLING)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", **_SAMPLING)] = 0.0,
+    top_p: Annotated[float, typer.Option(**_SAMPLING)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.", **_SAMPLING)] = 0,
+    min_p: Annotated[float, typer.Option(**_SAMPLING)] = 0.0,
+    seed: Annotated[int | None, typer.Option(**_SAMPLING)] = None,
+) -> None:
+    """Continue a prompt and show every round: what was drafted, how likely, and why it stopped."""
+    config = _json(
+        "--speculative-config", speculative_config,
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+    )  # fmt: skip
+    if html is not None and not html.parent.is_dir():
+        raise ValueError(f"--html {str(html)!r} is in no directory that exists; make it first.")
+    from jspec import demo, show
+    from jspec.llm import LLM
+    from jspec.params import SamplingParams
+
+    if model is None:
+        model = demo.ASSETS / "target"
+        config = demo.EAGLE3 if speculative_config is None else config
+        if (prompt, prompt_file, token_ids) == (None, None, None):
+            prompt_file = str(demo.PROMPT)
+    given = _prompt(prompt, prompt_file, token_ids)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        seed=seed,
+    )  # fmt: skip
+    with _busy("loading"):
+        llm = LLM(model, config, dtype=dtype)
+    if token_ids is not None and show.tokenizer_of(llm) is None:
+        params = dataclasses.replace(params, detokenize=False)
+    with _busy("compiling and generating"):
+        traced = llm.trace(given, params)
+    if html is None:
+        Console(highlight=False).print(traced)
+    else:
+        traced.save(html)
+        print(html)
+
+
+@app.command()
 def methods() -> None:
     """List the drafting methods and acceptance rules."""
     from jspec import show

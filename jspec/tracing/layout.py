@@ -132,7 +132,7 @@ def _of_node(node: "Node") -> tuple[str, str, str, str]:
     numbers = f"p {_short(node.p)}"
     if node.q is not None:
         words.append(f"Drafter q = {node.q:.4g}.")
-        numbers += f" q {_short(node.q)}"
+        numbers += f"\u2002q {_short(node.q)}"  # an en space: SVG takes two spaces for one
     else:
         words.append("Chosen without chance: no q.")
     if node.chance is not None:
