@@ -36,7 +36,8 @@ class Answer:
 
     Attributes:
       tokens: int32 [n], the generated ids, a stop token included.
-      finish_reason: ``"stop"``, ``"length"``, or None while the row runs.
+      finish_reason: ``"stop"``, ``"length"``, None while the row runs, or ``"error"``: the target
+        gave no token any weight (NaN, or all of them forbidden), and these came before.
       stop_token: the id that ended the row, or None.
       rounds: passes of the target.
       drafts: rounds that had at least one drafted token.
@@ -249,9 +250,11 @@ def cancel(batch: Batch, rows: Sequence[int]) -> Batch:
 def read(batch: Batch) -> list[Answer]:
     """Brings the rows' tokens and counts to the host."""
     state = batch.state
+    request = batch.request
     host = jax.device_get(
-        (state.history, state.done, state.stats, batch.request.stop_tokens, state.logprobs)
-    )
+        (state.history, state.done, state.stats, request.stop_tokens, request.max_length,
+         state.logprobs)
+    )  # fmt: skip
     has_prompt = batch.scoring is not None and batch.scoring.prompt
     return [
         _answer(host, row, int(start), has_prompt) for row, start in enumerate(batch.prompt_lengths)
@@ -259,14 +262,15 @@ def read(batch: Batch) -> list[Answer]:
 
 
 def _answer(host, row: int, prompt_length: int, has_prompt: bool) -> Answer:
-    history, done, stats, stop_tokens, scores = host
+    history, done, stats, stop_tokens, max_length, scores = host
     part = lambda first, end: jax.tree.map(lambda x: x[row, first:end].copy(), scores)
     tokens = history.tokens[row, prompt_length : history.length[row]].copy()
     stops = set(stop_tokens[row].tolist()) - {-1}
     stop_token = int(tokens[-1]) if len(tokens) and int(tokens[-1]) in stops else None
     reason = None
     if done[row]:
-        reason = "length" if stop_token is None else "stop"
+        full = history.length[row] >= max_length[row]
+        reason = "stop" if stop_token is not None else "length" if full else "error"
     trace = None
     if stats.trace is not None:
         ran = stats.trace.accepted[:, row] >= 0

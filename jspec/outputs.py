@@ -33,7 +33,8 @@ class CompletionOutput:
       index: which of the request's ``n`` texts.
       text: without what ended it, unless ``include_stop_str_in_output``.
       token_ids: a stop token included; up to the token that completed a stop string.
-      finish_reason: "stop", "length", or None while it runs.
+      finish_reason: "stop", "length", None while it runs, or "error" where the target gave no token
+        any weight: logits of NaN, or all tokens forbidden. What it said before is there.
       stop_reason: the stop string or stop token id that ended it; None for the model's own end of
         text, and for "length".
       speculative_decoding_stats: see ``jspec.metrics.request_stats``.

@@ -80,7 +80,7 @@ class Row:
         whole, real = is_whole, is_real
         checks = (
             ("prompt", are_whole(self.prompt), "token ids"),
-            ("max_tokens", whole(self.max_tokens, 1), "a whole number of at least 1"),
+            ("max_tokens", whole(self.max_tokens, 1), "at least 1"),
             ("temperature", real(self.temperature) and 0 <= self.temperature <= HOTTEST,
              f"0 (greedy) or more, at most {HOTTEST}"),
             ("top_k", whole(self.top_k, 0), "0 (off) or more"),

@@ -30,7 +30,8 @@ def warp(logits: Array, sampling: Sampling) -> Array:
 
     A greedy row becomes a point mass: 0 at its first maximum, -inf elsewhere; so every rule has its
     greedy limit without a branch. In an all-greedy batch logits pass through unchanged, since only
-    their maximum is read. NaN counts as -inf. The dtype is at least float32.
+    their maximum is read. NaN counts as -inf, and inf as certain: what has it shares the law. The
+    dtype is at least float32.
 
     Tokens that tie with the last one kept by top-k or top-p are kept too.
     """
@@ -40,7 +41,10 @@ def warp(logits: Array, sampling: Sampling) -> Array:
         return logits
     column = lambda x: x.reshape(-1, *[1] * (logits.ndim - 1)).astype(logits.dtype)
     temperature = column(sampling.temperature)
-    warped = logits / jnp.where(temperature > 0, temperature, 1)
+    hot = jnp.where(temperature > 0, temperature, 1)
+    certain = jnp.isposinf(logits.max(-1, keepdims=True) / hot)
+    warped = logits / hot
+    warped = jnp.where(certain, jnp.where(jnp.isposinf(warped), 0.0, -jnp.inf), warped)
     if "min_p" in sampling.names:
         floor = warped.max(-1, keepdims=True) + jnp.log(column(sampling.min_p))
         warped = jnp.where(warped >= floor, warped, -jnp.inf)

@@ -29,12 +29,17 @@ def extend(
     """Appends what a verdict emits, clipped at stop tokens and limits.
 
     Returns:
-      The history, the clipped verdict, and which rows [B] ended in this round. A clipped row ends
+      The history, the clipped verdict, and which rows [B] ended in this round: those that said a
+      stop token, reached their limit, or came to where no token has any weight. A clipped row ends
       with a drafted token, so the last token of its verdict is on the path and is its new root.
     """
     emitted = emitted_tokens(draft, verdict)
     index = jnp.arange(emitted.shape[1])
     count = jnp.minimum(verdict.num_emitted, request.max_length - history.length)
+    lost = jnp.zeros(count.shape, bool)
+    if verdict.num_lawful is not None:
+        lost = verdict.num_lawful < count
+        count = jnp.minimum(count, verdict.num_lawful)
     stops = (emitted[:, :, None] == request.stop_tokens[:, None, :]).any(-1)
     stops &= index < count[:, None]
     stopped = stops.any(-1)
@@ -46,7 +51,7 @@ def extend(
         grammars = request.sampling.shaping.automaton
         state = automaton.advance(grammars, state, emitted, index < count[:, None])
     grown = History(write(history.tokens, emitted, history.length), history.length + count, state)
-    ended = stopped | (grown.length >= request.max_length)
+    ended = stopped | lost | (grown.length >= request.max_length)
     return grown, verdict.replace(num_emitted=count), ended
 
 

@@ -131,11 +131,16 @@ class Verdict:
 
     A row commits the keys and values of ``path[:num_emitted]`` (the root and the accepted nodes)
     and emits the tokens of ``path[1:num_emitted]`` and then ``next_token``.
+
+    Where the target gives no token any weight there is nothing to say: the row says what it can
+    and ends there.
     """
 
     path: Array  # [B, K+1] int32 node ids from the root down, undefined past ``num_emitted``
     num_emitted: Array  # [B] int32, accepted nodes + 1; 0 for a row that is done
     next_token: Array  # [B] int32
+    # [B] int32, how many of these tokens come of a law that is one; None for all of them.
+    num_lawful: Array | None = None
 
     def hold(self, done: Array) -> "Verdict":
         """Rows that are done emit nothing."""

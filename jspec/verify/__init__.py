@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jspec import ops, sampling, shaping
+from jspec import ops, sampling, shaping, topology
 from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
 from jspec.verify import block, rejection
 from jspec.verify.synthetic import Synthetic
@@ -149,8 +149,39 @@ def verify(
                 logits, request.sampling, draft, tree, coins, coin[:, 0], rule=rule.name,
                 replaced=rule.walk is rule.walk_replaced, implementation=rule.implementation,
             )  # fmt: skip
-            return Verdict(path, num_accepted + 1, next_token)
-        path, num_accepted, next_logits = rule.walk(warped, draft, tree, coins)
+            at_end = jnp.take_along_axis(path, num_accepted[:, None], 1)
+            law = jnp.take_along_axis(logits, at_end[..., None], 1)[:, 0]
+            lost = (jnp.isnan(law) | jnp.isneginf(law)).all(-1)
+            return Verdict(path, num_accepted + 1, next_token, num_accepted + ~lost)
+        lost = jnp.isneginf(warped.max(-1, keepdims=True))
+        law = jnp.where(lost, 0, warped)  # of what comes after, nothing is said
+        path, num_accepted, next_logits = rule.walk(law, _drawn(draft, tree), tree, coins)
         draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
         next_token = draw(next_logits)
-    return Verdict(path, num_accepted + 1, next_token)
+    return Verdict(path, num_accepted + 1, next_token, _lawful(warped, path, num_accepted))
+
+
+def _drawn(draft: Draft, tree: Tree) -> Draft:
+    """A draft whose recorded laws are ones: what was drawn from no law, of a broken head, is out.
+
+    A test of laws alone, blind to what was drawn of them: no rule loses its exactness by it.
+    """
+    if draft.logits is None:
+        return draft
+    broken = ~jnp.isfinite(draft.logits.max(-1))  # [B, N]
+    above = jnp.take_along_axis(broken, tree.parents, 1).at[:, 0].set(False)
+    if draft.sampled is not None:
+        above &= draft.sampled
+    every = topology.unpack_bits(tree.ancestors, above.shape[1])  # [B, N, N]
+    return draft.replace(
+        logits=jnp.where(broken[..., None], 0, draft.logits),
+        valid=draft.valid & ~(every & above[:, None]).any(-1),
+    )
+
+
+def _lawful(warped: Array, path: Array, num_accepted: Array) -> Array:
+    """How many tokens of a verdict come before the first that no law has any weight for: [B]."""
+    lost = jnp.isneginf(warped.max(-1))
+    on_path = jnp.arange(path.shape[1]) <= num_accepted[:, None]
+    lost = jnp.take_along_axis(lost, path, 1, mode="clip") & on_path
+    return jnp.where(lost.any(-1), jnp.argmax(lost, -1), num_accepted + 1).astype(jnp.int32)

@@ -1,0 +1,124 @@
+"""Numbers that are none: laws without a token, in target or drafter, and what becomes of rows."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec import sampling, verify
+from jspec.generate import Row, generate_rows
+from jspec.plan import Plan
+from jspec.types import Params, Sampling
+from tests import fakes
+from tests.hostile.junk import few
+
+VOCAB = 8
+LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED = 3, 4, 5, 6, 7  # tokens, by what follows them
+LOST = (BROKEN, EMPTY)
+TARGET = np.array(fakes.table(0, VOCAB, VOCAB))
+TARGET[:LEAVING, LEAVING:] = -np.inf  # who has not left stays among the first three
+TARGET[LEAVING, BROKEN:PEAKED] = 1.0
+TARGET[CERTAIN] = [-np.inf, 0, np.inf, 5, 0, 0, 0, 0]
+TARGET[BROKEN] = np.nan
+TARGET[EMPTY] = -np.inf
+TARGET[PEAKED] = [np.nan, np.nan, 1e38, -np.inf, np.nan, np.nan, -1e38, np.nan]
+DRAFTS = np.array(fakes.table(1, VOCAB, VOCAB))
+DRAFTS[0], DRAFTS[1], DRAFTS[2, :LEAVING] = np.nan, -np.inf, np.inf
+PARAMS = Params(jnp.array(TARGET), jnp.array(DRAFTS))
+
+CHAIN = fakes.TableDrafter(3)
+TREES = {
+    law: fakes.TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2), proposal=law)
+    for law in ("without_replacement", "iid")
+}
+PLANS = [
+    *((CHAIN, rule) for rule in ("rejection", "block", "match", "coupled")),
+    (CHAIN, verify.typical()), (CHAIN, verify.synthetic((0.9, 0.8, 0.7))),
+    (TREES["without_replacement"], "rejection"), (TREES["without_replacement"], "block"),
+    (TREES["without_replacement"], verify.typical()), (TREES["iid"], "rejection"),
+]  # fmt: skip
+
+
+def rows(prompts, temperature):
+    return [
+        Row(prompt, 12, temperature=temperature, stream=index)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+FAST = {(1, 0.9), (6, 0.9), (7, 0.9), (0, 0.0)}
+CASES = [
+    pytest.param(*plan, heat, marks=() if (place, heat) in FAST else pytest.mark.slow)
+    for place, plan in enumerate(PLANS) for heat in (0.0, 0.9)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("drafter", "rule", "temperature"), CASES)
+def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, temperature):
+    plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
+    last = (0, LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED, 1, LEAVING)
+    answers = generate_rows(plan, PARAMS, rows([(2, token) for token in last], temperature))
+    healthy = [0 if token in LOST else token for token in last]
+    others = generate_rows(plan, PARAMS, rows([(2, token) for token in healthy], temperature))
+    for token, answer, other in zip(last, answers, others, strict=True):
+        said = [token, *answer.tokens.tolist()]
+        assert min(said) >= 0 and max(said) < VOCAB
+        assert not {*said[:-1]} & {*LOST}
+        assert answer.finish_reason == ("error" if said[-1] in LOST else "length")
+        assert len(said) == 13 or said[-1] in LOST
+        if token in (CERTAIN, PEAKED) and drafter is CHAIN and isinstance(rule, str):
+            assert said[1] == 2
+        if token not in LOST:
+            assert said[1:] == other.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_token_ids": (1,), "bad_words": ((1,),)},
+        {"bad_words": tuple((token,) for token in range(VOCAB))},
+        {"logits_processors": (lambda logits, _, __: logits * jnp.nan,)},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_row_that_may_say_nothing_says_so(settings, temperature):
+    plan = Plan(fakes.ToyTarget(VOCAB), CHAIN)
+    asked = [
+        Row((0,), 6, temperature=temperature, **settings), Row((0,), 6, temperature=temperature)
+    ]  # fmt: skip
+    silent, other = generate_rows(plan, PARAMS, asked)
+    assert silent.finish_reason == "error" and not silent.tokens.size
+    assert other.finish_reason == "length" and other.tokens.size == 6
+
+
+def test_an_infinite_logit_of_a_function_of_the_users_forces_its_token():
+    force = lambda logits, _, __: logits.at[1].set(jnp.inf)
+    for temperature in (0.0, 1.0):
+        row = Row((0,), 6, temperature=temperature, logits_processors=(force,))
+        (answer,) = generate_rows(Plan(fakes.ToyTarget(VOCAB), CHAIN), PARAMS, [row])
+        assert answer.tokens.tolist() == [1] * 6
+
+
+NUMBER = st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0])
+
+
+@few(150)
+@given(
+    st.lists(NUMBER, min_size=8, max_size=8), st.sampled_from([0.0, 1e-5, 0.7, 1e30]),
+    st.integers(0, 9), st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 1, exclude_max=True),
+)  # fmt: skip
+def test_what_is_drawn_of_any_numbers_is_a_token_that_has_weight(logits, heat, k, p, low, coin):
+    one = lambda value, dtype=jnp.float32: jnp.array([value], dtype)
+    settings = Sampling(
+        one(heat), one(low), one(k, jnp.int32), one(p), names=sampling.WARPS if heat else ()
+    )
+    logits = jnp.array([logits], jnp.float32)
+    law = sampling.warp(logits, settings)
+    assert settings.greedy or not (jnp.isnan(law) | jnp.isposinf(law)).any()
+    usable = ~(jnp.isnan(logits) | jnp.isneginf(logits))
+    if not usable.any():
+        assert jnp.isneginf(law).all() or settings.greedy
+        return
+    token = int(sampling.argmax(law)[0] if settings.greedy else sampling.draw(law, one(coin))[0])
+    assert usable[0, token] and law[0, token] > -jnp.inf
