@@ -176,7 +176,6 @@ class LLM:
         Raises:
           ValueError: as ``generate``; or more is asked for than one text.
         """
-        tracing.check(sampling_params)
         todo = self._jobs(prompt, sampling_params)
         begin = perf_counter()
         trace, self._shared = tracing.run(

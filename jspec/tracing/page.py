@@ -41,5 +41,5 @@ def page(trace: "Trace") -> str:
         sources={name: words for name, (_, words) in terminal.SOURCES.items() if name in sources},
         fates={name: words for name, words in _MEANINGS.items() if name in fates},
         most=most,
-        greedy=trace.setting["temperature"].endswith("greedy"),
+        greedy=trace.setting["temperature"] == "0 (greedy)",
     )

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from jspec.tracing.rounds import Node, Round, Trace
 
 SOURCES = {
-    "drafted": ("bold green", "drafted and accepted"),
-    "bonus": ("bold cyan", "bonus: the target's own behind a whole path"),
+    "drafted": ("bold green", "drafted, and accepted"),
+    "bonus": ("bold cyan", "bonus: the target's own, behind a path accepted to its leaf"),
     "corrected": ("bold yellow", "corrected: in place of what was refused"),
-    "plain": ("none", "the target's own, nothing being drafted"),
+    "plain": ("none", "plain: the target's own, where nothing was drafted"),
 }
 _FATES = {"accepted": "bold green", "refused": "red", "not reached": "dim", "unsaid": "dim green"}
 

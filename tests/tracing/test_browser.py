@@ -1,0 +1,79 @@
+"""The page of a trace in a real browser, headless, where there is one."""
+
+import re
+import shutil
+import struct
+import subprocess
+
+import pytest
+
+from tests.tracing import made
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason=f"no browser was found: none of {', '.join(NAMES)} is in PATH"
+)
+PRESS = '<script>document.dispatchEvent(new KeyboardEvent("keydown", {{key: "{}"}}));</script>'
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Opens a page from a file and returns what it became, or a picture of it."""
+
+    def run(page, *options, fragment=""):
+        file = tmp_path / "page.html"
+        file.write_text(page, encoding="utf-8")
+        command = [
+            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+            "--window-size=1000,900", f"--user-data-dir={tmp_path / 'user'}", *options,
+            f"{file.as_uri()}{fragment}",
+        ]  # fmt: skip
+        ran = subprocess.run(command, capture_output=True, timeout=120)
+        log = ran.stderr.decode(errors="replace")
+        assert ran.returncode == 0, log
+        # What a script complains of, or what its policy forbids, is said on the console.
+        assert "CONSOLE" not in log, log
+        return ran.stdout.decode()
+
+    return run
+
+
+def rounds_shown(document):
+    """The rounds that are not hidden, and the step that is marked as current."""
+    sections = re.findall(r'<section class="round" id="round-(\d)"([^>]*)>', document)
+    current = re.findall(r'<a href="#round-(\d)"[^>]*aria-current="step"', document)
+    return [number for number, rest in sections if "hidden" not in rest], current
+
+
+@pytest.mark.parametrize(
+    ("fragment", "key", "shown"),
+    [("", "Tab", "1"), ("", "ArrowRight", "2"), ("#round-2", "ArrowRight", "3"),
+     ("#round-3", "ArrowRight", "3"), ("#round-3", "Home", "1"), ("", "End", "3")],
+)  # fmt: skip
+def test_one_round_is_shown_and_keys_step(browse, fragment, key, shown):
+    page = made.trace().html().replace("</body>", PRESS.format(key) + "</body>")
+    assert rounds_shown(browse(page, "--dump-dom", fragment=fragment)) == ([shown], [shown])
+
+
+def test_pointing_at_a_node_tells_all_of_it(browse):
+    point = (
+        "<script>document.querySelector('.refused').dispatchEvent(new MouseEvent('mouseenter'));"
+        "</script>"
+    )
+    document = browse(made.trace().html().replace("</body>", point + "</body>"), "--dump-dom")
+    assert re.search(r'class="details full"[^>]*>“a” \(id 7\): refused\.', document)
+
+
+def test_tokens_that_are_markup_run_nothing(browse):
+    evil = "</script><script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
+    document = browse(made.trace(evil, evil, evil).html(), "--dump-dom")
+    assert "<title>jspec trace: 5 tokens in 3 rounds</title>" in document
+    assert "<img" not in document and document.count("<script>") == 1
+
+
+def test_a_picture_can_be_taken(browse, tmp_path):
+    browse(made.trace().html(), f"--screenshot={tmp_path / 'page.png'}")
+    data = (tmp_path / "page.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", data[16:24]) == (1000, 900)
+    assert len(data) > 10_000  # not blank
