@@ -367,7 +367,7 @@ def test_too_few_drafts_are_refused(number):
 
 
 SHIPPED_DRAFTERS = [(method, shape) for method, shapes in DRAFTERS.items() for shape in shapes]
-FAST = [("draft_model", "own vocabulary"), ("hybrid", "merged")]
+FAST = [("custom_class", "chain")]
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, SHIPPED_DRAFTERS), ids="-".join)
