@@ -197,3 +197,44 @@ def test_the_demo_says_what_is_missing(jspec, tmp_path):
     assert str(tmp_path / "target") in _complaint(jspec("demo", "--assets", tmp_path))
     assert "repeats=0" in _complaint(jspec("demo", "--repeats", 0))
     assert demo.PROMPT.is_file()
+
+
+TRACE = ("--max-tokens", 12, "--speculative-config", json.dumps(NGRAM))
+
+
+def test_trace_prints_every_round_and_the_text_of_generate(jspec, models):
+    code, out, _ = jspec("trace", models["target"], PROMPT, *TRACE)
+    text = jspec("generate", models["target"], PROMPT, "--max-tokens", 12)[1]
+    rounds = re.findall(r"^round (\d+) adds (\d+)", out, re.M)
+    assert code == 0 and [int(number) for number, _ in rounds] == list(range(1, len(rounds) + 1))
+    assert sum(int(added) for _, added in rounds) == 12
+    assert text.split()[0] in out
+    assert f"passes of the target     {len(rounds)} " in out
+
+
+def test_trace_writes_a_page_of_the_embedded_model_where_no_model_is_named(
+    jspec, models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(demo, "ASSETS", models["target"].parent)
+    monkeypatch.setattr(demo, "EAGLE3", NGRAM)
+    monkeypatch.setattr(demo, "PROMPT", tmp_path / "prompt.txt")
+    demo.PROMPT.write_text(PROMPT)
+    code, out, _ = jspec("trace", "--max-tokens", 12, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert (code, out) == (0, f"{tmp_path / 'page.html'}\n")
+    assert PROMPT in page and "12 tokens in" in page and "NGram" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["TARGET"], "give one prompt"),
+        (["TARGET", "x", "--html", "no/such/folder/page.html"], "no/such/folder"),
+        (["TARGET", "x", "--speculative-config", "{method: ngram}"], "not JSON"),
+        (["TARGET", "x", "--max-tokens", "0"], "max_tokens=0"),
+        (["nowhere/at/all", "x"], "nowhere/at/all"),
+    ],
+)
+def test_bad_input_of_trace_is_one_line_and_exit_code_2(jspec, models, arguments, words):
+    given = [models["target"] if word == "TARGET" else word for word in arguments]
+    assert words in _complaint(jspec("trace", *given))

@@ -26,7 +26,10 @@ _FATES = {"accepted": "bold green", "refused": "red", "not reached": "dim", "uns
 def page(trace: "Trace") -> Group:
     """All of a trace."""
     parts: list[RenderableType] = [
-        Text(", ".join(f"{name} {value}" for name, value in trace.setting.items()), style="dim")
+        Text(
+            ", ".join(f"{name} {names.printed(value)}" for name, value in trace.setting.items()),
+            style="dim",
+        )
     ]
     for round_ in trace.rounds:
         parts += [Text(), _round(round_)]

@@ -1,7 +1,7 @@
 """Traces made by hand, so that what is drawn of them needs no model."""
 
 from jspec.metrics import Counts
-from jspec.tracing import Node, Piece, Round, Trace
+from jspec.tracing import Node, Piece, Round, Trace, names
 
 
 def node(index, parent, depth, label, fate, **known):
@@ -10,10 +10,14 @@ def node(index, parent, depth, label, fate, **known):
     return Node(index, parent, depth, 7, label, fate, likeliest=likeliest, **given)
 
 
-def trace(label="a", text=" a", prompt="once"):
-    """Three rounds: refused in a tree, accepted to a leaf, nothing drafted."""
+def trace(said="a", text=" a", prompt="once"):
+    """Three rounds: refused in a tree, accepted to a leaf, nothing drafted.
+
+    ``said`` is what a tokenizer says of every token.
+    """
+    label = names.spaced(said)
     root = node(0, -1, 0, label, "accepted", p=None, q=None, chance=None, coin=None)
-    said = lambda source, index=None: Piece(7, label, text, source, 0.25, index)
+    piece = lambda source, index=None: Piece(7, label, text, source, 0.25, index)
     tree = (
         root,
         node(1, 0, 1, label, "refused", coin=0.75),
@@ -23,11 +27,11 @@ def trace(label="a", text=" a", prompt="once"):
     )
     words = f"refused “{label}”"
     rounds = (
-        Round(0, 3, tree, (said("drafted", 2), said("corrected")), "refused", words),
+        Round(0, 3, tree, (piece("drafted", 2), piece("corrected")), "refused", words),
         Round(1, 5, (root, node(1, 0, 1, label, "accepted", q=None, chance=None, coin=None)),
-              (said("drafted", 1), said("bonus")), "leaf", words),
-        Round(2, 7, (root,), (said("plain"),), "no draft", words),
+              (piece("drafted", 1), piece("bonus")), "leaf", words),
+        Round(2, 7, (root,), (piece("plain"),), "no draft", words),
     )  # fmt: skip
-    setting = {"model": label, "drafter": "Eagle", "rule": "rejection", "temperature": "0.8"}
+    setting = {"model": said, "drafter": "Eagle", "rule": "rejection", "temperature": "0.8"}
     counts = Counts((0, 2, 0), 5, 3, 5)
     return Trace(prompt, (1, 2, 3, 4), rounds, "length", None, counts, setting)

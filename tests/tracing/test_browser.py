@@ -57,16 +57,15 @@ def test_one_round_is_shown_and_keys_step(browse, fragment, key, shown):
 
 
 def test_pointing_at_a_node_tells_all_of_it(browse):
-    point = (
-        "<script>document.querySelector('.refused').dispatchEvent(new MouseEvent('mouseenter'));"
-        "</script>"
-    )
+    point = "dispatchEvent(new MouseEvent('mouseenter'));</script>"
+    point = f"<script>document.querySelector('.node.refused').{point}"
     document = browse(made.trace().html().replace("</body>", point + "</body>"), "--dump-dom")
     assert re.search(r'class="details full"[^>]*>“a” \(id 7\): refused\.', document)
 
 
 def test_tokens_that_are_markup_run_nothing(browse):
-    evil = "</script><script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
+    run = "document.title = 'run'"
+    evil = f'</script><script>{run}</script><img src=x onerror="{run}">'
     document = browse(made.trace(evil, evil, evil).html(), "--dump-dom")
     assert "<title>jspec trace: 5 tokens in 3 rounds</title>" in document
     assert "<img" not in document and document.count("<script>") == 1

@@ -8,9 +8,9 @@ import pytest
 
 import jspec
 from jspec import tracing
-from jspec.rows import Row
 from jspec.params import SamplingParams
 from jspec.plan import Plan
+from jspec.rows import Row
 from jspec.tracing import names
 from jspec.types import Params
 from tests import fakes, llm_fixtures, tiny
