@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 import jspec
-from benchmarks import environment, replay
-from benchmarks.measure import Contender, race
+from benchmarks import replay
 from benchmarks.methods import Request, Runner, constants
 from jspec import calibration, config, loading
 from jspec.assembly import assemble
+from jspec.bench import environment
+from jspec.bench.timing import Contender, race
 from jspec.decode import init_shared
 from jspec.generate import Row, start
 

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.measure import Contender, Sample, race
 from benchmarks.ours import Ours
 from benchmarks.theirs import Theirs
 from benchmarks.workload import Case
+from jspec.bench.timing import Contender, Sample, race
 
 
 @dataclasses.dataclass(frozen=True)

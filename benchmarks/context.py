@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment
 from jspec import kv, topology
+from jspec.bench import environment
 from jspec.models import decoder
 
 SIZES = dict(

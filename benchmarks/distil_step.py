@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment
+from jspec.bench import environment
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleParams

@@ -20,8 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import environment
 from jspec import ops, sampling, topology
+from jspec.bench import environment
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES

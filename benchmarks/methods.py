@@ -29,10 +29,11 @@ from rich.progress import track
 from rich.table import Table
 
 import jspec
-from benchmarks import environment, replay, workload
-from benchmarks.measure import Contender, Sample, race
+from benchmarks import replay, workload
 from jspec import config, loading, tokens, topology
 from jspec.assembly import assemble
+from jspec.bench import environment
+from jspec.bench.timing import Contender, Sample, race
 from jspec.decode import init_shared
 from jspec.generate import Row, advance, read, start
 from jspec.plan import Plan

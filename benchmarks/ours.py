@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from benchmarks.measure import Sample
 from benchmarks.workload import Case
 from jspec import loading
+from jspec.bench.timing import Sample
 from jspec.llm import LLM
 from jspec.params import SamplingParams
 

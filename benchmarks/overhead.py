@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from benchmarks import curve, environment
+from benchmarks import curve
 from jspec import ops
+from jspec.bench import environment
 from jspec.drafters import METHODS
 from jspec.generate import Row, advance, read, start
 from jspec.models import decoder

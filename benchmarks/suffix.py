@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from benchmarks import environment
+from jspec.bench import environment
 from jspec.drafters import suffix_corpus
 from jspec.drafters.suffix import Suffix, SuffixMemory
 from jspec.types import History

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from benchmarks import environment, workload
+from benchmarks import workload
 from jspec import checkpoint
+from jspec.bench import environment
 from jspec.drafters import NGram, Suffix, suffix_corpus
 from jspec.types import History, Request
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from benchmarks.measure import Sample
-from benchmarks.peer import Peer
 from benchmarks.workload import Case
+from jspec.bench.peer import Peer
+from jspec.bench.timing import Sample
 
 
 class Theirs:

@@ -4,7 +4,7 @@
     python -m benchmarks.tree --head RUN/export [--out benchmarks/results/tree.json]
 
 Prints acceptance length and tokens/s beside autoregression, greedy and sampled. All contenders of a
-temperature and dtype take turns; see ``benchmarks.measure``.
+temperature and dtype take turns; see ``jspec.bench.timing``.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from rich.progress import track
 from rich.table import Table
 
 import jspec
-from benchmarks import environment, workload
+from benchmarks import workload
 from benchmarks.compare import Setting, difference
-from benchmarks.measure import Contender, race
 from benchmarks.ours import sample
 from jspec import LLM, loading, shapes
+from jspec.bench import environment
+from jspec.bench.timing import Contender, race
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")

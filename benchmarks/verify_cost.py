@@ -25,10 +25,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import curve, environment
+from benchmarks import curve
 from benchmarks.kernels import KERNELS, REFERENCE
-from benchmarks.measure import Contender, Sample, race
 from jspec import kv, shapes, topology
+from jspec.bench import environment
+from jspec.bench.timing import Contender, Sample, race
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array, Tree

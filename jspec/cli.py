@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from jspec import checks, naming
+from jspec.bench.command import bench
 
 if TYPE_CHECKING:  # the commands import it when they run, so that --help is quick
     from jspec.llm import LLM
@@ -198,6 +199,9 @@ def trace(
     else:
         traced.save(html)
         print(html)
+
+
+app.command()(bench)
 
 
 @app.command()

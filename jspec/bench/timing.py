@@ -26,6 +26,7 @@ class Sample:
       tokens: generated ids, one list a row.
       passes: of the target, summed over calls, if counted.
       foreign: mean cores that other processes kept busy; None where that cannot be known.
+      parts: the same of each part of the work, by its name.
     """
 
     seconds: float
@@ -33,6 +34,7 @@ class Sample:
     tokens: list[list[int]]
     passes: int | None = None
     foreign: float | None = None
+    parts: "dict[str, Sample]" = dataclasses.field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -11,8 +11,11 @@ from pathlib import Path
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
-def describe() -> dict:
-    """Device, versions, commit, command line and load, without any path of this machine."""
+def describe(program: str | None = None) -> dict:
+    """Device, versions, commit, command line and load, without any path of this machine.
+
+    ``program`` is what was called; None for the module that runs.
+    """
     import jax
 
     return {
@@ -27,9 +30,11 @@ def describe() -> dict:
         "versions": {name: _version(name) for name in _PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "jspec", "kernels")),
-        "argv": [f"benchmarks.{Path(sys.argv[0]).stem}", *map(_shortened, sys.argv[1:])],
+        "argv": [
+            program or f"benchmarks.{Path(sys.argv[0]).stem}", *map(_shortened, sys.argv[1:])
+        ],
         "load_average": os.getloadavg(),
-    }
+    }  # fmt: skip
 
 
 def _version(package: str) -> str | None:
@@ -40,7 +45,9 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file():  # installed, maybe inside of someone's checkout
+        return None
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -1,14 +1,15 @@
 """The peer: transformers on torch CPU, as a worker that keeps its models loaded.
 
-    python -m benchmarks.peer_transformers --model DIR [--draft DIR] [--dtype float32]
+    python -m jspec.bench.peer_transformers --model DIR [--draft DIR] [--dtype float32]
 
-Nobody types this: ``benchmarks.peer.Peer`` starts it, so that torch has a process and an
+Nobody types this: ``jspec.bench.peer.Peer`` starts it, so that torch has a process and an
 environment of its own and never runs while JAX does. The protocol is one JSON object a line, a
 request on stdin and its reply on stdout; the first reply (to nothing) says the models are loaded.
 
     {"op": "generate", "mode": "eager",      eager | compiled | assisted | prompt_lookup
      "prompts": [[1, 2], [3, 4]],            token ids; ragged batches are padded on the left
-     "max_new_tokens": 128,                  exactly so many: no stop token is known here
+     "max_new_tokens": 128,                  exactly so many, unless a stop token ends the text
+     "eos_token_ids": [],                    stop tokens; [] for none
      "temperature": 0.8, "seed": 0,          0 is greedy; no other warp
      "threads": 2,                           torch.set_num_threads for this call
      "num_speculative_tokens": 4,            assisted, prompt_lookup: K, the same in every round
@@ -31,7 +32,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -84,7 +85,7 @@ class Worker:
         with counter as passes, torch.inference_mode():
             start, cpu = time.perf_counter(), time.process_time()
             out = self.target.generate(ids, attention_mask=mask, **settings)
-            tokens = out[:, ids.shape[1] :].tolist()
+            tokens = _ended(out[:, ids.shape[1] :].tolist(), request.get("eos_token_ids", ()))
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         return {
             "tokens": tokens,
@@ -106,6 +107,8 @@ class Worker:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
         settings = {"max_new_tokens": request["max_new_tokens"], "do_sample": temperature > 0}
+        if request.get("eos_token_ids"):
+            settings["eos_token_id"] = request["eos_token_ids"]
         if temperature > 0:
             # top_k is 50 unless it is switched off.
             settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -151,6 +154,12 @@ class Worker:
             hook.remove()
 
 
+def _ended(rows: list[list[int]], stops: Sequence[int]) -> list[list[int]]:
+    """Rows up to their stop token: what follows it is padding."""
+    ends = [next((i + 1 for i, token in enumerate(row) if token in stops), None) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
 def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
     def reply(**fields: Any) -> None:
         replies.write(json.dumps(fields) + "\n")
@@ -175,7 +184,7 @@ def _hide_repository() -> None:
 
     Its folder ``kernels`` would otherwise pass for Hugging Face's package of that name.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
 
 

@@ -1,0 +1,107 @@
+"""``jspec bench``."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+_MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
+_LOG_WIDTH = 200
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="A local directory, or an id on the hub. The demo's.")
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="A method's name, or a speculative_config as JSON.", **_MANY),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        list[int] | None,
+        typer.Option("--num-speculative-tokens", "-k", help="K, of configs without.", **_MANY),
+    ] = None,
+    questions: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Spec-Bench, HumanEval, GSM8K, ShareGPT, JSON lines with messages, prompt or "
+            "text; any other file is one text.", **_MANY,
+        ),
+    ] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="1.", **_MANY)] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="0: greedy.", **_MANY)] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Cut prompts to so many; 0 does not.")] = 0,
+    num_questions: Annotated[int, typer.Option(help="Of each category; 0 for all.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Undisturbed samples of everyone.")] = 5,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    peers: Annotated[
+        bool, typer.Option(help="Measure transformers, too, where torch is installed.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.json, .md, .png and .html.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Measure methods beside plain decoding, in turns; Ctrl-C keeps what is done."""
+    from jspec import demo, loading
+    from jspec.bench import chart, environment, files, report
+    from jspec.bench.questions import read
+    from jspec.bench.run import bench as measure
+    from jspec.bench.settings import Settings
+
+    if model is None:
+        model, config = str(demo.ASSETS / "target"), config or [json.dumps(demo.EAGLE3), "ngram"]
+        questions = questions or [demo.PROMPT]
+    settings = Settings(
+        tuple(_configs(config or [], num_speculative_tokens or [])),
+        batch_sizes=tuple(batch_size or [1]), temperatures=tuple(temperature or [0.0]),
+        max_tokens=max_tokens, prompt_tokens=prompt_tokens, per_category=num_questions,
+        repeats=repeats, dtype=dtype, peers=peers, seed=seed,
+    )  # fmt: skip
+    asked = read(questions or [], num_questions)
+    if output is not None:
+        chart.check()
+    about = environment.describe("jspec")
+    loading.keep_compiled_programs()
+
+    def keep(results: dict[str, Any]) -> None:
+        if output is not None:
+            files.write(about | results, output)
+
+    with Console(stderr=True).status("reading") as status:
+        results = about | measure(
+            model, asked, settings, on_case=keep, on_step=lambda words: status.update(words)
+        )
+    console = Console()
+    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+        console = Console(width=_LOG_WIDTH)
+    for table in report.terminal(results):
+        console.print(table)
+    for note in report.notes(results):
+        console.print(note, highlight=False)
+    if results["interrupted"]:
+        raise typer.Exit(130)
+
+
+def _configs(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
+    """Every config, at every K where it names none.
+
+    Raises:
+      ValueError: one is no JSON object, or two are the same.
+    """
+    found: list[dict[str, Any]] = []
+    for text in given:
+        try:
+            config = json.loads(text) if text.lstrip().startswith("{") else {"method": text}
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"--config {text!r} is not JSON ({error}); quote it whole, such as "
+                '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+            ) from None
+        apart = "num_speculative_tokens" in config or not depths
+        some = [config] if apart else [config | {"num_speculative_tokens": k} for k in depths]
+        found += [each for each in some if each not in found]
+    return found

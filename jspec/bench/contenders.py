@@ -1,0 +1,186 @@
+"""Who is measured: ``LLM``s of jspec, and transformers where it is installed."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.bench.peer import Peer
+from jspec.bench.questions import Request
+from jspec.bench.timing import Sample
+from jspec.llm import LLM
+from jspec.metrics import Counts
+from jspec.params import SamplingParams
+
+PLAIN = "autoregressive"
+PEER_MODES = {"eager": "transformers", "assisted": "transformers, assisted",
+              "prompt_lookup": "transformers, prompt lookup"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What all contenders of a table do.
+
+    Attributes:
+      batch_size: requests that run together.
+      temperature: 0 is greedy.
+      max_tokens: most tokens of an answer.
+      seed: of all noise.
+    """
+
+    batch_size: int
+    temperature: float
+    max_tokens: int
+    seed: int = 0
+
+    @property
+    def words(self) -> str:
+        """The case in a few words."""
+        drawn = f"temperature {self.temperature:g}" if self.temperature else "greedy"
+        return f"batch {self.batch_size}, {drawn}"
+
+
+def by_category(requests: Sequence[Request]) -> dict[str, list[Request]]:
+    """The requests of each category."""
+    found = defaultdict(list)
+    for request in requests:
+        found[request.category].append(request)
+    return dict(found)
+
+
+@dataclasses.dataclass(eq=False)
+class Ours:
+    """An ``LLM`` through the door that its users take.
+
+    Attributes:
+      llm: with ``max_num_seqs`` of the case's batch.
+      case: what is done.
+      requests: by category.
+      counts: of the last run, by category.
+    """
+
+    llm: LLM
+    case: Case
+    requests: dict[str, list[Request]]
+    counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
+
+    def __call__(self) -> Sample:
+        """All requests, category by category, under the clock."""
+        parts = {name: self._category(name, some) for name, some in self.requests.items()}
+        return _whole(parts)
+
+    def _category(self, name: str, requests: list[Request]) -> Sample:
+        prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+        asked = [
+            SamplingParams(
+                temperature=self.case.temperature, max_tokens=self.case.max_tokens,
+                seed=self.case.seed + index, detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]  # fmt: skip
+        begin, cpu = time.perf_counter(), time.process_time()
+        outputs = self.llm.generate(prompts, asked)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        answers = [output.outputs[0] for output in outputs]
+        self.counts[name] = sum_of([
+            _counts(each.speculative_decoding_stats, len(each.token_ids)) for each in answers
+        ])  # fmt: skip
+        return Sample(
+            seconds, cpu, [each.token_ids for each in answers], self.counts[name].num_passes
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Theirs:
+    """transformers in a process of its own.
+
+    Attributes:
+      peer: with the target loaded.
+      mode: one of ``PEER_MODES``.
+      case: what is done.
+      requests: by category.
+      num_speculative_tokens: K, of modes that speculate.
+      eos_token_ids: that end an answer.
+    """
+
+    peer: Peer
+    mode: str
+    case: Case
+    requests: dict[str, list[Request]]
+    num_speculative_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+    def __call__(self) -> Sample:
+        """All requests under the clock; seconds are those inside the worker."""
+        return _whole({name: self._category(some) for name, some in self.requests.items()})
+
+    def _category(self, requests: list[Request]) -> Sample:
+        total = Sample(0.0, 0.0, [[] for _ in requests])
+        ordered = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
+        for first in range(0, len(ordered), self.case.batch_size):
+            some = ordered[first : first + self.case.batch_size]
+            answer = self.peer.generate(
+                self.mode, [list(requests[index].token_ids) for index in some],
+                max_new_tokens=self.case.max_tokens, temperature=self.case.temperature,
+                seed=self.case.seed + first, eos_token_ids=list(self.eos_token_ids), ngram_max=3,
+                num_speculative_tokens=self.num_speculative_tokens, threads=os.cpu_count(),
+            )  # fmt: skip
+            total.seconds += answer["seconds"]
+            total.cpu_seconds += answer["cpu_seconds"]
+            for index, tokens in zip(some, answer["tokens"], strict=True):
+                total.tokens[index] = tokens
+        return total
+
+
+def peer_refusal(model: Any, dtype: str | None) -> str | None:
+    """Why transformers cannot be measured beside; None where it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
+        return "the model is no local directory"
+    return None if dtype in (None, "auto", "float32", "bfloat16") else f"dtype={dtype}"
+
+
+def name_of(config: dict | None) -> str:
+    """A contender's name: its method and what is set beside, folders and ids cut short."""
+    if config is None:
+        return PLAIN
+    rest = {key: value for key, value in config.items() if key not in ("method", "model")}
+    model = config.get("model", "?")
+    words = [config.get("method") or Path(getattr(model, "path", model)).name]
+    if "num_speculative_tokens" in rest:
+        words.append(f"K={rest.pop('num_speculative_tokens')}")
+    words += [f"{key}={json.dumps(value, default=str)}" for key, value in sorted(rest.items())]
+    return ", ".join(words)
+
+
+def sum_of(counts: Sequence[Counts]) -> Counts:
+    """All counts together."""
+    total = Counts.none(len(counts[0].accepted) - 1)
+    for each in counts:
+        total += each
+    return total
+
+
+def _counts(stats: dict[str, Any], num_tokens: int) -> Counts:
+    """What one text's statistics count."""
+    histogram = stats["acceptance_histogram"]
+    accepted = tuple(histogram.get(str(n), 0) for n in range(stats["num_spec_tokens"] + 1))
+    # A pass emits what it accepted and one token more.
+    passes = num_tokens - stats["num_accepted_draft_tokens"]
+    return Counts(accepted, stats["num_draft_tokens"], passes, num_tokens)
+
+
+def _whole(parts: dict[str, Sample]) -> Sample:
+    """The parts added up."""
+    seconds = sum(part.seconds for part in parts.values())
+    cpu = sum(part.cpu_seconds for part in parts.values())
+    tokens = [row for part in parts.values() for row in part.tokens]
+    counted = [part.passes for part in parts.values() if part.passes is not None]
+    passes = sum(counted) if counted else None
+    return Sample(seconds, cpu, tokens, passes, parts=parts)

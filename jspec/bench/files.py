@@ -1,0 +1,47 @@
+"""What ``--output`` holds: JSON, Markdown, a picture, and a page with all of it."""
+
+import base64
+import importlib.resources
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from jspec.bench import chart, report
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Writes results.json, results.md, results.png and results.html, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results, indent=1, default=str)
+    picture = folder / ".results.png"
+    chart.draw(results, picture)
+    contents = {
+        "results.json": text.encode() + b"\n",
+        "results.md": report.markdown(results).encode(),
+        "results.html": page(results, text, picture.read_bytes()).encode(),
+        "results.png": picture.read_bytes(),
+    }
+    picture.unlink()
+    for name, content in contents.items():
+        aside = folder / f".{name}"
+        aside.write_bytes(content)
+        os.replace(aside, folder / name)
+
+
+def page(results: dict[str, Any], text: str, picture: bytes) -> str:
+    """The page; it fetches nothing."""
+    source = importlib.resources.files("jspec.bench").joinpath("page.html.jinja").read_text()
+    cases = []
+    for title, rows in report.titles(results):
+        tables = [(report.headings(), [report.cells(row) for row in rows])]
+        if len(results["questions"]) > 1:
+            tables.append(report.by_category(results, rows))
+        cases.append((title, tables))
+    template = jinja2.Environment(autoescape=True).from_string(source)
+    return template.render(
+        about=report.about(results), cases=cases, notes=report.notes(results), json=text,
+        picture=base64.b64encode(picture).decode(),
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Question files of the field, read into one form.
+
+Known by what a line holds: Spec-Bench (``turns``, ``category``), HumanEval (``task_id``,
+``prompt``), GSM8K (``question``), ShareGPT (``conversations``), OpenAI's ``messages``, plain
+``prompt`` or ``text``. JSON lines, or one JSON list; ``.gz`` too. Any other file is one text.
+"""
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.naming import shown
+
+_JSON = (".json", ".jsonl")
+_KINDS = "turns, messages, conversations, question, prompt or text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Something to be answered.
+
+    Attributes:
+      category: what its figures are counted under.
+      turns: what the user says, turn by turn; one for most.
+      is_chat: whether they are messages to answer, and not a text to go on with.
+      system: what comes before the first turn, of chats; "" for nothing.
+    """
+
+    category: str
+    turns: tuple[str, ...]
+    is_chat: bool = True
+    system: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt in token ids, with the category of its question."""
+
+    category: str
+    token_ids: tuple[int, ...]
+
+
+def read(paths: Sequence[str | Path], per_category: int = 0) -> list[Question]:
+    """The questions of all files, in their order; the first ``per_category`` of each (0: all).
+
+    Raises:
+      ValueError: a file cannot be read, or holds none; names file and line.
+    """
+    found = [question for path in paths for question in _read_file(Path(path))]
+    if not found:
+        raise ValueError("there is no question in the files given; name one with --questions.")
+    counts: dict[str, int] = {}
+    kept = []
+    for question in found:
+        counts[question.category] = counts.get(question.category, 0) + 1
+        if not per_category or counts[question.category] <= per_category:
+            kept.append(question)
+    return kept
+
+
+def requests(
+    questions: Sequence[Question],
+    tokenizer: Any,
+    answer: Callable[[list[list[int]]], list[str]],
+    *,
+    prompt_tokens: int = 0,
+    longest: int,
+) -> tuple[list[Request], int]:
+    """Every turn of every question as a prompt, and how many did not fit and were left out.
+
+    Later turns follow the answers of ``answer``, which maps prompts to texts: the same for all who
+    are measured, so that they are given equal prompts.
+
+    Args:
+      questions: at least one.
+      tokenizer: with or without a chat template; without one turns are joined by blank lines.
+      answer: of the target by itself.
+      prompt_tokens: prompts are cut to so many tokens (0: not cut).
+      longest: tokens of a prompt that still fits.
+    """
+    made: list[Request] = []
+    left_out = 0
+    said: list[list[str]] = [[] for _ in questions]
+    running = list(range(len(questions)))
+    for turn in range(max(len(question.turns) for question in questions)):
+        running = [index for index in running if len(questions[index].turns) > turn]
+        prompts = {index: _encode(questions[index], said[index], tokenizer) for index in running}
+        if prompt_tokens:
+            prompts = {index: ids[:prompt_tokens] for index, ids in prompts.items()}
+        running = [index for index in running if 0 < len(prompts[index]) <= longest]
+        left_out += len(prompts) - len(running)
+        made += [Request(questions[index].category, tuple(prompts[index])) for index in running]
+        more = [index for index in running if len(questions[index].turns) > turn + 1]
+        texts = answer([prompts[index] for index in more]) if more else []
+        for index, text in zip(more, texts, strict=True):
+            said[index].append(text)
+    return made, left_out
+
+
+def _encode(question: Question, said: Sequence[str], tokenizer: Any) -> list[int]:
+    """The prompt of the turn after those that ``said`` answers."""
+    turns = question.turns[: len(said) + 1]
+    if question.is_chat and getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "system", "content": question.system}] if question.system else []
+        for asked, answered in zip(turns, [*said, None], strict=True):
+            messages.append({"role": "user", "content": asked})
+            if answered is not None:
+                messages.append({"role": "assistant", "content": answered})
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    parts = [question.system] if question.system else []
+    for asked, answered in zip(turns, [*said, ""], strict=True):
+        parts += [asked, answered]
+    return list(tokenizer.encode("\n\n".join(part for part in parts if part)))
+
+
+def _read_file(path: Path) -> Iterator[Question]:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if suffixes[-1:] == [".gz"] else raw).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not set(suffixes) & set(_JSON):
+        if not text.strip():
+            raise ValueError(f"{path} is empty.")
+        yield Question(path.stem, (text,), is_chat=False)
+        return
+    for where, item in _items(path, text):
+        yield _question(item, path.name.split(".")[0], f"{path}, {where}")
+
+
+def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Objects of a JSON list, or of JSON lines, and where each stands."""
+    if text.lstrip().startswith("["):
+        whole = _parsed(text, str(path))
+        yield from ((f"item {number}", item) for number, item in enumerate(whole, 1))
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield f"line {number}", _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error}).") from None
+
+
+def _question(item: Any, stem: str, where: str) -> Question:
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: {shown(item)} is no object with {_KINDS}.")
+    category = item.get("category", stem)
+    turns, system, is_chat = (), "", True
+    if "turns" in item:  # Spec-Bench, MT-bench
+        turns = item["turns"]
+    elif "messages" in item or "conversations" in item:
+        system, turns = _said_by_user(item, where)
+    elif "question" in item:  # GSM8K
+        turns = (item["question"],)
+    elif "prompt" in item or "text" in item:  # HumanEval, and texts to go on with
+        turns, is_chat = (item.get("prompt", item.get("text")),), False
+    if isinstance(turns, str) or not isinstance(turns, Sequence) or not turns:
+        raise ValueError(f"{where}: there is nothing to answer; it needs {_KINDS}.")
+    for text in (category, *turns):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{where}: {shown(text)} must be a text that is not empty.")
+    return Question(category, tuple(turns), is_chat, system)
+
+
+def _said_by_user(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
+    """What the system says, and the user's first message.
+
+    Later ones answer what another model said; put to this one they would make no sense.
+    """
+    messages = item.get("messages", item.get("conversations"))
+    fields = ("role", "content") if "messages" in item else ("from", "value")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise ValueError(f"{where}: messages must be a list of objects.")
+    said = [(each.get(fields[0]), each.get(fields[1])) for each in messages]
+    system = next((text for role, text in said if role == "system"), "")
+    user = [text for role, text in said if role in ("user", "human")][:1]
+    return system if isinstance(system, str) else "", tuple(user)

@@ -1,0 +1,116 @@
+"""Results for people: tables in the terminal and in Markdown."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+PARTS = ("drafting", "target", "accepting")  # of a round, as in ``split.Split``
+
+
+def titles(results: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The tables: a title, and the rows of one batch size and temperature."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        drawn = f"temperature {row['temperature']:g}" if row["temperature"] else "greedy"
+        found.setdefault(f"batch {row['batch_size']}, {drawn}", []).append(row)
+    yield from found.items()
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as it is shown, below ``headings``."""
+    speed, ratio, parts = row["tokens_per_second"], row["speedup"], row.get("split_ms")
+    equal = f"{row['texts_equal_to_plain']} of {row['texts']}" if "texts" in row else "-"
+    return [
+        row["name"],
+        f"{speed['median']:.0f}",
+        f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})",
+        f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else "-",
+        " ".join(f"{share:.2f}" for share in row.get("acceptance_per_position", ())) or "-",
+        " + ".join(f"{parts[name]:.2f}" for name in PARTS) if parts else "-",
+        f"{parts['round']:.2f}" if parts else "-",
+        f"{parts['host']:.1f}" if parts else "-",
+        equal,
+    ]
+
+
+def headings() -> list[str]:
+    """Of the columns."""
+    return [
+        "method", "tokens/s", "speed-up", "acceptance length", "by position",
+        "drafting + target + accepting, ms", "round, ms", "host, ms a call", "same text",
+    ]  # fmt: skip
+
+
+def terminal(results: dict[str, Any]) -> Iterator[Table]:
+    """A table for each case, and one of speed-ups and acceptance by category."""
+    for title, rows in titles(results):
+        yield _table(title, headings(), [cells(row) for row in rows])
+        if len(results["questions"]) > 1:
+            yield _table(f"{title}: by category", *by_category(results, rows))
+
+
+def by_category(
+    results: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: speed-up, and the acceptance length of those who draft."""
+    names = list(results["questions"])
+    heads = ["method", *(f"{name} ({results['questions'][name]})" for name in names)]
+    lines = []
+    for row in rows:
+        line = [row["name"]]
+        for name in names:
+            part = row["categories"][name]
+            length = part.get("acceptance_length")
+            line.append(f"{part['speedup']:.2f}" + (f", {length:.2f}" if length else ""))
+        lines.append(line)
+    return heads, lines
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """All tables, what their words mean, and where they were measured."""
+    parts = ["# jspec bench", ""]
+    for title, rows in titles(results):
+        parts += [f"## {title}", "", *_markdown(headings(), [cells(row) for row in rows]), ""]
+        if len(results["questions"]) > 1:
+            parts += ["Speed-up and acceptance length by category (questions):", ""]
+            parts += [*_markdown(*by_category(results, rows)), ""]
+    return "\n".join([*parts, *notes(results), ""])
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What stands below the tables."""
+    lines = [results["definition"], about(results)]
+    if results["left_out"]:
+        lines.append(f"{results['left_out']} prompts did not fit the model and were left out.")
+    if results["interrupted"]:
+        lines.append("The run was interrupted: there are fewer samples than were asked for.")
+    busy = sum(len(row["seconds"]) - row["quiet_samples"] for row in results["rows"])
+    if busy:
+        lines.append(f"Other processes were busy during {busy} of the samples.")
+    return lines
+
+
+def about(results: dict[str, Any]) -> str:
+    """Device, versions, and the peer, in a line."""
+    device, versions = results["device"], results["versions"]
+    return (
+        f"{device['kind']} ({device['cpu']}, {device['cores']} cores), jax {versions['jax']}, "
+        f"{results['time']}, dtype {results['setting']['dtype'] or 'auto'}, at most "
+        f"{results['setting']['max_tokens']} tokens; peer: {results['peer']}."
+    )
+
+
+def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if index else "left", no_wrap=not index)
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    escaped = lambda cell: cell.replace("|", "\\|")
+    rule = ["---", *("---:" for _ in heads[1:])]
+    return ["| " + " | ".join(map(escaped, line)) + " |" for line in (heads, rule, *lines)]

@@ -1,0 +1,115 @@
+"""The measurement: every method beside plain decoding, in turns, case by case."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jspec import config, loading
+from jspec.assembly import assemble
+from jspec.bench import questions as reading
+from jspec.bench.contenders import by_category, peer_refusal
+from jspec.bench.peer import Peer
+from jspec.bench.questions import Question, Request
+from jspec.bench.settings import Settings
+from jspec.bench.table import CaseTable, portable
+from jspec.llm import LLM
+from jspec.loading import LoadedModel
+from jspec.params import SamplingParams
+
+DEFINITION = (
+    "acceptance length: tokens a pass of the target emits, the bonus token and passes without a "
+    "draft included; 1 is no gain. per position: of all drafts, the share whose i-th token was "
+    "accepted. speed-up: tokens/s beside plain decoding in the same turn, median (least to most); "
+    "prompts, host and all."
+)
+
+
+def bench(
+    model: str | os.PathLike | LoadedModel,
+    asked: Sequence[Question],
+    settings: Settings,
+    *,
+    on_case: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measures; the results as JSON has them.
+
+    Args:
+      model: the target, as in ``LLM``.
+      asked: questions, from ``questions.read``.
+      settings: what is measured.
+      on_case: called with the results so far after each case.
+      on_step: called with words for a progress line.
+
+    Raises:
+      ValueError: the model, a config or the questions do not go together.
+    """
+    on_step("loading")
+    target = loading.load(model, settings.dtype)
+    plain = LLM(target)
+    for each in settings.configs:  # what is wrong with the last is not found out after hours
+        assemble(target, config.read(each), dtype=settings.dtype)
+    requests, left_out = _requests(plain, asked, settings)
+    results: dict[str, Any] = {
+        "definition": DEFINITION,
+        "setting": dataclasses.asdict(settings)
+        | {"configs": [portable(each) for each in settings.configs]},
+        "questions": {name: len(some) for name, some in requests.items()},
+        "left_out": left_out,
+        "peer": None,
+        "interrupted": False,
+        "rows": [],
+    }
+    with _peer(model, settings, results) as peer:
+        for case in settings.cases:
+            table = CaseTable(target, settings, case, requests, peer)
+            try:
+                table.run(on_step)
+            except KeyboardInterrupt:
+                results["interrupted"] = True
+            results["rows"] += table.rows()
+            on_case(results)
+            if results["interrupted"]:
+                break
+    return results
+
+
+def _requests(
+    plain: LLM, asked: Sequence[Question], settings: Settings
+) -> tuple[dict[str, list[Request]], int]:
+    """Prompts by category, and how many were left out."""
+
+    def answer(prompts: list[list[int]]) -> list[str]:
+        greedy = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+        wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [output.outputs[0].text for output in plain.generate(wrapped, greedy)]
+
+    longest = plain.max_model_len - settings.max_tokens
+    made, left_out = reading.requests(
+        asked, plain.get_tokenizer(), answer, prompt_tokens=settings.prompt_tokens, longest=longest
+    )
+    if not made:
+        raise ValueError(
+            f"no question fits: with max_tokens={settings.max_tokens} prompts may have {longest} "
+            "tokens; lower max_tokens, or cut prompts with prompt_tokens."
+        )
+    return by_category(made), left_out
+
+
+@contextlib.contextmanager
+def _peer(model: Any, settings: Settings, results: dict) -> Iterator[Peer | None]:
+    """transformers with the model loaded, or None; the results say which."""
+    refusal = peer_refusal(model, settings.dtype) if settings.peers else "not asked for"
+    if refusal:
+        results["peer"] = refusal
+        yield None
+        return
+    draft = settings.draft_folder
+    dtype = "float32" if settings.dtype in (None, "auto") else settings.dtype
+    with Peer(model, draft, dtype) as peer:
+        results["peer"] = f"transformers {peer.info['transformers']}, torch {peer.info['torch']}"
+        if draft is None:
+            results["peer"] += "; assisted generation needs a draft_model in a local directory"
+        yield peer

@@ -1,0 +1,81 @@
+"""What ``jspec bench`` is asked to measure."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jspec import config
+from jspec.bench.contenders import Case
+from jspec.checks import is_whole
+from jspec.naming import shown
+from jspec.params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured, and how often.
+
+    Attributes:
+      configs: ``speculative_config``s, one a method.
+      batch_sizes: requests that run together; every one is a table.
+      temperatures: likewise.
+      max_tokens: most tokens of an answer.
+      prompt_tokens: prompts are cut to so many tokens (0: not cut).
+      per_category: questions of each category (0: all).
+      repeats: undisturbed samples of every contender.
+      patience: further turns to wait for such samples while others use the machine.
+      dtype: of weights, as in ``LLM``.
+      peers: whether transformers is measured, too, where it is installed.
+      seed: of all noise.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    configs: tuple[Mapping[str, Any], ...]
+    batch_sizes: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_tokens: int = 128
+    prompt_tokens: int = 0
+    per_category: int = 0
+    repeats: int = 5
+    patience: int = 2
+    dtype: str | None = None
+    peers: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.configs:
+            raise ValueError("there is no method to measure; name one with --config.")
+        for given in self.configs:
+            config.read(given)
+        for name, least in (
+            ("max_tokens", 2), ("prompt_tokens", 0), ("per_category", 0), ("repeats", 1),
+            ("patience", 0),
+        ):  # fmt: skip
+            if not is_whole(getattr(self, name), least):
+                given = shown(getattr(self, name))
+                raise ValueError(f"{name}={given} must be a whole number of at least {least}.")
+        if not self.batch_sizes or not all(is_whole(size, 1) for size in self.batch_sizes):
+            raise ValueError(f"batch_sizes={shown(self.batch_sizes)} must be at least 1 each.")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature, seed=self.seed)
+        if not self.temperatures:
+            raise ValueError("temperatures=() must hold at least one.")
+
+    @property
+    def cases(self) -> list[Case]:
+        """Every batch at every temperature."""
+        pairs = itertools.product(self.temperatures, self.batch_sizes)
+        return [Case(size, degree, self.max_tokens, self.seed) for degree, size in pairs]
+
+    @property
+    def draft_folder(self) -> str | None:
+        """A draft model that transformers can load, too, if there is one."""
+        for each in self.configs:
+            model = each.get("model")
+            if each.get("method") == "draft_model" and model and Path(str(model)).is_dir():
+                return str(model)
+        return None

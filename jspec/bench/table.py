@@ -1,0 +1,184 @@
+"""One case of ``jspec bench``: its contenders in turns, and the figures of each."""
+
+import dataclasses
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec import config
+from jspec.assembly import Assembly, assemble
+from jspec.bench.contenders import PEER_MODES, PLAIN, Case, Ours, Theirs, name_of, sum_of
+from jspec.bench.settings import Settings
+from jspec.bench.split import split
+from jspec.bench.timing import Contender, Sample, race
+from jspec.generate import Row, start
+from jspec.llm import LLM
+from jspec.loading import LoadedModel
+from jspec.params import SamplingParams
+
+
+class CaseTable:
+    """One case: its contenders, their samples, and the rows made of them."""
+
+    def __init__(self, target: LoadedModel, settings: Settings, case: Case, requests, peer):
+        self._settings, self._case, self._requests = settings, case, requests
+        self._target, self._peer = target, peer
+        self._assemblies: dict[str, tuple[dict | None, Assembly]] = {}
+        self._first: dict[str, tuple[float, Sample]] = {}
+        self._field: list[Contender] = []
+        self._parts: dict[str, dict[str, Any]] = {}
+
+    def run(self, on_step: Callable[[str], None]) -> None:
+        """Warms everybody up and races them."""
+        for name, run in self._contenders():
+            on_step(f"{self._case.words}: compiling {name}")
+            begin = time.perf_counter()
+            run()
+            first = time.perf_counter() - begin
+            self._first[name] = first, run()
+            self._field.append(Contender(name, run))
+        on_step(f"{self._case.words}: measuring")
+        race(self._field, self._settings.repeats, self._settings.patience)
+        for each in self._field:
+            if each.name in self._assemblies:
+                on_step(f"{self._case.words}: taking {each.name} apart")
+                made = self._assemblies[each.name][1]
+                self._parts[each.name] = self._apart(each.run, made)
+
+    def _contenders(self):
+        for given in (None, *self._settings.configs):
+            llm = LLM(
+                self._target, given, dtype=self._settings.dtype,
+                max_num_seqs=self._case.batch_size,
+            )  # fmt: skip
+            made = assemble(self._target, config.read(given), dtype=self._settings.dtype)
+            name = name_of(given)
+            while name in self._assemblies:
+                name += "'"
+            self._assemblies[name] = given, made
+            yield name, Ours(llm, self._case, self._requests)
+        depth = max(made.plan.drafter.max_depth for _, made in self._assemblies.values())
+        for mode, name in PEER_MODES.items() if self._peer else ():
+            if mode == "eager" or (self._case.batch_size == 1 and self._has(mode)):
+                eos = self._target.eos_token_ids
+                yield name, Theirs(self._peer, mode, self._case, self._requests, depth, eos)
+
+    def _has(self, mode: str) -> bool:
+        """Whether the peer speculates as one of ours does."""
+        method = {"assisted": "draft_model", "prompt_lookup": "ngram"}[mode]
+        fits = method in [each.get("method") for each in self._settings.configs]
+        return fits and (mode != "assisted" or self._settings.draft_folder is not None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each contender that has a sample; none where plain decoding has not."""
+        field = [each for each in self._field if each.samples]
+        if not field or field[0].name != PLAIN:
+            return []
+        return [self._row(each, field[0]) for each in field]
+
+    def _row(self, each: Contender, plain: Contender) -> dict[str, Any]:
+        first_call, sample = self._first[each.name]
+        given, made = self._assemblies.get(each.name, (None, None))
+        row: dict[str, Any] = {
+            "batch_size": self._case.batch_size, "temperature": self._case.temperature,
+            "name": each.name, "config": given and portable(given),
+            "tokens_per_second": _spread([s.num_tokens / s.seconds for s in each.kept]),
+            "speedup": _spread(_ratios(each, plain)),
+            "categories": self._categories(each, plain),
+            "distinct_tokens": statistics.mean(len(set(text)) for text in sample.tokens),
+            "first_call_seconds": first_call, "seconds": [s.seconds for s in each.samples],
+            "quiet_samples": sum(s.quiet(each.limit) for s in each.samples),
+        }  # fmt: skip
+        if self._case.temperature == 0:
+            pairs = zip(sample.tokens, self._first[PLAIN][1].tokens, strict=True)
+            row["texts_equal_to_plain"] = sum(ours == theirs for ours, theirs in pairs)
+            row["texts"] = len(sample.tokens)
+        if made is None:
+            return row
+        counts = sum_of(list(each.run.counts.values()))
+        row |= {
+            "acceptance_length": counts.tokens_per_pass,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "acceptance_per_position": list(counts.acceptance_per_pos),
+        }
+        for name, some in each.run.counts.items():
+            row["categories"][name]["acceptance_length"] = some.tokens_per_pass
+        return row | self._parts.get(each.name, {})
+
+    def _categories(self, each: Contender, plain: Contender) -> dict[str, dict[str, Any]]:
+        found = {}
+        for name, some in self._requests.items():
+            part = lambda contender, name=name: dataclasses.replace(
+                contender, samples=[sample.parts[name] for sample in contender.samples]
+            )
+            own = part(each)
+            found[name] = {
+                "questions": len(some), "tokens_per_second": own.median,
+                "speedup": statistics.median(_ratios(own, part(plain))),
+            }  # fmt: skip
+        return found
+
+    def _apart(self, run: Ours, made: Assembly) -> dict[str, Any]:
+        """Where the time goes, and what memory it takes; of the first questions."""
+        some = [each for part in self._requests.values() for each in part][: self._case.batch_size]
+        rows = [
+            Row(each.token_ids, self._case.max_tokens, temperature=self._case.temperature,
+                seed=self._case.seed, stream=index)
+            for index, each in enumerate(some)
+        ]  # fmt: skip
+        asked = SamplingParams(
+            temperature=self._case.temperature, max_tokens=self._case.max_tokens, ignore_eos=True,
+            seed=self._case.seed, detokenize=False,
+        )  # fmt: skip
+        prompts = [{"prompt_token_ids": each.token_ids} for each in some]
+        parts = split(made.plan, made.params, rows, lambda: run.llm.generate(prompts, asked))
+        state = start(made.plan, made.params, rows).state
+        return {
+            "split_ms": {k: 1e3 * v for k, v in dataclasses.asdict(parts).items()},
+            "memory_bytes": {
+                "target": _bytes(made.params.target), "drafter": _bytes(made.params.drafter),
+                "target_cache": _bytes(state.cache), "drafter_state": _bytes(state.memory),
+                "peak": _peak_bytes(),
+            },
+        }  # fmt: skip
+
+
+def _ratios(each: Contender, plain: Contender) -> list[float]:
+    """Speed beside plain decoding, turn by turn; of undisturbed turns, if there are any."""
+    pairs = list(zip(each.samples, plain.samples, strict=False))
+    quiet = [pair for pair in pairs if all(s.quiet(each.limit) for s in pair)]
+    speed = lambda sample: sample.num_tokens / sample.seconds
+    return [speed(own) / speed(other) for own, other in quiet or pairs]
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def _bytes(tree: Any) -> int:
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
+
+
+def _peak_bytes() -> int:
+    """Most that was ever in use: of the device, or of this process where the device is a CPU."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def portable(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without folders, which are of interest to nobody else."""
+    return {
+        key: Path(value).name if isinstance(value, str | os.PathLike) and Path(value).is_absolute()
+        else value.path if isinstance(value, LoadedModel) else value
+        for key, value in given.items()
+    }  # fmt: skip

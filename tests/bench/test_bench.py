@@ -1,0 +1,160 @@
+"""Figures of ``jspec bench``: from runs that really were, beside plain decoding, in every file."""
+
+import html.parser
+import json
+
+import pytest
+
+from jspec import cli
+from jspec.bench import files, report
+from jspec.bench.questions import Question
+from jspec.bench.run import bench
+from jspec.bench.settings import Settings
+from tests import llm_fixtures
+
+QUESTIONS = [
+    Question("code", ("def add(x, y):\n",), is_chat=False),
+    Question("fox", ("the quick brown fox",), is_chat=False),
+    Question("fox", ("the lazy dog. the lazy",), is_chat=False),
+]
+ABOUT = {
+    "device": {"kind": "cpu", "cpu": "one <of> them", "cores": 2}, "time": "now",
+    "versions": {"jax": "0"},
+}  # fmt: skip
+
+
+def settings(both, **changes):
+    draft = {"model": both["draft"], "num_speculative_tokens": 3}
+    common = {"configs": (draft,), "max_tokens": 17, "repeats": 2, "patience": 0}
+    return Settings(**(common | {"peers": False} | changes))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "llm"
+
+
+@pytest.fixture(scope="module")
+def results(root):
+    both = llm_fixtures.loaded(root)
+    steps = []
+    found = bench(both["target"], QUESTIONS, settings(both), on_step=steps.append)
+    assert steps[0] == "loading" and any("compiling draft, K=3" in step for step in steps)
+    return ABOUT | found
+
+
+def test_each_method_has_a_row_of_figures_that_agree_with_each_other(results):
+    plain, drafted = results["rows"]
+    assert [plain["name"], drafted["name"]] == ["autoregressive", "draft, K=3"]
+    assert results["questions"] == {"code": 1, "fox": 2} and results["left_out"] == 0
+    assert plain["speedup"] == {"median": 1.0, "least": 1.0, "most": 1.0}
+    assert plain["acceptance_length"] == 1 and plain["acceptance_per_position"] == []
+    speed, ratio = drafted["tokens_per_second"], drafted["speedup"]
+    assert 0 < speed["least"] <= speed["median"] <= speed["most"]
+    assert 0 < ratio["least"] <= ratio["median"] <= ratio["most"]
+    assert len(drafted["seconds"]) == 2 and drafted["texts_equal_to_plain"] == drafted["texts"] == 3
+    first, second, third = drafted["acceptance_per_position"]
+    assert 1 >= first >= second >= third >= 0 and drafted["acceptance_length"] >= 1
+    parts, memory = drafted["split_ms"], drafted["memory_bytes"]
+    assert min(parts.values()) >= 0 and min(parts["round"], parts["target"]) > 0
+    assert memory["peak"] > memory["target"] > memory["drafter"] > 0
+
+
+def test_acceptance_is_counted_by_category(root, results):
+    """Beside a generation of the same requests by hand."""
+    both = llm_fixtures.loaded(root)
+    llm = llm_fixtures.llm(root, "draft_model")
+    asked = llm_fixtures.jspec.SamplingParams(max_tokens=17, temperature=0.0, seed=0)
+    row = results["rows"][1]
+    for name in ("code", "fox"):
+        prompts = [
+            {"prompt_token_ids": both["target"].tokenizer.encode(question.turns[0])}
+            for question in QUESTIONS
+            if question.category == name
+        ]
+        texts = [output.outputs[0] for output in llm.generate(prompts, asked)]
+        tokens = sum(len(text.token_ids) for text in texts)
+        accepted = sum(
+            text.speculative_decoding_stats["num_accepted_draft_tokens"] for text in texts
+        )
+        expected = tokens / (tokens - accepted)
+        assert row["categories"][name]["acceptance_length"] == pytest.approx(expected)
+        assert row["categories"][name]["questions"] == len(prompts)
+
+
+class _Strict(html.parser.HTMLParser):
+    """Open tags, and every address that a page names."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothing(
+    results, tmp_path
+):
+    files.write(results, tmp_path / "out")
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert sorted(found) == ["results.html", "results.json", "results.md", "results.png"]
+    assert json.loads(found["results.json"])["rows"][1]["name"] == results["rows"][1]["name"]
+    assert found["results.png"].startswith(b"\x89PNG")
+    text = found["results.md"].decode()
+    line = next(line for line in text.splitlines() if line.startswith("| draft, K=3"))
+    assert f"| {results['rows'][1]['acceptance_length']:.2f} |" in line
+    page = _Strict()
+    page.feed(found["results.html"].decode())
+    assert page.open == [] and "one <of> them" in page.text
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert len(list(report.terminal(results))) == 2
+
+
+@pytest.mark.parametrize("last", [7, 10], ids=["while it races", "while it is taken apart"])
+def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, last):
+    """A call a run: both warm up twice, then two turns, the second one begun by the other."""
+    both, calls = llm_fixtures.loaded(root), []
+    generate = llm_fixtures.jspec.LLM.generate
+
+    def interrupted(self, *arguments):
+        calls.append(None)
+        if len(calls) > last:
+            raise KeyboardInterrupt
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(llm_fixtures.jspec.LLM, "generate", interrupted)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    asked, seen = settings(both, configs=(config,), batch_sizes=(1, 2)), []
+    found = bench(both["target"], QUESTIONS[:1] * 2, asked, on_case=seen.append)
+    assert found["interrupted"] and seen == [found]
+    assert [row["batch_size"] for row in found["rows"]] == [1, 1]
+    assert [len(row["seconds"]) for row in found["rows"]] == ([1, 2] if last == 7 else [2, 2])
+    assert "interrupted" in report.markdown(ABOUT | found)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "there is no method to measure; name one with --config"),
+    (["--config", "{oops"], "--config '{oops' is not JSON"),
+    (["--config", "ngrm", "-k", "3"], "ngrm"),
+    (["--config", "ngram", "-k", "3", "--repeats", "0"], "repeats=0 must be a whole number"),
+    (["--config", "ngram", "-k", "3", "--temperature", "-1"], "temperature=-1"),
+    (["--config", "ngram", "-k", "3", "--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
+    (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["jspec", "bench", "no/such/model", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and said.count("\n") == 1

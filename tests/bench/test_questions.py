@@ -1,0 +1,115 @@
+"""Question files of every known form are read; what is wrong is named by file and line."""
+
+import gzip
+import json
+
+import pytest
+
+from jspec.bench.questions import Question, read, requests
+
+FORMS = {
+    "spec_bench": {"question_id": 1, "category": "writing", "turns": ["Tell.", "Again."]},
+    "HumanEval": {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "test": "…"},
+    "gsm8k": {"question": "Two and two?", "answer": "#### 4"},
+    "sharegpt": {"id": "a", "conversations": [
+        {"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Yes?"},
+        {"from": "human", "value": "No."}]},
+    "openai": {"messages": [{"role": "system", "content": "Be brief."},
+                            {"role": "user", "content": "Why?"}]},
+    "plain": {"text": "Once upon"},
+}  # fmt: skip
+READ = {
+    "spec_bench": Question("writing", ("Tell.", "Again.")),
+    "HumanEval": Question("HumanEval", ("def f(x):\n",), is_chat=False),
+    "gsm8k": Question("gsm8k", ("Two and two?",)),
+    "sharegpt": Question("sharegpt", ("Hi.",)),
+    "openai": Question("openai", ("Why?",), system="Be brief."),
+    "plain": Question("plain", ("Once upon",), is_chat=False),
+}
+
+
+class Words:
+    """A tokenizer of words, with or without a chat template."""
+
+    def __init__(self, template=None):
+        self.chat_template, self.known = template, []
+
+    def encode(self, text, add_special_tokens=True):
+        words = text.split()
+        self.known += [word for word in words if word not in self.known]
+        return [self.known.index(word) for word in words]
+
+    def text(self, ids):
+        return " ".join(self.known[index] for index in ids)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return " ".join(f"[{each['role']}] {each['content']}" for each in messages) + " [assistant]"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_from_json_lines_lists_and_compressed_files(tmp_path, form):
+    lines, whole = tmp_path / f"{form}.jsonl", tmp_path / f"{form}.json"
+    lines.write_text("\n" + json.dumps(FORMS[form]) + "\n\n" + json.dumps(FORMS[form]))
+    whole.write_text(json.dumps([FORMS[form]]))
+    packed = tmp_path / f"{form}.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    assert read([lines]) == read([packed]) == [READ[form]] * 2
+    assert read([whole, lines], per_category=2) == [READ[form]] * 2
+
+
+def test_any_other_file_is_one_text(tmp_path):
+    (tmp_path / "story.txt").write_text("Once upon\na time")
+    found = read([tmp_path / "story.txt"])
+    assert found == [Question("story", ("Once upon\na time",), is_chat=False)]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ('{"turns": []}', "line 1: there is nothing to answer; it needs turns, messages"),
+    ('{"prompt": "x"}\n{"turns": ["a", 5]}', "line 2: 5 must be a text that is not empty"),
+    ('{"prompt": "x"}\n{oops}', "line 2: not JSON"),
+    ('["text"]', "item 1: 'text' is no object with turns"),
+    ('{"messages": "x"}', "line 1: messages must be a list of objects"),
+    ("", "there is no question in the files given; name one with --questions"),
+])  # fmt: skip
+def test_bad_lines_are_named(tmp_path, text, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read([path])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
+    (tmp_path / "empty.txt").write_text(" ")
+    for name in ("missing.jsonl", "x.jsonl.gz"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            read([tmp_path / name])
+    with pytest.raises(ValueError, match=r"empty\.txt is empty"):
+        read([tmp_path / "empty.txt"])
+
+
+@pytest.mark.parametrize(("template", "first", "second"), [
+    ("yes", "[user] Tell. [assistant]",
+     "[user] Tell. [assistant] said once [user] Again. [assistant]"),
+    (None, "Tell.", "Tell. said once Again."),
+])  # fmt: skip
+def test_a_second_turn_follows_the_answer_to_the_first(template, first, second):
+    words, asked = Words(template), []
+
+    def answer(prompts):
+        asked.append([words.text(prompt) for prompt in prompts])
+        return ["said once"] * len(prompts)
+
+    made, left_out = requests([READ["spec_bench"], READ["plain"]], words, answer, longest=99)
+    assert [words.text(each.token_ids) for each in made] == [first, "Once upon", second]
+    assert [each.category for each in made] == ["writing", "plain", "writing"]
+    assert asked[0] == [first] and left_out == 0
+
+
+def test_prompts_that_do_not_fit_are_counted_or_cut():
+    long = Question("long", ("a b c d e f",), is_chat=False)
+    made, left_out = requests([long, READ["plain"]], Words(), lambda _: [], longest=3)
+    assert [each.category for each in made] == ["plain"] and left_out == 1
+    made, left_out = requests([long], Words(), lambda _: [], prompt_tokens=3, longest=3)
+    assert len(made[0].token_ids) == 3 and left_out == 0
