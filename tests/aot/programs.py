@@ -17,6 +17,7 @@ from jspec.drafters.adaptive import Adaptive
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
+from jspec.models.deterministic import DeterministicDecoder
 from jspec.models.heads import eagle, medusa
 from jspec.plan import Plan
 from jspec.types import History, Params, Request, Sampling
@@ -87,6 +88,8 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             found[f"rejection_sampling, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
+    deterministic = Plan(DeterministicDecoder(TARGET), DraftModel(DRAFT, 7), "coupled")
+    loops["decode, draft_model, deterministic"] = deterministic
     if num_devices == 1:
         with_kernels = plans(kernel)
         for name in ("draft_model", "eagle3, drawn tree"):
@@ -188,11 +191,13 @@ def _state(plan: Plan, params: Params, request: Request) -> DecodeState:
 
 def _cache_shapes(plan: Plan, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the target's and the drafter's cache buffers on one device."""
-    drafter, models = _network_of(plan), [plan.target.config]
+    drafter, target = _network_of(plan), plan.target
+    slots = jax.eval_shape(lambda: target.init_cache(BATCH, CAPACITY)).layers[0].k.shape[2]
+    caches = [(target.config, slots)]
     if isinstance(drafter, DraftModel):
-        models.append(drafter.config)
+        caches.append((drafter.config, CAPACITY))
     if isinstance(drafter, Eagle):
-        models.append(drafter.config.network)
+        caches.append((drafter.config.network, CAPACITY))
     return tuple(
-        (BATCH // num_devices, model.num_kv_heads, CAPACITY, model.head_dim) for model in models
+        (BATCH // num_devices, model.num_kv_heads, slots, model.head_dim) for model, slots in caches
     )
