@@ -5,10 +5,12 @@ import json
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec import cli
 from jspec.certify import chains, sampled
+from jspec.certify.statistics import excess
 from jspec.verify import RULES, Rule
 from tests.verify import test_mutations as mutations
 
@@ -132,6 +134,14 @@ def test_what_cannot_be_enumerated_is_refused(arguments, message):
 def test_the_compiled_rule_draws_from_the_targets_law():
     found = sampled.chi_square("rejection", temperature=1.2)
     assert found.passed and "V=16" in found.subject
+
+
+def test_counts_are_compared_where_all_bins_expect_alike_and_where_most_expect_little():
+    alike = np.full(4, 0.25)
+    assert excess(np.array([200, 100, 100, 100]), alike) > 1 > excess(np.full(4, 125), alike)
+    rare = np.array([0.5, 0.4, 0.09, *[0.001] * 10])
+    assert excess(np.array([500, 400, 90, *[1] * 10]), rare) < 0
+    assert excess(np.array([500, 400, 0, *[10] * 10]), rare) > 1
 
 
 def test_a_leniency_of_a_twentieth_is_seen_in_the_compiled_rule():

@@ -15,10 +15,10 @@ from jspec.certify.report import Finding
 from jspec.certify.rounding import gap, plausible, scored
 from jspec.decode import init_shared
 from jspec.drafters import NoDrafter
-from jspec.generate import Answer, generate_rows, generate_sharing, start
+from jspec.generate import MAX_NUM_SEQS, Answer, generate_rows, generate_sharing, start
 from jspec.plan import Plan
 from jspec.rows import Row
-from jspec.types import Params
+from jspec.types import Params, Shared
 
 _MOST_ROWS = 8  # of a pass that measures rounding
 _SHOWN = 4  # partings in words
@@ -99,11 +99,9 @@ def texts(
     """
     plain = Plan(plan.target, NoDrafter(), ladder=(1,))
     wanted = generate_rows(plain, Params(params.target), rows)
-    shared = init_shared(plan)
-    batch = start(plan, params, rows[:_MOST_ROWS]).replace(shared=shared)
-    shared = CostTable().price(plan, params, batch)  # so that lengths are chosen as for users
-    found, _ = generate_sharing(plan, params, rows, shared)
-    partings = list(_partings(plan, params, rows, wanted, found))
+    found, _ = generate_sharing(plan, params, rows, _priced(plan, params, rows))
+    broken = [index for index, answer in enumerate(wanted) if answer.finish_reason == "error"]
+    partings = [] if broken else list(_partings(plan, params, rows, wanted, found))
     total = sum(len(answer.tokens) for answer in wanted)
     left = sum(len(wanted[each.row].tokens) - each.place for each in partings)
     drawn = max(row.temperature for row in rows)
@@ -114,7 +112,6 @@ def texts(
         "plain decoding"
     )
     partings.sort(key=lambda each: each.ratio, reverse=True)
-    broken = [index for index, answer in enumerate(wanted) if answer.finish_reason == "error"]
     if broken:
         note = f"plain decoding of prompt {broken[0]} gives no token any weight: is a weight NaN?"
         return Finding("text", subject, float("nan"), 1.0, note)
@@ -124,6 +121,15 @@ def texts(
         notes.append(f"{len(partings) - _SHOWN} more, {ties} of them near-ties")
     worst = partings[0].ratio if partings else 0.0
     return Finding("text", subject, worst, 1.0, "\n".join(notes))
+
+
+def _priced(plan: Plan, params: Params, rows: Sequence[Row]) -> Shared:
+    """What the drafter keeps for all calls, and the costs by which it chooses lengths, if any."""
+    shared = init_shared(plan)
+    if not getattr(plan.drafter, "by_costs", False):
+        return shared
+    batch = start(plan, params, rows[:MAX_NUM_SEQS]).replace(shared=shared)
+    return CostTable().price(plan, params, batch)
 
 
 def _partings(
