@@ -48,9 +48,8 @@ def rounds_shown(document):
 
 @pytest.mark.parametrize(
     ("fragment", "key", "shown"),
-    [("", "Tab", "1"), ("", "ArrowRight", "2"), ("#round-2", "ArrowRight", "3"),
-     ("#round-3", "ArrowRight", "3"), ("#round-3", "Home", "1"), ("", "End", "3")],
-)  # fmt: skip
+    [("", "ArrowRight", "2"), ("#round-3", "ArrowRight", "3"), ("#round-3", "Home", "1")],
+)
 def test_one_round_is_shown_and_keys_step(browse, fragment, key, shown):
     page = made.trace().html().replace("</body>", PRESS.format(key) + "</body>")
     assert rounds_shown(browse(page, "--dump-dom", fragment=fragment)) == ([shown], [shown])

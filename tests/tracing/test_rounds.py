@@ -36,10 +36,10 @@ def config(models, method, **settings):
 
 CASES = [
     ("ngram", {"prompt_lookup_max": 1}, {"temperature": 0}),
+    ("draft_model", {}, SAMPLED),
     ("eagle3", {"tree": "sampled", "tree_size": 8}, SAMPLED),
 ]
 MORE = [
-    ("draft_model", {}, SAMPLED),
     ("draft_model", {}, {"temperature": 0}),
     ("draft_model", {"rejection_sample_method": "block"}, SAMPLED),
     ("draft_model", {"rejection_sample_method": "coupled"}, SAMPLED),
@@ -73,22 +73,17 @@ def assert_same(trace, output):
     assert trace.finish_reason == output.finish_reason
 
 
-@pytest.mark.parametrize(("method", "settings", "sampling"), CASES)
-def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_targets(
+@pytest.mark.parametrize(
+    ("method", "settings", "sampling"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
+def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_models(
     models, method, settings, sampling
 ):
     trace, output = traced_and_generated(models, method, settings, sampling)
     assert_same(trace, output)
     assert_p_is_the_targets(trace, models["target"], sampling)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "settings", "sampling"), MORE)
-def test_every_other_traced_text_is_that_of_generate_too(models, method, settings, sampling):
-    trace, output = traced_and_generated(models, method, settings, sampling)
-    assert_same(trace, output)
-    assert_p_is_the_targets(trace, models["target"], sampling)
-    if method == "draft_model" and all(node.q for each in trace.rounds for node in each.nodes[1:]):
+    if method == "draft_model" and sampling is SAMPLED and "coupled" not in settings.values():
         assert_q_is_the_drafters(trace, models["draft"], sampling)
 
 
@@ -257,7 +252,8 @@ def test_every_token_has_a_label_that_can_be_printed(models):
     tokenizer = models["target"].tokenizer
     labels = [names.label(tokenizer, token) for token in range(llm_fixtures.VOCAB)]
     assert all(label and label.isprintable() and "\ufffd" not in label for label in labels)
-    assert names.label(tokenizer, tokenizer.encode("你")[0]) == "ä½ł"  # a part of it, or all
+    part = tokenizer.convert_tokens_to_ids("Ã")  # the first byte of é, no character by itself
+    assert tokenizer.decode([part]) == "\ufffd" and names.label(tokenizer, part) == "Ã"
     assert names.label(None, 7) == "7"
 
 
