@@ -1,0 +1,162 @@
+"""Every block of code in the README and in docs/ does what it says.
+
+What needs a hub or hours is put to the embedded models instead: ids of models are replaced, names
+that a page leaves open are given.
+"""
+
+import ast
+import functools
+import os
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from markdown_it import MarkdownIt
+
+import jspec
+from jspec import cli, config
+from jspec.generate import Row
+from jspec.plan import Plan
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMO = "jspec/assets/demo"
+STANDS_FOR = {
+    "Qwen/Qwen3-8B": f"{DEMO}/target", "Qwen/Qwen3-0.6B": f"{DEMO}/draft", "HEAD": f"{DEMO}/eagle3",
+    "…": f"{DEMO}/eagle3", "my_package.my_module.MyDrafter": "examples.write_a_drafter.Bigram",
+}  # fmt: skip
+LONG = ("certify", "bench", "trace")  # seconds to minutes; each has tests of its own
+ELSEWHERE = "Qwen3-Next-80B"  # no embedded model is like it
+
+
+def blocks(language):
+    """(page and line, text) of every fenced block of a language; "" for those that name none."""
+    return [
+        pytest.param(token.content, id=f"{page.name}:{token.map[0] + 1}")
+        for page in PAGES
+        for token in MarkdownIt().parse(page.read_text(encoding="utf-8"))
+        if token.type == "fence" and token.info == language
+    ]
+
+
+def is_config(text):
+    """Whether a block holds ``speculative_config``s and nothing else."""
+    body = ast.parse(text).body
+    return all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Dict) for each in body)
+
+
+def of_kind(wanted):
+    return [block for block in blocks("python") if wanted(block.values[0])]
+
+
+@pytest.mark.parametrize("text", of_kind(is_config))
+def test_every_config_shown_is_one_that_works(text):
+    for statement in ast.parse(text).body:
+        given = ast.literal_eval(statement.value)
+        config.read({key: _put_in_place(value) for key, value in given.items()})
+
+
+def _put_in_place(value):
+    return STANDS_FOR.get(value, value) if isinstance(value, str) else value
+
+
+@functools.cache
+def given():
+    """What pages leave open: a model of one's own, and a plan with its rows."""
+    return {
+        "jspec": jspec, "model": f"{DEMO}/target",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+        "plan": Plan(tiny.TARGET, tiny.DRAFT, "coupled"),
+        "params": tiny.params(),
+        "rows": [Row(prompt, 12, temperature=0.8) for prompt in tiny.prompts()],
+    }  # fmt: skip
+
+
+def is_long(text):
+    return "certify" in text or "trace" in text
+
+
+def run(text, tmp_path, monkeypatch):
+    for name, other in STANDS_FOR.items():
+        text = text.replace(f'"{name}"', f'"{other}"')
+    text = text.replace('"certificate.json"', repr(str(tmp_path / "certificate.json")))
+    monkeypatch.chdir(ROOT)
+    names = dict(given())
+    exec(compile(text, "<documentation>", "exec"), names)
+    return names
+
+
+def runs(text):
+    return not is_config(text) and ELSEWHERE not in text
+
+
+@pytest.mark.parametrize("text", of_kind(lambda text: runs(text) and not is_long(text)))
+def test_every_program_shown_runs(text, tmp_path, monkeypatch, capsys):
+    names = run(text, tmp_path, monkeypatch)
+    if "output" in names:  # the README's
+        assert capsys.readouterr().out.strip() and len(names["output"].outputs[0].token_ids) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", of_kind(lambda text: runs(text) and is_long(text)))
+def test_every_long_program_shown_runs(text, tmp_path, monkeypatch):
+    run(text, tmp_path, monkeypatch)
+
+
+def commands():
+    """Every command line that starts with jspec, without its comment."""
+    found = []
+    for block in blocks(""):
+        text = re.sub(r"\\\n\s*", "", block.values[0])
+        lines = [line for line in text.splitlines() if line.startswith("jspec ")]
+        found += [pytest.param(line, id=f"{block.id}, {line.split()[1]}") for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_shown_is_understood(line):
+    words = shlex.split(line, comments=True)[1:]
+    group = typer.main.get_command(cli.app)
+    command = group.get_command(None, words[0])
+    command.make_context(words[0], words[1:])
+
+
+def runnable():
+    return [one for one in commands() if one.values[0].split()[1] not in LONG]
+
+
+@pytest.mark.parametrize("line", runnable())
+def test_every_short_command_shown_runs(line, tmp_path, monkeypatch, capsys):
+    words = [STANDS_FOR.get(word, word) for word in shlex.split(line, comments=True)]
+    words = [os.path.join(tmp_path, word) if word.endswith(".html") else word for word in words]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", [*words[:1], *words[1:]])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0 and capsys.readouterr().out.strip()
+
+
+def test_the_readme_fits_in_a_head_and_names_files_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 150
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} names {target}"
+
+
+def test_the_two_tables_of_methods_say_the_same():
+    rows = lambda page: {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| `.*\| \d", line)
+    }
+    short, whole = rows("README.md"), rows("docs/choosing_a_method.md")
+    assert len(short) == 16
+    for name, cells in short.items():
+        assert cells[1:] == whole[name][:3]
+    lengths = [float(cell.split()[0]) for cells in short.values() for cell in cells[1:]]
+    assert np.min(lengths) >= 1
