@@ -68,9 +68,9 @@ def pattern_of(asked: Mapping[str, Any] | Any) -> str:
         )
     ((kind, value),) = given.items()
     if kind == "regex" and isinstance(value, str) and value:
-        return value
+        return _encodable(value)
     if kind == "choice" and _are_texts(value):
-        return "|".join(map(_literally, value))
+        return _encodable("|".join(map(_literally, value)))
     if kind == "json_object" and value is True:
         return _of_schema({"type": "object"})
     if kind == "json" and isinstance(value, str | Mapping):
@@ -79,6 +79,14 @@ def pattern_of(asked: Mapping[str, Any] | Any) -> str:
         f"structured_outputs={{{kind!r}: {shown(value)}}} must be a schema (json), a text that is "
         "not empty (regex), a list of such texts (choice), or True (json_object)."
     )
+
+
+def _encodable(pattern: str) -> str:
+    try:
+        pattern.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"structured_outputs holds half a character: {error}.") from None
+    return pattern
 
 
 def _are_texts(value: Any) -> bool:
@@ -91,52 +99,115 @@ def _literally(text: str) -> str:
 
 
 def _of_schema(schema: str | Mapping) -> str:
-    from outlines_core import json_schema
-
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return json_schema.build_regex_from_schema(text)
+        pattern = _pattern_of_schema(_encodable(text))
+        if pattern in ("", "()"):
+            raise ValueError("it allows nothing")
+        return pattern
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
 
 
-# Some short patterns stand for automata beyond bounds: another process finds out, within bounds.
-_PROBE = """
+# A schema of a hundred levels stands for a pattern beyond memory, and who runs out of it in there
+# is ended: another process finds out.
+_SCHEMA_READER = """
 import sys
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)
+except ImportError:
+    pass
+from outlines_core import json_schema
+try:
+    said = "+" + json_schema.build_regex_from_schema(sys.stdin.buffer.read().decode())
+except (ValueError, TypeError, OverflowError) as error:
+    said = "-" + str(error)[:300]
+sys.stdout.buffer.write(said.encode())
+"""
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern_of_schema(text: str) -> str:
+    said = _run(_SCHEMA_READER, text.encode()).decode()
+    if not said.startswith("+"):
+        raise ValueError(said[1:] or "it stands for more than memory or time allow; nest it less")
+    return said[1:]
+
+
+def _run(script: str, asked: bytes) -> bytes:
+    """What a script prints in a process of its own; nothing if it takes too long or dies."""
+    command = [sys.executable, "-c", script]
+    try:
+        return subprocess.run(
+            command, input=asked, capture_output=True, timeout=_SECONDS, check=False
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return b""
+
+
+# Some short patterns stand for automata beyond bounds. So another process makes them, bounded:
+# first over single bytes, which is quick, then over the tokens. Prints a line of JSON, then int32
+# arrays: the states' numbers of transitions, the tokens, and the states that they lead to.
+_COMPILER = """
+import json, sys
+from array import array
+asked = json.loads(sys.stdin.buffer.read())
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (asked["memory"],) * 2)
 except ImportError:
     pass
 from outlines_core import Index, Vocabulary
-single = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+
+def over(words, eos):
+    return Index(asked["pattern"], Vocabulary(eos, words))
+
 try:
-    print(len(Index(sys.stdin.read(), single).get_transitions()))
+    states = len(over({bytes([byte]): [byte] for byte in range(256)}, 256).get_transitions())
+    if states > asked["most_states"]:
+        sys.exit(print(json.dumps({"states": states})))
+    index = over({text.encode("latin-1"): ids for text, ids in asked["words"]}, asked["eos"])
 except ValueError as error:
-    print(" ".join(str(error).split())[:300])
+    sys.exit(print(json.dumps({"error": " ".join(str(error).split())[:300]})))
+rows = index.get_transitions()
+if sum(map(len, rows.values())) > asked["most_transitions"]:
+    sys.exit(print(json.dumps({"transitions": sum(map(len, rows.values()))})))
+print(json.dumps({"start": index.get_initial_state(), "states": list(rows),
+                  "final": list(index.get_final_states())}), flush=True)
+for part in (map(len, rows.values()), (x for row in rows.values() for x in row),
+             (x for row in rows.values() for x in row.values())):
+    array("I", part).tofile(sys.stdout.buffer)
 """
-_PROBE_SECONDS, _MOST_STATES = 20, 50_000
+_SECONDS, _MEMORY = 60, 6 << 30
+_MOST_STATES, _MOST_TRANSITIONS = 50_000, 1 << 24
 
 
-def _check_size(pattern: str) -> None:
-    """Raises ValueError if a pattern cannot be read, or its automaton is too large to use."""
-    try:
-        probe = subprocess.run(
-            [sys.executable, "-c", _PROBE], input=pattern, capture_output=True, encoding="utf-8",
-            timeout=_PROBE_SECONDS, check=False,
-        )  # fmt: skip
-        found = probe.stdout.strip()
-    except subprocess.TimeoutExpired:
-        found = ""
-    if found and not found.isdigit():
-        raise ValueError(f"structured_outputs cannot be compiled: {found}")
-    if not found or int(found) > _MOST_STATES:
-        size = f"{found} states" if found else "more than memory or time allow"
+def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[dict, np.ndarray]:
+    """The automaton of a pattern over tokens, as ``_COMPILER`` prints it.
+
+    Raises:
+      ValueError: the pattern cannot be read, no tokens spell it, or it is too large to use.
+    """
+    asked = {
+        "pattern": pattern, "eos": eos, "memory": _MEMORY, "most_states": _MOST_STATES,
+        "most_transitions": _MOST_TRANSITIONS,
+        "words": [(text.decode("latin-1"), ids) for text, ids in words.items()],
+    }  # fmt: skip
+    line, _, arrays = _run(_COMPILER, json.dumps(asked).encode()).partition(b"\n")
+    said = json.loads(line) if line else {}
+    if "error" in said:
+        raise ValueError(f"structured_outputs cannot be compiled: {said['error']}")
+    if "start" not in said:
+        counted = [f"{count} {what}" for what, count in said.items()]
         raise ValueError(
-            f"structured_outputs cannot be compiled: its automaton has {size}, and may have at "
-            f"most {_MOST_STATES}; bound what repeats, or make the pattern simpler."
+            "structured_outputs cannot be compiled: its automaton has "
+            f"{counted[0] if counted else 'more than memory or time allow'}, and may have at most "
+            f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound what repeats, or "
+            "make the pattern simpler."
         )
+    return said, np.frombuffer(arrays, np.uint32)
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,39 +226,50 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
       ValueError: there is no token to end with, the pattern cannot be read or stands for too large
         an automaton, or no tokens spell it.
     """
-    from outlines_core import Index, Vocabulary
-
     if not ends:
         raise ValueError(
             "structured_outputs needs a token that ends the text, and the model names none; give "
             "stop_token_ids."
         )
-    closed = f"(?:{pattern}){_END.decode()}"
-    _check_size(closed)
     spelled = token_bytes(tokenizer, vocab_size, ends)
     spelled = {text: ids for text, ids in spelled.items() if _END not in text}
     complete, eos = vocab_size, vocab_size + 1  # ids that no token has
-    try:
-        vocabulary = Vocabulary(eos, spelled | {_END: [complete]})
-        index = Index(closed, vocabulary)
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"structured_outputs cannot be compiled: {reason}") from None
-    transitions, final = index.get_transitions(), index.get_final_states()
-    number = {state: place for place, state in enumerate(sorted(transitions.keys() - final))}
-    ended, rows = len(number), []
-    for state in number:
-        row = {token: number[to] for token, to in transitions[state].items() if token != complete}
-        row |= dict.fromkeys(ends, ended) if complete in transitions[state] else {}
-        rows.append(sorted(row.items()))
-    rows.append([(token, ended) for token in sorted(ends)])  # where ends are ignored
-    first = np.cumsum([0, *map(len, rows)])
-    pairs = np.array([pair for row in rows for pair in row], np.int32).reshape(-1, 2)
+    said, arrays = _index(f"(?:{pattern}){_END.decode()}", spelled | {_END: [complete]}, eos)
+    return _over_tokens(said, arrays, complete, np.array(sorted(ends)), vocab_size)
+
+
+def _over_tokens(
+    said: dict, arrays: np.ndarray, complete: int, ends: np.ndarray, vocab_size: int
+) -> Grammar:
+    """The grammar of what ``_COMPILER`` printed, states numbered from 0 on.
+
+    A text is complete where ``complete`` leads to a final state: elsewhere it is a NUL character of
+    the text, as ``.`` and ``[^a]`` allow it.
+    """
+    states = np.array(said["states"], np.int64)
+    counts, (tokens, following) = arrays[: len(states)], arrays[len(states) :].reshape(2, -1)
+    owner = np.repeat(states, counts)
+    final = np.array(said["final"], np.int64)
+    number = np.sort(states[~np.isin(states, final)])
+    ended = len(number)
+    closes = owner[(tokens == complete) & np.isin(following, final)]
+    closes = np.searchsorted(number, np.unique(closes[~np.isin(closes, final)]))
+    kept = (tokens < complete) & ~np.isin(owner, final)
+    closes = np.append(closes, ended)  # where ends are ignored
+    parts = (
+        np.append(np.searchsorted(number, owner[kept]), np.repeat(closes, len(ends))),
+        np.append(tokens[kept], np.tile(ends, len(closes))),
+        np.append(
+            np.searchsorted(number, following[kept]), np.full(len(ends) * len(closes), ended)
+        ),
+    )
+    order = np.lexsort(parts[1::-1])
+    owner, tokens, following = (part[order].astype(np.int32) for part in parts)
+    first = np.searchsorted(owner, np.arange(ended + 2)).astype(np.int32)
     forbids = 2 * np.diff(first) > vocab_size
     return Grammar(
-        first.astype(np.int32), pairs[:, 0], pairs[:, 1], number[index.get_initial_state()],
-        tuple(map(_listed, np.split(pairs[:, 0], first[1:-1]), forbids, repeat(vocab_size))),
-        forbids,
+        first, tokens, following, int(np.searchsorted(number, said["start"])),
+        tuple(map(_listed, np.split(tokens, first[1:-1]), forbids, repeat(vocab_size))), forbids,
     )  # fmt: skip
 
 

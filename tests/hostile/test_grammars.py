@@ -1,0 +1,111 @@
+"""Grammars made to explode or to contradict themselves: bounded, and refused in a line."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec import SamplingParams, checkpoint, grammar
+from jspec.naming import shown
+from tests import llm_fixtures
+from tests.hostile.junk import anything, few, nested, refused
+
+END = frozenset({0})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    llm_fixtures.write_tokenizer(directory)
+    return checkpoint.load_tokenizer(directory)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(grammar, "_SECONDS", 1)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "((((a{1,50}){1,50}){1,50}){1,50})", "(a|b)*a(a|b){40}", "(" * 5000 + "a" + ")" * 5000,
+        "(", ")", "[", "a{2,1}", r"(a)\1",
+        "(?=a)b", r"\bfoo", "^a$", "(?x) a # comment", r"[^\x00-\x{10FFFF}]", "|".join(["a"] * 9)
+        + "|(",
+    ],
+    ids=lambda pattern: pattern[:30],
+)  # fmt: skip
+def test_patterns_beyond_bounds_or_sense_are_refused(tokenizer, soon, pattern):
+    assert "structured_outputs" in refused(grammar.compiled, pattern, tokenizer, END, 320)
+
+
+@pytest.mark.parametrize("kind", ["regex", "choice", "json"])
+def test_half_a_character_is_refused(kind):
+    value = {"regex": "\ud800", "choice": ["\ud800"], "json": '"\ud800"'}[kind]
+    message = refused(SamplingParams, structured_outputs={kind: value})
+    assert "structured_outputs" in message or "schema" in message
+
+
+@pytest.mark.parametrize("pattern", ["[^a]b", "[^,]+,", ".b", "(.|\n)x", r"[\x00-\x7f]b", "a\0b"])
+def test_a_text_ends_only_where_its_pattern_does(tokenizer, pattern):
+    """NUL characters, which close texts inside, are among what such classes match."""
+    rules = grammar.compiled(pattern, tokenizer, END, 320)
+    begin, end = rules.first[rules.start], rules.first[rules.start + 1]
+    assert 0 not in rules.tokens[begin:end]
+
+
+DEEP = nested(100, lambda inner: {"type": "array", "items": inner or {"type": "string"}})
+WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(10_000)}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        DEEP, WIDE, "[" * 100_000, "{", "", "7", "[]", "true", {"not": {}},
+        {"$ref": "#"}, {"$ref": "#/$defs/a"}, {"$ref": "http://localhost:9/x.json"},
+        {"$ref": "file:///etc/passwd"}, {"type": "string", "minLength": 9, "maxLength": 3},
+        {"type": "nothing"}, {"const": float("nan")}, {"enum": []}, {"a": {1, 2}},
+        nested(5000, lambda inner: {"items": inner}),
+    ],
+    ids=lambda schema: shown(schema, 30),
+)  # fmt: skip
+def test_schemas_beyond_bounds_or_sense_are_refused(soon, schema):
+    assert refused(SamplingParams, structured_outputs={"json": schema})
+
+
+def test_long_lists_of_values_are_refused_where_they_are_too_long(tokenizer, monkeypatch):
+    monkeypatch.setattr(grammar, "_MOST_STATES", 500)
+    pattern = grammar.pattern_of({"json": {"enum": list(range(5000))}})
+    assert "states" in refused(grammar.compiled, pattern, tokenizer, END, 320)
+
+
+def test_what_allows_too_many_tokens_in_too_many_places_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(grammar, "_MOST_TRANSITIONS", 1000)
+    message = refused(grammar.compiled, ".{0,100}", tokenizer, END, 320)
+    assert "transitions" in message and "at most 50000 states and 1000" in message
+
+
+SCHEMA = st.recursive(
+    st.sampled_from([{"type": "string"}, {"type": "null"}, {"enum": [1, "a"]}, {"$ref": "#"}, {}])
+    | anything(),
+    lambda inner: (
+        st.builds(lambda a: {"type": "array", "items": a, "maxItems": 2}, inner)
+        | st.builds(lambda a: {"anyOf": a}, st.lists(inner, max_size=3))
+        | st.builds(
+            lambda names: {"type": "object", "properties": names, "required": [*names]},
+            st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@few(15)
+@given(SCHEMA)
+def test_schemas_at_random_are_read_or_refused(schema):
+    refused(SamplingParams, structured_outputs={"json": schema}, names=("schema", "outputs"))
+
+
+@few(10)
+@given(st.text(st.sampled_from(r"ab.*+?()[]{}|^$\\d1,9:=!<>-P{}x"), min_size=1, max_size=12))
+def test_patterns_at_random_are_compiled_or_refused(tokenizer, pattern):
+    refused(grammar.compiled, pattern, tokenizer, END, 320, names=("structured_outputs",))
