@@ -21,8 +21,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jspec import checkpoint, config, loading, verify
+from jspec import checkpoint, checks, config, loading, verify
 from jspec.llm import LLM
+from jspec.naming import shown
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from training.data import readers
@@ -119,7 +120,7 @@ class GenerateSettings:
     @property
     def speculation(self) -> dict | None:
         """``speculative_config`` as jspec takes it."""
-        return json.loads(self.speculative_config) if self.speculative_config else None
+        return checks.json_of(self.speculative_config) if self.speculative_config else None
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
         """How one answer is drawn."""
@@ -256,10 +257,12 @@ def _resume(
         facts |= provenance("training.generate_data", argv)
         beside.write_text(json.dumps(facts, indent=2) + "\n")
         return set()
-    before = json.loads(beside.read_text()) if beside.exists() else {}
-    was = {**before.get("settings", {}), "vocabulary": before.get("vocabulary")}
+    before = readers.written_beside(beside) if beside.exists() else {}
+    settings_then = before.get("settings")
+    settings_then = settings_then if isinstance(settings_then, dict) else {}
+    was = {**settings_then, "vocabulary": before.get("vocabulary")}
     now = {**facts["settings"], "vocabulary": facts["vocabulary"]}
-    changed = [f"{name} {now[name]!r} (was {was.get(name)!r})" for name in now
+    changed = [f"{name} {now[name]!r} (was {shown(was.get(name))})" for name in now
                if now[name] != was.get(name)]  # fmt: skip
     if changed:
         remedy = f"it holds the answers of another run: {', '.join(changed)}; give a new one"
@@ -270,6 +273,16 @@ def _resume(
     return done
 
 
+def _answer_of(text: bytes) -> dict:
+    """A line that this script wrote; ValueError where it did not."""
+    line = checks.json_of(text)
+    if not isinstance(line, dict) or not isinstance(line.get("key"), str):
+        raise ValueError("no answer")
+    if not checks.are_whole([line.get("turn"), line.get("turns")], 0):
+        raise ValueError("no answer")
+    return line
+
+
 def _whole_answers(path: Path) -> tuple[set[str], int]:
     """Keys whose lines are all there, and the number of bytes that those lines take."""
     done: set[str] = set()
@@ -278,7 +291,7 @@ def _whole_answers(path: Path) -> tuple[set[str], int]:
         for number, text in enumerate(file, 1):
             end += len(text)
             try:
-                line = json.loads(text) if text.endswith(b"\n") else None
+                line = _answer_of(text) if text.endswith(b"\n") else None
             except ValueError:
                 line = None
             if line is None:

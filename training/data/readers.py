@@ -6,12 +6,12 @@ fails once there are too many.
 
 import dataclasses
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec import checks
 from training.data import sources
 from training.data.records import Record, Text, kinds, read_record
 
@@ -164,14 +164,29 @@ def _file(path: Path, data_format: str) -> Source:
         read = lambda bad: _sections(path, bad)
     beside, vocabulary = provenance_of(path), ""
     if beside.exists() and data_format in ("auto", "tokens"):
-        vocabulary = json.loads(beside.read_text()).get("vocabulary", "")
+        vocabulary = written_beside(beside).get("vocabulary", "")
     return Source(path.name, size, f"{data_format} {digest}", read, vocabulary)
+
+
+def written_beside(path: Path) -> dict:
+    """What ``training.generate_data`` wrote beside its answers.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    try:
+        found = checks.json_of(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged ({error}); remove it with its answers") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is not what was written; remove it with its answers")
+    return found
 
 
 def _looks_like_json(line: bytes) -> bool:
     """Whether a file that begins with ``line`` holds records, whatever it is called."""
     try:
-        entry = json.loads(line)
+        entry = checks.json_of(line)
     except ValueError:
         return False
     return isinstance(entry, dict) and bool(kinds(entry))
@@ -184,7 +199,7 @@ def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
             if line.strip():
                 where = f"{path.name}:{number}"
                 try:
-                    yield len(line), where, json.loads(line)
+                    yield len(line), where, checks.json_of(line)
                 except ValueError as error:  # not JSON, or not UTF-8
                     bad.add(where, f"no JSON ({error})")
 
@@ -192,7 +207,7 @@ def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
 def _list(path: Path) -> Iterator[tuple[int, str, Any]]:
     """(bytes, place, object) of every entry of a file that is one list, as ShareGPT's is."""
     try:
-        entries = json.loads(path.read_bytes())
+        entries = checks.json_of(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"data {path.name!r} is damaged ({error}); fetch it again") from None
     size = path.stat().st_size // max(len(entries), 1)

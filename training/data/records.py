@@ -9,6 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.checks import is_whole
+from jspec.naming import shown
+
 FORMATS = ("auto", "text", "chat", "tokens")
 
 # ShareGPT's and other names of the three roles that every chat template knows.
@@ -202,8 +205,9 @@ def _pair(line: Mapping) -> list[dict]:
         raise ValueError(f"holds more than one question or answer among {_listed(line)}; leave one")
     question, answer = (whole or matches)[0]
     asked = line[question]
-    if question == "instruction" and line.get("input"):
-        asked = f"{asked}\n\n{line['input']}"
+    more = line.get("input")
+    if question == "instruction" and isinstance(asked, str) and isinstance(more, str) and more:
+        asked = f"{asked}\n\n{more}"
     messages = _said("user", asked)
     return messages + _said("assistant", line[answer]) if whole else messages
 
@@ -219,7 +223,8 @@ def _tokens(line: Mapping, where: str) -> Tokens:
     prompt, answer = _ids(line, PROMPT_IDS) if PROMPT_IDS in line else (), _ids(line, ANSWER)
     if not answer:
         raise ValueError(f"{ANSWER!r} is empty; give at least one token")
-    return Tokens(where, prompt, answer, str(line.get("key", "")))
+    key = line.get("key", "")
+    return Tokens(where, prompt, answer, key if isinstance(key, str) else shown(key))
 
 
 def _ids(line: Mapping, name: str) -> tuple[int, ...]:
@@ -227,14 +232,13 @@ def _ids(line: Mapping, name: str) -> tuple[int, ...]:
     if not isinstance(ids, Sequence) or isinstance(ids, str):
         raise ValueError(f"{name!r} is {_short(ids)}; it must be a list of token ids")
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+        if not is_whole(token, 0):
             raise ValueError(f"{name!r} holds {_short(token)}; token ids are whole numbers from 0")
     return tuple(ids)
 
 
 def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return shown(value, 60)
 
 
 def _listed(line: Mapping) -> str:
