@@ -9,6 +9,7 @@ from rich.console import Console
 
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
 _LOG_WIDTH = 200
+_NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 def bench(
@@ -44,6 +45,9 @@ def bench(
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.json, .md, .png and .html.")
     ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for the results alone.")
+    ] = None,
 ) -> None:  # fmt: skip
     """Measure methods beside plain decoding, in turns; Ctrl-C keeps what is done."""
     from jspec import demo, loading
@@ -53,7 +57,7 @@ def bench(
     from jspec.bench.settings import Settings
 
     if model is None:
-        model, config = str(demo.ASSETS / "target"), config or [json.dumps(demo.EAGLE3), "ngram"]
+        model, config = str(demo.ASSETS / "target"), config or [json.dumps(demo.EAGLE3), _NGRAM]
         questions = questions or [demo.PROMPT]
     settings = Settings(
         tuple(_configs(config or [], num_speculative_tokens or [])),
@@ -70,6 +74,8 @@ def bench(
     def keep(results: dict[str, Any]) -> None:
         if output is not None:
             files.write(about | results, output)
+        if json_file is not None:
+            files.write_json(about | results, json_file)
 
     with Console(stderr=True).status("reading") as status:
         results = about | measure(

@@ -31,6 +31,13 @@ def write(results: dict[str, Any], folder: Path) -> None:
         os.replace(aside, folder / name)
 
 
+def write_json(results: dict[str, Any], path: Path) -> None:
+    """Writes the results alone, whole or not at all."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
 def page(results: dict[str, Any], text: str, picture: bytes) -> str:
     """The page; it fetches nothing."""
     source = importlib.resources.files("jspec.bench").joinpath("page.html.jinja").read_text()
