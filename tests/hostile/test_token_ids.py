@@ -1,0 +1,95 @@
+"""Token ids that no vocabulary has: in requests, maps of heads, masks and trees."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec import topology
+from jspec.generate import Row, generate_rows
+from jspec.models.heads import masks, vocabulary
+from jspec.plan import Plan
+from jspec.types import Params
+from tests import fakes
+from tests.drafters import dflashes, peagle
+from tests.hostile.junk import anything, few, refused
+
+VOCAB = 8
+PLAN = Plan(fakes.ToyTarget(VOCAB), fakes.TableDrafter(2))
+PARAMS = Params(fakes.table(0, VOCAB, VOCAB), fakes.table(1, VOCAB, VOCAB))
+OUTSIDE = [VOCAB, -1, 2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("token", OUTSIDE)
+@pytest.mark.parametrize(
+    "where",
+    [
+        lambda token: {"prompt": (1, token)},
+        lambda token: {"logit_bias": ((token, 1.0),)},
+        lambda token: {"allowed_token_ids": (1, token)},
+        lambda token: {"bad_words": ((1, token),)},
+    ],
+    ids=["prompt", "logit_bias", "allowed_token_ids", "bad_words"],
+)
+def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(where, token):
+    row = Row(**{"prompt": (1,), "max_tokens": 4} | where(token))
+    message = refused(generate_rows, PLAN, PARAMS, [Row((1,), 4), row])
+    assert "prompt 1" in message and str(token) in message
+
+
+def test_stop_ids_outside_the_vocabulary_stop_nothing():
+    rows = [Row((1,), 6, stop_token_ids=ids) for ids in ((), (VOCAB, 2**31 - 1))]
+    first, second = generate_rows(PLAN, PARAMS, rows)
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    assert "stop_token_ids" in refused(Row, (1,), 4, stop_token_ids=(-1,))
+
+
+OFFSET = st.integers(-3, 9) | st.sampled_from([2**63 - 1, -(2**63), 2**62, 2**31, -(2**31)])
+
+
+@few(300)
+@given(st.lists(OFFSET, min_size=5, max_size=5), st.none() | st.lists(st.booleans(), max_size=9))
+def test_maps_of_heads_name_ascending_ids_or_are_refused(offsets, mask):
+    mask = None if mask is None else np.array(mask, bool)
+    found = []
+    read = lambda: found.append(vocabulary.from_offsets(np.array(offsets), mask, 5, VOCAB))
+    if refused(read, names=("d2t", "t2d")) is None:
+        (ids,) = found
+        assert ids.min() >= 0 and ids.max() < VOCAB and (np.diff(ids) > 0).all()
+
+
+def test_offsets_that_wrap_around_are_refused():
+    """Differences of such ids are positive, each of them, and so is the last of them."""
+    ids = np.array([0, 2**63 - 1, -(2**63) + 1, -1, 5])
+    with np.errstate(over="ignore"):
+        offsets = ids - np.arange(5)
+        assert (np.diff(ids) > 0).all()
+    assert "d2t" in refused(vocabulary.from_offsets, offsets, None, 5, VOCAB)
+
+
+@few(200)
+@given(anything() | st.lists(st.lists(st.integers(-1, 3), max_size=4), max_size=5))
+def test_rank_paths_are_a_tree_or_refused(paths):
+    if not isinstance(paths, list | tuple):
+        return
+    found = []
+    if refused(lambda: found.append(topology.from_choices(paths)), names=("tree",)) is None:
+        tree = topology.from_parents(np.array(found[0].parents), found[0].max_depth)
+        assert (tree.depth[1:] == tree.depth[found[0].parents[1:],] + 1).all()
+
+
+@few(100)
+@given(st.dictionaries(st.sampled_from(masks.KEYS), anything() | st.integers(0, 9)))
+def test_mask_tokens_are_ids_or_refused(raw):
+    refused(masks.mask_token_id, raw, names=masks.KEYS)
+
+
+@pytest.mark.parametrize("token", [64, 2**31 - 1])
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [(peagle.CONFIG, "mask_token_id"), (dflashes.CONFIGS["dflash"], "mask_token")],
+)
+def test_a_mask_token_is_one_of_the_vocabulary(config, field, token):
+    assert "mask" in refused(dataclasses.replace, config, **{field: token})
