@@ -196,11 +196,12 @@ def test_a_lossy_rule_fails_whatever_its_drafter_does():
     ("arguments", "message"),
     [({"speculative_config": {"method": "ngram"}}, "is of a model; give model=... as well"),
      ({"max_tokens": 3}, "max_tokens=3 is of a model"),
+     ({"deterministic": True}, "deterministic=True is of a model"),
      ({"model": "x"}, "speculative_config=None must say what drafts for the model"),
      ({"model": "x", "rules": "block", "speculative_config": {}}, "rules='block' is of certific"),
      ({"model": "x", "tree": [-1], "speculative_config": {}}, "tree=[-1] is of certificates"),
      ({"model": "x", "speculative_config": {}, "temperature": 0}, "temperature=0 must be more tha"),
-     ({"model": "x", "speculative_config": {}, "max_tokens": 0}, "max_tokens=0 must be a whole"),
+     ({"model": "x", "speculative_config": {}, "max_tokens": 0}, "max_tokens=0 must be"),
      ({"model": "x", "speculative_config": {}, "num_drafts": 9}, "num_drafts=9 must be a whole nu"),
      ({"model": "x", "speculative_config": {"k": 1}}, "speculative_config has no key 'k'")],
 )  # fmt: skip
