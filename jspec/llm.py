@@ -382,7 +382,7 @@ class LLM:
                 messages, chat_template=chat_template, tokenize=False, **variables
             )
         except Exception as error:  # of Jinja, or the template's own complaint
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the chat template refuses the messages: {reason}") from None
 
 

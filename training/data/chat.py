@@ -132,7 +132,7 @@ class ChatTemplate:
                 list(messages), chat_template=self.source, tokenize=tokenize, **options
             )
         except Exception as error:  # of Jinja, or the template's own complaint
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the chat template refuses it: {reason}") from None
 
     def _encode(self, text: str | list[str], **options: Any) -> Any:
