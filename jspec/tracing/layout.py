@@ -120,15 +120,16 @@ def _curve(start: Box, end: Box) -> str:
 
 def _of_node(node: "Node") -> tuple[str, str, str, str]:
     behind = "; ".join(f"“{label}” {p:.3f}" for _, label, p in node.likeliest)
-    likeliest = f"The target's likeliest behind it: {behind}."
-    if node.p is None:
+    likeliest = f"The target's likeliest behind it: {behind or 'none'}."
+    if node.index == 0:
         return (
             cut(node.label),
             "root",
             "root",
             (f"“{node.label}” (id {node.token}), the last token before this round. {likeliest}"),
         )
-    words = [f"“{node.label}” (id {node.token}): {node.fate}.", f"Target p = {node.p:.4g}."]
+    words = [f"“{node.label}” (id {node.token}): {node.fate}."]
+    words.append("No target p." if node.p is None else f"Target p = {node.p:.4g}.")
     numbers = f"p {_short(node.p)}"
     if node.q is not None:
         words.append(f"Drafter q = {node.q:.4g}.")
@@ -161,12 +162,14 @@ def cut(label: str) -> str:
     return label if len(label) <= _MOST else f"{label[: _MOST - 1]}…"
 
 
-def _short(p: float) -> str:
+def _short(p: float | None) -> str:
     """A probability in four characters at most.
 
-    >>> _short(0.123), _short(0.0004), _short(1.0)
-    ('.12', '<.01', '1')
+    >>> _short(0.123), _short(0.0004), _short(1.0), _short(None)
+    ('.12', '<.01', '1', '-')
     """
+    if p is None:
+        return "-"
     if p < 0.005:
         return "<.01"
     return f"{p:.2f}"[1:] if p < 0.995 else "1"

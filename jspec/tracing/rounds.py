@@ -41,7 +41,7 @@ class Node:
       label: its text on one line, as ``names.label``.
       fate: what became of it.
       p: its probability by the target's warped law behind the parent; at temperature 0 by that of
-        temperature 1. None of the root.
+        temperature 1. None of the root, and where the target gives no token any weight.
       q: the probability that it was drawn with, given the siblings drawn before it; None of the
         root and of a point mass, which was chosen without chance.
       chance: min(1, p / q) when rejection sampling judged it, p being what the refusal of siblings
@@ -266,7 +266,7 @@ def _nodes(
                 index=index, parent=parent, depth=nodes[parent].depth + 1 if index else 0,
                 token=int(seen.tokens[place]),
                 label=names.label(tokenizer, int(seen.tokens[place])), fate=fate,
-                p=float(seen.p[place]) if index else None,
+                p=number_or_none(seen.p[place]) if index else None,
                 q=number_or_none(seen.q[place]) if index else None,
                 chance=number_or_none(seen.chance[place]) if index else None,
                 coin=number_or_none(seen.coins[place]) if index else None,
@@ -274,6 +274,7 @@ def _nodes(
                 likeliest=tuple(
                     (int(token), names.label(tokenizer, int(token)), float(p))
                     for token, p in zip(seen.likeliest[place], seen.likeliest_p[place], strict=True)
+                    if not np.isnan(p)
                 ),
             )
         )  # fmt: skip

@@ -89,7 +89,7 @@ def _round(round_: "Round") -> Tree:
 
 def _node(node: "Node") -> Text:
     style = _FATES[node.fate]
-    line = Text.assemble((node.label, style), f"  p {node.p:.3f}")
+    line = Text.assemble((node.label, style), "  p -" if node.p is None else f"  p {node.p:.3f}")
     if node.q is not None:
         line.append(f"  q {node.q:.3f}")
     if node.chance is not None:

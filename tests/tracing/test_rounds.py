@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import tracing
+from jspec import tracing, verify
+from jspec.generate import generate_rows
 from jspec.params import SamplingParams
 from jspec.plan import Plan
 from jspec.rows import Row
@@ -71,6 +72,19 @@ def assert_same(trace, output):
     drafted = [[node.token for node in each.nodes[1:]] for each in trace.rounds]
     assert drafted == stats["per_step_drafted_token_ids"]
     assert trace.finish_reason == output.finish_reason
+    assert_paths_are_the_text(trace)
+
+
+def assert_paths_are_the_text(trace):
+    """What is said to be accepted is what was said, from the root down."""
+    for each in trace.rounds:
+        at = 0
+        for piece in each.pieces:
+            if piece.node is not None:
+                node = each.nodes[piece.node]
+                assert (node.parent, node.token, node.fate) == (at, piece.token, "accepted")
+                at = node.index
+        assert at == each.end
 
 
 @pytest.mark.parametrize(
@@ -148,10 +162,14 @@ def assert_q_is_the_drafters(trace, draft, sampling):
 # ------------------------------------------------------------------------------------- small laws
 
 
-def toy_trace(proposal="without_replacement", **settings):
-    """Of laws that depend on the token before alone, and their tables."""
+def toy_trace(proposal="without_replacement", lawful=VOCAB, **settings):
+    """Of laws that depend on the token before alone, and their tables.
+
+    Behind tokens from ``lawful`` on, the target has no law.
+    """
     drafter = fakes.TreeTableDrafter(3, parents=BUSH, proposal=proposal)
-    tables = Params(fakes.table(1, VOCAB, VOCAB), fakes.table(2, VOCAB, VOCAB))
+    target = fakes.table(1, VOCAB, VOCAB).at[lawful:].set(np.nan)
+    tables = Params(target, fakes.table(2, VOCAB, VOCAB))
     row = Row((3, 1), 40, temperature=TEMPERATURE, **settings)
     return tracing.of_row(Plan(fakes.ToyTarget(VOCAB), drafter), tables, row), tables
 
@@ -229,6 +247,27 @@ def test_a_text_that_ends_inside_a_draft_leaves_the_rest_unsaid():
     assert last.pieces[-1].token == stop and last.pieces[-1].source == "drafted"
     assert [node.fate for node in last.nodes if node.fate == "unsaid"]
     assert "stop token" in last.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "match", "typical", verify.synthetic(length=2.5)])
+def test_every_rule_can_be_traced(rule):
+    drafter = fakes.TreeTableDrafter(3, parents=BUSH)
+    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
+    row = Row((3, 1), 40, temperature=TEMPERATURE)
+    trace = tracing.of_row(plan, tables, row)
+    assert trace.token_ids == generate_rows(plan, tables, [row])[0].tokens.tolist()
+    assert_paths_are_the_text(trace)
+
+
+def test_a_target_without_any_law_ends_the_trace_and_says_so():
+    trace, _ = toy_trace(lawful=4)
+    last = trace.rounds[-1]
+    assert (trace.finish_reason, last.why) == ("error", "lost")
+    assert trace.token_ids[-1] >= 4 and "no token any weight" in last.words
+    assert all(node.p is None for node in last.nodes[1:] if last.nodes[node.parent].token >= 4)
+    assert "nan" not in trace.html().lower()
+    assert_paths_are_the_text(trace)
 
 
 def test_a_stop_string_cuts_the_trace_where_it_cuts_the_text(models):
