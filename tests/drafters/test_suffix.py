@@ -291,7 +291,7 @@ def test_a_draft_is_as_deep_as_the_settings_can_make_it():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (named(max_tree_depth=0), "suffix_decoding_max_tree_depth=0 must be >= 1"),
+        (named(max_tree_depth=0), "suffix_decoding_max_tree_depth=0 must be in"),
         (named(max_cached_requests=-1), "suffix_decoding_max_cached_requests=-1 must be >= 0"),
         (named(max_spec_factor=-0.5), "suffix_decoding_max_spec_factor=-0.5 must be >= 0"),
         (named(min_token_prob=1.5), r"suffix_decoding_min_token_prob=1.5 must be in \[0, 1\]"),

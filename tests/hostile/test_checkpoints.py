@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jspec import checkpoint, config, model_files, tensor_files
 from jspec.models import families
+from jspec.models.families import common
 from tests.hostile import checkpoints
 from tests.hostile.junk import anything, few, refused
 from tests.models import test_families
@@ -70,7 +71,7 @@ def changed(raw, changes):
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-@few(12)
+@few(8)
 @given(changes=CHANGES)
 def test_a_config_is_of_a_decoder_or_refused(tmp_path_factory, family, changes):
     raw = {"model_type": family, **test_families.SIZES, **test_families.MORE.get(family, {})}
@@ -83,7 +84,7 @@ def test_a_config_is_of_a_decoder_or_refused(tmp_path_factory, family, changes):
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-@few(5)
+@few(3)
 @given(changes=CHANGES)
 def test_weights_whose_config_was_changed_are_loaded_or_refused(
     root, tmp_path_factory, kind, changes
@@ -96,7 +97,7 @@ def test_weights_whose_config_was_changed_are_loaded_or_refused(
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-@few(6)
+@few(3)
 @given(data=st.data())
 def test_weights_that_were_damaged_are_loaded_or_refused(root, tmp_path_factory, kind, data):
     files = checkpoints.contents(checkpoints.saved(root, kind))
@@ -184,6 +185,11 @@ def test_headers_that_no_program_writes_are_refused(tmp_path, text):
     path = tmp_path / "x"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     assert "not a whole safetensors file" in refused(tensor_files.read, path)
+
+
+@pytest.mark.parametrize("names", [[("9" * 5000, "0")], [("0", "99999999")], [("9", "9")]])
+def test_names_number_no_more_heads_than_there_are_tensors(names):
+    assert "no more than 20 tensors" in refused(common.counted, names, 20)
 
 
 # Names and links.

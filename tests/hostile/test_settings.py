@@ -67,14 +67,14 @@ def _network(speculative):
     return tiny.DRAFT_CONFIG if speculative.needs_model else None
 
 
-@few(200)
+@few(120)
 @given(SENSIBLE | LOOKING_UP | COMBINED | WILD | anything())
 def test_a_speculative_config_is_a_plan_or_one_line(given):
     refused(plan_of, given)
 
 
 @pytest.mark.parametrize("key", KEYS)
-@few(6)
+@few(4)
 @given(value=anything())
 def test_what_is_wrong_with_a_key_is_said_under_its_name(key, value):
     if KEYS[key].standing == "works" and key not in ("method", "model", "parts"):
