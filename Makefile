@@ -11,7 +11,7 @@ AOT ?=
 
 FUZZ ?= 50
 
-.PHONY: demo test conformance fuzz lint aot clean
+.PHONY: demo test conformance fuzz lint docs aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -29,6 +29,9 @@ fuzz: $(VENV)/.test  ## the tests of hostile input, with FUZZ times as many exam
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+
+docs: $(VENV)/.dev  ## the site, in docs/_build
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 
 aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write renews the table
 	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)

@@ -9,6 +9,8 @@ import functools
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +68,7 @@ def test_every_config_shown_is_one_that_works(text):
 def given():
     """What pages leave open: a model of one's own, and a plan with its rows."""
     return {
-        "jspec": jspec, "model": f"{DEMO}/target",
+        "jspec": jspec, "target": tiny.TARGET, "model": f"{DEMO}/target",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
         "plan": Plan(tiny.TARGET, tiny.DRAFT, "coupled"),
         "params": tiny.params(),
@@ -95,8 +97,9 @@ def runs(text):
 @pytest.mark.parametrize("text", of_kind(lambda text: runs(text) and not is_long(text)))
 def test_every_program_shown_runs(text, tmp_path, monkeypatch, capsys):
     names = run(text, tmp_path, monkeypatch)
-    if "output" in names:  # the README's
-        assert capsys.readouterr().out.strip() and len(names["output"].outputs[0].token_ids) == 64
+    if "print(" in text:
+        assert capsys.readouterr().out.strip()
+    assert len(names) > len(given())
 
 
 @pytest.mark.slow
@@ -136,6 +139,16 @@ def test_every_short_command_shown_runs(line, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0 and capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "docs", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    assert all(f'id="jspec.{name}"' in reference for name in ("LLM", "Plan", "certify", "decode"))
 
 
 def test_the_readme_fits_in_a_head_and_names_files_that_exist():

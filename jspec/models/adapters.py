@@ -264,8 +264,8 @@ def from_linen(
       variables: what ``module.init`` gave: parameters, running averages.
       method: the method to call, ``__call__`` if None.
       options: keyword arguments of every call, such as ``{"deterministic": True}``.
-      embed: a method's name, or a function of (module, tokens).
-      unembed: a method's name, or a function of (module, hidden, *, norm).
+      embed: a method's name, or a function ``(module, tokens)``.
+      unembed: a method's name, or a function ``(module, hidden, *, norm)``.
       **settings: those of ``from_function``; ``max_positions`` is required.
 
     Raises:
@@ -297,8 +297,8 @@ def from_nnx(
       module: an ``nnx.Module``.
       method: the method to call, ``__call__`` if None.
       options: keyword arguments of every call.
-      embed: a method's name, or a function of (module, tokens).
-      unembed: a method's name, or a function of (module, hidden, *, norm).
+      embed: a method's name, or a function ``(module, tokens)``.
+      unembed: a method's name, or a function ``(module, hidden, *, norm)``.
       **settings: those of ``from_function``; ``max_positions`` is required.
 
     Raises:

@@ -1,0 +1,21 @@
+"""Sphinx: ``make docs`` builds the site into docs/_build."""
+
+from importlib import metadata
+
+project = "jspec"
+release = version = metadata.version("jspec-decoding")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"jspec {release}"
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["attrs_inline"]
+myst_heading_anchors = 3
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+default_role = "code"
+# Pages are read in the repository as well, where links lead to files that are no pages.
+suppress_warnings = ["myst.xref_missing"]
