@@ -113,7 +113,7 @@ def test_grammars_of_no_known_form_are_refused_by_name(given):
 ROW = [field.name for field in dataclasses.fields(Row) if field.name != "grammar"]
 
 
-@few(150)
+@few(60)
 @given(
     st.lists(st.integers(0, 9), min_size=1) | anything(),
     st.dictionaries(st.sampled_from(ROW[1:]), SETTING | anything(), max_size=3),
