@@ -43,12 +43,14 @@ def page(results: dict[str, Any], text: str, picture: bytes) -> str:
     source = importlib.resources.files("jspec.bench").joinpath("page.html.jinja").read_text()
     cases = []
     for title, rows in report.titles(results):
-        tables = [(report.headings(), [report.cells(row) for row in rows])]
+        tables = [("", report.headings(), [report.cells(row) for row in rows])]
         if len(results["questions"]) > 1:
-            tables.append(report.by_category(results, rows))
+            caption = "speed-up and acceptance length by category (questions)"
+            tables.append((caption, *report.by_category(results, rows)))
         cases.append((title, tables))
     template = jinja2.Environment(autoescape=True).from_string(source)
     return template.render(
-        about=report.about(results), cases=cases, notes=report.notes(results), json=text,
+        about=report.about(results), cases=cases, json=text,
+        notes=[note for note in report.notes(results) if note != report.about(results)],
         picture=base64.b64encode(picture).decode(),
     )  # fmt: skip
