@@ -55,13 +55,16 @@ MORE = [
 
 
 def traced_and_generated(models, method, settings, sampling):
-    """The trace of a prompt, and what ``generate`` gives of it with the same settings."""
-    llm = jspec.LLM(
-        models["target"], config(models, method, **settings), per_request_stats="detailed"
-    )
+    """The trace of a prompt, and what ``generate`` gives of it with the same settings.
+
+    Of two ``LLM``s, since what one has learnt of a text changes what it drafts the next time.
+    """
+    asked = config(models, method, **settings)
     params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
-    [output] = llm.generate(PROMPT, params)
-    return llm.trace(PROMPT, params), output.outputs[0]
+    [output] = jspec.LLM(models["target"], asked, per_request_stats="detailed").generate(
+        PROMPT, params
+    )
+    return jspec.LLM(models["target"], asked).trace(PROMPT, params), output.outputs[0]
 
 
 def assert_same(trace, output):
