@@ -1,0 +1,100 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # jspec in five minutes
+#
+# Speculative decoding: something cheap proposes tokens, the target judges them all in one pass, and what comes out has **exactly the
+# target's distribution**. Runs as it is on a CPU, a GPU or a TPU, with a small model that comes with the package.
+
+# %%
+# The one install cell; nothing happens where jspec is there already.
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("jspec") is None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "jspec-decoding[bench]"], check=True
+    )
+
+# %%
+from pathlib import Path
+
+import jax
+import jspec
+
+DEMO = Path(jspec.__file__).parent / "assets" / "demo"
+print(jspec.__name__, "on", jax.devices()[0].device_kind)
+
+# %% [markdown]
+# ## A target and what drafts for it
+#
+# `LLM`, `SamplingParams` and `speculative_config` have vLLM's names and meanings. The target here was trained on Python code; an
+# EAGLE-3 head, which reads its hidden states, drafts four tokens a round.
+
+# %%
+EAGLE3 = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4}
+llm = jspec.LLM(DEMO / "target", EAGLE3, dtype="float32", per_request_stats="detailed")
+prompt = (
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+)
+[output] = llm.generate(prompt, jspec.SamplingParams(temperature=0.7, seed=1, max_tokens=64))
+answer = output.outputs[0]
+print(prompt + answer.text)
+
+# %% [markdown]
+# ## What was drafted
+#
+# Every round drafted up to four tokens; the target kept some of them and added one of its own.
+
+# %%
+stats = answer.speculative_decoding_stats
+print(f"{stats['mean_acceptance_length']:.2f} tokens a round")
+print("accepted, round by round:", stats["per_step_accepted"])
+
+# %% [markdown]
+# ## Nothing is lost
+#
+# Under the rule `coupled` draft and target share their noise: the text is that of plain decoding, token for token, at any temperature.
+# The default rule has the same *distribution*, and accepts more.
+
+# %%
+plain = jspec.LLM(DEMO / "target", dtype="float32")
+coupled = jspec.LLM(
+    DEMO / "target", EAGLE3 | {"rejection_sample_method": "coupled"}, dtype="float32"
+)
+settings = jspec.SamplingParams(temperature=0.7, seed=1, max_tokens=64)
+texts = [each.generate(prompt, settings)[0].outputs[0].text for each in (plain, coupled)]
+assert texts[0] == texts[1]
+print("identical:", texts[0] == texts[1])
+
+# %% [markdown]
+# ## Other methods
+#
+# `ngram` and `suffix` need no training: they propose what followed the same words before.
+
+# %%
+edit = (
+    "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
+)
+for config in (
+    {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1},
+    {"method": "suffix"},
+    EAGLE3,
+):
+    each = jspec.LLM(DEMO / "target", config, dtype="float32")
+    [output] = each.generate(edit, jspec.SamplingParams(temperature=0, max_tokens=48))
+    length = output.speculative_decoding_stats["mean_acceptance_length"]
+    print(f"{config['method']:8} {length:.2f} tokens a round that had a draft")
+
+# %% [markdown]
+# Next: `how_it_works` takes one round apart, `jspec bench` measures methods on your model and prompts, and
+# `python -m training.distill_eagle` trains a head for it.
