@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec import schemas
 from jspec.automaton import FREE, Automaton
 from jspec.buckets import bucket
 from jspec.naming import shown
@@ -101,11 +102,12 @@ def _literally(text: str) -> str:
 def _of_schema(schema: str | Mapping) -> str:
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
+        schemas.check(text)
         pattern = _pattern_of_schema(_encodable(text))
         if pattern in ("", "()"):
             raise ValueError("it allows nothing")
         return pattern
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
 

@@ -201,6 +201,51 @@ def test_what_cannot_be_followed_is_refused(root, asked, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 3}, "the schema has 'minimum', which is not followed"),
+        ({"type": "array", "items": {"multipleOf": 2}}, "'items' of the schema has 'multipleOf'"),
+        ({"type": "array", "uniqueItems": True}, "has 'uniqueItems'"),
+        ({"type": "string", "minLength": 2, "pattern": "a"}, "has 'pattern' and 'minLength', of"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "has 'allOf' of several"),
+        ({"properties": {"a": {}}, "allOf": [{}]}, "has 'allOf' beside 'properties', which is not"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "requires ['b'], which are no 'properties'"),
+        ({"type": "object", "required": ["a"]}, "has 'required', which is not followed"),
+        ({"type": "integer", "enum": ["x"]}, "allows 'x', which is no integer"),
+        ({"type": "string", "properties": {}}, "has type 'string', but keywords of an object"),
+        ({"prefixItems": [{}], "minItems": 2}, "has 1 'prefixItems', outside minItems"),
+        (
+            {"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {}}},
+            "has 'maxLength' beside '$ref'",
+        ),
+        ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "'a' of the schema has 'not'"),
+    ],
+)
+def test_a_schema_that_could_not_be_kept_to_the_letter_is_refused_by_keyword(schema, words):
+    with pytest.raises(ValueError, match="the JSON schema cannot be followed") as error:
+        grammar.pattern_of({"json": schema})
+    assert words in str(error.value)
+
+
+def test_schemas_as_programs_write_them_are_followed():
+    person = {
+        "$defs": {"Pet": {"properties": {"kind": {"const": "cat", "type": "string"}},
+                          "required": ["kind"], "title": "Pet", "type": "object"}},
+        "properties": {
+            "name": {"title": "Name", "type": "string", "maxLength": 8},
+            "age": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+            "pets": {"items": {"$ref": "#/$defs/Pet"}, "maxItems": 2, "type": "array"},
+            "place": {"prefixItems": [{"type": "number"}, {"type": "number"}], "minItems": 2,
+                      "maxItems": 2, "type": "array"},
+        },
+        "required": ["name", "pets"], "title": "Person", "type": "object",
+    }  # fmt: skip
+    pattern = grammar.pattern_of({"json": person})
+    assert re.fullmatch(pattern, '{"name": "Ann", "age": 7, "pets": [{"kind": "cat"}]}')
+    assert not re.fullmatch(pattern, '{"name": "Ann", "pets": [{"kind": "dog"}]}')
+
+
 def test_patterns_made_to_explode_are_refused_in_bounded_time(monkeypatch):
     monkeypatch.setattr(grammar, "_SECONDS", 1)
     with pytest.raises(ValueError, match="more than memory or time allow, and may have at most"):
