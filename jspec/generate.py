@@ -242,9 +242,13 @@ def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None)
 
 
 def cancel(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Ends rows early, as when the host finds a stop string."""
-    done = batch.state.done.at[np.array(rows, np.int32)].set(True)
-    return batch.replace(state=batch.state.replace(done=done))
+    """Ends rows early, as when the host finds a stop string; where they are is their limit then."""
+    index = np.array(rows, np.int32)
+    limit = batch.request.max_length.at[index].set(batch.state.history.length[index])
+    return batch.replace(
+        request=batch.request.replace(max_length=limit),
+        state=batch.state.replace(done=batch.state.done.at[index].set(True)),
+    )
 
 
 def read(batch: Batch) -> list[Answer]:
