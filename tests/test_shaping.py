@@ -169,11 +169,11 @@ def test_a_drafter_that_knows_no_allowed_token_drafts_in_vain_and_does_no_harm()
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be more than 0."),
+        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be 1e-06 to 1e+06; 1 is off."),
         (dict(presence_penalty=float("nan")), "presence_penalty=nan must be a finite number."),
         (dict(min_tokens=4, max_tokens=3), "min_tokens=4 must be 0 to max_tokens."),
         (dict(bad_words=((),)), "bad_words=((),) must be runs of at least one token."),
-        (dict(logit_bias=((1, float("inf")),)), "must be finite numbers."),
+        (dict(logit_bias=((1, float("inf")),)), "must be (token id, number) pairs."),
         (dict(allowed_token_ids=(1,), stop_token_ids=(1,), min_tokens=1), "allow another token"),
     ],
 )
