@@ -67,13 +67,15 @@ def traced_and_generated(models, method, settings, sampling):
     return jspec.LLM(models["target"], asked).trace(PROMPT, params), output.outputs[0]
 
 
-def assert_same(trace, output):
-    """Token for token, round for round."""
+def assert_same(trace, output, by_the_clock=False):
+    """Token for token and, unless lengths go by the clock, round for round."""
     assert trace.token_ids == output.token_ids and trace.text == output.text
     stats = output.speculative_decoding_stats
-    assert [each.num_accepted for each in trace.rounds] == stats["per_step_accepted"]
+    accepted = [each.num_accepted for each in trace.rounds]
     drafted = [[node.token for node in each.nodes[1:]] for each in trace.rounds]
-    assert drafted == stats["per_step_drafted_token_ids"]
+    if not by_the_clock:
+        assert accepted == stats["per_step_accepted"]
+        assert drafted == stats["per_step_drafted_token_ids"]
     assert trace.finish_reason == output.finish_reason
     assert_paths_are_the_text(trace)
 
@@ -98,7 +100,7 @@ def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_models(
     models, method, settings, sampling
 ):
     trace, output = traced_and_generated(models, method, settings, sampling)
-    assert_same(trace, output)
+    assert_same(trace, output, by_the_clock="adaptive_length" in settings)
     assert_p_is_the_targets(trace, models["target"], sampling)
     if method == "draft_model" and sampling is SAMPLED and "coupled" not in settings.values():
         assert_q_is_the_drafters(trace, models["draft"], sampling)
