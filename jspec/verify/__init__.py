@@ -22,6 +22,8 @@ from jspec.verify.synthetic import Synthetic
 from jspec.verify.target_only import match
 from jspec.verify.typical import Typical
 
+_HUGE = 1e25  # logits beyond it are counted from the largest before kernels see them
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -145,20 +147,33 @@ def verify(
         coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, draft.tokens.shape[1])
         coin = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
         if rule.implementation is not None:  # what is warped above is not used, nor computed
+            logits, lost = _numbers(logits)
             path, num_accepted, next_token = ops.rejection_sampling(
-                logits, request.sampling, draft, tree, coins, coin[:, 0], rule=rule.name,
-                replaced=rule.walk is rule.walk_replaced, implementation=rule.implementation,
+                logits, request.sampling, _drawn(draft, tree), tree, coins, coin[:, 0],
+                rule=rule.name, replaced=rule.walk is rule.walk_replaced,
+                implementation=rule.implementation,
             )  # fmt: skip
-            at_end = jnp.take_along_axis(path, num_accepted[:, None], 1)
-            law = jnp.take_along_axis(logits, at_end[..., None], 1)[:, 0]
-            lost = (jnp.isnan(law) | jnp.isneginf(law)).all(-1)
-            return Verdict(path, num_accepted + 1, next_token, num_accepted + ~lost)
+            lawful = _lawful(lost, path, num_accepted)
+            return Verdict(path, num_accepted + 1, next_token, lawful)
         lost = jnp.isneginf(warped.max(-1, keepdims=True))
         law = jnp.where(lost, 0, warped)  # of what comes after, nothing is said
         path, num_accepted, next_logits = rule.walk(law, _drawn(draft, tree), tree, coins)
         draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
         next_token = draw(next_logits)
-    return Verdict(path, num_accepted + 1, next_token, _lawful(warped, path, num_accepted))
+    lawful = _lawful(jnp.isneginf(warped.max(-1)), path, num_accepted)
+    return Verdict(path, num_accepted + 1, next_token, lawful)
+
+
+def _numbers(logits: Array) -> tuple[Array, Array]:
+    """Raw logits that kernels can take, and where no token has any weight: bool [B, N].
+
+    What ``sampling.warp`` makes of NaN and inf, and of more than kernels can divide.
+    """
+    finite = jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), jnp.finfo(logits).max)
+    most = finite.max(-1, keepdims=True)
+    usable = jnp.where(most > _HUGE, finite - most, finite)
+    lost = jnp.isneginf(most)
+    return jnp.where(lost, 0, usable), lost[..., 0]
 
 
 def _drawn(draft: Draft, tree: Tree) -> Draft:
@@ -179,9 +194,8 @@ def _drawn(draft: Draft, tree: Tree) -> Draft:
     )
 
 
-def _lawful(warped: Array, path: Array, num_accepted: Array) -> Array:
-    """How many tokens of a verdict come before the first that no law has any weight for: [B]."""
-    lost = jnp.isneginf(warped.max(-1))
+def _lawful(lost: Array, path: Array, num_accepted: Array) -> Array:
+    """How many tokens of a verdict come before the first of a ``lost`` law [B, N]: int32 [B]."""
     on_path = jnp.arange(path.shape[1]) <= num_accepted[:, None]
     lost = jnp.take_along_axis(lost, path, 1, mode="clip") & on_path
     return jnp.where(lost.any(-1), jnp.argmax(lost, -1), num_accepted + 1).astype(jnp.int32)

@@ -1,5 +1,8 @@
 """Numbers that are none: laws without a token, in target or drafter, and what becomes of rows."""
 
+import dataclasses
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 
 from jspec import sampling, verify
 from jspec.generate import Row, generate_rows
+from jspec.kernels.rejection_sampling import pallas_tpu
 from jspec.plan import Plan
 from jspec.types import Params, Sampling
 from tests import fakes
@@ -71,6 +75,33 @@ def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, 
             assert said[1] == 2
         if token not in LOST:
             assert said[1:] == other.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        (CHAIN, "rejection"),
+        *(
+            pytest.param(drafter, rule, marks=pytest.mark.slow)
+            for drafter, rule in (
+                (CHAIN, "block"), (TREES["without_replacement"], "rejection"),
+                (TREES["without_replacement"], "block"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_kernels_say_of_broken_numbers_what_the_rule_says(monkeypatch, drafter, rule):
+    kernel = functools.partial(pallas_tpu.rejection_sampling, interpret=True)
+    monkeypatch.setattr(pallas_tpu, "rejection_sampling", kernel)
+    by_kernel = dataclasses.replace(verify.RULES[rule], implementation="pallas_tpu")
+    asked = rows([(2, token) for token in range(VOCAB)], 0.9)
+    found, expected = (
+        generate_rows(Plan(fakes.ToyTarget(VOCAB), drafter, each), PARAMS, asked)
+        for each in (by_kernel, rule)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.finish_reason == other.finish_reason
 
 
 @pytest.mark.parametrize(
