@@ -49,7 +49,7 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     for repeat in range(_REPEATS + 1):
         for index in range(count):
             only = np.where(np.arange(count) == index, np.float32(1), _NEVER)
-            one = _copied(batch.replace(request=endless, shared=batch.shared.replace(seconds=only)))
+            one = copied(batch.replace(request=endless, shared=batch.shared.replace(seconds=only)))
             begin = time.perf_counter()
             after = jax.block_until_ready(advance(plan, params, one, _ROUNDS))
             spent = time.perf_counter() - begin
@@ -59,7 +59,7 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     return batch.shared.replace(seconds=jnp.asarray(seconds))
 
 
-def _copied(batch: Batch) -> Batch:
+def copied(batch: Batch) -> Batch:
     """A batch that may be consumed."""
     state, shared = jax.tree.map(jnp.copy, (batch.state, batch.shared))
     return jax.block_until_ready(batch.replace(state=state, shared=shared))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import topology
+from jspec.calibration import copied
 from jspec.decode import DecodeState, init_shared
 from jspec.generate import Batch, Row, advance, read, start
 from jspec.plan import Plan
@@ -74,7 +75,7 @@ def _rounds(
         given = plan, params, batch.request, batch.shared, batch.state
         last = int(_last_node(*given)[0])
         size = next(rung for rung in plan.ladder if rung > last)
-        begun = lambda batch=batch: _copied(batch)
+        begun = lambda batch=batch: copied(batch)
         # Every program is the one before and a part more. A launch is in all, and counts in none.
         seconds = [
             _best(lambda given=given: _last_node(*given)),
@@ -127,9 +128,3 @@ def _best(run: Callable, prepare: Callable[[], Any] | None = None) -> float:
         jax.block_until_ready(run(*given))
         seconds.append(time.perf_counter() - begin)
     return min(seconds[1:])
-
-
-def _copied(batch: Batch) -> Batch:
-    """A batch that may be consumed."""
-    state, shared = jax.tree.map(jnp.copy, (batch.state, batch.shared))
-    return batch.replace(state=state, shared=shared)
