@@ -38,18 +38,13 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     best of several launches counts. ``batch`` stays as it is. In the copy no row stops or comes to
     its limit: the last drafts of a text are short, and cheaper.
     """
-    count, request = len(plan.drafter.lengths), batch.request
-    room = batch.state.history.tokens.shape[1] - plan.drafter.max_depth - 1
-    endless = request.replace(
-        max_length=jnp.where(batch.state.done, request.max_length, room),
-        stop_tokens=jnp.full_like(request.stop_tokens, -1),
-    )
+    count, forever = len(plan.drafter.lengths), endless(plan, batch)
     seconds = np.full(count, _NEVER)
     # The first time compiles. Lengths take turns: a slow moment is everybody's.
     for repeat in range(_REPEATS + 1):
         for index in range(count):
             only = np.where(np.arange(count) == index, np.float32(1), _NEVER)
-            one = copied(batch.replace(request=endless, shared=batch.shared.replace(seconds=only)))
+            one = copied(forever.replace(shared=forever.shared.replace(seconds=only)))
             begin = time.perf_counter()
             after = jax.block_until_ready(advance(plan, params, one, _ROUNDS))
             spent = time.perf_counter() - begin
@@ -57,6 +52,18 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
             if repeat and rounds:
                 seconds[index] = min(seconds[index], spent / rounds)
     return batch.shared.replace(seconds=jnp.asarray(seconds))
+
+
+def endless(plan: Plan, batch: Batch) -> Batch:
+    """The batch without ends of texts, but for that of its buffers."""
+    request = batch.request
+    room = batch.state.history.tokens.shape[1] - plan.drafter.max_depth - 1
+    return batch.replace(
+        request=request.replace(
+            max_length=jnp.where(batch.state.done, request.max_length, room),
+            stop_tokens=jnp.full_like(request.stop_tokens, -1),
+        )
+    )
 
 
 def copied(batch: Batch) -> Batch:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jspec import checks, naming
 from jspec.bench.command import bench
+from jspec.tuning.command import tune
 
 if TYPE_CHECKING:  # the commands import it when they run, so that --help is quick
     from jspec.llm import LLM
@@ -202,6 +203,7 @@ def trace(
 
 
 app.command()(bench)
+app.command()(tune)
 
 
 @app.command()

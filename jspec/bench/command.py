@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
-_LOG_WIDTH = 200
+LOG_WIDTH = 200
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
@@ -60,7 +60,7 @@ def bench(
         model, config = str(demo.ASSETS / "target"), config or [json.dumps(demo.EAGLE3), _NGRAM]
         questions = questions or [demo.PROMPT]
     settings = Settings(
-        tuple(_configs(config or [], num_speculative_tokens or [])),
+        tuple(configs_of(config or [], num_speculative_tokens or [])),
         batch_sizes=tuple(batch_size or [1]), temperatures=tuple(temperature or [0.0]),
         max_tokens=max_tokens, prompt_tokens=prompt_tokens, per_category=num_questions,
         repeats=repeats, dtype=dtype, peers=peers, seed=seed,
@@ -83,7 +83,7 @@ def bench(
         )
     console = Console()
     if not console.is_terminal:  # a log or a pipe: nothing is cut off there
-        console = Console(width=_LOG_WIDTH)
+        console = Console(width=LOG_WIDTH)
     for table in report.terminal(results):
         console.print(table)
     for note in report.notes(results):
@@ -92,7 +92,7 @@ def bench(
         raise typer.Exit(130)
 
 
-def _configs(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
+def configs_of(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
     """Every config, at every K where it names none.
 
     Raises:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec.llm import LLM
 from jspec.naming import shown
+from jspec.params import SamplingParams
 
 _JSON = (".json", ".jsonl")
 _KINDS = "turns, messages, conversations, question, prompt or text"
@@ -97,6 +99,32 @@ def requests(
         texts = answer([prompts[index] for index in more]) if more else []
         for index, text in zip(more, texts, strict=True):
             said[index].append(text)
+    return made, left_out
+
+
+def answered_by(
+    plain: LLM, questions: Sequence[Question], *, max_tokens: int, prompt_tokens: int = 0
+) -> tuple[list[Request], int]:
+    """``requests`` whose later turns follow the greedy answers of ``plain``, of ``max_tokens``.
+
+    Raises:
+      ValueError: no question fits the model.
+    """
+
+    def answer(prompts: list[list[int]]) -> list[str]:
+        greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [output.outputs[0].text for output in plain.generate(wrapped, greedy)]
+
+    longest = plain.max_model_len - max_tokens
+    made, left_out = requests(
+        questions, plain.get_tokenizer(), answer, prompt_tokens=prompt_tokens, longest=longest
+    )
+    if not made:
+        raise ValueError(
+            f"no question fits: with max_tokens={max_tokens} prompts may have {longest} tokens; "
+            "lower max_tokens, or cut prompts with prompt_tokens."
+        )
     return made, left_out
 
 

@@ -11,12 +11,11 @@ from jspec.assembly import assemble
 from jspec.bench import questions as reading
 from jspec.bench.contenders import by_category, peer_refusal
 from jspec.bench.peer import Peer
-from jspec.bench.questions import Question, Request
+from jspec.bench.questions import Question
 from jspec.bench.settings import Settings
 from jspec.bench.table import CaseTable, portable
 from jspec.llm import LLM
 from jspec.loading import LoadedModel
-from jspec.params import SamplingParams
 
 DEFINITION = (
     "acceptance length: tokens a pass of the target emits, the bonus token and passes without a "
@@ -51,7 +50,10 @@ def bench(
     plain = LLM(target)
     for each in settings.configs:  # what is wrong with the last is not found out after hours
         assemble(target, config.read(each), dtype=settings.dtype)
-    requests, left_out = _requests(plain, asked, settings)
+    made, left_out = reading.answered_by(
+        plain, asked, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
+    )
+    requests = by_category(made)
     results: dict[str, Any] = {
         "definition": DEFINITION,
         "setting": dataclasses.asdict(settings)
@@ -74,28 +76,6 @@ def bench(
             if results["interrupted"]:
                 break
     return results
-
-
-def _requests(
-    plain: LLM, asked: Sequence[Question], settings: Settings
-) -> tuple[dict[str, list[Request]], int]:
-    """Prompts by category, and how many were left out."""
-
-    def answer(prompts: list[list[int]]) -> list[str]:
-        greedy = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
-        wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [output.outputs[0].text for output in plain.generate(wrapped, greedy)]
-
-    longest = plain.max_model_len - settings.max_tokens
-    made, left_out = reading.requests(
-        asked, plain.get_tokenizer(), answer, prompt_tokens=settings.prompt_tokens, longest=longest
-    )
-    if not made:
-        raise ValueError(
-            f"no question fits: with max_tokens={settings.max_tokens} prompts may have {longest} "
-            "tokens; lower max_tokens, or cut prompts with prompt_tokens."
-        )
-    return by_category(made), left_out
 
 
 @contextlib.contextmanager

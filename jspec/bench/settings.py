@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,20 @@ from jspec.bench.contenders import Case
 from jspec.checks import is_whole
 from jspec.naming import shown
 from jspec.params import SamplingParams
+
+
+def check_whole(settings: Any, **least: int) -> None:
+    """Raises ValueError where an attribute is no whole number of at least its ``least``."""
+    for name, limit in least.items():
+        if not is_whole(getattr(settings, name), limit):
+            given = shown(getattr(settings, name))
+            raise ValueError(f"{name}={given} must be a whole number of at least {limit}.")
+
+
+def check_batch_sizes(sizes: Sequence[int]) -> None:
+    """Raises ValueError where there is none, or one is no whole number of at least 1."""
+    if not sizes or not all(is_whole(size, 1) for size in sizes):
+        raise ValueError(f"batch_sizes={shown(sizes)} must be at least 1 each.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +65,8 @@ class Settings:
             raise ValueError("there is no method to measure; name one with --config.")
         for given in self.configs:
             config.read(given)
-        for name, least in (
-            ("max_tokens", 2), ("prompt_tokens", 0), ("per_category", 0), ("repeats", 1),
-            ("patience", 0),
-        ):  # fmt: skip
-            if not is_whole(getattr(self, name), least):
-                given = shown(getattr(self, name))
-                raise ValueError(f"{name}={given} must be a whole number of at least {least}.")
-        if not self.batch_sizes or not all(is_whole(size, 1) for size in self.batch_sizes):
-            raise ValueError(f"batch_sizes={shown(self.batch_sizes)} must be at least 1 each.")
+        check_whole(self, max_tokens=2, prompt_tokens=0, per_category=0, repeats=1, patience=0)
+        check_batch_sizes(self.batch_sizes)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
         if not self.temperatures:

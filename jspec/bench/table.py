@@ -17,7 +17,7 @@ from jspec.assembly import Assembly, assemble
 from jspec.bench.contenders import PEER_MODES, PLAIN, Case, Ours, Theirs, name_of, sum_of
 from jspec.bench.settings import Settings
 from jspec.bench.split import split
-from jspec.bench.timing import Contender, Sample, race
+from jspec.bench.timing import Contender, Sample, race, ratios, spread
 from jspec.generate import Row, start
 from jspec.llm import LLM
 from jspec.loading import LoadedModel
@@ -89,8 +89,8 @@ class CaseTable:
         row: dict[str, Any] = {
             "batch_size": self._case.batch_size, "temperature": self._case.temperature,
             "name": each.name, "config": given and portable(given),
-            "tokens_per_second": _spread([s.num_tokens / s.seconds for s in each.kept]),
-            "speedup": _spread(_ratios(each, plain)),
+            "tokens_per_second": spread([s.num_tokens / s.seconds for s in each.kept]),
+            "speedup": spread(ratios(each, plain)),
             "categories": self._categories(each, plain),
             "distinct_tokens": statistics.mean(len(set(text)) for text in sample.tokens),
             "first_call_seconds": first_call, "seconds": [s.seconds for s in each.samples],
@@ -121,7 +121,7 @@ class CaseTable:
             own = part(each)
             found[name] = {
                 "questions": len(some), "tokens_per_second": own.median,
-                "speedup": statistics.median(_ratios(own, part(plain))),
+                "speedup": statistics.median(ratios(own, part(plain))),
             }  # fmt: skip
         return found
 
@@ -148,18 +148,6 @@ class CaseTable:
                 "peak": _peak_bytes(),
             },
         }  # fmt: skip
-
-
-def _ratios(each: Contender, plain: Contender) -> list[float]:
-    """Speed beside plain decoding, turn by turn; of undisturbed turns, if there are any."""
-    pairs = list(zip(each.samples, plain.samples, strict=False))
-    quiet = [pair for pair in pairs if all(s.quiet(each.limit) for s in pair)]
-    speed = lambda sample: sample.num_tokens / sample.seconds
-    return [speed(own) / speed(other) for own, other in quiet or pairs]
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def _bytes(tree: Any) -> int:

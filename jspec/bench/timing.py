@@ -107,6 +107,19 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
             contender.samples.append(watched(contender.run))
 
 
+def ratios(each: Contender, plain: Contender) -> list[float]:
+    """Speed beside ``plain``, turn by turn; of undisturbed turns, if there are any."""
+    pairs = list(zip(each.samples, plain.samples, strict=False))
+    quiet = [pair for pair in pairs if all(s.quiet(each.limit) for s in pair)]
+    speed = lambda sample: sample.num_tokens / sample.seconds
+    return [speed(own) / speed(other) for own, other in quiet or pairs]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Their median and ends."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
 def watched(run: Callable[[], Sample]) -> Sample:
     """Runs once and notes what other processes used."""
     before, start = _busy_seconds(), time.perf_counter()

@@ -1,0 +1,203 @@
+"""What rounds take on this device, timed in the shipped loop, and what that says of other shapes.
+
+A round takes ``V(N, B)``, the target's pass over N nodes of B rows, and a rest: drafting, judging
+and committing. V is measured by itself. The rest is that of rounds of some shapes that were
+measured; between those it is taken to grow in a straight line with the depth, from plain decoding's
+on, and for trees with the nodes beside the chain. Where only one end is known, the line is the
+lowest that there can be: so a shape never looks worse than it is, until it is measured itself.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import tokens, topology
+from jspec.bench.timing import Contender, Sample, race
+from jspec.calibration import CostTable, copied, endless
+from jspec.generate import Batch, advance, start, warps_of
+from jspec.plan import Plan
+from jspec.tuning.requests import Workload, begun
+from jspec.types import Array, History, Params, Target
+
+_ROUNDS = 12  # of a launch
+_SECONDS = 0.2  # of a sample, at least: several launches
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTime:
+    """What rounds of one shape were measured to take.
+
+    Attributes:
+      seconds: of a round, whether it had a draft or not.
+      drafted: share of the rounds in which any row had a draft.
+    """
+
+    seconds: float
+    drafted: float
+
+
+class Rounds:
+    """A contender: rounds of the shipped loop in the middle of the answers of a batch."""
+
+    def __init__(self, plan: Plan, params: Params, work: Workload, said: Sequence):
+        half = [text[: len(text) // 2] for text in said]
+        rows = work.rows(half)
+        some = [rows[index] for index in work.middle]
+        self._plan, self._params = plan, params
+        self._batch = endless(plan, begun(plan, params, some, rows, CostTable()))
+        after = self._launch()  # compiles
+        begin = time.perf_counter()
+        after = self._launch()
+        self._launches = max(1, int(_SECONDS / (time.perf_counter() - begin)))
+        drafts = np.asarray(after.state.stats.drafts)[: len(some)] / self._count(after)
+        self.drafted = float(1 - np.prod(1 - drafts))
+
+    def __call__(self) -> Sample:
+        """Seconds are those of one round."""
+        seconds, rounds, cpu = 0.0, 0, time.process_time()
+        for _ in range(self._launches):
+            one = copied(self._batch)
+            begin = time.perf_counter()
+            after = jax.block_until_ready(advance(self._plan, self._params, one, _ROUNDS))
+            seconds += time.perf_counter() - begin
+            rounds += self._count(after)
+        return Sample(seconds / rounds, time.process_time() - cpu, [])
+
+    def _launch(self) -> Batch:
+        one = copied(self._batch)
+        return jax.block_until_ready(advance(self._plan, self._params, one, _ROUNDS))
+
+    def _count(self, after: Batch) -> int:
+        return int(after.state.round - self._batch.state.round)
+
+
+class Repeated:
+    """A contender: something short, as often as makes a sample."""
+
+    def __init__(self, run: Callable[[], Any]):
+        self._run = run
+        jax.block_until_ready(run())  # compiles
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        self._times = max(1, int(_SECONDS / (time.perf_counter() - begin)))
+
+    def __call__(self) -> Sample:
+        """Seconds are those of one run."""
+        begin, cpu = time.perf_counter(), time.process_time()
+        for _ in range(self._times):
+            jax.block_until_ready(self._run())
+        seconds = (time.perf_counter() - begin) / self._times
+        return Sample(seconds, time.process_time() - cpu, [])
+
+
+def pass_over(plan: Plan, params: Params, batch: Batch, size: int) -> Repeated:
+    """A contender: the target's pass over N = ``size`` nodes a row, on the caches of a batch."""
+    state = batch.state
+    return Repeated(lambda: _pass(plan.target, size, params.target, state.history, state.cache))
+
+
+def launch() -> Repeated:
+    """A contender: a program that does nothing."""
+    return Repeated(_launch)
+
+
+def prompts(plan: Plan, params: Params, work: Workload) -> Repeated:
+    """A contender: taking in the prompts of the middle group."""
+    rows = work.rows()
+    some = [rows[index] for index in work.middle]
+    return Repeated(lambda: start(plan, params, some, warps=warps_of(rows)))
+
+
+def timed(runs: Sequence[Callable[[], Sample]], repeats: int, patience: int) -> list[float]:
+    """Median seconds of contenders that take turns; of undisturbed samples, if there are any."""
+    field = [Contender(str(index), run) for index, run in enumerate(runs)]
+    race(field, repeats, patience)
+    return [statistics.median(sample.seconds for sample in each.kept) for each in field]
+
+
+def halfway(plan: Plan, params: Params, work: Workload, said: Sequence) -> Batch:
+    """The middle group in the middle of its answers."""
+    rows = work.rows([text[: len(text) // 2] for text in said])
+    return begun(plan, params, [rows[index] for index in work.middle], rows, CostTable())
+
+
+@dataclasses.dataclass(eq=False)
+class Costs:
+    """What rounds of a family take at a batch size.
+
+    Attributes:
+      sizes: N's of which V was measured, ascending.
+      passes: seconds V(N, B) of each.
+      plain: seconds of a round of plain decoding.
+      chains: by depth, what chains were measured to take beyond their pass.
+      trees: by (depth, nodes), likewise.
+    """
+
+    sizes: Sequence[int]
+    passes: Sequence[float]
+    plain: float
+    chains: dict[int, float] = dataclasses.field(default_factory=dict)
+    trees: dict[tuple[int, int], list[float]] = dataclasses.field(default_factory=dict)
+
+    def of_pass(self, size: int) -> float:
+        """V(N, B); never more than for a larger N, which only a disturbance makes look cheaper."""
+        least = np.minimum.accumulate(self.passes[::-1])[::-1]
+        return float(np.interp(size, self.sizes, least))
+
+    def rest_of(self, measured: RoundTime, size: int) -> float:
+        """What is left of a round, besides the target's passes."""
+        passes = self.of_pass(1) + measured.drafted * (self.of_pass(size) - self.of_pass(1))
+        return measured.seconds - passes
+
+    def learn(self, depth: int, size: int, rest: float) -> None:
+        """Takes in what rounds of a shape were measured to take beyond the pass."""
+        if size == depth + 1:
+            self.chains[depth] = rest
+        else:
+            self.trees.setdefault((depth, size), []).append(rest)
+
+    def rest(self, depth: int, size: int) -> float:
+        """What rounds of a shape are taken to take beyond the pass."""
+        along = self._chain(depth)
+        if size == depth + 1:
+            return along
+        beside = [
+            (rest - self._chain(d)) / (n - 1 - d)
+            for (d, n), rests in self.trees.items()
+            for rest in rests
+        ]
+        return along + max(statistics.median(beside), 0.0) * (size - 1 - depth) if beside else along
+
+    def _chain(self, depth: int) -> float:
+        first = self.plain - self.of_pass(1)
+        known = sorted({0: first, **self.chains}.items())
+        depths, rests = (np.array(part, float) for part in zip(*known, strict=True))
+        if depth <= depths[-1]:
+            return float(np.interp(depth, depths, rests))
+        if len(known) == 1:
+            return first
+        slope = (rests[-1] - rests[-2]) / (depths[-1] - depths[-2])
+        return float(rests[-1] + max(slope, 0.0) * (depth - depths[-1]))
+
+
+@functools.partial(jax.jit, static_argnames=("target", "size"))
+def _pass(target: Target, size: int, params, history: History, cache) -> Array:
+    """The target's logits of a chain of ``size`` nodes a row."""
+    root = tokens.root(history)
+    drafted = jnp.broadcast_to(root[:, None], (root.shape[0], size))
+    tree = topology.broadcast(
+        topology.from_parents(topology.chain(size - 1), size - 1), root.shape[0]
+    )
+    return target.forward(params, drafted, tree, cache, ()).logits
+
+
+@jax.jit
+def _launch() -> Array:
+    return jnp.int32(0)

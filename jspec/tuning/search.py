@@ -1,0 +1,247 @@
+"""The search at one batch size: predict, measure the rounds of the most promising, predict again.
+
+What was not measured yet is taken to be as cheap as it can be. So shapes are measured in the order
+of what they may bring, and the search ends when the two best have been measured: nothing else can
+be better, by the predictions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jspec.bench.contenders import Ours
+from jspec.llm import LLM
+from jspec.params import SamplingParams
+from jspec.tuning import costs, prediction
+from jspec.tuning.acceptance import Acceptance, Recorded, Round, extended
+from jspec.tuning.costs import Costs, RoundTime
+from jspec.tuning.families import Candidate, Family, tree_sizes
+from jspec.tuning.prediction import Passes
+from jspec.tuning.requests import Workload
+from jspec.tuning.settings import Settings
+from jspec.tuning.trees import best_trees
+
+_ROWS_OF_TABLE = 12  # of the candidates that results name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Known:
+    """What was recorded of a family.
+
+    Attributes:
+      rows: of each prompt.
+      acceptance: where drafts have a shape.
+    """
+
+    rows: Sequence[Recorded]
+    acceptance: Acceptance | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """A candidate in the search: its size, and the passes that it is expected to take."""
+
+    candidate: Candidate
+    depth: int
+    size: int
+    passes: Passes
+
+
+class Search:
+    """Candidates of one batch size, what is known of them, and the best two."""
+
+    def __init__(
+        self, families: Sequence[Family], known: Sequence[Known], work: Workload,
+        settings: Settings, on_step: Callable[[str], None],
+    ):  # fmt: skip
+        self._families, self._known = families, known
+        self._work, self._settings = work, settings
+        self._words = lambda words: on_step(f"{work.case.words}: {words}")
+        self._measured: dict[Candidate, RoundTime] = {}
+        self._rests: dict[Candidate, float] = {}
+        self._prompts: dict[int, float] = {}
+        self._costs: dict[int, Costs] = {}
+        self.entries: list[Entry] = []
+
+    def run(self) -> list[Entry]:
+        """The best, the runner-up and plain decoding, the best first, as far as predictions go."""
+        self._begin()
+        self.entries = [entry for family in self._families for entry in self._entries(family)]
+        for _ in range(self._settings.max_programs):
+            new = [e for e in self._ranked()[:2] if e.candidate not in self._measured]
+            if not new:
+                break
+            self._measure(new[0])
+        ranked = [e for e in self._ranked() if e.candidate in self._measured]
+        best = [*dict.fromkeys([*ranked[:2], self._plain])]
+        self._measure_again(best)
+        return sorted(best, key=self._seconds)
+
+    def tokens_per_second(self, entry: Entry) -> float:
+        """The prediction, of ``LLM.generate`` on all prompts."""
+        return sum(self._lengths) / self._seconds(entry)
+
+    def report(self) -> dict[str, Any]:
+        """What was measured and predicted, for the results."""
+        table = self._costs[0]
+        lines = []
+        for entry in self._ranked()[:_ROWS_OF_TABLE]:
+            measured = self._measured.get(entry.candidate)
+            lines.append({
+                "name": entry.candidate.name,
+                "predicted_tokens_per_second": self.tokens_per_second(entry),
+                "predicted_acceptance_length": entry.passes.tokens_per_pass,
+                "round_ms": 1e3 * self._round_seconds(entry),
+                "round_was_measured": measured is not None,
+            })  # fmt: skip
+        return {
+            "prompts": len(self._work.prompts),
+            "answer_tokens": sum(self._lengths),
+            "pass_ms": dict(zip(table.sizes, [1e3 * s for s in table.passes], strict=True)),
+            "plain_round_ms": 1e3 * table.plain,
+            "call_ms": 1e3 * self._call,
+            "candidates": lines,
+        }
+
+    def _begin(self) -> None:
+        """Plain decoding: its texts, what a call, its rounds and passes over N nodes take."""
+        plain, work, settings = self._families[0], self._work, self._settings
+        made = plain.made(plain.given)
+        llm = LLM(plain.target, None, dtype=plain.dtype, max_num_seqs=work.case.batch_size)
+        self._words("plain decoding")
+        self._said = Ours(llm, work.case, {"all": work.requests})().tokens
+        self._lengths = [len(text) for text in self._said]
+        batch = costs.halfway(made.plan, made.params, work, self._said)
+        most = max([2, *(self._largest(family) for family in self._families[1:])])
+        sizes = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+        self._words("compiling passes over 1 to many nodes")
+        passes = [costs.pass_over(made.plan, made.params, batch, size) for size in sizes]
+        rounds = costs.Rounds(made.plan, made.params, work, self._said)
+        runs = [
+            costs.prompts(made.plan, made.params, work), costs.Repeated(self._one_token(llm)),
+            costs.launch(), rounds, *passes,
+        ]  # fmt: skip
+        self._words("measuring passes over 1 to many nodes")
+        prompt, call, launch, one, *seconds = costs.timed(runs, settings.repeats, settings.patience)
+        # A call for one token: the prompts, a round, and what the host does.
+        self._call, self._prompts[0] = call - one, prompt
+        self._one_call = runs[1]
+        blank = Costs(sizes, [max(each - launch, 0.0) for each in seconds], one)
+        self._costs = {f.number: dataclasses.replace(blank, chains={}, trees={})
+                       for f in self._families}  # fmt: skip
+        self._plain_rounds = rounds
+
+    def _one_token(self, llm: LLM) -> Callable[[], Any]:
+        """A call of ``LLM.generate`` for one token of every row of the middle group."""
+        asked = SamplingParams(
+            temperature=self._work.case.temperature, max_tokens=1, seed=self._work.case.seed,
+            detokenize=False,
+        )  # fmt: skip
+        some = [{"prompt_token_ids": self._work.prompts[index]} for index in self._work.middle]
+        return lambda: llm.generate(some, asked)
+
+    def _largest(self, family: Family) -> int:
+        """Nodes of the largest draft of a family."""
+        if family.depth is None:
+            return family.made(family.given).plan.drafter.tree_size
+        trees = self._settings.max_tree_size if family.takes_trees else 0
+        return max(family.depth + 1, trees)
+
+    def _entries(self, family: Family) -> list[Entry]:
+        """The candidates of a family."""
+        if family.number == 0:
+            nothing = Recorded([Round((), drafted=False)], by_position=False)
+            passes = prediction.play(
+                [nothing] * len(self._lengths), None, self._lengths, self._work.groups
+            )
+            entry = Entry(Candidate(0, family.name, family.given, None), 0, 1, passes)
+            self._measured[entry.candidate] = RoundTime(self._costs[0].plain, 0.0)
+            return [entry]
+        known = self._known[family.number]
+        rows = known.rows[: len(self._lengths)]
+        play = lambda shape: prediction.play(rows, shape, self._lengths, self._work.groups)
+        if family.depth is None:
+            drafter = family.made(family.given).plan.drafter
+            candidate = family.probe
+            return [Entry(candidate, drafter.max_depth, drafter.tree_size, play(candidate.shape))]
+        chances = known.acceptance.chances
+        random = np.random.default_rng(self._settings.seed)
+        rows = [extended(row, chances, random) for row in rows]
+        found = {depth: family.chain(depth) for depth in range(1, family.depth + 1)}
+        shapes = dict.fromkeys(found.values())
+        for depth in range(2, family.depth + 1) if family.takes_trees else ():
+            trees = best_trees(chances[:depth], self._settings.max_tree_size)
+            for size in tree_sizes(self._settings.max_tree_size):
+                if trees.tokens[size] > -np.inf:
+                    shapes[family.tree(trees.shape(size))] = None
+        return [Entry(each, each.shape.max_depth, each.shape.size, play(each.shape))
+                for each in shapes]  # fmt: skip
+
+    def _measure(self, entry: Entry) -> None:
+        """Times rounds of a candidate beside plain ones, and the prompts of its family."""
+        candidate, settings = entry.candidate, self._settings
+        family = self._families[candidate.family]
+        self._words(f"compiling and measuring rounds of {candidate.name}")
+        made = family.made(candidate.config)
+        rounds = costs.Rounds(made.plan, made.params, self._work, self._said)
+        runs = [self._plain_rounds, rounds]
+        if family.number not in self._prompts:
+            runs.append(costs.prompts(made.plan, made.params, self._work))
+        plain, seconds, *prompt = costs.timed(runs, settings.repeats, settings.patience)
+        # Beside plain rounds of the same minutes: the machine may have become slower since.
+        steady = self._costs[0].plain / plain
+        if prompt:
+            self._prompts[family.number] = prompt[0] * steady
+        self._learn(entry, RoundTime(seconds * steady, rounds.drafted))
+
+    def _measure_again(self, best: Sequence[Entry]) -> None:
+        """Times the rounds of the best in turns, as they are about to run."""
+        self._words("measuring rounds of the best two once more")
+        runs, settings = [], self._settings
+        for entry in best:
+            candidate = entry.candidate
+            made = self._families[candidate.family].made(candidate.config)
+            runs.append(costs.Rounds(made.plan, made.params, self._work, self._said))
+        call, *seconds = costs.timed([self._one_call, *runs], settings.repeats, settings.patience)
+        for entry, run, each in zip(best, runs, seconds, strict=True):
+            self._learn(entry, RoundTime(each, run.drafted))
+        self._call = call - self._measured[self._plain.candidate].seconds
+
+    def _learn(self, entry: Entry, measured: RoundTime) -> None:
+        """Takes in what rounds of a candidate were measured to take."""
+        candidate, table = entry.candidate, self._costs[entry.candidate.family]
+        self._measured[candidate] = measured
+        if candidate.shape is not None:
+            self._rests[candidate] = table.rest_of(measured, entry.size)
+            table.learn(entry.depth, entry.size, self._rests[candidate])
+
+    @property
+    def _plain(self) -> Entry:
+        return next(entry for entry in self.entries if entry.candidate.family == 0)
+
+    def _ranked(self) -> list[Entry]:
+        return sorted(self.entries, key=self._seconds)
+
+    def _seconds(self, entry: Entry) -> float:
+        """What all prompts are predicted to take."""
+        more = self._prompts.get(entry.candidate.family, self._prompts[0]) - self._prompts[0]
+        calls = len(self._work.groups) * (self._call + more)
+        with_draft, without = self._pair(entry)
+        return calls + entry.passes.drafted * with_draft + entry.passes.plain * without
+
+    def _pair(self, entry: Entry) -> tuple[float, float]:
+        """Seconds of a round with a draft, and of one without."""
+        table = self._costs[entry.candidate.family]
+        measured = self._measured.get(entry.candidate)
+        if entry.candidate.shape is None and measured:  # plain, or all rounds alike on average
+            return measured.seconds, measured.seconds
+        rest = self._rests.get(entry.candidate, table.rest(entry.depth, entry.size))
+        return rest + table.of_pass(entry.size), rest + table.of_pass(1)
+
+    def _round_seconds(self, entry: Entry) -> float:
+        """Of a round, on average."""
+        passes, (with_draft, without) = entry.passes, self._pair(entry)
+        total = passes.drafted + passes.plain
+        return (passes.drafted * with_draft + passes.plain * without) / total

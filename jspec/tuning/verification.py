@@ -1,0 +1,102 @@
+"""The best two and plain decoding, run in turns: what was predicted beside what is."""
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.bench.contenders import Ours
+from jspec.bench.table import portable
+from jspec.bench.timing import Contender, Sample, race, ratios, spread
+from jspec.decode import init_shared
+from jspec.llm import LLM
+from jspec.tuning.families import Family
+from jspec.tuning.requests import Workload
+from jspec.tuning.search import Entry
+from jspec.tuning.settings import Settings
+
+
+@dataclasses.dataclass(eq=False)
+class Fresh:
+    """An ``LLM`` through its front door, that has forgotten what it learnt from earlier calls.
+
+    Else a method that looks up past answers would find the very answers that it is timed on.
+    """
+
+    run: Ours
+    blank: Path | None
+
+    def __call__(self) -> Sample:
+        """All prompts under the clock."""
+        if self.blank is not None:
+            self.run.llm.load_shared(self.blank)
+        return self.run()
+
+
+def verify(
+    entries: Sequence[Entry], families: Sequence[Family], work: Workload, settings: Settings,
+    predicted: Callable[[Entry], float], on_step: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Runs the entries in turns: a row for each, the fastest first.
+
+    Ctrl-C ends the race early; without a sample of everyone it is passed on.
+    """
+    field: list[Contender] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for index, entry in enumerate(entries):
+            name = entry.candidate.name
+            on_step(f"{work.case.words}: compiling {name}")
+            run = _served(entry, families, work, Path(folder) / str(index))
+            run()
+            field.append(Contender(name, run))
+        on_step(f"{work.case.words}: running the best two in turns")
+        try:
+            race(field, settings.repeats, settings.patience)
+        except KeyboardInterrupt:
+            if not all(each.samples for each in field):
+                raise
+            interrupted = True
+        else:
+            interrupted = False
+    plain = next(f for f, e in zip(field, entries, strict=True) if e.candidate.family == 0)
+    rows = [
+        _row(entry, each, plain, predicted(entry)) | {"interrupted": interrupted}
+        for entry, each in zip(entries, field, strict=True)
+    ]
+    slow = next(row for row in rows if row["name"] == plain.name)["predicted_tokens_per_second"]
+    for row in rows:
+        row["predicted_speedup"] = row["predicted_tokens_per_second"] / slow
+    return sorted(rows, key=lambda row: -row["tokens_per_second"]["median"])
+
+
+def _served(entry: Entry, families: Sequence[Family], work: Workload, blank: Path) -> Fresh:
+    family = families[entry.candidate.family]
+    llm = LLM(
+        family.target, family.runnable(entry.candidate.config), dtype=family.dtype,
+        max_num_seqs=work.case.batch_size,
+    )  # fmt: skip
+    run = Ours(llm, work.case, {"all": work.requests})
+    learns = init_shared(family.made(entry.candidate.config).plan) != ()
+    if learns:
+        llm.save_shared(blank)
+    return Fresh(run, blank if learns else None)
+
+
+def _row(entry: Entry, each: Contender, plain: Contender, predicted: float) -> dict[str, Any]:
+    speeds = [sample.num_tokens / sample.seconds for sample in each.kept]
+    passes = [sample.num_tokens / sample.passes for sample in each.kept]
+    return {
+        "name": each.name,
+        "config": portable(entry.candidate.config),
+        "speculative_config": dict(entry.candidate.config),
+        "tokens_per_second": spread(speeds),
+        "speedup": spread(ratios(each, plain)),
+        "acceptance_length": statistics.median(passes),
+        "predicted_tokens_per_second": predicted,
+        "predicted_acceptance_length": entry.passes.tokens_per_pass,
+        "error": predicted / statistics.median(speeds) - 1,
+        "seconds": [sample.seconds for sample in each.samples],
+        "quiet_samples": sum(sample.quiet(each.limit) for sample in each.samples),
+    }
