@@ -5,6 +5,7 @@ its cache). Loading lists everything that does not fit and raises once; saving r
 files whole or not at all.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -112,13 +113,11 @@ def hf_config(config: DecoderConfig) -> dict:
 
 
 def load_tokenizer(path: PathLike):
-    """The tokenizer of a checkpoint, through ``transformers.AutoTokenizer``.
+    """The tokenizer of a checkpoint, the one that ``transformers.AutoTokenizer`` gives.
 
     Raises:
       ValueError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer  # takes a second to import, and weights need none of it
-
     directory = model_files.locate(path, patterns=())
     # Without any of these, transformers makes up an empty tokenizer for some architectures.
     if not any((directory / name).is_file() for name in _VOCABULARIES):
@@ -127,12 +126,31 @@ def load_tokenizer(path: PathLike):
             "original model, tokenizer_config.json included, or pass token ids"
         )
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return _tokenizer_class(directory).from_pretrained(directory)
     except Exception as error:  # whatever transformers raises, its first line says it
         raise ValueError(
             f"transformers cannot read the tokenizer in {directory}: "
             f"{model_files.first_line(error)}; download or save it again"
         ) from None
+
+
+def _tokenizer_class(directory: Path):
+    """AutoTokenizer, or the class that it would choose, where a Llama's files settle which.
+
+    Weights need neither, and both take a second to import; AutoTokenizer brings torch with it
+    where that is installed, which takes two more.
+    """
+    names = "tokenizer_config.json", "config.json"
+    if all((directory / name).is_file() for name in (*names, "tokenizer.json")):
+        stated, config = (model_files.read_json(directory / name) for name in names)
+        plain = stated.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if plain and "auto_map" not in stated and config.get("model_type") == "llama":
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:

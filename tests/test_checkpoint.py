@@ -4,12 +4,16 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jspec
 from jspec import checkpoint, model_files, ops, tensor_files
 from jspec.models.decoder import DecoderConfig, init_params
 
@@ -17,6 +21,7 @@ CONFIG = DecoderConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=8, max_positions=64, qk_norm=True,
 )  # fmt: skip
+DEMO = Path(jspec.__file__).with_name("assets") / "demo" / "target"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -319,6 +324,24 @@ def test_a_tokenizer_loads_and_a_missing_one_is_explained(saved):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(saved)
     assert checkpoint.load_tokenizer(saved)("b a b").input_ids == [1, 0, 1]
+
+
+def test_a_llamas_tokenizer_is_the_one_of_transformers():
+    from transformers import AutoTokenizer
+
+    ours, theirs = checkpoint.load_tokenizer(DEMO), AutoTokenizer.from_pretrained(DEMO)
+    assert type(ours) is type(theirs)
+    assert ours("def f(x):\n").input_ids == theirs("def f(x):\n").input_ids
+
+
+def test_reading_a_llamas_tokenizer_does_not_wait_for_torch_to_be_imported():
+    script = (
+        "import sys; from jspec import checkpoint\n"
+        f"checkpoint.load_tokenizer({str(DEMO)!r})\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_end_tokens_come_from_both_configs_and_the_familys_default(saved):
