@@ -7,7 +7,9 @@ the longest beginning of the accepted path that the smaller tree holds.
 Where the target's own draws decide (greedy texts, point-mass drafts, ``match`` and ``coupled``),
 the text is the same whatever is drafted. Then it is recorded one token a round, so that there is a
 draft behind every token, and what any tree would have accepted is read off the text. Else the
-rounds are those of a generation as it is, a sample of what other shapes would meet.
+rounds are those of a generation as it is, a sample of what other shapes would meet. So they are for
+methods that learn from call to call, or from round to round, for all rows: what they know depends
+on what they drafted.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ import numpy as np
 from jspec.generate import Answer
 from jspec.plan import Plan
 from jspec.topology import Shape
-from jspec.types import Array, Draft, Proposal, Tree
+from jspec.types import Array, Draft, Proposal, Sharing, Tree
 from jspec.verify import Rule
 from jspec.verify.target_only import match
 
@@ -100,9 +102,10 @@ class Acceptance:
 
 
 def by_position(plan: Plan, temperature: float) -> bool:
-    """Whether the text does not depend on what is drafted."""
+    """Whether neither the text nor what the drafter knows depends on what is drafted."""
     rule = plan.effective_rule
-    return rule.coins == "target" or (temperature == 0 and rule.greedy_is_match)
+    same_text = rule.coins == "target" or (temperature == 0 and rule.greedy_is_match)
+    return same_text and not isinstance(plan.drafter, Sharing)
 
 
 def one_by_one(plan: Plan) -> Plan:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jspec.generate import Answer
 from jspec.topology import Shape
 from jspec.tuning.acceptance import Recorded, accepted_by
 
@@ -74,6 +75,19 @@ def play(
         spent += ran.sum(0).mean()
         said += sum(_length(recorded[index], lengths[index]) for index in group)
     return Passes(float(drafted), float(plain), float(said / spent))
+
+
+def counted(answers: Sequence[Answer], groups: Sequence[Sequence[int]]) -> Passes:
+    """The passes of a generation that was. Rows are taken to have drafts independently."""
+    drafted = plain = 0.0
+    for group in groups:
+        some = [answers[index] for index in group]
+        most = max(answer.rounds for answer in some)
+        none = np.prod([1 - answer.drafts / max(answer.rounds, 1) for answer in some])
+        drafted += most * (1 - none)
+        plain += most * none
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return Passes(float(drafted), float(plain), tokens / sum(answer.rounds for answer in answers))
 
 
 def _length(recorded: Recorded, length: int) -> int:

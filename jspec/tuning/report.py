@@ -9,6 +9,8 @@ from rich.table import Table
 from jspec.bench import report
 from jspec.tuning.run import TOLERANCE
 
+_DEPTHS = 5  # that are shown
+
 
 def terminal(results: dict[str, Any]) -> Iterator[Table]:
     """What is accepted; and for each batch size what was run and what was predicted."""
@@ -77,13 +79,15 @@ def _acceptance(families: Sequence[dict[str, Any]]) -> Iterator[Table]:
         return
     table = Table(title="accepted children of an accepted node, by rank", title_justify="left")
     table.add_column("method")
-    deepest = max(len(family["chances"]) for family in families)
+    deepest = min(_DEPTHS, max(len(family["chances"]) for family in families))
     for depth in range(1, deepest + 1):
         table.add_column(f"depth {depth}", justify="right")
     for family in families:
         cells = [
             " ".join(f"{share:.2f}" for share in ranks) + f"\n({tried[0]})"
-            for ranks, tried in zip(family["chances"], family["tried"], strict=True)
+            for ranks, tried in zip(
+                family["chances"][:deepest], family["tried"][:deepest], strict=True
+            )
         ]
         table.add_row(family["name"], *cells)
     table.caption = "in brackets: how many nodes were looked at"

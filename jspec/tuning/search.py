@@ -19,9 +19,10 @@ from jspec.tuning.acceptance import Acceptance, Recorded, Round, extended
 from jspec.tuning.costs import Costs, RoundTime
 from jspec.tuning.families import Candidate, Family, tree_sizes
 from jspec.tuning.prediction import Passes
-from jspec.tuning.requests import Workload
+from jspec.tuning.requests import Workload, generate
 from jspec.tuning.settings import Settings
 from jspec.tuning.trees import best_trees
+from jspec.types import Sharing
 
 _ROWS_OF_TABLE = 12  # of the candidates that results name
 
@@ -195,6 +196,11 @@ class Search:
         if prompt:
             self._prompts[family.number] = prompt[0] * steady
         self._learn(entry, RoundTime(seconds * steady, rounds.drafted))
+        if isinstance(made.plan.drafter, Sharing):  # drafts of its own shape teach it other things
+            answers = generate(made.plan, made.params, self._work)
+            passes = prediction.counted(answers, self._work.groups)
+            place = self.entries.index(entry)
+            self.entries[place] = dataclasses.replace(entry, passes=passes)
 
     def _measure_again(self, best: Sequence[Entry]) -> None:
         """Times the rounds of the best in turns, as they are about to run."""

@@ -10,12 +10,12 @@ from typing import Any
 from jspec.bench.contenders import Ours
 from jspec.bench.table import portable
 from jspec.bench.timing import Contender, Sample, race, ratios, spread
-from jspec.decode import init_shared
 from jspec.llm import LLM
 from jspec.tuning.families import Family
 from jspec.tuning.requests import Workload
 from jspec.tuning.search import Entry
 from jspec.tuning.settings import Settings
+from jspec.types import Sharing
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +78,7 @@ def _served(entry: Entry, families: Sequence[Family], work: Workload, blank: Pat
         max_num_seqs=work.case.batch_size,
     )  # fmt: skip
     run = Ours(llm, work.case, {"all": work.requests})
-    learns = init_shared(family.made(entry.candidate.config).plan) != ()
+    learns = isinstance(family.made(entry.candidate.config).plan.drafter, Sharing)
     if learns:
         llm.save_shared(blank)
     return Fresh(run, blank if learns else None)
