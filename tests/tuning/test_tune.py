@@ -1,0 +1,126 @@
+"""``jspec tune`` on tiny models: what it writes is what was fastest, and loads."""
+
+import json
+
+import pytest
+
+import jspec
+from jspec import cli
+from jspec.bench import contenders
+from jspec.bench.questions import Question
+from jspec.tuning import costs, report, verification
+from jspec.tuning.run import tune
+from jspec.tuning.settings import Settings
+from tests import llm_fixtures
+
+QUESTIONS = [Question("fox", ("the quick brown fox",), is_chat=False),
+             Question("code", ("def add(x, y):\n",), is_chat=False)]  # fmt: skip
+ABOUT = {
+    "device": {"kind": "cpu", "cpu": "one of them", "cores": 2}, "time": "now",
+    "versions": {"jax": "0"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    found = tmp_path_factory.getbasetemp() / "llm"
+    head = found / "tuned-eagle3"
+    if not head.exists():
+        llm_fixtures.checkpoints(found)
+        llm_fixtures.write_eagle3_head(head)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch):
+    monkeypatch.setattr(costs, "_SECONDS", 0.0)
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["jspec", "tune", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypatch, capsys):
+    """A head whose trees are searched, and lookups of one length."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": q.turns[0]}) + "\n" for q in QUESTIONS))
+    head = {"method": "eagle3", "model": str(root / "tuned-eagle3")}
+    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+    out, results = tmp_path / "config.json", tmp_path / "results.json"
+    code = run(
+        monkeypatch, root / "target", "--config", json.dumps(head), "--config", json.dumps(lookup),
+        "--questions", questions, "--max-speculative-tokens", 2, "--max-tree-size", 4,
+        "--max-programs", 1, "--max-tokens", 17, "--repeats", 1, "--output", out, "--json", results,
+    )  # fmt: skip
+    said, found = capsys.readouterr().out, json.loads(results.read_text())
+    assert code == 0
+    [batch] = found["batches"]
+    rows = batch["rows"]
+    assert json.loads(out.read_text()) == rows[0]["speculative_config"]
+    speeds = [row["tokens_per_second"]["median"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and {"method": "none"} in [
+        row["config"] for row in rows
+    ]
+    for row in rows:
+        assert row["predicted_acceptance_length"] == pytest.approx(row["acceptance_length"])
+        predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]["median"]
+        assert row["error"] == pytest.approx(predicted / measured - 1) and predicted > 0
+        assert f"{row['error']:+.1%}" in said
+        llm = jspec.LLM(str(root / "target"), row["speculative_config"])
+        assert llm.get_metrics() and row["name"] in said
+    names = {each["name"] for each in batch["candidates"]}
+    [tree] = [name for name in names if name.startswith("eagle3, tree of 4 nodes")]
+    lookups = contenders.name_of(lookup)
+    assert names == {"plain decoding", lookups, "eagle3, K=1", "eagle3, K=2", tree}
+    assert [line["name"] for line in found["acceptance"]] == ["eagle3", lookups]
+    assert json.dumps(rows[0]["speculative_config"]) in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--config", "{oops"], "--config '{oops' is not JSON"),
+    (["--config", "ngrm"], "ngrm"),
+    (["--config", '{"method": "eagle3"}'], "needs a 'model'"),
+    (["--config", '{"method": "suffix", "tree_top_k": 2}'], "tree_top_k=2 is not used"),
+    (["--max-tokens", "4"], "max_tokens=4 must be a whole number of at least 8"),
+    (["--max-speculative-tokens", "0"], "max_speculative_tokens=0"),
+    (["--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
+    (["--temperature", "-1"], "temperature=-1"),
+    (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
+    ([], "there is no question in the files given"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+    if arguments[:1] == ["--config"]:
+        monkeypatch.setattr("jspec.bench.questions.read", lambda *_: QUESTIONS)
+    assert run(monkeypatch, "no/such/model", *arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
+    """The race is left when everyone has a sample; the second batch size is never begun."""
+    race, seen = verification.race, []
+
+    def interrupted(field, repeats, patience):
+        race(field, 1, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "race", interrupted)
+    lookup = {"method": "ngram", "prompt_lookup_max": 1}
+    asked = Settings(
+        (lookup,), batch_sizes=(2, 1), max_speculative_tokens=2, max_programs=1, max_tokens=17,
+        repeats=1, patience=0,
+    )  # fmt: skip
+    target = llm_fixtures.loaded(root)["target"]
+    found = tune(target, QUESTIONS, asked, on_batch=seen.append)
+    assert found["interrupted"] and seen == [found]
+    [batch] = found["batches"]
+    assert batch["batch_size"] == 2 and len(batch["rows"][0]["seconds"]) == 1
+    assert report.output(found) == {"2": batch["rows"][0]["speculative_config"]}
+    assert any("interrupted" in note for note in report.notes(ABOUT | found))
+
+    monkeypatch.setattr(verification, "race", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    found = tune(target, QUESTIONS, asked)
+    assert found["interrupted"] and found["batches"] == [] and report.output(found) is None
