@@ -205,13 +205,14 @@ class LLM:
         """
         shared_file.save(path, self._shared)
 
-    def load_shared(self, path: str | os.PathLike) -> None:
-        """Goes on from what ``save_shared`` wrote, in place of what was learnt so far.
+    def load_shared(self, path: str | os.PathLike | None) -> None:
+        """Goes on from what ``save_shared`` wrote, in place of what was learnt; None: from nothing.
 
         Raises:
           ValueError: the file is damaged, or was written with another method or other settings.
         """
-        self._shared = shared_file.load(path, self._shared)
+        fresh = init_shared(self._plan)
+        self._shared = fresh if path is None else shared_file.load(path, fresh)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of texts.

@@ -70,7 +70,8 @@ class Ours:
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
 
     def __call__(self) -> Sample:
-        """All requests, category by category, under the clock."""
+        """All requests, category by category, under the clock; nothing is known of a run before."""
+        self.llm.load_shared(None)
         parts = {name: self._category(name, some) for name, some in self.requests.items()}
         return _whole(parts)
 

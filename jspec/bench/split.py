@@ -47,7 +47,10 @@ class Split:
     host: float
 
 
-def split(plan: Plan, params: Params, rows: list[Row], generate: Callable[[], Any]) -> Split:
+def split(
+    plan: Plan, params: Params, rows: list[Row], generate: Callable[[], Any],
+    forget: Callable[[], None],
+) -> Split:  # fmt: skip
     """Takes a generation apart.
 
     Args:
@@ -55,13 +58,14 @@ def split(plan: Plan, params: Params, rows: list[Row], generate: Callable[[], An
       params: its weights.
       rows: of one batch; answers must be long enough for a few rounds.
       generate: the same rows through ``LLM.generate``.
+      forget: makes it forget what it learnt from the rows; not timed.
     """
     begun = lambda: start(plan, params, rows).replace(shared=init_shared(plan))
     prompt = _best(begun)
     whole = _best(lambda batch: advance(plan, params, batch), begun)
     done = read(advance(plan, params, begun()))
     rounds = max(max(answer.rounds for answer in done), 1)
-    host = _best(generate) - prompt - whole
+    host = _best(lambda _: generate(), forget) - prompt - whole
     parts = _rounds(plan, params, begun)
     return Split(prompt, *parts, whole / rounds, max(host, 0.0))
 

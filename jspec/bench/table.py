@@ -138,7 +138,10 @@ class CaseTable:
             seed=self._case.seed, detokenize=False,
         )  # fmt: skip
         prompts = [{"prompt_token_ids": each.token_ids} for each in some]
-        parts = split(made.plan, made.params, rows, lambda: run.llm.generate(prompts, asked))
+        parts = split(
+            made.plan, made.params, rows, lambda: run.llm.generate(prompts, asked),
+            lambda: run.llm.load_shared(None),
+        )  # fmt: skip
         state = start(made.plan, made.params, rows).state
         return {
             "split_ms": {k: 1e3 * v for k, v in dataclasses.asdict(parts).items()},

@@ -7,7 +7,8 @@ import pytest
 
 from jspec import cli
 from jspec.bench import files, report
-from jspec.bench.questions import Question
+from jspec.bench.contenders import Case, Ours
+from jspec.bench.questions import Question, Request
 from jspec.bench.run import bench
 from jspec.bench.settings import Settings
 from tests import llm_fixtures
@@ -80,6 +81,18 @@ def test_acceptance_is_counted_by_category(root, results):
         expected = tokens / (tokens - accepted)
         assert row["categories"][name]["acceptance_length"] == pytest.approx(expected)
         assert row["categories"][name]["questions"] == len(prompts)
+
+
+def test_what_learns_from_answers_knows_none_of_the_sample_before(root):
+    """But those of the same sample: the same question, asked twice, is answered in fewer passes."""
+    both = llm_fixtures.loaded(root)
+    ids = tuple(both["target"].tokenizer.encode("the quick brown fox"))
+    llm = llm_fixtures.jspec.LLM(both["target"], {"method": "suffix"}, max_num_seqs=1)
+    once, twice = (
+        Ours(llm, Case(1, 0.0, 17), {"fox": [Request("fox", ids)] * count}) for count in (1, 2)
+    )
+    assert once().passes == once().passes
+    assert twice().passes == twice().passes < 2 * once().passes
 
 
 class _Strict(html.parser.HTMLParser):
