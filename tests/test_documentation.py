@@ -31,7 +31,7 @@ STANDS_FOR = {
     "Qwen/Qwen3-8B": f"{DEMO}/target", "Qwen/Qwen3-0.6B": f"{DEMO}/draft", "HEAD": f"{DEMO}/eagle3",
     "…": f"{DEMO}/eagle3",
 }  # fmt: skip
-LONG = ("certify", "bench", "trace")  # seconds to minutes; each has tests of its own
+LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; each has tests of its own
 ELSEWHERE = "Qwen3-Next-80B"  # no embedded model is like it
 
 
@@ -77,7 +77,7 @@ def given():
 
 
 def is_long(text):
-    return "certify" in text or "trace" in text
+    return any(word in text for word in ("certify", "trace", "tuning"))
 
 
 def run(text, tmp_path, monkeypatch):

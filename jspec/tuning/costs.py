@@ -163,6 +163,14 @@ class Costs:
         else:
             self.trees.setdefault((depth, size), []).append(rest)
 
+    def rescale(self, factor: float) -> None:
+        """Multiplies everything, as where the machine has become slower."""
+        self.passes = [factor * each for each in self.passes]
+        self.plain *= factor
+        self.chains = {depth: factor * rest for depth, rest in self.chains.items()}
+        self.trees = {shape: [factor * rest for rest in rests]
+                      for shape, rests in self.trees.items()}  # fmt: skip
+
     def rest(self, depth: int, size: int) -> float:
         """What rounds of a shape are taken to take beyond the pass."""
         along = self._chain(depth)

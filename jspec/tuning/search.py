@@ -211,9 +211,22 @@ class Search:
             made = self._families[candidate.family].made(candidate.config)
             runs.append(costs.Rounds(made.plan, made.params, self._work, self._said))
         call, *seconds = costs.timed([self._one_call, *runs], settings.repeats, settings.patience)
+        plain = seconds[best.index(self._plain)]
+        self._rescale(plain / self._costs[0].plain)
         for entry, run, each in zip(best, runs, seconds, strict=True):
             self._learn(entry, RoundTime(each, run.drafted))
-        self._call = call - self._measured[self._plain.candidate].seconds
+        self._call = call - plain
+
+    def _rescale(self, factor: float) -> None:
+        """Brings all that was measured to the speed that the machine has now."""
+        for table in self._costs.values():
+            table.rescale(factor)
+        self._measured = {
+            candidate: RoundTime(each.seconds * factor, each.drafted)
+            for candidate, each in self._measured.items()
+        }
+        self._rests = {candidate: rest * factor for candidate, rest in self._rests.items()}
+        self._prompts = {family: seconds * factor for family, seconds in self._prompts.items()}
 
     def _learn(self, entry: Entry, measured: RoundTime) -> None:
         """Takes in what rounds of a candidate were measured to take."""
