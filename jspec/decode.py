@@ -85,7 +85,8 @@ def step(
     last one, which is the root (node 0) of the next draft.
     """
     # Draft N nodes a row, root included, parents before children.
-    draft, memory = plan.drafter.propose(params, request, shared, state.memory, state.history)
+    with jax.named_scope("draft"):  # names that profilers show
+        draft, memory = plan.drafter.propose(params, request, shared, state.memory, state.history)
     tree = topology.from_parents(draft.parents, draft.max_depth)
     tree = topology.broadcast(tree, state.done.shape[0])
     draft = shaping.prune(request.sampling.shaping, state.history, draft, tree)
@@ -103,13 +104,15 @@ def step(
         )
 
     # Commit the accepted path and forget the rest.
-    history, verdict, ended = tokens.extend(request, state.history, draft, verdict)
-    memory, shared = plan.drafter.update(
-        params, request, shared, memory, history, draft, verdict, out
-    )
+    with jax.named_scope("commit"):
+        history, verdict, ended = tokens.extend(request, state.history, draft, verdict)
+        memory, shared = plan.drafter.update(
+            params, request, shared, memory, history, draft, verdict, out
+        )
+        cache = kv.commit(state.cache, out.tree_kv, verdict)
     return shared, DecodeState(
         history=history,
-        cache=kv.commit(state.cache, out.tree_kv, verdict),
+        cache=cache,
         memory=memory,
         done=state.done | ended,
         stats=record(state.stats, state.round, draft, tree, verdict),
@@ -184,10 +187,12 @@ def _verify(
     def rung(size: int):
         def run() -> tuple[TargetOutput, Verdict]:
             part, shape = _first_nodes(draft, size), topology.first_nodes(tree, size)
-            out = plan.target.forward(
-                params.target, part.tokens, shape, state.cache, plan.drafter.capture_layers
-            )
-            verdict = plan.verify(request, part, shape, out.logits, state.history)
+            with jax.named_scope("target"):
+                out = plan.target.forward(
+                    params.target, part.tokens, shape, state.cache, plan.drafter.capture_layers
+                )
+            with jax.named_scope("accept"):
+                verdict = plan.verify(request, part, shape, out.logits, state.history)
             return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
 
         return run

@@ -249,10 +249,12 @@ def trunk(
 
 def block(layer, config, x, cos, sin, index, attend, linear) -> Array:
     """A whole block for the residual stream x [B, T, D]; ``index`` is what ``attend`` is told."""
-    normed = config.norm(x, layer.attention_norm)
     kind = attention if layer.mla is None else mla.attention
-    x = x + kind(layer, config, normed, cos, sin, index, attend, linear)
-    return x + mlp(layer, config, x, linear)
+    with jax.named_scope("attention"):
+        normed = config.norm(x, layer.attention_norm)
+        x = x + kind(layer, config, normed, cos, sin, index, attend, linear)
+    with jax.named_scope("mlp"):
+        return x + mlp(layer, config, x, linear)
 
 
 def mlp(layer, config, x, linear) -> Array:
