@@ -30,6 +30,9 @@ _ROUNDS = 12  # of a launch
 _SECONDS = 0.2  # of a sample, at least: several launches
 
 
+Clock = Callable[[], Sample]  # times something short; ``seconds`` are those of one
+
+
 @dataclasses.dataclass(frozen=True)
 class RoundTime:
     """What rounds of one shape were measured to take.
@@ -44,7 +47,7 @@ class RoundTime:
 
 
 class Rounds:
-    """A contender: rounds of the shipped loop in the middle of the answers of a batch."""
+    """A clock: rounds of the shipped loop in the middle of the answers of a batch."""
 
     def __init__(self, plan: Plan, params: Params, work: Workload, said: Sequence):
         half = [text[: len(text) // 2] for text in said]
@@ -79,7 +82,7 @@ class Rounds:
 
 
 class Repeated:
-    """A contender: something short, as often as makes a sample."""
+    """A clock: something short, as often as makes a sample."""
 
     def __init__(self, run: Callable[[], Any]):
         self._run = run
@@ -98,28 +101,33 @@ class Repeated:
 
 
 def pass_over(plan: Plan, params: Params, batch: Batch, size: int) -> Repeated:
-    """A contender: the target's pass over N = ``size`` nodes a row, on the caches of a batch."""
+    """A clock: the target's pass over N = ``size`` nodes a row, on the caches of a batch."""
     state = batch.state
     return Repeated(lambda: _pass(plan.target, size, params.target, state.history, state.cache))
 
 
 def launch() -> Repeated:
-    """A contender: a program that does nothing."""
+    """A clock: a program that does nothing."""
     return Repeated(_launch)
 
 
 def prompts(plan: Plan, params: Params, work: Workload) -> Repeated:
-    """A contender: taking in the prompts of the middle group."""
+    """A clock: taking in the prompts of the middle group."""
     rows = work.rows()
     some = [rows[index] for index in work.middle]
     return Repeated(lambda: start(plan, params, some, warps=warps_of(rows)))
 
 
-def timed(runs: Sequence[Callable[[], Sample]], repeats: int, patience: int) -> list[float]:
-    """Median seconds of contenders that take turns; of undisturbed samples, if there are any."""
-    field = [Contender(str(index), run) for index, run in enumerate(runs)]
+def timed(clocks: Sequence[Clock], repeats: int, patience: int) -> list[float]:
+    """Median seconds of clocks that take turns; of undisturbed samples, if there are any."""
+    field = [Contender(str(index), clock) for index, clock in enumerate(clocks)]
     race(field, repeats, patience)
-    return [statistics.median(sample.seconds for sample in each.kept) for each in field]
+    return [median_seconds(each) for each in field]
+
+
+def median_seconds(contender: Contender) -> float:
+    """Of undisturbed samples, if there are any."""
+    return statistics.median(sample.seconds for sample in contender.kept)
 
 
 def halfway(plan: Plan, params: Params, work: Workload, said: Sequence) -> Batch:

@@ -17,7 +17,7 @@ from jspec.tuning.families import Family, check, families_of
 from jspec.tuning.requests import Workload, generate, workload
 from jspec.tuning.search import Known, Search
 from jspec.tuning.settings import Settings
-from jspec.tuning.verification import verify
+from jspec.tuning.verification import rows_of, run_in_turns
 
 DEFINITION = (
     "tokens/s: of LLM.generate on all prompts, prompts and host included, predicted from recorded "
@@ -73,7 +73,7 @@ def tune(
         known = _recorded(families, made, settings, results, on_step)
         for size in settings.batch_sizes:
             results["batches"].append(_batch(size, families, known, made, settings, on_step))
-            results["interrupted"] = results["batches"][-1]["rows"][0]["interrupted"]
+            results["interrupted"] = results["batches"][-1]["interrupted"]
             on_batch(results)
             if results["interrupted"]:
                 break
@@ -129,7 +129,10 @@ def _batch(
     work = workload(settings.case(size), made, families[0].target)
     search = Search(families, known, work, settings, on_step)
     entries = search.run()
-    rows = verify(entries, families, work, settings, search.tokens_per_second, on_step)
+    clocks = search.clocks(entries)
+    ran = run_in_turns(entries, families, work, settings, clocks, on_step)
+    search.settle(entries, clocks, ran.seconds)
+    rows = rows_of(entries, ran, search.tokens_per_second)
     predicted = max(rows, key=lambda row: row["predicted_tokens_per_second"])
     return {
         "batch_size": size,
@@ -139,4 +142,5 @@ def _batch(
         "predicted_winner": predicted["name"],
         "within_tolerance": all(abs(row["error"]) <= TOLERANCE for row in rows),
         "rows": rows,
+        "interrupted": ran.interrupted,
     } | search.report()

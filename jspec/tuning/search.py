@@ -76,9 +76,29 @@ class Search:
                 break
             self._measure(new[0])
         ranked = [e for e in self._ranked() if e.candidate in self._measured]
-        best = [*dict.fromkeys([*ranked[:2], self._plain])]
-        self._measure_again(best)
-        return sorted(best, key=self._seconds)
+        return [*dict.fromkeys([*ranked[:2], self._plain])]
+
+    def clocks(self, best: Sequence[Entry]) -> list[costs.Clock]:
+        """What times a call for one token, and rounds of each of the best."""
+        found: list[costs.Clock] = [self._one_call]
+        for entry in best:
+            made = self._families[entry.candidate.family].made(entry.candidate.config)
+            found.append(costs.Rounds(made.plan, made.params, self._work, self._said))
+        return found
+
+    def settle(
+        self, best: Sequence[Entry], clocks: Sequence[costs.Clock], seconds: Sequence[float]
+    ) -> None:  # fmt: skip
+        """Takes in what ``clocks`` have shown in the same turns in which the best were run.
+
+        All other times are brought to the speed that the machine had then.
+        """
+        call, *rounds = seconds
+        plain = rounds[best.index(self._plain)]
+        self._rescale(plain / self._costs[0].plain)
+        for entry, clock, each in zip(best, clocks[1:], rounds, strict=True):
+            self._learn(entry, RoundTime(each, clock.drafted))
+        self._call = call - plain
 
     def tokens_per_second(self, entry: Entry) -> float:
         """The prediction, of ``LLM.generate`` on all prompts."""
@@ -201,21 +221,6 @@ class Search:
             passes = prediction.counted(answers, self._work.groups)
             place = self.entries.index(entry)
             self.entries[place] = dataclasses.replace(entry, passes=passes)
-
-    def _measure_again(self, best: Sequence[Entry]) -> None:
-        """Times the rounds of the best in turns, as they are about to run."""
-        self._words("measuring rounds of the best two once more")
-        runs, settings = [], self._settings
-        for entry in best:
-            candidate = entry.candidate
-            made = self._families[candidate.family].made(candidate.config)
-            runs.append(costs.Rounds(made.plan, made.params, self._work, self._said))
-        call, *seconds = costs.timed([self._one_call, *runs], settings.repeats, settings.patience)
-        plain = seconds[best.index(self._plain)]
-        self._rescale(plain / self._costs[0].plain)
-        for entry, run, each in zip(best, runs, seconds, strict=True):
-            self._learn(entry, RoundTime(each, run.drafted))
-        self._call = call - plain
 
     def _rescale(self, factor: float) -> None:
         """Brings all that was measured to the speed that the machine has now."""

@@ -11,6 +11,8 @@ from jspec.bench.contenders import Ours
 from jspec.bench.table import portable
 from jspec.bench.timing import Contender, Sample, race, ratios, spread
 from jspec.llm import LLM
+from jspec.tuning import costs
+from jspec.tuning.costs import Clock
 from jspec.tuning.families import Family
 from jspec.tuning.requests import Workload
 from jspec.tuning.search import Entry
@@ -35,15 +37,31 @@ class Fresh:
         return self.run()
 
 
-def verify(
+@dataclasses.dataclass(frozen=True, eq=False)
+class Race:
+    """What was run in turns.
+
+    Attributes:
+      field: of the entries, in their order.
+      seconds: median of each clock.
+      interrupted: whether Ctrl-C ended it early.
+    """
+
+    field: Sequence[Contender]
+    seconds: Sequence[float]
+    interrupted: bool
+
+
+def run_in_turns(
     entries: Sequence[Entry], families: Sequence[Family], work: Workload, settings: Settings,
-    predicted: Callable[[Entry], float], on_step: Callable[[str], None],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Runs the entries in turns: a row for each, the fastest first.
+    clocks: Sequence[Clock], on_step: Callable[[str], None],
+) -> Race:  # fmt: skip
+    """Runs all prompts with each of the entries, and in the same turns the clocks.
 
     Ctrl-C ends the race early; without a sample of everyone it is passed on.
     """
     field: list[Contender] = []
+    timed = [Contender(f"clock {index}", clock) for index, clock in enumerate(clocks)]
     with tempfile.TemporaryDirectory() as folder:
         for index, entry in enumerate(entries):
             name = entry.candidate.name
@@ -52,22 +70,25 @@ def verify(
             run()
             field.append(Contender(name, run))
         on_step(f"{work.case.words}: running the best two in turns")
+        interrupted = False
         try:
-            race(field, settings.repeats, settings.patience)
+            race([*field, *timed], settings.repeats, settings.patience)
         except KeyboardInterrupt:
-            if not all(each.samples for each in field):
+            if not all(each.samples for each in (*field, *timed)):
                 raise
             interrupted = True
-        else:
-            interrupted = False
-    plain = next(f for f, e in zip(field, entries, strict=True) if e.candidate.family == 0)
-    rows = [
-        _row(entry, each, plain, predicted(entry)) | {"interrupted": interrupted}
-        for entry, each in zip(entries, field, strict=True)
-    ]
-    slow = next(row for row in rows if row["name"] == plain.name)["predicted_tokens_per_second"]
+    return Race(field, [costs.median_seconds(each) for each in timed], interrupted)
+
+
+def rows_of(
+    entries: Sequence[Entry], ran: Race, predicted: Callable[[Entry], float]
+) -> list[dict[str, Any]]:
+    """A row for each entry, the fastest first."""
+    pairs = list(zip(entries, ran.field, strict=True))
+    plain, own = next((entry, each) for entry, each in pairs if entry.candidate.family == 0)
+    rows = [_row(entry, each, own, predicted(entry)) for entry, each in pairs]
     for row in rows:
-        row["predicted_speedup"] = row["predicted_tokens_per_second"] / slow
+        row["predicted_speedup"] = row["predicted_tokens_per_second"] / predicted(plain)
     return sorted(rows, key=lambda row: -row["tokens_per_second"]["median"])
 
 
