@@ -17,17 +17,19 @@
 # %%
 # The one install cell; nothing happens where jspec is there already.
 import importlib.util
+import shutil
 import subprocess
 import sys
-
-if importlib.util.find_spec("jspec") is None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "jspec-decoding[bench]"], check=True
-    )
-
-# %%
 from pathlib import Path
 
+if importlib.util.find_spec("jspec") is None:
+    extras = ["bench"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
+    extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    source = ".." if Path("../pyproject.toml").exists() else "jspec-decoding"
+    wanted = f"{source}[{','.join(extras)}]"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
+
+# %%
 import jax
 import jax.numpy as jnp
 import jspec
@@ -51,7 +53,7 @@ config = {"method": "eagle3", "model": str(DEMO / "eagle3"), **TREE}
 made = assemble(DEMO / "target", read_config(config), dtype="float32")
 plan, params, tokenizer = made.plan, made.params, made.model.tokenizer
 prompt = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
-row = Row(tuple(tokenizer.encode(prompt)), max_tokens=32, temperature=0.8, seed=0)
+row = Row(tuple(tokenizer.encode(prompt)), max_tokens=32, temperature=0.8, seed=5)
 batch = start(plan, params, [row])
 request, state = batch.request, batch.state
 print(
@@ -64,7 +66,9 @@ print(
 # The head proposes a tree: children are drawn without replacement from its own distribution, which is kept with them.
 
 # %%
-draft, memory = plan.drafter.propose(params, request, batch.shared, state.memory, state.history)
+draft, memory = jax.jit(plan.drafter.propose)(
+    params, request, batch.shared, state.memory, state.history
+)
 tree = topology.broadcast(topology.from_parents(draft.parents, draft.max_depth), 1)
 tokens, parents = np.asarray(draft.tokens[0]), np.asarray(tree.parents[0])
 depth, valid = np.asarray(tree.depth[0]), np.asarray(draft.valid[0])
@@ -124,7 +128,7 @@ axes.set_yticks(range(len(words)), words, family="monospace")
 axes.set_title("which nodes (rows) see which")
 plt.show()
 
-out = plan.target.forward(
+out = jax.jit(plan.target.forward, static_argnums=4)(
     params.target, draft.tokens, tree, state.cache, plan.drafter.capture_layers
 )
 print("logits of all nodes in one pass:", out.logits.shape)
@@ -136,7 +140,7 @@ print("logits of all nodes in one pass:", out.logits.shape)
 # what is left of it. So what is kept is distributed as the target would have drawn it.
 
 # %%
-verdict = plan.verify(request, draft, tree, out.logits, state.history)
+verdict = jax.jit(plan.verify)(request, draft, tree, out.logits, state.history)
 count = int(verdict.num_emitted[0])
 path = np.asarray(verdict.path[0])[:count]
 draw("accepted: " + " ".join(words[node] for node in path[1:]), accepted=set(path.tolist()))

@@ -17,17 +17,19 @@
 # %%
 # The one install cell; nothing happens where jspec is there already.
 import importlib.util
+import shutil
 import subprocess
 import sys
-
-if importlib.util.find_spec("jspec") is None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "jspec-decoding[bench]"], check=True
-    )
-
-# %%
 from pathlib import Path
 
+if importlib.util.find_spec("jspec") is None:
+    extras = ["bench"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
+    extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    source = ".." if Path("../pyproject.toml").exists() else "jspec-decoding"
+    wanted = f"{source}[{','.join(extras)}]"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
+
+# %%
 import jax
 import jspec
 
@@ -42,7 +44,8 @@ print(jspec.__name__, "on", jax.devices()[0].device_kind)
 
 # %%
 EAGLE3 = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4}
-llm = jspec.LLM(DEMO / "target", EAGLE3, dtype="float32", per_request_stats="detailed")
+model = jspec.load(DEMO / "target", dtype="float32")  # a directory, or an id on the hub
+llm = jspec.LLM(model, EAGLE3, per_request_stats="detailed")
 prompt = (
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 )
@@ -67,10 +70,8 @@ print("accepted, round by round:", stats["per_step_accepted"])
 # The default rule has the same *distribution*, and accepts more.
 
 # %%
-plain = jspec.LLM(DEMO / "target", dtype="float32")
-coupled = jspec.LLM(
-    DEMO / "target", EAGLE3 | {"rejection_sample_method": "coupled"}, dtype="float32"
-)
+plain = jspec.LLM(model)
+coupled = jspec.LLM(model, EAGLE3 | {"rejection_sample_method": "coupled"})
 settings = jspec.SamplingParams(temperature=0.7, seed=1, max_tokens=64)
 texts = [each.generate(prompt, settings)[0].outputs[0].text for each in (plain, coupled)]
 assert texts[0] == texts[1]
@@ -79,7 +80,8 @@ print("identical:", texts[0] == texts[1])
 # %% [markdown]
 # ## Other methods
 #
-# `ngram` and `suffix` need no training: they propose what followed the same words before.
+# `ngram` and `suffix` need no training: they propose what followed the same words before, and live on text that repeats itself.
+# `jspec methods` lists all.
 
 # %%
 edit = (
@@ -88,13 +90,12 @@ edit = (
 for config in (
     {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1},
     {"method": "suffix"},
-    EAGLE3,
 ):
-    each = jspec.LLM(DEMO / "target", config, dtype="float32")
+    each = jspec.LLM(model, config)
     [output] = each.generate(edit, jspec.SamplingParams(temperature=0, max_tokens=48))
     length = output.speculative_decoding_stats["mean_acceptance_length"]
     print(f"{config['method']:8} {length:.2f} tokens a round that had a draft")
 
 # %% [markdown]
-# Next: `how_it_works` takes one round apart, `jspec bench` measures methods on your model and prompts, and
-# `python -m training.distill_eagle` trains a head for it.
+# Next: `how_it_works` takes one round apart, `compare_methods` measures several, `train_eagle` trains a head, and `write_a_drafter`
+# builds a method of one's own.

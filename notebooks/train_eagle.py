@@ -1,0 +1,208 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train an EAGLE-3 head
+#
+# A head of one block learns to guess what the target will say, from three of the target's own hidden states. Here one is trained for the
+# embedded model, from nothing, on the sources of Python's standard library: a few minutes on a CPU, seconds on an accelerator. It is
+# served before and after, and exported for other servers.
+
+# %%
+# The one install cell; nothing happens where jspec is there already.
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("jspec") is None:
+    extras = ["bench", "train"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
+    extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    source = ".." if Path("../pyproject.toml").exists() else "jspec-decoding"
+    wanted = f"{source}[{','.join(extras)}]"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
+
+# %% tags=["parameters"]
+DATA = ["stdlib"]  # files, folders, package:NAME, hf:NAME, JSON lines of chats
+HELD_OUT = ["argparse", "heapq", "json", "statistics", "tarfile", "textwrap"]  # modules of it
+FIRST_STEPS, STEPS, DECAY = 10, 300, 120
+BATCH, LENGTH, UNROLL = 4, 256, 3
+EVAL_EVERY = 25
+PROMPTS, MAX_TOKENS = 16, 64  # that acceptance is measured on while training
+SERVED_TOKENS = 96
+
+# %%
+import importlib
+import inspect
+import json
+import tempfile
+
+import jax
+import jspec
+import matplotlib.pyplot as plt
+from training import distill_eagle, export
+
+TARGET = Path(jspec.__file__).parent / "assets" / "demo" / "target"
+RUN = Path(tempfile.mkdtemp()) / "run"
+print("on", jax.devices()[0].device_kind)
+
+# %% [markdown]
+# ## 1. The command
+#
+# `python -m training.distill_eagle` takes these very words; `--help` explains each. What they say:
+#
+# - the target stays as it is; its hidden states are computed in the same compiled program as the head's step;
+# - `--capture-layers 2 5 7`: the hidden states that the head reads, of the target's 8 blocks;
+# - `--unroll 3`: the head is trained on three steps of its own guesses, since that is what it will draft from;
+# - `--loss overlap` trains Σ min(p, q), the very chance that a drawn token is accepted;
+# - `--schedule wsd`: the learning rate warms up, stays, and falls over the last `--decay` steps.
+#
+# At first only a few steps, so that there is a *before*.
+
+
+# %%
+def distil(steps, decay):
+    """Trains up to `steps`, going on where the run in the folder stopped."""
+    words = ["--target", TARGET, "--data", *DATA, "--held-out-modules", *HELD_OUT, "--output", RUN]
+    words += ["--length", LENGTH, "--batch", BATCH, "--accumulate", 1, "--unroll", UNROLL]
+    words += ["--loss", "overlap", "--optimizer", "muon", "--learning-rate", 1e-2, "--clip-at", 1.0]
+    words += [
+        "--capture-layers",
+        2,
+        5,
+        7,
+        "--schedule",
+        "wsd",
+        "--warmup",
+        FIRST_STEPS,
+        "--steps",
+        steps,
+        "--decay",
+        decay,
+    ]
+    words += [
+        "--eval-every",
+        EVAL_EVERY,
+        "--eval-windows",
+        2 * BATCH,
+        "--num-speculative-tokens",
+        4,
+    ]
+    words += [
+        "--acceptance-prompts",
+        PROMPTS,
+        "--prompt-tokens",
+        64,
+        "--max-new-tokens",
+        MAX_TOKENS,
+    ]
+    assert distill_eagle.main([str(word) for word in words]) == 0
+
+
+distil(FIRST_STEPS, 0)
+
+# %% [markdown]
+# ## 2. Before: served by `LLM`
+#
+# `RUN/export` holds the head in the authors' layout. Acceptance length is the tokens that a pass of the target emits: 1 is no gain, and
+# with four drafted tokens 5 is the most. The prompts are of modules that neither target nor head was trained on.
+
+# %%
+sources = [inspect.getsource(importlib.import_module(name)) for name in HELD_OUT]
+questions = [source[2000:2240] for source in sources]
+
+
+def serve(head):
+    """Acceptance length of a head behind the prompts, and the texts."""
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}
+    llm = jspec.LLM(TARGET, speculative_config=config, dtype="float32")
+    asked = jspec.SamplingParams(temperature=0.7, max_tokens=SERVED_TOKENS, seed=1)
+    answers = [output.outputs[0] for output in llm.generate(questions, asked)]
+    stats = [answer.speculative_decoding_stats for answer in answers]
+    accepted = sum(each["num_accepted_draft_tokens"] for each in stats)
+    total = sum(len(answer.token_ids) for answer in answers)
+    return total / (total - accepted), [answer.text for answer in answers]
+
+
+before, _ = serve(RUN / "export")
+print(f"after {FIRST_STEPS} steps: {before:.2f} tokens a pass")
+
+# %% [markdown]
+# ## 3. Train on
+#
+# The same command with more steps goes on where it stopped; that is also what to do after Ctrl-C, a crash or a lost machine.
+
+# %%
+distil(STEPS, DECAY)
+
+# %% [markdown]
+# ## 4. Watch acceptance rise
+#
+# `RUN/metrics.jsonl` has a line for every few steps. On the left the acceptance length that the serving loop reached on held-out prompts
+# while it trained, drawn at temperature 1 and greedy. On the right the chance, on held-out text, that the head's guess of the next
+# token, and of those after it, is accepted if those before were.
+
+# %%
+log = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(name):
+    """Steps, and what was measured there."""
+    return zip(*((line["step"], line[name]) for line in log if name in line), strict=True)
+
+
+_, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+left.plot(*curve("acceptance_length"), marker=".", color="#4c78a8", label="T = 1")
+left.plot(*curve("acceptance_length_t0"), marker=".", color="#f58518", label="greedy")
+left.axhline(1, color="#333333", linewidth=0.8)
+left.set_ylabel("acceptance length, tokens a pass")
+for guess, color in zip(range(UNROLL), ("#4c78a8", "#54a24b", "#b279a2", "#9d755d"), strict=False):
+    label = f"token {guess + 1} of the draft"
+    right.plot(*curve(f"heldout_accepted_{guess}"), marker=".", color=color, label=label)
+right.set_ylabel("chance of acceptance")
+right.set_ylim(0)
+for axes in (left, right):
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(f"step of {BATCH * LENGTH} tokens")
+    axes.legend()
+plt.tight_layout()
+plt.show()
+
+# %% [markdown]
+# ## 5. After
+#
+# Beside the head that comes with the package, which was trained in the same way for six hours and 32 million tokens.
+
+# %%
+after, texts = serve(RUN / "export")
+shipped, _ = serve(TARGET.parent / "eagle3")
+for name, length in (("before", before), ("after", after), ("shipped head", shipped)):
+    print(f"{name:14} {length:.2f} tokens a pass")
+
+# %% [markdown]
+# ## 6. Export
+#
+# The head is read by what its files hold, whoever wrote them. `training.export` writes it for others: `eagle` (the authors' layout, which
+# vLLM reads), `sglang`, or `speculators`. All load here again, and draft the same.
+
+# %%
+other = RUN / "speculators"
+words = ["--head", RUN / "export", "--target", TARGET, "--format", "speculators", "--output", other]
+assert export.main([str(word) for word in words]) == 0
+print(*sorted(path.name for path in other.iterdir()))
+again, same = serve(other)
+print("same texts from either file:", same == texts)
+assert same == texts
+
+# %% [markdown]
+# To take it further: more steps and text (`--steps 20000 --batch 16`), `--unroll 4` and more, answers of the target itself as data
+# (`python -m training.generate_data`), several devices (`--fsdp`). `docs/training.md` has all of it, with what the shipped head was
+# trained on. Next: `compare_methods`.
