@@ -1,5 +1,6 @@
 """The trainer in processes of its own: killed, spread over 8 devices, split over two processes."""
 
+import contextlib
 import json
 import os
 import random
@@ -32,12 +33,12 @@ def start(compiled_once, sources):
     """Starts ``python -m training.pretrain`` on the tiny corpus."""
     environment = os.environ | compiled_once | {"JAX_PLATFORMS": "cpu"}
 
-    def start(out: Path, steps: int, *more: str) -> subprocess.Popen:
+    def start(out: Path, steps: int, *more: str, cluster: dict | None = None) -> subprocess.Popen:
         options = [f"--{name}={value}" for name, value in OPTIONS.items()]
         command = [sys.executable, "-m", "training.pretrain", "--data", str(sources), *options]
         return subprocess.Popen(
             [*command, "--out", str(out), "--steps", str(steps), *more], cwd=ROOT, text=True,
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment | (cluster or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     return start
@@ -90,16 +91,29 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_bit_for_bit(
     assert 1 < len(parts) <= 4 and all(part["from_step"] < 40 for part in parts)
 
 
+def a_slurm_job() -> tuple[dict, str]:
+    """What Slurm tells the second of two processes, and the address that JAX makes of it."""
+    for job in random.Random(0).sample(range(4096), 50):
+        address = "localhost", 61440 + job
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(address)
+            told = {
+                "SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": 2,
+                "SLURM_PROCID": 1, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_NODES": 1,
+            }  # fmt: skip
+            return {name: str(value) for name, value in told.items()}, "{}:{}".format(*address)
+    raise OSError("all ports that were tried are taken")
+
+
 def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_path):
     out = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    common = "--fsdp", "2", "--compute", "bfloat16"
+    cluster, address = a_slurm_job()
+    first = "--coordinator", address, "--num-processes", "2", "--process-id", "0"
     pair = [
-        start(out, 100_000, "--coordinator", address, "--num-processes", "2",
-              "--process-id", str(number), "--fsdp", "2", "--compute", "bfloat16")
-        for number in range(2)
-    ]  # fmt: skip
+        start(out, 100_000, *common, *first),
+        start(out, 100_000, *common, "--coordinator", "auto", cluster=cluster),
+    ]
     wait_for_step(pair[0], out, 12)
     pair[1].send_signal(signal.SIGTERM)  # the other one learns of it in the step
     said = [process.communicate(timeout=300)[0] for process in pair]
