@@ -33,6 +33,21 @@ app = typer.Typer(
 _SAMPLING = {"rich_help_panel": "Sampling"}
 _MODEL = {"rich_help_panel": "Of a model"}
 
+# What commands that continue one prompt have in common.
+_PromptText = Annotated[str | None, typer.Argument(help="Text to continue.")]
+_PromptFile = Annotated[
+    str | None, typer.Option(help="File with the prompt; - for standard input.")
+]
+_TokenIds = Annotated[str | None, typer.Option(help='The prompt as token ids: "1,2,3".')]
+_Config = Annotated[str | None, typer.Option(help="JSON, vLLM's keys.")]
+_Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+_MaxTokens = Annotated[int, typer.Option(**_SAMPLING)]
+_Temperature = Annotated[float, typer.Option(help="0 is greedy.", **_SAMPLING)]
+_TopP = Annotated[float, typer.Option(**_SAMPLING)]
+_TopK = Annotated[int, typer.Option(help="0 keeps all.", **_SAMPLING)]
+_MinP = Annotated[float, typer.Option(**_SAMPLING)]
+_Seed = Annotated[int | None, typer.Option(**_SAMPLING)]
+
 
 def main() -> None:
     """Runs a command; bad input of every kind is one line on stderr and exit code 2."""
@@ -72,13 +87,11 @@ def _common(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A local directory, or a model id on the hub.")],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(help="File with the prompt; - for standard input.")
-    ] = None,
-    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids: "1,2,3".')] = None,
-    speculative_config: Annotated[str | None, typer.Option(help="JSON, vLLM's keys.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    prompt: _PromptText = None,
+    prompt_file: _PromptFile = None,
+    token_ids: _TokenIds = None,
+    speculative_config: _Config = None,
+    dtype: _Dtype = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence, prompt included.")
     ] = None,
@@ -89,12 +102,12 @@ def generate(
     stats: Annotated[
         bool, typer.Option("--stats", help="Color what was drafted; print statistics.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(**_SAMPLING)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", **_SAMPLING)] = 0.0,
-    top_p: Annotated[float, typer.Option(**_SAMPLING)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 keeps all.", **_SAMPLING)] = 0,
-    min_p: Annotated[float, typer.Option(**_SAMPLING)] = 0.0,
-    seed: Annotated[int | None, typer.Option(**_SAMPLING)] = None,
+    max_tokens: _MaxTokens = 128,
+    temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
+    min_p: _MinP = 0.0,
+    seed: _Seed = None,
     min_tokens: Annotated[
         int, typer.Option(help="Tokens before the text may end.", **_SAMPLING)
     ] = 0,
@@ -151,22 +164,20 @@ def trace(
             "one with its eagle3 head, on a prompt of ours."
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(help="File with the prompt; - for standard input.")
-    ] = None,
-    token_ids: Annotated[str | None, typer.Option(help='The prompt as token ids: "1,2,3".')] = None,
-    speculative_config: Annotated[str | None, typer.Option(help="JSON, vLLM's keys.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    prompt: _PromptText = None,
+    prompt_file: _PromptFile = None,
+    token_ids: _TokenIds = None,
+    speculative_config: _Config = None,
+    dtype: _Dtype = "auto",
     html: Annotated[
         Path | None, typer.Option(help="Write one page for a browser, and print nothing else.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(**_SAMPLING)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", **_SAMPLING)] = 0.0,
-    top_p: Annotated[float, typer.Option(**_SAMPLING)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 keeps all.", **_SAMPLING)] = 0,
-    min_p: Annotated[float, typer.Option(**_SAMPLING)] = 0.0,
-    seed: Annotated[int | None, typer.Option(**_SAMPLING)] = None,
+    max_tokens: _MaxTokens = 64,
+    temperature: _Temperature = 0.0,
+    top_p: _TopP = 1.0,
+    top_k: _TopK = 0,
+    min_p: _MinP = 0.0,
+    seed: _Seed = None,
 ) -> None:
     """Continue a prompt and show every round: what was drafted, how likely, and why it stopped."""
     config = _json(
