@@ -44,6 +44,8 @@ from training.features import cached
 from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.trainer import TrainerSettings, bad_option
 
+_NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
@@ -56,6 +58,10 @@ class HeadSettings:
         all)
       head_layers: blocks (0: one, or four with --parallel)
       intermediate_size: width of the feed-forward (0: as in the target)
+      fc_norm: norm each hidden state that an EAGLE-3 head reads
+      norm_before_fc: norm them joined
+      norm_before_residual: what an EAGLE-3 head's first block adds to is normed, too
+      norm_output: what an EAGLE-3 head feeds back to itself is normed
       start: whether an EAGLE-3 head begins as an early exit of the target or at random
       head: folder of a head to start from instead, which then decides all of the above
     """
@@ -64,6 +70,10 @@ class HeadSettings:
     draft_vocab_size: int = 0
     head_layers: int = 0
     intermediate_size: int = 0
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
     start: Literal["early_exit", "random"] = "early_exit"
     head: str = ""
 
@@ -116,7 +126,7 @@ class Settings(DistillSettings):
             return
         if self.format == "speculators":
             raise bad_option("format", self.format, f"{self.variant} heads have eagle and sglang")
-        for name in ("capture_layers", "draft_vocab_size"):
+        for name in ("capture_layers", "draft_vocab_size", *_NORMS):
             if getattr(self.head, name):
                 raise bad_option(name, getattr(self.head, name), "only eagle3 heads have it")
 
@@ -194,6 +204,8 @@ def head_config(
         capture_layers=captured if third else (target.num_layers,),
         target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size,
         own_head=third, own_embedding=mask is not None, mask_token_id=mask,
+        feature_norms=head.fc_norm, input_norm=head.norm_before_fc,
+        norm_before_residual=head.norm_before_residual, norm_output=head.norm_output,
     )  # fmt: skip
 
 
