@@ -11,7 +11,7 @@ from jspec.bench.contenders import Case, Ours
 from jspec.bench.questions import Question, Request
 from jspec.bench.run import bench
 from jspec.bench.settings import Settings
-from tests import llm_fixtures
+from tests import browser, llm_fixtures
 
 QUESTIONS = [
     Question("code", ("def add(x, y):\n",), is_chat=False),
@@ -132,6 +132,24 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     assert page.open == [] and "one <of> them" in page.text
     assert all(address.startswith("data:") for address in page.addresses)
     assert len(list(report.terminal(results))) == 2
+
+
+@browser.needed
+def test_the_page_shows_tables_and_picture_in_a_browser(results, tmp_path):
+    files.write(results, tmp_path)
+    page = (tmp_path / "results.html").read_text(encoding="utf-8")
+    text = browser.seen(page, tmp_path, window="500,800")
+    assert text.startswith("jspec bench") and "batch 1, greedy" in text
+    row = next(line for line in text.splitlines() if line.startswith("draft, K=3"))
+    assert report.cells(results["rows"][1])[3] in row.split("\t")
+    assert "split_ms" not in text  # all that was measured is folded away
+    # The picture is drawn, and only what scrolls by itself is wider than the window.
+    wide = "document.documentElement.scrollWidth <= innerWidth"
+    said = f"document.title = [document.images[0].naturalWidth > 0, {wide}]"
+    said = f"<script>addEventListener('load', () => {{ {said} }});</script>"
+    assert "<title>true,true</title>" in browser.opened(
+        page + said, tmp_path, "--dump-dom", window="500,800"
+    )
 
 
 @pytest.mark.parametrize("last", [7, 10], ids=["while it races", "while it is taken apart"])

@@ -1,42 +1,21 @@
 """The page of a trace in a real browser, headless, where there is one."""
 
 import re
-import shutil
 import struct
-import subprocess
 
 import pytest
 
+from tests import browser
 from tests.tracing import made
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason=f"no browser was found: none of {', '.join(NAMES)} is in PATH"
-)
+pytestmark = browser.needed
 PRESS = '<script>document.dispatchEvent(new KeyboardEvent("keydown", {{key: "{}"}}));</script>'
 
 
 @pytest.fixture
 def browse(tmp_path):
     """Opens a page from a file and returns what it became, or a picture of it."""
-
-    def run(page, *options, fragment=""):
-        file = tmp_path / "page.html"
-        file.write_text(page, encoding="utf-8")
-        command = [
-            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-            "--window-size=1000,900", f"--user-data-dir={tmp_path / 'user'}", *options,
-            f"{file.as_uri()}{fragment}",
-        ]  # fmt: skip
-        ran = subprocess.run(command, capture_output=True, timeout=120)
-        log = ran.stderr.decode(errors="replace")
-        assert ran.returncode == 0, log
-        # What a script complains of, or what its policy forbids, is said on the console.
-        assert "CONSOLE" not in log, log
-        return ran.stdout.decode()
-
-    return run
+    return lambda page, *options, **settings: browser.opened(page, tmp_path, *options, **settings)
 
 
 def rounds_shown(document):
@@ -53,6 +32,14 @@ def rounds_shown(document):
 def test_one_round_is_shown_and_keys_step(browse, fragment, key, shown):
     page = made.trace().html().replace("</body>", PRESS.format(key) + "</body>")
     assert rounds_shown(browse(page, "--dump-dom", fragment=fragment)) == ([shown], [shown])
+
+
+@pytest.mark.parametrize("window", ["1000,900", "400,800"])
+def test_one_round_the_text_and_its_totals_are_in_sight(tmp_path, window):
+    text = browser.seen(made.trace().html(), tmp_path, fragment="#round-2", window=window)
+    assert text.startswith("5 tokens in 3 rounds\n")
+    assert "Round 2" in text and "Round 1" not in text and "Round 3" not in text
+    assert "once a a a a a" in " ".join(text.split())
 
 
 def test_pointing_at_a_node_tells_all_of_it(browse):
