@@ -100,7 +100,11 @@ def test_a_head_is_distilled_from_one_command(variant, more, method, words, targ
 def test_a_head_is_trained_on_from_its_files(words, target, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
+    small += ["--fc-norm", "--norm-before-residual", "--norm-output"]
     assert distill_eagle.main([*words, "--output", str(first), *small]) == 0
+    raw = json.loads((first / "export" / "config.json").read_text())
+    named = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+    assert [raw[name] for name in named] == [True, False, True, True]
     more = ["--unroll", "1", "--head", str(first / "export"), "--format", "sglang"]
     assert distill_eagle.main([*words, "--output", str(second), *more]) == 0
     losses = [
@@ -268,6 +272,7 @@ def test_they_are_trained_on_from_their_files(
         (distill_eagle, ["--draft-vocab-size", "301"], "the target has 300 tokens"),
         (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
          "only eagle3 heads have it"),
+        (distill_eagle, ["--variant", "hass", "--fc-norm"], "only eagle3 heads have it"),
         (distill_eagle, ["--variant", "hass", "--format", "speculators"],
          "hass heads have eagle and sglang"),
         (distill_eagle, ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
