@@ -24,7 +24,7 @@ from jspec.calibration import CostTable, copied, endless
 from jspec.generate import Batch, advance, start, warps_of
 from jspec.plan import Plan
 from jspec.tuning.requests import Workload, begun
-from jspec.types import Array, History, Params, Target
+from jspec.types import Array, History, Params, Shared, Target
 
 _ROUNDS = 12  # of a launch
 _SECONDS = 0.2  # of a sample, at least: several launches
@@ -49,33 +49,35 @@ class RoundTime:
 class Rounds:
     """A clock: rounds of the shipped loop in the middle of the answers of a batch."""
 
-    def __init__(self, plan: Plan, params: Params, work: Workload, said: Sequence):
-        half = [text[: len(text) // 2] for text in said]
-        rows = work.rows(half)
-        some = [rows[index] for index in work.middle]
+    def __init__(
+        self, plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared
+    ):  # fmt: skip
         self._plan, self._params = plan, params
-        self._batch = endless(plan, begun(plan, params, some, rows, CostTable()))
+        self._batch = endless(plan, halfway(plan, params, work, said, shared))
         after = self._launch()  # compiles
         begin = time.perf_counter()
         after = self._launch()
         self._launches = max(1, int(_SECONDS / (time.perf_counter() - begin)))
-        drafts = np.asarray(after.state.stats.drafts)[: len(some)] / self._count(after)
+        count = len(after.prompt_lengths)  # without padding rows
+        drafts = np.asarray(after.state.stats.drafts)[:count] / self._count(after)
         self.drafted = float(1 - np.prod(1 - drafts))
 
     def __call__(self) -> Sample:
-        """Seconds are those of one round."""
+        """Seconds are those of one round, without the launch that all rounds of a call share."""
         seconds, rounds, cpu = 0.0, 0, time.process_time()
         for _ in range(self._launches):
-            one = copied(self._batch)
-            begin = time.perf_counter()
-            after = jax.block_until_ready(advance(self._plan, self._params, one, _ROUNDS))
-            seconds += time.perf_counter() - begin
-            rounds += self._count(after)
-        return Sample(seconds / rounds, time.process_time() - cpu, [])
+            batch = copied(self._batch)
+            times = [time.perf_counter()]
+            for count in (0, _ROUNDS):
+                batch = jax.block_until_ready(advance(self._plan, self._params, batch, count))
+                times.append(time.perf_counter())
+            seconds += (times[2] - times[1]) - (times[1] - times[0])
+            rounds += self._count(batch)
+        return Sample(max(seconds, 0.0) / rounds, time.process_time() - cpu, [])
 
     def _launch(self) -> Batch:
-        one = copied(self._batch)
-        return jax.block_until_ready(advance(self._plan, self._params, one, _ROUNDS))
+        batch = copied(self._batch)
+        return jax.block_until_ready(advance(self._plan, self._params, batch, _ROUNDS))
 
     def _count(self, after: Batch) -> int:
         return int(after.state.round - self._batch.state.round)
@@ -130,10 +132,12 @@ def median_seconds(contender: Contender) -> float:
     return statistics.median(sample.seconds for sample in contender.kept)
 
 
-def halfway(plan: Plan, params: Params, work: Workload, said: Sequence) -> Batch:
+def halfway(
+    plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared
+) -> Batch:  # fmt: skip
     """The middle group in the middle of its answers."""
     rows = work.rows([text[: len(text) // 2] for text in said])
-    return begun(plan, params, [rows[index] for index in work.middle], rows, CostTable())
+    return begun(plan, params, [rows[index] for index in work.middle], rows, CostTable(), shared)
 
 
 @dataclasses.dataclass(eq=False)

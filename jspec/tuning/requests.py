@@ -12,7 +12,7 @@ from jspec.decode import init_shared
 from jspec.generate import Answer, Batch, Row, advance, groups, read, start, warps_of
 from jspec.loading import LoadedModel
 from jspec.plan import Plan
-from jspec.types import Params
+from jspec.types import Params, Shared
 
 _DRAWN_ANSWERS = 8
 
@@ -80,8 +80,8 @@ def workload(
     return Workload(case, tuple(prompts), tuple(sorted({*target.eos_token_ids, own} - {None})))
 
 
-def generate(plan: Plan, params: Params, work: Workload) -> list[Answer]:
-    """Every row's answer, from a drafter that has learnt nothing before."""
+def generate(plan: Plan, params: Params, work: Workload) -> tuple[list[Answer], Shared]:
+    """Every row's answer, and what a drafter has learnt of them that knew nothing before."""
     answers: dict[int, Answer] = {}
     rows, shared, costs = work.rows(), init_shared(plan), CostTable()
     for group in work.groups:
@@ -89,14 +89,13 @@ def generate(plan: Plan, params: Params, work: Workload) -> list[Answer]:
         batch = advance(plan, params, batch)
         shared = batch.shared
         answers |= dict(zip(group, read(batch), strict=True))
-    return [answers[index] for index in range(len(rows))]
+    return [answers[index] for index in range(len(rows))], shared
 
 
 def begun(
     plan: Plan, params: Params, some: Sequence[Row], rows: Sequence[Row], costs: CostTable,
-    shared=None,
+    shared: Shared,
 ) -> Batch:  # fmt: skip
     """``some`` of the ``rows``, prompts taken in; priced, where the plan chooses by costs."""
-    batch = start(plan, params, some, warps=warps_of(rows))
-    batch = batch.replace(shared=init_shared(plan) if shared is None else shared)
+    batch = start(plan, params, some, warps=warps_of(rows)).replace(shared=shared)
     return batch.replace(shared=costs.price(plan, params, batch))

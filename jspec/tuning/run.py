@@ -108,7 +108,7 @@ def _record(family: Family, work: Workload, num_prompts: int, settings: Settings
     plan = acceptance.one_by_one(assembly.plan) if every else assembly.plan
     longest = 1 << (settings.max_tokens - 1).bit_length()
     plan = dataclasses.replace(plan, record_rounds=longest)
-    answers = generate(plan, assembly.params, work)
+    answers, _ = generate(plan, assembly.params, work)
     rounds = [acceptance.rounds_of(answer, shape, every) for answer in answers]
     counts = None
     if shape is not None:

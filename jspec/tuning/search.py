@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jspec.assembly import Assembly
 from jspec.bench.contenders import Ours
 from jspec.llm import LLM
 from jspec.params import SamplingParams
@@ -22,7 +23,7 @@ from jspec.tuning.prediction import Passes
 from jspec.tuning.requests import Workload, generate
 from jspec.tuning.settings import Settings
 from jspec.tuning.trees import best_trees
-from jspec.types import Sharing
+from jspec.types import Shared, Sharing
 
 _ROWS_OF_TABLE = 12  # of the candidates that results name
 
@@ -63,6 +64,7 @@ class Search:
         self._measured: dict[Candidate, RoundTime] = {}
         self._rests: dict[Candidate, float] = {}
         self._prompts: dict[int, float] = {}
+        self._learnt: dict[Candidate, Shared] = {}
         self._costs: dict[int, Costs] = {}
         self.entries: list[Entry] = []
 
@@ -83,7 +85,7 @@ class Search:
         found: list[costs.Clock] = [self._one_call]
         for entry in best:
             made = self._families[entry.candidate.family].made(entry.candidate.config)
-            found.append(costs.Rounds(made.plan, made.params, self._work, self._said))
+            found.append(self._rounds(entry.candidate, made))
         return found
 
     def settle(
@@ -134,12 +136,12 @@ class Search:
         self._words("plain decoding")
         self._said = Ours(llm, work.case, {"all": work.requests})().tokens
         self._lengths = [len(text) for text in self._said]
-        batch = costs.halfway(made.plan, made.params, work, self._said)
+        batch = costs.halfway(made.plan, made.params, work, self._said, ())
         most = max([2, *(self._largest(family) for family in self._families[1:])])
         sizes = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
         self._words("compiling passes over 1 to many nodes")
         passes = [costs.pass_over(made.plan, made.params, batch, size) for size in sizes]
-        rounds = costs.Rounds(made.plan, made.params, work, self._said)
+        rounds = costs.Rounds(made.plan, made.params, work, self._said, ())
         runs = [
             costs.prompts(made.plan, made.params, work), costs.Repeated(self._one_token(llm)),
             costs.launch(), rounds, *passes,
@@ -206,7 +208,11 @@ class Search:
         family = self._families[candidate.family]
         self._words(f"compiling and measuring rounds of {candidate.name}")
         made = family.made(candidate.config)
-        rounds = costs.Rounds(made.plan, made.params, self._work, self._said)
+        passes = entry.passes
+        if isinstance(made.plan.drafter, Sharing):  # drafts of its own shape teach it other things
+            answers, self._learnt[candidate] = generate(made.plan, made.params, self._work)
+            passes = prediction.counted(answers, self._work.groups)
+        rounds = self._rounds(candidate, made)
         runs = [self._plain_rounds, rounds]
         if family.number not in self._prompts:
             runs.append(costs.prompts(made.plan, made.params, self._work))
@@ -216,11 +222,12 @@ class Search:
         if prompt:
             self._prompts[family.number] = prompt[0] * steady
         self._learn(entry, RoundTime(seconds * steady, rounds.drafted))
-        if isinstance(made.plan.drafter, Sharing):  # drafts of its own shape teach it other things
-            answers = generate(made.plan, made.params, self._work)
-            passes = prediction.counted(answers, self._work.groups)
-            place = self.entries.index(entry)
-            self.entries[place] = dataclasses.replace(entry, passes=passes)
+        self.entries[self.entries.index(entry)] = dataclasses.replace(entry, passes=passes)
+
+    def _rounds(self, candidate: Candidate, made: Assembly) -> costs.Rounds:
+        """Its clock; a method that learns from answers has learnt from them."""
+        shared = self._learnt.get(candidate, ())
+        return costs.Rounds(made.plan, made.params, self._work, self._said, shared)
 
     def _rescale(self, factor: float) -> None:
         """Brings all that was measured to the speed that the machine has now."""
