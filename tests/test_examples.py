@@ -6,20 +6,30 @@ from pathlib import Path
 
 import pytest
 
+from tests import llm_fixtures
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 PRINTS = {
     "bring_your_own_model": "the dog that bit the cat that killed the rat",
     "write_a_drafter": "same text: True",
+    "batch_generation": "streamed the same: True",
+    "tree_drafting": "tokens drafted a pass",
 }
+# Those that take models are given smaller ones than the demo's.
+MODELS = {"batch_generation": ("target", "draft"), "tree_drafting": ("target", "eagle3")}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs_and_prints_what_it_promises(path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(path)])
+def test_the_example_runs_and_prints_what_it_promises(path, capsys, monkeypatch, tmp_path_factory):
+    root = tmp_path_factory.getbasetemp() / "llm"
+    folders = llm_fixtures.checkpoints(root) | {"eagle3": root / "eagle3"}
+    llm_fixtures.write_eagle3_head(folders["eagle3"])
+    models = [str(folders[name]) for name in MODELS.get(path.stem, ())]
+    monkeypatch.setattr(sys, "argv", [str(path), *models])
     runpy.run_path(str(path), run_name="__main__")
     printed = capsys.readouterr().out
-    assert PRINTS.get(path.stem, "") in printed
-    assert "same text: False" not in printed
+    assert PRINTS[path.stem] in printed
+    assert ": False" not in printed
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
