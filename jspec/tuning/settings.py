@@ -15,8 +15,8 @@ class Settings:
     """What is searched, and how often things are measured.
 
     Attributes:
-      configs: each a ``speculative_config``. Of one that says neither K nor a tree both are searched; any
-        other is a candidate as it is. Plain decoding always is one.
+      configs: each a ``speculative_config``. Of one that says neither K nor a tree both are
+        searched; any other is a candidate as it is. Plain decoding always is one.
       batch_sizes: requests that run together; each has a winner of its own.
       temperature: 0 is greedy.
       max_speculative_tokens: largest K.
