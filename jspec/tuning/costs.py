@@ -5,6 +5,7 @@ and committing. V is measured by itself. The rest is that of rounds of some shap
 measured; between those it is taken to grow in a straight line with the depth, from plain decoding's
 on, and for trees with the nodes beside the chain. Where only one end is known, the line is the
 lowest that there can be: so a shape never looks worse than it is, until it is measured itself.
+Rounds without a draft, which methods that look up have, run on one node and are measured apart.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from jspec.types import Array, History, Params, Shared, Target
 
 _ROUNDS = 12  # of a launch
 _SECONDS = 0.2  # of a sample, at least: several launches
+_RARE = 0.1  # share of rounds with a draft, too small to tell what they take
 
 
 Clock = Callable[[], Sample]  # times something short; ``seconds`` are those of one
@@ -35,25 +37,36 @@ Clock = Callable[[], Sample]  # times something short; ``seconds`` are those of 
 
 @dataclasses.dataclass(frozen=True)
 class RoundTime:
-    """What rounds of one shape were measured to take.
+    """Seconds of a round in which any row has a draft, and of one in which none has."""
 
-    Attributes:
-      seconds: of a round, whether it had a draft or not.
-      drafted: share of the rounds in which any row had a draft.
-    """
+    with_draft: float
+    without: float
 
-    seconds: float
-    drafted: float
+    def scaled(self, factor: float) -> "RoundTime":
+        """The same on a machine that takes ``factor`` times as long."""
+        return RoundTime(factor * self.with_draft, factor * self.without)
 
 
 class Rounds:
-    """A clock: rounds of the shipped loop in the middle of the answers of a batch."""
+    """A clock: rounds of the shipped loop in the middle of the answers of a batch.
+
+    Attributes:
+      drafted: share of them in which any row has a draft.
+    """
 
     def __init__(
-        self, plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared
+        self, plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared,
+        *, bare: bool = False,
     ):  # fmt: skip
+        """``bare`` is for rounds whose drafts are cut off: one token of every row is left."""
         self._plan, self._params = plan, params
         self._batch = endless(plan, halfway(plan, params, work, said, shared))
+        self._rounds = _ROUNDS
+        if bare:
+            request, state = self._batch.request, self._batch.state
+            last = jnp.where(state.done, request.max_length, state.history.length + 1)
+            self._batch = self._batch.replace(request=request.replace(max_length=last))
+            self._rounds = 1
         after = self._launch()  # compiles
         begin = time.perf_counter()
         after = self._launch()
@@ -68,16 +81,17 @@ class Rounds:
         for _ in range(self._launches):
             batch = copied(self._batch)
             times = [time.perf_counter()]
-            for count in (0, _ROUNDS):
+            for count in (0, self._rounds):
                 batch = jax.block_until_ready(advance(self._plan, self._params, batch, count))
                 times.append(time.perf_counter())
-            seconds += (times[2] - times[1]) - (times[1] - times[0])
+            empty, full = times[1] - times[0], times[2] - times[1]
+            seconds += max(full - empty, full / 4)  # an empty launch may be disturbed, too
             rounds += self._count(batch)
-        return Sample(max(seconds, 0.0) / rounds, time.process_time() - cpu, [])
+        return Sample(seconds / rounds, time.process_time() - cpu, [])
 
     def _launch(self) -> Batch:
         batch = copied(self._batch)
-        return jax.block_until_ready(advance(self._plan, self._params, batch, _ROUNDS))
+        return jax.block_until_ready(advance(self._plan, self._params, batch, self._rounds))
 
     def _count(self, after: Batch) -> int:
         return int(after.state.round - self._batch.state.round)
@@ -148,6 +162,7 @@ class Costs:
       sizes: N's of which V was measured, ascending.
       passes: seconds V(N, B) of each.
       plain: seconds of a round of plain decoding.
+      bare: seconds of a round of the family without a draft; plain decoding's until known.
       chains: by depth, what chains were measured to take beyond their pass.
       trees: by (depth, nodes), likewise.
     """
@@ -155,6 +170,7 @@ class Costs:
     sizes: Sequence[int]
     passes: Sequence[float]
     plain: float
+    bare: float
     chains: dict[int, float] = dataclasses.field(default_factory=dict)
     trees: dict[tuple[int, int], list[float]] = dataclasses.field(default_factory=dict)
 
@@ -163,22 +179,37 @@ class Costs:
         least = np.minimum.accumulate(self.passes[::-1])[::-1]
         return float(np.interp(size, self.sizes, least))
 
-    def rest_of(self, measured: RoundTime, size: int) -> float:
-        """What is left of a round, besides the target's passes."""
-        passes = self.of_pass(1) + measured.drafted * (self.of_pass(size) - self.of_pass(1))
-        return measured.seconds - passes
+    def times(self, seconds: float, drafted: float, bare: float | None, size: int) -> RoundTime:
+        """What rounds of a shape take.
 
-    def learn(self, depth: int, size: int, rest: float) -> None:
-        """Takes in what rounds of a shape were measured to take beyond the pass."""
+        Args:
+          seconds: of rounds, of which the share ``drafted`` had a draft.
+          drafted: as said.
+          bare: of rounds without; None for those known of the family.
+          size: N.
+        """
+        self.bare = self.bare if bare is None else bare
+        if drafted < _RARE:
+            return RoundTime(self.bare + self.of_pass(size) - self.of_pass(1), self.bare)
+        return RoundTime((seconds - (1 - drafted) * self.bare) / drafted, self.bare)
+
+    def learn(self, depth: int, size: int, measured: RoundTime) -> None:
+        """Takes in what rounds of a shape were measured to take."""
+        rest = measured.with_draft - self.of_pass(size)
         if size == depth + 1:
             self.chains[depth] = rest
         else:
             self.trees.setdefault((depth, size), []).append(rest)
 
+    def expected(self, depth: int, size: int) -> RoundTime:
+        """What rounds of a shape that was not measured are taken to take."""
+        return RoundTime(self.rest(depth, size) + self.of_pass(size), self.bare)
+
     def rescale(self, factor: float) -> None:
         """Multiplies everything, as where the machine has become slower."""
         self.passes = [factor * each for each in self.passes]
         self.plain *= factor
+        self.bare *= factor
         self.chains = {depth: factor * rest for depth, rest in self.chains.items()}
         self.trees = {shape: [factor * rest for rest in rests]
                       for shape, rests in self.trees.items()}  # fmt: skip

@@ -129,9 +129,8 @@ def _batch(
     work = workload(settings.case(size), made, families[0].target)
     search = Search(families, known, work, settings, on_step)
     entries = search.run()
-    clocks = search.clocks(entries)
-    ran = run_in_turns(entries, families, work, settings, clocks, on_step)
-    search.settle(entries, clocks, ran.seconds)
+    ran = run_in_turns(entries, families, work, settings, search.clocks(entries), on_step)
+    search.settle(entries, ran.seconds)
     rows = rows_of(entries, ran, search.tokens_per_second)
     predicted = max(rows, key=lambda row: row["predicted_tokens_per_second"])
     return {

@@ -15,6 +15,7 @@ from jspec.assembly import Assembly
 from jspec.bench.contenders import Ours
 from jspec.llm import LLM
 from jspec.params import SamplingParams
+from jspec.plan import Plan
 from jspec.tuning import costs, prediction
 from jspec.tuning.acceptance import Acceptance, Recorded, Round, extended
 from jspec.tuning.costs import Costs, RoundTime
@@ -23,9 +24,10 @@ from jspec.tuning.prediction import Passes
 from jspec.tuning.requests import Workload, generate
 from jspec.tuning.settings import Settings
 from jspec.tuning.trees import best_trees
-from jspec.types import Shared, Sharing
+from jspec.types import Params, Shared, Sharing
 
 _ROWS_OF_TABLE = 12  # of the candidates that results name
+_FEW = 0.02  # share of rounds without a draft that is not looked into
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +64,6 @@ class Search:
         self._work, self._settings = work, settings
         self._words = lambda words: on_step(f"{work.case.words}: {words}")
         self._measured: dict[Candidate, RoundTime] = {}
-        self._rests: dict[Candidate, float] = {}
         self._prompts: dict[int, float] = {}
         self._learnt: dict[Candidate, Shared] = {}
         self._costs: dict[int, Costs] = {}
@@ -82,24 +83,20 @@ class Search:
 
     def clocks(self, best: Sequence[Entry]) -> list[costs.Clock]:
         """What times a call for one token, and rounds of each of the best."""
-        found: list[costs.Clock] = [self._one_call]
-        for entry in best:
-            made = self._families[entry.candidate.family].made(entry.candidate.config)
-            found.append(self._rounds(entry.candidate, made))
-        return found
+        self._last = [clock for entry in best for clock in self._rounds(entry, self._made(entry))]
+        return [self._one_call, *self._last]
 
-    def settle(
-        self, best: Sequence[Entry], clocks: Sequence[costs.Clock], seconds: Sequence[float]
-    ) -> None:  # fmt: skip
-        """Takes in what ``clocks`` have shown in the same turns in which the best were run.
+    def settle(self, best: Sequence[Entry], seconds: Sequence[float]) -> None:
+        """Takes in what the ``clocks`` have shown in the same turns in which the best were run.
 
         All other times are brought to the speed that the machine had then.
         """
         call, *rounds = seconds
-        plain = rounds[best.index(self._plain)]
+        pairs = list(zip(self._last, rounds, strict=True))
+        plain = next(each for clock, each in pairs if clock.entry.candidate.family == 0)
         self._rescale(plain / self._costs[0].plain)
-        for entry, clock, each in zip(best, clocks[1:], rounds, strict=True):
-            self._learn(entry, RoundTime(each, clock.drafted))
+        for entry in best:
+            self._learn(entry, [pair for pair in pairs if pair[0].entry is entry])
         self._call = call - plain
 
     def tokens_per_second(self, entry: Entry) -> float:
@@ -151,7 +148,7 @@ class Search:
         # A call for one token: the prompts, a round, and what the host does.
         self._call, self._prompts[0] = call - one, prompt
         self._one_call = runs[1]
-        blank = Costs(sizes, [max(each - launch, 0.0) for each in seconds], one)
+        blank = Costs(sizes, [max(each - launch, 0.0) for each in seconds], one, one)
         self._costs = {f.number: dataclasses.replace(blank, chains={}, trees={})
                        for f in self._families}  # fmt: skip
         self._plain_rounds = rounds
@@ -180,7 +177,8 @@ class Search:
                 [nothing] * len(self._lengths), None, self._lengths, self._work.groups
             )
             entry = Entry(Candidate(0, family.name, family.given, None), 0, 1, passes)
-            self._measured[entry.candidate] = RoundTime(self._costs[0].plain, 0.0)
+            plain = self._costs[0].plain
+            self._measured[entry.candidate] = RoundTime(plain, plain)
             return [entry]
         known = self._known[family.number]
         rows = known.rows[: len(self._lengths)]
@@ -202,51 +200,59 @@ class Search:
         return [Entry(each, each.shape.max_depth, each.shape.size, play(each.shape))
                 for each in shapes]  # fmt: skip
 
+    def _made(self, entry: Entry) -> Assembly:
+        return self._families[entry.candidate.family].made(entry.candidate.config)
+
     def _measure(self, entry: Entry) -> None:
         """Times rounds of a candidate beside plain ones, and the prompts of its family."""
-        candidate, settings = entry.candidate, self._settings
-        family = self._families[candidate.family]
+        candidate, settings, made = entry.candidate, self._settings, self._made(entry)
         self._words(f"compiling and measuring rounds of {candidate.name}")
-        made = family.made(candidate.config)
-        passes = entry.passes
         if isinstance(made.plan.drafter, Sharing):  # drafts of its own shape teach it other things
             answers, self._learnt[candidate] = generate(made.plan, made.params, self._work)
             passes = prediction.counted(answers, self._work.groups)
-        rounds = self._rounds(candidate, made)
-        runs = [self._plain_rounds, rounds]
-        if family.number not in self._prompts:
+            place = self.entries.index(entry)
+            entry = self.entries[place] = dataclasses.replace(entry, passes=passes)
+        clocks = self._rounds(entry, made)
+        runs = [self._plain_rounds, *clocks]
+        if candidate.family not in self._prompts:
             runs.append(costs.prompts(made.plan, made.params, self._work))
-        plain, seconds, *prompt = costs.timed(runs, settings.repeats, settings.patience)
+        plain, *seconds = costs.timed(runs, settings.repeats, settings.patience)
         # Beside plain rounds of the same minutes: the machine may have become slower since.
-        steady = self._costs[0].plain / plain
-        if prompt:
-            self._prompts[family.number] = prompt[0] * steady
-        self._learn(entry, RoundTime(seconds * steady, rounds.drafted))
-        self.entries[self.entries.index(entry)] = dataclasses.replace(entry, passes=passes)
+        steady = [self._costs[0].plain / plain * each for each in seconds]
+        if candidate.family not in self._prompts:
+            self._prompts[candidate.family] = steady[-1]
+        self._learn(entry, list(zip(clocks, steady, strict=False)))
 
-    def _rounds(self, candidate: Candidate, made: Assembly) -> costs.Rounds:
-        """Its clock; a method that learns from answers has learnt from them."""
-        shared = self._learnt.get(candidate, ())
-        return costs.Rounds(made.plan, made.params, self._work, self._said, shared)
+    def _rounds(self, entry: Entry, made: Assembly) -> list["_Clock"]:
+        """Its clocks: rounds as they come, and those without a draft where there are such.
+
+        A method that learns from answers has learnt from them.
+        """
+        shared = self._learnt.get(entry.candidate, ())
+        passes = entry.passes
+        both = passes.drafted and passes.plain > _FEW * (passes.drafted + passes.plain)
+        return [
+            _Clock(made.plan, made.params, self._work, self._said, shared, entry, bare)
+            for bare in ((False, True) if both else (False,))
+        ]
 
     def _rescale(self, factor: float) -> None:
         """Brings all that was measured to the speed that the machine has now."""
         for table in self._costs.values():
             table.rescale(factor)
-        self._measured = {
-            candidate: RoundTime(each.seconds * factor, each.drafted)
-            for candidate, each in self._measured.items()
-        }
-        self._rests = {candidate: rest * factor for candidate, rest in self._rests.items()}
+        self._measured = {which: time.scaled(factor) for which, time in self._measured.items()}
         self._prompts = {family: seconds * factor for family, seconds in self._prompts.items()}
 
-    def _learn(self, entry: Entry, measured: RoundTime) -> None:
-        """Takes in what rounds of a candidate were measured to take."""
+    def _learn(self, entry: Entry, pairs: Sequence[tuple["_Clock", float]]) -> None:
+        """Takes in the seconds that a candidate's clocks have shown."""
         candidate, table = entry.candidate, self._costs[entry.candidate.family]
+        (clock, seconds), *bare = pairs
+        if candidate.family == 0:
+            self._measured[candidate] = RoundTime(seconds, seconds)
+            return
+        measured = table.times(seconds, clock.drafted, bare[0][1] if bare else None, entry.size)
         self._measured[candidate] = measured
-        if candidate.shape is not None:
-            self._rests[candidate] = table.rest_of(measured, entry.size)
-            table.learn(entry.depth, entry.size, self._rests[candidate])
+        table.learn(entry.depth, entry.size, measured)
 
     @property
     def _plain(self) -> Entry:
@@ -259,20 +265,29 @@ class Search:
         """What all prompts are predicted to take."""
         more = self._prompts.get(entry.candidate.family, self._prompts[0]) - self._prompts[0]
         calls = len(self._work.groups) * (self._call + more)
-        with_draft, without = self._pair(entry)
-        return calls + entry.passes.drafted * with_draft + entry.passes.plain * without
+        times = self._times(entry)
+        return calls + entry.passes.drafted * times.with_draft + entry.passes.plain * times.without
 
-    def _pair(self, entry: Entry) -> tuple[float, float]:
-        """Seconds of a round with a draft, and of one without."""
-        table = self._costs[entry.candidate.family]
+    def _times(self, entry: Entry) -> RoundTime:
+        """What its rounds take, as far as is known."""
         measured = self._measured.get(entry.candidate)
-        if entry.candidate.shape is None and measured:  # plain, or all rounds alike on average
-            return measured.seconds, measured.seconds
-        rest = self._rests.get(entry.candidate, table.rest(entry.depth, entry.size))
-        return rest + table.of_pass(entry.size), rest + table.of_pass(1)
+        if measured is not None:
+            return measured
+        return self._costs[entry.candidate.family].expected(entry.depth, entry.size)
 
     def _round_seconds(self, entry: Entry) -> float:
         """Of a round, on average."""
-        passes, (with_draft, without) = entry.passes, self._pair(entry)
+        passes, times = entry.passes, self._times(entry)
         total = passes.drafted + passes.plain
-        return (passes.drafted * with_draft + passes.plain * without) / total
+        return (passes.drafted * times.with_draft + passes.plain * times.without) / total
+
+
+class _Clock(costs.Rounds):
+    """Rounds of an entry."""
+
+    def __init__(
+        self, plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared,
+        entry: Entry, bare: bool,
+    ):  # fmt: skip
+        super().__init__(plan, params, work, said, shared, bare=bare)
+        self.entry = entry

@@ -98,13 +98,15 @@ def test_a_group_goes_on_for_as_long_as_its_slowest_row():
 
 
 def test_costs_are_measured_or_the_least_that_they_can_be():
-    table = Costs([1, 2, 4, 8], [2.0, 2.4, 2.2, 3.0], plain=2.5)
+    table = Costs([1, 2, 4, 8], [2.0, 2.4, 2.2, 3.0], plain=2.5, bare=2.5)
     assert [table.of_pass(size) for size in (1, 2, 4, 6, 8)] == [2.0, 2.2, 2.2, 2.6, 3.0]
     assert table.rest(5, 6) == 0.5 == table.rest(3, 8)  # as if drafting were free
-    every, half = RoundTime(4.0, 1.0), RoundTime(3.0, 0.5)
-    assert table.rest_of(every, 8) == 1.0 and table.rest_of(half, 8) == 0.5
-    table.learn(4, 5, 1.3)
+    assert table.expected(7, 8) == RoundTime(3.5, 2.5)
+    assert table.times(4.0, 1.0, None, 8) == RoundTime(4.0, 2.5)
+    assert table.times(3.3, 0.5, 2.6, 8) == RoundTime(pytest.approx(4.0), 2.6)
+    assert table.times(2.7, 0.01, None, 8) == RoundTime(pytest.approx(3.6), 2.6)
+    table.learn(4, 5, RoundTime(table.of_pass(5) + 1.3, 2.6))
     assert table.rest(2, 3) == pytest.approx(0.9) and table.rest(6, 7) == pytest.approx(1.7)
     assert table.rest(2, 8) == pytest.approx(0.9)
-    table.learn(4, 8, 1.9)  # three nodes beside the chain
+    table.learn(4, 8, RoundTime(4.9, 2.6))  # three nodes beside the chain
     assert table.rest(2, 5) == pytest.approx(0.9 + 2 * 0.2)
