@@ -4,8 +4,9 @@ Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is
 1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
 length were measured to take on this machine (``jspec.calibration``), drafting and all. The length
 of the best ratio is chosen for the whole batch, 0 among them: then nothing is drafted, and the
-target runs on one node. A row that drafts no more is tried again after a few rounds, and after
-twice as many each time that this was in vain. What decides was known before the round, so every
+target runs on one node. That is only chosen once it is the better one beyond doubt; a row that
+drafts no more is tried again after a few rounds, and after twice as many each time that this was in
+vain. What decides was known before the round, so every
 rule stays exact.
 """
 
@@ -209,12 +210,25 @@ class Adaptive:
             return longest
         rate = memory.accepted / memory.tried
         rate = jnp.where(memory.idle < memory.patience, rate, jnp.maximum(rate, _PRIOR))
+        # Who drafts is given up late, as nothing more is learned then: once acceptance a standard
+        # error above the one that was seen would not pay. Who does not goes by what is known.
+        doubt = jnp.sqrt(rate * (1 - rate) / memory.tried)
+        hopeful = jnp.where(memory.idle > 0, rate, jnp.minimum(rate + doubt, 1))
+        measured = (shared.seconds > 0).all()
+        seconds = jnp.where(measured, shared.seconds, 1)
+        expected = self._emitted(rate, running) / seconds
+        hoped = self._emitted(hopeful, running) / seconds
+        chosen = jnp.argmax(expected)
+        if not self.lengths[0]:
+            drafts = jnp.max(hoped[1:]) > hoped[0]
+            chosen = jnp.where(drafts, 1 + jnp.argmax(expected[1:]), 0)
+        return jnp.where(measured, chosen, longest).astype(jnp.int32)
+
+    def _emitted(self, rate: Array, running: Array) -> Array:
+        """Tokens that a round of each length is expected to emit, all rows together."""
         powers = rate[:, None] ** np.arange(self.max_depth + 1)  # 1, a, ..., a^K
         emitted = jnp.cumsum(powers, 1)[:, np.array(self.lengths)]
-        emitted = jnp.where(running[:, None], emitted, 0).sum(0)
-        measured = (shared.seconds > 0).all()
-        goodput = emitted / jnp.where(measured, shared.seconds, 1)
-        return jnp.where(measured, jnp.argmax(goodput), longest).astype(jnp.int32)
+        return jnp.where(running[:, None], emitted, 0).sum(0)
 
 
 def _counted(memory: AdaptiveMemory, draft: Draft, verdict: Verdict) -> AdaptiveMemory:
