@@ -75,37 +75,32 @@ depth, valid = np.asarray(tree.depth[0]), np.asarray(draft.valid[0])
 words = [tokenizer.decode([token]).replace(" ", "␣").replace("\n", "↵") for token in tokens]
 
 
-def place(parents, depth):
+def place():
     """Where to draw each node: leaves one below the other, parents beside their children."""
-    height, row = {}, 0
-    for node in reversed(range(len(parents))):
-        children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
-        if children:
-            height[node] = np.mean([height[child] for child in children])
-        else:
-            height[node], row = row, row + 1
-    return [(depth[node], height[node]) for node in range(len(parents))]
+    height, rows = {}, iter(range(len(tokens)))
+
+    def visit(node):
+        children = [child for child in range(1, len(tokens)) if parents[child] == node]
+        children = [child for child in children if valid[child]]
+        for child in children:
+            visit(child)
+        height[node] = np.mean([height[child] for child in children]) if children else -next(rows)
+
+    visit(0)
+    return {node: (depth[node], height[node]) for node in height}
 
 
 def draw(title, accepted=()):
     """The tree; nodes of the accepted path are green."""
-    spots = place(parents, depth)
+    spots = place()
     _, axes = plt.subplots(figsize=(9, 3.6))
-    for node in range(1, len(tokens)):
-        if valid[node]:
-            ends = np.array([spots[parents[node]], spots[node]]).T
-            axes.plot(*ends, color="#59a14f" if node in accepted else "#bbbbbb", zorder=0)
-    for node, spot in enumerate(spots):
-        if valid[node]:
-            color = "#d4edda" if node in accepted or node == 0 else "#eeeeee"
-            axes.text(
-                *spot,
-                words[node],
-                ha="center",
-                va="center",
-                family="monospace",
-                bbox={"boxstyle": "round", "facecolor": color, "edgecolor": "#888888"},
-            )
+    for node in spots.keys() - {0}:
+        ends = np.array([spots[parents[node]], spots[node]]).T
+        axes.plot(*ends, color="#59a14f" if node in accepted else "#bbbbbb", zorder=0)
+    for node, spot in spots.items():
+        color = "#d4edda" if node in accepted or node == 0 else "#eeeeee"
+        box = {"boxstyle": "round", "facecolor": color, "edgecolor": "#888888"}
+        axes.text(*spot, words[node], ha="center", va="center", family="monospace", bbox=box)
     axes.set_title(title)
     axes.set_xlim(-0.5, depth.max() + 0.5)
     axes.axis("off")
@@ -191,10 +186,5 @@ def gullible(logits, draft, tree, coins):
 
 
 wrong = law(Rule("gullible", gullible, "round", frozenset({"chain"})), "chain")
-print(
-    wrong.subject,
-    "- total variation",
-    round(wrong.measured, 3),
-    "passed" if wrong.passed else "FAILED",
-)
+print(wrong.subject, "FAILED:", wrong.note)
 assert not wrong.passed
