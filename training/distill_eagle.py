@@ -58,10 +58,10 @@ class HeadSettings:
         all)
       head_layers: blocks (0: one, or four with --parallel)
       intermediate_size: width of the feed-forward (0: as in the target)
-      fc_norm: norm each hidden state that an EAGLE-3 head reads
-      norm_before_fc: norm them joined
+      fc_norm: norm each hidden state that an EAGLE-3 head reads, as EAGLE-3.1 does
+      norm_before_fc: norm them joined instead
       norm_before_residual: what an EAGLE-3 head's first block adds to is normed, too
-      norm_output: what an EAGLE-3 head feeds back to itself is normed
+      norm_output: what an EAGLE-3 head feeds back to itself is normed, as EAGLE-3.1 does
       start: whether an EAGLE-3 head begins as an early exit of the target or at random
       head: folder of a head to start from instead, which then decides all of the above
     """
@@ -82,6 +82,8 @@ class HeadSettings:
             given = getattr(self, field.name)
             if field.name != "head" and given != field.default:
                 raise bad_option(field.name, given, "leave it out: --head decides it")
+        if self.fc_norm and self.norm_before_fc:
+            raise bad_option("norm_before_fc", True, "--fc-norm norms them already; leave one out")
         for name, least in (("draft_vocab_size", 0), ("head_layers", 0), ("intermediate_size", 0)):
             if getattr(self, name) < least:
                 raise bad_option(name, getattr(self, name), f"it must be at least {least}")

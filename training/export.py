@@ -126,6 +126,9 @@ def layout_of(format: str | None, config: HeadConfig) -> str | None:
         raise bad_option("format", format, "P-EAGLE heads have eagle and speculators")
     if config.mask_token_id is not None:
         return "peagle"
+    norms = config.feature_norms, config.input_norm, config.norm_before_residual, config.norm_output
+    if format == "sglang" and any(norms):
+        raise bad_option("format", format, "heads with norms of their own have eagle, speculators")
     return "eagle" if config.generation == 1 else "eagle3"
 
 

@@ -105,7 +105,7 @@ def test_a_head_is_trained_on_from_its_files(words, target, tmp_path):
     raw = json.loads((first / "export" / "config.json").read_text())
     named = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     assert [raw[name] for name in named] == [True, False, True, True]
-    more = ["--unroll", "1", "--head", str(first / "export"), "--format", "sglang"]
+    more = ["--unroll", "1", "--head", str(first / "export")]
     assert distill_eagle.main([*words, "--output", str(second), *more]) == 0
     losses = [
         json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["heldout_loss"]
@@ -273,6 +273,9 @@ def test_they_are_trained_on_from_their_files(
         (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
          "only eagle3 heads have it"),
         (distill_eagle, ["--variant", "hass", "--fc-norm"], "only eagle3 heads have it"),
+        (distill_eagle, ["--fc-norm", "--norm-before-fc"], "norms them already; leave one out"),
+        (distill_eagle, ["--format", "sglang", "--norm-output"],
+         "heads with norms of their own have eagle, speculators"),
         (distill_eagle, ["--variant", "hass", "--format", "speculators"],
          "hass heads have eagle and sglang"),
         (distill_eagle, ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
