@@ -61,6 +61,7 @@ print("on", jax.devices()[0].device_kind)
 #
 # - the target stays as it is; its hidden states are computed in the same compiled program as the head's step;
 # - `--capture-layers 2 5 7`: the hidden states that the head reads, of the target's 8 blocks;
+# - `--fc-norm` and `--norm-before-residual`: those states grow from block to block, so each is normed before they are mixed;
 # - `--unroll 3`: the head is trained on three steps of its own guesses, since that is what it will draft from;
 # - `--loss overlap` trains Σ min(p, q), the very chance that a drawn token is accepted;
 # - `--schedule wsd`: the learning rate warms up, stays, and falls over the last `--decay` steps.
@@ -71,40 +72,16 @@ print("on", jax.devices()[0].device_kind)
 # %%
 def distil(steps, decay):
     """Trains up to `steps`, going on where the run in the folder stopped."""
-    words = ["--target", TARGET, "--data", *DATA, "--held-out-modules", *HELD_OUT, "--output", RUN]
-    words += ["--length", LENGTH, "--batch", BATCH, "--accumulate", 1, "--unroll", UNROLL]
-    words += ["--loss", "overlap", "--optimizer", "muon", "--learning-rate", 1e-2, "--clip-at", 1.0]
-    words += [
-        "--capture-layers",
-        2,
-        5,
-        7,
-        "--schedule",
-        "wsd",
-        "--warmup",
-        FIRST_STEPS,
-        "--steps",
-        steps,
-        "--decay",
-        decay,
-    ]
-    words += [
-        "--eval-every",
-        EVAL_EVERY,
-        "--eval-windows",
-        2 * BATCH,
-        "--num-speculative-tokens",
-        4,
-    ]
-    words += [
-        "--acceptance-prompts",
-        PROMPTS,
-        "--prompt-tokens",
-        64,
-        "--max-new-tokens",
-        MAX_TOKENS,
-    ]
-    assert distill_eagle.main([str(word) for word in words]) == 0
+    words = ["--target", str(TARGET), "--output", str(RUN), "--data", *DATA]
+    words += ["--held-out-modules", *HELD_OUT]
+    words += f"--length {LENGTH} --batch {BATCH} --accumulate 1".split()
+    words += f"--capture-layers 2 5 7 --fc-norm --norm-before-residual --unroll {UNROLL}".split()
+    words += f"--loss overlap --optimizer muon --clip-at 1.0 --warmup {FIRST_STEPS}".split()
+    words += f"--learning-rate 1e-2 --schedule wsd --steps {steps} --decay {decay}".split()
+    words += f"--eval-every {EVAL_EVERY} --eval-windows {2 * BATCH}".split()
+    words += f"--num-speculative-tokens 4 --acceptance-prompts {PROMPTS}".split()
+    words += f"--prompt-tokens 64 --max-new-tokens {MAX_TOKENS}".split()
+    assert distill_eagle.main(words) == 0
 
 
 distil(FIRST_STEPS, 0)
@@ -179,7 +156,7 @@ plt.show()
 # %% [markdown]
 # ## 5. After
 #
-# Beside the head that comes with the package, which was trained in the same way for six hours and 32 million tokens.
+# Beside the head that comes with the package, which was trained in the same way, for hours (`docs/training.md`).
 
 # %%
 after, texts = serve(RUN / "export")
