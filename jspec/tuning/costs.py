@@ -63,10 +63,7 @@ class Rounds:
         self._batch = endless(plan, halfway(plan, params, work, said, shared))
         self._rounds = _ROUNDS
         if bare:
-            request, state = self._batch.request, self._batch.state
-            last = jnp.where(state.done, request.max_length, state.history.length + 1)
-            self._batch = self._batch.replace(request=request.replace(max_length=last))
-            self._rounds = 1
+            self._batch, self._rounds = _ending(self._batch), 1
         after = self._launch()  # compiles
         begin = time.perf_counter()
         after = self._launch()
@@ -127,11 +124,20 @@ def launch() -> Repeated:
     return Repeated(_launch)
 
 
-def prompts(plan: Plan, params: Params, work: Workload) -> Repeated:
-    """A clock: taking in the prompts of the middle group."""
+def first_tokens(plan: Plan, params: Params, work: Workload, shared: Shared) -> Repeated:
+    """A clock: taking in the prompts of the middle group, and a round that ends all rows.
+
+    In the programs of whole answers; what a method learns of a text that ended is included.
+    """
     rows = work.rows()
     some = [rows[index] for index in work.middle]
-    return Repeated(lambda: start(plan, params, some, warps=warps_of(rows)))
+
+    def run() -> Batch:
+        batch = start(plan, params, some, warps=warps_of(rows))
+        batch = _ending(batch.replace(shared=jax.tree.map(jnp.copy, shared)))
+        return advance(plan, params, batch).state
+
+    return Repeated(run)
 
 
 def timed(clocks: Sequence[Clock], repeats: int, patience: int) -> list[float]:
@@ -185,13 +191,17 @@ class Costs:
         Args:
           seconds: of rounds, of which the share ``drafted`` had a draft.
           drafted: as said.
-          bare: of rounds without; None for those known of the family.
+          bare: of rounds without, where that was measured; None for what the passes say.
           size: N.
         """
-        self.bare = self.bare if bare is None else bare
+        wider = self.of_pass(size) - self.of_pass(1)
+        if bare is None:
+            self.bare = seconds - drafted * wider
+            return RoundTime(self.bare + wider, self.bare)
+        self.bare = bare
         if drafted < _RARE:
-            return RoundTime(self.bare + self.of_pass(size) - self.of_pass(1), self.bare)
-        return RoundTime((seconds - (1 - drafted) * self.bare) / drafted, self.bare)
+            return RoundTime(bare + wider, bare)
+        return RoundTime((seconds - (1 - drafted) * bare) / drafted, bare)
 
     def learn(self, depth: int, size: int, measured: RoundTime) -> None:
         """Takes in what rounds of a shape were measured to take."""
@@ -236,6 +246,13 @@ class Costs:
             return first
         slope = (rests[-1] - rests[-2]) / (depths[-1] - depths[-2])
         return float(rests[-1] + max(slope, 0.0) * (depth - depths[-1]))
+
+
+def _ending(batch: Batch) -> Batch:
+    """The batch with one token left to every row: so no draft is kept."""
+    request, state = batch.request, batch.state
+    last = jnp.where(state.done, request.max_length, state.history.length + 1)
+    return batch.replace(request=request.replace(max_length=last))
 
 
 @functools.partial(jax.jit, static_argnames=("target", "size"))

@@ -14,7 +14,7 @@ from jspec.loading import LoadedModel
 from jspec.plan import Plan
 from jspec.types import Params, Shared
 
-_DRAWN_ANSWERS = 8
+_DRAWN_ANSWERS = 16
 
 
 @dataclasses.dataclass(frozen=True)

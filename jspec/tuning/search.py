@@ -27,7 +27,6 @@ from jspec.tuning.trees import best_trees
 from jspec.types import Params, Shared, Sharing
 
 _ROWS_OF_TABLE = 12  # of the candidates that results name
-_FEW = 0.02  # share of rounds without a draft that is not looked into
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ class Search:
         self._work, self._settings = work, settings
         self._words = lambda words: on_step(f"{work.case.words}: {words}")
         self._measured: dict[Candidate, RoundTime] = {}
-        self._prompts: dict[int, float] = {}
+        self._firsts: dict[int, float] = {}  # of first tokens, beyond the round
         self._learnt: dict[Candidate, Shared] = {}
         self._costs: dict[int, Costs] = {}
         self.entries: list[Entry] = []
@@ -140,13 +139,14 @@ class Search:
         passes = [costs.pass_over(made.plan, made.params, batch, size) for size in sizes]
         rounds = costs.Rounds(made.plan, made.params, work, self._said, ())
         runs = [
-            costs.prompts(made.plan, made.params, work), costs.Repeated(self._one_token(llm)),
+            costs.first_tokens(made.plan, made.params, work, ()),
+            costs.Repeated(self._one_token(llm)),
             costs.launch(), rounds, *passes,
         ]  # fmt: skip
         self._words("measuring passes over 1 to many nodes")
-        prompt, call, launch, one, *seconds = costs.timed(runs, settings.repeats, settings.patience)
+        first, call, launch, one, *seconds = costs.timed(runs, settings.repeats, settings.patience)
         # A call for one token: the prompts, a round, and what the host does.
-        self._call, self._prompts[0] = call - one, prompt
+        self._call, self._firsts[0] = call - one, first - one
         self._one_call = runs[1]
         blank = Costs(sizes, [max(each - launch, 0.0) for each in seconds], one, one)
         self._costs = {f.number: dataclasses.replace(blank, chains={}, trees={})
@@ -214,23 +214,24 @@ class Search:
             entry = self.entries[place] = dataclasses.replace(entry, passes=passes)
         clocks = self._rounds(entry, made)
         runs = [self._plain_rounds, *clocks]
-        if candidate.family not in self._prompts:
-            runs.append(costs.prompts(made.plan, made.params, self._work))
+        if is_new := candidate.family not in self._firsts:
+            shared = self._learnt.get(candidate, ())
+            runs.append(costs.first_tokens(made.plan, made.params, self._work, shared))
         plain, *seconds = costs.timed(runs, settings.repeats, settings.patience)
         # Beside plain rounds of the same minutes: the machine may have become slower since.
         steady = [self._costs[0].plain / plain * each for each in seconds]
-        if candidate.family not in self._prompts:
-            self._prompts[candidate.family] = steady[-1]
         self._learn(entry, list(zip(clocks, steady, strict=False)))
+        if is_new:
+            self._firsts[candidate.family] = steady[-1] - self._measured[candidate].without
 
     def _rounds(self, entry: Entry, made: Assembly) -> list["_Clock"]:
-        """Its clocks: rounds as they come, and those without a draft where there are such.
+        """Its clocks: rounds as they come, and those without a draft.
 
         A method that learns from answers has learnt from them.
         """
         shared = self._learnt.get(entry.candidate, ())
-        passes = entry.passes
-        both = passes.drafted and passes.plain > _FEW * (passes.drafted + passes.plain)
+        # The last round of a text teaches such a method: it takes longer than others.
+        both = entry.depth and not isinstance(made.plan.drafter, Sharing)
         return [
             _Clock(made.plan, made.params, self._work, self._said, shared, entry, bare)
             for bare in ((False, True) if both else (False,))
@@ -241,7 +242,7 @@ class Search:
         for table in self._costs.values():
             table.rescale(factor)
         self._measured = {which: time.scaled(factor) for which, time in self._measured.items()}
-        self._prompts = {family: seconds * factor for family, seconds in self._prompts.items()}
+        self._firsts = {family: seconds * factor for family, seconds in self._firsts.items()}
 
     def _learn(self, entry: Entry, pairs: Sequence[tuple["_Clock", float]]) -> None:
         """Takes in the seconds that a candidate's clocks have shown."""
@@ -263,7 +264,7 @@ class Search:
 
     def _seconds(self, entry: Entry) -> float:
         """What all prompts are predicted to take."""
-        more = self._prompts.get(entry.candidate.family, self._prompts[0]) - self._prompts[0]
+        more = self._firsts.get(entry.candidate.family, self._firsts[0]) - self._firsts[0]
         calls = len(self._work.groups) * (self._call + more)
         times = self._times(entry)
         return calls + entry.passes.drafted * times.with_draft + entry.passes.plain * times.without

@@ -102,9 +102,10 @@ def test_costs_are_measured_or_the_least_that_they_can_be():
     assert [table.of_pass(size) for size in (1, 2, 4, 6, 8)] == [2.0, 2.2, 2.2, 2.6, 3.0]
     assert table.rest(5, 6) == 0.5 == table.rest(3, 8)  # as if drafting were free
     assert table.expected(7, 8) == RoundTime(3.5, 2.5)
-    assert table.times(4.0, 1.0, None, 8) == RoundTime(4.0, 2.5)
+    assert table.times(4.0, 1.0, None, 8) == RoundTime(4.0, 3.0)
+    assert table.times(3.5, 0.5, None, 8) == RoundTime(4.0, 3.0)
     assert table.times(3.3, 0.5, 2.6, 8) == RoundTime(pytest.approx(4.0), 2.6)
-    assert table.times(2.7, 0.01, None, 8) == RoundTime(pytest.approx(3.6), 2.6)
+    assert table.times(2.7, 0.01, 2.6, 8) == RoundTime(pytest.approx(3.6), 2.6)
     table.learn(4, 5, RoundTime(table.of_pass(5) + 1.3, 2.6))
     assert table.rest(2, 3) == pytest.approx(0.9) and table.rest(6, 7) == pytest.approx(1.7)
     assert table.rest(2, 8) == pytest.approx(0.9)
