@@ -46,7 +46,7 @@ PICTURES = {"compare_methods": 5, "how_it_works": 3, "train_eagle": 1, "write_a_
 
 @by_name
 def test_every_notebook_is_what_its_script_says(script):
-    """If not: ``jupytext --sync notebooks/*.py``."""
+    """If not: ``jupytext --update --to ipynb notebooks/*.py``."""
     paired = jupytext.read(script.with_suffix(".ipynb"))
     written = jupytext.read(script)
     cells = lambda notebook: [
