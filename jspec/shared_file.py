@@ -47,7 +47,8 @@ def load(path: str | os.PathLike, like: Shared) -> Shared:
             "differ in shape; use those settings, or start without the file."
         )
     leaves = [jnp.array(tensors[name]) for name in wanted]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    # Not while a request waits for it.
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
 def _named(shared: Shared) -> dict[str, jax.Array]:
