@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_every_notebook_runs(script, monkeypatch, capsys, tmp_path):
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.close("all")))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # A rule is counted at the vocabulary of the model, in fewer rounds: elsewhere it is in all.
     monkeypatch.setattr(importlib.import_module("jspec.certify.sampled"), "_ELEMENTS", 2**21)
     # As in a kernel, whose module can be imported by name, classes of the notebook with it.
