@@ -63,9 +63,10 @@ def _verdict(batch: dict[str, Any]) -> Iterator[str]:
             f"{title}: a prediction is off by more than {TOLERANCE:.0%} ({off}); other processes, "
             "or answers unlike those recorded: give more questions, or an idle machine."
         )
-    busy = sum(len(row["seconds"]) - row["quiet_samples"] for row in batch["rows"])
-    if busy:
-        yield f"{title}: other processes were busy during {busy} of the samples."
+    if batch["quiet_turns"] < batch["turns"]:
+        busy = batch["turns"] - batch["quiet_turns"]
+        words = "they were left out" if batch["quiet_turns"] else "so that all had to count"
+        yield f"{title}: other processes were busy in {busy} of {batch['turns']} turns; {words}."
 
 
 def _title(batch: dict[str, Any]) -> str:

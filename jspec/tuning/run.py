@@ -141,5 +141,7 @@ def _batch(
         "predicted_winner": predicted["name"],
         "within_tolerance": all(abs(row["error"]) <= TOLERANCE for row in rows),
         "rows": rows,
+        "turns": ran.turns,
+        "quiet_turns": ran.quiet_turns,
         "interrupted": ran.interrupted,
     } | search.report()

@@ -43,13 +43,17 @@ class Race:
     """What was run in turns.
 
     Attributes:
-      field: of the entries, in their order.
+      field: of the entries, in their order, with the samples that count.
       seconds: median of each clock.
+      turns: how many there were.
+      quiet_turns: those during which no other process was busy.
       interrupted: whether Ctrl-C ended it early.
     """
 
     field: Sequence[Contender]
     seconds: Sequence[float]
+    turns: int
+    quiet_turns: int
     interrupted: bool
 
 
@@ -78,13 +82,20 @@ def run_in_turns(
             if not all(each.samples for each in (*field, *timed)):
                 raise
             interrupted = True
-    # What is short is undisturbed now and then even on a busy machine, where no answer is.
-    clean = all(each.has_quiet for each in field)
-    seconds = [
-        costs.median_seconds(each if clean else dataclasses.replace(each, limit=math.inf))
-        for each in timed
+    return _race_of(field, timed, interrupted)
+
+
+def _race_of(field: Sequence[Contender], timed: Sequence[Contender], interrupted: bool) -> Race:
+    """What the undisturbed turns say, or all where there is none: the same ones for everybody."""
+    turns = list(zip(*(each.samples for each in (*field, *timed)), strict=False))
+    quiet = [turn for turn in turns if all(sample.quiet(field[0].limit) for sample in turn)]
+    columns = [list(samples) for samples in zip(*(quiet or turns), strict=True)]
+    chosen = [
+        dataclasses.replace(each, samples=samples, limit=math.inf)
+        for each, samples in zip((*field, *timed), columns, strict=True)
     ]
-    return Race(field, seconds, interrupted)
+    seconds = [costs.median_seconds(each) for each in chosen[len(field) :]]
+    return Race(chosen[: len(field)], seconds, len(turns), len(quiet), interrupted)
 
 
 def rows_of(
@@ -126,5 +137,4 @@ def _row(entry: Entry, each: Contender, plain: Contender, predicted: float) -> d
         "predicted_acceptance_length": entry.passes.tokens_per_pass,
         "error": predicted / statistics.median(speeds) - 1,
         "seconds": [sample.seconds for sample in each.samples],
-        "quiet_samples": sum(sample.quiet(each.limit) for sample in each.samples),
     }
