@@ -3,14 +3,12 @@
 import dataclasses
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jspec.bench.contenders import Ours
 from jspec.bench.table import portable
-from jspec.bench.timing import Contender, Sample, race, ratios, spread
+from jspec.bench.timing import Contender, race, ratios, spread
 from jspec.llm import LLM
 from jspec.tuning import costs
 from jspec.tuning.costs import Clock
@@ -18,24 +16,6 @@ from jspec.tuning.families import Family
 from jspec.tuning.requests import Workload
 from jspec.tuning.search import Entry
 from jspec.tuning.settings import Settings
-from jspec.types import Sharing
-
-
-@dataclasses.dataclass(eq=False)
-class Fresh:
-    """An ``LLM`` through its front door, that has forgotten what it learnt from earlier calls.
-
-    Else a method that looks up past answers would find the very answers that it is timed on.
-    """
-
-    run: Ours
-    blank: Path | None
-
-    def __call__(self) -> Sample:
-        """All prompts under the clock."""
-        if self.blank is not None:
-            self.run.llm.load_shared(self.blank)
-        return self.run()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,21 +47,19 @@ def run_in_turns(
     """
     field: list[Contender] = []
     timed = [Contender(f"clock {index}", clock) for index, clock in enumerate(clocks)]
-    with tempfile.TemporaryDirectory() as folder:
-        for index, entry in enumerate(entries):
-            name = entry.candidate.name
-            on_step(f"{work.case.words}: compiling {name}")
-            run = _served(entry, families, work, Path(folder) / str(index))
-            run()
-            field.append(Contender(name, run))
-        on_step(f"{work.case.words}: running the best two in turns")
-        interrupted = False
-        try:
-            race([*field, *timed], settings.repeats, settings.patience)
-        except KeyboardInterrupt:
-            if not all(each.samples for each in (*field, *timed)):
-                raise
-            interrupted = True
+    for entry in entries:
+        on_step(f"{work.case.words}: compiling {entry.candidate.name}")
+        run = _served(entry, families, work)
+        run()
+        field.append(Contender(entry.candidate.name, run))
+    on_step(f"{work.case.words}: running the best two in turns")
+    interrupted = False
+    try:
+        race([*field, *timed], settings.repeats, settings.patience)
+    except KeyboardInterrupt:
+        if not all(each.samples for each in (*field, *timed)):
+            raise
+        interrupted = True
     return _race_of(field, timed, interrupted)
 
 
@@ -110,17 +88,14 @@ def rows_of(
     return sorted(rows, key=lambda row: -row["tokens_per_second"]["median"])
 
 
-def _served(entry: Entry, families: Sequence[Family], work: Workload, blank: Path) -> Fresh:
+def _served(entry: Entry, families: Sequence[Family], work: Workload) -> Ours:
+    """The entry through the front door."""
     family = families[entry.candidate.family]
     llm = LLM(
         family.target, family.runnable(entry.candidate.config), dtype=family.dtype,
         max_num_seqs=work.case.batch_size,
     )  # fmt: skip
-    run = Ours(llm, work.case, {"all": work.requests})
-    learns = isinstance(family.made(entry.candidate.config).plan.drafter, Sharing)
-    if learns:
-        llm.save_shared(blank)
-    return Fresh(run, blank if learns else None)
+    return Ours(llm, work.case, {"all": work.requests})
 
 
 def _row(entry: Entry, each: Contender, plain: Contender, predicted: float) -> dict[str, Any]:
