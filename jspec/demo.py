@@ -212,8 +212,8 @@ def _footnote(runs: Sequence[Run], repeats: int) -> Text:
         "T: temperature.\n"
         "acceptance length: tokens a pass of the target, its own included; 1 is no gain.\n"
         "text: compared token for token with autoregression of the same dtype and T; gap:\n"
-        "between the target's two best logits where texts part. Sampled draft_model and\n"
-        "eagle3 have the rule `coupled` in float32 (the same text) and `block` in\n"
-        "bfloat16 (the same law).",
+        "between the target's two best logits where texts part. Sampled, all but ngram\n"
+        "have the rule `coupled` in float32 (the same text) and `block` in bfloat16\n"
+        "(the same law).",
         style="dim",
     )
