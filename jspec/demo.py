@@ -25,7 +25,8 @@ from jspec.params import SamplingParams
 ASSETS = Path(__file__).parent / "assets" / "demo"
 PROMPT = ASSETS / "prompt.txt"
 DTYPES = ("float32", "bfloat16")
-DRAFTERS = {"draft_model": "draft", "eagle": "eagle1", "eagle3": "eagle3"}  # by method, their folder
+# By method, the folder of the drafter.
+DRAFTERS = {"draft_model": "draft", "eagle": "eagle1", "eagle3": "eagle3"}
 EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": 4}
 Gap = Callable[[str, Sequence[int]], float]  # dtype, token ids -> the target's gap after them
 

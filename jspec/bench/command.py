@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
-LOG_WIDTH = 200
+_LOG_WIDTH = 200
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
@@ -81,9 +82,14 @@ def bench(
         results = about | measure(
             model, asked, settings, on_case=keep, on_step=lambda words: status.update(words)
         )
+    finish(results, report)
+
+
+def finish(results: dict[str, Any], report: ModuleType) -> None:
+    """Prints the tables and notes that ``report`` makes of results; exit code 130 after Ctrl-C."""
     console = Console()
     if not console.is_terminal:  # a log or a pipe: nothing is cut off there
-        console = Console(width=LOG_WIDTH)
+        console = Console(width=_LOG_WIDTH)
     for table in report.terminal(results):
         console.print(table)
     for note in report.notes(results):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jspec.bench.command import LOG_WIDTH, configs_of
+from jspec.bench.command import configs_of, finish
 
 _MANY = {"rich_help_panel": "What is searched (each may be repeated)"}
 _LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -93,12 +93,4 @@ def tune(
     with Console(stderr=True).status("reading") as status:
         results = about | search(model, asked, settings, on_batch=keep, on_step=status.update)
     keep(results)
-    console = Console()
-    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
-        console = Console(width=LOG_WIDTH)
-    for table in report.terminal(results):
-        console.print(table)
-    for note in report.notes(results):
-        console.print(note, highlight=False)
-    if results["interrupted"]:
-        raise typer.Exit(130)
+    finish(results, report)
