@@ -11,7 +11,7 @@ from jspec.generate import Batch, advance
 from jspec.plan import Plan
 from jspec.types import Params, Shared
 
-_ROUNDS, _REPEATS = 4, 3  # of a length: rounds in one launch, launches of which the best counts
+_ROUNDS, _REPEATS = 12, 3  # of a length: rounds in one launch, launches of which the best counts
 _NEVER = np.float32(1e30)  # seconds
 
 
@@ -35,8 +35,9 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     """``batch.shared`` with the seconds of a round of each length, for batches of this shape.
 
     Runs a few rounds of each length on a copy of the batch, in the program that decodes it; the
-    best of several launches counts. ``batch`` stays as it is. In the copy no row stops or comes to
-    its limit: the last drafts of a text are short, and cheaper.
+    best of several launches counts, less what a launch of no rounds takes: a text is one launch,
+    and what all lengths have in common would make long drafts look cheap. ``batch`` stays as it is.
+    In the copy no row stops or is as long as it may be: last drafts of a text are short and cheap.
     """
     count, forever = len(plan.drafter.lengths), endless(plan, batch)
     seconds = np.full(count, _NEVER)
@@ -45,11 +46,14 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
         for index in range(count):
             only = np.where(np.arange(count) == index, np.float32(1), _NEVER)
             one = copied(forever.replace(shared=forever.shared.replace(seconds=only)))
-            begin = time.perf_counter()
-            after = jax.block_until_ready(advance(plan, params, one, _ROUNDS))
-            spent = time.perf_counter() - begin
-            rounds = int(after.state.round - batch.state.round)
+            times = [time.perf_counter()]
+            for rounds in (0, _ROUNDS):
+                one = jax.block_until_ready(advance(plan, params, one, rounds))
+                times.append(time.perf_counter())
+            rounds = int(one.state.round - batch.state.round)
             if repeat and rounds:
+                empty, full = np.diff(times)
+                spent = max(full - empty, full / 4)  # an empty launch may be disturbed, too
                 seconds[index] = min(seconds[index], spent / rounds)
     return batch.shared.replace(seconds=jnp.asarray(seconds))
 

@@ -82,7 +82,7 @@ class Cascade(ChainedDrafter):
     @property
     def _num_slots(self) -> int:
         """Of the first pass, and of one more for each token after the first at worst."""
-        return self.backlog + (self.max_depth - 1) * self.first.tree_size
+        return self.backlog + max(self.max_depth - 1, 1) * self.first.tree_size
 
     def init(self, params, request, capacity):
         """As the draft model's, with slots for every pass."""
@@ -119,18 +119,16 @@ class Cascade(ChainedDrafter):
         end = lax.while_loop(unfinished, advance, begin)
         places = history.length[:, None] + jnp.arange(self.max_depth)
         drafted = jnp.take_along_axis(end.history.tokens, places, 1, mode="clip")
-        valid = self._valid(history, gap)
         translated = self.use_heterogeneous_vocab and laws is not None
         draft = Draft(
             tokens=jnp.concatenate([tokens.root(history)[:, None], drafted], 1),
             parents=topology.chain(self.max_depth),
-            valid=valid,
+            valid=self._valid(history, gap),
             logits=end.laws,
             draft_to_target=params.drafter.draft_to_target if translated else None,
             max_depth=self.max_depth,
         )
-        kept = jnp.full_like(memory.drafted, -1)
-        kept = kept.at[:, : self.max_depth].set(jnp.where(valid[:, 1:], drafted, -1))
+        kept = self._seen(memory, draft)
         return draft, DraftMemory(memory.cache, end.side, taken, kept, end.seen)
 
     def _advance(self, params, request, cache, history, now: _Round) -> _Round:

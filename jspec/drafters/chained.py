@@ -42,7 +42,7 @@ class DraftMemory:
     cache: kv.KVCache
     side: tuple[kv.AttentionKV, ...]  # [B, Hkv, backlog + K-1, head_dim] a layer
     taken: Array  # [B] int32, committed tokens that the round's first pass took in; 0: it sat out
-    drafted: Array  # [B, K] int32, -1 where the row drafted nothing
+    drafted: Array  # [B, K-1] int32, the round's tokens that the model saw: all but the last; or -1
     path: Array | None = None  # [B, M] bool, of a cascade: side slots whose tokens are on the path
 
 
@@ -106,7 +106,7 @@ class ChainedDrafter:
         side = decoder.init_cache(self.config, batch, self.backlog + self.max_depth - 1).layers
         # A round writes up to backlog - 2 rows more than there is spare room for.
         cache = decoder.init_cache(self.config, batch, capacity + self.backlog - _LEVEL)
-        drafted = jnp.full((batch, self.max_depth), -1, jnp.int32)
+        drafted = jnp.full((batch, self.max_depth - 1), -1, jnp.int32)
         return DraftMemory(cache, side, jnp.zeros((batch,), jnp.int32), drafted)
 
     def absorb(self, params, memory, tokens, features, start, valid):
@@ -153,8 +153,7 @@ class ChainedDrafter:
             ),
             max_depth=self.max_depth,
         )
-        drafted = jnp.where(draft.valid[:, 1:], drafted[:, 1:], -1)
-        kept = jnp.full_like(memory.drafted, -1).at[:, : self.max_depth].set(drafted)
+        kept = self._seen(memory, draft)
         return draft, DraftMemory(memory.cache, side, taken, kept)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
@@ -165,12 +164,17 @@ class ChainedDrafter:
         place = jnp.arange(self.max_depth - 1)
         first = history.length - verdict.num_emitted
         said = jnp.take_along_axis(history.tokens, first[:, None] + place, 1, mode="clip")
-        agrees = (said == memory.drafted[:, :-1]) & (place < verdict.num_emitted[:, None] - 1)
+        agrees = (said == memory.drafted) & (place < verdict.num_emitted[:, None] - 1)
         agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1)
         ran = (verdict.num_emitted > 0) & (memory.taken > 0)
         count = jnp.where(ran, memory.taken + agreeing, 0)
         cache = kv.append(memory.cache, memory.side, self._fed(memory), count)
         return memory.replace(cache=cache, taken=jnp.zeros_like(count)), shared
+
+    def _seen(self, memory: DraftMemory, draft: Draft) -> Array:
+        """``drafted`` after this draft, which may be shorter than the memory was made for."""
+        seen = jnp.where(draft.valid, draft.tokens, -1)[:, 1:-1]
+        return jnp.full_like(memory.drafted, -1).at[:, : self.max_depth - 1].set(seen)
 
     def _fed(self, memory: DraftMemory) -> Array:
         """Side slots [B, R] of what was fed, in the order of the text: taken in, then drafted."""

@@ -39,6 +39,11 @@ class ParallelMemory:
     side: tuple[kv.AttentionKV, ...]  # [B, Hkv, reach, head_dim] a layer
     taken: Array  # [B] int32, how many of them are of committed tokens; 0: the row sat out
 
+    @property
+    def reach(self) -> int:
+        """Committed tokens that a round takes in at most, however short its draft."""
+        return self.side[0].k.shape[2]
+
 
 @dataclasses.dataclass(frozen=True)
 class ParallelDraftModel(TreeDrafter):
@@ -82,17 +87,13 @@ class ParallelDraftModel(TreeDrafter):
         if self.max_length is None:
             object.__setattr__(self, "max_length", self.config.max_positions)
 
-    @property
-    def _reach(self) -> int:
-        """Committed tokens that a round takes in at most."""
-        return max(self.backlog, self.max_depth + 1)
-
     def init(self, params, request, capacity):
         """An empty cache and side buffers."""
         batch = request.max_length.shape[0]
-        side = decoder.init_cache(self.config, batch, self._reach).layers
+        reach = max(self.backlog, self.max_depth + 1)
+        side = decoder.init_cache(self.config, batch, reach).layers
         # A round writes as many rows as it may take in, K + 1 of which ``capacity`` has room for.
-        more = self._reach - self.max_depth - 1
+        more = reach - self.max_depth - 1
         room = capacity + -(-more // _TILE_SLOTS) * _TILE_SLOTS
         cache = decoder.init_cache(self.config, batch, room)
         return ParallelMemory(cache, side, jnp.zeros((batch,), jnp.int32))
@@ -105,19 +106,19 @@ class ParallelDraftModel(TreeDrafter):
     def missing(self, memory, history):
         """All but the root, where that is more than a round takes in."""
         gap = history.length - memory.cache.length
-        return jnp.where(gap > self._reach, gap - 1, 0)
+        return jnp.where(gap > memory.reach, gap - 1, 0)
 
     def propose(self, params, request, shared, memory, history):
         """Drafts from one pass; a row further behind than a round reaches drafts nothing."""
         unseen = history.length - memory.cache.length
-        taken = jnp.minimum(unseen, self._reach)
-        feed = functools.partial(self._pass, params, memory.cache, history, taken)
-        level = self.max_depth + 1
-        if self._reach == level:
+        reach, level = memory.reach, self.max_depth + 1
+        taken = jnp.minimum(unseen, reach)
+        feed = functools.partial(self._pass, params, memory, history, taken)
+        if reach == level:
             hidden, side = feed(level)
         else:
             behind = taken.max() > level
-            hidden, side = lax.cond(behind, lambda: feed(self._reach), lambda: feed(level))
+            hidden, side = lax.cond(behind, lambda: feed(reach), lambda: feed(level))
         logits = next_logits(params.drafter, self.config, hidden, self.target.vocab_size)
         draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
         draft = self.limit(draft, history, taken == unseen)
@@ -125,20 +126,20 @@ class ParallelDraftModel(TreeDrafter):
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Commits what the round took in of the text; the masks are never written."""
-        slots = jnp.arange(self._reach)
+        slots = jnp.arange(memory.reach)
         rows = jnp.broadcast_to(slots, (memory.taken.size, slots.size))
         count = jnp.where(verdict.num_emitted > 0, memory.taken, 0)
         cache = kv.append(memory.cache, memory.side, rows, count)
         return memory.replace(cache=cache, taken=jnp.zeros_like(count)), shared
 
     def _pass(
-        self, params, cache: kv.KVCache, history: History, taken: Array, width: int
+        self, params, memory: ParallelMemory, history: History, taken: Array, width: int
     ) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
         """The last streams [B, K, D] of root and masks, behind at most ``width`` tokens.
 
-        And the entries of the slots for those, of which there are ``_reach``.
+        And the entries of the slots for those, of which there are ``memory.reach``.
         """
-        model = weights_of(params.drafter)
+        model, cache = weights_of(params.drafter), memory.cache
         slots = jnp.arange(width + self.max_depth - 1)
         positions = cache.length[:, None] + slots
         text = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
@@ -154,6 +155,6 @@ class ParallelDraftModel(TreeDrafter):
         x, _ = decoder.trunk(model, self.config, embedded, positions, attend)
         guesses = taken[:, None] - 1 + jnp.arange(self.max_depth)
         hidden = jnp.take_along_axis(x, guesses[..., None], 1, mode="clip")
-        unused = [(0, 0), (0, 0), (0, self._reach - width), (0, 0)]
+        unused = [(0, 0), (0, 0), (0, memory.reach - width), (0, 0)]
         side = lambda entry: jnp.pad(entry[:, :, :width], unused)
         return hidden, tuple(jax.tree.map(side, entries))

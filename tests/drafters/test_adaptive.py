@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import calibration, config
-from jspec.drafters import Cascade, NGram, Suffix
+from jspec.drafters import Cascade, NGram, ParallelDraftModel, Suffix
 from jspec.drafters.adaptive import Adaptive
 from jspec.plan import Plan
 from jspec.types import Params
@@ -103,6 +103,8 @@ DRAFTERS = {
     "cascade": (Cascade.of(NGram(2, 1, 2), tiny.DRAFT), lambda: tiny.params().drafter),
     "suffix": (Suffix(4, suffix_decoding_max_cached_tokens=64), lambda: None),
     "draft_model": (tiny.DRAFT, lambda: tiny.params().drafter),
+    "parallel": (ParallelDraftModel(tiny.TARGET.config, tiny.TARGET, 4, mask_token_id=3),
+                 lambda: tiny.params().target),
     "eagle": (heads.drafter("eagle", 4), lambda: heads.random_params("eagle")),
     "medusa": (heads.drafter("medusa", 4), lambda: heads.random_params("medusa")),
     "mlp": (speculators.drafter("tied scaled", num_speculative_tokens=4),
@@ -132,6 +134,27 @@ def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
     for answer, expected in zip(answers, plain, strict=True):
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
     assert plan.ladder == tuple(sorted({1, 2, most + 1}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("draft_model", "cascade", "parallel") else
+     pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
+)  # fmt: skip
+def test_a_shortened_draft_is_that_of_a_drafter_of_its_length(name):
+    inner, weights = DRAFTERS[name]
+    shaped = {"tree_size", "tree_depth"} & {field.name for field in dataclasses.fields(inner)}
+    short = dataclasses.replace(inner, num_speculative_tokens=1, **dict.fromkeys(shaped))
+    shortened = Adaptive(inner, (0, 1, inner.max_depth), ((1, 1, 1),))
+    params = Params(tiny.params().target, weights())
+    row = host.Row(tiny.prompts((19,))[0], max_tokens=60)
+    (one, other) = (
+        host.generate_rows(Plan(tiny.TARGET, drafter, record_rounds=64), params, [row])[0]
+        for drafter in (shortened, short)
+    )
+    assert one.rounds == other.rounds
+    np.testing.assert_array_equal(one.trace[0], other.trace[0])
+    np.testing.assert_array_equal(one.trace[1][:, :2], other.trace[1])
 
 
 def test_a_draft_model_sits_out_and_comes_back_level():
