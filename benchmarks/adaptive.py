@@ -2,9 +2,9 @@
 
     python -m benchmarks.adaptive [--method ngram] [--out benchmarks/results/adaptive.json]
 
-Texts are given, see ``benchmarks.replay``: ``easy`` repeats itself, ``hard``
-is random token ids, which no drafter can guess, ``alternating`` is 64 tokens of the one and 64 of
-the other in turn. Costs are measured once before the clock starts, as ``LLM`` does. All contenders
+Texts are given, see ``benchmarks.replay``, four of each kind, as luck with a single one is worth
+more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
+can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured once before the clock starts, as ``LLM`` does. All contenders
 take turns; a ratio is that of the times of one turn, and its interval that of the mean ratio.
 """
 
@@ -31,21 +31,22 @@ from jspec.generate import Row, start
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
+_TEXTS = 4  # of a kind
 _TURN = 64  # tokens of one kind in the alternating text
 
 
 def texts(tokenizer, prompt: int, answer: int) -> dict[str, list[Request]]:
-    """One request of each kind."""
+    """The requests of each kind."""
     rng = np.random.default_rng(0)
-    (easy,) = constants(tokenizer, 1, prompt, answer)
-    noise = rng.integers(4, tokenizer.vocab_size, answer).tolist()
-    turn = np.arange(answer) // _TURN % 2
-    mixed = [(easy.answer, noise)[kind][index] for index, kind in enumerate(turn)]
-    return {
-        "easy": [easy],
-        "hard": [Request(easy.prompt, noise)],
-        "alternating": [Request(easy.prompt, mixed)],
-    }
+    easy = list(constants(tokenizer, _TEXTS, prompt, answer))
+    noise = rng.integers(4, tokenizer.vocab_size, (_TEXTS, answer))
+    hard = [Request(one.prompt, ids.tolist()) for one, ids in zip(easy, noise, strict=True)]
+    first = np.arange(answer) // _TURN % 2 == 0
+    mixed = [
+        Request(one.prompt, np.where(first, one.answer, other.answer).tolist())
+        for one, other in zip(easy, hard, strict=True)
+    ]
+    return {"easy": easy, "hard": hard, "alternating": mixed}
 
 
 def settings(method: str, lengths: list[int]) -> dict[str, dict | None]:
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 2, 4, 8])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--answer-tokens", type=int, default=512)
+    parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--quiet", type=float, default=0.1)

@@ -4,7 +4,7 @@ Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is
 1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
 length were measured to take on this machine (``jspec.calibration``), drafting and all. The length
 of the best ratio is chosen for the whole batch, 0 among them: then nothing is drafted, and the
-target runs on one node. That is only chosen once it is the better one beyond doubt; a row that
+target runs on one node. That is only chosen once it is the better one by a margin; a row that
 drafts no more is tried again after a few rounds, and after twice as many each time that this was in
 vain. What decides was known before the round, so every
 rule stays exact.
@@ -20,8 +20,9 @@ from flax import struct
 from jspec import backlog, branching, tokens
 from jspec.types import Array, Draft, Drafter, History, Sharing, Verdict
 
-_PRIOR = 0.7  # a before anything is known, as if one token had been tried
-_EVIDENCE = 16.0  # drafted tokens that all experience is worth at most
+_PRIOR = 0.6  # a before anything is known, as if one token had been tried
+_EVIDENCE = 24.0  # drafted tokens that all experience is worth at most
+_DOUBT = 0.5  # standard errors above what was seen that drafting must not pay at, to be given up
 _FADING = 0.95  # what it is worth after a round without a draft: a text changes
 _SOONEST, _LATEST = 4, 128  # rounds without a draft before one is tried again
 
@@ -210,9 +211,9 @@ class Adaptive:
             return longest
         rate = memory.accepted / memory.tried
         rate = jnp.where(memory.idle < memory.patience, rate, jnp.maximum(rate, _PRIOR))
-        # Who drafts is given up late, as nothing more is learned then: once acceptance a standard
-        # error above the one that was seen would not pay. Who does not goes by what is known.
-        doubt = jnp.sqrt(rate * (1 - rate) / memory.tried)
+        # Who drafts is given up late, as nothing more is learned then: once acceptance a little
+        # above the one that was seen would not pay. Who does not goes by what is known.
+        doubt = _DOUBT * jnp.sqrt(rate * (1 - rate) / memory.tried)
         hopeful = jnp.where(memory.idle > 0, rate, jnp.minimum(rate + doubt, 1))
         measured = (shared.seconds > 0).all()
         seconds = jnp.where(measured, shared.seconds, 1)
