@@ -289,6 +289,7 @@ def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> 
     if "num_speculative_tokens" in fields:
         config_values.check_count(values["num_speculative_tokens"], "config" in fields)
     values["use_heterogeneous_vocab"] = config_values.flag(values, "use_heterogeneous_vocab")
+    config_values.check_real("confidence_threshold", values["confidence_threshold"], listed=False)
     if "prompt_lookup_max" in fields:
         values |= config_values.prompt_lookup(
             values["prompt_lookup_min"], values["prompt_lookup_max"]

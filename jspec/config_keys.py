@@ -113,8 +113,10 @@ _WORKS = (
      "not in vLLM; of 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row and "
      "round the one that promises more)"),
     ("confidence_threshold", None,
-     "not in vLLM; of 'dspark': a node is dropped where the head guesses from the tokens above it "
-     "that all down to it are accepted less often than this, 0 to 1"),
+     "not in vLLM; a chain that is drafted token by token ends behind the first token down to "
+     "which the product of the drafter's probabilities is less than this, 0 to 1; of 'dspark': a "
+     "node is dropped where the head guesses from the tokens above it that all down to it are "
+     "accepted less often"),
     ("dspark_draft_topk", None,
      "of 'dspark': tokens of a slot that are drafted from, the likeliest before the bias by the "
      "token before"),

@@ -42,6 +42,14 @@ class Children(NamedTuple):
     law: Array | None = None  # [B, F, Vd], what they were drawn from; None: they were not drawn
 
 
+class Level(NamedTuple):
+    """The nodes of a chain at one depth, [B], or at several, [B, n]."""
+
+    tokens: Array  # int32, target ids
+    law: Array | None  # [..., Vd], what they were drawn from
+    likely: Array | None  # the product of probabilities from the root on, where it counts
+
+
 @dataclasses.dataclass(frozen=True)
 class Drawing:
     """How the children of a round are chosen.
@@ -55,6 +63,8 @@ class Drawing:
       noise: "target" draws with the noise that the target will draw with.
       vocab_size: V, of the target.
       draft_to_target: target ids of the draft's vocabulary, int32 [Vd]; None for the same ids.
+      confidence_threshold: a chain ends behind the first token down to which the product of
+        probabilities that they were drawn with is less than this; None: it never does.
     """
 
     request: Request
@@ -63,6 +73,7 @@ class Drawing:
     noise: Literal["own", "target"]
     vocab_size: int
     draft_to_target: Array | None = None
+    confidence_threshold: float | None = None
 
     @property
     def deterministic(self) -> bool:
@@ -83,10 +94,16 @@ class Drawing:
         branches = shaping.at_root(self.history)
         if drafted is not None:
             branches = branches.replace(drafted=drafted)
+        return self._shaped(logits, self.request.sampling.shaping, branches)
+
+    def shaped_below(self, logits: Array) -> Array:
+        """Logits [B, F, Vd] of nodes below the root, as far as all their branches are alike."""
         wanted = self.request.sampling.shaping
-        return shaping.shape_draft(
-            logits, wanted, branches, self.vocab_size, self.draft_to_target
-        )  # fmt: skip
+        wanted = None if wanted is None else wanted.of_any_branch
+        return self._shaped(logits, wanted, shaping.at_root(self.history))
+
+    def _shaped(self, logits: Array, wanted: Any, branches: shaping.Branches) -> Array:
+        return shaping.shape_draft(logits, wanted, branches, self.vocab_size, self.draft_to_target)
 
     def children(
         self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array,
@@ -205,7 +222,11 @@ def chain(
     *,
     unrolled: bool = False,
 ) -> Draft:
-    """A chain of ``depth`` nodes.
+    """A chain of ``depth`` nodes, of which those behind its end are not valid.
+
+    Where it ends is decided by the tokens before, so no law is changed (SpecDec++, arXiv
+    2405.19715, has a trained head decide). Where all rows have ended, the head does not run, unless
+    it is ``unrolled``.
 
     Args:
       drawing: how children are chosen.
@@ -217,22 +238,53 @@ def chain(
     """
     only = np.ones(1, int)
 
-    def draw(logits: Array, node: int | Array, said: Array | None) -> tuple[Array, Array | None]:
+    least = drawing.confidence_threshold
+
+    def draw(logits: Array, node: int | Array, said: Array | None, likely: Array | None) -> Level:
         drawn = drawing.children(logits, only, jnp.int32(node)[None], node, said)
-        return drawing.target_ids(drawn.ids[:, :, 0]), drawn.law
+        ids = drawn.ids[:, :, 0]
+        if likely is not None:
+            likely *= sampling.chance(logits, drawn.law, ids, drawing.request.sampling)
+        return Level(drawing.target_ids(ids), drawn.law, likely)
 
-    def step(carry: tuple[Frontier, Array, Array | None], node: int | Array):
-        frontier, token, said = carry
-        frontier, logits = feed(frontier, token, only - 1, node, node - 1)
+    def step(carry: tuple[Frontier, Array | None, Level], node: int | Array):
+        frontier, said, before = carry
+        frontier, logits = feed(frontier, before.tokens, only - 1, node, node - 1)
         if said is not None:
-            said = said.at[:, :, node - 1].set(token)
-        drawn = draw(logits, node, said)
-        return (frontier, drawn[0], said), drawn
+            said = said.at[:, :, node - 1].set(before.tokens)
+        level = draw(logits, node, said, before.likely)
+        return (frontier, said, level), level
 
-    said = jnp.full((logits.shape[0], 1, depth), -1, jnp.int32) if drawing.shapes else None
-    first = draw(logits, 0, said)
-    drafted, laws = _levels(step, (frontier, first[0], said), first, depth, unrolled)
-    return chained(drawing, drafted, laws)
+    batch = logits.shape[0]
+    said = jnp.full((batch, 1, depth), -1, jnp.int32) if drawing.shapes else None
+    first = draw(logits, 0, said, None if least is None else jnp.ones((batch, 1)))
+    if least is not None and not unrolled:  # or what is carried may grow from depth to depth
+        step = until_unlikely(step, least)
+    levels = _levels(step, (frontier, said, first), first, depth, unrolled)
+    draft = chained(drawing, levels.tokens, levels.law)
+    return draft if least is None else ended(draft, levels.likely, least)
+
+
+def until_unlikely(step: Callable, least: float) -> Callable:
+    """``step`` of a scan over the depths of a chain, until no row is ``least`` likely any more.
+
+    What it carries ends with the ``Level`` before; what it gives is a level. Then it gives zeros.
+    """
+
+    def maybe(carry: tuple, node: int | Array) -> tuple[tuple, Level]:
+        stop = lambda carry: (carry, jax.tree.map(jnp.zeros_like, carry[-1]))
+        likely = (carry[-1].likely >= least).any()
+        return lax.cond(likely, lambda carry: step(carry, node), stop, carry)
+
+    return maybe
+
+
+def ended(draft: Draft, likely: Array, least: float) -> Draft:
+    """A chain whose nodes 1 to K are as ``likely`` [B, K], cut behind the first below ``least``."""
+    goes_on = jnp.cumprod(likely[:, :-1] >= least, 1, dtype=jnp.int32).astype(bool)
+    return draft.replace(
+        valid=draft.valid & jnp.pad(goes_on, ((0, 0), (2, 0)), constant_values=True)
+    )
 
 
 def chained(drawing: Drawing, drafted: Array, laws: Array | None) -> Draft:

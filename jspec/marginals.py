@@ -34,7 +34,13 @@ def _next_row(logits: Array, drafted, parents, depth: int, slot) -> tuple[Array,
 
 
 def chain(drawing: Drawing, logits: Array) -> Draft:
-    """A chain of K nodes from logits [B, K, Vd], all drawn at once."""
+    """A chain of K nodes from logits [B, K, Vd], all drawn at once.
+
+    But for requests that change logits by what was drafted before: then one after the other.
+    """
+    if drawing.shapes:
+        only, count = logits[:, :1], logits.shape[1]
+        return growth.chain(drawing, count, only, _next_row, logits, unrolled=True)
     nodes = jnp.arange(logits.shape[1])
     drawn = drawing.children(logits, np.ones(nodes.size, int), nodes, nodes)
     return growth.chained(drawing, drawing.target_ids(drawn.ids[..., 0]), drawn.law)
@@ -51,7 +57,9 @@ def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:
     """
     count, batch = budget.size - 1, logits.shape[0]
     width = min(count, logits.shape[-1])
-    logits = drawing.shaped(logits)
+    if drawing.shapes:  # a grammar drops later what it does not allow on a branch
+        first, below = drawing.shaped(logits[:, :1]), drawing.shaped_below(logits[:, 1:])
+        logits = jnp.concatenate([first, below], 1)
     rows, ids = lax.top_k(jax.nn.log_softmax(logits[:, : budget.max_depth], -1), width)
     ids = drawing.target_ids(ids)
     levels = [Candidates(ids[:, 0], rows[:, 0], jnp.full((batch, width), -1), _index(batch, width))]

@@ -86,6 +86,22 @@ def argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(-1, keepdims=True), index, size - 1).min(-1)
 
 
+def chance(logits: Array, law: Array | None, ids: Array, sampling: Sampling) -> Array:
+    """Probability of ``ids`` [B, ...] by the law that drew them, log-weights [B, ..., V].
+
+    Of rows at temperature 0, and where ``law`` is None as none was drawn: by the softmax of logits.
+    """
+
+    def of(log_weights: Array) -> Array:
+        chosen = jnp.take_along_axis(log_weights, ids[..., None], -1)[..., 0]
+        return jnp.exp(chosen - jax.nn.logsumexp(log_weights, -1))
+
+    if law is None:
+        return of(logits)
+    drawn = (sampling.temperature > 0).reshape(-1, *[1] * (ids.ndim - 1))
+    return jnp.where(drawn, of(law), of(logits))
+
+
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
     """Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
     return _gumbel(*_words(keys, positions[..., None], jnp.arange(vocab_size)))

@@ -48,6 +48,21 @@ Tree = str | tuple[tuple[int, ...], ...]
 Proposal = Literal["point", "chain", "without_replacement", "top_plus_one"]
 
 
+def check_threshold(threshold: float) -> None:
+    """Raises a ValueError unless ``confidence_threshold`` is a probability."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"confidence_threshold={threshold} must be 0 to 1.")
+
+
+def rungs(size: int, varies: bool) -> tuple[int, ...]:
+    """Node counts of drafts up to ``size`` that are worth a program of the target's own.
+
+    Where the length ``varies``, K tokens, half of them, a quarter and so on, root included.
+    """
+    halves = itertools.takewhile(bool, ((size - 1) >> step for step in itertools.count()))
+    return tuple(sorted({1, size, *(1 + half for half in halves if varies)}))
+
+
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
     """The budget of EAGLE-2's tree.

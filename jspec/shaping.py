@@ -53,6 +53,11 @@ class Shaping:
     processes: Array | None = None  # [B, P] bool, whether the row wants the processor
     processors: tuple[LogitsProcessor, ...] = struct.field(pytree_node=False, default=())
 
+    @property
+    def of_any_branch(self) -> "Shaping":
+        """Without what follows the last tokens of a branch; the rest hardly differs below a node."""
+        return self.replace(automaton=None, bad_words=None, processes=None, processors=())
+
 
 @struct.dataclass
 class Branches:

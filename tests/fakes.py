@@ -13,6 +13,7 @@ gives, prompt included). They are point masses:
 * ``RandomDrafter``: right half the time.   * ``RandomLengthDrafter``: right, 0 to K tokens long.
 * ``ScriptedDrafter``: any of the four, row by row.
 * ``BushDrafter``: a tree with at most one right child a node, at a changing rank.
+* ``OnePassDrafter``: what it knows are logits, of which a tree is grown.
 
 ``TableDrafter`` draws a chain from a table of its own (``params.drafter``, float [V, V], the law of
 a token given the one before it) and records the laws it drew from. ``TreeTableDrafter`` draws a
@@ -28,7 +29,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jspec import kv, sampling, tokens, topology
+from jspec import growth, kv, marginals, sampling, shapes, tokens, topology
 from jspec.generate import Answer, advance, read, start
 from jspec.types import Array, Draft, Params, Sampling, TargetOutput
 
@@ -158,6 +159,30 @@ class Script:
 
     tokens: Array  # [B, T] int32
     kind: Array  # [B] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePassDrafter(_Chain):
+    """A head that guesses all K tokens at once and knows the text of a ``script``, of any tree."""
+
+    vocab_size: int
+    tree: str | tuple = "chain"
+
+    @property
+    def shape(self):
+        size = 2 * self.max_depth + 1 if self.tree == "best_first" else None
+        return shapes.requested(self.tree, self.num_speculative_tokens, size, None, None)
+
+    @property
+    def tree_size(self):
+        return self.shape.size
+
+    def propose(self, params, request, shared, memory, history):
+        place = history.length[:, None] + jnp.arange(self.max_depth)
+        said = jnp.take_along_axis(params.drafter.tokens, place, 1, mode="clip")
+        logits = 9.0 * jax.nn.one_hot(said, self.vocab_size)
+        drawing = growth.Drawing(request, history, "greedy", "own", self.vocab_size)
+        return marginals.grow(drawing, self.shape, logits), memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jspec.rows import Row
 from jspec.types import Draft, History, Params
 from tests import llm_fixtures, tiny
 from tests.drafters.several import DRAFTERS
+from tests.fakes import OnePassDrafter, run_rows, script
 from tests.plain_shaping import Spelling
 
 host = importlib.import_module("jspec.generate")
@@ -119,6 +120,17 @@ def test_speculation_changes_no_structured_text(name, temperature, plain):
                 assert token == END or completes(pattern, text + SPELLED[token])
             text += "".join(SPELLED[token] for token in said[: accepted + 1])
             said = said[accepted + 1 :]
+
+
+@pytest.mark.parametrize("tree", ["chain", "best_first"])
+def test_a_head_that_guesses_all_at_once_keeps_to_the_grammar_on_every_branch(tree, plain):
+    drafter = OnePassDrafter(4, tiny.VOCAB, tree)
+    asked, texts = requests(0.0), plain[0.0]
+    params = Params(tiny.params().target, script(asked, texts, length=128))
+    plan = Plan(tiny.TARGET, drafter, record_rounds=32)
+    for answer, expected in zip(run_rows(plan, params, asked), texts, strict=True):
+        assert answer.tokens.tolist() == expected.tokens.tolist()
+        assert set(answer.trace[0][:-1].tolist()) == {4}
 
 
 def test_what_must_follow_is_drafted_for_nothing():

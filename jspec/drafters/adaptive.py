@@ -114,7 +114,8 @@ class Adaptive:
     @property
     def rungs(self) -> tuple[int, ...]:
         """Node counts of the lengths."""
-        return tuple(sorted({1, *(length + 1 for length in self.lengths)}))
+        own = getattr(self.drafter, "rungs", ())
+        return tuple(sorted({1, *own, *(length + 1 for length in self.lengths)}))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:

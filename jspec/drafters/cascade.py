@@ -59,6 +59,11 @@ class Cascade(ChainedDrafter):
                 f"{name} cannot draft for a draft model: it must look up chains in the text alone, "
                 "as 'ngram' does."
             )
+        if self.confidence_threshold is not None:
+            raise ValueError(
+                f"confidence_threshold={self.confidence_threshold} ends what is drafted token by "
+                "token, but a cascade drafts several in a pass; leave it out."
+            )
         if hasattr(self.first, "load_params"):
             raise ValueError(f"{name} has weights of its own, which a cascade has no place for.")
 
@@ -103,7 +108,7 @@ class Cascade(ChainedDrafter):
         said = None
         if request.sampling.shaping is not None:
             said = jnp.full((len(taken), 1), -1, jnp.int32)
-        token, law = self._next(params, request, history, hidden, jnp.int32(0), said)
+        token, law, _ = self._next(params, request, history, hidden, jnp.int32(0), said)
         batch = token.shape[0]
         laws = None
         if law is not None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv, sampling, shaping, tokens, topology
+from jspec import growth, kv, sampling, shapes, shaping, tokens, topology
 from jspec.drafters.language import (
     next_logits,
     spell,
@@ -65,6 +65,7 @@ class ChainedDrafter:
     noise: Literal["own", "target"] = "own"
     use_heterogeneous_vocab: bool = False
     backlog: int = _LEVEL  # committed tokens that a round takes in at most, to draft only then
+    confidence_threshold: float | None = None  # see ``growth.Drawing``
 
     capture_layers = ()
 
@@ -78,11 +79,15 @@ class ChainedDrafter:
                 f"draft_sample_method={self.draft_sample_method!r} must be 'probabilistic' or "
                 "'greedy'."
             )
+        if self.confidence_threshold is not None:
+            shapes.check_threshold(self.confidence_threshold)
         narrow = min((window for window in self.config.windows if window), default=None)
-        if narrow is not None and narrow < self.num_speculative_tokens + 2:
+        round_ = self.num_speculative_tokens + self.backlog  # side slots see each other all
+        if narrow is not None and narrow < round_:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens} does not fit into the draft "
-                f"model's sliding window of {narrow}; it must be at most {narrow - 2}."
+                f"model's sliding window of {narrow}, as a round takes in {self.backlog} tokens "
+                f"before; it must be at most {narrow - self.backlog}."
             )
 
     @property
@@ -94,6 +99,11 @@ class ChainedDrafter:
     def tree_size(self) -> int:
         """A chain under the root."""
         return self.num_speculative_tokens + 1
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Node counts worth a program of their own."""
+        return shapes.rungs(self.tree_size, self.confidence_threshold is not None)
 
     @property
     def proposal(self) -> str:
@@ -127,25 +137,29 @@ class ChainedDrafter:
         said = None
         if request.sampling.shaping is not None:
             said = jnp.full((len(taken), self.max_depth), -1, jnp.int32)
-        first = self._next(params, request, history, hidden, jnp.int32(0), said)
+        least = self.confidence_threshold
+        likely = None if least is None else jnp.ones(taken.shape)
+        first = self._next(params, request, history, hidden, jnp.int32(0), said, likely)
 
         def step(carry, index):
-            token, side, said = carry
+            side, said, before = carry
+            token = before.tokens
             hidden, side = self._feed(params, memory.cache, side, history, taken, token, index)
             if said is not None:
                 said = said.at[:, index - 1].set(token)
-            token, law = self._next(params, request, history, hidden, index, said)
-            return (token, side, said), (token, law)
+            level = self._next(params, request, history, hidden, index, said, before.likely)
+            return (side, said, level), level
 
+        step = step if least is None else growth.until_unlikely(step, least)
         rest = jnp.arange(1, self.max_depth)
-        (_, side, _), (later, laws) = lax.scan(step, (first[0], side, said), rest)
+        (side, _, _), later = lax.scan(step, (side, said, first), rest)
         root = tokens.root(history)[:, None]
-        drafted = jnp.concatenate([root, first[0][:, None], later.T], 1)
+        laws = later.law
         draft = Draft(
-            tokens=drafted,
+            tokens=jnp.concatenate([root, first.tokens[:, None], later.tokens.T], 1),
             parents=topology.chain(self.max_depth),
             valid=self._valid(history, gap),
-            logits=None if laws is None else _stack_laws(first[1], laws),
+            logits=None if laws is None else _stack_laws(first.law, laws),
             draft_to_target=(
                 params.drafter.draft_to_target
                 if self.use_heterogeneous_vocab and laws is not None
@@ -153,6 +167,9 @@ class ChainedDrafter:
             ),
             max_depth=self.max_depth,
         )
+        if least is not None:
+            likely = jnp.concatenate([first.likely[:, None], later.likely.T], 1)
+            draft = growth.ended(draft, likely, least)
         kept = self._seen(memory, draft)
         return draft, DraftMemory(memory.cache, side, taken, kept)
 
@@ -173,7 +190,8 @@ class ChainedDrafter:
 
     def _seen(self, memory: DraftMemory, draft: Draft) -> Array:
         """``drafted`` after this draft, which may be shorter than the memory was made for."""
-        seen = jnp.where(draft.valid, draft.tokens, -1)[:, 1:-1]
+        fed = draft.valid[:, 2:]  # to draft the one behind
+        seen = jnp.where(fed, draft.tokens[:, 1:-1], -1)
         return jnp.full_like(memory.drafted, -1).at[:, : self.max_depth - 1].set(seen)
 
     def _fed(self, memory: DraftMemory) -> Array:
@@ -220,10 +238,11 @@ class ChainedDrafter:
         )  # fmt: skip
         return hidden[:, 0], side
 
-    def _next(self, params, request, history, hidden, index, said):
+    def _next(self, params, request, history, hidden, index, said, likely=None) -> growth.Level:
         """Draws the child of node ``index`` and, where a rule needs it, records its law.
 
-        ``said`` [B, K] are the tokens drafted before, for requests that look at them.
+        ``said`` [B, K] are the tokens drafted before, for requests that look at them; ``likely``
+        [B] is how probable they were all together, where that counts.
         """
         logits = next_logits(
             params.drafter, self.config, hidden, self.vocab_size or self.config.vocab_size
@@ -231,10 +250,11 @@ class ChainedDrafter:
         if said is not None:
             branches = shaping.Branches(history, said[:, None])
             logits = self._shaped(params, request, branches, logits[:, None])[:, 0]
-        if self.use_heterogeneous_vocab:
-            place, law = self._draw(request, history, logits, index, params.drafter)
-            return params.drafter.draft_to_target[place], law
-        return self._draw(request, history, logits, index)
+        ways = params.drafter if self.use_heterogeneous_vocab else None
+        place, law = self._draw(request, history, logits, index, ways)
+        if likely is not None:
+            likely *= sampling.chance(logits, law, place, request.sampling)
+        return growth.Level(place if ways is None else ways.draft_to_target[place], law, likely)
 
     def _shaped(self, params, request, branches, logits):
         """Logits [B, F, Vd] as the request wants them."""

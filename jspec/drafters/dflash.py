@@ -123,6 +123,7 @@ class DSpark(DFlash):
 
     follows = "eagle2"
     sparks: ClassVar[bool] = True
+    knows_chances = True
 
     confidence_threshold: float | None = None
     dspark_draft_topk: int | None = None
@@ -130,8 +131,6 @@ class DSpark(DFlash):
     def __post_init__(self):
         super().__post_init__()
         threshold = self.confidence_threshold
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"confidence_threshold={threshold} must be 0 to 1.")
         if threshold is not None and not self.config.spark.confidence:
             raise ValueError(
                 f"confidence_threshold={threshold}, but the head guesses no chances of acceptance; "

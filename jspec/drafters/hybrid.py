@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import branching, grafting, tokens
+from jspec.drafters.adaptive import Adaptive
 from jspec.naming import shown
 from jspec.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
 
@@ -85,6 +86,11 @@ class Hybrid:
                 f"combine='merge' is not exact for the {second.proposal!r} drafts of {names[1]}; "
                 "have them drawn without replacement ('probabilistic') or not at all ('greedy'), "
                 "or use combine='choose'."
+            )
+        if isinstance(second, Adaptive):
+            raise ValueError(
+                "the second of parts chooses its K by the round, which no combination passes on; "
+                "give the drafter itself."
             )
         asked = {}
         if self.noise == "target" and second.proposal != "point":

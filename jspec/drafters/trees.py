@@ -28,6 +28,8 @@ class TreeDrafter:
         for "probabilistic", but for trees that admit no draws.
       max_length: history length past which nothing is drafted.
       noise: "target" draws with the target's noise (rule ``coupled``).
+      confidence_threshold: a chain ends behind the first token down to which the product of the
+        head's probabilities is less than this, 0 to 1; None: it never does.
 
     Raises:
       ValueError: a setting is out of range, or does not go with the tree or the head.
@@ -35,6 +37,8 @@ class TreeDrafter:
 
     # Whether the head says how deep it drafts where the settings do not.
     knows_depth: ClassVar[bool] = False
+    # Whether the head itself guesses how likely it is right.
+    knows_chances: ClassVar[bool] = False
     # The tree that follows the head's confidence: "best_first" where all nodes of a depth have one
     # law, so that the likeliest paths are known at once; "eagle2" where each node has its own.
     follows: ClassVar[str] = "eagle2"
@@ -49,6 +53,7 @@ class TreeDrafter:
     draft_sample_method: str | None = None
     max_length: int | None = None
     noise: Literal["own", "target"] = "own"
+    confidence_threshold: float | None = None
 
     def __post_init__(self):
         if self.tree in ("eagle2", "best_first") and self.tree != self.follows:
@@ -63,6 +68,7 @@ class TreeDrafter:
         shapes.drawn_by(self.tree, self.shape, self.draft_sample_method)
         self._check_vocabulary(self.config.vocab_size)
         object.__setattr__(self, "tree_size", self.shape.size)
+        self._check_threshold()
 
     @functools.cached_property
     def shape(self) -> Grown:
@@ -92,6 +98,29 @@ class TreeDrafter:
                 f"the tree has nodes with {width} children, but the head knows only {size} tokens."
             )
 
+    def _check_threshold(self) -> None:
+        threshold = self.confidence_threshold
+        if threshold is None:
+            return
+        shapes.check_threshold(threshold)
+        if self.knows_chances:
+            return
+        if self.follows == "best_first":
+            raise ValueError(
+                f"confidence_threshold={threshold} ends what is drafted token by token, but this "
+                "method drafts all at once; leave it out."
+            )
+        if isinstance(self.shape, Dynamic) or max(self.shape.widths) > 1:
+            raise ValueError(
+                f"confidence_threshold={threshold} ends chains, but tree={self.tree!r}; leave it "
+                "out, or take tree='chain'."
+            )
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Node counts worth a program of their own."""
+        return shapes.rungs(self.shape.size, self.confidence_threshold is not None)
+
     @property
     def max_depth(self) -> int:
         """K."""
@@ -112,6 +141,7 @@ class TreeDrafter:
         return growth.Drawing(
             request, history, self.method, self.noise, self.target.vocab_size,
             getattr(params.drafter, "draft_to_target", None),
+            None if self.knows_chances else self.confidence_threshold,
         )  # fmt: skip
 
     def limit(self, draft: Draft, history: History, ready: Array) -> Draft:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.drafters import Hybrid, NGram, Suffix, TokenRecycling
+from jspec.drafters.adaptive import Adaptive
 from jspec.plan import Plan
 from jspec.types import Params
 from tests import tiny
@@ -32,6 +33,7 @@ ROWS = [host.Row((1 + i,) * 3, max_tokens=24, stream=i) for i in range(2)]
 PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
 SCRIPT = script(ROWS, PLAIN)
 LOOKUP = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
+NARROW = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(19,))
 
 
 def run(parts, combine, rounds=0):
@@ -133,6 +135,11 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
          "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; have them drawn "
          "without replacement ('probabilistic') or not at all ('greedy'), or use "
          "combine='choose'."),
+        ((LOOKUP, Adaptive(tiny.DRAFT, (2, 4))), {}, "the second of parts chooses its K by the "
+         "round, which no combination passes on; give the drafter itself."),
+        ((LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)), {"combine": "choose"},
+         "num_speculative_tokens=4 does not fit into the draft model's sliding window of 19, as a "
+         "round takes in 16 tokens before; it must be at most 3."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_combined_is_refused(parts, settings, message):
