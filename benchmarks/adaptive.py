@@ -4,8 +4,9 @@
 
 Texts are given, see ``benchmarks.replay``, four of each kind, as luck with a single one is worth
 more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
-can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured once before the clock starts, as ``LLM`` does. All contenders
-take turns; a ratio is that of the times of one turn, and its interval that of the mean ratio.
+can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
+once before the clock starts, as ``LLM`` does. All contenders take turns; a ratio is that of the
+times of one turn, and its interval that of the mean ratio.
 """
 
 import argparse

@@ -282,9 +282,8 @@ def until_unlikely(step: Callable, least: float) -> Callable:
 def ended(draft: Draft, likely: Array, least: float) -> Draft:
     """A chain whose nodes 1 to K are as ``likely`` [B, K], cut behind the first below ``least``."""
     goes_on = jnp.cumprod(likely[:, :-1] >= least, 1, dtype=jnp.int32).astype(bool)
-    return draft.replace(
-        valid=draft.valid & jnp.pad(goes_on, ((0, 0), (2, 0)), constant_values=True)
-    )
+    valid = jnp.pad(goes_on, ((0, 0), (2, 0)), constant_values=True)  # of the root and its child
+    return draft.replace(valid=draft.valid & valid)
 
 
 def chained(drawing: Drawing, drafted: Array, laws: Array | None) -> Draft:

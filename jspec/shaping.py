@@ -55,7 +55,7 @@ class Shaping:
 
     @property
     def of_any_branch(self) -> "Shaping":
-        """Without what follows the last tokens of a branch; the rest hardly differs below a node."""
+        """Without what depends on the last tokens of a branch; the rest hardly differs below."""
         return self.replace(automaton=None, bad_words=None, processes=None, processors=())
 
 

@@ -89,7 +89,7 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 def test_a_sliding_window_must_hold_a_round():
     config = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(5,))
-    with pytest.raises(ValueError, match="window of 5, as a round .* it must be at most 3"):
+    with pytest.raises(ValueError, match=r"window of 5, as a round .* it must be at most 3"):
         DraftModel(config, 4)
 
 
