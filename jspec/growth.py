@@ -49,6 +49,11 @@ class Level(NamedTuple):
     law: Array | None  # [..., Vd], what they were drawn from
     likely: Array | None  # the product of probabilities from the root on, where it counts
 
+    @property
+    def carried(self) -> "Level":
+        """What the next depth reads of it."""
+        return self._replace(law=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
@@ -253,14 +258,14 @@ def chain(
         if said is not None:
             said = said.at[:, :, node - 1].set(before.tokens)
         level = draw(logits, node, said, before.likely)
-        return (frontier, said, level), level
+        return (frontier, said, level.carried), level
 
     batch = logits.shape[0]
     said = jnp.full((batch, 1, depth), -1, jnp.int32) if drawing.shapes else None
     first = draw(logits, 0, said, None if least is None else jnp.ones((batch, 1)))
     if least is not None and not unrolled:  # or what is carried may grow from depth to depth
         step = until_unlikely(step, least)
-    levels = _levels(step, (frontier, said, first), first, depth, unrolled)
+    levels = _levels(step, (frontier, said, first.carried), first, depth, unrolled)
     draft = chained(drawing, levels.tokens, levels.law)
     return draft if least is None else ended(draft, levels.likely, least)
 
@@ -272,9 +277,10 @@ def until_unlikely(step: Callable, least: float) -> Callable:
     """
 
     def maybe(carry: tuple, node: int | Array) -> tuple[tuple, Level]:
-        stop = lambda carry: (carry, jax.tree.map(jnp.zeros_like, carry[-1]))
-        likely = (carry[-1].likely >= least).any()
-        return lax.cond(likely, lambda carry: step(carry, node), stop, carry)
+        run = lambda carry: step(carry, node)
+        _, level = jax.eval_shape(run, carry)
+        stop = lambda carry: (carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), level))
+        return lax.cond((carry[-1].likely >= least).any(), run, stop, carry)
 
     return maybe
 

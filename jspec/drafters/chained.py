@@ -148,11 +148,11 @@ class ChainedDrafter:
             if said is not None:
                 said = said.at[:, index - 1].set(token)
             level = self._next(params, request, history, hidden, index, said, before.likely)
-            return (side, said, level), level
+            return (side, said, level.carried), level
 
         step = step if least is None else growth.until_unlikely(step, least)
         rest = jnp.arange(1, self.max_depth)
-        (side, _, _), later = lax.scan(step, (side, said, first), rest)
+        (side, _, _), later = lax.scan(step, (side, said, first.carried), rest)
         root = tokens.root(history)[:, None]
         laws = later.law
         draft = Draft(
