@@ -263,26 +263,34 @@ def chain(
     batch = logits.shape[0]
     said = jnp.full((batch, 1, depth), -1, jnp.int32) if drawing.shapes else None
     first = draw(logits, 0, said, None if least is None else jnp.ones((batch, 1)))
-    if least is not None and not unrolled:  # or what is carried may grow from depth to depth
-        step = until_unlikely(step, least)
-    levels = _levels(step, (frontier, said, first.carried), first, depth, unrolled)
+    levels = _levels(step, (frontier, said, first.carried), first, depth, unrolled, least)
     draft = chained(drawing, levels.tokens, levels.law)
     return draft if least is None else ended(draft, levels.likely, least)
 
 
-def until_unlikely(step: Callable, least: float) -> Callable:
-    """``step`` of a scan over the depths of a chain, until no row is ``least`` likely any more.
+def scan_likely(step: Callable, carry: tuple, nodes: Array, least: float | None) -> tuple:
+    """``lax.scan`` over the depths of a chain, until no row is ``least`` likely any more.
 
-    What it carries ends with the ``Level`` before; what it gives is a level. Then it gives zeros.
+    ``carry`` ends with the ``Level`` before; ``step`` gives a level. Those not come to are zeros.
     """
+    if least is None or not nodes.size:
+        return lax.scan(step, carry, nodes)
+    # Not a scan of ``lax.cond``: what a branch reads, the head's cache, may be copied for it.
+    _, level = jax.eval_shape(step, carry, nodes[0])
+    levels = jax.tree.map(lambda x: jnp.zeros((nodes.size, *x.shape), x.dtype), level)
 
-    def maybe(carry: tuple, node: int | Array) -> tuple[tuple, Level]:
-        run = lambda carry: step(carry, node)
-        _, level = jax.eval_shape(run, carry)
-        stop = lambda carry: (carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), level))
-        return lax.cond((carry[-1].likely >= least).any(), run, stop, carry)
+    def goes_on(loop: tuple) -> Array:
+        index, carry, _ = loop
+        return (index < nodes.size) & (carry[-1].likely >= least).any()
 
-    return maybe
+    def advance(loop: tuple) -> tuple:
+        index, carry, levels = loop
+        carry, level = step(carry, nodes[index])
+        put = lambda all_of_them, one: all_of_them.at[index].set(one)
+        return index + 1, carry, jax.tree.map(put, levels, level)
+
+    _, carry, levels = lax.while_loop(goes_on, advance, (jnp.int32(0), carry, levels))
+    return carry, levels
 
 
 def ended(draft: Draft, likely: Array, least: float) -> Draft:
@@ -308,10 +316,14 @@ def chained(drawing: Drawing, drafted: Array, laws: Array | None) -> Draft:
     )
 
 
-def _levels(step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bool) -> Any:
+def _levels(
+    step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bool,
+    least: float | None = None,
+) -> Any:  # fmt: skip
     """``first`` and what ``step`` gives at depths 1, 2, ..., joined along axis 1.
 
-    One program serves all depths, or each has its own where ``unrolled``.
+    One program serves all depths, or each has its own where ``unrolled``. ``least`` is of
+    ``scan_likely``; unrolled, what is carried may grow from depth to depth, and all are run.
     """
     if unrolled:
         found = [first]
@@ -319,7 +331,7 @@ def _levels(step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bo
             carry, level = step(carry, depth)
             found.append(level)
         return jax.tree.map(lambda *levels: jnp.concatenate(levels, 1), *found)
-    _, later = lax.scan(step, carry, jnp.arange(1, max_depth))
+    _, later = scan_likely(step, carry, jnp.arange(1, max_depth), least)
     flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
     return jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
 

@@ -150,9 +150,9 @@ class ChainedDrafter:
             level = self._next(params, request, history, hidden, index, said, before.likely)
             return (side, said, level.carried), level
 
-        step = step if least is None else growth.until_unlikely(step, least)
         rest = jnp.arange(1, self.max_depth)
-        (side, _, _), later = lax.scan(step, (side, said, first.carried), rest)
+        begin = side, said, first.carried
+        (side, _, _), later = growth.scan_likely(step, begin, rest, least)
         root = tokens.root(history)[:, None]
         laws = later.law
         draft = Draft(

@@ -122,8 +122,8 @@ def plans(implementation: str | None) -> dict[str, Plan]:
     """The decode loops; kernels of attention and, where nodes are drawn, of judging them.
 
     A sampled chain of a small model, Medusa's published static tree, and an EAGLE-3 head over a
-    reduced vocabulary: a chain, a drawn tree that is judged as a whole, EAGLE-2's dynamic tree, and
-    chains of a length chosen by the round, or none.
+    reduced vocabulary: a chain, a drawn tree that is judged as a whole, EAGLE-2's dynamic tree,
+    chains of a length chosen by the round, or none, and chains that end where they are unlikely.
     """
     with_kernel = lambda config: dataclasses.replace(config, attention=implementation)
     target = decoder.Decoder(with_kernel(TARGET))
@@ -140,6 +140,8 @@ def plans(implementation: str | None) -> dict[str, Plan]:
         "eagle3, drawn tree": Plan(target, Eagle(head, target, **drawn), judged("block")),
         "eagle3, dynamic tree": Plan(target, Eagle(head, target, **dynamic)),
         "eagle3, adaptive": Plan(target, Adaptive(Eagle(head, target, 7), (0, 3, 7))),
+        "ending draft_model": Plan(target, dataclasses.replace(chain, confidence_threshold=0.1)),
+        "ending eagle3": Plan(target, Eagle(head, target, 7, confidence_threshold=0.1)),
     }
 
 
