@@ -69,7 +69,7 @@ class Drawing:
       vocab_size: V, of the target.
       draft_to_target: target ids of the draft's vocabulary, int32 [Vd]; None for the same ids.
       confidence_threshold: a chain ends behind the first token down to which the product of
-        probabilities that they were drawn with is less than this; None: it never does.
+        probabilities is less than this, each as ``sampling.chance`` says; None: it never does.
     """
 
     request: Request
@@ -241,9 +241,7 @@ def chain(
       frontier: the root.
       unrolled: whether ``feed`` needs depth and slot static, its weights being those of a depth.
     """
-    only = np.ones(1, int)
-
-    least = drawing.confidence_threshold
+    only, least = np.ones(1, int), drawing.confidence_threshold
 
     def draw(logits: Array, node: int | Array, said: Array | None, likely: Array | None) -> Level:
         drawn = drawing.children(logits, only, jnp.int32(node)[None], node, said)
