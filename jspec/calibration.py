@@ -11,7 +11,8 @@ from jspec.generate import Batch, advance
 from jspec.plan import Plan
 from jspec.types import Params, Shared
 
-_ROUNDS, _REPEATS = 12, 3  # of a length: rounds in one launch, launches of which the best counts
+_ROUNDS = 12  # of a launch
+_LEAST, _MOST, _SECONDS = 3, 24, 2.5  # turns at least and at most, and when there are enough
 _NEVER = np.float32(1e30)  # seconds
 
 
@@ -34,28 +35,38 @@ class CostTable:
 def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     """``batch.shared`` with the seconds of a round of each length, for batches of this shape.
 
-    Runs a few rounds of each length on a copy of the batch, in the program that decodes it; the
-    best of several launches counts, less what a launch of no rounds takes: a text is one launch,
-    and what all lengths have in common would make long drafts look cheap. ``batch`` stays as it is.
-    In the copy no row stops or is as long as it may be: last drafts of a text are short and cheap.
+    Runs a few rounds of each length on copies of the batch, in the program that decodes it, less
+    what a launch of no rounds takes: a text is one launch, and what all lengths have in common
+    would make long drafts look cheap. ``batch`` stays as it is. In the copies no row stops or is as
+    long as it may be, as last drafts of a text are short and cheap, and a drafter that looks up
+    what it drafts is timed as where it finds something.
+
+    What decides is how costs compare, and machines are quick and slow by moments: lengths take
+    turns, and a length costs what it typically took beside the first one in the same turn.
     """
     count, forever = len(plan.drafter.lengths), endless(plan, batch)
-    seconds = np.full(count, _NEVER)
-    # The first time compiles. Lengths take turns: a slow moment is everybody's.
-    for repeat in range(_REPEATS + 1):
-        for index in range(count):
-            only = np.where(np.arange(count) == index, np.float32(1), _NEVER)
-            one = copied(forever.replace(shared=forever.shared.replace(seconds=only)))
-            times = [time.perf_counter()]
-            for rounds in (0, _ROUNDS):
-                one = jax.block_until_ready(advance(plan, params, one, rounds))
-                times.append(time.perf_counter())
-            rounds = int(one.state.round - batch.state.round)
-            if repeat and rounds:
-                empty, full = np.diff(times)
-                spent = max(full - empty, full / 4)  # an empty launch may be disturbed, too
-                seconds[index] = min(seconds[index], spent / rounds)
-    return batch.shared.replace(seconds=jnp.asarray(seconds))
+    only = [np.where(np.arange(count) == index, 1, _NEVER) for index in range(count)]
+    alone = [forever.shared.replace(seconds=each, timed=jnp.array(True)) for each in only]
+    turn = lambda: [_round(plan, params, forever.replace(shared=each)) for each in alone]
+    turn()  # compiles
+    turns, begin = [], time.perf_counter()
+    while len(turns) < _LEAST or (len(turns) < _MOST and time.perf_counter() - begin < _SECONDS):
+        turns.append(turn())
+    seconds = np.array(turns)
+    costs = np.median(seconds[:, 0]) * np.median(seconds / seconds[:, :1], 0)
+    return batch.shared.replace(seconds=jnp.asarray(costs, jnp.float32))
+
+
+def _round(plan: Plan, params: Params, batch: Batch) -> float:
+    """Seconds of one of a launch's rounds; ``_NEVER`` where there is no room for any."""
+    one, times = copied(batch), [time.perf_counter()]
+    for rounds in (0, _ROUNDS):
+        one = jax.block_until_ready(advance(plan, params, one, rounds))
+        times.append(time.perf_counter())
+    empty, full = np.diff(times)
+    rounds = int(one.state.round - batch.state.round)
+    # An empty launch may be disturbed, too.
+    return max(full - empty, full / 4) / rounds if rounds else _NEVER
 
 
 def endless(plan: Plan, batch: Batch) -> Batch:

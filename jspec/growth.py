@@ -10,19 +10,19 @@ takes a frontier in and gives a row of logits for each of its nodes. Three kinds
   children are the likeliest tokens: a node that was drawn may not be dropped for its value.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import sampling, shaping, tokens, topology
+from jspec import sampling, tokens, topology
+from jspec.drawing import Children, Drawing, largest
 from jspec.shapes import Dynamic
 from jspec.topology import Shape
-from jspec.types import Array, Draft, History, Request
+from jspec.types import Array, Draft
 
 Frontier = Any
 # feed(frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) -> (frontier', logits)
@@ -31,15 +31,6 @@ Frontier = Any
 # tokens, the root's being 0; ``slot`` counts the nodes fed before in this round. All but the
 # frontier and its tokens may be static. The logits are [B, F', Vd], or [B, 1, Vd] for all alike.
 Feed = Callable[..., tuple[Frontier, Array]]
-
-
-class Children(NamedTuple):
-    """Up to k children of each node of a frontier, F being 1 where all nodes have the same."""
-
-    ids: Array  # [B, F, k] int32, in the draft's vocabulary
-    valid: Array | None = None  # [B, F, k]; None: all
-    sampled: Array | None = None  # [B, F, k]; None: none
-    law: Array | None = None  # [B, F, Vd], what they were drawn from; None: they were not drawn
 
 
 class Level(NamedTuple):
@@ -53,152 +44,6 @@ class Level(NamedTuple):
     def carried(self) -> "Level":
         """What the next depth reads of it."""
         return self._replace(law=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """How the children of a round are chosen.
-
-    Attributes:
-      request: what the rows ask for.
-      history: tokens up to the root.
-      method: "probabilistic": drawn, without replacement where a node has several; "greedy": the
-        likeliest; "top_plus_one": the likeliest k - 1, and one drawn from the rest (arXiv
-        2502.18779). Rows at temperature 0 take the likeliest in any case.
-      noise: "target" draws with the noise that the target will draw with.
-      vocab_size: V, of the target.
-      draft_to_target: target ids of the draft's vocabulary, int32 [Vd]; None for the same ids.
-      confidence_threshold: a chain ends behind the first token down to which the product of
-        probabilities is less than this, each as ``sampling.chance`` says; None: it never does.
-    """
-
-    request: Request
-    history: History
-    method: Literal["probabilistic", "greedy", "top_plus_one"]
-    noise: Literal["own", "target"]
-    vocab_size: int
-    draft_to_target: Array | None = None
-    confidence_threshold: float | None = None
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether no child is drawn."""
-        return self.method == "greedy" or self.request.sampling.greedy
-
-    def target_ids(self, ids: Array) -> Array:
-        """Ids of the draft's vocabulary to the target's."""
-        return ids if self.draft_to_target is None else self.draft_to_target[ids]
-
-    @property
-    def shapes(self) -> bool:
-        """Whether the request changes logits, by what was drafted on a branch among others."""
-        return self.request.sampling.shaping is not None
-
-    def shaped(self, logits: Array, drafted: Array | None = None) -> Array:
-        """Logits [B, F, Vd] as the request wants them after tokens ``drafted`` [B, F, M]."""
-        branches = shaping.at_root(self.history)
-        if drafted is not None:
-            branches = branches.replace(drafted=drafted)
-        return self._shaped(logits, self.request.sampling.shaping, branches)
-
-    def shaped_below(self, logits: Array) -> Array:
-        """Logits [B, F, Vd] of nodes below the root, as far as all their branches are alike."""
-        wanted = self.request.sampling.shaping
-        wanted = None if wanted is None else wanted.of_any_branch
-        return self._shaped(logits, wanted, shaping.at_root(self.history))
-
-    def _shaped(self, logits: Array, wanted: Any, branches: shaping.Branches) -> Array:
-        return shaping.shape_draft(logits, wanted, branches, self.vocab_size, self.draft_to_target)
-
-    def children(
-        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array,
-        drafted: Array | None = None,
-    ) -> Children:  # fmt: skip
-        """Chooses the children of a frontier, k = max(widths) for each; those beyond are no use.
-
-        Args:
-          logits: [B, F, Vd], or [B, 1, Vd] for all nodes.
-          widths: how many children each node needs, static int [F].
-          nodes: int32 [F], the nodes: addresses of the noise.
-          depth: of the nodes, one for all or int32 [F].
-          drafted: target ids from below the root down to each node, -1 behind it: int32 [B, F, M];
-            None: as if there were none. Only read where the request ``shapes`` logits.
-        """
-        width = int(widths.max())
-        logits = self.shaped(logits, drafted)
-        if self.deterministic:
-            return Children(_top(logits, width)[1])
-        law = sampling.warp(logits, self.request.sampling)
-        if self.noise == "target":
-            return self._shared_noise(logits, law, width, depth)
-        if width == 1:
-            return self._draw_one(law, nodes)
-        if self.method == "top_plus_one":
-            return self._top_plus_one(logits, law, widths, nodes)
-        return self._draw_distinct(logits, law, width, nodes)
-
-    @property
-    def _random_rows(self) -> Array:
-        return (self.request.sampling.temperature > 0)[:, None, None]
-
-    @property
-    def _root(self) -> Array:
-        return self.history.length - 1
-
-    def _draw_one(self, law: Array, nodes: Array) -> Children:
-        """One child each, by the inverse CDF: a greedy row's law is a point mass already."""
-        coins = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
-        each = jnp.broadcast_to(law, (*coins.shape, law.shape[-1]))
-        ids = sampling.draw(each.reshape(coins.size, -1), coins.reshape(-1))
-        ids = ids.reshape(*coins.shape, 1)
-        return Children(ids, sampled=jnp.broadcast_to(self._random_rows, ids.shape), law=law)
-
-    def _draw_distinct(self, logits: Array, law: Array, width: int, nodes: Array) -> Children:
-        """Successive draws without replacement: the largest of law plus Gumbel noise, in order."""
-        noise = sampling.node_noise(self.request.keys, self._root, nodes, law.shape[-1])
-        random = self._random_rows
-        heights, ids = _top(jnp.where(random, law + noise.astype(law.dtype), logits), width)
-        return Children(ids, heights > -jnp.inf, jnp.broadcast_to(random, ids.shape), law)
-
-    def _top_plus_one(
-        self, logits: Array, law: Array, widths: np.ndarray, nodes: Array
-    ) -> Children:
-        """The likeliest ``widths`` - 1 children of each node, and one draw from what is left."""
-        width = int(widths.max())
-        heights, top = _top(law, width)
-        rest = jnp.broadcast_to(law, (law.shape[0], nodes.shape[0], law.shape[-1]))
-        for rank in range(width - 1):
-            taken = jnp.arange(law.shape[-1]) == top[..., rank, None]
-            rest = jnp.where(taken & (rank < widths - 1)[:, None], -jnp.inf, rest)
-        drawn = self._draw_one(rest, nodes).ids
-        is_drawn = np.arange(width) == widths[:, None] - 1
-        left = (rest > -jnp.inf).any(-1, keepdims=True)
-        random = self._random_rows
-        return Children(
-            jnp.where(random, jnp.where(is_drawn, drawn, top), _top(logits, width)[1]),
-            ~random | jnp.where(is_drawn, left, heights > -jnp.inf),
-            random & is_drawn,
-            law,
-        )
-
-    def _shared_noise(self, logits: Array, law: Array, width: int, depth: Array) -> Children:
-        """The target's likeliest draws after these nodes, by the head's lights."""
-        position = self.history.length[:, None] + jnp.atleast_1d(depth)
-        noise = sampling.target_noise(self.request.keys, position, self.vocab_size)
-        noise = noise[..., : law.shape[-1]] if self.draft_to_target is None else (
-            noise[..., self.draft_to_target]
-        )  # fmt: skip
-        noisy = law + noise.astype(law.dtype)
-        heights, ids = _top(jnp.where(self._random_rows, noisy, logits), width)
-        return Children(ids, heights > -jnp.inf)
-
-
-def _top(logits: Array, width: int) -> tuple[Array, Array]:
-    """The ``width`` largest and their places, ties toward the lower one: both [..., width]."""
-    if width > 1:
-        return lax.top_k(logits, width)
-    place = sampling.argmax(logits)[..., None]
-    return jnp.take_along_axis(logits, place, -1), place
 
 
 def grow(
@@ -429,7 +274,7 @@ def dynamic(
 
     def likeliest(logits: Array, said: Array | None) -> tuple[Array, Array]:
         logits = drawing.shaped(logits, said)
-        scores, ids = _top(jax.nn.log_softmax(logits, -1), top_k)
+        scores, ids = largest(jax.nn.log_softmax(logits, -1), top_k)
         return scores, drawing.target_ids(ids)
 
     def step(carry, depth: int | Array):
@@ -445,7 +290,7 @@ def dynamic(
             flat(drafted), flat(fed.scores[..., None] + scores), flat(fed.index[..., None]),
             flat(top_k + (depth - 1) * top_k**2 + order),
         )  # fmt: skip
-        _, best = _top(looked_at.scores, top_k)
+        _, best = largest(looked_at.scores, top_k)
         return (frontier, looked_at.take(best), best // top_k, said), looked_at
 
     said = None
@@ -456,7 +301,7 @@ def dynamic(
     first = Candidates(drafted, scores, jnp.full_like(order, -1), order)
     carry = (frontier, first, jnp.zeros_like(order), said)
     every = _levels(step, carry, first, budget.max_depth, unrolled)
-    _, best = _top(every.scores, budget.size - 1)
+    _, best = largest(every.scores, budget.size - 1)
     return rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)
 
 

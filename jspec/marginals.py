@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from jspec import growth
-from jspec.growth import Candidates, Drawing
+from jspec.drawing import Drawing
+from jspec.growth import Candidates
 from jspec.shapes import BestFirst
 from jspec.topology import Shape
 from jspec.types import Array, Draft

@@ -29,7 +29,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jspec import growth, kv, marginals, sampling, shapes, tokens, topology
+from jspec import kv, marginals, sampling, shapes, tokens, topology
+from jspec.drawing import Drawing
 from jspec.generate import Answer, advance, read, start
 from jspec.types import Array, Draft, Params, Sampling, TargetOutput
 
@@ -181,7 +182,7 @@ class OnePassDrafter(_Chain):
         place = history.length[:, None] + jnp.arange(self.max_depth)
         said = jnp.take_along_axis(params.drafter.tokens, place, 1, mode="clip")
         logits = 9.0 * jax.nn.one_hot(said, self.vocab_size)
-        drawing = growth.Drawing(request, history, "greedy", "own", self.vocab_size)
+        drawing = Drawing(request, history, "greedy", "own", self.vocab_size)
         return marginals.grow(drawing, self.shape, logits), memory
 
 

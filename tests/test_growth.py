@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import growth, sampling, shapes, topology
+from jspec.drawing import Drawing
 from jspec.shapes import Dynamic
 from jspec.types import History, Request
 from tests import fakes
@@ -50,7 +51,7 @@ def request(batch, temperature, **warps):
 def grow(request, starts, tree, method="greedy", noise="own", draft_to_target=None, length=4):
     """A draft for each row, whose root is at ``starts`` [B]."""
     batch = starts.shape[0]
-    drawing = growth.Drawing(request, history(batch, length), method, noise, V, draft_to_target)
+    drawing = Drawing(request, history(batch, length), method, noise, V, draft_to_target)
     logits = jnp.asarray(TABLE)[starts][:, None]
     if isinstance(tree, Dynamic):
         frontier = jnp.repeat(starts[:, None], tree.top_k, 1)
@@ -118,7 +119,7 @@ def test_a_dynamic_tree_is_what_the_slow_expansion_and_reranking_give(size, dept
 
 def test_equal_confidence_keeps_the_nodes_that_were_looked_at_first():
     flat = constant(jnp.zeros((1, 3, V)))
-    drawing = growth.Drawing(request(1, 0.0), history(1), "greedy", "own", V)
+    drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
     draft = growth.dynamic(drawing, Dynamic(8, 3, 3), jnp.zeros((1, 1, V)), flat, ())
     assert draft.parents[0].tolist() == [-1, 0, 0, 0, 1, 1, 1, 2]
     assert draft.tokens[0].tolist() == [3, 0, 1, 2, 0, 1, 2, 0]
@@ -127,7 +128,7 @@ def test_equal_confidence_keeps_the_nodes_that_were_looked_at_first():
 def test_tokens_without_probability_are_no_nodes_of_a_dynamic_tree():
     two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
     head = constant(jnp.broadcast_to(two, (1, 3, V)))
-    drawing = growth.Drawing(request(1, 0.0), history(1), "greedy", "own", V)
+    drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
     draft = growth.dynamic(drawing, Dynamic(12, 2, 3), jnp.broadcast_to(two, (1, 1, V)), head, ())
     assert draft.valid[0].sum() == 1 + 2 + 4
     assert draft.valid[0][draft.parents[0, 1:]].all()
@@ -210,7 +211,7 @@ def siblings(method):
     shape = topology.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
     law = jnp.log(jnp.asarray(WEIGHTS, jnp.float32))
     logits = jnp.broadcast_to(law, (ROWS, 1, 4))  # the same for all nodes
-    drawing = growth.Drawing(request(ROWS, 1.0), history(ROWS), method, "own", 4)
+    drawing = Drawing(request(ROWS, 1.0), history(ROWS), method, "own", 4)
     run = lambda: growth.ranked(drawing, shape, logits, constant(logits), ())
     return jax.device_get(jax.jit(run)())
 

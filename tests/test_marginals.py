@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import growth, marginals, shapes, topology
+from jspec.drawing import Drawing
 from jspec.shapes import BestFirst
 from tests.test_growth import BUSH, history, paths, request
 
@@ -19,7 +20,7 @@ LOGITS = np.random.default_rng(2).normal(0, 2, (B, K, V)).astype(np.float32)
 @functools.partial(jax.jit, static_argnames=("shape", "method", "noise", "stepwise"))
 def grow(asked, logits, shape, method="probabilistic", noise="own", ids=None, stepwise=False):
     vocab = V if ids is None else 20
-    drawing = growth.Drawing(asked, history(len(logits)), method, noise, vocab, ids)
+    drawing = Drawing(asked, history(len(logits)), method, noise, vocab, ids)
     if not stepwise:
         return marginals.grow(drawing, shape, logits)
 

@@ -4,10 +4,9 @@ Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is
 1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
 length were measured to take on this machine (``jspec.calibration``), drafting and all. The length
 of the best ratio is chosen for the whole batch, 0 among them: then nothing is drafted, and the
-target runs on one node. That is only chosen once it is the better one by a margin; a row that
-drafts no more is tried again after a few rounds, and after twice as many each time that this was in
-vain. What decides was known before the round, so every
-rule stays exact.
+target runs on one node. That is only chosen once it is the better one by a margin. A row that
+drafts no more is tried again, with the shortest draft, after a few rounds and after twice as many
+each time that this was in vain. What decides was known before the round, so every rule stays exact.
 """
 
 import dataclasses
@@ -32,6 +31,8 @@ class Costs:
     """What a round takes at each length; until they are measured, all drafts are as long as K."""
 
     seconds: Array  # [R] float32, 0: not measured
+    # bool []: to be timed, a drafter that found nothing drafts anything, as long as if it had.
+    timed: Array
     inner: Any  # what the drafter itself keeps for all calls
 
 
@@ -130,7 +131,8 @@ class Adaptive:
     def init_shared(self) -> Any:
         """The drafter's own, and that nothing was measured."""
         inner = self.drafter.init_shared() if isinstance(self.drafter, Sharing) else ()
-        return Costs(jnp.zeros(len(self.lengths)), inner) if self.by_costs else inner
+        unknown = jnp.zeros(len(self.lengths))
+        return Costs(unknown, jnp.array(False), inner) if self.by_costs else inner
 
     def retire(self, shared: Any, memory: AdaptiveMemory, history: History) -> Any:
         """Hands the drafter the rows that go on no more."""
@@ -176,6 +178,9 @@ class Adaptive:
             memory = memory.replace(inner=caught_up)
         ways = [way(length) for length in self.lengths]
         draft, inner = branching.switch(chosen, ways, memory.inner, params)
+        if isinstance(shared, Costs):
+            length = jnp.array(self.lengths)[chosen]
+            draft = _filled_up(draft, jnp.where(shared.timed & running, length, 0))
         return draft, memory.replace(inner=inner)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
@@ -210,20 +215,15 @@ class Adaptive:
         longest = jnp.int32(len(self.lengths) - 1)
         if shared == ():
             return longest
-        rate = memory.accepted / memory.tried
-        rate = jnp.where(memory.idle < memory.patience, rate, jnp.maximum(rate, _PRIOR))
-        # Who drafts is given up late, as nothing more is learned then: once acceptance a little
-        # above the one that was seen would not pay. Who does not goes by what is known.
-        doubt = _DOUBT * jnp.sqrt(rate * (1 - rate) / memory.tried)
-        hopeful = jnp.where(memory.idle > 0, rate, jnp.minimum(rate + doubt, 1))
         measured = (shared.seconds > 0).all()
         seconds = jnp.where(measured, shared.seconds, 1)
-        expected = self._emitted(rate, running) / seconds
-        hoped = self._emitted(hopeful, running) / seconds
+        goodput = lambda rate: self._emitted(rate, running) / seconds
+        rate = memory.accepted / memory.tried
+        expected = goodput(rate)
         chosen = jnp.argmax(expected)
         if not self.lengths[0]:
-            drafts = jnp.max(hoped[1:]) > hoped[0]
-            chosen = jnp.where(drafts, 1 + jnp.argmax(expected[1:]), 0)
+            drafts, tries = (hoped[1:].max() > hoped[0] for hoped in map(goodput, _hopes(memory)))
+            chosen = jnp.where(drafts, 1 + jnp.argmax(expected[1:]), jnp.where(tries, 1, 0))
         return jnp.where(measured, chosen, longest).astype(jnp.int32)
 
     def _emitted(self, rate: Array, running: Array) -> Array:
@@ -231,6 +231,19 @@ class Adaptive:
         powers = rate[:, None] ** np.arange(self.max_depth + 1)  # 1, a, ..., a^K
         emitted = jnp.cumsum(powers, 1)[:, np.array(self.lengths)]
         return jnp.where(running[:, None], emitted, 0).sum(0)
+
+
+def _hopes(memory: AdaptiveMemory) -> tuple[Array, Array]:
+    """Acceptance that drafting must pay at to go on, and to be tried again where it does not.
+
+    Who drafts is given up late, as nothing more is learned then: once acceptance a little above the
+    one that was seen would not pay. Who does not goes by what is known, until patience ends.
+    """
+    rate = memory.accepted / memory.tried
+    doubt = _DOUBT * jnp.sqrt(rate * (1 - rate) / memory.tried)
+    lasting = jnp.where(memory.idle > 0, rate, jnp.minimum(rate + doubt, 1))
+    ended = memory.idle >= memory.patience
+    return lasting, jnp.where(ended, jnp.maximum(lasting, _PRIOR), lasting)
 
 
 def _counted(memory: AdaptiveMemory, draft: Draft, verdict: Verdict) -> AdaptiveMemory:
@@ -255,6 +268,14 @@ def _counted(memory: AdaptiveMemory, draft: Draft, verdict: Verdict) -> Adaptive
         idle=jnp.where(drafted, 0, memory.idle + 1),
         patience=jnp.where(drafted & (memory.idle > 0), patience, memory.patience),
     )
+
+
+def _filled_up(draft: Draft, lengths: Array) -> Draft:
+    """The chains, where there are none made up to ``lengths`` [B]; 0 leaves a row as it is."""
+    nodes = np.arange(draft.tokens.shape[1])
+    empty = ~draft.valid[:, 1:].any(1)
+    made_up = empty[:, None] & (nodes <= lengths[:, None])
+    return draft.replace(valid=draft.valid | made_up)
 
 
 def _inner(shared: Any) -> Any:

@@ -65,7 +65,7 @@ class ChainedDrafter:
     noise: Literal["own", "target"] = "own"
     use_heterogeneous_vocab: bool = False
     backlog: int = _LEVEL  # committed tokens that a round takes in at most, to draft only then
-    confidence_threshold: float | None = None  # ends chains early, see ``growth.Drawing``
+    confidence_threshold: float | None = None  # ends chains early, see ``jspec.drawing``
 
     capture_layers = ()
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import growth, shapes, topology
+from jspec import shapes, topology
+from jspec.drawing import Drawing
 from jspec.shapes import BestFirst, Dynamic, Grown
 from jspec.types import Array, Draft, History, Params, Request, Target
 
@@ -24,7 +25,7 @@ class TreeDrafter:
       tree_size: N, nodes a row with the root; None for the tree's own, see ``shapes.requested``.
       tree_depth: another name of ``num_speculative_tokens``.
       tree_top_k: children of a node at most.
-      draft_sample_method: "probabilistic", "greedy" or "top_plus_one", see ``growth.Drawing``; None
+      draft_sample_method: "probabilistic", "greedy" or "top_plus_one", see ``jspec.drawing``; None
         for "probabilistic", but for trees that admit no draws.
       max_length: history length past which nothing is drafted.
       noise: "target" draws with the target's noise (rule ``coupled``).
@@ -136,9 +137,9 @@ class TreeDrafter:
         """The law of a node's children."""
         return shapes.proposal(self.shape, self.method)
 
-    def drawing(self, request: Request, history: History, params: Params) -> growth.Drawing:
+    def drawing(self, request: Request, history: History, params: Params) -> Drawing:
         """How the children of this round are chosen."""
-        return growth.Drawing(
+        return Drawing(
             request, history, self.method, self.noise, self.target.vocab_size,
             getattr(params.drafter, "draft_to_target", None),
             None if self.knows_chances else self.confidence_threshold,

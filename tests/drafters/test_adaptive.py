@@ -73,13 +73,15 @@ def test_the_length_of_best_goodput_is_chosen_for_what_is_accepted():
 def test_what_was_given_up_is_tried_again_at_intervals_that_double():
     rows = [dataclasses.replace(ROWS[0], max_tokens=440)]
     plain = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
-    drafter = Adaptive(ScriptedDrafter(2, V), (0, 2))
+    drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
     plan = Plan(TARGET, drafter, record_rounds=512)
     params = Params(WEIGHTS, script(rows, plain, 1, length=1024))
-    batch = host.start(plan, params, rows).replace(shared=costs(drafter, 1.0, 1.3))
+    batch = host.start(plan, params, rows).replace(shared=costs(drafter, 1.0, 1.3, 1.4))
     (answer,) = host.read(host.advance(plan, params, batch))
-    drafted = np.flatnonzero((answer.trace[1][:, 1:] >= 0).any(1))
+    lengths = (answer.trace[1][:, 1:] >= 0).sum(1)
+    drafted = np.flatnonzero(lengths)
     pauses = np.diff(drafted)[np.diff(drafted) > 1] - 1
+    assert lengths[0] == 4 and set(lengths[drafted[-8:-1]]) == {2}  # a try is short
     assert pauses[:6].tolist() == [4, 8, 16, 32, 64, 128] and set(pauses[6:]) == {128}
 
 
@@ -234,6 +236,16 @@ def test_costs_are_measured_in_the_program_that_decodes():
     assert shared.seconds[1] > shared.seconds[0]  # four passes of a draft model more
     host.read(host.advance(plan, tiny.params(), batch))  # the batch was not consumed
     assert loop.decode._cache_size() == before + 1
+
+
+def test_a_drafter_that_looks_up_is_timed_as_where_it_finds_something():
+    drafter = Adaptive(NGram(4, prompt_lookup_min=3, prompt_lookup_max=3), (0, 4))
+    found, timed = (
+        rounds(drafter, shared=costs(drafter, 9, 1).replace(timed=jnp.array(which)))[1]
+        for which in (False, True)
+    )
+    assert found[:-1].count(0) > len(found) / 2
+    assert timed[:-1].count(4) > len(timed) / 2 and 0 not in timed[:-1]
 
 
 def test_batches_of_another_shape_have_costs_of_their_own():
