@@ -3,7 +3,7 @@
 import dataclasses
 from typing import get_args
 
-from jspec import verify
+from jspec import shapes, verify
 from jspec.types import Array, Draft, Drafter, History, Proposal, Request, Target, Tree, Verdict
 
 
@@ -44,7 +44,7 @@ class Plan:
         if self._rule.shares_noise and self.drafter.proposal != "point":
             object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, noise="target"))
         size = self.drafter.tree_size
-        ladder = self.ladder or getattr(self.drafter, "rungs", tuple(sorted({1, size})))
+        ladder = self.ladder or getattr(self.drafter, "rungs", shapes.rungs(size))
         if ladder[-1] != size or list(ladder) != sorted(set(ladder)) or ladder[0] < 1:
             raise ValueError(
                 f"ladder={self.ladder} must ascend from 1 or more to tree_size={size}."

@@ -54,7 +54,7 @@ def check_threshold(threshold: float) -> None:
         raise ValueError(f"confidence_threshold={threshold} must be 0 to 1.")
 
 
-def rungs(size: int, varies: bool) -> tuple[int, ...]:
+def rungs(size: int, varies: bool = False) -> tuple[int, ...]:
     """Node counts of drafts up to ``size`` that are worth a program of the target's own.
 
     Where the length ``varies``, K tokens, half of them, a quarter and so on, root included.

@@ -217,24 +217,25 @@ class Adaptive:
             return longest
         measured = (shared.seconds > 0).all()
         seconds = jnp.where(measured, shared.seconds, 1)
-        goodput = lambda rate: self._emitted(rate, running) / seconds
-        rate = memory.accepted / memory.tried
-        expected = goodput(rate)
+        expected, lasting, hoped = self._emitted(_rates(memory), running) / seconds
         chosen = jnp.argmax(expected)
         if not self.lengths[0]:
-            drafts, tries = (hoped[1:].max() > hoped[0] for hoped in map(goodput, _hopes(memory)))
+            drafts, tries = lasting[1:].max() > lasting[0], hoped[1:].max() > hoped[0]
             chosen = jnp.where(drafts, 1 + jnp.argmax(expected[1:]), jnp.where(tries, 1, 0))
         return jnp.where(measured, chosen, longest).astype(jnp.int32)
 
-    def _emitted(self, rate: Array, running: Array) -> Array:
-        """Tokens that a round of each length is expected to emit, all rows together."""
-        powers = rate[:, None] ** np.arange(self.max_depth + 1)  # 1, a, ..., a^K
-        emitted = jnp.cumsum(powers, 1)[:, np.array(self.lengths)]
-        return jnp.where(running[:, None], emitted, 0).sum(0)
+    def _emitted(self, rates: Array, running: Array) -> Array:
+        """Tokens that a round of each length is expected to emit, all rows together: [A, R].
+
+        ``rates`` [A, B] are what the acceptance of the rows may be.
+        """
+        powers = rates[..., None] ** np.arange(self.max_depth + 1)  # 1, a, ..., a^K
+        emitted = jnp.cumsum(powers, -1)[..., np.array(self.lengths)]
+        return jnp.where(running[:, None], emitted, 0).sum(1)
 
 
-def _hopes(memory: AdaptiveMemory) -> tuple[Array, Array]:
-    """Acceptance that drafting must pay at to go on, and to be tried again where it does not.
+def _rates(memory: AdaptiveMemory) -> Array:
+    """Acceptance as seen, as drafting must pay at to go on, and to be tried again: [3, B].
 
     Who drafts is given up late, as nothing more is learned then: once acceptance a little above the
     one that was seen would not pay. Who does not goes by what is known, until patience ends.
@@ -243,7 +244,7 @@ def _hopes(memory: AdaptiveMemory) -> tuple[Array, Array]:
     doubt = _DOUBT * jnp.sqrt(rate * (1 - rate) / memory.tried)
     lasting = jnp.where(memory.idle > 0, rate, jnp.minimum(rate + doubt, 1))
     ended = memory.idle >= memory.patience
-    return lasting, jnp.where(ended, jnp.maximum(lasting, _PRIOR), lasting)
+    return jnp.stack([rate, lasting, jnp.where(ended, jnp.maximum(lasting, _PRIOR), lasting)])
 
 
 def _counted(memory: AdaptiveMemory, draft: Draft, verdict: Verdict) -> AdaptiveMemory:
