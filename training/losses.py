@@ -38,8 +38,7 @@ def _compact(distance: Distance) -> Distance:
 @_compact
 def overlap_of(log_p: Array, log_q: Array) -> Array:
     """Chance of acceptance alpha, sum min(p, q)."""
-    # Of p and q, not of their logarithms: a loss's gradient needs both anyway.
-    return jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)).sum(-1)
+    return jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
 
 
 @_compact

@@ -178,7 +178,7 @@ class Adaptive:
             memory = memory.replace(inner=caught_up)
         ways = [way(length) for length in self.lengths]
         draft, inner = branching.switch(chosen, ways, memory.inner, params)
-        if isinstance(shared, Costs):
+        if isinstance(shared, Costs) and self.proposal == "point":  # others always find something
             length = jnp.array(self.lengths)[chosen]
             draft = _filled_up(draft, jnp.where(shared.timed & running, length, 0))
         return draft, memory.replace(inner=inner)
