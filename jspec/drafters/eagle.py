@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jspec import kv
 from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory
+from jspec.drafters.features import CachedMemory, by_need
 from jspec.drafters.trees import rows
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
@@ -54,11 +54,12 @@ class Eagle(CachedDrafter):
         return CachedMemory(head.init_cache(self.config, batch, capacity), hidden)
 
     def _take_in(self, params, memory, following, features, count):
-        hidden, entries = head.take_in(
-            params.drafter, self.config, self._embed(params, following),
-            head.fuse(params.drafter, self.config, features), memory.cache,
-        )  # fmt: skip
-        return memory.take_in(hidden, entries, count)
+        def run(following, *features):
+            fused = head.fuse(params.drafter, self.config, features)
+            embedded = self._embed(params, following)
+            return head.take_in(params.drafter, self.config, embedded, fused, memory.cache)
+
+        return memory.take_in(*by_need(run, count, following, *features), count)
 
     def _start(self, params, memory):
         (width, slots), batch = self._frontier_size, memory.hidden.shape[0]

@@ -1,9 +1,13 @@
 """What drafters remember of the target's features, and how it grows by those that are true."""
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jspec import kv
 from jspec.drafters.trees import TreeDrafter
@@ -37,6 +41,53 @@ class CachedMemory:
             cache=kv.append(self.cache, entries, rows, count),
             hidden=jnp.where((count > 0)[:, None], last, self.hidden),
         )
+
+
+Taken = tuple[Array, tuple[kv.AttentionKV, ...]]  # [B, n, D], [B, Hkv, n, head_dim] a layer
+
+_ROUND = 17  # rows of a round at most; chunks of a prompt are longer, and full as a rule
+_LEAST = 3  # rows; fewer are hardly cheaper
+
+
+def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
+    """What ``run`` gives for rows of which a round keeps the first ``count``.
+
+    A CPU runs as few of them as hold all that are kept: n, a half or a quarter. An accelerator runs
+    all n: it reads the weights as long for one row as for nine, and a choice makes it wait.
+
+    Args:
+      run: maps rows to what they give out and their entries. It may read caches.
+      count: int32 [B].
+      rows: [B, n, ...] each.
+
+    Returns:
+      The result for n rows, zeros for those that were not run.
+    """
+    size = rows[0].shape[1]
+    halves = (1 + ((size - 1) >> step) for step in itertools.count())
+    sizes = sorted(itertools.takewhile(lambda few: few >= _LEAST, halves))
+    if size > _ROUND or len(sizes) < 2:
+        return run(*rows)
+
+    def first(few: int) -> Callable[..., Taken]:
+        cut = lambda x: lax.slice_in_dim(x, 0, few, axis=1)
+        fill = lambda axis: (
+            lambda x: jnp.pad(
+                x, [(0, size - few if place == axis else 0) for place in range(x.ndim)]
+            )
+        )
+
+        def part(*rows: Array) -> Taken:
+            out, entries = run(*map(cut, rows))
+            return fill(1)(out), jax.tree.map(fill(2), entries)
+
+        return part
+
+    def needed(*rows: Array) -> Taken:
+        fits = jnp.array(sizes) >= jnp.minimum(count.max(), size)
+        return lax.switch(jnp.argmax(fits), [first(few) for few in sizes], *rows)
+
+    return lax.platform_dependent(*rows, cpu=needed, default=run)
 
 
 @dataclasses.dataclass(frozen=True)

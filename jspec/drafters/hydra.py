@@ -12,7 +12,7 @@ import functools
 import jax.numpy as jnp
 
 from jspec import growth, tokens
-from jspec.drafters.features import CachedMemory, FeatureDrafter
+from jspec.drafters.features import CachedMemory, FeatureDrafter, by_need
 from jspec.drafters.trees import rows
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
@@ -76,8 +76,8 @@ class Hydra(FeatureDrafter):
         return self.limit(draft, history, known), memory
 
     def _take_in(self, params, memory, features, count):
-        out, entries = network.take_in(params.drafter, self.config, features, memory.cache)
-        return memory.take_in(out, entries, count)
+        run = lambda rows: network.take_in(params.drafter, self.config, rows, memory.cache)
+        return memory.take_in(*by_need(run, count, features), count)
 
     def _feed(self, params, frontier, drafted, parents, depth, slot):
         """What the heads after drafted tokens [B, F] have read, each after its parent's."""

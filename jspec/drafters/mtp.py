@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jspec import kv, shapes
 from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory
+from jspec.drafters.features import CachedMemory, by_need
 from jspec.drafters.trees import rows
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig
@@ -74,9 +74,10 @@ class Mtp(CachedDrafter):
         embedded, hidden = self._embed(params, following), features[0]
         hidden, taken = hidden.astype(embedded.dtype), []
         for module, part in enumerate(memory):
-            out, entries = head.take_in(
-                params.drafter, self.config, module, embedded, hidden, part.cache
+            run = lambda *rows, module=module, part=part: head.take_in(
+                params.drafter, self.config, module, *rows, part.cache
             )
+            out, entries = by_need(run, count, embedded, hidden)
             taken.append(part.take_in(out, entries, count))
             # The next module reads each row a slot later. What the first row of all gives out is
             # read where the second row stands.
