@@ -2,8 +2,8 @@
 
     python -m benchmarks.adaptive [--method ngram] [--out benchmarks/results/adaptive.json]
 
-Texts are given, see ``benchmarks.replay``, two of each kind, as luck with a single one is worth
-more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
+Texts are given, see ``benchmarks.replay``, four of each kind, as luck with one or two is worth more
+than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
 can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
 once before the clock starts, as ``LLM`` does. All contenders take turns; a ratio is the geometric
 mean of those of the turns' times, which is 1 for what is equal, and its interval is of that mean.
@@ -32,7 +32,7 @@ from jspec.generate import Row, start
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
-_TEXTS = 2  # of a kind
+_TEXTS = 4  # of a kind
 _TURN = 64  # tokens of one kind in the alternating text
 
 

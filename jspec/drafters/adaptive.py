@@ -4,9 +4,10 @@ Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is
 1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
 length were measured to take on this machine (``jspec.calibration``), drafting and all. The length
 of the best ratio is chosen for the whole batch, 0 among them: then nothing is drafted, and the
-target runs on one node. That is only chosen once it is the better one by a margin. A row that
-drafts no more is tried again, with the shortest draft, after a few rounds and after twice as many
-each time that this was in vain. What decides was known before the round, so every rule stays exact.
+target runs on one node. That is only chosen once it is the better one by a margin, and of lengths
+that look about as good the last round's is kept. A row that drafts no more is tried again, with the
+shortest draft, after a few rounds and after twice as many each time that this was in vain. What
+decides was known before the round, so every rule stays exact.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jspec.types import Array, Draft, Drafter, History, Sharing, Verdict
 _PRIOR = 0.6  # a before anything is known, as if one token had been tried
 _EVIDENCE = 24.0  # drafted tokens that all experience is worth at most
 _DOUBT = 0.5  # standard errors above what was seen that drafting must not pay at, to be given up
+_LOYALTY = 0.05  # by how much another length must look better: acceptance goes up and down
 _FADING = 0.95  # what it is worth after a round without a draft: a text changes
 _SOONEST, _LATEST = 4, 128  # rounds without a draft before one is tried again
 
@@ -46,6 +48,7 @@ class AdaptiveMemory:
     tried: Array  # [B] float32, of those accepted and those refused
     idle: Array  # [B] int32, rounds since the last draft
     patience: Array  # [B] int32, of them before the next is tried
+    chosen: Array  # [] int32, index of the last round's length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +154,7 @@ class Adaptive:
         return AdaptiveMemory(
             self.drafter.init(params, request, capacity), waiting, rows + _PRIOR, rows + 1,
             jnp.zeros_like(rows, jnp.int32), jnp.full_like(rows, _SOONEST, jnp.int32),
+            jnp.int32(0),
         )  # fmt: skip
 
     def absorb(self, params, memory, tokens, features, start, valid):
@@ -181,7 +185,7 @@ class Adaptive:
         if isinstance(shared, Costs) and self.proposal == "point":  # others always find something
             length = jnp.array(self.lengths)[chosen]
             draft = _filled_up(draft, jnp.where(shared.timed & running, length, 0))
-        return draft, memory.replace(inner=inner)
+        return draft, memory.replace(inner=inner, chosen=chosen)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Hands the drafter the verdict, or keeps it for later, and counts."""
@@ -218,6 +222,8 @@ class Adaptive:
         measured = (shared.seconds > 0).all()
         seconds = jnp.where(measured, shared.seconds, 1)
         expected, lasting, hoped = self._emitted(_rates(memory), running) / seconds
+        kept = jnp.arange(len(self.lengths)) == memory.chosen
+        expected *= jnp.where(kept, 1 + _LOYALTY, 1)
         chosen = jnp.argmax(expected)
         if not self.lengths[0]:
             drafts, tries = lasting[1:].max() > lasting[0], hoped[1:].max() > hoped[0]

@@ -70,6 +70,14 @@ def test_the_length_of_best_goodput_is_chosen_for_what_is_accepted():
     assert set(rounds(drafter, shared=dear, kind=right)[1]) == {0}
 
 
+def test_a_length_is_kept_until_another_looks_better_by_more_than_a_little():
+    drafter = Adaptive(OracleDrafter(4, V), (2, 4))
+    # All is accepted: in the end 3 and 5 tokens a round are expected.
+    for better, lengths in ((1.04, {2}), (1.15, {2, 4})):
+        _, drafted = rounds(drafter, shared=costs(drafter, 3.0, 5.0 / better))
+        assert drafted[0] == 2 and set(drafted[:-1]) == lengths, better
+
+
 def test_what_was_given_up_is_tried_again_at_intervals_that_double():
     rows = [dataclasses.replace(ROWS[0], max_tokens=440)]
     plain = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
