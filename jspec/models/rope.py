@@ -10,8 +10,10 @@ differs, since it rotates every token by the length of the whole prompt.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.types import Array
 
@@ -59,7 +61,20 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, A
     else:
         frequencies = _STATIC[rope.kind](rope, head_dim).astype(np.float32)
     angles = place * frequencies
-    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
+    turns = lambda: (jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude)
+    return lax.platform_dependent(cpu=lambda: _materialised(turns, positions), default=turns)
+
+
+def _materialised(function, positions: Array):
+    """``function()``, computed once.
+
+    XLA's CPU backend would fuse cosines into every rotation of every layer and compute them anew
+    for every head. It drops barriers before, but fuses nothing out of a branch.
+    """
+    if not positions.size:
+        return function()
+    nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(function))
+    return lax.cond(positions.ravel()[0] >= 0, function, nothing)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
