@@ -2,8 +2,8 @@
 
     python -m benchmarks.adaptive [--method ngram] [--out benchmarks/results/adaptive.json]
 
-Texts are given, see ``benchmarks.replay``, four of each kind, as luck with one or two is worth more
-than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
+Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
+more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
 can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
 once before the clock starts, as ``LLM`` does. All contenders take turns; a ratio is the geometric
 mean of those of the turns' times, which is 1 for what is equal, and its interval is of that mean.
@@ -32,15 +32,14 @@ from jspec.generate import Row, start
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
-_TEXTS = 4  # of a kind
 _TURN = 64  # tokens of one kind in the alternating text
 
 
-def texts(tokenizer, prompt: int, answer: int) -> dict[str, list[Request]]:
-    """The requests of each kind."""
+def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Request]]:
+    """``count`` requests of each kind."""
     rng = np.random.default_rng(0)
-    easy = list(constants(tokenizer, _TEXTS, prompt, answer))
-    noise = rng.integers(4, tokenizer.vocab_size, (_TEXTS, answer))
+    easy = list(constants(tokenizer, count, prompt, answer))
+    noise = rng.integers(4, tokenizer.vocab_size, (count, answer))
     hard = [Request(one.prompt, ids.tolist()) for one, ids in zip(easy, noise, strict=True)]
     first = np.arange(answer) // _TURN % 2 == 0
     mixed = [
@@ -131,6 +130,7 @@ def main() -> None:
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "eagle3"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 2, 4, 8])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--texts", type=int, default=4, help="of a kind")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
@@ -140,7 +140,7 @@ def main() -> None:
     loading.keep_compiled_programs()
     tokenizer = loading.load(_DEMO / "target").tokenizer
     results = environment.describe() | {"method": arguments.method, "rows": []}
-    sizes = arguments.prompt_tokens, arguments.answer_tokens
+    sizes = arguments.texts, arguments.prompt_tokens, arguments.answer_tokens
     for name, requests in texts(tokenizer, *sizes).items():
         results["rows"] += measure(arguments, name, requests)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
