@@ -26,7 +26,7 @@ from benchmarks.methods import Request, Runner, constants
 from jspec import calibration, config, loading
 from jspec.assembly import assemble
 from jspec.bench import environment
-from jspec.bench.timing import Contender, race
+from jspec.bench.timing import Contender, race, ratios
 from jspec.decode import init_shared
 from jspec.generate import Row, start
 
@@ -72,18 +72,17 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         run()
         field.append(Contender(label, run, limit=arguments.quiet))
     race(field, arguments.repeats, arguments.patience)
-    seconds = {each.name: np.array([sample.seconds for sample in each.samples]) for each in field}
-    best = min((label for label in seconds if label != "adaptive"),
-               key=lambda label: seconds[label].mean())  # fmt: skip
+    *fixed, adaptive = field
+    best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.kept]))
     return [
         {
             "text": name,
             "contender": each.name,
             "acceptance_length": round(each.samples[0].num_tokens / each.samples[0].passes, 3),
-            "best_fixed": best,
-            "costs_believed": costs,
-            "ratio_to_best_fixed": _ratio(seconds["adaptive"], seconds[best]),
-            "ratio_to_plain": _ratio(seconds[each.name], seconds["K=0"]),
+            "best_fixed": best.name,
+            "costs_believed": costs if each is adaptive else None,
+            "ratio_to_best_fixed": _ratio(adaptive, best),
+            "ratio_to_plain": _ratio(each, fixed[0]),
             **each.summary(),
         }
         for each in field
@@ -99,9 +98,9 @@ def _measured(made, request: Request):
     return jax.device_get(calibration.calibrate(plan, params, batch))
 
 
-def _ratio(one: np.ndarray, other: np.ndarray) -> list[float]:
-    """Geometric mean of the ratio of the times of a turn, and its 95 % interval."""
-    logs = np.log(one / other)
+def _ratio(one: Contender, other: Contender) -> list[float]:
+    """Geometric mean of the ratio of the times of an undisturbed turn, and its 95 % interval."""
+    logs = -np.log(ratios(one, other))
     spread = scipy.stats.sem(logs) * scipy.stats.t.ppf(0.975, len(logs) - 1)
     return np.exp(logs.mean() + np.array([0, -spread, spread])).round(3).tolist()
 
@@ -134,7 +133,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--patience", type=int, default=0)
+    parser.add_argument("--patience", type=int, default=5)
     parser.add_argument("--quiet", type=float, default=0.1)
     arguments = parser.parse_args()
     loading.keep_compiled_programs()

@@ -17,7 +17,7 @@ from jax import lax
 
 from jspec.types import Array, Drafter, History, Memory, Params, Target, TargetOutput, Verdict
 
-SIZE = 32  # committed tokens that are missing at most while nothing is drafted
+SIZE = 32  # committed tokens that are missing at most while features of theirs are waiting
 
 
 @runtime_checkable
@@ -61,12 +61,13 @@ def catch_up(
 ) -> Memory:  # fmt: skip
     """The drafter's memory once it has taken in all that is missing.
 
-    Only where a draft is ``wanted`` (bool []) or more than ``SIZE`` tokens are missing. Runs of
-    ``SIZE`` tokens go through the network at once, the rest K + 1 at a time: that is what a round
-    adds at most, and most often all there is.
+    Only where a draft is ``wanted`` (bool []) or there is no room for more features, once ``SIZE``
+    tokens are missing. Runs of ``SIZE`` tokens go through the network at once, the rest K + 1 at a
+    time: that is what a round adds at most, and most often all there is.
     """
-    before = drafter.missing(memory, history)
-    needed = wanted | (before.max() > SIZE)
+    before, needed = drafter.missing(memory, history), wanted
+    if drafter.capture_layers:
+        needed |= before.max() > SIZE
     step = drafter.max_depth + 1
 
     def stride(memory: Memory, size: int, rest: int) -> Memory:

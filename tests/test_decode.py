@@ -54,6 +54,14 @@ def test_the_loop_copies_no_cache(name, temperature):
     assert compiled.memory_analysis().alias_size_in_bytes >= donated
 
 
+def test_a_pass_computes_the_cosines_of_its_positions_once_for_all_layers_and_heads():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    batch = host.start(plan, tiny.params(), rows())
+    lowered = loop.decode.lower(plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
+    text = shipped.compiled(lowered).as_text()
+    assert len(re.findall(r" cosine\(", text)) == len(re.findall(r" sine\(", text)) == 1
+
+
 def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
     traced = []
     step = loop.step

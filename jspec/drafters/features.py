@@ -70,16 +70,9 @@ def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
         return run(*rows)
 
     def first(few: int) -> Callable[..., Taken]:
-        cut = lambda x: lax.slice_in_dim(x, 0, few, axis=1)
-        fill = lambda axis: (
-            lambda x: jnp.pad(
-                x, [(0, size - few if place == axis else 0) for place in range(x.ndim)]
-            )
-        )
-
         def part(*rows: Array) -> Taken:
-            out, entries = run(*map(cut, rows))
-            return fill(1)(out), jax.tree.map(fill(2), entries)
+            out, entries = run(*(x[:, :few] for x in rows))
+            return _filled(out, 1, size), jax.tree.map(lambda x: _filled(x, 2, size), entries)
 
         return part
 
@@ -88,6 +81,13 @@ def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
         return lax.switch(jnp.argmax(fits), [first(few) for few in sizes], *rows)
 
     return lax.platform_dependent(*rows, cpu=needed, default=run)
+
+
+def _filled(x: Array, axis: int, size: int) -> Array:
+    """``x`` with zeros up to ``size`` along an axis."""
+    missing = [(0, 0)] * x.ndim
+    missing[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, missing)
 
 
 @dataclasses.dataclass(frozen=True)
