@@ -45,15 +45,16 @@ class CachedMemory:
 
 Taken = tuple[Array, tuple[kv.AttentionKV, ...]]  # [B, n, D], [B, Hkv, n, head_dim] a layer
 
-_ROUND = 17  # rows of a round at most; chunks of a prompt are longer, and full as a rule
-_LEAST = 3  # rows; fewer are hardly cheaper
+_FEW, _MANY = 6, 17  # rows: so few cost alike; more are a piece of a prompt, and full as a rule
+_LEAST = 3  # rows worth a program of their own
 
 
 def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
     """What ``run`` gives for rows of which a round keeps the first ``count``.
 
-    A CPU runs as few of them as hold all that are kept: n, a half or a quarter. An accelerator runs
-    all n: it reads the weights as long for one row as for nine, and a choice makes it wait.
+    Of more than a few, a CPU runs as many as hold all that are kept: n, a half or a quarter. An
+    accelerator runs all n: it reads the weights as long for one row as for nine, and a choice makes
+    it wait.
 
     Args:
       run: maps rows to what they give out and their entries. It may read caches.
@@ -66,7 +67,7 @@ def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
     size = rows[0].shape[1]
     halves = (1 + ((size - 1) >> step) for step in itertools.count())
     sizes = sorted(itertools.takewhile(lambda few: few >= _LEAST, halves))
-    if size > _ROUND or len(sizes) < 2:
+    if not _FEW < size <= _MANY:
         return run(*rows)
 
     def first(few: int) -> Callable[..., Taken]:
