@@ -10,7 +10,6 @@ differs, since it rotates every token by the length of the whole prompt.
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -61,20 +60,27 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, A
     else:
         frequencies = _STATIC[rope.kind](rope, head_dim).astype(np.float32)
     angles = place * frequencies
-    turns = lambda: (jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude)
-    return lax.platform_dependent(cpu=lambda: _materialised(turns, positions), default=turns)
+    cos, sin = lax.platform_dependent(angles, cpu=_turned_once, default=_turned)
+    return cos * rope.amplitude, sin * rope.amplitude
 
 
-def _materialised(function, positions: Array):
-    """``function()``, computed once.
+def _turned(angles: Array) -> tuple[Array, Array]:
+    return jnp.cos(angles), jnp.sin(angles)
 
-    XLA's CPU backend would fuse cosines into every rotation of every layer and compute them anew
-    for every head. It drops barriers before, but fuses nothing out of a branch.
+
+def _turned_once(angles: Array) -> tuple[Array, Array]:
+    """Cosines and sines that XLA's CPU backend computes once a pass.
+
+    It would fuse them into every rotation of every layer and compute them anew for every head. It
+    drops barriers before it fuses, but fuses nothing out of a branch; this one is always taken.
     """
-    if not positions.size:
-        return function()
-    nothing = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(function))
-    return lax.cond(positions.ravel()[0] >= 0, function, nothing)
+    if not angles.size:
+        return _turned(angles)
+    return lax.cond(angles.ravel()[0] > -jnp.inf, _turned, _not_turned, angles)
+
+
+def _not_turned(angles: Array) -> tuple[Array, Array]:
+    return jnp.ones_like(angles), jnp.zeros_like(angles)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -217,7 +217,7 @@ def test_rotations_at_published_sizes_equal_those_of_transformers(name):
     theirs = transformers.LlamaConfig(**settings, rope_parameters=rope)
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
     ours = families.find({"model_type": "llama"}).read(theirs.to_dict())
-    for positions in (np.arange(16), np.array([4095]), np.array([4096, 30000, 131071])):
+    for positions in (np.arange(-3, 16), np.array([4095]), np.array([4096, 30000, 131071])):
         expected = rotary(torch.zeros(1), torch.tensor(positions)[None])
         found = rope_lib.cos_sin(ours.rope, 128, jnp.array(positions, jnp.int32))
         # A relative error of 1e-7 in a frequency turns the last position by 1e-2.
