@@ -66,6 +66,13 @@ def switch(
     return draft, jax.tree.unflatten(structure, leaves)
 
 
+def widen(x: Array, axis: int, size: int) -> Array:
+    """``x`` with zeros up to ``size`` along ``axis``: branches give out equal shapes."""
+    missing = [(0, 0)] * x.ndim
+    missing[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, missing)
+
+
 class _Branch:
     """A way to draft: what comes out of it, and how to run it."""
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv, logprobs, shaping, tokens, topology
+from jspec import branching, kv, logprobs, shaping, tokens, topology
 from jspec.logprobs import Logprobs
 from jspec.plan import Plan
 from jspec.types import (
@@ -221,18 +221,13 @@ def _pad(
 ) -> tuple[TargetOutput, Verdict]:
     """Brings the results of a smaller rung to the shapes of the largest."""
 
-    def widen(x: Array, axis: int, size: int) -> Array:
-        missing = [(0, 0)] * x.ndim
-        missing[axis] = (0, size - x.shape[axis])
-        return jnp.pad(x, missing)
-
-    nodes = lambda axis: lambda x: widen(x, axis, num_nodes)
+    nodes = lambda axis: lambda x: branching.widen(x, axis, num_nodes)
     out = TargetOutput(
         logits=nodes(1)(out.logits),
         features=jax.tree.map(nodes(1), out.features),
         tree_kv=jax.tree.map(nodes(2), out.tree_kv),
     )
-    return out, verdict.replace(path=widen(verdict.path, 1, max_depth + 1))
+    return out, verdict.replace(path=branching.widen(verdict.path, 1, max_depth + 1))
 
 
 def init_stats(plan: Plan, batch: int) -> Stats:

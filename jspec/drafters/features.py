@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv
+from jspec import branching, kv
 from jspec.drafters.trees import TreeDrafter
 from jspec.types import Array
 
@@ -45,7 +45,8 @@ class CachedMemory:
 
 Taken = tuple[Array, tuple[kv.AttentionKV, ...]]  # [B, n, D], [B, Hkv, n, head_dim] a layer
 
-_FEW, _MANY = 6, 17  # rows: so few cost alike; more are a piece of a prompt, and full as a rule
+# Rows: of so few a choice is not worth compiling; so many are of a prompt, and full as a rule.
+_FEW, _MANY = 6, 17
 _LEAST = 3  # rows worth a program of their own
 
 
@@ -65,15 +66,16 @@ def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
       The result for n rows, zeros for those that were not run.
     """
     size = rows[0].shape[1]
-    halves = (1 + ((size - 1) >> step) for step in itertools.count())
-    sizes = sorted(itertools.takewhile(lambda few: few >= _LEAST, halves))
     if not _FEW < size <= _MANY:
         return run(*rows)
+    halves = (1 + ((size - 1) >> step) for step in itertools.count())
+    sizes = sorted(itertools.takewhile(lambda few: few >= _LEAST, halves))
 
     def first(few: int) -> Callable[..., Taken]:
         def part(*rows: Array) -> Taken:
             out, entries = run(*(x[:, :few] for x in rows))
-            return _filled(out, 1, size), jax.tree.map(lambda x: _filled(x, 2, size), entries)
+            fill = lambda x: branching.widen(x, 2, size)
+            return branching.widen(out, 1, size), jax.tree.map(fill, entries)
 
         return part
 
@@ -82,13 +84,6 @@ def by_need(run: Callable[..., Taken], count: Array, *rows: Array) -> Taken:
         return lax.switch(jnp.argmax(fits), [first(few) for few in sizes], *rows)
 
     return lax.platform_dependent(*rows, cpu=needed, default=run)
-
-
-def _filled(x: Array, axis: int, size: int) -> Array:
-    """``x`` with zeros up to ``size`` along an axis."""
-    missing = [(0, 0)] * x.ndim
-    missing[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, missing)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ _PREFIX = dataclasses.replace(tiny.TARGET.config, num_layers=1)
 CONFIGS = {
     "mlp": HydraConfig(4, 1, WIDTH, tiny.VOCAB, (LAST,)),
     "mlp deep": HydraConfig(2, 4, WIDTH, tiny.VOCAB, (LAST - 1,), tie_blocks=True),
-    "prefix": HydraConfig(3, 2, WIDTH, tiny.VOCAB, (LAST,), network=_PREFIX),
+    "prefix": HydraConfig(6, 2, WIDTH, tiny.VOCAB, (LAST,), network=_PREFIX),
     "prefix deep": HydraConfig(
         2, 3, WIDTH, tiny.VOCAB, (LAST,), tie_blocks=True, output_bias=False, network=_PREFIX
     ),

@@ -29,6 +29,7 @@ CASES = {
     "eagle-chain": ("eagle", dict(num_speculative_tokens=4)),
     "eagle-paths": ("eagle", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
     "eagle3-chain": ("eagle3", dict(num_speculative_tokens=4)),
+    "eagle3-long": ("eagle3", dict(num_speculative_tokens=8)),  # takes in 3, 5 or 9 rows
     "eagle3-eagle2": ("eagle3", dict(num_speculative_tokens=3, tree="eagle2", tree_size=14,
                                      tree_top_k=4)),
     "medusa-chain": ("medusa", dict(num_speculative_tokens=3)),

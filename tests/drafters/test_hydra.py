@@ -22,7 +22,7 @@ loop = importlib.import_module("jspec.decode")
 TARGET = tiny.TARGET.config
 CASES = {
     "paths": ("mlp", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
-    "prefix chain": ("prefix", dict(num_speculative_tokens=3)),
+    "prefix chain": ("prefix", dict(num_speculative_tokens=6)),  # takes in 4 or 7 rows
     "prefix dynamic": ("prefix", dict(num_speculative_tokens=3, tree="eagle2", tree_size=8,
                                       tree_top_k=3)),
 }  # fmt: skip
@@ -282,7 +282,7 @@ def test_a_head_of_an_architecture_that_is_not_supported_is_named(tmp_path):
 
 
 def test_a_tree_deeper_than_there_are_heads_is_refused():
-    with pytest.raises(ValueError, match="the tree is 4 deep, but there are 3 heads"):
-        hydras.drafter("prefix", 4)
+    with pytest.raises(ValueError, match="the tree is 7 deep, but there are 6 heads"):
+        hydras.drafter("prefix", 7)
     with pytest.raises(ValueError, match="needs num_speculative_tokens"):
         hydras.drafter("prefix")

@@ -18,7 +18,7 @@ from tests.drafters import heads, mtps, rounds
 host = importlib.import_module("jspec.generate")
 PATHS = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0), (0, 2, 0, 0))
 CASES = {
-    "one-chain": ("one", dict(num_speculative_tokens=4)),
+    "one-chain": ("one", dict(num_speculative_tokens=6)),  # takes in 4 or 7 rows
     "two raw-paths": ("two raw", dict(tree=PATHS)),
     "raw-paths": ("raw", dict(tree=PATHS)),
     "two-chain": ("two", dict(num_speculative_tokens=4)),
