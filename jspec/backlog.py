@@ -67,7 +67,7 @@ def catch_up(
     """
     before, needed = drafter.missing(memory, history), wanted
     if drafter.capture_layers:
-        needed |= before.max() > SIZE
+        needed |= before.max() >= SIZE  # a run of them, and nothing is left
     step = drafter.max_depth + 1
 
     def stride(memory: Memory, size: int, rest: int) -> Memory:
