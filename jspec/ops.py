@@ -46,6 +46,30 @@ def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
     return out[:count].reshape(*x.shape[:-1], out.shape[-1])
 
 
+@jax.custom_jvp
+def look_up(table: Array, ids: Array) -> Array:
+    """Rows [..., D] of a table [V, D] of embeddings, by int32 ids [...].
+
+    XLA's CPU backend gathers no numbers narrower than 32 bits: it would widen the whole table, in
+    every launch, and in every round for a lookup in a branch. There their bits are gathered.
+    """
+    size = table.dtype.itemsize
+    if size >= 4:
+        return table[ids]
+
+    def bits(table: Array, ids: Array) -> Array:
+        words = lax.bitcast_convert_type(table, f"uint{8 * size}")
+        return lax.bitcast_convert_type(words[ids], table.dtype)
+
+    return lax.platform_dependent(table, ids, cpu=bits, default=lambda table, ids: table[ids])
+
+
+@look_up.defjvp
+def _look_up_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
+    table, ids = primals
+    return look_up(table, ids), tangents[0][ids]
+
+
 def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
     """``function`` of the rows of x [..., I], some at a time: for determinism, not for speed.
 

@@ -62,6 +62,20 @@ def test_a_pass_computes_the_cosines_of_its_positions_once_for_all_layers_and_he
     assert len(re.findall(r" cosine\(", text)) == len(re.findall(r" sine\(", text)) == 1
 
 
+def test_no_embedding_is_widened_for_the_sake_of_a_few_rows():
+    narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = Params(*map(narrow, tiny.params()))
+    plan = Plan(tiny.TARGET, DRAFTERS["draft_model"])
+    batch = host.start(plan, params, rows())
+    text = shipped.compiled(
+        loop.decode.lower(plan, params, batch.request, (), batch.state, jnp.int32(9))
+    ).as_text()
+    for table in (params.target.embedding, params.drafter.embedding):
+        dims = ",".join(map(str, table.shape))
+        assert f"bf16[{dims}]" in text
+        assert not re.search(rf"f32\[{dims}\]\S* convert\(", text)
+
+
 def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
     traced = []
     step = loop.step

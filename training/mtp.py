@@ -15,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jspec import ops
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams
@@ -142,7 +143,7 @@ def _unroll(
     """What each step gives out [B, T, D], as the output matrix takes it; rows those of step 0."""
     config, linear = task.modules, LINEARS[task.compute]
     length = batch.tokens.shape[1] - 1
-    embedded = frozen.target.embedding[batch.tokens].astype(jnp.float32)
+    embedded = ops.look_up(frozen.target.embedding, batch.tokens).astype(jnp.float32)
     segments, positions = batch.segments[:, :length], batch.positions[:, :length]
 
     def step_of(module: int):

@@ -186,7 +186,7 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
 
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
     """Token ids [...] to the first residual stream [..., D]."""
-    return params.embedding[tokens].astype(config.activation_dtype)
+    return ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
 
 
 def unembed(

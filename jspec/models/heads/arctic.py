@@ -117,7 +117,7 @@ def step(
     linear: Linear = ops.linear,
 ) -> tuple[LstmState, Array]:
     """One stage, as ``mlp_speculator.step``: the state, and its part that the head takes."""
-    embedded = [embedding[tokens].astype(jnp.float32) for embedding in params.embeddings]
+    embedded = [ops.look_up(table, tokens).astype(jnp.float32) for table in params.embeddings]
     embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
     scale = mlp_speculator.embedding_scale(config.n_predict, config.inner_dim)
     mixed = linear(state.hidden, params.projections[min(stage, 1)]) + scale * embedded

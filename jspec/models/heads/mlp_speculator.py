@@ -169,7 +169,7 @@ def step(
       The state [..., I], twice.
     """
     own = lambda part: part[min(stage, len(part) - 1)]
-    embedded = own(params.embeddings)[tokens].astype(jnp.float32)
+    embedded = ops.look_up(own(params.embeddings), tokens).astype(jnp.float32)
     mixed = linear(state, own(params.projections)) + config.embedding_scale * embedded
     state = activate(mixed, own(params.norms)).astype(config.activation_dtype)
     return state, state

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jspec import ops
 from jspec.models.decoder import DecoderConfig
 from jspec.types import Array, Target
 
@@ -35,5 +36,5 @@ def embed(
     if params.embedding is None:
         vectors = target.embed(target_params, tokens)
     else:
-        vectors = params.embedding[tokens]
+        vectors = ops.look_up(params.embedding, tokens)
     return vectors.astype(config.network.activation_dtype)
