@@ -58,6 +58,8 @@ def look_up(table: Array, ids: Array) -> Array:
         return table[ids]
 
     def bits(table: Array, ids: Array) -> Array:
+        # Tied to the ids, the table is read in the loop that they are of, and not copied before it.
+        table, ids = lax.optimization_barrier((table, ids))
         words = lax.bitcast_convert_type(table, f"uint{8 * size}")
         return lax.bitcast_convert_type(words[ids], table.dtype)
 

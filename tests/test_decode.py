@@ -62,7 +62,7 @@ def test_a_pass_computes_the_cosines_of_its_positions_once_for_all_layers_and_he
     assert len(re.findall(r" cosine\(", text)) == len(re.findall(r" sine\(", text)) == 1
 
 
-def test_no_embedding_is_widened_for_the_sake_of_a_few_rows():
+def test_no_embedding_is_widened_or_copied_for_the_sake_of_a_few_rows():
     narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     params = Params(*map(narrow, tiny.params()))
     plan = Plan(tiny.TARGET, DRAFTERS["draft_model"])
@@ -74,6 +74,7 @@ def test_no_embedding_is_widened_for_the_sake_of_a_few_rows():
         dims = ",".join(map(str, table.shape))
         assert f"bf16[{dims}]" in text
         assert not re.search(rf"f32\[{dims}\]\S* convert\(", text)
+        assert not re.search(rf"= u16\[{dims}\]\S* (?!bitcast-convert|parameter)", text)
 
 
 def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
