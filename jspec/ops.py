@@ -53,17 +53,20 @@ def look_up(table: Array, ids: Array) -> Array:
     XLA's CPU backend gathers no numbers narrower than 32 bits: it would widen the whole table, in
     every launch, and in every round for a lookup in a branch. There their bits are gathered.
     """
-    size = table.dtype.itemsize
-    if size >= 4:
+    if table.dtype.itemsize >= 4:
         return table[ids]
+    return lax.platform_dependent(table, ids, cpu=_rows_by_bits, default=_rows)
 
-    def bits(table: Array, ids: Array) -> Array:
-        # Tied to the ids, the table is read in the loop that they are of, and not copied before it.
-        table, ids = lax.optimization_barrier((table, ids))
-        words = lax.bitcast_convert_type(table, f"uint{8 * size}")
-        return lax.bitcast_convert_type(words[ids], table.dtype)
 
-    return lax.platform_dependent(table, ids, cpu=bits, default=lambda table, ids: table[ids])
+def _rows(table: Array, ids: Array) -> Array:
+    return table[ids]
+
+
+def _rows_by_bits(table: Array, ids: Array) -> Array:
+    # Tied to the ids, the table is read in the loop that they are of, and not copied before it.
+    table, ids = lax.optimization_barrier((table, ids))
+    words = lax.bitcast_convert_type(table, f"uint{8 * table.dtype.itemsize}")
+    return lax.bitcast_convert_type(words[ids], table.dtype)
 
 
 @look_up.defjvp
