@@ -50,8 +50,8 @@ def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
 def look_up(table: Array, ids: Array) -> Array:
     """Rows [..., D] of a table [V, D] of embeddings, by int32 ids [...].
 
-    XLA's CPU backend gathers no numbers narrower than 32 bits: it would widen the whole table, in
-    every launch, and in every round for a lookup in a branch. There their bits are gathered.
+    XLA's CPU backend gathers no bfloat16: it would widen the whole table, in every launch, and in
+    every round for a lookup in a branch. There the bits of narrow numbers are gathered.
     """
     if table.dtype.itemsize >= 4:
         return table[ids]
