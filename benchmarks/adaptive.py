@@ -5,8 +5,9 @@
 Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
 more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
 can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
-once before the clock starts, as ``LLM`` does. All contenders take turns; a ratio is the geometric
-mean of those of the turns' times, which is 1 for what is equal, and its interval is of that mean.
+once before the clock starts, as ``LLM`` does. All contenders take turns, text by text; a repeat is
+all texts of a kind. A ratio is the geometric mean of those of the repeats' times, which is 1 for
+what is equal, and its interval is of that mean.
 """
 
 import argparse
@@ -67,10 +68,10 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         shared = _measured(made, requests[0]) if label == "adaptive" else None
         if shared is not None:
             costs = (shared.seconds / shared.seconds[0]).round(3).tolist()
-        run = Runner(made.plan, made.params, requests, 0, 0.0, shared)
-        run()
-        run()
-        field.append(Contender(label, run, limit=arguments.quiet))
+        runs = [Runner(made.plan, made.params, [one], 0, 0.0, shared) for one in requests]
+        for run in runs * 2:
+            run()
+        field.append(Contender(label, runs, limit=arguments.quiet))
     race(field, arguments.repeats, arguments.patience)
     *fixed, adaptive = field
     best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.kept]))
@@ -99,7 +100,7 @@ def _measured(made, request: Request):
 
 
 def _ratio(one: Contender, other: Contender) -> list[float]:
-    """Geometric mean of the ratio of the times of an undisturbed turn, and its 95 % interval."""
+    """Geometric mean of the ratio of the times of an undisturbed repeat, and its 95 % interval."""
     logs = -np.log(ratios(one, other))
     spread = scipy.stats.sem(logs) * scipy.stats.t.ppf(0.975, len(logs) - 1)
     return np.exp(logs.mean() + np.array([0, -spread, spread])).round(3).tolist()

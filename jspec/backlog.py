@@ -32,14 +32,14 @@ class Following(Protocol):
 class Waiting:
     """The target's features that have not been taken in: of ``missing`` positions, from slot 0."""
 
-    features: tuple[Array, ...]  # [B, SIZE + K + 1, D], one for each captured layer
+    features: tuple[Array, ...]  # [B, SIZE, D], one for each captured layer
 
 
 def init(drafter: Drafter, target: Target | None, params: Params, batch: int) -> Waiting:
     """Nothing waits. ``target`` may be None where the drafter reads no features."""
     if not drafter.capture_layers:
         return Waiting(())
-    ids = jax.ShapeDtypeStruct((batch, SIZE + drafter.max_depth + 1), jnp.int32)
+    ids = jax.ShapeDtypeStruct((batch, SIZE), jnp.int32)
     like = jax.eval_shape(target.embed, params.target, ids)
     return Waiting(tuple(jnp.zeros(like.shape, like.dtype) for _ in drafter.capture_layers))
 

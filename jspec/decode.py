@@ -13,6 +13,7 @@ from jspec.plan import Plan
 from jspec.types import (
     Array,
     Draft,
+    Geared,
     History,
     Memory,
     Params,
@@ -68,12 +69,8 @@ def decode(
     Called again with a larger ``until`` it goes on where it stopped, in the same program.
     """
 
-    def running(carry: tuple[Shared, DecodeState]) -> Array:
-        _, state = carry
-        return ~state.done.all() & (state.round < until)
-
-    body = lambda carry: step(plan, params, request, *carry)
-    return lax.while_loop(running, body, (shared, state))
+    body = lambda carry: _turn(plan, params, request, until, *carry)
+    return lax.while_loop(functools.partial(_running, until), body, (shared, state))
 
 
 def step(
@@ -84,6 +81,51 @@ def step(
     Invariant, on entry and on exit: the caches hold every committed token but the
     last one, which is the root (node 0) of the next draft.
     """
+    return _turn(plan, params, request, state.round + 1, shared, state)
+
+
+def _running(until: Array, carry: tuple[Shared, DecodeState]) -> Array:
+    _, state = carry
+    return ~state.done.all() & (state.round < until)
+
+
+def _turn(
+    plan: Plan, params: Params, request: Request, until: Array, shared: Shared, state: DecodeState
+) -> tuple[Shared, DecodeState]:
+    """One round, or where the drafter is ``Geared`` all that run in the gear of the next one."""
+    if not isinstance(plan.drafter, Geared):
+        return _round(plan, params, request, shared, state)
+    with jax.named_scope("draft"):
+        memory, gear = plan.drafter.shift(params, request, shared, state.memory, state.history)
+    carry = shared, state.replace(memory=memory)
+    for index, drafter in enumerate(plan.drafter.gears):
+        own = plan.in_gear(drafter)
+        carry = _in_gear(own, params, request, until, gear == index, *carry)
+    return carry
+
+
+def _in_gear(
+    plan: Plan, params: Params, request: Request, until: Array, wanted: Array, shared: Shared,
+    state: DecodeState,
+) -> tuple[Shared, DecodeState]:  # fmt: skip
+    """Rounds of one gear, if it is ``wanted`` (bool []), until it is not or a row has ended."""
+    first, done = state.round, state.done
+
+    def stays(carry: tuple[Shared, DecodeState]) -> Array:
+        shared, state = carry
+        more = plan.drafter.stays(request, shared, state.memory, state.history)
+        more &= (state.done == done).all()
+        more |= state.round == first  # a turn has a round, or there might never be one
+        return wanted & more & _running(until, carry)
+
+    body = lambda carry: _round(plan, params, request, *carry)
+    return lax.while_loop(stays, body, (shared, state))
+
+
+def _round(
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
+) -> tuple[Shared, DecodeState]:
+    """One round of a drafter of one kind."""
     # Draft N nodes a row, root included, parents before children.
     with jax.named_scope("draft"):  # names that profilers show
         draft, memory = plan.drafter.propose(params, request, shared, state.memory, state.history)
@@ -263,8 +305,10 @@ def _record_trace(trace, round_index, draft, tree, ran, num_accepted):
         return None
     shown = draft.valid & ran[:, None]
     put = lambda buffer, row: buffer.at[round_index].set(row, mode="drop")
+    missing = trace.tokens.shape[2] - shown.shape[1]  # of a draft for which a smaller gear ran
+    nodes = lambda x: jnp.pad(jnp.where(shown, x, -1), ((0, 0), (0, missing)), constant_values=-1)
     return Trace(
         accepted=put(trace.accepted, jnp.where(ran, num_accepted, -1)),
-        tokens=put(trace.tokens, jnp.where(shown, draft.tokens, -1)),
-        parents=put(trace.parents, jnp.where(shown, tree.parents, -1)),
+        tokens=put(trace.tokens, nodes(draft.tokens)),
+        parents=put(trace.parents, nodes(tree.parents)),
     )

@@ -1,10 +1,22 @@
 """The plan of a generation: everything static, in one hashable value."""
 
+import copy
 import dataclasses
 from typing import get_args
 
 from jspec import shapes, verify
-from jspec.types import Array, Draft, Drafter, History, Proposal, Request, Target, Tree, Verdict
+from jspec.types import (
+    Array,
+    Draft,
+    Drafter,
+    Gear,
+    History,
+    Proposal,
+    Request,
+    Target,
+    Tree,
+    Verdict,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +62,17 @@ class Plan:
                 f"ladder={self.ladder} must ascend from 1 or more to tree_size={size}."
             )
         object.__setattr__(self, "ladder", ladder)
+
+    def in_gear(self, gear: Gear) -> "Plan":
+        """The plan of rounds that ``gear`` drafts for, one of a ``Geared`` drafter's.
+
+        A rule's settings are for the depth of them all: drafts may end before.
+        """
+        own, size = copy.copy(self), gear.tree_size
+        rungs = getattr(gear, "rungs", shapes.rungs(size))
+        object.__setattr__(own, "drafter", gear)
+        object.__setattr__(own, "ladder", tuple(n for n in rungs if n == size or n in self.ladder))
+        return own
 
     @property
     def _rule(self) -> verify.Rule:

@@ -183,7 +183,8 @@ class Drafter(Protocol):
 
     Some have more: ``Sharing``, ``jspec.backlog.Following``; ``rungs``, node counts worth a program
     of their own in ``Plan.ladder``; ``backlog``, a setting of how many committed tokens a round
-    takes in at most, which a drafter that combines others raises.
+    takes in at most, which a drafter that combines others raises. One whose rounds differ in kind
+    is ``Geared``: it has gears in place of ``propose`` and ``update``.
     """
 
     max_depth: int  # K
@@ -227,6 +228,29 @@ class Sharing(Protocol):
 
     def retire(self, shared: Shared, memory: Memory, history: History) -> Shared:
         """Takes in what it would still learn of rows that go on no more."""
+
+
+class Gear(Drafter, Protocol):
+    """A drafter of rounds of one kind, on the memory that all gears share."""
+
+    def stays(self, request: Request, shared: Shared, memory: Memory, history: History) -> Array:
+        """bool []: whether the next round is of this kind, too, should all rows go on."""
+
+
+@runtime_checkable
+class Geared(Protocol):
+    """What drafts in rounds of several kinds. Each has a loop of its own: no branches, no padding.
+
+    A round that returned caches from a branch would copy them. What goes round a loop stays where
+    it is, so the rounds of a gear run in a loop until it no longer ``stays`` or a row has ended.
+    """
+
+    gears: tuple[Gear, ...]
+
+    def shift(
+        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
+    ) -> tuple[Memory, Array]:
+        """The memory as the next round needs it, and the index [] int32 of that round's gear."""
 
 
 # A rule's walk maps (warped logits [B, N, V], draft, tree, coins) to (path, num_accepted,

@@ -10,7 +10,8 @@ jspec.naming
 jspec.threefry jspec.checks jspec.buckets jspec.automaton jspec.schemas
 jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
 jspec.shaping jspec.grammar
-jspec.shapes jspec.drawing jspec.growth jspec.grafting jspec.branching jspec.backlog jspec.marginals
+jspec.shapes jspec.drawing jspec.growth jspec.grafting jspec.branching jspec.backlog
+jspec.marginals jspec.goodput
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.rows jspec.logprobs jspec.plan jspec.decode jspec.generate

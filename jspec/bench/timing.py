@@ -48,12 +48,25 @@ class Sample:
 
 @dataclasses.dataclass
 class Contender:
-    """Something that can be run under the clock."""
+    """Something that can be run under the clock.
+
+    Attributes:
+      name: for tables.
+      run: what is timed; or its parts, as many for everybody, which add up to a sample: contenders
+        take turns part by part then, which is fairer where machines are quick and slow by moments.
+      samples: so far.
+      limit: cores that others may use for a sample to be undisturbed.
+    """
 
     name: str
-    run: Callable[[], Sample]
+    run: Callable[[], Sample] | Sequence[Callable[[], Sample]]
     samples: list[Sample] = dataclasses.field(default_factory=list)
     limit: float = 0.1
+
+    @property
+    def runs(self) -> Sequence[Callable[[], Sample]]:
+        """Of a sample: one, or several."""
+        return [self.run] if callable(self.run) else self.run
 
     @property
     def has_quiet(self) -> bool:
@@ -102,9 +115,30 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
         if not waiting:
             return
         # Everybody runs again: a ratio compares samples of the same minutes.
-        first = round_ % len(contenders)
-        for contender in [*contenders[first:], *contenders[:first]]:
-            contender.samples.append(watched(contender.run))
+        timed = [[] for _ in contenders]
+        for place in range(len(contenders[0].runs)):
+            for turn in range(len(contenders)):
+                index = (round_ + place + turn) % len(contenders)
+                timed[index].append(watched(contenders[index].runs[place]))
+        for contender, parts in zip(contenders, timed, strict=True):
+            contender.samples.append(_joined(parts))
+
+
+def _joined(parts: Sequence[Sample]) -> Sample:
+    """The sample that they are parts of."""
+    if len(parts) == 1:
+        return parts[0]
+    seconds = sum(part.seconds for part in parts)
+    foreign = None
+    if all(part.foreign is not None for part in parts):
+        foreign = round(sum(part.foreign * part.seconds for part in parts) / seconds, 3)
+    passes = None
+    if all(part.passes is not None for part in parts):
+        passes = sum(part.passes for part in parts)
+    return Sample(
+        seconds, sum(part.cpu_seconds for part in parts),
+        [tokens for part in parts for tokens in part.tokens], passes, foreign,
+    )  # fmt: skip
 
 
 def ratios(each: Contender, plain: Contender) -> list[float]:

@@ -18,7 +18,7 @@ from jax import lax
 from jspec import sampling, tokens, topology
 from jspec.decode import DecodeState, step
 from jspec.plan import Plan
-from jspec.types import Array, Draft, Drafter, History, Params, Request, Shared, Tree
+from jspec.types import Array, Draft, Drafter, Geared, History, Params, Request, Shared, Tree
 
 # What a draft must fulfil whatever its law, in words for whoever broke it.
 CONDITIONS = (
@@ -78,7 +78,9 @@ class Observer:
 
 
 def observed(plan: Plan) -> Plan:
-    """The plan whose steps ``watch`` can look into."""
+    """The plan whose steps ``watch`` can look into; of several gears those of the last."""
+    if isinstance(plan.drafter, Geared):
+        plan = plan.in_gear(plan.drafter.gears[-1])
     size = plan.drafter.tree_size
     return dataclasses.replace(
         plan, drafter=Observer(plan.drafter), ladder=(size,), record_rounds=0

@@ -1,31 +1,20 @@
 """A drafter whose K follows the batch: by a table of batch sizes, or by expected goodput.
 
-Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is expected to emit
-1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
-length were measured to take on this machine (``jspec.calibration``), drafting and all. The length
-of the best ratio is chosen for the whole batch, 0 among them: then nothing is drafted, and the
-target runs on one node. That is only chosen once it is the better one by a margin, and of lengths
-that look about as good the last round's is kept. A row that drafts no more is tried again, with the
-shortest draft, after a few rounds and after twice as many each time that this was in vain. What
-decides was known before the round, so every rule stays exact.
+Each length is a gear: a drafter of that K on the memory of the longest, with a loop of rounds of
+its own (``jspec.types.Geared``). So a round of length K is the one that a drafter of K alone has,
+and one without a draft is plain decoding; what it costs to choose is in no round's way but its own.
+Which length is best is told in ``jspec.goodput``, what rounds take in ``jspec.calibration``.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from jspec import backlog, branching, tokens
-from jspec.types import Array, Draft, Drafter, History, Sharing, Verdict
-
-_PRIOR = 0.6  # a before anything is known, as if one token had been tried
-_EVIDENCE = 24.0  # drafted tokens that all experience is worth at most
-_DOUBT = 0.5  # standard errors above what was seen that drafting must not pay at, to be given up
-_LOYALTY = 0.05  # by how much another length must look better: acceptance goes up and down
-_FADING = 0.95  # what it is worth after a round without a draft: a text changes
-_SOONEST, _LATEST = 4, 128  # rounds without a draft before one is tried again
+from jspec import backlog, branching, goodput, shapes, tokens
+from jspec.types import Array, Draft, Drafter, History, Request, Sharing
 
 
 @struct.dataclass
@@ -44,11 +33,10 @@ class AdaptiveMemory:
 
     inner: Any
     waiting: backlog.Waiting | None  # None where no round is sat out
-    accepted: Array  # [B] float32, fading sum of accepted tokens
-    tried: Array  # [B] float32, of those accepted and those refused
-    idle: Array  # [B] int32, rounds since the last draft
-    patience: Array  # [B] int32, of them before the next is tried
-    chosen: Array  # [] int32, index of the last round's length
+    known: goodput.Experience
+    gear: Array  # [] int32, index of the last round's length
+    rest: Array  # [] int32, rounds without a draft before the next choice, if it is to rest
+    rested: Array  # [] int32, those that it had
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +93,14 @@ class Adaptive:
         """Whether the drafter misses rounds, and notices."""
         return self.lengths[0] == 0 and isinstance(self.drafter, backlog.Following)
 
+    @functools.cached_property
+    def gears(self) -> tuple["Resting | Drafting", ...]:
+        """What runs the rounds of each length."""
+        return tuple(
+            Drafting(self, self._of_length(length)) if length else Resting(self)
+            for length in self.lengths
+        )
+
     @property
     def max_depth(self) -> int:
         """K at most."""
@@ -117,9 +113,8 @@ class Adaptive:
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Node counts of the lengths."""
-        own = getattr(self.drafter, "rungs", ())
-        return tuple(sorted({1, *own, *(length + 1 for length in self.lengths)}))
+        """Node counts of all gears."""
+        return tuple(sorted({1, *(size for gear in self.gears for size in gear.rungs)}))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -145,60 +140,55 @@ class Adaptive:
 
     def init(self, params, request, capacity):
         """Nothing known."""
-        rows = jnp.zeros(request.max_length.shape)
-        waiting = None
+        batch, waiting = request.max_length.shape[0], None
         if self.rests:
             target = getattr(self.drafter, "target", None)
-            waiting = backlog.init(self.drafter, target, params, len(rows))
+            waiting = backlog.init(self.drafter, target, params, batch)
             capacity += backlog.SIZE  # as many rows are written at once
+        inner = self.drafter.init(params, request, capacity)
+        none = jnp.int32(0)
         return AdaptiveMemory(
-            self.drafter.init(params, request, capacity), waiting, rows + _PRIOR, rows + 1,
-            jnp.zeros_like(rows, jnp.int32), jnp.full_like(rows, _SOONEST, jnp.int32),
-            jnp.int32(0),
-        )  # fmt: skip
+            inner, waiting, goodput.init(batch), gear=none, rest=none, rested=none
+        )
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Hands the drafter the prompt."""
         inner = self.drafter.absorb(params, memory.inner, tokens, features, start, valid)
         return memory.replace(inner=inner)
 
-    def propose(self, params, request, shared, memory, history):
-        """A draft of the chosen length."""
+    def shift(self, params, request, shared, memory, history):
+        """The best length, and the drafter level with the text where it is to draft."""
         running = ~tokens.ended(request, history)
-        inner = _inner(shared)
-
-        def way(length: int):
-            if not length:
-                return branching.root_alone(history)
-            drafter = self._of_length(length)
-            return lambda memory: drafter.propose(params, request, inner, memory, history)
-
-        by = self._by_goodput if self.by_costs else self._by_batch
-        chosen = by(shared, memory, running)
+        known = goodput.rest(memory.known, memory.rested)
+        memory = memory.replace(known=known, rested=jnp.zeros_like(memory.rested))
+        gear = self.chosen(shared, memory, running)
+        memory = memory.replace(gear=gear)
         if self.rests:
-            caught_up = backlog.catch_up(
-                self.drafter, params, memory.inner, memory.waiting, history, chosen > 0
-            )
-            memory = memory.replace(inner=caught_up)
-        ways = [way(length) for length in self.lengths]
-        draft, inner = branching.switch(chosen, ways, memory.inner, params)
-        if isinstance(shared, Costs) and self.proposal == "point":  # others always find something
-            length = jnp.array(self.lengths)[chosen]
-            draft = _filled_up(draft, jnp.where(shared.timed & running, length, 0))
-        return draft, memory.replace(inner=inner, chosen=chosen)
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Hands the drafter the verdict, or keeps it for later, and counts."""
-        kept = _inner(shared)
-        if self.rests and self.capture_layers:  # an update would run the network
-            missing = self.drafter.missing(memory.inner, history) - verdict.num_emitted
-            memory = memory.replace(waiting=backlog.push(memory.waiting, missing, out, verdict))
-        else:
-            inner, kept = self.drafter.update(
-                params, request, kept, memory.inner, history, draft, verdict, out
-            )
+            drafter, waiting = self.drafter, memory.waiting
+            inner = backlog.catch_up(drafter, params, memory.inner, waiting, history, gear > 0)
             memory = memory.replace(inner=inner)
-        return _counted(memory, draft, verdict), _with_inner(shared, kept)
+        return memory.replace(rest=self._rest(memory, running, history)), gear
+
+    def chosen(self, shared: Any, memory: AdaptiveMemory, running: Array) -> Array:
+        """The index [] int32 of the best length for the rows that are ``running`` [B]."""
+        longest = jnp.int32(len(self.lengths) - 1)
+        if not self.by_costs:
+            count, chosen = running.sum(), longest
+            for least, most, length in reversed(self.batch_sizes):
+                here = (least <= count) & (count <= most)
+                chosen = jnp.where(here, self.lengths.index(length), chosen)
+            return chosen
+        if shared == ():
+            return longest
+        return goodput.best(self.lengths, shared.seconds, memory.known, running, memory.gear)
+
+    def _rest(self, memory: AdaptiveMemory, running: Array, history: History) -> Array:
+        """How many rounds nothing needs to be chosen for, once there is no draft."""
+        rest = goodput.pause(memory.known, running)
+        if self.rests and self.capture_layers:
+            room = backlog.SIZE - self.drafter.missing(memory.inner, history).max()
+            rest = jnp.minimum(rest, room)
+        return rest
 
     def _of_length(self, length: int) -> Drafter:
         """The drafter with a K of its own, on the same memory."""
@@ -206,83 +196,81 @@ class Adaptive:
         own = dict.fromkeys(known & {"tree_size", "tree_depth"})  # the chain's, of the longest
         return dataclasses.replace(self.drafter, num_speculative_tokens=length, **own)
 
-    def _by_batch(self, shared: Any, memory: AdaptiveMemory, running: Array) -> Array:
-        """The index of the length for so many rows."""
-        count, chosen = running.sum(), jnp.int32(len(self.lengths) - 1)
-        for least, most, length in reversed(self.batch_sizes):
-            here = (least <= count) & (count <= most)
-            chosen = jnp.where(here, self.lengths.index(length), chosen)
-        return chosen
 
-    def _by_goodput(self, shared: Any, memory: AdaptiveMemory, running: Array) -> Array:
-        """The index of the length that is expected to emit most tokens a second."""
-        longest = jnp.int32(len(self.lengths) - 1)
-        if shared == ():
-            return longest
-        measured = (shared.seconds > 0).all()
-        seconds = jnp.where(measured, shared.seconds, 1)
-        expected, lasting, hoped = self._emitted(_rates(memory), running) / seconds
-        kept = jnp.arange(len(self.lengths)) == memory.chosen
-        expected *= jnp.where(kept, 1 + _LOYALTY, 1)
-        chosen = jnp.argmax(expected)
-        if not self.lengths[0]:
-            drafts, tries = lasting[1:].max() > lasting[0], hoped[1:].max() > hoped[0]
-            chosen = jnp.where(drafts, 1 + jnp.argmax(expected[1:]), jnp.where(tries, 1, 0))
-        return jnp.where(measured, chosen, longest).astype(jnp.int32)
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """The gear of one length: its ``drafter`` on the memory of the ``whole``."""
 
-    def _emitted(self, rates: Array, running: Array) -> Array:
-        """Tokens that a round of each length is expected to emit, all rows together: [A, R].
+    whole: Adaptive
+    drafter: Drafter
 
-        ``rates`` [A, B] are what the acceptance of the rows may be.
-        """
-        powers = rates[..., None] ** np.arange(self.max_depth + 1)  # 1, a, ..., a^K
-        emitted = jnp.cumsum(powers, -1)[..., np.array(self.lengths)]
-        return jnp.where(running[:, None], emitted, 0).sum(1)
+    max_depth = property(lambda self: self.drafter.max_depth)
+    tree_size = property(lambda self: self.drafter.tree_size)
+    capture_layers = property(lambda self: self.drafter.capture_layers)
+    proposal = property(lambda self: self.drafter.proposal)
+    noise = property(lambda self: self.drafter.noise)
 
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Node counts worth a program of their own."""
+        return getattr(self.drafter, "rungs", shapes.rungs(self.tree_size))
 
-def _rates(memory: AdaptiveMemory) -> Array:
-    """Acceptance as seen, as drafting must pay at to go on, and to be tried again: [3, B].
+    def stays(self, request: Request, shared: Any, memory: AdaptiveMemory, history: History):
+        """Whether this length is still the best: bool []."""
+        running = ~tokens.ended(request, history)
+        return self.whole.chosen(shared, memory, running) == memory.gear
 
-    Who drafts is given up late, as nothing more is learned then: once acceptance a little above the
-    one that was seen would not pay. Who does not goes by what is known, until patience ends.
-    """
-    rate = memory.accepted / memory.tried
-    doubt = _DOUBT * jnp.sqrt(rate * (1 - rate) / memory.tried)
-    lasting = jnp.where(memory.idle > 0, rate, jnp.minimum(rate + doubt, 1))
-    ended = memory.idle >= memory.patience
-    return jnp.stack([rate, lasting, jnp.where(ended, jnp.maximum(lasting, _PRIOR), lasting)])
+    def propose(self, params, request, shared, memory, history):
+        """The drafter's draft."""
+        inner = _inner(shared)
+        draft, inner = self.drafter.propose(params, request, inner, memory.inner, history)
+        if isinstance(shared, Costs) and self.proposal == "point":  # others always find something
+            draft = _filled_up(draft, shared.timed)
+        return draft, memory.replace(inner=inner)
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Hands the drafter the verdict, and counts."""
+        inner, kept = self.drafter.update(
+            params, request, _inner(shared), memory.inner, history, draft, verdict, out
+        )
+        known = goodput.learn(memory.known, draft, verdict)
+        return memory.replace(inner=inner, known=known), _with_inner(shared, kept)
 
 
-def _counted(memory: AdaptiveMemory, draft: Draft, verdict: Verdict) -> AdaptiveMemory:
-    """What became of the round.
+@dataclasses.dataclass(frozen=True)
+class Resting:
+    """The gear of length 0: plain decoding."""
 
-    A row whose draft after a pause was refused waits twice as long for the next; one whose draft
-    was accepted whole waits no longer than ever.
-    """
-    accepted = jnp.maximum(verdict.num_emitted - 1, 0)
-    length = draft.valid[:, 1:].sum(1)
-    drafted = (verdict.num_emitted > 0) & (length > 0)
-    more = jnp.where(drafted, accepted, 0), jnp.where(drafted, accepted + (accepted < length), 0)
-    sums = memory.accepted + more[0], memory.tried + more[1]
-    worth = jnp.minimum(1, _EVIDENCE / sums[1])
-    fading = jnp.where(sums[1] > 0.1, _FADING, 1)  # the ratio stays
-    keep = jnp.where(drafted, worth, fading)
-    patience = jnp.where(accepted == 0, jnp.minimum(2 * memory.patience, _LATEST), memory.patience)
-    patience = jnp.where(accepted == length, _SOONEST, patience)
-    return memory.replace(
-        accepted=keep * sums[0],
-        tried=keep * sums[1],
-        idle=jnp.where(drafted, 0, memory.idle + 1),
-        patience=jnp.where(drafted & (memory.idle > 0), patience, memory.patience),
-    )
+    whole: Adaptive
+
+    max_depth, tree_size, rungs = 0, 1, (1,)
+    proposal, noise = "point", "own"
+    capture_layers = property(lambda self: self.whole.capture_layers)
+
+    def stays(self, request: Request, shared: Any, memory: AdaptiveMemory, history: History):
+        """Whether nothing can have changed, and what is missed has room to wait: bool []."""
+        return memory.rested < memory.rest
+
+    def propose(self, params, request, shared, memory, history):
+        """The root alone."""
+        return branching.root_alone(history)(memory)
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Keeps what the drafter misses for later."""
+        drafter, inner, kept = self.whole.drafter, memory.inner, _inner(shared)
+        if not self.whole.rests:
+            inner, kept = drafter.update(params, request, kept, inner, history, draft, verdict, out)
+            memory = memory.replace(inner=inner)
+        elif self.capture_layers:
+            missing = drafter.missing(inner, history) - verdict.num_emitted
+            memory = memory.replace(waiting=backlog.push(memory.waiting, missing, out, verdict))
+        return memory.replace(rested=memory.rested + 1), _with_inner(shared, kept)
 
 
-def _filled_up(draft: Draft, lengths: Array) -> Draft:
-    """The chains, where there are none made up to ``lengths`` [B]; 0 leaves a row as it is."""
-    nodes = np.arange(draft.tokens.shape[1])
+def _filled_up(draft: Draft, wanted: Array) -> Draft:
+    """The chains; where there are none, and it is ``wanted`` [] bool, of anything."""
     empty = ~draft.valid[:, 1:].any(1)
-    made_up = empty[:, None] & (nodes <= lengths[:, None])
-    return draft.replace(valid=draft.valid | made_up)
+    return draft.replace(valid=draft.valid | (empty & wanted)[:, None])
 
 
 def _inner(shared: Any) -> Any:

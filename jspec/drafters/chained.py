@@ -181,7 +181,8 @@ class ChainedDrafter:
         place = jnp.arange(self.max_depth - 1)
         first = history.length - verdict.num_emitted
         said = jnp.take_along_axis(history.tokens, first[:, None] + place, 1, mode="clip")
-        agrees = (said == memory.drafted) & (place < verdict.num_emitted[:, None] - 1)
+        own = memory.drafted[:, : self.max_depth - 1]  # the memory may be made for longer drafts
+        agrees = (said == own) & (place < verdict.num_emitted[:, None] - 1)
         agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1)
         ran = (verdict.num_emitted > 0) & (memory.taken > 0)
         count = jnp.where(ran, memory.taken + agreeing, 0)

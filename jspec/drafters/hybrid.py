@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import branching, grafting, tokens
-from jspec.drafters.adaptive import Adaptive
 from jspec.naming import shown
-from jspec.types import Array, Draft, Drafter, History, Params, Sharing, Verdict
+from jspec.types import Array, Draft, Drafter, Geared, History, Params, Sharing, Verdict
 
 _COMBINE = ("merge", "choose")
 _RATE = 0.9  # a looked-up token's chance before anything is known of it
@@ -73,6 +72,12 @@ class Hybrid:
                 f"parts holds {len(self.parts)} drafters; give two: one that looks up and one "
                 "with a network."
             )
+        for place, part in zip(("first", "second"), self.parts, strict=True):
+            if isinstance(part, Geared):
+                raise ValueError(
+                    f"the {place} of parts chooses its K by the round, which no combination passes "
+                    "on; give the drafter itself."
+                )
         names = [type(part).__name__ for part in self.parts]
         first, second = self.parts
         if first.proposal != "point" or first.capture_layers:
@@ -86,11 +91,6 @@ class Hybrid:
                 f"combine='merge' is not exact for the {second.proposal!r} drafts of {names[1]}; "
                 "have them drawn without replacement ('probabilistic') or not at all ('greedy'), "
                 "or use combine='choose'."
-            )
-        if isinstance(second, Adaptive):
-            raise ValueError(
-                "the second of parts chooses its K by the round, which no combination passes on; "
-                "give the drafter itself."
             )
         asked = {}
         if self.noise == "target" and second.proposal != "point":

@@ -24,6 +24,7 @@ from jspec.types import (
     Array,
     Draft,
     Drafter,
+    Geared,
     History,
     Params,
     Request,
@@ -116,7 +117,46 @@ class Recorder:
         )
         before = History(history.tokens, history.length - verdict.num_emitted, memory.grammar)
         seen = _seen(self.rule, self.proposal, request, before, draft, out.logits)
+        seen = jax.tree.map(_fitted, seen, memory.seen)
         return Kept(inner, history.state, seen), shared
+
+
+@dataclasses.dataclass(frozen=True)
+class GearedRecorder(Recorder):
+    """The same for a drafter of several gears."""
+
+    @property
+    def gears(self) -> tuple[Recorder, ...]:
+        """The inner ones, each looked at."""
+        return tuple(
+            RecorderGear(gear, self.rule.judging(gear.proposal)) for gear in self.inner.gears
+        )
+
+    def shift(self, params, request, shared, memory: Kept, history):
+        """The inner drafter's."""
+        inner, gear = self.inner.shift(params, request, shared, memory.inner, history)
+        return memory.replace(inner=inner), gear
+
+
+@dataclasses.dataclass(frozen=True)
+class RecorderGear(Recorder):
+    """A gear of a ``GearedRecorder``."""
+
+    def stays(self, request, shared, memory: Kept, history) -> Array:
+        """The inner gear's."""
+        return self.inner.stays(request, shared, memory.inner, history)
+
+
+def recorder(plan: Plan) -> Recorder:
+    """What stands in place of the plan's drafter."""
+    kind = GearedRecorder if isinstance(plan.drafter, Geared) else Recorder
+    return kind(plan.drafter, plan.effective_rule)
+
+
+def _fitted(part: Array, room: Array) -> Array:
+    """A part of what was seen with zeros for the nodes that the round's draft lacks."""
+    missing = [(0, wanted - have) for wanted, have in zip(room.shape, part.shape, strict=True)]
+    return jnp.pad(part, missing)
 
 
 def record(
@@ -138,7 +178,7 @@ def record(
     """
     # A stop string is cut by what the rounds emitted.
     plan = dataclasses.replace(plan, record_rounds=1 << (row.max_tokens - 1).bit_length())
-    looking = dataclasses.replace(plan, drafter=Recorder(plan.drafter, plan.effective_rule))
+    looking = dataclasses.replace(plan, drafter=recorder(plan))
     batch = start(looking, params, [row]).replace(shared=shared)
     batch = batch.replace(shared=price(plan, params, _unwatched(batch)))
     seen, was_cut = [], False

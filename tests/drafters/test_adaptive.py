@@ -231,18 +231,69 @@ def test_a_head_whose_numbers_are_broken_hangs_nothing():
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
 
 
-def test_no_cache_leaves_the_branch_that_drafts():
-    drafter = Adaptive(tiny.DRAFT, (0, 1, 4))
-    plan = Plan(tiny.TARGET, drafter)
-    batch = host.start(plan, tiny.params(), LINES)
-    state, shared = batch.state, loop.init_shared(plan)
-    program = jax.make_jaxpr(
-        lambda *x: drafter.propose(tiny.params(), batch.request, shared, *x)[1].tried
-    )(state.memory, state.history)
-    shapes = {leaf.shape for leaf in jax.tree.leaves(state.memory.inner.cache.layers)}
-    switches = [line for line in program.jaxpr.eqns if line.primitive.name == "cond"]
-    assert switches
-    assert not shapes & {out.aval.shape for line in switches for out in line.outvars}
+def equations(program):
+    """All of a program, those of its branches and loops, too."""
+    for line in program.eqns:
+        yield line
+        for inner in jax.tree.leaves(list(line.params.values()), is_leaf=_is_program):
+            if _is_program(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def _is_program(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle"])
+def test_each_length_has_a_loop_of_its_own_and_no_branch_gives_out_a_cache(name):
+    inner, weights = DRAFTERS[name]
+    plan = Plan(tiny.TARGET, Adaptive(inner, (0, 1, 4)))
+    params = Params(tiny.params().target, weights())
+    batch = host.start(plan, params, LINES)
+    shared = loop.init_shared(plan)
+    run = lambda *state: loop.decode(plan, params, batch.request, *state, jnp.int32(99))
+    lines = list(equations(jax.make_jaxpr(run)(shared, batch.state).jaxpr))
+    shapes = lambda cache: {leaf.shape for leaf in jax.tree.leaves(cache.layers)}
+    target, own = shapes(batch.state.cache), shapes(batch.state.memory.inner.cache)
+    given_out = lambda kind: [
+        {out.aval.shape for out in line.outvars} for line in lines if line.primitive.name == kind
+    ]
+    assert sum(target <= found for found in given_out("while")) == 1 + 3  # of turns, and of lengths
+    assert given_out("cond")
+    assert not any(found & (target | own) for found in given_out("cond"))
+
+
+def test_one_step_is_one_round_of_whichever_length():
+    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 1, 4), ((1, 2, 1), (3, 3, 0))))
+    rows = [dataclasses.replace(row, max_tokens=16 - 4 * i) for i, row in enumerate(LINES)]
+    begun = host.start(plan, tiny.params(), rows)
+    step = jax.jit(
+        lambda shared, state: loop.step(plan, tiny.params(), begun.request, shared, state)
+    )
+    shared, state = loop.init_shared(plan), begun.state
+    for count in range(1, 40):
+        if state.done.all():
+            break
+        shared, state = step(shared, state)
+        assert state.round == count
+    whole = host.advance(plan, tiny.params(), begun.replace(shared=loop.init_shared(plan))).state
+    assert whole.done.all()
+    for one, other in zip(
+        jax.tree.leaves((state.history, state.stats, state.round)),
+        jax.tree.leaves((whole.history, whole.stats, whole.round)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert len(set(np.asarray(state.stats.drafted))) > 1
+
+
+def test_a_ladder_given_is_kept_to_in_every_gear():
+    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)), ladder=(5,))
+    ladders = [plan.in_gear(gear).ladder for gear in plan.drafter.gears]
+    assert ladders == [(1,), (3,), (5,)]
+    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)))
+    ladders = [plan.in_gear(gear).ladder for gear in plan.drafter.gears]
+    assert plan.ladder == (1, 3, 5) and ladders == [(1,), (1, 3), (1, 5)]
 
 
 def test_costs_are_measured_in_the_program_that_decodes():

@@ -135,6 +135,8 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
          "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; have them drawn "
          "without replacement ('probabilistic') or not at all ('greedy'), or use "
          "combine='choose'."),
+        ((Adaptive(tiny.NGRAM, (0, 4)), tiny.DRAFT), {}, "the first of parts chooses its K by the "
+         "round, which no combination passes on; give the drafter itself."),
         ((LOOKUP, Adaptive(tiny.DRAFT, (2, 4))), {}, "the second of parts chooses its K by the "
          "round, which no combination passes on; give the drafter itself."),
         ((LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)), {"combine": "choose"},

@@ -45,7 +45,12 @@ MORE = [
     ("draft_model", {"rejection_sample_method": "block"}, SAMPLED),
     ("draft_model", {"rejection_sample_method": "coupled"}, SAMPLED),
     ("ngram", {"prompt_lookup_max": 1}, SAMPLED),
-    ("ngram", {"prompt_lookup_max": 1, "adaptive_length": True}, {"temperature": 0}),
+    (
+        "ngram",
+        {"prompt_lookup_max": 1, "num_speculative_tokens_per_batch_size": [(1, 1, 2)]},
+        {"temperature": 0},
+    ),
+    ("eagle3", {"num_speculative_tokens_per_batch_size": [(1, 1, 2)]}, SAMPLED),
     ("eagle3", {}, {"temperature": 0}),
     ("eagle3", {}, SAMPLED),
     ("eagle3", {"tree": "eagle2", "tree_size": 9}, SAMPLED),
@@ -100,10 +105,16 @@ def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_models(
     models, method, settings, sampling
 ):
     trace, output = traced_and_generated(models, method, settings, sampling)
-    assert_same(trace, output, by_the_clock="adaptive_length" in settings)
+    assert_same(trace, output)
     assert_p_is_the_targets(trace, models["target"], sampling)
     if method == "draft_model" and sampling is SAMPLED and "coupled" not in settings.values():
         assert_q_is_the_drafters(trace, models["draft"], sampling)
+
+
+def test_a_trace_whose_lengths_go_by_the_clock_is_that_of_the_text(models):
+    settings = {"prompt_lookup_max": 1, "adaptive_length": True}
+    trace, output = traced_and_generated(models, "ngram", settings, {"temperature": 0})
+    assert_same(trace, output, by_the_clock=True)
 
 
 def law(logits, temperature, top_p=1.0):
