@@ -212,8 +212,10 @@ class Drafting:
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Node counts worth a program of their own."""
-        return getattr(self.drafter, "rungs", shapes.rungs(self.tree_size))
+        """Node counts worth a program of their own: a network drafts whenever it is asked to."""
+        own = getattr(self.drafter, "rungs", shapes.rungs(self.tree_size))
+        is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
+        return tuple(size for size in own if size > 1 or not is_network)
 
     def stays(self, request: Request, shared: Any, memory: AdaptiveMemory, history: History):
         """Whether this length is still the best: bool []."""

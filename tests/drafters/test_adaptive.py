@@ -291,9 +291,16 @@ def test_a_ladder_given_is_kept_to_in_every_gear():
     plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)), ladder=(5,))
     ladders = [plan.in_gear(gear).ladder for gear in plan.drafter.gears]
     assert ladders == [(1,), (3,), (5,)]
-    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)))
-    ladders = [plan.in_gear(gear).ladder for gear in plan.drafter.gears]
-    assert plan.ladder == (1, 3, 5) and ladders == [(1,), (1, 3), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "ladders"),
+    [(tiny.DRAFT, [(1,), (3,), (5,)]), (NGram(4), [(1,), (1, 3), (1, 5)])],  # may find nothing
+)
+def test_a_network_that_is_asked_to_draft_needs_no_program_for_no_draft(inner, ladders):
+    plan = Plan(tiny.TARGET, Adaptive(inner, (0, 2, 4)))
+    assert plan.ladder == (1, 3, 5)
+    assert [plan.in_gear(gear).ladder for gear in plan.drafter.gears] == ladders
 
 
 def test_costs_are_measured_in_the_program_that_decodes():

@@ -1,0 +1,35 @@
+"""Contenders that take turns under the clock."""
+
+from jspec.bench.timing import Contender, Sample, race, ratios
+
+
+def part(log, name, seconds):
+    """Something that takes so long, by its own account."""
+
+    def run():
+        log.append(name)
+        return Sample(seconds, 0.0, [[1, 2]], passes=1)
+
+    return run
+
+
+def test_contenders_take_turns_part_by_part_and_parts_add_up():
+    log = []
+    field = [
+        Contender(name, [part(log, f"{name}{i}", scale * (1 + i)) for i in range(2)], limit=99)
+        for name, scale in (("a", 1.0), ("b", 4.0))
+    ]
+    race(field, repeats=2, patience=0)
+    # Neither is always the first, nor a second part ever far from the other's.
+    assert log == ["a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
+    assert [[s.seconds for s in each.samples] for each in field] == [[3.0, 3.0], [12.0, 12.0]]
+    assert field[0].samples[0].passes == 2
+    assert field[0].samples[0].tokens == [[1, 2], [1, 2]]
+    assert ratios(*field) == [4.0, 4.0]
+
+
+def test_a_race_ends_once_all_have_undisturbed_samples():
+    log = []
+    field = [Contender(name, part(log, name, 1.0), limit=99) for name in "ab"]
+    race(field, repeats=3, patience=5)
+    assert log == ["a", "b", "b", "a", "a", "b"]
