@@ -5,13 +5,17 @@
 Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
 more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
 can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
-once before the clock starts, as ``LLM`` does. All contenders take turns, text by text; a repeat is
-all texts of a kind. A ratio is the geometric mean of those of the repeats' times, which is 1 for
-what is equal, and its interval is of that mean.
+once before the clock starts, as ``LLM`` does. All contenders take turns, an eighth of a text at a
+time, as machines are quick and slow by moments; a repeat is all texts of a kind. A ratio is the
+geometric mean of those of the repeats' times, which is 1 for what is equal, and its interval is of
+that mean.
 """
 
 import argparse
+import functools
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -27,13 +31,14 @@ from benchmarks.methods import Request, Runner, constants
 from jspec import calibration, config, loading
 from jspec.assembly import assemble
 from jspec.bench import environment
-from jspec.bench.timing import Contender, race, ratios
+from jspec.bench.timing import Contender, Sample, race, ratios
 from jspec.decode import init_shared
-from jspec.generate import Row, start
+from jspec.generate import Row, advance, read, start
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
 _TURN = 64  # tokens of one kind in the alternating text
+_PARTS = 8  # of a text, for a turn each
 
 
 def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Request]]:
@@ -69,9 +74,11 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         if shared is not None:
             costs = (shared.seconds / shared.seconds[0]).round(3).tolist()
         runs = [Runner(made.plan, made.params, [one], 0, 0.0, shared) for one in requests]
-        for run in runs * 2:
-            run()
-        field.append(Contender(label, runs, limit=arguments.quiet))
+        rounds = [run().passes for run in runs]
+        parts = [part for pair in zip(runs, rounds, strict=True) for part in _parts(*pair)]
+        for part in parts:
+            part()
+        field.append(Contender(label, parts, limit=arguments.quiet))
     race(field, arguments.repeats, arguments.patience)
     *fixed, adaptive = field
     best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.kept]))
@@ -88,6 +95,30 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         }
         for each in field
     ]
+
+
+def _parts(runner: Runner, rounds: int) -> list[Callable[[], Sample]]:
+    """The text of ``runner``, which takes so many rounds, in parts to be run in turn."""
+    [request], held = runner.requests, []
+
+    def part(index: int) -> Sample:
+        if not index:
+            held[:] = *runner.begin(request), 0
+        plan, params, batch, said = held
+        last = index == _PARTS - 1
+        cpu, begin = time.process_time(), time.perf_counter()
+        batch = advance(plan, params, batch, None if last else -(-rounds // _PARTS))
+        batch = jax.block_until_ready(batch)
+        seconds = time.perf_counter() - begin
+        [answer] = read(batch)
+        held[:] = plan, params, batch, len(answer.tokens)
+        assert not last or answer.tokens.tolist() == request.answer, "the text was not said"
+        fresh = answer.tokens[said:].tolist()
+        return Sample(
+            seconds, time.process_time() - cpu, [fresh], passes=answer.rounds if last else 0
+        )
+
+    return [functools.partial(part, index) for index in range(_PARTS)]
 
 
 def _measured(made, request: Request):

@@ -35,7 +35,7 @@ from jspec.assembly import assemble
 from jspec.bench import environment
 from jspec.bench.timing import Contender, Sample, race
 from jspec.decode import init_shared
-from jspec.generate import Row, advance, read, start
+from jspec.generate import Batch, Row, advance, read, start
 from jspec.plan import Plan
 from jspec.types import Draft, Params
 
@@ -143,17 +143,7 @@ class Runner:
         spent, answers = 0.0, []
         cpu = time.process_time()
         for index, request in enumerate(self.requests):
-            plan, params = self.plan, self.params
-            if request.answer is not None:
-                text = np.zeros((1, 1024), np.int32)
-                whole = request.prompt + request.answer
-                text[0, : len(whole)] = whole
-                plan, params = replay.replaying(plan, params, jnp.asarray(text))
-            size = self.max_new_tokens if request.answer is None else len(request.answer)
-            row = Row(tuple(request.prompt), max_tokens=size, seed=index, stream=0,
-                      temperature=self.temperature if request.answer is None else 0.0)  # fmt: skip
-            batch = start(plan, params, [row]).replace(shared=jax.tree.map(jnp.asarray, shared))
-            batch = jax.block_until_ready(batch)
+            plan, params, batch = self.begin(request, index, shared)
             begin = time.perf_counter()
             batch = jax.block_until_ready(advance(plan, params, batch))
             spent += time.perf_counter() - begin
@@ -165,6 +155,27 @@ class Runner:
             spent, time.process_time() - cpu, [answer.tokens.tolist() for answer in answers],
             passes=sum(answer.rounds for answer in answers),
         )  # fmt: skip
+
+    def begin(
+        self, request: Request, index: int = 0, shared: Any = None
+    ) -> tuple[Plan, Params, Batch]:
+        """The request with its prompt taken in, and the plan and weights that go on from there.
+
+        ``index`` is the stream's; ``shared`` None for what every run starts with.
+        """
+        plan, params = self.plan, self.params
+        if shared is None:
+            shared = init_shared(plan) if self.shared is None else self.shared
+        if request.answer is not None:
+            text = np.zeros((1, 1024), np.int32)
+            whole = request.prompt + request.answer
+            text[0, : len(whole)] = whole
+            plan, params = replay.replaying(plan, params, jnp.asarray(text))
+        size = self.max_new_tokens if request.answer is None else len(request.answer)
+        row = Row(tuple(request.prompt), max_tokens=size, seed=index, stream=0,
+                  temperature=self.temperature if request.answer is None else 0.0)  # fmt: skip
+        batch = start(plan, params, [row]).replace(shared=jax.tree.map(jnp.asarray, shared))
+        return plan, params, jax.block_until_ready(batch)
 
 
 def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -> list[dict]:

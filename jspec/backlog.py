@@ -63,7 +63,7 @@ def catch_up(
 
     Only where a draft is ``wanted`` (bool []) or there is no room for more features, once ``SIZE``
     tokens are missing. Runs of ``SIZE`` tokens go through the network at once, the rest K + 1 at a
-    time: that is what a round adds at most, and most often all there is.
+    time.
     """
     before, needed = drafter.missing(memory, history), wanted
     if drafter.capture_layers:
