@@ -305,7 +305,7 @@ def _record_trace(trace, round_index, draft, tree, ran, num_accepted):
         return None
     shown = draft.valid & ran[:, None]
     put = lambda buffer, row: buffer.at[round_index].set(row, mode="drop")
-    missing = trace.tokens.shape[2] - shown.shape[1]  # of a draft for which a smaller gear ran
+    missing = trace.tokens.shape[2] - shown.shape[1]  # a gear's drafts may be smaller
     nodes = lambda x: jnp.pad(jnp.where(shown, x, -1), ((0, 0), (0, missing)), constant_values=-1)
     return Trace(
         accepted=put(trace.accepted, jnp.where(ran, num_accepted, -1)),

@@ -27,7 +27,7 @@ class Plan:
 
     Attributes:
       target: the model whose distribution the output has.
-      drafter: what proposes.
+      drafter: what proposes; it may be ``Geared``.
       rule: a name in ``jspec.verify.RULES``, or a ``Rule``: of your own, or with other settings
         than those listed. A lossy rule must be asked for like this; nothing falls back on one.
       ladder: node counts that the target's pass is compiled for, ascending, the last one being the

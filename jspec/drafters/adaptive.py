@@ -2,8 +2,8 @@
 
 Each length is a gear: a drafter of that K on the memory of the longest, with a loop of rounds of
 its own (``jspec.types.Geared``). So a round of length K is the one that a drafter of K alone has,
-and one without a draft is plain decoding; what it costs to choose is in no round's way but its own.
-Which length is best is told in ``jspec.goodput``, what rounds take in ``jspec.calibration``.
+and one without a draft is plain decoding; only what decides is added. Which length is best is told
+in ``jspec.goodput``, what rounds take in ``jspec.calibration``.
 """
 
 import dataclasses
@@ -217,7 +217,9 @@ class Drafting:
         is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
         return tuple(size for size in own if size > 1 or not is_network)
 
-    def stays(self, request: Request, shared: Any, memory: AdaptiveMemory, history: History):
+    def stays(
+        self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
+    ) -> Array:
         """Whether this length is still the best: bool []."""
         running = ~tokens.ended(request, history)
         return self.whole.chosen(shared, memory, running) == memory.gear
@@ -249,7 +251,9 @@ class Resting:
     proposal, noise = "point", "own"
     capture_layers = property(lambda self: self.whole.capture_layers)
 
-    def stays(self, request: Request, shared: Any, memory: AdaptiveMemory, history: History):
+    def stays(
+        self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
+    ) -> Array:
         """Whether nothing can have changed, and what is missed has room to wait: bool []."""
         return memory.rested < memory.rest
 
