@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jspec.drafters import Cascade, NGram, ParallelDraftModel, Suffix
 from jspec.drafters.adaptive import Adaptive
 from jspec.plan import Plan
 from jspec.types import Params
-from tests import tiny
+from tests import shipped, tiny
 from tests.drafters import heads, hydras, speculators
 from tests.fakes import OracleDrafter, PrefixTarget, ScriptedDrafter, run_rows, script, table
 
@@ -261,6 +262,20 @@ def test_each_length_has_a_loop_of_its_own_and_no_branch_gives_out_a_cache(name)
     assert sum(target <= found for found in given_out("while")) == 1 + 3  # of turns, and of lengths
     assert given_out("cond")
     assert not any(found & (target | own) for found in given_out("cond"))
+
+
+@pytest.mark.parametrize("name", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
+def test_no_loop_copies_a_cache(name):
+    inner, weights = DRAFTERS[name]
+    plan = Plan(tiny.TARGET, Adaptive(inner, (0, 1, 4)))
+    params = Params(tiny.params().target, weights())
+    batch = host.start(plan, params, LINES)
+    arguments = (plan, params, batch.request, loop.init_shared(plan), batch.state, np.int32(9))
+    text = shipped.compiled(loop.decode.lower(*arguments)).as_text()
+    caches = batch.state.cache.layers, batch.state.memory.inner.cache.layers
+    for shape in {leaf.shape for leaf in jax.tree.leaves(caches)}:
+        copies = re.findall(rf"f32\[{','.join(map(str, shape))}\]\S* copy(?:-start)?\(", text)
+        assert not copies, f"{len(copies)} copies of a cache of shape {shape}"
 
 
 def test_one_step_is_one_round_of_whichever_length():

@@ -170,8 +170,8 @@ def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(metho
 
 def test_an_equal_drafter_traces_nothing_new(monkeypatch):
     traced = []
-    step = loop.step
-    monkeypatch.setattr(loop, "step", lambda *args: traced.append(1) or step(*args))
+    propose = Eagle.propose
+    monkeypatch.setattr(Eagle, "propose", lambda *a: traced.append(1) or propose(*a))
     for seed in (1, 2):
         drafter = heads.drafter("eagle3", 2, tree="eagle2", tree_size=6, tree_top_k=3)
         rows = [dataclasses.replace(row, seed=seed, max_tokens=30 + seed) for row in ROWS]
