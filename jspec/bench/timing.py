@@ -119,9 +119,10 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
         for place in range(len(contenders[0].runs)):
             for turn in range(len(contenders)):
                 index = (round_ + place + turn) % len(contenders)
-                timed[index].append(watched(contenders[index].runs[place]))
-        for contender, parts in zip(contenders, timed, strict=True):
-            contender.samples.append(_joined(parts))
+                contender, parts = contenders[index], timed[index]
+                parts.append(watched(contender.runs[place]))
+                if len(parts) == len(contender.runs):  # at once: who is interrupted keeps it
+                    contender.samples.append(_joined(parts))
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
