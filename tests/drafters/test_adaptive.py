@@ -331,6 +331,19 @@ def test_costs_are_measured_in_the_program_that_decodes():
     assert loop.decode._cache_size() == before + 1
 
 
+def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
+    drafter = Adaptive(tiny.NGRAM, (0, 2, 4))
+    plan = Plan(tiny.TARGET, drafter)
+    batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
+    disturbed = {0: 2.0, 1: 3.0, 2: 1.0}  # seconds, by the length that is forced
+    monkeypatch.setattr(
+        calibration, "_round",
+        lambda plan, params, batch: disturbed[int(np.argmin(batch.shared.seconds))],
+    )  # fmt: skip
+    shared = calibration.calibrate(plan, tiny.params(), batch)
+    assert shared.seconds.tolist() == [2.0, 3.0, 3.0]
+
+
 def test_a_drafter_that_looks_up_is_timed_as_where_it_finds_something():
     drafter = Adaptive(NGram(4, prompt_lookup_min=3, prompt_lookup_max=3), (0, 4))
     found, timed = (
