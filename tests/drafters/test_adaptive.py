@@ -338,7 +338,7 @@ def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
     disturbed = {0: 2.0, 1: 3.0, 2: 1.0}  # seconds, by the length that is forced
     monkeypatch.setattr(
         calibration, "_round",
-        lambda plan, params, batch: disturbed[int(np.argmin(batch.shared.seconds))],
+        lambda _plan, _params, batch: disturbed[int(np.argmin(batch.shared.seconds))],
     )  # fmt: skip
     shared = calibration.calibrate(plan, tiny.params(), batch)
     assert shared.seconds.tolist() == [2.0, 3.0, 3.0]
