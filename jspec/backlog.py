@@ -22,7 +22,7 @@ SIZE = 32  # committed tokens that are missing at most while features of theirs 
 
 @runtime_checkable
 class Following(Protocol):
-    """What a drafter has besides if it can miss rounds."""
+    """What a drafter has besides if it can miss rounds: of those it hears by ``absorb`` alone."""
 
     def missing(self, memory: Memory, history: History) -> Array:
         """int32 [B]: committed tokens that ``absorb`` must take in before the row can draft."""

@@ -108,19 +108,19 @@ class _Branch:
                 parents=jnp.broadcast_to(self._parents, draft.tokens.shape).astype(jnp.int32)
             )
         draft = Draft(
-            tokens=_filled(draft.tokens, like.tokens),
-            parents=None if static else _filled(draft.parents, like.parents),
-            valid=_filled(draft.valid, like.valid),
-            logits=_filled(draft.logits, like.logits),
-            sampled=_filled(draft.sampled, like.sampled),
-            score=_filled(draft.score, like.score),
+            tokens=filled(draft.tokens, like.tokens),
+            parents=None if static else filled(draft.parents, like.parents),
+            valid=filled(draft.valid, like.valid),
+            logits=filled(draft.logits, like.logits),
+            sampled=filled(draft.sampled, like.sampled),
+            score=filled(draft.score, like.score),
             max_depth=like.max_depth,
         )
         return draft, [after[place] for place in changed]
 
 
-def _filled(part: Array | None, like: Any) -> Array | None:
-    """A part of a draft with zeros for the nodes that it lacks, or altogether."""
+def filled(part: Array | None, like: Any) -> Array | None:
+    """A part of a draft with zeros for the nodes that it lacks beside ``like``, or altogether."""
     if like is None:
         return None
     if part is None:

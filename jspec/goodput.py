@@ -52,22 +52,21 @@ def learn(known: Experience, draft: Draft, verdict: Verdict) -> Experience:
     accepted = jnp.maximum(verdict.num_emitted - 1, 0)
     length = draft.valid[:, 1:].sum(1)
     drafted = (verdict.num_emitted > 0) & (length > 0)
-    more = jnp.where(drafted, accepted, 0), jnp.where(drafted, accepted + (accepted < length), 0)
-    sums = known.accepted + more[0], known.tried + more[1]
-    idle = rest(known, 1)
-    worth = jnp.minimum(1, _EVIDENCE / sums[1])
+    tried = known.tried + accepted + (accepted < length)
+    worth = jnp.minimum(1, _EVIDENCE / tried)
     patience = jnp.where(accepted == 0, jnp.minimum(2 * known.patience, _LATEST), known.patience)
     patience = jnp.where(accepted == length, _SOONEST, patience)
+    idle = rest(known, 1)
     return Experience(
-        accepted=jnp.where(drafted, worth * sums[0], idle.accepted),
-        tried=jnp.where(drafted, worth * sums[1], idle.tried),
+        accepted=jnp.where(drafted, worth * (known.accepted + accepted), idle.accepted),
+        tried=jnp.where(drafted, worth * tried, idle.tried),
         idle=jnp.where(drafted, 0, idle.idle),
         patience=jnp.where(drafted & (known.idle > 0), patience, known.patience),
     )
 
 
-def rest(known: Experience, rounds: Array) -> Experience:
-    """What is known after ``rounds`` [] int32 without a draft of any row."""
+def rest(known: Experience, rounds: Array | int) -> Experience:
+    """What is known after ``rounds`` ([] int32) without a draft of any row."""
     keep = jnp.where(known.tried > _FAINT, _FADING**rounds, 1)  # the ratio stays
     return known.replace(
         accepted=keep * known.accepted, tried=keep * known.tried, idle=known.idle + rounds

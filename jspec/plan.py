@@ -66,11 +66,14 @@ class Plan:
     def in_gear(self, gear: Gear) -> "Plan":
         """The plan of rounds that ``gear`` drafts for, one of a ``Geared`` drafter's.
 
-        A rule's settings are for the depth of them all: drafts may end before.
+        A rule's settings are for the depth of them all: drafts may end before. Where nothing is
+        drafted, a rule that is not for point masses has nothing to judge: the target draws.
         """
         own, size = copy.copy(self), gear.tree_size
         rungs = getattr(gear, "rungs", shapes.rungs(size))
         object.__setattr__(own, "drafter", gear)
+        if self._rule.lossless and gear.proposal not in self._rule.exact_for:
+            object.__setattr__(own, "rule", "match")
         object.__setattr__(own, "ladder", tuple(n for n in rungs if n == size or n in self.ladder))
         return own
 

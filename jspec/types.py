@@ -178,7 +178,27 @@ class Target(Protocol):
         """
 
 
-class Drafter(Protocol):
+class Rounds(Protocol):
+    """The part of a drafter that runs in every round."""
+
+    max_depth: int  # K
+    tree_size: int  # N, root included
+    capture_layers: tuple[int, ...]  # hidden_states indices wanted from the target
+    proposal: Proposal  # the law of a node's children: decides which rules are exact
+
+    def propose(
+        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
+    ) -> tuple[Draft, Memory]:
+        """Drafts up to ``tree_size`` nodes a row, rooted at the last committed token."""
+
+    def update(
+        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History,
+        draft: Draft, verdict: Verdict, out: TargetOutput,
+    ) -> tuple[Memory, Shared]:  # fmt: skip
+        """Learns the verdict; ``history`` already holds the tokens of this round."""
+
+
+class Drafter(Rounds, Protocol):
     """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
 
     Some have more: ``Sharing``, ``jspec.backlog.Following``; ``rungs``, node counts worth a program
@@ -187,10 +207,6 @@ class Drafter(Protocol):
     is ``Geared``: it has gears in place of ``propose`` and ``update``.
     """
 
-    max_depth: int  # K
-    tree_size: int  # N, root included
-    capture_layers: tuple[int, ...]  # hidden_states indices wanted from the target
-    proposal: Proposal  # the law of a node's children: decides which rules are exact
     noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)
 
     def init(self, params: Params, request: Request, capacity: int) -> Memory:
@@ -207,17 +223,6 @@ class Drafter(Protocol):
         that exist.
         """
 
-    def propose(
-        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
-    ) -> tuple[Draft, Memory]:
-        """Drafts up to ``tree_size`` nodes a row, rooted at the last committed token."""
-
-    def update(
-        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History,
-        draft: Draft, verdict: Verdict, out: TargetOutput,
-    ) -> tuple[Memory, Shared]:  # fmt: skip
-        """Learns the verdict; ``history`` already holds the tokens of this round."""
-
 
 @runtime_checkable
 class Sharing(Protocol):
@@ -230,8 +235,8 @@ class Sharing(Protocol):
         """Takes in what it would still learn of rows that go on no more."""
 
 
-class Gear(Drafter, Protocol):
-    """A drafter of rounds of one kind, on the memory that all gears share."""
+class Gear(Rounds, Protocol):
+    """What drafts in rounds of one kind, on the memory that all gears share."""
 
     def stays(self, request: Request, shared: Shared, memory: Memory, history: History) -> Array:
         """bool []: whether the next round is of this kind, too, should all rows go on."""

@@ -208,7 +208,6 @@ class Drafting:
     tree_size = property(lambda self: self.drafter.tree_size)
     capture_layers = property(lambda self: self.drafter.capture_layers)
     proposal = property(lambda self: self.drafter.proposal)
-    noise = property(lambda self: self.drafter.noise)
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -248,7 +247,7 @@ class Resting:
     whole: Adaptive
 
     max_depth, tree_size, rungs = 0, 1, (1,)
-    proposal, noise = "point", "own"
+    proposal = "point"
     capture_layers = property(lambda self: self.whole.capture_layers)
 
     def stays(

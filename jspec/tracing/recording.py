@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import sampling, shaping, topology, verify
+from jspec import branching, sampling, shaping, topology, verify
 from jspec.decode import retire
 from jspec.generate import Batch, advance, read, start
 from jspec.outputs import Transcript
@@ -117,7 +117,7 @@ class Recorder:
         )
         before = History(history.tokens, history.length - verdict.num_emitted, memory.grammar)
         seen = _seen(self.rule, self.proposal, request, before, draft, out.logits)
-        seen = jax.tree.map(_fitted, seen, memory.seen)
+        seen = jax.tree.map(branching.filled, seen, memory.seen)
         return Kept(inner, history.state, seen), shared
 
 
@@ -125,12 +125,12 @@ class Recorder:
 class GearedRecorder(Recorder):
     """The same for a drafter of several gears."""
 
+    rules: tuple[verify.Rule, ...] = ()  # of each gear
+
     @property
     def gears(self) -> tuple[Recorder, ...]:
         """The inner ones, each looked at."""
-        return tuple(
-            RecorderGear(gear, self.rule.judging(gear.proposal)) for gear in self.inner.gears
-        )
+        return tuple(map(RecorderGear, self.inner.gears, self.rules))
 
     def shift(self, params, request, shared, memory: Kept, history):
         """The inner drafter's."""
@@ -149,14 +149,10 @@ class RecorderGear(Recorder):
 
 def recorder(plan: Plan) -> Recorder:
     """What stands in place of the plan's drafter."""
-    kind = GearedRecorder if isinstance(plan.drafter, Geared) else Recorder
-    return kind(plan.drafter, plan.effective_rule)
-
-
-def _fitted(part: Array, room: Array) -> Array:
-    """A part of what was seen with zeros for the nodes that the round's draft lacks."""
-    missing = [(0, wanted - have) for wanted, have in zip(room.shape, part.shape, strict=True)]
-    return jnp.pad(part, missing)
+    if not isinstance(plan.drafter, Geared):
+        return Recorder(plan.drafter, plan.effective_rule)
+    rules = tuple(plan.in_gear(gear).effective_rule for gear in plan.drafter.gears)
+    return GearedRecorder(plan.drafter, plan.effective_rule, rules=rules)
 
 
 def record(

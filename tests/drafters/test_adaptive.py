@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import calibration, config
+from jspec import calibration, config, verify
 from jspec.drafters import Cascade, NGram, ParallelDraftModel, Suffix
 from jspec.drafters.adaptive import Adaptive
 from jspec.plan import Plan
 from jspec.types import Params
+from jspec.verify import rejection
 from tests import shipped, tiny
 from tests.drafters import heads, hydras, speculators
 from tests.fakes import OracleDrafter, PrefixTarget, ScriptedDrafter, run_rows, script, table
@@ -300,6 +301,21 @@ def test_one_step_is_one_round_of_whichever_length():
     ):
         np.testing.assert_array_equal(one, other)
     assert len(set(np.asarray(state.stats.drafted))) > 1
+
+
+def test_a_rule_for_drawn_chains_alone_has_no_say_where_nothing_is_drafted():
+    def walk(warped, draft, tree, coins):
+        assert draft.logits is not None, "a chain without its law"
+        return rejection.rejection(warped, draft, tree, coins)
+
+    rule = verify.Rule("mine", walk, "round", frozenset({"chain"}))
+    row = dataclasses.replace(LINES[1], temperature=0.8)
+    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
+    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 4), ((1, 1, 0),)), rule)
+    (answer,) = host.generate_rows(plan, tiny.params(), [row])
+    np.testing.assert_array_equal(answer.tokens, plain[0].tokens)
+    assert answer.drafted == 0
+    assert plan.in_gear(plan.drafter.gears[1]).effective_rule.name == "mine"
 
 
 def test_a_ladder_given_is_kept_to_in_every_gear():
