@@ -15,7 +15,7 @@ import inspect
 import os
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 
 from jspec import verify
 from jspec.config_keys import CUSTOM_CLASS, KEYS, RULE_KEYS
@@ -27,7 +27,7 @@ _FILLED_IN = ("target", "vocab_size")
 # Keys that are read here and never by the class.
 _OURS = {"method", "model", "rejection_sample_method", "draft_tensor_parallel_size",
          *sum(RULE_KEYS.values(), ())}  # fmt: skip
-_SETTINGS = tuple(Drafter.__annotations__)
+_SETTINGS = tuple(get_type_hints(Drafter))  # those it inherits, too
 _METHODS = ("init", "absorb", "propose", "update")
 _SHARING = ("init_shared", "retire")
 
