@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.drafters.adaptive import Adaptive, Costs
-from jspec.generate import Batch, advance
+from jspec.generate import Batch, advance, elsewhere
 from jspec.plan import Plan
 from jspec.types import Params, Shared
 
 _ROUNDS = 12  # of a launch
 _LEAST, _MOST, _SECONDS = 3, 24, 2.5  # turns at least and at most, and when there are enough
 _NEVER = np.float32(1e30)  # seconds
+_NEAR, _FURTHEST = 64, 512  # tokens before the middle of a text: not worth a prefill, and enough
 
 
 class CostTable:
@@ -37,14 +38,16 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
 
     Runs a few rounds of each length on copies of the batch, in the program that decodes it, less
     what a launch of no rounds takes: a text is one launch, and what all lengths have in common
-    would make long drafts look cheap. ``batch`` stays as it is. In the copies no row stops or is as
-    long as it may be, as last drafts of a text are short and cheap, and a drafter that looks up
-    what it drafts is timed as where it finds something.
+    would make long drafts look cheap. ``batch`` stays as it is. Its copies are half way through
+    their texts, as a long text makes long drafts dearer: every drafted token reads it. In them no
+    row stops or is as long as it may be, as last drafts of a text are short and cheap, and a
+    drafter that looks up what it drafts is timed as where it finds something.
 
     What decides is how costs compare, and machines are quick and slow by moments: lengths take
     turns, and a length costs what it typically took beside the first one in the same turn.
     """
-    count, forever = len(plan.drafter.lengths), endless(plan, batch)
+    count = len(plan.drafter.lengths)
+    forever = endless(plan, halfway(plan, params, batch))
     only = [np.where(np.arange(count) == index, 1, _NEVER) for index in range(count)]
     alone = [forever.shared.replace(seconds=each, timed=jnp.array(True)) for each in only]
     turn = lambda: [_round(plan, params, forever.replace(shared=each)) for each in alone]
@@ -68,6 +71,22 @@ def _round(plan: Plan, params: Params, batch: Batch) -> float:
     rounds = int(one.state.round - batch.state.round)
     # An empty launch may be disturbed, too.
     return max(full - empty, full / 4) / rounds if rounds else _NEVER
+
+
+def halfway(plan: Plan, params: Params, batch: Batch) -> Batch:
+    """The batch where half of what its rows may say is said: that prompts go on, from their start.
+
+    A few hundred tokens are enough, and a batch whose texts are short stays where it is.
+    """
+    history, done, limit = jax.device_get(
+        (batch.state.history, batch.state.done, batch.request.max_length)
+    )
+    lengths, tokens = history.length, history.tokens
+    further = np.where(done, 0, np.minimum((limit - lengths) // 2, _FURTHEST)).astype(np.int32)
+    if further.max() < _NEAR:
+        return batch
+    place = np.arange(tokens.shape[1]) % lengths[:, None]
+    return elsewhere(plan, params, batch, np.take_along_axis(tokens, place, 1), lengths + further)
 
 
 def endless(plan: Plan, batch: Batch) -> Batch:

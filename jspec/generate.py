@@ -18,10 +18,11 @@ from jspec import shaping
 from jspec.buckets import bucket
 from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
+from jspec.kv import KVCache
 from jspec.logprobs import Logprobs, Scoring
 from jspec.plan import Plan
 from jspec.rows import Row, check_token_ids, request_of, warps_of
-from jspec.types import Array, Drafter, History, Params, Request, Shared, Target
+from jspec.types import Array, Drafter, History, Memory, Params, Request, Shared, Target
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
 MAX_NUM_SEQS = 32  # rows decoded together
@@ -205,10 +206,12 @@ def start(
     history = History(prompts, lengths, shaping.first_state(asked[0].sampling.shaping))
     request, state = _allocate(plan, params, asked, history, done)
     scores = None if scoring is None else scoring.empty(size, capacity)
+    wanted = scores if scoring is not None and scoring.prompt else None
+    # Scores need logits of every position, as many numbers as there are tokens in the vocabulary.
+    width = _chunk_width(int(lengths.max()) - 1, PREFILL_CHUNK if wanted is None else _SCORED_CHUNK)
     cache, memory, asked_for = _take_in(
-        plan, params, state.cache, state.memory, prompts, lengths,
-        scores if scoring is not None and scoring.prompt else None,
-    )  # fmt: skip
+        plan, params, state.cache, state.memory, prompts, lengths, width, wanted
+    )
     scores = scores if asked_for is None else asked_for
     state = state.replace(cache=cache, memory=memory, logprobs=scores)
     return Batch(request, state, lengths[: len(rows)], scoring=scoring)
@@ -222,8 +225,15 @@ def _allocate(
     request, streams = asked
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
     request = request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams))
+    return request, _empty(plan, params, request, history, done)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _empty(
+    plan: Plan, params: Params, request: Request, history: History, done: Array
+) -> DecodeState:
     size, capacity = history.tokens.shape
-    return request, DecodeState(
+    return DecodeState(
         history=history,
         cache=plan.target.init_cache(size, capacity),
         memory=plan.drafter.init(params, request, capacity),
@@ -231,6 +241,27 @@ def _allocate(
         stats=init_stats(plan, size),
         round=jnp.int32(0),
     )
+
+
+def elsewhere(
+    plan: Plan, params: Params, batch: Batch, prompts: np.ndarray, lengths: np.ndarray
+) -> Batch:
+    """What ``batch`` were, had its rows had other prompts; ``batch`` itself stays as it is.
+
+    Args:
+      plan: static.
+      params: weights.
+      batch: as it starts. The prompts are taken in by the programs that took in its own.
+      prompts: token ids, int32 [B, S], as many as its buffers hold.
+      lengths: of the prompts, int32 [B].
+    """
+    old = batch.state
+    history = History(jnp.asarray(prompts), jnp.asarray(lengths), old.history.state)
+    state = _empty(plan, params, batch.request, history, old.done)
+    width = _chunk_width(int(batch.prompt_lengths.max()) - 1)
+    cache, memory, _ = _take_in(plan, params, state.cache, state.memory, prompts, lengths, width)
+    state = state.replace(cache=cache, memory=memory, logprobs=old.logprobs)
+    return batch.replace(state=state)
 
 
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
@@ -317,13 +348,18 @@ def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndar
     return prompts, lengths
 
 
-def _take_in(plan, params, cache, memory, prompts: np.ndarray, lengths: np.ndarray, scores):
-    """Prefills all but each prompt's last token, chunk by chunk."""
+def _chunk_width(longest: int, most: int = PREFILL_CHUNK) -> int:
+    """Tokens taken in at once of prompts that have so many to take in."""
+    return min(bucket(longest, smallest=16), most)
+
+
+def _take_in(
+    plan: Plan, params: Params, cache: KVCache, memory: Memory, prompts: np.ndarray,
+    lengths: np.ndarray, width: int, scores: Logprobs | None = None,
+) -> tuple[KVCache, Memory, Logprobs | None]:  # fmt: skip
+    """Prefills all but each prompt's last token, ``width`` tokens at a time."""
     wanted = lengths - 1
-    longest = int(wanted.max())
-    # Scores need logits of every position, as many numbers as there are tokens in the vocabulary.
-    width = min(bucket(longest, smallest=16), PREFILL_CHUNK if scores is None else _SCORED_CHUNK)
-    for begin in range(0, longest, width):
+    for begin in range(0, int(wanted.max()), width):
         chunk = prompts[:, begin : begin + width + 1]
         chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))
         valid = np.clip(wanted - begin, 0, width)

@@ -347,6 +347,42 @@ def test_costs_are_measured_in_the_program_that_decodes():
     assert loop.decode._cache_size() == before + 1
 
 
+def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):
+    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 4)))
+    rows = [host.Row((5, 6, 7), max_tokens=200), host.Row((8, 9), max_tokens=100)]
+    batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
+    places = []
+    monkeypatch.setattr(
+        calibration, "_round", lambda _plan, _params, batch: places.append(batch.state) or 1.0
+    )
+    calibration.calibrate(plan, tiny.params(), batch)
+    history = places[0].history
+    assert history.length.tolist() == [103, 52]
+    assert places[0].cache.length.tolist() == places[0].memory.inner.cache.length.tolist()
+    assert places[0].cache.length.tolist() == [102, 51]  # all but the root
+    assert history.tokens[:, :5].tolist() == [[5, 6, 7, 5, 6], [8, 9, 8, 9, 8]]
+
+    short = [host.Row((5, 6, 7), max_tokens=40)]  # too short for its middle to matter
+    batch = host.start(plan, tiny.params(), short).replace(shared=loop.init_shared(plan))
+    calibration.calibrate(plan, tiny.params(), batch)
+    assert places[-1].history.length.tolist() == [3]
+
+
+def test_a_batch_elsewhere_goes_on_as_one_that_started_there():
+    plan = Plan(tiny.TARGET, tiny.DRAFT)
+    batch = host.start(plan, tiny.params(), [host.Row((5, 6, 7), max_tokens=80)])
+    other = host.start(plan, tiny.params(), [host.Row((9, 8) * 15, max_tokens=53)])
+    there = host.elsewhere(
+        plan, tiny.params(), batch, other.state.history.tokens, np.array([30], np.int32)
+    )
+    texts = [
+        host.advance(plan, tiny.params(), each).state.history.tokens[0, :83].tolist()
+        for each in (there, other)
+    ]
+    assert texts[0] == texts[1]
+    assert batch.state.history.length.tolist() == [3]
+
+
 def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
     drafter = Adaptive(tiny.NGRAM, (0, 2, 4))
     plan = Plan(tiny.TARGET, drafter)
