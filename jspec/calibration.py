@@ -11,8 +11,8 @@ from jspec.generate import Batch, advance, elsewhere
 from jspec.plan import Plan
 from jspec.types import Params, Shared
 
-_ROUNDS = 12  # of a launch
-_LEAST, _MOST, _SECONDS = 3, 24, 2.5  # turns at least and at most, and when there are enough
+_LAUNCH, _FEW = 0.1, 4  # seconds of a launch, and its rounds at least
+_LEAST, _MOST, _SECONDS = 3, 24, 3.5  # turns at least and at most, and when there are enough
 _NEVER = np.float32(1e30)  # seconds
 _NEAR, _FURTHEST = 64, 512  # tokens before the middle of a text: not worth a prefill, and enough
 
@@ -36,12 +36,12 @@ class CostTable:
 def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     """``batch.shared`` with the seconds of a round of each length, for batches of this shape.
 
-    Runs a few rounds of each length on copies of the batch, in the program that decodes it, less
-    what a launch of no rounds takes: a text is one launch, and what all lengths have in common
-    would make long drafts look cheap. ``batch`` stays as it is. Its copies are half way through
-    their texts, as a long text makes long drafts dearer: every drafted token reads it. In them no
-    row stops or is as long as it may be, as last drafts of a text are short and cheap, and a
-    drafter that looks up what it drafts is timed as where it finds something.
+    Runs rounds of each length on copies of the batch, in the program that decodes it, for about as
+    long each: a launch takes a while to get going, which would make longer drafts look cheap that
+    had as many rounds. ``batch`` stays as it is. Its copies are half way through their texts, as a
+    long text makes long drafts dearer: every drafted token reads it. In them no row stops or is as
+    long as it may be, as last drafts of a text are short and cheap, and a drafter that looks up
+    what it drafts is timed as where it finds something.
 
     What decides is how costs compare, and machines are quick and slow by moments: lengths take
     turns, and a length costs what it typically took beside the first one in the same turn.
@@ -50,8 +50,13 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     forever = endless(plan, halfway(plan, params, batch))
     only = [np.where(np.arange(count) == index, 1, _NEVER) for index in range(count)]
     alone = [forever.shared.replace(seconds=each, timed=jnp.array(True)) for each in only]
-    turn = lambda: [_round(plan, params, forever.replace(shared=each)) for each in alone]
-    turn()  # compiles
+    batches = [forever.replace(shared=each) for each in alone]
+    rounds = np.full(count, _FEW)
+    turn = lambda: np.array(
+        [_round(plan, params, *each) for each in zip(batches, rounds.tolist(), strict=True)]
+    )
+    for _ in range(3):  # the first one compiles, the second tells roughly
+        rounds = np.maximum(_FEW, _LAUNCH / turn()).astype(int)
     turns, begin = [], time.perf_counter()
     while len(turns) < _LEAST or (len(turns) < _MOST and time.perf_counter() - begin < _SECONDS):
         turns.append(turn())
@@ -61,16 +66,12 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     return batch.shared.replace(seconds=jnp.asarray(costs, jnp.float32))
 
 
-def _round(plan: Plan, params: Params, batch: Batch) -> float:
+def _round(plan: Plan, params: Params, batch: Batch, rounds: int) -> float:
     """Seconds of one of a launch's rounds; ``_NEVER`` where there is no room for any."""
-    one, times = copied(batch), [time.perf_counter()]
-    for rounds in (0, _ROUNDS):
-        one = jax.block_until_ready(advance(plan, params, one, rounds))
-        times.append(time.perf_counter())
-    empty, full = np.diff(times)
-    rounds = int(one.state.round - batch.state.round)
-    # An empty launch may be disturbed, too.
-    return max(full - empty, full / 4) / rounds if rounds else _NEVER
+    one, begin = copied(batch), time.perf_counter()
+    one = jax.block_until_ready(advance(plan, params, one, rounds))
+    seconds, ran = time.perf_counter() - begin, int(one.state.round - batch.state.round)
+    return seconds / ran if ran else _NEVER
 
 
 def halfway(plan: Plan, params: Params, batch: Batch) -> Batch:

@@ -353,7 +353,9 @@ def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):
     batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
     places = []
     monkeypatch.setattr(
-        calibration, "_round", lambda _plan, _params, batch: places.append(batch.state) or 1.0
+        calibration,
+        "_round",
+        lambda _plan, _params, batch, _rounds: places.append(batch.state) or 1.0,
     )
     calibration.calibrate(plan, tiny.params(), batch)
     history = places[0].history
@@ -390,7 +392,7 @@ def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
     disturbed = {0: 2.0, 1: 3.0, 2: 1.0}  # seconds, by the length that is forced
     monkeypatch.setattr(
         calibration, "_round",
-        lambda _plan, _params, batch: disturbed[int(np.argmin(batch.shared.seconds))],
+        lambda _plan, _params, batch, _rounds: disturbed[int(np.argmin(batch.shared.seconds))],
     )  # fmt: skip
     shared = calibration.calibrate(plan, tiny.params(), batch)
     assert shared.seconds.tolist() == [2.0, 3.0, 3.0]
