@@ -51,12 +51,13 @@ def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
     only = [np.where(np.arange(count) == index, 1, _NEVER) for index in range(count)]
     alone = [forever.shared.replace(seconds=each, timed=jnp.array(True)) for each in only]
     batches = [forever.replace(shared=each) for each in alone]
-    rounds = np.full(count, _FEW)
-    turn = lambda: np.array(
-        [_round(plan, params, *each) for each in zip(batches, rounds.tolist(), strict=True)]
-    )
+    rounds = [_FEW] * count
+
+    def turn() -> np.ndarray:
+        return np.array([_round(plan, params, *each) for each in zip(batches, rounds, strict=True)])
+
     for _ in range(3):  # the first one compiles, the second tells roughly
-        rounds = np.maximum(_FEW, _LAUNCH / turn()).astype(int)
+        rounds = np.maximum(_FEW, _LAUNCH / turn()).astype(int).tolist()
     turns, begin = [], time.perf_counter()
     while len(turns) < _LEAST or (len(turns) < _MOST and time.perf_counter() - begin < _SECONDS):
         turns.append(turn())

@@ -232,6 +232,7 @@ def _allocate(
 def _empty(
     plan: Plan, params: Params, request: Request, history: History, done: Array
 ) -> DecodeState:
+    """The state of a batch whose prompts are not taken in yet."""
     size, capacity = history.tokens.shape
     return DecodeState(
         history=history,
@@ -251,12 +252,13 @@ def elsewhere(
     Args:
       plan: static.
       params: weights.
-      batch: as it starts. The prompts are taken in by the programs that took in its own.
+      batch: as it starts. The prompts are taken in as many tokens at a time as its own were, by
+        the program that is compiled already unless prompts are scored: scores are not.
       prompts: token ids, int32 [B, S], as many as its buffers hold.
       lengths: of the prompts, int32 [B].
     """
     old = batch.state
-    history = History(jnp.asarray(prompts), jnp.asarray(lengths), old.history.state)
+    history = History(prompts, lengths, old.history.state)
     state = _empty(plan, params, batch.request, history, old.done)
     width = _chunk_width(int(batch.prompt_lengths.max()) - 1)
     cache, memory, _ = _take_in(plan, params, state.cache, state.memory, prompts, lengths, width)
