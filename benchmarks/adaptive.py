@@ -5,10 +5,9 @@
 Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
 more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
 can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
-once before the clock starts, as ``LLM`` does. All contenders take turns, an eighth of a text at a
-time, as machines are quick and slow by moments; a repeat is all texts of a kind. A ratio is the
-geometric mean of those of the repeats' times, which is 1 for what is equal, and its interval is of
-that mean.
+once before the clock starts, as ``LLM`` does. All contenders take turns, half a text at a time, as
+machines are quick and slow by moments; a repeat is all texts of a kind. A ratio is the geometric
+mean of those of the repeats' times, which is 1 for what is equal, and its interval is of that mean.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from jspec.generate import Row, advance, read, start
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
 _TURN = 64  # tokens of one kind in the alternating text
-_PARTS = 8  # of a text, for a turn each
+_PARTS = 2  # of a text, for a turn each; a launch takes some 5 ms to get going
 
 
 def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Request]]:
