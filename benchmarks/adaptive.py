@@ -5,16 +5,13 @@
 Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
 more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
 can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
-once before the clock starts, as ``LLM`` does. All contenders take turns, half a text at a time, as
+once before the clock starts, as ``LLM`` does. All contenders take turns, a text at a time, as
 machines are quick and slow by moments; a repeat is all texts of a kind. A ratio is the geometric
 mean of those of the repeats' times, which is 1 for what is equal, and its interval is of that mean.
 """
 
 import argparse
-import functools
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -30,14 +27,13 @@ from benchmarks.methods import Request, Runner, constants
 from jspec import calibration, config, loading
 from jspec.assembly import assemble
 from jspec.bench import environment
-from jspec.bench.timing import Contender, Sample, race, ratios
+from jspec.bench.timing import Contender, race, ratios
 from jspec.decode import init_shared
-from jspec.generate import Row, advance, read, start
+from jspec.generate import Row, start
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
 _TURN = 64  # tokens of one kind in the alternating text
-_PARTS = 2  # of a text, for a turn each; a launch takes some 5 ms to get going
 
 
 def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Request]]:
@@ -73,11 +69,9 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         if shared is not None:
             costs = (shared.seconds / shared.seconds[0]).round(3).tolist()
         runs = [Runner(made.plan, made.params, [one], 0, 0.0, shared) for one in requests]
-        rounds = [run().passes for run in runs]
-        parts = [part for pair in zip(runs, rounds, strict=True) for part in _parts(*pair)]
-        for part in parts:
-            part()
-        field.append(Contender(label, parts, limit=arguments.quiet))
+        for run in runs:  # compiles
+            run()
+        field.append(Contender(label, runs, limit=arguments.quiet))
     race(field, arguments.repeats, arguments.patience)
     *fixed, adaptive = field
     best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.kept]))
@@ -96,30 +90,6 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
     ]
 
 
-def _parts(runner: Runner, rounds: int) -> list[Callable[[], Sample]]:
-    """The text of ``runner``, which takes so many rounds, in parts to be run in turn."""
-    [request], held = runner.requests, []
-
-    def part(index: int) -> Sample:
-        if not index:
-            held[:] = *runner.begin(request), 0
-        plan, params, batch, said = held
-        last = index == _PARTS - 1
-        cpu, begin = time.process_time(), time.perf_counter()
-        batch = advance(plan, params, batch, None if last else -(-rounds // _PARTS))
-        batch = jax.block_until_ready(batch)
-        seconds = time.perf_counter() - begin
-        [answer] = read(batch)
-        held[:] = plan, params, batch, len(answer.tokens)
-        assert not last or answer.tokens.tolist() == request.answer, "the text was not said"
-        fresh = answer.tokens[said:].tolist()
-        return Sample(
-            seconds, time.process_time() - cpu, [fresh], passes=answer.rounds if last else 0
-        )
-
-    return [functools.partial(part, index) for index in range(_PARTS)]
-
-
 def _measured(made, request: Request):
     """What is shared, with the costs of rounds on this machine."""
     text = jnp.zeros((1, 1024), jnp.int32)
@@ -129,11 +99,17 @@ def _measured(made, request: Request):
     return jax.device_get(calibration.calibrate(plan, params, batch))
 
 
-def _ratio(one: Contender, other: Contender) -> list[float]:
-    """Geometric mean of the ratio of the times of an undisturbed repeat, and its 95 % interval."""
+def _ratio(one: Contender, other: Contender) -> list[float | None]:
+    """Geometric mean of the ratio of the times of an undisturbed repeat, and its 95 % interval.
+
+    The interval is None where a single repeat was undisturbed.
+    """
     logs = -np.log(ratios(one, other))
+    mean = round(float(np.exp(logs.mean())), 3)
+    if len(logs) < 2:
+        return [mean, None, None]
     spread = scipy.stats.sem(logs) * scipy.stats.t.ppf(0.975, len(logs) - 1)
-    return np.exp(logs.mean() + np.array([0, -spread, spread])).round(3).tolist()
+    return [mean, *np.exp(logs.mean() + np.array([-spread, spread])).round(3).tolist()]
 
 
 def table(rows: list[dict]) -> Table:
@@ -142,15 +118,20 @@ def table(rows: list[dict]) -> Table:
     for name in ("text", "contender", "tau", "x plain", "95 %", "x best fixed", "95 %"):
         shown.add_column(name, justify="left" if name in ("text", "contender") else "right")
     for row in rows:
-        plain, best = row["ratio_to_plain"], row["ratio_to_best_fixed"]
+        plain, best = _shown(row["ratio_to_plain"]), _shown(row["ratio_to_best_fixed"])
+        beside = (f"{best[0]} ({row['best_fixed']})", best[1])
         own = row["contender"] == "adaptive"
         shown.add_row(
-            row["text"], row["contender"], f"{row['acceptance_length']:.2f}", f"{plain[0]:.3f}",
-            f"{plain[1]:.3f} - {plain[2]:.3f}",
-            f"{best[0]:.3f} ({row['best_fixed']})" if own else "",
-            f"{best[1]:.3f} - {best[2]:.3f}" if own else "",
+            row["text"], row["contender"], f"{row['acceptance_length']:.2f}", *plain,
+            *(beside if own else ("", "")),
         )  # fmt: skip
     return shown
+
+
+def _shown(ratio: list[float | None]) -> tuple[str, str]:
+    """A ratio and its interval, if there is one."""
+    mean, low, high = ratio
+    return f"{mean:.3f}", "-" if low is None else f"{low:.3f} - {high:.3f}"
 
 
 def main() -> None:

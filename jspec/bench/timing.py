@@ -52,8 +52,8 @@ class Contender:
 
     Attributes:
       name: for tables.
-      run: what is timed; or its parts, as many for everybody, which add up to a sample: contenders
-        take turns part by part then, which is fairer where machines are quick and slow by moments.
+      run: what is timed; or its parts, as many for everybody, in any order, which add up to a
+        sample: contenders take turns part by part then, and only what was disturbed is run again.
       samples: so far.
       limit: cores that others may use for a sample to be undisturbed.
     """
@@ -62,11 +62,6 @@ class Contender:
     run: Callable[[], Sample] | Sequence[Callable[[], Sample]]
     samples: list[Sample] = dataclasses.field(default_factory=list)
     limit: float = 0.1
-
-    @property
-    def runs(self) -> Sequence[Callable[[], Sample]]:
-        """Of a sample: one, or several."""
-        return [self.run] if callable(self.run) else self.run
 
     @property
     def has_quiet(self) -> bool:
@@ -104,8 +99,12 @@ class Contender:
 def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
     """Runs all contenders in turns until each has ``repeats`` quiet samples.
 
-    Gives up after ``patience`` further rounds. Every round starts with another contender.
+    Gives up after ``patience`` further rounds. Every round starts with another contender. Where
+    samples have parts, as many turns with a part as ``patience`` rounds have are run again if
+    anybody was disturbed in them.
     """
+    whole = callable(contenders[0].run)
+    spare = 0 if whole else patience * len(contenders[0].run)
     for round_ in range(repeats + patience):
         waiting = [
             each
@@ -115,20 +114,39 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
         if not waiting:
             return
         # Everybody runs again: a ratio compares samples of the same minutes.
-        timed = [[] for _ in contenders]
-        for place in range(len(contenders[0].runs)):
-            for turn in range(len(contenders)):
-                index = (round_ + place + turn) % len(contenders)
-                contender, parts = contenders[index], timed[index]
-                parts.append(watched(contender.runs[place]))
-                if len(parts) == len(contender.runs):  # at once: who is interrupted keeps it
-                    contender.samples.append(_joined(parts))
+        if whole:
+            for each in _rotated(contenders, round_):
+                each.samples.append(watched(each.run))  # at once: who is interrupted keeps it
+        else:
+            spare = _by_parts(contenders, round_, spare)
+
+
+def _by_parts(contenders: Sequence[Contender], round_: int, spare: int) -> int:
+    """Adds a sample to each; takes and returns how many disturbed turns may be run again."""
+    timed = [[] for _ in contenders]
+    for place in range(len(contenders[0].run)):
+        while True:
+            order = _rotated(range(len(contenders)), round_ + place)
+            turn = {index: watched(contenders[index].run[place]) for index in order}
+            quiet = all(sample.quiet(contenders[i].limit) for i, sample in turn.items())
+            if quiet or not spare:
+                break
+            spare -= 1
+        for index, sample in turn.items():
+            timed[index].append(sample)
+    for each, parts in zip(contenders, timed, strict=True):
+        each.samples.append(_joined(parts))
+    return spare
+
+
+def _rotated(things: Sequence, first: int) -> list:
+    """They, beginning with another one for each ``first``."""
+    first %= len(things)
+    return [*things[first:], *things[:first]]
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
     """The sample that they are parts of."""
-    if len(parts) == 1:
-        return parts[0]
     seconds = sum(part.seconds for part in parts)
     foreign = None
     if all(part.foreign is not None for part in parts):

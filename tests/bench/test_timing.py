@@ -1,5 +1,8 @@
 """Contenders that take turns under the clock."""
 
+import itertools
+
+from jspec.bench import timing
 from jspec.bench.timing import Contender, Sample, race, ratios
 
 ANYTHING = float("inf")  # cores: what takes no time may seem to have been disturbed by any number
@@ -30,6 +33,25 @@ def test_contenders_take_turns_part_by_part_and_parts_add_up():
     assert field[0].samples[0].passes == 2
     assert field[0].samples[0].tokens == [[1, 2], [1, 2]]
     assert ratios(*field) == [4.0, 4.0]
+
+
+def test_a_part_in_which_anybody_was_disturbed_is_run_again_by_all(monkeypatch):
+    log, busy = [], iter([0.0, 0.0, 0.0, 9.0, *[9.0] * 20])  # before and after each; b0 is hit
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
+    field = [Contender(name, [part(log, f"{name}{i}", 1.0) for i in range(2)]) for name in "ab"]
+    race(field, repeats=1, patience=1)
+    assert log == ["a0", "b0", "a0", "b0", "b1", "a1"]
+    assert all(len(each.samples) == 1 and each.samples[0].quiet(each.limit) for each in field)
+
+
+def test_a_race_on_a_busy_machine_ends_with_disturbed_samples(monkeypatch):
+    log, busy = [], itertools.count(0.0, 9.0)
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
+    field = [Contender(name, [part(log, f"{name}{i}", 1.0) for i in range(2)]) for name in "ab"]
+    race(field, repeats=1, patience=1)
+    assert len(log) == 2 * (2 + 2 + 2)  # both rounds, and as many turns again as one has
+    assert [len(each.samples) for each in field] == [2, 2]
+    assert not any(each.has_quiet for each in field)
 
 
 def test_a_race_ends_once_all_have_undisturbed_samples():
