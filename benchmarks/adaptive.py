@@ -1,6 +1,6 @@
 """Drafts whose length follows what is accepted, beside every fixed length and plain decoding.
 
-    python -m benchmarks.adaptive [--method ngram] [--out benchmarks/results/adaptive.json]
+    python -m benchmarks.adaptive [--method ngram] [--kinds hard] [--out FILE.json]
 
 Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
 more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
@@ -33,6 +33,7 @@ from jspec.generate import Row, start
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
+_KINDS = ("easy", "hard", "alternating")
 _TURN = 64  # tokens of one kind in the alternating text
 
 
@@ -47,7 +48,7 @@ def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Req
         Request(one.prompt, np.where(first, one.answer, other.answer).tolist())
         for one, other in zip(easy, hard, strict=True)
     ]
-    return {"easy": easy, "hard": hard, "alternating": mixed}
+    return dict(zip(_KINDS, (easy, hard, mixed), strict=True))
 
 
 def settings(method: str, lengths: list[int]) -> dict[str, dict | None]:
@@ -134,26 +135,44 @@ def _shown(ratio: list[float | None]) -> tuple[str, str]:
     return f"{mean:.3f}", "-" if low is None else f"{low:.3f} - {high:.3f}"
 
 
+def _others(arguments: argparse.Namespace) -> list[dict]:
+    """Rows of kinds of text that are not measured now, as they were."""
+    if not arguments.out.exists():
+        return []
+    before = json.loads(arguments.out.read_text())
+    if before["method"] != arguments.method:
+        return []
+    return [row for row in before["rows"] if row["text"] not in arguments.kinds]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="adaptive draft lengths beside fixed ones")
-    parser.add_argument("--out", type=Path, default=_RESULTS / "adaptive.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/adaptive_METHOD.json")
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "eagle3"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 2, 4, 8])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--texts", type=int, default=4, help="of a kind")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="rows of others stay in --out"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--patience", type=int, default=5)
     parser.add_argument("--quiet", type=float, default=0.1)
     arguments = parser.parse_args()
+    arguments.out = arguments.out or _RESULTS / f"adaptive_{arguments.method}.json"
     loading.keep_compiled_programs()
     tokenizer = loading.load(_DEMO / "target").tokenizer
-    results = environment.describe() | {"method": arguments.method, "rows": []}
+    now = environment.describe()
+    results = now | {"method": arguments.method, "rows": _others(arguments)}
     sizes = arguments.texts, arguments.prompt_tokens, arguments.answer_tokens
     for name, requests in texts(tokenizer, *sizes).items():
-        results["rows"] += measure(arguments, name, requests)
+        if name not in arguments.kinds:
+            continue
+        rows = measure(arguments, name, requests)
+        results["rows"] += [row | {"time": now["time"], "commit": now["commit"]} for row in rows]
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     Console(width=120).print(table(results["rows"]))
