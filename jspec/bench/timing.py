@@ -103,6 +103,8 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
     samples have parts, as many turns with a part as ``patience`` rounds have are run again if
     anybody was disturbed in them.
     """
+    if not contenders:
+        return
     whole = callable(contenders[0].run)
     spare = 0 if whole else patience * len(contenders[0].run)
     for round_ in range(repeats + patience):

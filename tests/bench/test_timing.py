@@ -54,6 +54,10 @@ def test_a_race_on_a_busy_machine_ends_with_disturbed_samples(monkeypatch):
     assert not any(each.has_quiet for each in field)
 
 
+def test_a_race_of_nobody_is_over():
+    race([], repeats=3, patience=5)
+
+
 def test_a_race_ends_once_all_have_undisturbed_samples():
     log = []
     field = [Contender(name, part(log, name, 1.0), limit=ANYTHING) for name in "ab"]
