@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jspec import kv
 from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory, by_need
+from jspec.drafters.features import CachedMemory, last_of
 from jspec.drafters.trees import rows
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
@@ -50,25 +50,26 @@ class Eagle(CachedDrafter):
     def init(self, params, request, capacity):
         """An empty cache."""
         batch = request.max_length.shape[0]
-        hidden = jnp.zeros((batch, self.config.hidden_size), self.config.network.activation_dtype)
+        shape = batch, 1, self.config.hidden_size
+        hidden = jnp.zeros(shape, self.config.network.activation_dtype)
         return CachedMemory(head.init_cache(self.config, batch, capacity), hidden)
 
     def _take_in(self, params, memory, following, features, count):
-        def run(following, *features):
-            fused = head.fuse(params.drafter, self.config, features)
-            embedded = self._embed(params, following)
-            return head.take_in(params.drafter, self.config, embedded, fused, memory.cache)
-
-        return memory.take_in(*by_need(run, count, following, *features), count)
+        fused = head.fuse(params.drafter, self.config, features)
+        embedded = self._embed(params, following)
+        out, entries = head.take_in(
+            params.drafter, self.config, embedded, fused, memory.cache, last_of(count)
+        )
+        return memory.take_in(out, entries, count, following.shape[1])
 
     def _start(self, params, memory):
         (width, slots), batch = self._frontier_size, memory.hidden.shape[0]
         frontier = _Frontier(
-            hidden=jnp.repeat(memory.hidden[:, None], width, 1),
+            hidden=jnp.repeat(memory.hidden, width, 1),
             seen=jnp.zeros((batch, width, slots), bool),
             side=head.init_cache(self.config, batch, slots).layers,
         )
-        return frontier, self._unembed(params, memory.hidden[:, None]), memory.cache.length
+        return frontier, self._unembed(params, memory.hidden), memory.cache.length
 
     def _feed(self, params, memory, history, frontier, drafted, parents, depth, slot):
         take = lambda x: rows(x, parents)

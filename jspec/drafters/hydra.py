@@ -12,7 +12,7 @@ import functools
 import jax.numpy as jnp
 
 from jspec import growth, tokens
-from jspec.drafters.features import CachedMemory, FeatureDrafter, by_need
+from jspec.drafters.features import CachedMemory, FeatureDrafter, last_of
 from jspec.drafters.trees import rows
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
@@ -44,7 +44,7 @@ class Hydra(FeatureDrafter):
         if self.config.network is None:
             return memory
         cache = decoder.init_cache(self.config.network, len(memory.known), capacity)
-        return CachedMemory(cache, memory.hidden)
+        return CachedMemory(cache, memory.hidden[:, None])
 
     def absorb(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt."""
@@ -64,20 +64,23 @@ class Hydra(FeatureDrafter):
     def propose(self, params, request, shared, memory, history):
         """Drafts from the last hidden state and the root."""
         root = tokens.root(history)[:, None]
-        frontier, logits = self._advance(params, memory.hidden[:, None], root, 0)
+        cached = isinstance(memory, CachedMemory)
+        hidden = memory.hidden if cached else memory.hidden[:, None]
+        frontier, logits = self._advance(params, hidden, root, 0)
         if isinstance(self.shape, Dynamic):  # which wants the root at its full width
             frontier = jnp.repeat(frontier, self.shape.top_k, 1)
         draft = growth.grow(
             self.drawing(request, history, params), self.shape, logits,
             functools.partial(self._feed, params), frontier, unrolled=True,
         )  # fmt: skip
-        cached = isinstance(memory, CachedMemory)
         known = memory.cache.length > 0 if cached else memory.known
         return self.limit(draft, history, known), memory
 
     def _take_in(self, params, memory, features, count):
-        run = lambda rows: network.take_in(params.drafter, self.config, rows, memory.cache)
-        return memory.take_in(*by_need(run, count, features), count)
+        out, entries = network.take_in(
+            params.drafter, self.config, features, memory.cache, last_of(count)
+        )
+        return memory.take_in(out, entries, count, features.shape[1])
 
     def _feed(self, params, frontier, drafted, parents, depth, slot):
         """What the heads after drafted tokens [B, F] have read, each after its parent's."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jspec import kv, shapes
 from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory, by_need
+from jspec.drafters.features import CachedMemory, last_of
 from jspec.drafters.trees import rows
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig
@@ -64,7 +64,8 @@ class Mtp(CachedDrafter):
     def init(self, params, request, capacity):
         """An empty cache a module."""
         batch = request.max_length.shape[0]
-        hidden = jnp.zeros((batch, self.config.hidden_size), self.config.network.activation_dtype)
+        shape = batch, 1, self.config.hidden_size
+        hidden = jnp.zeros(shape, self.config.network.activation_dtype)
         return tuple(
             CachedMemory(head.init_cache(self.config, batch, capacity), hidden)
             for _ in range(self.config.n_predict)
@@ -74,29 +75,26 @@ class Mtp(CachedDrafter):
         embedded, hidden = self._embed(params, following), features[0]
         hidden, taken = hidden.astype(embedded.dtype), []
         for module, part in enumerate(memory):
-            run = lambda *rows, module=module, part=part: head.take_in(
-                params.drafter, self.config, module, *rows, part.cache
-            )
-            out, entries = by_need(run, count, embedded, hidden)
-            taken.append(part.take_in(out, entries, count))
-            # The next module reads each row a slot later. What the first row of all gives out is
-            # read where the second row stands.
-            first = part.cache.length == 0
-            later = jnp.concatenate([part.hidden[:, None], out[:, :-1]], 1)
-            hidden = jnp.where(first[:, None, None], out, later)
-            embedded = jnp.where(first[:, None, None], jnp.roll(embedded, -1, 1), embedded)
-            count = jnp.where(first, jnp.maximum(count - 1, 0), count)
+            last, handed_on = last_of(count), module + 1 < len(memory)
+            out, entries = head.take_in(
+                params.drafter, self.config, module, embedded, hidden, part.cache,
+                None if handed_on else last,
+            )  # fmt: skip
+            given = rows(out, last) if handed_on else out
+            taken.append(part.take_in(given, entries, count, following.shape[1]))
+            if handed_on:
+                embedded, hidden, count = _a_slot_later(part, embedded, out, count)
         return tuple(taken)
 
     def _start(self, params, memory):
         (width, slots), last = self._frontier_size, memory[0]
         batch = last.hidden.shape[0]
         frontier = _Frontier(
-            hidden=jnp.repeat(last.hidden[:, None], width, 1),
+            hidden=jnp.repeat(last.hidden, width, 1),
             seen=tuple(jnp.zeros((batch, width, slots), bool) for _ in memory),
             side=tuple(head.init_cache(self.config, batch, slots).layers for _ in memory),
         )
-        return frontier, self._unembed(params, 0, last.hidden[:, None]), last.cache.length
+        return frontier, self._unembed(params, 0, last.hidden), last.cache.length
 
     def _feed(self, params, memory, history, frontier, drafted, parents, depth, slot):
         module = depth % self.config.n_predict if self.unrolled else 0
@@ -119,3 +117,17 @@ class Mtp(CachedDrafter):
 
     def _unembed(self, params, module, hidden):
         return head.unembed(params.drafter, self.config, module, hidden, self.target, params.target)
+
+
+def _a_slot_later(
+    part: CachedMemory, embedded: Array, out: Array, count: Array
+) -> tuple[Array, Array, Array]:
+    """What the module after that of ``part`` reads: its e and f [B, n, D], and how many rows.
+
+    What the first row of all gives out is read where the second row stands.
+    """
+    first = part.cache.length == 0
+    later = jnp.concatenate([part.hidden, out[:, :-1]], 1)
+    hidden = jnp.where(first[:, None, None], out, later)
+    embedded = jnp.where(first[:, None, None], jnp.roll(embedded, -1, 1), embedded)
+    return embedded, hidden, jnp.where(first, jnp.maximum(count - 1, 0), count)

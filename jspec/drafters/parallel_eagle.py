@@ -18,9 +18,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jspec import kv, marginals
+from jspec import marginals
 from jspec.drafters.cached import CachedDrafter
-from jspec.drafters.features import CachedMemory
+from jspec.drafters.features import CachedMemory, last_of
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.network import embed
@@ -66,7 +66,7 @@ class ParallelEagle(CachedDrafter):
         return self.limit(draft, history, memory.cache.length > 0), memory
 
     def _take_in(self, params, memory, following, features, count):
-        batch, size = following.shape
+        size = following.shape[1]
         behind = [(0, 0), (0, self.max_depth - 1)]
         true = jnp.arange(size + self.max_depth - 1) < count[:, None]
         tokens = jnp.where(true, jnp.pad(following, behind), self.config.mask_token_id)
@@ -76,13 +76,8 @@ class ParallelEagle(CachedDrafter):
             head.mask_feature(params.drafter, self.config),
         )
         embedded = embed(params.drafter, self.config, tokens, self.target, params.target)
-        out, entries = head.take_in(params.drafter, self.config, embedded, fused, memory.cache)
-        guesses = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(self.max_depth)
-        hidden = jnp.take_along_axis(out, guesses[..., None], 1)
-        # The write waits for what the rows give out, or XLA copies the cache: see CachedMemory.
-        count = jnp.where(jnp.isnan(hidden[:, 0, 0]), 0, count)
-        rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
-        return CachedMemory(
-            cache=kv.append(memory.cache, entries, rows, count),
-            hidden=jnp.where((count > 0)[:, None, None], hidden, memory.hidden),
+        guessing = last_of(count) + jnp.arange(self.max_depth)
+        out, entries = head.take_in(
+            params.drafter, self.config, embedded, fused, memory.cache, guessing
         )
+        return memory.take_in(out, entries, count, size)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jspec import shapes, topology
 from jspec.drawing import Drawing
+from jspec.models.layers import rows_at
 from jspec.shapes import BestFirst, Dynamic, Grown
 from jspec.types import Array, Draft, History, Params, Request, Target
 
@@ -156,6 +157,4 @@ class TreeDrafter:
 
 def rows(x: Array, index: Array | np.ndarray) -> Array:
     """Rows ``index`` [F] or [B, F] of x [B, F', ...]."""
-    if index.ndim == 1:
-        return x[:, index]
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
+    return x[:, index] if index.ndim == 1 else rows_at(x, index)

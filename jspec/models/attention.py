@@ -7,17 +7,21 @@ import jax.numpy as jnp
 
 from jspec import kv, ops, topology
 from jspec.models import rope as rope_lib
-from jspec.models.layers import affine
+from jspec.models.layers import affine, rows_at
 from jspec.types import Array, Tree
 
-# attend(layer, q [B, H, T, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, T, head_dim]
+# attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, M, head_dim]
 #
-# The scores are divided by the root of head_dim. Of a layer whose cache keeps one buffer, k is v.
+# M is T, or fewer where only some rows are wanted of a layer. The scores are divided by the root of
+# head_dim. Of a layer whose cache keeps one buffer, k is v.
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
-def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
-    """A block's attention [B, T, D] for its normed input x [B, T, inputs of ``layer.qkv``]."""
+def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) -> Array:
+    """A block's attention [B, T, D] for its normed input x [B, T, inputs of ``layer.qkv``].
+
+    Of the rows ``wanted`` [B, M] alone, if they are given: [B, M, D].
+    """
     batch, length, _ = x.shape
     fused = affine(x, layer.qkv, layer.qkv_bias, linear)
     heads, gate = fused.reshape(batch, length, -1, config.head_dim), None
@@ -28,11 +32,12 @@ def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
     if config.qk_norm:
         q, k = config.norm(q, layer.q_norm), config.norm(k, layer.k_norm)
     q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
+    q = rows_at(q, wanted)
     mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
     mixed = mixed.swapaxes(1, 2)
     if gate is not None:
-        mixed = mixed * jax.nn.sigmoid(gate)
-    mixed = mixed.reshape(batch, length, -1)
+        mixed = mixed * jax.nn.sigmoid(rows_at(gate, wanted))
+    mixed = mixed.reshape(batch, q.shape[1], -1)
     return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
 
 
@@ -43,6 +48,7 @@ def attention_over(
     scale: float | None = None,
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
+    wanted: Array | None = None,
 ) -> tuple[Attend, list[kv.Entry]]:
     """Attention over a committed prefix and a tree, for any network that calls it once a layer.
 
@@ -52,12 +58,14 @@ def attention_over(
       scale: factor on the scores; None for ``head_dim ** -0.5``.
       windows: sliding window of each layer; () for none.
       implementation: of ``ops.attention``; None for the device's default.
+      wanted: int32 [B, M], the nodes that the last layer has queries of; None for all.
 
     Returns:
       ``attend``, and the list of entries, N slots each, one a layer, that it fills.
     """
     positions = cache.length[:, None] + tree.depth
     fresh = list(cache.layers)  # replaced one by one
+    last = len(fresh) - 1
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         entry = cache.layers[index]
@@ -65,10 +73,11 @@ def attention_over(
         fresh[index] = new = entry.holding(k, v)
         window = windows[index] if windows else None
         near = tree.ancestors if window is None else topology.within(tree, window)
+        asking = wanted if index == last else None
         return ops.attention(
-            q, new.k, new.v, near, entry.k, entry.v, cache.length,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            window=window, positions=positions, implementation=implementation,
+            q, new.k, new.v, rows_at(near, asking), entry.k, entry.v, cache.length,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window,
+            positions=rows_at(positions, asking), implementation=implementation,
         )  # fmt: skip
 
     return attend, fresh

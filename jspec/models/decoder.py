@@ -15,7 +15,7 @@ from jspec import kv, ops, topology
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
 from jspec.models.attention import Attend, attention, attention_beside, attention_over
-from jspec.models.layers import Linear, affine, gated, normal, rms_norm
+from jspec.models.layers import Linear, affine, gated, normal, rms_norm, rows_at
 from jspec.models.mla import MlaConfig, MlaParams
 from jspec.models.moe import MoeConfig, MoeParams
 from jspec.models.rope import RopeConfig
@@ -220,11 +220,14 @@ def trunk(
     linear: Linear = ops.linear,
     capture_layers: tuple[int, ...] = (),
     remat: bool = False,
+    wanted: Array | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Runs every block over x [B, T, D] at int32 positions [B, T].
 
     ``attend`` owns the attention: training attends causally within x, decoding over a cache. With
-    ``remat`` a backward pass keeps only what enters a block, and computes the block again.
+    ``remat`` a backward pass keeps only what enters a block, and computes the block again. The last
+    block runs the rows ``wanted`` [B, M] alone, if they are given, beside the keys and values of
+    all.
 
     Returns:
       The last residual stream [B, T, D] (before the final norm) and the streams named by
@@ -235,7 +238,8 @@ def trunk(
     stream = [x]
 
     def run(index: int, layer: LayerParams, x: Array) -> Array:
-        return block(layer, config, x, cos, sin, index, attend, linear)
+        last = index == len(params.layers) - 1
+        return block(layer, config, x, cos, sin, index, attend, linear, wanted if last else None)
 
     if remat:
         run = jax.checkpoint(run, static_argnums=0)
@@ -247,12 +251,16 @@ def trunk(
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def block(layer, config, x, cos, sin, index, attend, linear) -> Array:
-    """A whole block for the residual stream x [B, T, D]; ``index`` is what ``attend`` is told."""
+def block(layer, config, x, cos, sin, index, attend, linear, wanted=None) -> Array:
+    """A whole block for the residual stream x [B, T, D]; ``index`` is what ``attend`` is told.
+
+    What leaves it are the rows ``wanted`` [B, M] alone, if they are given.
+    """
     kind = attention if layer.mla is None else mla.attention
     with jax.named_scope("attention"):
         normed = config.norm(x, layer.attention_norm)
-        x = x + kind(layer, config, normed, cos, sin, index, attend, linear)
+        mixed = kind(layer, config, normed, cos, sin, index, attend, linear, wanted)
+        x = rows_at(x, wanted) + mixed
     with jax.named_scope("mlp"):
         return x + mlp(layer, config, x, linear)
 

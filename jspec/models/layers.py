@@ -33,6 +33,13 @@ def affine(x: Array, weight: Array, bias: Array | None, linear: Linear) -> Array
     return out if bias is None else out + bias.astype(out.dtype)
 
 
+def rows_at(x: Array, index: Array | None) -> Array:
+    """Rows ``index`` [B, m] of x [B, T, ...]; all where that is None."""
+    if index is None:
+        return x
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
+
+
 def gated(x: Array, gate_up: Array, down: Array, linear: Linear) -> Array:
     """The usual MLP without biases: [..., D] through ``gate_up`` [D, 2F] and ``down`` [F, D]."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)

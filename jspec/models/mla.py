@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec.models import rope as rope_lib
-from jspec.models.layers import normal, product, rms_norm
+from jspec.models.layers import normal, product, rms_norm, rows_at
 from jspec.types import Array
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
@@ -86,10 +86,14 @@ def init_params(
     )
 
 
-def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
-    """A block's attention [B, T, D] for its normed input x [B, T, D]."""
+def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) -> Array:
+    """A block's attention [B, T, D] for its normed input x [B, T, D].
+
+    Of the rows ``wanted`` [B, M] alone, if they are given: [B, M, D].
+    """
     mla, weights = config.mla, layer.mla
     query, key = _latent_heads(mla, weights, x, cos, sin, linear)
+    query = rows_at(query, wanted)
     up = weights.kv_up.reshape(config.num_heads, -1, mla.kv_rank)
     moved = product("bthn,hnr->bthr", query[..., : mla.nope_dim], up[:, : mla.nope_dim])
     query = jnp.concatenate([moved, query[..., mla.nope_dim :].astype(moved.dtype)], -1)
@@ -98,7 +102,7 @@ def attention(layer, config, x, cos, sin, index, attend, linear) -> Array:
     key = key.swapaxes(1, 2)
     mixed = attend(index, query.swapaxes(1, 2), key, key)[..., : mla.kv_rank]
     values = product("bhtr,hvr->bthv", mixed, up[:, mla.nope_dim :])
-    return linear(values.reshape(*x.shape[:2], -1), layer.output).astype(x.dtype)
+    return linear(values.reshape(*query.shape[:2], -1), layer.output).astype(x.dtype)
 
 
 def _latent_heads(mla, weights, x, cos, sin, linear) -> tuple[Array, Array]:

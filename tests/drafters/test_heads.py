@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.drafters import Eagle, features
+from jspec.drafters import Eagle
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params, Request
@@ -29,7 +29,7 @@ CASES = {
     "eagle-chain": ("eagle", dict(num_speculative_tokens=4)),
     "eagle-paths": ("eagle", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
     "eagle3-chain": ("eagle3", dict(num_speculative_tokens=4)),
-    "eagle3-long": ("eagle3", dict(num_speculative_tokens=8)),  # takes in 3, 5 or 9 rows
+    "eagle3-long": ("eagle3", dict(num_speculative_tokens=8)),
     "eagle3-eagle2": ("eagle3", dict(num_speculative_tokens=3, tree="eagle2", tree_size=14,
                                      tree_top_k=4)),
     "medusa-chain": ("medusa", dict(num_speculative_tokens=3)),
@@ -181,7 +181,6 @@ def test_an_equal_drafter_traces_nothing_new(monkeypatch):
 
 @pytest.mark.parametrize("tree", ["chain", "eagle2", "sampled"])
 def test_the_loop_copies_neither_the_targets_cache_nor_the_heads(tree):
-    # A chain of 8 takes in 3, 5 or 9 rows.
     settings = {} if tree == "chain" else dict(tree=tree, tree_size=6, tree_top_k=3)
     plan = Plan(tiny.TARGET, heads.drafter("eagle", 8 if tree == "chain" else 2, **settings))
     rows = [dataclasses.replace(row, temperature=0.9) for row in ROWS]
@@ -196,22 +195,6 @@ def test_the_loop_copies_neither_the_targets_cache_nor_the_heads(tree):
         assert not copies, f"{len(copies)} copies of a cache of shape {shape}"
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
     assert compiled.memory_analysis().alias_size_in_bytes >= donated
-
-
-def test_a_head_runs_as_few_rows_on_a_cpu_as_hold_what_was_accepted():
-    @functools.partial(jax.jit, static_argnums=0)
-    def rows_run(size, count):
-        run = lambda rows: (rows, (rows[:, None],))
-        out, (entries,) = features.by_need(run, count, jnp.ones((len(count), size, 1)))
-        assert out.shape == (len(count), size, 1) and entries.shape == (len(count), 1, size, 1)
-        return out.sum(1), entries.sum(2)
-
-    for size, most, expected in [
-        (9, 0, 3), (9, 3, 3), (9, 4, 5), (9, 5, 5), (9, 6, 9), (9, 9, 9), (7, 1, 4), (5, 1, 5),
-        (33, 1, 33),
-    ]:  # fmt: skip
-        for found in rows_run(size, jnp.array([1 if most else 0, most])):
-            assert set(np.ravel(found)) == {expected}, (size, most)
 
 
 def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():

@@ -22,7 +22,7 @@ loop = importlib.import_module("jspec.decode")
 TARGET = tiny.TARGET.config
 CASES = {
     "paths": ("mlp", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
-    "prefix chain": ("prefix", dict(num_speculative_tokens=6)),  # takes in 4 or 7 rows
+    "prefix chain": ("prefix", dict(num_speculative_tokens=6)),
     "prefix dynamic": ("prefix", dict(num_speculative_tokens=3, tree="eagle2", tree_size=8,
                                       tree_top_k=3)),
 }  # fmt: skip

@@ -36,6 +36,7 @@ from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
 from jspec.models.heads.network import NetworkSizes
+from jspec.models.layers import rows_at
 from jspec.types import Array, Target
 
 
@@ -186,13 +187,14 @@ def blocks(
     attend: Attend,
     *,
     linear: Linear = ops.linear,
+    wanted: Array | None = None,
 ) -> Array:
     """Runs the head over rows e and f [B, T, D] at int32 positions [B, T].
 
-    ``attend`` owns the attention, as in ``decoder.trunk``.
+    ``attend`` owns the attention, and ``wanted`` are rows, as in ``decoder.trunk``.
 
     Returns:
-      f' [B, T, D]: what is fed back, and what ``unembed`` takes.
+      f' [B, T, D]: what is fed back, and what ``unembed`` takes. Of ``wanted`` alone [B, M, D].
     """
     network = config.network
     cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
@@ -200,7 +202,9 @@ def blocks(
     for index, layer in enumerate(params.layers):
         if index > 0:
             mixed_in = rms_norm(x, layer.attention_norm, network.norm_eps)
-        x = x + decoder.attention(layer, network, mixed_in, cos, sin, index, attend, linear)
+        kept = wanted if index == len(params.layers) - 1 else None
+        mixed = decoder.attention(layer, network, mixed_in, cos, sin, index, attend, linear, kept)
+        x = rows_at(x, kept) + mixed
         x = x + decoder.mlp(layer, network, x, linear)
     return rms_norm(x, params.norm, network.norm_eps) if config.norm_output else x
 
@@ -224,6 +228,7 @@ def take_in(
     embedded: Array,
     features: Array,
     cache: kv.KVCache,
+    wanted: Array | None = None,
 ) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
     """Runs n rows of true features that come next after those in the cache, in order.
 
@@ -233,17 +238,21 @@ def take_in(
       embedded: e [B, n, D], of the token after each row's feature.
       features: f [B, n, D].
       cache: earlier rows, read only.
+      wanted: int32 [B, m], rows whose f' is wanted: of the others the last block only makes keys
+        and values. None for all.
 
     Returns:
-      f' [B, n, D], and the rows' entries for ``kv.append``, one a layer [B, Hkv, n, head_dim].
+      f' [B, n, D], or [B, m, D] of those wanted, and the entries of all rows for ``kv.append``, one
+      a layer [B, Hkv, n, head_dim].
     """
     batch, size, _ = embedded.shape
     tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
     attend, entries = decoder.attention_over(
-        cache, tree, windows=config.network.windows, implementation=config.network.attention
-    )
+        cache, tree, windows=config.network.windows, implementation=config.network.attention,
+        wanted=wanted,
+    )  # fmt: skip
     positions = cache.length[:, None] + tree.depth
-    x = blocks(params, config, embedded, features, positions, attend)
+    x = blocks(params, config, embedded, features, positions, attend, wanted=wanted)
     return x, tuple(entries)
 
 

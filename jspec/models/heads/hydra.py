@@ -134,22 +134,28 @@ def init_params(key: Array, config: HydraConfig, dtype: jnp.dtype = jnp.float32)
 
 
 def take_in(
-    params: HydraParams, config: HydraConfig, hidden: Array, cache: kv.KVCache
+    params: HydraParams,
+    config: HydraConfig,
+    hidden: Array,
+    cache: kv.KVCache,
+    wanted: Array | None = None,
 ) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
     """Runs the prefix layer over n hidden states [B, n, D] that come after those in the cache.
 
     Returns:
-      What it gives out [B, n, D], and the rows' entries for ``kv.append``.
+      What it gives out [B, n, D], or [B, m, D] of the rows ``wanted`` (int32 [B, m]) alone, and the
+      entries of all n for ``kv.append``.
     """
     network, size = config.network, hidden.shape[1]
     tree = topology.from_parents(topology.chain(size - 1), size - 1)
     tree = topology.broadcast(tree, hidden.shape[0])
     attend, entries = decoder.attention_over(
-        cache, tree, windows=network.windows, implementation=network.attention
+        cache, tree, windows=network.windows, implementation=network.attention, wanted=wanted
     )
     _, (out,) = decoder.trunk(
         params.prefix, network, hidden.astype(network.activation_dtype),
         cache.length[:, None] + tree.depth, attend, capture_layers=(1,),
+        wanted=wanted,
     )  # fmt: skip
     return out, tuple(entries)
 

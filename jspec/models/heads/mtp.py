@@ -121,13 +121,16 @@ def run(
     attend: Attend,
     *,
     linear: Linear = ops.linear,
+    wanted: Array | None = None,
 ) -> Array:
     """Runs a module over rows e and f [B, T, D] at int32 positions [B, T].
 
-    ``attend`` owns the attention, as in ``decoder.trunk``; the module is its layer 0.
+    ``attend`` owns the attention, and ``wanted`` are rows, as in ``decoder.trunk``; the module is
+    its layer 0.
 
     Returns:
-      [B, T, D], what the module hands on, and what ``unembed`` takes.
+      [B, T, D], what the module hands on, and what ``unembed`` takes. Of ``wanted`` alone
+      [B, M, D].
     """
     network, own = config.network, stem(params, config, module)
     if config.zero_first:
@@ -137,7 +140,7 @@ def run(
     pair = [f, e] if config.hidden_first else [e, f]
     x = linear(jnp.concatenate(pair, -1), own.projection).astype(features.dtype)
     cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
-    x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear)
+    x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear, wanted)
     return network.norm(x, own.norm) if config.feeds_normed else x
 
 
@@ -153,6 +156,7 @@ def take_in(
     embedded: Array,
     features: Array,
     cache: kv.KVCache,
+    wanted: Array | None = None,
 ) -> tuple[Array, tuple[kv.Entry, ...]]:
     """Runs n rows of a module that come next after those in its cache, in order.
 
@@ -163,15 +167,20 @@ def take_in(
       embedded: e [B, n, D].
       features: f [B, n, D], of the target or of the module before.
       cache: of the module, read only; the first row of module m is that of slot m.
+      wanted: int32 [B, m], rows whose output is wanted: of the others there are only entries. None
+        for all.
 
     Returns:
-      What the rows give out [B, n, D], and their entries for ``kv.append``.
+      What the rows give out [B, n, D], or [B, m, D] of those wanted, and the entries of all for
+      ``kv.append``.
     """
     batch, size, _ = embedded.shape
     tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
-    attend, entries = decoder.attention_over(cache, tree, implementation=config.network.attention)
+    attend, entries = decoder.attention_over(
+        cache, tree, implementation=config.network.attention, wanted=wanted
+    )
     positions = cache.length[:, None] + module + tree.depth
-    x = run(params, config, module, embedded, features, positions, attend)
+    x = run(params, config, module, embedded, features, positions, attend, wanted=wanted)
     return x, tuple(entries)
 
 
