@@ -99,9 +99,9 @@ class Contender:
 def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
     """Runs all contenders in turns until each has ``repeats`` quiet samples.
 
-    Gives up after ``patience`` further rounds. Every round starts with another contender. Where
-    samples have parts, as many turns with a part as ``patience`` rounds have are run again if
-    anybody was disturbed in them.
+    Gives up after ``patience`` further rounds. Every round starts with another contender, and
+    nobody always follows the same one. Where samples have parts, as many turns with a part as
+    ``patience`` rounds have are run again if anybody was disturbed in them.
     """
     if not contenders:
         return
@@ -117,7 +117,7 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
             return
         # Everybody runs again: a ratio compares samples of the same minutes.
         if whole:
-            for each in _rotated(contenders, round_):
+            for each in _in_turn(contenders, round_):
                 each.samples.append(watched(each.run))  # at once: who is interrupted keeps it
         else:
             spare = _by_parts(contenders, round_, spare)
@@ -128,7 +128,7 @@ def _by_parts(contenders: Sequence[Contender], round_: int, spare: int) -> int:
     timed = [[] for _ in contenders]
     for place in range(len(contenders[0].run)):
         while True:
-            order = _rotated(range(len(contenders)), round_ + place)
+            order = _in_turn(range(len(contenders)), round_ + place)
             turn = {index: watched(contenders[index].run[place]) for index in order}
             quiet = all(sample.quiet(contenders[i].limit) for i, sample in turn.items())
             if quiet or not spare:
@@ -141,10 +141,15 @@ def _by_parts(contenders: Sequence[Contender], round_: int, spare: int) -> int:
     return spare
 
 
-def _rotated(things: Sequence, first: int) -> list:
-    """They, beginning with another one for each ``first``."""
-    first %= len(things)
-    return [*things[first:], *things[:first]]
+def _in_turn(things: Sequence, turn: int) -> list:
+    """They in the order of a turn: each is the first in turn, then again the other way about.
+
+    So nobody always comes after the same one, which may leave the machine hot and slow.
+    """
+    count = len(things)
+    cycle, first = divmod(turn, count)
+    step = -1 if cycle % 2 else 1
+    return [things[(first + step * place) % count] for place in range(count)]
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:

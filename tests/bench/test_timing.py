@@ -63,3 +63,11 @@ def test_a_race_ends_once_all_have_undisturbed_samples():
     field = [Contender(name, part(log, name, 1.0), limit=ANYTHING) for name in "ab"]
     race(field, repeats=3, patience=5)
     assert log == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_nobody_is_always_the_first_or_always_behind_the_same_one():
+    log = []
+    field = [Contender(name, part(log, name, 1.0), limit=ANYTHING) for name in "abc"]
+    race(field, repeats=6, patience=0)
+    rounds = ["".join(log[start : start + 3]) for start in range(0, 18, 3)]
+    assert rounds == ["abc", "bca", "cab", "acb", "bac", "cba"]
