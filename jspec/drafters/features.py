@@ -40,11 +40,6 @@ class CachedMemory:
         )
 
 
-def last_of(count: Array) -> Array:
-    """The last of the first ``count`` [B] rows, int32 [B, 1]; the first where there are none."""
-    return jnp.maximum(count - 1, 0)[:, None]
-
-
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter(TreeDrafter):
     """A head that starts from the target's last hidden state, of its config's size and dtype."""

@@ -12,8 +12,8 @@ import functools
 import jax.numpy as jnp
 
 from jspec import growth, tokens
-from jspec.drafters.features import CachedMemory, FeatureDrafter, last_of
-from jspec.drafters.trees import rows
+from jspec.drafters.features import CachedMemory, FeatureDrafter
+from jspec.drafters.trees import last_of, rows
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
 from jspec.models.heads.hydra import HydraConfig

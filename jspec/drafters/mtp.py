@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jspec import kv, shapes
 from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory, last_of
-from jspec.drafters.trees import rows
+from jspec.drafters.features import CachedMemory
+from jspec.drafters.trees import last_of, rows
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig
 from jspec.types import Array

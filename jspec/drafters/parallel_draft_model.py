@@ -23,7 +23,7 @@ from jax import lax
 
 from jspec import kv, marginals, topology
 from jspec.drafters.language import next_logits, spell, take_in, weights_of
-from jspec.drafters.trees import TreeDrafter
+from jspec.drafters.trees import TreeDrafter, last_of
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.types import Array, History
@@ -146,15 +146,14 @@ class ParallelDraftModel(TreeDrafter):
         fed = jnp.where(
             slots < taken[:, None], spell(params.drafter, text), self.mask_token_id
         ).astype(jnp.int32)
+        guessing = last_of(taken) + jnp.arange(self.max_depth)
         chain = topology.from_parents(topology.chain(slots.size - 1), slots.size - 1)
         attend, entries = decoder.attention_over(
             cache, topology.broadcast(chain, fed.shape[0]),
-            windows=self.config.windows, implementation=self.config.attention,
+            windows=self.config.windows, implementation=self.config.attention, wanted=guessing,
         )  # fmt: skip
         embedded = decoder.embed(model, self.config, fed)
-        x, _ = decoder.trunk(model, self.config, embedded, positions, attend)
-        guesses = taken[:, None] - 1 + jnp.arange(self.max_depth)
-        hidden = jnp.take_along_axis(x, guesses[..., None], 1, mode="clip")
+        hidden, _ = decoder.trunk(model, self.config, embedded, positions, attend, wanted=guessing)
         unused = [(0, 0), (0, 0), (0, memory.reach - width), (0, 0)]
         side = lambda entry: jnp.pad(entry[:, :, :width], unused)
         return hidden, tuple(jax.tree.map(side, entries))

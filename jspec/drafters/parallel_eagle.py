@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from jspec import marginals
 from jspec.drafters.cached import CachedDrafter
-from jspec.drafters.features import CachedMemory, last_of
+from jspec.drafters.features import CachedMemory
+from jspec.drafters.trees import last_of
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.network import embed

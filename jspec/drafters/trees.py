@@ -158,3 +158,8 @@ class TreeDrafter:
 def rows(x: Array, index: Array | np.ndarray) -> Array:
     """Rows ``index`` [F] or [B, F] of x [B, F', ...]."""
     return x[:, index] if index.ndim == 1 else rows_at(x, index)
+
+
+def last_of(count: Array) -> Array:
+    """The last of the first ``count`` [B] rows, int32 [B, 1]; the first where there are none."""
+    return jnp.maximum(count - 1, 0)[:, None]
