@@ -16,8 +16,9 @@ from jspec.bench.contenders import Ours
 from jspec.llm import LLM
 from jspec.params import SamplingParams
 from jspec.plan import Plan
-from jspec.tuning import costs, prediction
+from jspec.tuning import clocks, prediction
 from jspec.tuning.acceptance import Acceptance, Recorded, Round, extended
+from jspec.tuning.clocks import Clock
 from jspec.tuning.costs import Costs, RoundTime
 from jspec.tuning.families import Candidate, Family, tree_sizes
 from jspec.tuning.prediction import Passes
@@ -80,7 +81,7 @@ class Search:
         ranked = [e for e in self._ranked() if e.candidate in self._measured]
         return [*dict.fromkeys([*ranked[:2], self._plain])]
 
-    def clocks(self, best: Sequence[Entry]) -> list[costs.Clock]:
+    def clocks(self, best: Sequence[Entry]) -> list[Clock]:
         """What times a call for one token, and rounds of each of the best."""
         self._last = [clock for entry in best for clock in self._rounds(entry, self._made(entry))]
         return [self._one_call, *self._last]
@@ -132,23 +133,23 @@ class Search:
         self._words("plain decoding")
         self._said = Ours(llm, work.case, {"all": work.requests})().tokens
         self._lengths = [len(text) for text in self._said]
-        batch = costs.halfway(made.plan, made.params, work, self._said, ())
+        batch = clocks.halfway(made.plan, made.params, work, self._said, ())
         most = max([2, *(self._largest(family) for family in self._families[1:])])
         sizes = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
         self._words("compiling passes over 1 to many nodes")
-        passes = [costs.pass_over(made.plan, made.params, batch, size) for size in sizes]
-        rounds = costs.Rounds(made.plan, made.params, work, self._said, ())
+        passes = [clocks.Passes(made.plan, made.params, batch, size) for size in sizes]
+        rounds = clocks.Rounds(made.plan, made.params, work, self._said, ())
         runs = [
-            costs.first_tokens(made.plan, made.params, work, ()),
-            costs.Repeated(self._one_token(llm)),
-            costs.launch(), rounds, *passes,
+            clocks.first_tokens(made.plan, made.params, work, ()),
+            clocks.Repeated(self._one_token(llm)),
+            rounds, *passes,
         ]  # fmt: skip
         self._words("measuring passes over 1 to many nodes")
-        first, call, launch, one, *seconds = costs.timed(runs, settings.repeats, settings.patience)
+        first, call, one, *seconds = clocks.timed(runs, settings.repeats, settings.patience)
         # A call for one token: the prompts, a round, and what the host does.
         self._call, self._firsts[0] = call - one, first - one
         self._one_call = runs[1]
-        blank = Costs(sizes, [max(each - launch, 0.0) for each in seconds], one, one)
+        blank = Costs(sizes, seconds, one, one)
         self._costs = {f.number: dataclasses.replace(blank, chains={}, trees={})
                        for f in self._families}  # fmt: skip
         self._plain_rounds = rounds
@@ -212,15 +213,15 @@ class Search:
             passes = prediction.counted(answers, self._work.groups)
             place = self.entries.index(entry)
             entry = self.entries[place] = dataclasses.replace(entry, passes=passes)
-        clocks = self._rounds(entry, made)
-        runs = [self._plain_rounds, *clocks]
+        own = self._rounds(entry, made)
+        runs = [self._plain_rounds, *own]
         if is_new := candidate.family not in self._firsts:
             shared = self._learnt.get(candidate, ())
-            runs.append(costs.first_tokens(made.plan, made.params, self._work, shared))
-        plain, *seconds = costs.timed(runs, settings.repeats, settings.patience)
+            runs.append(clocks.first_tokens(made.plan, made.params, self._work, shared))
+        plain, *seconds = clocks.timed(runs, settings.repeats, settings.patience)
         # Beside plain rounds of the same minutes: the machine may have become slower since.
         steady = [self._costs[0].plain / plain * each for each in seconds]
-        self._learn(entry, list(zip(clocks, steady, strict=False)))
+        self._learn(entry, list(zip(own, steady, strict=False)))
         if is_new:
             self._firsts[candidate.family] = steady[-1] - self._measured[candidate].without
 
@@ -283,7 +284,7 @@ class Search:
         return (passes.drafted * times.with_draft + passes.plain * times.without) / total
 
 
-class _Clock(costs.Rounds):
+class _Clock(clocks.Rounds):
     """Rounds of an entry."""
 
     def __init__(

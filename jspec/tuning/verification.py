@@ -10,8 +10,7 @@ from jspec.bench.contenders import Ours
 from jspec.bench.table import portable
 from jspec.bench.timing import Contender, race, ratios, spread
 from jspec.llm import LLM
-from jspec.tuning import costs
-from jspec.tuning.costs import Clock
+from jspec.tuning.clocks import Clock, median_seconds
 from jspec.tuning.families import Family
 from jspec.tuning.requests import Workload
 from jspec.tuning.search import Entry
@@ -72,7 +71,7 @@ def _race_of(field: Sequence[Contender], timed: Sequence[Contender], interrupted
         dataclasses.replace(each, samples=samples, limit=math.inf)
         for each, samples in zip((*field, *timed), columns, strict=True)
     ]
-    seconds = [costs.median_seconds(each) for each in chosen[len(field) :]]
+    seconds = [median_seconds(each) for each in chosen[len(field) :]]
     return Race(chosen[: len(field)], seconds, len(turns), len(quiet), interrupted)
 
 

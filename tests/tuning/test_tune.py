@@ -8,7 +8,7 @@ import jspec
 from jspec import cli
 from jspec.bench import contenders
 from jspec.bench.questions import Question
-from jspec.tuning import costs, report, verification
+from jspec.tuning import clocks, report, verification
 from jspec.tuning.run import tune
 from jspec.tuning.settings import Settings
 from tests import llm_fixtures
@@ -33,7 +33,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
-    monkeypatch.setattr(costs, "_SECONDS", 0.0)
+    monkeypatch.setattr(clocks, "_SECONDS", 0.0)
 
 
 def run(monkeypatch, *arguments):
