@@ -57,7 +57,7 @@ class Rounds:
         """Seconds are those of one round, without the launch that all rounds of a call share."""
         cpu = time.process_time()
         one, many, *bare = _added(self._launches, self._times)
-        seconds = _each(one, many)
+        seconds = beyond(one, many)
         if bare:
             [(alone, rounds)] = bare
             seconds = max(seconds + (alone - one[0]) / rounds, alone / rounds / 4)
@@ -90,7 +90,7 @@ class Passes:
     def __call__(self) -> Sample:
         """Seconds are those of one pass, without the launch that all passes of a call share."""
         cpu = time.process_time()
-        seconds = _each(*_added(self._launches, self._times))
+        seconds = beyond(*_added(self._launches, self._times))
         return Sample(seconds, time.process_time() - cpu, [])
 
     def _launch(self, count: int) -> Launch:
@@ -139,6 +139,19 @@ def first_tokens(plan: Plan, params: Params, work: Workload, shared: Shared) -> 
     return Repeated(run)
 
 
+def beyond(one: tuple[float, int], many: tuple[float, int]) -> float:
+    """Seconds of a repetition: what launches of many took beyond launches of one.
+
+    Args:
+      one: their seconds and repetitions, added up; a launch of one may be disturbed, too.
+      many: likewise of as many launches; where the first repetition ended everything, no more.
+    """
+    (less, few), (more, most) = one, many
+    if most == few:
+        return more / most
+    return max(more - less, more / 4) / (most - few)
+
+
 def timed(clocks: Sequence[Clock], repeats: int, patience: int) -> list[float]:
     """Median seconds of clocks that take turns; of undisturbed samples, if there are any."""
     field = [Contender(str(index), clock) for index, clock in enumerate(clocks)]
@@ -170,14 +183,6 @@ def _added(launches: Sequence[Launch], times: int) -> list[tuple[float, int]]:
     """Seconds and repetitions of each, run in turns so many times."""
     ran = [[launch() for launch in launches] for _ in range(times)]
     return [tuple(map(sum, zip(*own, strict=True))) for own in zip(*ran, strict=True)]
-
-
-def _each(one: tuple[float, int], many: tuple[float, int]) -> float:
-    """Seconds of a repetition, of what launches of one and of many took and had in them."""
-    (less, few), (more, most) = one, many
-    if most == few:  # the first one ended it
-        return more / most
-    return max(more - less, more / 4) / (most - few)  # a launch of one may be disturbed, too
 
 
 def _ending(batch: Batch) -> Batch:
