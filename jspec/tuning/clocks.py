@@ -78,7 +78,7 @@ class Rounds:
         return int(after.state.round - self._batch.state.round)
 
 
-class Passes:
+class TargetPasses:
     """A clock: the target's pass over N = ``size`` nodes a row, on the caches of a batch."""
 
     def __init__(self, plan: Plan, params: Params, batch: Batch, size: int):
@@ -194,7 +194,7 @@ def _ending(batch: Batch) -> Batch:
 
 @functools.partial(jax.jit, static_argnames=("target", "size"))
 def _passes(target: Target, size: int, params, history: History, cache, count: int) -> Array:
-    """What the target finds likeliest behind chains of ``size`` nodes a row, ``count`` times.
+    """Likeliest tokens behind chains of N = ``size`` nodes a row, int32 [B, N], ``count`` times.
 
     Each pass reads what the one before said, or XLA would run one for all.
     """

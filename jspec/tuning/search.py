@@ -137,7 +137,7 @@ class Search:
         most = max([2, *(self._largest(family) for family in self._families[1:])])
         sizes = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
         self._words("compiling passes over 1 to many nodes")
-        passes = [clocks.Passes(made.plan, made.params, batch, size) for size in sizes]
+        passes = [clocks.TargetPasses(made.plan, made.params, batch, size) for size in sizes]
         rounds = clocks.Rounds(made.plan, made.params, work, self._said, ())
         runs = [
             clocks.first_tokens(made.plan, made.params, work, ()),
