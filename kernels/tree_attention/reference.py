@@ -5,12 +5,17 @@ The scores of the tree block initialise a running softmax (Milakov and Gimelshei
 follows what is stored, not the capacity of the cache.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
-WHOLE = 320  # slots of a cache that a CPU reads faster than it cuts it into blocks
+# A CPU copies a block out of the cache before it multiplies, but a whole cache it reads where it
+# lies. That is faster in a short one, and in any as soon as a third of it is in use, if the scores
+# stay small.
+WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 3, 2**22
 # Turns of a loop cost an accelerator more than slots it reads in vain (on a GPU each waits for the
 # host): the fewest turns whose scores stay small. Reckoned from bandwidths, not measured.
 ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
@@ -52,7 +57,7 @@ def tree_attention(
         the window belongs into ``ancestors``.
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
-      block: slots of the prefix taken at a time; None for what suits a CPU.
+      block: slots of the prefix taken at a time; None for what suits a CPU, all of them or some.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -84,10 +89,7 @@ def tree_attention(
 
 
 def cpu_block(slots: int) -> int:
-    """Slots at a time: short blocks follow the length closely, long ones spare turns of the loop.
-
-    A block is copied out of the cache, so a cache of a few hundred slots is read whole instead.
-    """
+    """Slots at a time: short blocks follow the length closely, long ones spare turns of a loop."""
     return slots if slots <= WHOLE else max(64, slots // 32)
 
 
@@ -129,30 +131,40 @@ def _prefix_visibility(length: Array, window: int | None, positions: Array | Non
 
 
 def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
-    slots_total = cache_k.shape[2]
-    block = min(block or cpu_block(slots_total), slots_total)
+    slots = cache_k.shape[2]
     first, end, mask_of = visible
+    step = functools.partial(_attend_to_block, scores_of, cache_k, cache_v, mask_of, spread)
+    size = min(block or cpu_block(slots), slots)
 
-    def take(start: Array, buffer: Array) -> Array:
-        return lax.dynamic_slice_in_dim(buffer, start, block, axis=2)
+    def whole(carry):
+        return step(slots, jnp.int32(0), carry)
 
-    def step(index: Array, carry):
-        peak, total, mixed = carry
-        # The last block is pulled back inside the buffer; what it repeats is masked.
-        start = jnp.minimum(index * block, slots_total - block)
-        slots = start + jnp.arange(block)
-        mask = mask_of(slots) & (slots >= index * block)
-        mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
-        scores = scores_of(take(start, cache_k), mask)
-        new_peak = jnp.maximum(peak, scores.max(-1))
-        decay = jnp.exp(peak - new_peak)
-        weights = jnp.exp(scores - new_peak[..., None])  # 0 where masked: the peak is a real score
-        return (
-            new_peak,
-            total * decay + weights.sum(-1),
-            mixed * decay[..., None] + dot("bhrs,bhsd->bhrd", weights, take(start, cache_v)),
-        )
+    def in_blocks(carry):
+        last = (end + size - 1) // size
+        return lax.fori_loop(first // size, last, functools.partial(step, size), carry)
 
-    if block == slots_total:
-        return step(jnp.int32(0), carry)
-    return lax.fori_loop(first // block, (end + block - 1) // block, step, carry)
+    if size == slots:
+        return whole(carry)
+    if block is not None or carry[0].size * slots > WHOLE_SCORES:
+        return in_blocks(carry)
+    return lax.cond(WHOLE_SHARE * (end - first) > slots, whole, in_blocks, carry)
+
+
+def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):
+    """Takes block ``index`` of the prefix, ``block`` slots wide, into a running softmax."""
+    peak, total, mixed = carry
+    # The last block is pulled back inside the buffer; what it repeats is masked.
+    start = jnp.minimum(index * block, cache_k.shape[2] - block)
+    slots = start + jnp.arange(block)
+    mask = mask_of(slots) & (slots >= index * block)
+    mask = spread(mask) if mask.shape[1] > 1 else mask[:, None]
+    keys, values = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (cache_k, cache_v))
+    scores = scores_of(keys, mask)
+    new_peak = jnp.maximum(peak, scores.max(-1))
+    decay = jnp.exp(peak - new_peak)
+    weights = jnp.exp(scores - new_peak[..., None])  # 0 where masked: the peak is a real score
+    return (
+        new_peak,
+        total * decay + weights.sum(-1),
+        mixed * decay[..., None] + dot("bhrs,bhsd->bhrd", weights, values),
+    )

@@ -1,5 +1,8 @@
 """The specification of tree attention against a dense softmax in NumPy."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,6 +39,21 @@ def test_a_sliding_window_reaches_back_from_each_query(window, block):
         *map(jnp.array, case.values()), scale=0.3, block=block, **options
     )
     np.testing.assert_allclose(found, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 50, 300])
+@pytest.mark.parametrize("longest", [90, 130, 150, 400])
+def test_a_long_cache_is_read_in_blocks_or_whole_to_the_same_result(longest, window):
+    case, options = random_case(4, 2, 8, 3, 3, 400, [0, 70, longest], window=window)
+    found = reference.tree_attention(*map(jnp.array, case.values()), scale=0.3, **options)
+    np.testing.assert_allclose(found, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+
+
+def test_scores_of_many_nodes_over_a_long_cache_are_never_held_all_at_once():
+    case, _ = random_case(4, 2, 8, 256, 256, 8192, [8192])
+    attend = jax.jit(functools.partial(reference.tree_attention, scale=0.3))
+    taken = attend.lower(*case.values()).compile().memory_analysis().temp_size_in_bytes
+    assert taken < 4 * case["q"][..., 0].size * 8192
 
 
 @pytest.mark.parametrize("block", [None, 4])
