@@ -2,7 +2,8 @@
 
 The scores of the tree block initialise a running softmax (Milakov and Gimelshein, arXiv
 1805.02867); then the prefix streams past in blocks up to the longest committed length, so the cost
-follows what is stored, not the capacity of the cache.
+follows what is stored, not the capacity of the cache; one with few slots, or few that are free, is
+one block.
 """
 
 import functools
