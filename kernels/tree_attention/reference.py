@@ -14,9 +14,9 @@ from jax import lax
 
 Array = jax.Array
 # A CPU copies a block out of the cache before it multiplies, but a whole cache it reads where it
-# lies. That is faster in a short one, and in any as soon as a third of it is in use, if the scores
+# lies. That is faster in a short one, and in any as soon as half of it is in use, if the scores
 # stay small.
-WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 3, 2**22
+WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 0.5, 2**22
 # Turns of a loop cost an accelerator more than slots it reads in vain (on a GPU each waits for the
 # host): the fewest turns whose scores stay small. Reckoned from bandwidths, not measured.
 ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
@@ -148,7 +148,7 @@ def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
         return whole(carry)
     if block is not None or carry[0].size * slots > WHOLE_SCORES:
         return in_blocks(carry)
-    return lax.cond(WHOLE_SHARE * (end - first) > slots, whole, in_blocks, carry)
+    return lax.cond(end - first > int(WHOLE_SHARE * slots), whole, in_blocks, carry)
 
 
 def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):
