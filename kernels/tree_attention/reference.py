@@ -152,7 +152,11 @@ def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
 
 
 def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):
-    """Takes block ``index`` of the prefix, ``block`` slots wide, into a running softmax."""
+    """Takes block ``index`` of the prefix, ``block`` slots wide, into a running softmax.
+
+    That is ``carry``, of R = G*N rows for each key head: their highest score and the sum of their
+    weights, [B, Hkv, R], and the weighted sum of values, [B, Hkv, R, D].
+    """
     peak, total, mixed = carry
     # The last block is pulled back inside the buffer; what it repeats is masked.
     start = jnp.minimum(index * block, cache_k.shape[2] - block)
