@@ -10,20 +10,24 @@ holds it, ``OUT/eagle3`` the head, which reads the same hidden states at their n
 
 import argparse
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 
-from jspec import checkpoint, loading
-from jspec.models.decoder import LayerParams
-from jspec.models.heads import eagle_layers
+from jspec import checkpoint, head_files, loading
+from jspec.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig, LayerParams
 
 
-def deepen(source: Path, times: int, output: Path) -> None:
-    """Writes the model of ``source`` with ``times`` as many blocks, and its tokenizer."""
-    model = loading.load(source)
+def deepen(model: LoadedModel, times: int, output: Path) -> DecoderConfig:
+    """Writes the model with ``times`` as many blocks, and its tokenizer; returns its sizes.
+
+    Raises:
+      ValueError: its blocks are not all alike, or not plain.
+    """
+    if model.config.windows or model.config.moe is not None:
+        raise ValueError("--target has windows or experts; take one of plain blocks")
     layers = tuple(
         layer if copy == 0 else idle(layer)
         for layer in model.params.layers
@@ -34,8 +38,7 @@ def deepen(source: Path, times: int, output: Path) -> None:
     params = model.params.replace(layers=layers)
     checkpoint.save_pretrained(output, config, params, raw)
     model.tokenizer.save_pretrained(output)
-    if (source / "generation_config.json").exists():
-        shutil.copy(source / "generation_config.json", output)
+    return config
 
 
 def idle(layer: LayerParams) -> LayerParams:
@@ -43,26 +46,28 @@ def idle(layer: LayerParams) -> LayerParams:
     return layer.replace(output=jnp.zeros_like(layer.output), down=jnp.zeros_like(layer.down))
 
 
-def move_head(source: Path, times: int, output: Path) -> None:
-    """Copies the EAGLE-3 head of ``source``; it reads behind the blocks it has always read."""
-    output.mkdir(parents=True)
-    raw = json.loads((source / "config.json").read_text())
-    raw.pop("eagle_config", None)  # where other programs look for the same numbers, less one
-    raw[eagle_layers.LAYER_IDS] = [times * layer for layer in raw[eagle_layers.LAYER_IDS]]
-    (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    shutil.copy(source / "model.safetensors", output)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="a deeper target, and its head")
-    parser.add_argument("--target", type=Path, required=True, help="a plain dense decoder")
+    parser.add_argument("--target", type=Path, required=True, help="a decoder of plain blocks")
     parser.add_argument("--eagle3", type=Path, required=True, help="a head of it")
     parser.add_argument("--times", type=int, default=2, help="blocks for every one (default: 2)")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args()
-    deepen(asked.target, asked.times, asked.output / "target")
-    move_head(asked.eagle3, asked.times, asked.output / "eagle3")
+    if asked.times < 2:
+        parser.error(f"--times {asked.times} makes nothing deeper; take 2 or more")
+    try:
+        model = loading.load(asked.target)
+        head = loading.load_head(asked.eagle3, model.config, kind="eagle3")
+        deeper = deepen(model, asked.times, asked.output / "target")
+    except ValueError as error:
+        parser.error(str(error))
+    generation = asked.target / "generation_config.json"
+    if generation.exists():
+        shutil.copy(generation, asked.output / "target")
+    captured = tuple(asked.times * layer for layer in head.config.capture_layers)
+    moved = dataclasses.replace(head.config, capture_layers=captured)
+    head_files.save_head(asked.output / "eagle3", moved, head.params, deeper)
 
 
 if __name__ == "__main__":

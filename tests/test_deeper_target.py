@@ -1,7 +1,6 @@
 """``benchmarks.deeper``: a target of more blocks says what it said, its head drafts as before."""
 
 import dataclasses
-import json
 import sys
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 
 import jspec
 from benchmarks import deeper
-from jspec import head_files
+from jspec import head_files, loading
 from jspec.models.heads import eagle
 from tests import llm_fixtures
 
@@ -29,11 +28,15 @@ def models(tmp_path_factory):
     head = eagle.EagleConfig(*sizes, own_head=True)
     params = eagle.init_params(jax.random.key(3), head)
     head_files.save_head(plain / "eagle3", head, params, CONFIG, target_name="target")
-    words = ["--target", plain / "target", "--eagle3", plain / "eagle3", "--times", "3"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["deeper", *map(str, words), "--output", str(deep)])
-        deeper.main()
+    run(plain / "target", plain / "eagle3", deep, times=3)
     return plain, deep
+
+
+def run(target, head, output, times):
+    words = ["--target", target, "--eagle3", head, "--output", output]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["deeper", *map(str, words), "--times", str(times)])
+        deeper.main()
 
 
 def test_a_deeper_target_has_its_law_in_transformers_too(models):
@@ -55,5 +58,18 @@ def test_its_head_reads_the_same_hidden_states_and_drafts_as_before(models):
         outputs = llm.generate(PROMPTS, jspec.SamplingParams(max_tokens=16, temperature=0))
         found.append([(x.outputs[0].token_ids, x.speculative_decoding_stats) for x in outputs])
     assert found[0] == found[1]
-    raw = json.loads((models[1] / "eagle3" / "config.json").read_text())
-    assert raw["eagle_aux_hidden_state_layer_ids"] == [0, 3] and "eagle_config" not in raw
+    deep = models[1]
+    head = loading.load_head(deep / "eagle3", loading.load(deep / "target").config)
+    assert head.config.capture_layers == (0, 3)
+
+
+def test_what_cannot_be_deepened_is_refused_before_anything_is_written(models, tmp_path, capsys):
+    plain, _ = models
+    for times, head, message in [
+        (1, "eagle3", "--times 1 makes nothing deeper; take 2 or more"),
+        (2, "target", "not a draft head"),
+    ]:
+        with pytest.raises(SystemExit):
+            run(plain / "target", plain / head, tmp_path / "out", times)
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
