@@ -13,6 +13,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from jspec import checkpoint, head_files, loading
@@ -42,8 +43,10 @@ def deepen(model: LoadedModel, times: int, output: Path) -> DecoderConfig:
 
 
 def idle(layer: LayerParams) -> LayerParams:
-    """The block, adding nothing to the residual stream: both its output matrices are zero."""
-    return layer.replace(output=jnp.zeros_like(layer.output), down=jnp.zeros_like(layer.down))
+    """The block, adding nothing to the residual stream: what ends its two halves is zero."""
+    ends = ("output", "output_bias", "down", "down_bias")
+    zero = {name: jax.tree.map(jnp.zeros_like, getattr(layer, name)) for name in ends}
+    return layer.replace(**zero)
 
 
 def main() -> None:

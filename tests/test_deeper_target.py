@@ -13,7 +13,8 @@ from jspec import head_files, loading
 from jspec.models.heads import eagle
 from tests import llm_fixtures
 
-CONFIG = dataclasses.replace(llm_fixtures.TARGET, num_layers=2)
+BIASES = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
+CONFIG = dataclasses.replace(llm_fixtures.TARGET, num_layers=2, **BIASES)
 PROMPTS = ["the quick brown", "def add(x, y"]
 
 
