@@ -29,6 +29,8 @@ FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: one wgmma deep, and what 
 MULTIPROCESSORS = 132  # of an H100 or H200
 SPLIT_SLOTS = 256  # a shorter split costs more to merge than it spares
 LOG2_E = math.log2(math.e)
+# JAX 0.10 asks for an index beside the reference, even of one that is indexed; 0.12 takes none.
+NO_INDEX = {"idx": None} if jax.__version_info__ < (0, 11) else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +196,8 @@ def _kernel(first, count, share, length, seen_by_all, tree_k, tree_v, cache_k, c
             copy(cache_k, cache_v, jnp.minimum(begin_of(index), last_start))
 
     def load_row(ref, word):
-        return plgpu.load(ref, (row, word, rows), layout=by_wgmma_row, optimized=False)
+        part = ref.at[row, word, rows]
+        return plgpu.load(part, layout=by_wgmma_row, optimized=False, **NO_INDEX)
 
     def spread(vector, width):
         return lax.broadcast_in_dim(vector, (TILE_ROWS, width), [0])
