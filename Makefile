@@ -37,7 +37,7 @@ aot: $(AOT_VENV)/.aot  ## compile for TPUs and H200 without them; AOT=--write re
 	@$(AOT_VENV)/bin/python -m tests.aot $(AOT)
 
 clean:  ## forget the environments; the next command makes its own anew
-	rm -rf $(VENV) $(AOT_VENV)
+	rm -rf $(VENV) $(AOT_VENV) .venv-accelerator
 
 # Each stamp holds what the one before it does, and is as old as the pyproject.toml it was made of.
 $(VENV)/.core: pyproject.toml | $(BIN)/pip

@@ -4,13 +4,17 @@ A row is one operation at one size. ``floor`` is the time in which the device re
 operation has to read, at the bandwidth measured in the same run; ``/floor`` is how far a contender
 is from it, ``x XLA`` how much faster than the reference a kernel is. A kernel becomes the default
 of a device, in ``jspec.ops``, only with such a row. Without an accelerator there is only XLA.
+
+``differs by`` is of one call: of attention the largest difference beside the largest value, of
+sampling the share of verdicts; ``LIMITS`` says how much may be. A kernel that does not compile, or
+gives what is no number, is an error of its row, and the other rows go on.
 """
 
 import argparse
+import concurrent.futures
 import functools
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +24,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jspec import ops, sampling, topology
-from jspec.bench import environment
+from jspec import loading, ops, sampling, topology
+from jspec.bench import environment, files
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES
@@ -32,7 +36,12 @@ REFERENCE = "reference"
 KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # of a platform
 STEPS = 16  # in one program, so that its launch does not count
 SIZES = ("batch", "length", "dtype")  # keys of a case that make up its size
-WORKING_SET = 2**28  # bytes read before anything is read again, past any cache of the device
+WORKING_SET = 2**27  # bytes read before anything is read again, past the caches of today's devices
+MOST_COPIES = 8  # of what an operation reads: each makes its program longer to compile
+PEAK = 4.0  # standard deviation of scores: a few keys have most of the weight, as in real layers
+# Of attention over bfloat16, which rounds scores and weights; of verdicts by draws that fall on the
+# border of two tokens, where sums that round otherwise part.
+LIMITS = {"tree_attention": 0.02, "rejection_sampling": 0.25}
 
 
 class Contest(NamedTuple):
@@ -43,6 +52,12 @@ class Contest(NamedTuple):
     contenders: dict[str, Callable[[], jax.Array]]  # each does ``calls`` calls, the first is XLA's
     calls: int
     num_bytes: int  # that one call has to read and write
+    copies: int  # of what it reads, taken in turns
+
+    @property
+    def cached(self) -> bool:
+        """Whether the device may keep all copies in a cache: then it may beat the floor."""
+        return self.copies * self.num_bytes < WORKING_SET
 
 
 def tree_attention(settings: argparse.Namespace) -> Iterator[Contest]:
@@ -58,50 +73,62 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> 
     queries, kv_heads, features = case.heads
     slots = -(-(length + case.nodes) // 16) * 16
     cache_bytes = 2 * batch * kv_heads * slots * features * dtype.itemsize
-    layers = max(1, min(8, WORKING_SET // cache_bytes))
+    layers = max(1, min(MOST_COPIES, -(-WORKING_SET // cache_bytes)))
     keys = iter(jax.random.split(jax.random.key(0), 2 * layers + 4))
     array = lambda *shape: jax.random.normal(next(keys), (batch, *shape), dtype)
     near = jnp.arange(case.keys) <= jnp.arange(case.nodes)[:, None] + case.keys - case.nodes
     arrays = dict(
-        q=array(queries, case.nodes, features),
+        q=(PEAK * array(queries, case.nodes, features)).astype(dtype),
         tree=(array(kv_heads, case.keys, features), array(kv_heads, case.keys, features)),
         ancestors=topology.pack_bits(jnp.broadcast_to(near, (batch, *near.shape))),
         caches=[(array(kv_heads, slots, features), array(kv_heads, slots, features))
                 for _ in range(layers)],
         length=jnp.full((batch,), length, jnp.int32),
+        nudge=jnp.zeros((), dtype),
     )  # fmt: skip
     read = length if case.window is None else min(length, case.window)
     moved = 2 * batch * kv_heads * (read + case.keys) * features * dtype.itemsize
     moved += arrays["q"].size * (dtype.itemsize + 4)
-    names = [REFERENCE, *([KERNELS[jax.default_backend()]] if _has_kernel(dtype) else [])]
+    takes = jax.default_backend() == "tpu" or dtype == jnp.bfloat16
+    names = [REFERENCE, *(kernels() if takes else ())]
     contenders = {each: functools.partial(_attend, case, each, **arrays) for each in names}
     facts = {"case": name, "batch": batch, "length": length, "dtype": dtype.name}
-    return Contest("tree_attention", facts, contenders, STEPS * layers, moved)
+    return Contest("tree_attention", facts, contenders, STEPS * layers, moved, layers)
 
 
-def _has_kernel(dtype: jnp.dtype) -> bool:
-    return _has_accelerator() and (jax.default_backend() == "tpu" or dtype == jnp.bfloat16)
+def kernels() -> tuple[str, ...]:
+    """The kernels of this device: one, or none."""
+    return () if no_kernels() else (KERNELS[jax.default_backend()],)
 
 
-def _has_accelerator() -> bool:
-    return jax.default_backend() in KERNELS
+def no_kernels() -> str | None:
+    """Why this device has none."""
+    platform, device = jax.default_backend(), jax.devices()[0]
+    if platform not in KERNELS:
+        return f"no kernel is for {platform}"
+    if platform == "gpu" and not device.compute_capability.startswith("9."):
+        return f"the kernels are for GPUs of the Hopper kind, not {device.device_kind}"
+    return None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(case, implementation, *, q, tree, ancestors, caches, length):
-    """``STEPS`` passes over all caches, each fed what the last one gave."""
+def _attend(case, implementation, *, q, tree, ancestors, caches, length, nudge):
+    """``STEPS`` passes over all caches; what the last call gave.
+
+    ``nudge`` is 0: no call can begin before the one before it, and all have the same queries.
+    """
     positions = length[:, None] + jnp.arange(q.shape[2])
 
-    def step(_, q):
+    def step(_, mixed):
         for cache in caches:
             mixed = ops.attention(
-                q, *tree, ancestors, *cache, length, scale=q.shape[-1] ** -0.5, window=case.window,
-                positions=positions, soft_cap=case.soft_cap, implementation=implementation,
+                q + nudge * mixed.astype(q.dtype), *tree, ancestors, *cache, length,
+                scale=q.shape[-1] ** -0.5, window=case.window, positions=positions,
+                soft_cap=case.soft_cap, implementation=implementation,
             )  # fmt: skip
-            q = mixed.astype(q.dtype)
-        return q
+        return mixed
 
-    return jax.lax.fori_loop(0, STEPS, step, q)
+    return jax.lax.fori_loop(0, STEPS, step, jnp.zeros(q.shape, jnp.float32))
 
 
 def rejection_sampling(settings: argparse.Namespace) -> Iterator[Contest]:
@@ -120,13 +147,14 @@ def _sampling_contest(name: str, batch: int) -> Contest:
     moved = one.size * sum(dtype.itemsize for dtype in dtypes)
     rounds = [
         _draft(case, one + jax.random.normal(next(keys), shape), next(keys), one)
-        for _ in range(max(1, min(8, WORKING_SET // moved)))
+        for _ in range(max(1, min(MOST_COPIES, -(-WORKING_SET // moved))))
     ]
     uniform = jax.random.uniform(next(keys), (batch,))
-    names = [REFERENCE, *([KERNELS[jax.default_backend()]] if _has_accelerator() else [])]
+    names = [REFERENCE, *kernels()]
     contenders = {each: functools.partial(_judge, case, each, rounds, uniform) for each in names}
     facts = {"case": name, "batch": batch, "dtype": case.logits}
-    return Contest("rejection_sampling", facts, contenders, STEPS * len(rounds), moved)
+    calls = STEPS * len(rounds)
+    return Contest("rejection_sampling", facts, contenders, calls, moved, len(rounds))
 
 
 def _draft(case: Case, recorded: jax.Array, key: jax.Array, target: jax.Array) -> tuple:
@@ -140,7 +168,7 @@ def _draft(case: Case, recorded: jax.Array, key: jax.Array, target: jax.Array) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _judge(case, implementation, rounds, uniform):
-    """``STEPS`` verdicts on all rounds, each drawn after the last one: the tokens."""
+    """``STEPS`` verdicts on all rounds, one after the other: length and token in one, [R, B]."""
     count, nodes = rounds[0][1].shape
     parents = np.array([-1, *case.parents[1:]], np.int32)
     tree = topology.broadcast(topology.from_parents(parents, case.depth), count)
@@ -152,66 +180,120 @@ def _judge(case, implementation, rounds, uniform):
 
     def judge(logits, draft, coins, uniform):
         if implementation == REFERENCE:  # what runs by default
-            _, _, law = rule.walk(sampling.warp(logits, warps), draft, tree, coins)
-            return sampling.draw(law, uniform)
-        return ops.rejection_sampling(
-            logits, warps, draft, tree, coins, uniform, rule=case.rule,
-            replaced=case.proposal == "iid", implementation=implementation,
-        )[2]  # fmt: skip
+            _, accepted, law = rule.walk(sampling.warp(logits, warps), draft, tree, coins)
+            token = sampling.draw(law, uniform)
+        else:
+            _, accepted, token = ops.rejection_sampling(
+                logits, warps, draft, tree, coins, uniform, rule=case.rule,
+                replaced=case.proposal == "iid", implementation=implementation,
+            )  # fmt: skip
+        return accepted * case.vocab + token
 
-    def step(_, token):
+    def step(_, verdicts):
+        last, found = verdicts[-1], []
         for logits, tokens, recorded, coins in rounds:
             draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
-            after = jnp.where(token < 0, 0.5, uniform)  # never; the compiler cannot know
-            token = judge(logits, draft, coins, after)
-        return token
+            after = jnp.where(last < 0, 0.5, uniform)  # never; the compiler cannot know
+            last = judge(logits, draft, coins, after)
+            found.append(last)
+        return jnp.stack(found)
 
-    return jax.lax.fori_loop(0, STEPS, step, jnp.zeros((count,), jnp.int32))
+    return jax.lax.fori_loop(0, STEPS, step, jnp.zeros((len(rounds), count), jnp.int32))
+
+
+def asked(settings: argparse.Namespace) -> int:
+    """How many rows there are, where time allows."""
+    attention = len(settings.batch) * len(settings.lengths)
+    rows_of = {
+        "tree_attention": (CASES, attention),
+        "rejection_sampling": (DRAFTS, len(settings.batch)),
+    }
+    return sum(
+        times * len(known.keys() & set(settings.cases))
+        for known, times in map(rows_of.get, settings.operations)
+    )
 
 
 OPERATIONS = {"tree_attention": tree_attention, "rejection_sampling": rejection_sampling}
 
 
-def race(contest: Contest, repeats: int) -> dict[str, float]:
-    """Best seconds a call of each contender, run in turns."""
-    best = dict.fromkeys(contest.contenders, float("inf"))
-    for _ in range(repeats + 1):  # the first turn compiles; it is never the best
-        for name, once in contest.contenders.items():
+def race(contest: Contest, names: Iterable[str], repeats: int) -> dict[str, float]:
+    """Best seconds a call of the contenders ``names``, compiled before, run in turns."""
+    best = dict.fromkeys(names, float("inf"))
+    for _ in range(repeats):
+        for name in best:
             begun = time.perf_counter()
-            jax.block_until_ready(once())
+            jax.block_until_ready(contest.contenders[name]())
             best[name] = min(best[name], (time.perf_counter() - begun) / contest.calls)
     return best
 
 
-def difference(contest: Contest) -> float:
-    """The largest difference between the results of a kernel and of XLA; 0 without a kernel."""
-    results = [once().astype(jnp.float32) for once in contest.contenders.values()]
-    return float(max(jnp.abs(result - results[0]).max() for result in results))
+def results(contest: Contest) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """What each contender gives, and what went wrong with the others. Compiles them."""
+
+    def attempt(once: Callable[[], jax.Array]) -> np.ndarray | str:
+        try:
+            found = np.asarray(once())
+        except Exception as error:  # of a compiler, of the device: a row, not the end
+            return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
+        return found if np.isfinite(found).all() else "gives what is no number"
+
+    with concurrent.futures.ThreadPoolExecutor(len(contest.contenders)) as pool:
+        found = dict(
+            zip(contest.contenders, pool.map(attempt, contest.contenders.values()), strict=True)
+        )
+    errors = {name: each for name, each in found.items() if isinstance(each, str)}
+    return {name: each for name, each in found.items() if name not in errors}, errors
+
+
+def difference(operation: str, found: dict[str, np.ndarray]) -> float | None:
+    """How far a kernel is from XLA; None where one of them is missing."""
+    if len(found) < 2:
+        return None
+    expected, other = (each.astype(np.float64) for each in found.values())
+    if operation == "rejection_sampling":
+        return float((expected != other).mean())
+    return float(np.abs(expected - other).max() / np.abs(expected).max())
 
 
 def bandwidth(repeats: int = 10) -> float:
-    """Bytes a second that a matrix-vector product reads."""
-    matrix = jnp.ones((2 * WORKING_SET // 4 // 4096, 4096), jnp.float32)
-    vector = jnp.ones((4096,), jnp.float32)
-    product = jax.jit(jnp.matmul)
+    """Bytes a second that matrix-vector products read, one after the other in one program."""
+    width = 4096
+    matrix = jax.random.normal(jax.random.key(0), (WORKING_SET // width, width)) / width**0.5
+
+    @jax.jit
+    def products(matrix, vector):
+        step = lambda _, vector: (matrix @ vector).reshape(-1, width).sum(0)
+        return jax.lax.fori_loop(0, STEPS, step, vector)
+
     best = float("inf")
-    for _ in range(repeats + 1):
+    for _ in range(repeats + 1):  # the first turn compiles; it is never the best
         begun = time.perf_counter()
-        product(matrix, vector).block_until_ready()
+        products(matrix, jnp.ones(width)).block_until_ready()
         best = min(best, time.perf_counter() - begun)
-    return matrix.nbytes / best
+    return STEPS * matrix.nbytes / best
 
 
 def rows(settings: argparse.Namespace) -> Iterator[dict]:
-    """Measures every contest; one row for each."""
-    speed = bandwidth()
+    """Measures every contest; one row for each that is begun in time."""
+    begun, speed = time.perf_counter(), bandwidth()
     for operation in settings.operations:
         for contest in OPERATIONS[operation](settings):
-            seconds = race(contest, settings.repeats)
-            yield dict(
-                operation=operation, **contest.case, floor=contest.num_bytes / speed,
-                seconds=seconds, difference=difference(contest), bytes_per_second=speed,
-            )  # fmt: skip
+            if settings.seconds and time.perf_counter() - begun > settings.seconds:
+                return
+            yield measured(contest, settings.repeats, speed)
+
+
+def measured(contest: Contest, repeats: int, speed: float) -> dict:
+    """A row of the results; ``speed`` in bytes a second."""
+    found, errors = results(contest)
+    apart = difference(contest.operation, found)
+    return dict(
+        operation=contest.operation, **contest.case, floor=contest.num_bytes / speed,
+        cached=contest.cached, seconds=race(contest, found, repeats), difference=apart,
+        errors=errors, well=not errors and (apart or 0.0) <= LIMITS[contest.operation],
+        bytes_per_second=speed,
+    )  # fmt: skip
 
 
 def table(found: list[dict]) -> Table:
@@ -221,16 +303,24 @@ def table(found: list[dict]) -> Table:
     for name in ("size", "floor", "XLA", "/floor", "kernel", "/floor", "x XLA", "differs by"):
         shown.add_column(name, justify="right")
     for row in found:
-        reference, *kernels = row["seconds"].values()
         size = [str(value) for key, value in row.items() if key in SIZES]
-        cells = [f"{row['operation']}: {row['case']}", " ".join(size)]
-        cells += [_microseconds(row["floor"]), _microseconds(reference)]
-        cells.append(f"{reference / row['floor']:.2f}")
-        for seconds in kernels:
-            cells += [_microseconds(seconds), f"{seconds / row['floor']:.2f}"]
-            cells += [f"{reference / seconds:.2f}", f"{row['difference']:.1e}"]
+        size += ["cached"] if row["cached"] else []
+        cells = [f"{row['operation']}: {row['case']}", " ".join(size), _microseconds(row["floor"])]
+        reference = row["seconds"].get(REFERENCE)
+        cells += _cells(reference, row["floor"])
+        for name in [*row["seconds"], *row["errors"]]:
+            if name == REFERENCE:
+                continue
+            seconds, apart = row["seconds"].get(name), row["difference"]
+            cells += _cells(seconds, row["floor"])
+            cells.append(f"{reference / seconds:.2f}" if reference and seconds else "-")
+            cells.append(row["errors"].get(name) or ("-" if apart is None else f"{apart:.1e}"))
         shown.add_row(*cells)
     return shown
+
+
+def _cells(seconds: float | None, floor: float) -> list[str]:
+    return ["-", "-"] if seconds is None else [_microseconds(seconds), f"{seconds / floor:.2f}"]
 
 
 def _microseconds(seconds: float) -> str:
@@ -251,12 +341,17 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16", help="of attention")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--seconds", type=float, help="after which no other row is begun")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = list(rows(arguments))
+    loading.keep_compiled_programs()
+    facts, found = {"no_kernels": no_kernels(), "asked": asked(arguments)}, []
+    facts = environment.describe() | facts
+    for row in rows(arguments):
+        found.append(row)
+        if arguments.json:  # after each, for who stops it
+            files.write_json(facts | {"rows": found}, arguments.json)
     Console().print(table(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(environment.describe() | {"rows": found}, indent=1))
 
 
 if __name__ == "__main__":

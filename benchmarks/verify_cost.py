@@ -12,11 +12,10 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -28,7 +27,7 @@ from rich.table import Table
 from benchmarks import curve
 from benchmarks.kernels import KERNELS, REFERENCE
 from jspec import kv, shapes, topology
-from jspec.bench import environment
+from jspec.bench import environment, files
 from jspec.bench.timing import Contender, Sample, race
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
@@ -294,6 +293,9 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what it costs to verify N nodes beside one")
     parser.add_argument("--shape", choices=CONFIGS, default="tiny" if on_cpu else "Llama-3.1-8B")
     parser.add_argument("--layers", type=int, help="instead of the shape's")
+    parser.add_argument(
+        "--fit", action="store_true", help="as few layers as take half of the memory, if need be"
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 8, 32))
     parser.add_argument("--lengths", type=int, nargs="+", help="committed tokens of a row")
@@ -328,11 +330,27 @@ def config_of(settings: argparse.Namespace) -> DecoderConfig:
     )  # fmt: skip
 
 
+def weights_of(config: DecoderConfig, dtype: str) -> Callable[[], DecoderParams]:
+    """What makes random weights."""
+    return functools.partial(decoder.init_params, jax.random.key(0), config, jnp.dtype(dtype))
+
+
+def fitting(config: DecoderConfig, dtype: str) -> DecoderConfig:
+    """The config with so many layers that weights leave half of the device's memory free."""
+    for layers in range(config.num_layers, 0, -1):
+        fewer = dataclasses.replace(config, num_layers=layers)
+        if 2 * size(jax.eval_shape(weights_of(fewer, dtype))) <= room():
+            return fewer
+    return fewer
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Measures, prints a table, and writes what was found after every batch size."""
     settings = arguments_of(words)
-    config, key = config_of(settings), jax.random.key(0)
-    make = functools.partial(decoder.init_params, key, config, jnp.dtype(settings.weights))
+    config = config_of(settings)
+    if settings.fit:
+        config = fitting(config, settings.weights)
+    make = weights_of(config, settings.weights)
     needed = size(jax.eval_shape(make))
     if needed > room():
         raise SystemExit(
@@ -348,7 +366,7 @@ def main(words: Sequence[str] | None = None) -> None:
         rows, left_out = rows + more, left_out + less
         results = {"model": facts, "rows": rows, "left_out": left_out, "bar": bar(rows)}
         settings.out.parent.mkdir(parents=True, exist_ok=True)
-        settings.out.write_text(json.dumps(environment.describe() | results, indent=1) + "\n")
+        files.write_json(environment.describe() | results, settings.out)
     console = Console()
     if not console.is_terminal:  # a log or a pipe: nothing is cut off there
         console = Console(width=_LOG_WIDTH)

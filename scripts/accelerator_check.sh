@@ -1,14 +1,44 @@
 #!/usr/bin/env bash
-# On a fresh machine with a GPU or TPU: is jspec right and fast there? Under ten minutes; may be
-# interrupted and run again. Leaves accelerator_check.json, to be sent back.
+# On a fresh machine with a GPU or TPU: is jspec right and fast there? Under ten minutes beside the
+# installation; may be interrupted and run again. Leaves accelerator_check.json, to be sent back.
+#
+# PYTHON names the interpreter (3.11 or newer). A JAX that it has and that sees the accelerator is
+# used as it is, else one is installed. All goes into an environment of its own. Without a network:
+# PIP_NO_INDEX=1 PIP_FIND_LINKS=folder-of-wheels scripts/accelerator_check.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3}
-if [ ! -x .venv/bin/jspec ]; then
-  extra=$([ -e /dev/nvidiactl ] && echo cuda || echo tpu)
-  echo "Installing jspec[$extra] into .venv (once; a few minutes) ..."
-  "$PYTHON" -m venv .venv
-  .venv/bin/python -m pip install -qq --disable-pip-version-check -e ".[$extra]"
+ENVIRONMENT=.venv-accelerator
+sees_accelerator() {
+  "$1" -c 'import jax, sys; sys.exit(jax.default_backend() == "cpu")' 2>/dev/null
+}
+install() {
+  "$PYTHON" -m pip --disable-pip-version-check --python "$ENVIRONMENT/bin/python" install -qq "$@"
+}
+
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "jspec needs Python 3.11 or newer: PYTHON=python3.12 scripts/accelerator_check.sh" >&2
+  exit 1
 fi
-exec .venv/bin/python -m benchmarks.accelerator_check "$@"
+if [ ! -e "$ENVIRONMENT/installed" ]; then
+  echo "Installing jspec into $ENVIRONMENT (once; a few minutes) ..."
+  if sees_accelerator "$PYTHON"; then
+    "$PYTHON" -m venv --clear --without-pip "$ENVIRONMENT"
+    # Not --system-site-packages: those of a virtual environment are not the system's.
+    "$PYTHON" -c 'import sys; print(*[path for path in sys.path if path.endswith("-packages")], sep="\n")' \
+      >"$(echo "$ENVIRONMENT"/lib/python*/site-packages)/outer.pth"
+    install -e .
+  else
+    "$PYTHON" -m venv --clear --without-pip "$ENVIRONMENT"
+    if [ -e /dev/nvidiactl ]; then
+      driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+      # CUDA 13 needs a driver of 580 or later.
+      install -e . "jax[cuda$([ "${driver%%.*}" -ge 580 ] && echo 13 || echo 12)]"
+    else
+      install -e '.[tpu]'
+    fi
+  fi
+  touch "$ENVIRONMENT/installed"
+fi
+exec "$ENVIRONMENT/bin/python" -m benchmarks.accelerator_check "$@"

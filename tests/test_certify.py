@@ -4,12 +4,13 @@ import importlib
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec import cli
-from jspec.certify import chains, sampled
+from jspec.certify import chains, exactly, sampled
 from jspec.certify.statistics import excess
 from jspec.verify import RULES, Rule
 from tests.verify import test_mutations as mutations
@@ -77,6 +78,19 @@ def test_rules_of_chains_that_are_off_are_caught(mistake):
 def test_rules_of_trees_that_are_off_are_caught(rule, proposal, walk):
     found = laws.law(Rule("mutant", walk(rule), "round", SIBLINGS), proposal)
     assert not found.passed and found.measured > 1e-3
+
+
+def test_laws_are_enumerated_in_float64_on_the_cpu_where_there_is_one(monkeypatch):
+    [cpu] = jax.local_devices(backend="cpu")
+
+    def where():
+        with exactly.float64():
+            array = jnp.ones(1) / 3
+        return array.dtype, array.devices()
+
+    assert where() == (jnp.float64, {cpu})
+    monkeypatch.setattr(exactly, "_cpu", lambda: None)
+    assert where() == (jnp.float64, {jax.devices()[0]})
 
 
 def test_a_coin_of_zero_that_passes_where_nothing_may_is_caught():

@@ -61,6 +61,14 @@ def test_weights_that_do_not_fit_end_the_run(tmp_path, monkeypatch):
         run(tmp_path)
 
 
+def test_layers_are_fewer_where_all_would_take_more_than_half_of_the_memory(monkeypatch):
+    whole, one = CONFIGS["Llama-3.1-8B"], 2 * (4096 * (2 * 4096 + 2 * 1024 + 2) + 3 * 4096 * 14336)
+    ends = 2 * (2 * 128256 * 4096 + 4096)
+    for room, layers in ((80e9, 32), (2 * (ends + 13 * one), 13), (1e9, 1)):
+        monkeypatch.setattr(verify_cost, "room", lambda room=room: room)
+        assert verify_cost.fitting(whole, "bfloat16").num_layers == layers
+
+
 def test_the_bar_is_met_where_all_of_an_implementation_is_below_it():
     row = dict(draft="chain", batch=1, length=64, nodes=8)
     rows = [

@@ -48,7 +48,10 @@ def _git(*arguments: str) -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file():  # installed, maybe inside of someone's checkout
         return None
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    except OSError:  # there is no git here
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 

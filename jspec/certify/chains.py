@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import sampling, topology
+from jspec.certify import exactly
 from jspec.types import Draft, Sampling
 from jspec.verify import RULES, Rule
 
@@ -112,7 +113,7 @@ def outcome(rule: str | Rule | Callable, case: Case, *, redraw: bool = False) ->
     ``redraw`` is a mutation of rules judged by the target's draws: the next token is drawn afresh
     from the law at the path's end, in place of the draw that ended the path.
     """
-    with jax.enable_x64(True):
+    with exactly.float64():
         rule = RULES[rule] if isinstance(rule, str) else rule
         if not isinstance(rule, Rule):
             return _outcome_of_coins(rule, case)
@@ -189,7 +190,7 @@ def is_constant_in_cells(rule: str, case: Case, seed: int = 0) -> bool:
     """Whether random coins give what the cell they fall in gives: that thresholds tell all."""
     walk = RULES[rule].walk
     copies = 2**case.depth
-    with jax.enable_x64(True):
+    with exactly.float64():
         laws = _Laws(case)
         run = _tiled(walk, laws, copies)
         limit = _thresholds(run, len(laws.tuples), case.depth, copies)[:, None, :]
@@ -288,7 +289,7 @@ def warp_levels(levels: Levels, settings: Sampling | None) -> Levels:
         settings.temperature[:1], settings.min_p[:1], settings.top_k[:1], settings.top_p[:1],
         names=settings.names,
     )  # fmt: skip
-    with jax.enable_x64(True):
+    with exactly.float64():
         rows = jnp.asarray(np.concatenate(levels))[None]
         warped = np.asarray(_jitted_warp(rows, settings))[0]
     return np.split(warped, np.cumsum([len(level) for level in levels])[:-1])

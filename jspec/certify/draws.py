@@ -8,9 +8,9 @@ draft by itself, drafts may even share the target's noise, as ``coupled`` has th
 import itertools
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
+from jspec.certify import exactly
 from jspec.certify.chains import softmax
 from jspec.certify.trees import TreeCase, drafts, padded, runner
 
@@ -22,7 +22,7 @@ def disagreement(walk: Callable, case: TreeCase) -> float:
 
     It bounds the total variation between the output law and the target's from above.
     """
-    with jax.enable_x64(True):
+    with exactly.float64():
         return _disagreement(walk, case)
 
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jspec import topology
+from jspec.certify import exactly
 from jspec.certify.chains import Levels, Outcome, softmax
 from jspec.types import Draft
 
@@ -189,7 +190,7 @@ def drafts(case: TreeCase) -> Drafts:
 
 def outcome(walk: Callable, case: TreeCase) -> Outcome:
     """The exact output law of a rule judged by one coin a node."""
-    with jax.enable_x64(True):
+    with exactly.float64():
         return _outcome(walk, case)
 
 
@@ -227,7 +228,7 @@ def accepts_the_impossible(walk: Callable, case: TreeCase) -> bool:
 
     It has probability zero on paper, and one in millions where coins are float32: no sum shows it.
     """
-    with jax.enable_x64(True):
+    with exactly.float64():
         every, above = drafts(case), np.maximum(padded(case), 0)
         depth = topology.from_parents(padded(case), DEPTH).depth
         path, _, _ = runner(walk, case, every)(np.zeros((len(every.weights), 1, case.size)))

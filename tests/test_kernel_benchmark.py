@@ -1,0 +1,87 @@
+"""The benchmark of kernels sees a wrong one, and one that does not run ends no other's row."""
+
+import argparse
+import functools
+import json
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import kernels
+from benchmarks.kernels import LIMITS, REFERENCE
+
+SETTINGS = argparse.Namespace(
+    operations=["tree_attention", "rejection_sampling"], batch=[2], lengths=[1024],
+    dtype="bfloat16", cases=["a step over a side buffer", "a chain of 1"], repeats=1, seconds=None,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(kernels, "STEPS", 1)
+    monkeypatch.setattr(kernels, "MOST_COPIES", 2)
+    monkeypatch.setattr(kernels, "bandwidth", lambda: 1e9)
+
+
+def row_of(operation, beside=None, **others):
+    """The row of a contest whose kernel is ``beside``, or XLA with ``others`` as its arrays."""
+    [contest] = kernels.OPERATIONS[operation](SETTINGS)
+    xla = contest.contenders[REFERENCE]
+    if beside is None:
+        others = {name: change(xla.keywords[name]) for name, change in others.items()}
+        beside = functools.partial(xla.func, *xla.args, **(xla.keywords | others))
+    contest = contest._replace(contenders={REFERENCE: xla, "pallas": beside})
+    return kernels.measured(contest, 1, 1e9)
+
+
+def test_attention_in_another_precision_is_well_and_over_half_of_the_cache_is_not():
+    single = lambda arrays: jnp.asarray(arrays, jnp.float32)
+    wide = row_of(
+        "tree_attention", q=single, nudge=single, tree=lambda pair: tuple(map(single, pair)),
+        caches=lambda caches: [tuple(map(single, pair)) for pair in caches],
+    )  # fmt: skip
+    assert wide["well"] and 0 < wide["difference"] < LIMITS["tree_attention"] / 2
+    half = row_of("tree_attention", length=lambda length: length // 2)
+    assert not half["well"] and half["difference"] > 5 * LIMITS["tree_attention"]
+    blind = row_of("tree_attention", q=lambda q: 0 * q)
+    assert not blind["well"]
+
+
+def test_verdicts_by_other_coins_are_not_well():
+    [contest] = kernels.rejection_sampling(SETTINGS)
+    xla = contest.contenders[REFERENCE]
+    same = row_of("rejection_sampling", xla)
+    assert same["well"] and same["difference"] == 0
+    case, implementation, rounds, uniform = xla.args
+    others = functools.partial(xla.func, case, implementation, rounds, (uniform + 0.5) % 1)
+    assert row_of("rejection_sampling", others)["difference"] > LIMITS["rejection_sampling"]
+
+
+@pytest.mark.parametrize("operation", SETTINGS.operations)
+def test_a_kernel_that_does_not_run_or_gives_no_number_is_an_error_of_its_row(operation):
+    def refused():
+        raise NotImplementedError("no such instruction\nand more")
+
+    row = row_of(operation, refused)
+    assert row["errors"] == {"pallas": "NotImplementedError: no such instruction"}
+    assert list(row["seconds"]) == [REFERENCE] and not row["well"]
+    row = row_of(operation, lambda: jnp.full((2, 2), jnp.nan))
+    assert row["errors"] == {"pallas": "gives what is no number"} and not row["well"]
+    assert "no number" in str(kernels.table([row]).columns[-1]._cells)
+
+
+def test_rows_are_written_one_by_one_and_none_is_begun_too_late(tmp_path, monkeypatch):
+    out, found, measured = tmp_path / "rows.json", [], kernels.measured
+
+    def seen(*arguments):
+        found.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        return measured(*arguments)
+
+    monkeypatch.setattr(kernels, "measured", seen)
+    words = ["--batch", "1", "2", "--cases", "a chain of 1", "--repeats", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["kernels", *words])
+    kernels.main()
+    assert found == [0, 1] and json.loads(out.read_text())["asked"] == 2
+    late = argparse.Namespace(**vars(SETTINGS) | {"seconds": 1e-9})
+    assert list(kernels.rows(late)) == []
