@@ -180,11 +180,12 @@ def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array]:
     finite = lambda x: jnp.where(x == x, x, -jnp.inf)
     peak = row.greatest(finite)
     first = row.least(lambda x, token: jnp.where(finite(x) == peak, token, row.vocab - 1))
-    temperature = jnp.ones_like(peak)
+    # Of a shape, not like another array: where batches are cut, JAX >= 0.11 does not lower those.
+    temperature = jnp.full(peak.shape, 1.0, jnp.float32)
     if warps is not None:
         temperature = jnp.where(warps.temperature > 0, warps.temperature, 1.0)
     top = jnp.where(peak > -jnp.inf, peak, 0.0) / temperature
-    floor = jnp.full_like(peak, -jnp.inf)
+    floor = jnp.full(peak.shape, -jnp.inf, jnp.float32)
     if "min_p" in names:
         limit = top + jnp.log(warps.min_p)
         floor = row.least(lambda x, _: jnp.where(x / temperature >= limit, x, jnp.inf))
@@ -242,7 +243,7 @@ def search(row: Row, masses_from: Callable, goal: Array) -> Array:
         return ordinal
 
     passes = -(-(SIGN_AND_EXPONENT_BITS + row.mantissa_bits) // row.pass_bits)
-    return _value(row, lax.fori_loop(0, passes, decide, jnp.zeros_like(goal, jnp.int32)))
+    return _value(row, lax.fori_loop(0, passes, decide, jnp.zeros(goal.shape, jnp.int32)))
 
 
 def _value(row: Row, ordinal: Array) -> Array:
