@@ -56,10 +56,14 @@ def assemble(
         )
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)
-    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), dtype)
+    drafting = dtype
+    if isinstance(model, LoadedModel) and dtype in (None, "auto"):
+        # Who made a target float32 wants exact draws, and the drafter's are among them.
+        drafting = model.params.embedding.dtype.name
+    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), drafting)
     _plan(part, sizes, deterministic)  # raises before weights are moved
     loaded = loading.load(model, dtype)
-    part, weights = _load(part, loaded, dtype)
+    part, weights = _load(part, loaded, drafting)
     plan = _plan(part, loaded.config, deterministic)
     weights = _own_weights(part, plan.drafter, weights, loaded)
     return Assembly(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))

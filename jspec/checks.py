@@ -1,8 +1,10 @@
 """What the values that users give may be: JSON and NumPy have several kinds of number."""
 
 import json
+import os
 from collections.abc import Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from jspec.naming import shown
@@ -73,3 +75,27 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a key stands twice")
     return found
+
+
+def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
+    """Whether what a command finds can be written, before it begins.
+
+    Args:
+      option: its name.
+      path: the file to write, or None; a ``folder`` is made, with those above it.
+
+    Raises:
+      ValueError: a file is to lie in no folder, a folder under a file, or neither may be written.
+    """
+    if path is None:
+        return
+    place = path if folder else path.parent
+    while folder and not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {place}; make it first.")
+    if not folder and path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file in it.")
+    target = path if path.exists() else place
+    if not os.access(target, os.W_OK):
+        raise ValueError(f"{option} {path}: {target} may not be written; name another place.")

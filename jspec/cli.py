@@ -184,8 +184,7 @@ def trace(
         "--speculative-config", speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
     )  # fmt: skip
-    if html is not None and not html.parent.is_dir():
-        raise ValueError(f"--html {str(html)!r} is in no directory that exists; make it first.")
+    checks.check_output("--html", html)
     from jspec import demo, show
     from jspec.llm import LLM
     from jspec.params import SamplingParams
@@ -295,6 +294,7 @@ def certify(
     )  # fmt: skip
     texts = [*(prompt or ()), *(_prompt(None, file, None) for file in prompt_file or ())]
     parents = None if tree is None else _numbers("--tree", tree, "-1,0,0,1")
+    checks.check_output("--json", json_file)
     from jspec import certify, loading
     from jspec.certify.page import page
 
@@ -358,7 +358,10 @@ def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
             ) from None
     if file == "-":
         return sys.stdin.read()
-    return text if file is None else Path(file).read_text(encoding="utf-8")
+    try:
+        return text if file is None else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {file} is not UTF-8: {error}.") from None
 
 
 def _numbers(option: str, given: str, example: str) -> list[int]:

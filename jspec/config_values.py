@@ -42,7 +42,7 @@ def check_count(count: Any, has_model: bool) -> None:
     if count is None:
         raise ValueError(
             "num_speculative_tokens must be provided with speculative model unless the draft model "
-            "config contains an n_predict parameter."
+            "config contains an n_predict parameter. Take 4, for example."
         )
     if not isinstance(count, Integral) or isinstance(count, bool):
         raise ValueError(f"num_speculative_tokens={shown(count)} must be a whole number.")

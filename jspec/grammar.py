@@ -20,7 +20,7 @@ from jspec.automaton import FREE, Automaton
 from jspec.buckets import bucket
 from jspec.naming import shown
 
-_KINDS = ("json", "regex", "choice", "json_object")
+KINDS = ("json", "regex", "choice", "json_object")
 # Closes every text, so that none matches before its end: where one does, and one that goes on does
 # later, the index of outlines-core loses ways between the two.
 _END = b"\x00"
@@ -59,12 +59,16 @@ def pattern_of(asked: Mapping[str, Any] | Any) -> str:
     Raises:
       ValueError: it is none of these, or the schema cannot be read.
     """
+    if not isinstance(asked, Mapping) and hasattr(asked, "__dict__"):
+        asked = vars(asked)
     if not isinstance(asked, Mapping):
-        asked = vars(asked) if hasattr(asked, "__dict__") else {"?": asked}
-    given = {key: value for key, value in asked.items() if value not in (None, False)}
-    if len(given) != 1 or not given.keys() <= set(_KINDS):
         raise ValueError(
-            f"structured_outputs={shown(asked)} must hold one of {', '.join(_KINDS)}; other kinds "
+            f"structured_outputs={shown(asked)} must be a dict with one of {', '.join(KINDS)}."
+        )
+    given = {key: value for key, value in asked.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= set(KINDS):
+        raise ValueError(
+            f"structured_outputs={shown(asked)} must hold one of {', '.join(KINDS)}; other kinds "
             "are not supported."
         )
     ((kind, value),) = given.items()

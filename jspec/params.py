@@ -8,7 +8,7 @@ from typing import Any
 from jspec import grammar
 from jspec.checks import INT32, are_whole, is_real, is_whole, listed
 from jspec.naming import did_you_mean, shown
-from jspec.rows import HOTTEST, LEAST_REPETITION
+from jspec.rows import COLDEST, HOTTEST, LEAST_REPETITION
 
 # What vLLM has and jspec has not, with the value that asks for nothing. Accepted at that value.
 NOT_YET: dict[str, Any] = {
@@ -33,7 +33,6 @@ NOT_YET: dict[str, Any] = {
     "use_beam_search": False,
 }
 
-_COLDEST = 1e-5  # a lower temperature overflows float32 before it differs from greedy
 _MOST_TEXTS = 16384  # vLLM's limit
 
 
@@ -115,7 +114,6 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
         object.__setattr__(self, "bad_words", listed("bad_words", words))
-        object.__setattr__(self, "structured_outputs", self.structured_outputs or None)
         functions = listed("logits_processors", self.logits_processors)
         object.__setattr__(self, "logits_processors", functions)
         for name in ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -184,17 +182,17 @@ class SamplingParams:
         for name, holds, wanted in checks:
             if not holds:
                 raise ValueError(f"{name}={_shown(getattr(self, name))} must be {wanted}.")
-        if self.structured_outputs:
+        if self.structured_outputs is not None:
             grammar.pattern_of(self.structured_outputs)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "
                 f"{self.min_tokens}."
             )
-        if 0 < self.temperature < _COLDEST:
+        if 0 < self.temperature < COLDEST:
             raise ValueError(
                 f"temperature={self.temperature} is too close to 0 to divide by; use 0 for greedy "
-                f"sampling, or at least {_COLDEST}."
+                f"sampling, or at least {COLDEST}."
             )
         if self.temperature == 0 and self.num_texts > 1:
             name = "n" if self.n > 1 else "best_of"
@@ -214,9 +212,12 @@ def _refuse(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name not in NOT_YET:
             known = [field.name for field in dataclasses.fields(SamplingParams)]
-            raise ValueError(
-                f"SamplingParams has no {shown(name)}{did_you_mean(name, [*known, *NOT_YET])}"
-            )
+            kind = name.removeprefix("guided_")
+            guess = (
+                f'; give structured_outputs={{"{kind}": ...}}' if kind in grammar.KINDS
+                else did_you_mean(name, known)
+            )  # fmt: skip
+            raise ValueError(f"SamplingParams has no {shown(name)}{guess}")
         asks_nothing = value is None or value == NOT_YET[name] or value in ([], {}, ())
         if not asks_nothing:
             raise ValueError(

@@ -50,6 +50,11 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
     text, ids = item.get("prompt"), item.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt {index} is {_short(text)}; its 'prompt' must be text.")
+    if text is not None and not _encodes(text):
+        raise ValueError(
+            f"prompt {index} is {_short(text)}, with half of a surrogate pair; it must be text "
+            "that UTF-8 can say."
+        )
     ids = _token_ids(index, ids) if ids is not None else encode(text) if text else ()
     if not len(ids):
         raise ValueError(
@@ -67,6 +72,14 @@ def _token_ids(index: int, ids: Any) -> list[int]:
                 "whole numbers."
             )
     return ids
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _short(value: Any) -> str:

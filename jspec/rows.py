@@ -17,7 +17,7 @@ from jspec.shaping import LogitsProcessor, Penalties, Shaping
 from jspec.types import Request, Sampling
 
 # Past these, float32 logits overflow: the law would be lost.
-HOTTEST = 1e30
+COLDEST, HOTTEST = 1e-5, 1e30  # beyond them float32 overflows
 LEAST_REPETITION = 1e-6
 _LISTS = ("prompt", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
           "logits_processors")  # fmt: skip
@@ -81,8 +81,9 @@ class Row:
         checks = (
             ("prompt", are_whole(self.prompt), "token ids"),
             ("max_tokens", whole(self.max_tokens, 1), "at least 1"),
-            ("temperature", real(self.temperature) and 0 <= self.temperature <= HOTTEST,
-             f"0 (greedy) or more, at most {HOTTEST}"),
+            ("temperature", real(self.temperature) and (
+                self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
+            ), f"0 (greedy), or {COLDEST} to {HOTTEST}"),
             ("top_k", whole(self.top_k, 0), "0 (off) or more"),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),

@@ -28,10 +28,10 @@ _BLOCK = 64  # weights summed at a time when drawing by inverse CDF
 def warp(logits: Array, sampling: Sampling) -> Array:
     """Warps logits [B, ..., V] to unnormalised log-probabilities of the same shape.
 
-    A greedy row becomes a point mass: 0 at its first maximum, -inf elsewhere; so every rule has its
-    greedy limit without a branch. In an all-greedy batch logits pass through unchanged, since only
-    their maximum is read. NaN counts as -inf, and inf as certain: what has it shares the law. The
-    dtype is at least float32.
+    A greedy row becomes a point mass: 0 at its first maximum, -inf elsewhere, and everywhere where
+    all is -inf; so every rule has its greedy limit without a branch. In an all-greedy batch logits
+    pass through unchanged, since only their maximum is read. NaN counts as -inf, and inf as
+    certain: what has it shares the law. The dtype is at least float32.
 
     Tokens that tie with the last one kept by top-k or top-p are kept too.
     """
@@ -50,8 +50,9 @@ def warp(logits: Array, sampling: Sampling) -> Array:
         warped = jnp.where(warped >= floor, warped, -jnp.inf)
     if "top_k" in sampling.names or "top_p" in sampling.names:
         warped = jnp.where(warped >= _threshold(warped, sampling, column), warped, -jnp.inf)
-    one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
-    return jnp.where(temperature > 0, warped, jnp.where(one_hot, 0.0, -jnp.inf))
+    first = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
+    point = first & (logits > -jnp.inf)  # no token at all, where none is allowed
+    return jnp.where(temperature > 0, warped, jnp.where(point, 0.0, -jnp.inf))
 
 
 def _threshold(warped: Array, sampling: Sampling, column) -> Array:

@@ -50,6 +50,7 @@ def complaint(call, *arguments, **settings):
         ("", "prompt 0 is empty; give at least one token"),
         (["fine", ""], "prompt 1 is empty"),
         ({"prompt_token_ids": []}, "prompt 0 is empty"),
+        (["fine", "caf\udce9"], "half of a surrogate pair; it must be text that UTF-8 can say"),
         ([{"prompt": "fine"}, {}], "prompt 1 is {}; it must be text, {'prompt': text}"),
         ({"promt": "x"}, "prompt 0 has the key 'promt'; known are prompt, prompt_token_ids; did "
          "you mean 'prompt'?"),

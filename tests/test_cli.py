@@ -102,6 +102,7 @@ def _complaint(ran):
         (["TARGET", "x", "--token-ids", "1"], "give one prompt"),
         (["TARGET", "x", "--prompt-file", "y"], "give one prompt"),
         (["TARGET", "--prompt-file", "missing.txt"], "missing.txt"),
+        (["TARGET", "--prompt-file", "BYTES"], "is not UTF-8: "),
         (["TARGET", "--token-ids", "1,two"], "'1,two'"),
         (["TARGET", "--token-ids", "999999"], "999999"),
         (["TARGET", ""], "empty"),
@@ -117,8 +118,10 @@ def _complaint(ran):
         ([], "model"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(jspec, models, arguments, words):
-    given = [models["target"] if word == "TARGET" else word for word in arguments]
+def test_bad_input_is_one_line_and_exit_code_2(jspec, models, tmp_path, arguments, words):
+    (tmp_path / "bytes").write_bytes(b"caf\xe9")
+    named = {"TARGET": models["target"], "BYTES": str(tmp_path / "bytes")}
+    given = [named.get(word, word) for word in arguments]
     assert words in _complaint(jspec("generate", *given))
 
 
@@ -228,6 +231,23 @@ def test_trace_writes_a_page_of_the_embedded_model_where_no_model_is_named(
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert (code, out) == (0, f"{tmp_path / 'page.html'}\n")
     assert PROMPT in page and "12 tokens in" in page and "NGram" in page
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trace", "TARGET", "x", "--html"], ["certify", "--json"], ["bench", "--json"],
+     ["bench", "--output"], ["tune", "--output"], ["tune", "--json"]],
+)  # fmt: skip
+def test_where_results_cannot_be_written_is_told_before_the_work(
+    jspec, models, tmp_path, monkeypatch, arguments
+):
+    monkeypatch.setattr("jspec.loading.load", None)  # not called
+    given = [models["target"] if word == "TARGET" else word for word in arguments]
+    (tmp_path / "file").touch()
+    complaint = _complaint(jspec(*given, str(tmp_path / "file" / "results")))
+    assert complaint.startswith(f"jspec: {arguments[-1]} ") and "there is no folder" in complaint
+    if arguments != ["bench", "--output"]:
+        assert "is a folder; name a file in it" in _complaint(jspec(*given, str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import SamplingParams, loading, metrics
+from jspec import SamplingParams, config, loading, metrics
 from jspec import llm as llm_module
+from jspec.assembly import assemble
 from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
@@ -405,3 +406,13 @@ def test_the_public_names_are_there():
     for name in jspec.__all__:
         assert getattr(jspec, name) is not None
     assert len(jspec.__all__) <= 25
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_drafter_takes_the_dtype_of_a_target_that_was_loaded_before(root, dtype):
+    paths = llm_fixtures.checkpoints(root)
+    settings = config.read({"model": str(paths["draft"]), "num_speculative_tokens": 2})
+    target = jspec.load(paths["target"], dtype)
+    assert assemble(target, settings).params.drafter.embedding.dtype == dtype
+    other = assemble(target, settings, dtype="float16")
+    assert other.params.drafter.embedding.dtype == "float16"

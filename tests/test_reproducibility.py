@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jspec
+from jspec import ops
 from jspec.drafters import DraftModel, TokenRecycling
 from jspec.generate import Row, generate_rows
 from jspec.models.deterministic import DeterministicDecoder
@@ -70,6 +72,19 @@ def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_whatever_draft
     expected = texts(Plan(target, tiny.NONE), params, rows(60), max_num_seqs=1)
     for drafter in (tiny.NGRAM, tiny.DRAFT):
         assert texts(Plan(target, drafter, "coupled"), params, rows(60)[::-1]) == expected
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+def test_ordered_attention_of_a_row_is_the_same_to_the_bit_in_every_batch(heads):
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    shapes = [(8, heads, 5, 16)] * 3 + [(8, heads, 64, 16)] * 2
+    arrays = [jax.random.normal(next(keys), shape) for shape in shapes]
+    run = lambda count: ops.ordered_attention(
+        *(array[:count] for array in arrays), jnp.full(count, 20), scale=0.25
+    )
+    alone = run(1)[0]
+    for count in (2, 3, 8):
+        assert (run(count)[0] == alone).all()
 
 
 def test_a_deterministic_llm_takes_chains_alone(tmp_path_factory):

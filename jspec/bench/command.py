@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jspec.checks import check_output
+
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
 _LOG_WIDTH = 200
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -57,6 +59,8 @@ def bench(
     from jspec.bench.run import bench as measure
     from jspec.bench.settings import Settings
 
+    check_output("--output", output, folder=True)
+    check_output("--json", json_file)
     if model is None:
         model, config = str(demo.ASSETS / "target"), config or [json.dumps(demo.EAGLE3), _NGRAM]
         questions = questions or [demo.PROMPT]

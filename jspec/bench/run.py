@@ -72,7 +72,8 @@ def bench(
             except KeyboardInterrupt:
                 results["interrupted"] = True
             results["rows"] += table.rows()
-            on_case(results)
+            if results["rows"]:  # none, where Ctrl-C comes before the first sample
+                on_case(results)
             if results["interrupted"]:
                 break
     return results

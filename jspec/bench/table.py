@@ -130,13 +130,16 @@ class CaseTable:
         some = [each for part in self._requests.values() for each in part][: self._case.batch_size]
         rows = [
             Row(each.token_ids, self._case.max_tokens, temperature=self._case.temperature,
-                seed=self._case.seed, stream=index)
+                seed=self._case.seed + index, stream=0)
             for index, each in enumerate(some)
         ]  # fmt: skip
-        asked = SamplingParams(
-            temperature=self._case.temperature, max_tokens=self._case.max_tokens, ignore_eos=True,
-            seed=self._case.seed, detokenize=False,
-        )  # fmt: skip
+        asked = [
+            SamplingParams(
+                temperature=self._case.temperature, max_tokens=self._case.max_tokens,
+                ignore_eos=True, seed=self._case.seed + index, detokenize=False,
+            )
+            for index in range(len(some))
+        ]  # fmt: skip
         prompts = [{"prompt_token_ids": each.token_ids} for each in some]
         parts = split(
             made.plan, made.params, rows, lambda: run.llm.generate(prompts, asked),

@@ -187,7 +187,8 @@ def watched(run: Callable[[], Sample]) -> Sample:
     after, elapsed = _busy_seconds(), time.perf_counter() - start
     if before is not None and after is not None:
         others = max(after - before - sample.cpu_seconds, 0.0)
-        sample.foreign = round(others / elapsed, 3)
+        for each in (sample, *sample.parts.values()):
+            each.foreign = round(others / elapsed, 3)
     return sample
 
 

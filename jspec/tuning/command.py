@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from jspec.bench.command import configs_of, finish
+from jspec.checks import check_output
 
 _MANY = {"rich_help_panel": "What is searched (each may be repeated)"}
 _LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -56,8 +57,7 @@ def tune(
 ) -> None:  # fmt: skip
     """Find the speculative_config that serves your prompts fastest; Ctrl-C keeps what is done."""
     for name, path in (("--output", output), ("--json", json_file)):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{name} {path}: there is no folder {path.parent}; make it first.")
+        check_output(name, path)
     from jspec import demo, loading
     from jspec.bench import environment, files
     from jspec.bench.questions import read

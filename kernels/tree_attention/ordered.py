@@ -80,7 +80,7 @@ def attention(
             values = dot("bhrs,bhsd->bhrd", weights, slots_of(start, cache_v, chain_v))
             return (
                 new_peak,
-                total * decay + weights.sum(-1),
+                total * decay + _by_halves(weights),
                 mixed * decay[..., None] + values,
             )
 
@@ -95,3 +95,11 @@ def attention(
     out = lax.map(one_tile, (q, positions))  # [tiles, B, Hkv, G * TILE, D]
     out = out.reshape(tiles, batch, kv_heads, heads // kv_heads, TILE, dim)
     return jnp.moveaxis(out, 0, 3).reshape(batch, heads, tiles * TILE, dim)[:, :, :nodes]
+
+
+def _by_halves(x: Array) -> Array:
+    """The sum over the last axis, a power of two long; XLA's own adds in an order of the shape."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]

@@ -152,6 +152,17 @@ def test_the_page_shows_tables_and_picture_in_a_browser(results, tmp_path):
     )
 
 
+def test_a_run_that_is_interrupted_before_its_first_sample_has_nothing_to_write(root, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm_fixtures.jspec.LLM, "generate", interrupted)
+    both, seen = llm_fixtures.loaded(root), []
+    found = bench(both["target"], QUESTIONS[:1], settings(both), on_case=seen.append)
+    assert found["interrupted"] and not (seen or found["rows"])
+    assert not list(report.terminal(ABOUT | found)) and report.notes(ABOUT | found)
+
+
 @pytest.mark.parametrize("last", [7, 10], ids=["while it races", "while it is taken apart"])
 def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, last):
     """A call a run: both warm up twice, then two turns, the second one begun by the other."""

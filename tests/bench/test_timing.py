@@ -71,3 +71,11 @@ def test_nobody_is_always_the_first_or_always_behind_the_same_one():
     race(field, repeats=6, patience=0)
     rounds = ["".join(log[start : start + 3]) for start in range(0, 18, 3)]
     assert rounds == ["abc", "bca", "cab", "acb", "bac", "cba"]
+
+
+def test_a_sample_that_was_disturbed_is_disturbed_in_every_part(monkeypatch):
+    busy = iter([0.0, 50.0])
+    monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
+    parts = {name: Sample(1.0, 1.0, tokens=[]) for name in "ab"}
+    seen = timing.watched(lambda: Sample(2.0, 2.0, tokens=[], parts=parts))
+    assert seen.foreign > 1 and {each.foreign for each in parts.values()} == {seen.foreign}

@@ -123,6 +123,23 @@ def test_a_row_that_may_say_nothing_says_so(settings, temperature):
     assert other.finish_reason == "length" and other.tokens.size == 6
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
+def test_a_greedy_row_that_may_say_nothing_says_so_beside_a_sampled_one(rule):
+    silent = Row((0,), 4, allowed_token_ids=(1,), bad_words=((1,),))
+    other = Row((0,), 4, temperature=1.0, stream=3)
+    for drafter in (CHAIN, fakes.TableDrafter(1)):
+        plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
+        lost, fine = generate_rows(plan, PARAMS, [silent, other])
+        assert lost.finish_reason == "error" and not lost.tokens.size
+        assert fine.tokens.tolist() == generate_rows(plan, PARAMS, [other])[0].tokens.tolist()
+
+
+def test_a_temperature_that_float32_cannot_divide_by_is_refused():
+    for temperature in (1e-6, 1e-37, 1e31, -1.0):
+        with pytest.raises(ValueError, match=r"temperature=.* must be 0 \(greedy\), or 1e-05 to"):
+            Row((0,), 4, temperature=temperature)
+
+
 def test_an_infinite_logit_of_a_function_of_the_users_forces_its_token():
     force = lambda logits, _, __: logits.at[1].set(jnp.inf)
     for temperature in (0.0, 1.0):
