@@ -1,11 +1,15 @@
 """The command ``jspec``. Only here is the environment set or read, and only here noise silenced."""
 
+import _thread
 import contextlib
 import dataclasses
 import itertools
 import os
+import signal
 import sys
+import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +37,13 @@ app = typer.Typer(
 _SAMPLING = {"rich_help_panel": "Sampling"}
 _MODEL = {"rich_help_panel": "Of a model"}
 
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"jspec {metadata.version('jspec-decoding')}")
+        raise typer.Exit()
+
+
 # What commands that continue one prompt have in common.
 _PromptText = Annotated[str | None, typer.Argument(help="Text to continue.")]
 _PromptFile = Annotated[
@@ -54,6 +65,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupted)
     try:
         sys.exit(app(arguments, prog_name="jspec", standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
@@ -64,6 +77,14 @@ def main() -> None:
             raise
         print(f"jspec: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _interrupted(_: int, frame: Any) -> None:
+    """As Python's own; but what JAX calls when garbage is collected would lose the exception."""
+    if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
+        threading.Timer(0.01, _thread.interrupt_main).start()
+        return
+    raise KeyboardInterrupt
 
 
 def _complaint(error: Exception) -> str | None:
@@ -80,8 +101,11 @@ def _complaint(error: Exception) -> str | None:
 @app.callback()
 def _common(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which this is.")
+    ] = False,
 ) -> None:
-    del debug  # taken by main, so that it may stand anywhere
+    del version, debug  # one is said by its callback, one taken by main: it may stand anywhere
 
 
 @app.command()

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -138,6 +139,23 @@ def test_an_interrupt_is_quiet(jspec, models, monkeypatch):
     monkeypatch.setattr(LLM, "generate", interrupt)
     code, out, _ = jspec("generate", models["target"], "x")
     assert (code, out) == (130, "")
+
+
+def test_an_interrupt_while_garbage_is_collected_is_not_lost():
+    """What is raised in a callback of the collector is dropped by Python."""
+    program = (
+        "import gc, os, signal, sys, time; from jspec import cli\n"
+        "def _xla_gc_callback(*_): gc.callbacks.clear(); os.kill(os.getpid(), signal.SIGINT)\n"
+        "def app(*_, **__): gc.callbacks.append(_xla_gc_callback); gc.collect(); time.sleep(30)\n"
+        "cli.app = app; sys.argv = ['jspec']; cli.main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+def test_the_version_is_that_of_the_distribution(jspec):
+    code, out, _ = jspec("--version")
+    assert (code, out) == (0, f"jspec {metadata.version('jspec-decoding')}\n")
 
 
 def test_a_fresh_process_prints_the_text_without_any_noise(models):

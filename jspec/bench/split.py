@@ -2,7 +2,8 @@
 
 The loop is one program on the device, which no clock sees into. So some rounds are run once more,
 each part in a program of its own on the state that the round began with; what the whole round takes
-beyond drafting and the target's pass is acceptance and commit.
+beyond drafting and the target's pass is acceptance and commit. A round that is launched alone takes
+longer than one in the loop: of the loop's round, parts have the shares that they have of that one.
 """
 
 import dataclasses
@@ -66,16 +67,16 @@ def split(
     done = read(advance(plan, params, begun()))
     rounds = max(max(answer.rounds for answer in done), 1)
     host = _best(lambda _: generate(), forget) - prompt - whole
-    parts = _rounds(plan, params, begun)
+    parts = (share * whole / rounds for share in _shares(plan, params, begun))
     return Split(prompt, *parts, whole / rounds, max(host, 0.0))
 
 
-def _rounds(
-    plan: Plan, params: Params, begun: Callable[[], Batch]
-) -> tuple[float, float, float]:  # fmt: skip
-    """Mean seconds of drafting, of the target's pass, and of the rest of a round."""
-    batch, totals, looked_at = advance(plan, params, begun(), _WARM_UP), np.zeros(3), 0
-    while looked_at < _ROUNDS and not bool(batch.state.done.all()):
+def _shares(plan: Plan, params: Params, begun: Callable[[], Batch]) -> list[float]:
+    """What drafting, the target's pass, and the rest take of a round, adding up to 1."""
+    batch, totals = advance(plan, params, begun(), _WARM_UP), np.zeros(3)
+    for _ in range(_ROUNDS):
+        if bool(batch.state.done.all()):
+            break
         given = plan, params, batch.request, batch.shared, batch.state
         last = int(_last_node(*given)[0])
         size = next(rung for rung in plan.ladder if rung > last)
@@ -88,9 +89,7 @@ def _rounds(
         ]
         totals += np.maximum(np.diff([_best(_launch), *seconds]), 0.0)
         batch = advance(plan, params, batch, 1)
-        looked_at += 1
-    drafting, target, accepting = (totals / max(looked_at, 1)).tolist()
-    return drafting, target, accepting
+    return (totals / max(totals.sum(), 1e-12)).tolist()
 
 
 @jax.jit
