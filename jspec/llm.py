@@ -18,7 +18,7 @@ from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, w
 from jspec.jobs import Job
 from jspec.loading import LoadedModel
 from jspec.logprobs import Scoring
-from jspec.naming import shown
+from jspec.naming import did_you_mean, shown
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
@@ -28,6 +28,10 @@ from jspec.tracing import Trace
 STREAM_ROUNDS = 4  # rounds between two outputs of a stream
 STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
 _STATS = (None, "summary", "detailed")
+_SETTINGS = (
+    "speculative_config", "dtype", "max_model_len", "seed", "max_num_seqs", "per_request_stats",
+    "tokenizer", "logprobs_mode", "max_logprobs", "deterministic",
+)  # fmt: skip
 
 Settings = SamplingParams | Sequence[SamplingParams] | None
 
@@ -39,7 +43,8 @@ class LLM:
       model: of the target: a local directory, a hub id, or what ``jspec.load`` returned.
       speculative_config: vLLM's keys; see docs/speculative_config.md. None decodes plainly.
       dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for what each
-        checkpoint says. Has no say over models that are loaded already.
+        checkpoint says. Has no say over models that are loaded already; beside such a target None
+        is its own.
       max_model_len: longest sequence, prompt included; None for all that the target can take.
       seed: with the request's number, the noise of requests whose own seed is None.
       max_num_seqs: sequences that run together. Texts do not depend on it.
@@ -72,7 +77,11 @@ class LLM:
         logprobs_mode: str = "raw_logprobs",
         max_logprobs: int = 20,
         deterministic: bool = False,
+        **unknown: Any,
     ):
+        for name in unknown:
+            remedy = "; leave it out: one device, one compiled program, no paged cache."
+            raise ValueError(f"LLM has no {shown(name)}{did_you_mean(name, _SETTINGS) or remedy}")
         speculative = config.read(speculative_config)
         if per_request_stats not in _STATS:
             raise ValueError(

@@ -112,6 +112,11 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
     [
         ({"max_model_len": 257}, "max_model_len=257 is more than the 256 positions of the model"),
         ({"max_model_len": 0}, "max_model_len=0 must be a whole number of at least 1."),
+        (
+            {"tensor_parallel_size": 2},
+            "LLM has no 'tensor_parallel_size'; leave it out: one device",
+        ),
+        ({"max_model_length": 8}, "LLM has no 'max_model_length'; did you mean 'max_model_len'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1."),
         ({"seed": "x"}, "seed='x' must be"),
         ({"per_request_stats": "all"}, "per_request_stats='all' must be None, 'summary' or"),
