@@ -250,8 +250,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     # Ended by a signal, as when a connection is lost: the step that runs ends too.
-    for name in ("SIGTERM", "SIGHUP"):
-        signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         found = check(arguments.out, arguments.only, STEPS, device(arguments.cpu), console)
     except NoAccelerator as error:

@@ -65,7 +65,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    if threading.current_thread() is threading.main_thread():
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     try:
         sys.exit(app(arguments, prog_name="jspec", standalone_mode=False) or 0)
