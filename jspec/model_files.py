@@ -238,8 +238,10 @@ def check_fit(
         if names
     ]  # fmt: skip
     if problems:
+        head = any(name.split(".")[-2:] == ["fc", "weight"] for name in extra)
+        hint = ". It looks like an EAGLE head; is method='eagle' or 'eagle3' meant?" if head else ""
         raise ValueError(f"the tensors of {source} do not fit its config.json: "
-                         f"{'; '.join(problems)}")  # fmt: skip
+                         f"{'; '.join(problems)}{hint}")  # fmt: skip
 
 
 # Writing.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import head_files, loading
+from jspec import demo, head_files, loading
 from jspec.models.heads import arctic, dflash, dspark, eagle, hydra, medusa, mlp_speculator
 from tests import llm_fixtures
 
@@ -156,3 +156,9 @@ def test_a_loaded_head_for_a_target_of_another_width_is_refused(root, kind):
     for other in others:
         with pytest.raises(ValueError, match="made for another target"):
             loading.load_head(loaded, dataclasses.replace(TARGET, **other))
+
+
+def test_an_eagle_head_that_is_taken_for_a_draft_model_is_recognised():
+    settings = {"model": str(demo.ASSETS / "eagle1"), "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match=r"looks like an EAGLE head; is method='eagle' or"):
+        jspec.LLM(demo.ASSETS / "target", settings)
