@@ -274,7 +274,7 @@ def dynamic(
 
     def likeliest(logits: Array, said: Array | None) -> tuple[Array, Array]:
         logits = drawing.shaped(logits, said)
-        scores, ids = largest(jax.nn.log_softmax(logits, -1), top_k)
+        scores, ids = largest(sampling.log_probs(logits), top_k)
         return scores, drawing.target_ids(ids)
 
     def step(carry, depth: int | Array):

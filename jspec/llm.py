@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
@@ -28,10 +29,6 @@ from jspec.tracing import Trace
 STREAM_ROUNDS = 4  # rounds between two outputs of a stream
 STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
 _STATS = (None, "summary", "detailed")
-_SETTINGS = (
-    "speculative_config", "dtype", "max_model_len", "seed", "max_num_seqs", "per_request_stats",
-    "tokenizer", "logprobs_mode", "max_logprobs", "deterministic",
-)  # fmt: skip
 
 Settings = SamplingParams | Sequence[SamplingParams] | None
 
@@ -80,8 +77,9 @@ class LLM:
         **unknown: Any,
     ):
         for name in unknown:
+            guess = did_you_mean(name, inspect.signature(LLM).parameters)
             remedy = "; leave it out: one device, one compiled program, no paged cache."
-            raise ValueError(f"LLM has no {shown(name)}{did_you_mean(name, _SETTINGS) or remedy}")
+            raise ValueError(f"LLM has no {shown(name)}{guess or remedy}")
         speculative = config.read(speculative_config)
         if per_request_stats not in _STATS:
             raise ValueError(

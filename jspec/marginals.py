@@ -6,12 +6,11 @@ draws, a static tree needs no pass a level, and the likeliest paths are known wi
 others: their probabilities are products of the rows'.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import growth
+from jspec import growth, sampling
 from jspec.drawing import Drawing
 from jspec.growth import Candidates
 from jspec.shapes import BestFirst
@@ -61,7 +60,7 @@ def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:
     if drawing.shapes:  # a grammar drops later what it does not allow on a branch
         first, below = drawing.shaped(logits[:, :1]), drawing.shaped_below(logits[:, 1:])
         logits = jnp.concatenate([first, below], 1)
-    rows, ids = lax.top_k(jax.nn.log_softmax(logits[:, : budget.max_depth], -1), width)
+    rows, ids = lax.top_k(sampling.log_probs(logits[:, : budget.max_depth]), width)
     ids = drawing.target_ids(ids)
     levels = [Candidates(ids[:, 0], rows[:, 0], jnp.full((batch, width), -1), _index(batch, width))]
     for depth in range(1, budget.max_depth):

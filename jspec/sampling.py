@@ -87,6 +87,13 @@ def argmax(logits: Array) -> Array:
     return jnp.where(logits == logits.max(-1, keepdims=True), index, size - 1).min(-1)
 
 
+def log_probs(logits: Array) -> Array:
+    """Log-softmax over the last axis; an infinite logit is certain, and several share the law."""
+    certain = jnp.isposinf(logits)
+    point = jnp.where(certain, 0.0, -jnp.inf)
+    return jax.nn.log_softmax(jnp.where(certain.any(-1, keepdims=True), point, logits), -1)
+
+
 def chance(logits: Array, law: Array | None, ids: Array, sampling: Sampling) -> Array:
     """Probability of ``ids`` [B, ...] by the law that drew them, log-weights [B, ..., V].
 

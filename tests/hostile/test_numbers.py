@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec import sampling, verify
+from jspec.drafters import NoDrafter
 from jspec.generate import Row, generate_rows
 from jspec.kernels.rejection_sampling import pallas_tpu
 from jspec.plan import Plan
@@ -138,6 +139,18 @@ def test_a_temperature_that_float32_cannot_divide_by_is_refused():
     for temperature in (1e-6, 1e-37, 1e31, -1.0):
         with pytest.raises(ValueError, match=r"temperature=.* must be 0 \(greedy\), or 1e-05 to"):
             Row((0,), 4, temperature=temperature)
+
+
+def test_a_tree_that_follows_confidence_grows_where_an_infinite_logit_forces_tokens():
+    force = lambda logits, tokens, length: logits.at[(tokens[length - 1] + 1) % VOCAB].set(jnp.inf)
+    rows = [Row((1,), max_tokens=25, logits_processors=(force,))]
+    table = fakes.table(0, VOCAB, VOCAB)
+    plain = fakes.run_rows(Plan(fakes.ToyTarget(VOCAB), NoDrafter()), Params(table), rows)
+    said = fakes.script(rows, plain)
+    tree = Plan(fakes.ToyTarget(VOCAB), fakes.OnePassDrafter(4, VOCAB, "best_first"))
+    grown = fakes.run_rows(tree, Params(table, said), rows)[0]
+    assert grown.tokens.tolist() == plain[0].tokens.tolist()
+    assert grown.rounds == 5 and grown.drafted == 40
 
 
 def test_an_infinite_logit_of_a_function_of_the_users_forces_its_token():
