@@ -114,6 +114,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
         object.__setattr__(self, "bad_words", listed("bad_words", words))
+        object.__setattr__(self, "structured_outputs", self.structured_outputs or None)
         functions = listed("logits_processors", self.logits_processors)
         object.__setattr__(self, "logits_processors", functions)
         for name in ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -182,7 +183,7 @@ class SamplingParams:
         for name, holds, wanted in checks:
             if not holds:
                 raise ValueError(f"{name}={_shown(getattr(self, name))} must be {wanted}.")
-        if self.structured_outputs is not None:
+        if self.structured_outputs:
             grammar.pattern_of(self.structured_outputs)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
