@@ -1,13 +1,14 @@
 """The decoding loop: draft a tree, verify it in one pass, commit the accepted path."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import branching, kv, logprobs, shaping, tokens, topology
+from jspec import branching, contracts, kv, logprobs, shaping, tokens, topology
 from jspec.logprobs import Logprobs
 from jspec.plan import Plan
 from jspec.types import (
@@ -69,7 +70,8 @@ def decode(
     Called again with a larger ``until`` it goes on where it stopped, in the same program.
     """
 
-    body = lambda carry: _turn(plan, params, request, until, *carry)
+    turn = functools.partial(_turn, plan, params, request, until)
+    body = functools.partial(_looped, plan, turn)
     return lax.while_loop(functools.partial(_running, until), body, (shared, state))
 
 
@@ -87,6 +89,16 @@ def step(
 def _running(until: Array, carry: tuple[Shared, DecodeState]) -> Array:
     _, state = carry
     return ~state.done.all() & (state.round < until)
+
+
+def _looped(
+    plan: Plan, run: Callable, carry: tuple[Shared, DecodeState]
+) -> tuple[Shared, DecodeState]:
+    """What ``run`` makes of a loop's carry, in the same form."""
+    kept = lambda shared, state: {"memory": state.memory, "shared": shared}
+    after = run(*carry)
+    contracts.check_kept(plan.drafter, kept(*carry), kept(*after))
+    return after
 
 
 def _turn(
@@ -118,7 +130,7 @@ def _in_gear(
         more |= state.round == first  # a turn has a round, or there might never be one
         return wanted & more & _running(until, carry)
 
-    body = lambda carry: _round(plan, params, request, *carry)
+    body = functools.partial(_looped, plan, functools.partial(_round, plan, params, request))
     return lax.while_loop(stays, body, (shared, state))
 
 
@@ -128,7 +140,11 @@ def _round(
     """One round of a drafter of one kind."""
     # Draft N nodes a row, root included, parents before children.
     with jax.named_scope("draft"):  # names that profilers show
-        draft, memory = plan.drafter.propose(params, request, shared, state.memory, state.history)
+        proposed = plan.drafter.propose(params, request, shared, state.memory, state.history)
+    draft, memory = contracts.check_proposed(
+        plan.drafter, proposed, state.done.shape[0], plan.target.vocab_size
+    )
+    draft = tokens.rooted(draft, state.history)
     tree = topology.from_parents(draft.parents, draft.max_depth)
     tree = topology.broadcast(tree, state.done.shape[0])
     draft = shaping.prune(request.sampling.shaping, state.history, draft, tree)
@@ -148,9 +164,8 @@ def _round(
     # Commit the accepted path and forget the rest.
     with jax.named_scope("commit"):
         history, verdict, ended = tokens.extend(request, state.history, draft, verdict)
-        memory, shared = plan.drafter.update(
-            params, request, shared, memory, history, draft, verdict, out
-        )
+        learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
+        memory, shared = contracts.check_learned(plan.drafter, learned)
         cache = kv.commit(state.cache, out.tree_kv, verdict)
     return shared, DecodeState(
         history=history,

@@ -6,6 +6,8 @@ own prompt, settings and seed alone.
 
 import dataclasses
 import functools
+import inspect
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec import shaping
+from jspec import contracts, shaping
 from jspec.buckets import bucket
 from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.kv import KVCache
 from jspec.logprobs import Logprobs, Scoring
+from jspec.naming import did_you_mean, shown
 from jspec.plan import Plan
 from jspec.rows import Row, check_token_ids, request_of, warps_of
 from jspec.types import Array, Drafter, History, Memory, Params, Request, Shared, Target
@@ -108,15 +111,37 @@ def generate(
       **settings: of ``Row``, such as ``temperature`` and ``stop_token_ids``.
 
     Raises:
-      ValueError: a setting is out of range, or a prompt does not fit the model.
+      ValueError: a setting is unknown or out of range, a prompt is no list of token ids or does
+        not fit the model, or target, drafter and weights are not what they must be.
     """
+    _check_settings(settings)
+    drafter = NoDrafter() if drafter is None else drafter
+    plan = Plan(target, drafter, rule, record_rounds=record_rounds)
     settings |= {"max_tokens": max_new_tokens, "seed": seed}
     rows = [
-        Row(tuple(int(token) for token in prompt), stream=index, **settings)
-        for index, prompt in enumerate(prompts)
+        Row(_token_ids(prompt), stream=index, **settings) for index, prompt in enumerate(prompts)
     ]
-    plan = Plan(target, drafter or NoDrafter(), rule, record_rounds=record_rounds)
     return generate_rows(plan, Params(params, drafter_params), rows)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(Row)} - {"prompt", "stream", "max_tokens"}
+    for name in settings.keys() - known:
+        guess = (
+            "; give max_new_tokens" if name == "max_tokens"
+            else did_you_mean(name, [*known, *inspect.signature(generate).parameters])
+        )  # fmt: skip
+        raise ValueError(f"generate has no setting {name!r}{guess or '; see jspec.generate.Row.'}")
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError:
+        raise ValueError(
+            f"prompts hold {shown(prompt, 60)}, but each must be a list of token ids, as in "
+            "[[1, 2, 3]]; jspec.LLM takes text."
+        ) from None
 
 
 def generate_rows(
@@ -190,8 +215,9 @@ def start(
     it such a drafter does what it can for the rows by themselves.
 
     Raises:
-      ValueError: a row does not fit the model.
+      ValueError: a row does not fit the model, or the weights are of another one.
     """
+    contracts.check_params(plan.target, plan.drafter, params)
     for index, row in enumerate(rows):
         _check_fits(plan.target, index, row)
     check_token_ids(rows, plan.target.vocab_size)

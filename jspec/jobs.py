@@ -79,6 +79,7 @@ def make(
         stop_token_ids=tuple(sorted({*params.stop_token_ids, *ends})),
         seed=_derived(seed, number) if params.seed is None else int(params.seed),
         min_tokens=min(params.min_tokens, room),
+        late_token_ids=tuple(sorted(eos - ends)) if params.min_tokens else (),
         presence_penalty=float(params.presence_penalty),
         frequency_penalty=float(params.frequency_penalty),
         repetition_penalty=float(params.repetition_penalty),

@@ -28,9 +28,18 @@ def shown(value: Any, most: int = 200) -> str:
     try:
         text = " ".join(repr(value).splitlines())
     except Exception:  # too many digits, too deeply nested, or a class that has no way to say it
-        kind = type(value).__name__
-        text = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} that cannot be shown"
+        text = f"{kind_of(value)} that cannot be shown"
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value with its article.
+
+    >>> kind_of(3), kind_of({})
+    ('an int', 'a dict')
+    """
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIO' else 'a'} {kind}"
 
 
 def printable(name: str, most: int = 200) -> str:

@@ -54,8 +54,8 @@ class SamplingParams:
       include_stop_str_in_output: whether ``text`` shows what ended it.
       detokenize: whether to make text at all.
       skip_special_tokens: whether ``text`` leaves out special tokens.
-      min_tokens: tokens to generate before the text may end: until then no stop token is drawn and
-        no stop string is looked for.
+      min_tokens: tokens to generate before the text may end: until then no stop token is drawn, nor
+        the model's end of text even with ``ignore_eos``, and no stop string is looked for.
       presence_penalty: taken off the logits of tokens that were generated; -2 to 2.
       frequency_penalty: taken off for each time that they were; -2 to 2.
       repetition_penalty: divides the logits of tokens that are in the prompt or were generated, and

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from typing import get_args
 
-from jspec import shapes, verify
+from jspec import contracts, shapes, verify
 from jspec.types import (
     Array,
     Draft,
@@ -36,9 +36,9 @@ class Plan:
       record_rounds: rounds whose drafts are kept for inspection, 0 for none.
 
     Raises:
-      ValueError: the rule is unknown, or not exact for the drafter's proposals, or its settings are
-        for other depths, or it names a kernel that these proposals never reach, or the ladder does
-        not end at ``tree_size``.
+      ValueError: the target or the drafter is none, the rule is unknown, or not exact for the
+        drafter's proposals, or its settings are for other depths, or it names a kernel that these
+        proposals never reach, or the ladder does not end at ``tree_size``.
     """
 
     target: Target
@@ -48,6 +48,8 @@ class Plan:
     record_rounds: int = 0
 
     def __post_init__(self):
+        contracts.check_target(self.target)
+        contracts.check_drafter(self.drafter)
         if isinstance(self.rule, str) and self.rule not in verify.RULES:
             known = ", ".join(verify.RULES)
             raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")

@@ -19,8 +19,8 @@ from jspec.types import Request, Sampling
 # Past these, float32 logits overflow: the law would be lost.
 COLDEST, HOTTEST = 1e-5, 1e30  # beyond them float32 overflows
 LEAST_REPETITION = 1e-6
-_LISTS = ("prompt", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
-          "logits_processors")  # fmt: skip
+_LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids",
+          "bad_words", "logits_processors")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,15 @@ class Row:
       stop_token_ids: ids that end the row; the one that did is kept in its tokens.
       seed: with ``stream``, the address of the row's noise.
       stream: tells rows of one seed apart.
-      min_tokens: tokens to generate before ``stop_token_ids`` may be.
+      min_tokens: tokens to generate before ``stop_token_ids`` and ``late_token_ids`` may be.
+      late_token_ids: ids that do not end the row, but that ``min_tokens`` holds back all the same.
       presence_penalty: taken off the logits of tokens that were generated.
       frequency_penalty: taken off for each time that they were.
       repetition_penalty: divides the logits of tokens that are in the prompt or were generated;
         where they are negative, multiplies them. 1 changes nothing.
       logit_bias: (token id, what is added to its logit) pairs.
       allowed_token_ids: the only ones that may be generated; () for all.
-      bad_words: runs of token ids that may not be generated whole.
+      bad_words: runs of token ids that may not be generated whole; what a prompt begins may end.
       logits_processors: see ``jspec.shaping.LogitsProcessor``; applied in this order. One that
         leaves no token with any weight where a ``grammar`` rules ends that rule.
       grammar: which all of the text keeps to, from ``jspec.grammar.compiled``; None for any text.
@@ -63,6 +64,7 @@ class Row:
     seed: int = 0
     stream: int = 0
     min_tokens: int = 0
+    late_token_ids: tuple[int, ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -92,6 +94,7 @@ class Row:
             ("stream", whole(self.stream, 0, 2**32 - 1), "a whole number of at least 0"),
             ("min_tokens", whole(self.min_tokens, 0) and whole(self.max_tokens)
              and self.min_tokens <= self.max_tokens, "0 to max_tokens"),
+            ("late_token_ids", are_whole(self.late_token_ids, 0), "token ids"),
             ("presence_penalty", real(self.presence_penalty), "a finite number"),
             ("frequency_penalty", real(self.frequency_penalty), "a finite number"),
             ("repetition_penalty",
@@ -106,10 +109,10 @@ class Row:
         for name, holds, wanted in checks:
             if not holds:
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be {wanted}.")
-        left = set(self.allowed_token_ids) - set(self.stop_token_ids)
+        left = set(self.allowed_token_ids) - set(self.too_soon)
         if self.allowed_token_ids and self.min_tokens and not left:
             raise ValueError(
-                f"allowed_token_ids={shown(self.allowed_token_ids)} all end the text, which "
+                f"allowed_token_ids={shown(self.allowed_token_ids)} all end a text, which "
                 f"min_tokens={self.min_tokens} forbids at first; allow another token, or "
                 "set min_tokens=0."
             )
@@ -123,12 +126,17 @@ class Row:
             )
 
     @property
+    def too_soon(self) -> tuple[int, ...]:
+        """The ids that may not be generated before ``min_tokens`` were."""
+        return (*self.stop_token_ids, *self.late_token_ids) if self.min_tokens else ()
+
+    @property
     def warps(self) -> tuple[str, ...]:
         """The warps this row needs, in order; those of ``jspec.shaping`` come first."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         shapes = (
             self.grammar is not None, self.allowed_token_ids, self.bad_words,
-            self.min_tokens and self.stop_token_ids, self.logit_bias, penalties != (0, 0, 1),
+            self.too_soon, self.logit_bias, penalties != (0, 0, 1),
             self.logits_processors,
         )  # fmt: skip
         drawn = self.temperature > 0
@@ -211,7 +219,7 @@ def _shaping_of(rows: Sequence[Row], size: int, kinds: set[str], vocab_size: int
     if "bad_words" in kinds:
         parts["bad_words"] = _bad_words(rows, size)
     if "min_tokens" in kinds:
-        parts["too_soon"] = lists(lambda row: row.stop_token_ids if row.min_tokens else ())
+        parts["too_soon"] = lists(lambda row: row.too_soon)
         parts["least"] = column(lambda row: len(row.prompt) + row.min_tokens, 0, np.int32)
     if "logit_bias" in kinds:
         parts["biased"] = lists(lambda row: [token for token, _ in row.logit_bias])

@@ -105,7 +105,7 @@ def shape(logits: Array, shaping: Shaping | None, branches: Branches) -> Array:
     if shaping.allowed is not None:
         logits = jnp.where(shaping.allowed[:, None], logits, -jnp.inf)
     if shaping.bad_words is not None:
-        logits = _without_bad_words(logits, shaping.bad_words, branches)
+        logits = _without_bad_words(logits, shaping, branches)
     if shaping.too_soon is not None:
         early = branches.length < shaping.least[:, None]
         logits = _forbid(logits, shaping.too_soon[:, None], early[..., None])
@@ -222,14 +222,15 @@ def _forbid(logits: Array, ids: Array, where: Array) -> Array:
     return _add(logits, ids, jnp.where(where, -jnp.inf, 0))
 
 
-def _without_bad_words(logits: Array, words: Array, branches: Branches) -> Array:
-    """Forbids the last token of each phrase whose other tokens the text ends with."""
-    width, (batch, nodes, _) = words.shape[-1] - 1, branches.drafted.shape
+def _without_bad_words(logits: Array, shaping: Shaping, branches: Branches) -> Array:
+    """Forbids the last token of each phrase whose other tokens the answer ends with."""
+    words, (batch, nodes, _) = shaping.bad_words, branches.drafted.shape
+    width = words.shape[-1] - 1
     history = branches.history
     # The last L - 1 tokens before each node: the end of the history, then the branch.
     places = history.length[:, None] - width + jnp.arange(width)
     said = jnp.take_along_axis(history.tokens, jnp.maximum(places, 0), 1)
-    said = jnp.where(places < 0, -2, said)  # which no phrase holds
+    said = jnp.where(places < shaping.prompt_length[:, None], -2, said)  # which no phrase holds
     said = jnp.broadcast_to(said[:, None], (batch, nodes, width))
     depth = (branches.drafted >= 0).sum(-1, keepdims=True)
     end = jnp.take_along_axis(

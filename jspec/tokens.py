@@ -13,6 +13,11 @@ def root(history: History) -> Array:
     return jnp.take_along_axis(history.tokens, history.length[:, None] - 1, 1)[:, 0]
 
 
+def rooted(draft: Draft, history: History) -> Draft:
+    """The draft under the last committed token, whatever its drafter took for the root."""
+    return draft.replace(tokens=draft.tokens.at[:, 0].set(root(history)))
+
+
 def trim(request: Request, history: History, draft: Draft, tree: Tree, done: Array) -> Draft:
     """Drops nodes that could never be emitted: past a row's limit, or in a row that is done.
 

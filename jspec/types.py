@@ -89,7 +89,7 @@ class Draft:
     drafter's ``proposal`` is "iid".
     """
 
-    tokens: Array  # [B, N] int32 ids of the target, node 0 holds the root token
+    tokens: Array  # [B, N] int32 ids of the target; node 0 is given the root token
     parents: Array  # [B, N] or static [N] int32, -1 for the root
     valid: Array  # [B, N] bool; a valid node's parent is valid
     # [B, N, Vd], row i: unnormalised log-weights of the law that the children of i were drawn
@@ -203,8 +203,9 @@ class Drafter(Rounds, Protocol):
 
     Some have more: ``Sharing``, ``jspec.backlog.Following``; ``rungs``, node counts worth a program
     of their own in ``Plan.ladder``; ``backlog``, a setting of how many committed tokens a round
-    takes in at most, which a drafter that combines others raises. One whose rounds differ in kind
-    is ``Geared``: it has gears in place of ``propose`` and ``update``.
+    takes in at most, which a drafter that combines others raises; ``check_params(weights)``, which
+    raises ValueError where ``params.drafter`` are another's (a ``Target`` may have it, too). One
+    whose rounds differ in kind is ``Geared``: it has gears in place of ``propose`` and ``update``.
     """
 
     noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)

@@ -28,10 +28,10 @@ def plainly(row, logits, text, processors=None):
         if row.allowed_token_ids and token not in row.allowed_token_ids:
             logits[token] = -np.inf
     for *before, last in row.bad_words:
-        if list(text[len(text) - len(before) :]) == before:
+        if said[max(len(said) - len(before), 0) :] == before:
             logits[last] = -np.inf
     if len(said) < row.min_tokens:
-        logits[list(row.stop_token_ids)] = -np.inf
+        logits[[*row.stop_token_ids, *row.late_token_ids]] = -np.inf
     for token, bias in row.logit_bias:
         logits[token] += bias
     for token in set(text):

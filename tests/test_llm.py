@@ -167,8 +167,9 @@ def test_a_stop_token_ends_the_text_and_is_not_shown(open_llm, whole, method):
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_nothing_ends_a_text_before_its_least_length(open_llm, whole, method):
-    tokens, stops = ids(whole[method]), stops_inside(texts(whole[method]))
+def test_nothing_ends_a_text_before_its_least_length(open_llm, method):
+    held = open_llm(method).generate(PROMPTS, with_all(min_tokens=24))
+    tokens, stops = ids(held), stops_inside(texts(held))
     # Stop strings do not change what is drawn, so texts go on as they did until they may end.
     params = [dataclasses.replace(p, stop=s, min_tokens=24)
               for p, s in zip(MIXED, stops, strict=True)]  # fmt: skip
@@ -217,6 +218,9 @@ def test_the_tokenizers_end_of_text_ends_it_unless_ignored(root, whole, tmp_path
     assert ended.token_ids == row[: row.index(end) + 1]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
     assert ids(llm.generate(PROMPTS, MIXED))[0] == row
+    # Ignored it does not end a text; before the least length it is not said either way.
+    held = ids(llm.generate(PROMPTS, with_all(min_tokens=row.index(end) + 1)))[0]
+    assert held[: row.index(end)] == row[: row.index(end)] and held[row.index(end)] != end
 
 
 def test_end_of_text_ids_come_from_every_config_file(root, tmp_path):

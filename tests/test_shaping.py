@@ -38,7 +38,8 @@ PROCESSORS = {
 ROWS = [
     Row((3, 3, 5), presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=1.7),
     Row((1, 2), bad_words=((4,), (2, 6), (1, 2, 7)), logit_bias=((3, 2.5), (9, -4.0))),
-    Row((7,), min_tokens=3, stop_token_ids=(2, 5), allowed_token_ids=(0, 2, 5, 6, 7, 8, 11)),
+    Row((7,), min_tokens=3, stop_token_ids=(2,), late_token_ids=(5,),
+        allowed_token_ids=(0, 2, 5, 6, 7, 8, 11)),
     Row((9, 8), logits_processors=(less_of_the_last, more_of_the_first)),
     Row((4, 4), repetition_penalty=0.6, logits_processors=(more_of_the_first,), min_tokens=1,
         stop_token_ids=(0,)),

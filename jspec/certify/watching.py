@@ -60,6 +60,8 @@ class Observer:
     tree_size = property(lambda self: self.inner.tree_size)
     capture_layers = property(lambda self: self.inner.capture_layers)
     proposal = property(lambda self: self.inner.proposal)
+    init = property(lambda self: self.inner.init)
+    absorb = property(lambda self: self.inner.absorb)
 
     def propose(
         self, params: Params, request: Request, shared: Shared, memory: Any, history: History

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import backlog, branching, goodput, shapes, tokens
+from jspec import backlog, branching, contracts, goodput, shapes, tokens
 from jspec.types import Array, Draft, Drafter, History, Request, Sharing
 
 
@@ -82,6 +82,10 @@ class Adaptive:
         if self.noise == "target" and self.drafter.proposal != "point":
             asked["noise"] = "target"
         object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, **asked))
+
+    def check_params(self, params):
+        """Refuses weights that are not the drafter's."""
+        contracts.check_weights(self.drafter, params)
 
     @property
     def by_costs(self) -> bool:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import growth, kv, sampling, shapes, shaping, tokens, topology
+from jspec import contracts, growth, kv, sampling, shapes, shaping, tokens, topology
+from jspec.drafters import language
 from jspec.drafters.language import (
     next_logits,
     spell,
@@ -70,6 +71,7 @@ class ChainedDrafter:
     capture_layers = ()
 
     def __post_init__(self):
+        contracts.check_config(self.config)
         if self.num_speculative_tokens < 1:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens} must be at least 1."
@@ -109,6 +111,10 @@ class ChainedDrafter:
     def proposal(self) -> str:
         """Sampled chains carry their law; argmax drafts are point masses."""
         return "chain" if self.draft_sample_method == "probabilistic" else "point"
+
+    def check_params(self, params):
+        """Refuses weights of another draft model."""
+        language.check_params(params, self.config, self.use_heterogeneous_vocab)
 
     def init(self, params, request, capacity):
         """An empty cache and side buffers."""

@@ -25,7 +25,7 @@ from jspec import growth, kv, marginals, tokens, topology
 from jspec.drafters.trees import TreeDrafter, rows
 from jspec.models.heads import dflash as head
 from jspec.models.heads import dspark
-from jspec.models.heads.dflash import DFlashConfig
+from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from jspec.shapes import Dynamic
 from jspec.types import Array
 
@@ -39,6 +39,7 @@ class DFlash(TreeDrafter):
     """
 
     follows = "best_first"
+    weights = (DFlashParams,)
     sparks: ClassVar[bool] = False  # whether the head must have what DSpark adds
 
     config: DFlashConfig

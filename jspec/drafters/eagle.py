@@ -15,7 +15,7 @@ from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
 from jspec.drafters.features import CachedMemory
 from jspec.drafters.trees import last_of, rows
 from jspec.models.heads import eagle as head
-from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
 from jspec.types import Array
 
@@ -35,6 +35,8 @@ class Eagle(CachedDrafter):
     Raises:
       ValueError: a setting is out of range, or does not go with the tree or the head.
     """
+
+    weights = (EagleParams,)
 
     config: EagleConfig
 

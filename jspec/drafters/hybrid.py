@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import branching, grafting, tokens
+from jspec import branching, contracts, grafting, tokens
 from jspec.naming import shown
 from jspec.types import Array, Draft, Drafter, Geared, History, Params, Sharing, Verdict
 
@@ -98,6 +98,13 @@ class Hybrid:
         if getattr(second, "backlog", self._backlog) < self._backlog:
             asked["backlog"] = self._backlog
         object.__setattr__(self, "parts", (first, dataclasses.replace(second, **asked)))
+
+    def check_params(self, params):
+        """Refuses weights that are not of the two."""
+        if not isinstance(params, tuple | None) or len(params or (None, None)) != 2:
+            raise ValueError("pass a pair, one of each of the parts.")
+        for part, weights in zip(self.parts, params or (None, None), strict=True):
+            contracts.check_weights(part, weights)
 
     @property
     def _backlog(self) -> int:

@@ -16,7 +16,7 @@ from jspec.drafters.features import CachedMemory, FeatureDrafter
 from jspec.drafters.trees import last_of, rows
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
-from jspec.models.heads.hydra import HydraConfig
+from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.shapes import Dynamic
 
 
@@ -27,6 +27,8 @@ class Hydra(FeatureDrafter):
     Raises:
       ValueError: a setting is out of range, or does not go with the tree or the heads.
     """
+
+    weights = (HydraParams,)
 
     config: HydraConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import kv, topology
+from jspec import contracts, kv, topology
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array
@@ -45,6 +45,19 @@ def translating(
     return TranslatingParams(
         model, *(jnp.asarray(ids, jnp.int32) for ids in (target_ids, draft_ids, target_to_draft))
     )
+
+
+def check_params(
+    params: DecoderParams | TranslatingParams, config: DecoderConfig, translated: bool
+) -> None:
+    """Refuses weights of another draft model, or without the way between two vocabularies.
+
+    Raises:
+      ValueError: they are not ``TranslatingParams`` though ``translated``, or are though not, or
+        do not fit ``config``.
+    """
+    contracts.check_kind(params, TranslatingParams if translated else DecoderParams)
+    decoder.check_params(weights_of(params), config)
 
 
 def weights_of(params: DecoderParams | TranslatingParams) -> DecoderParams:

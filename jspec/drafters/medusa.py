@@ -10,7 +10,7 @@ import dataclasses
 from jspec import marginals
 from jspec.drafters.features import FeatureDrafter
 from jspec.models.heads import medusa as network
-from jspec.models.heads.medusa import MedusaConfig
+from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Medusa(FeatureDrafter):
     Raises:
       ValueError: a setting is out of range, or does not go with the tree or the heads.
     """
+
+    weights = (MedusaParams,)
 
     config: MedusaConfig
 

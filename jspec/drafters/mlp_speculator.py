@@ -20,8 +20,8 @@ from jspec import growth, shapes, tokens
 from jspec.drafters.features import FeatureDrafter
 from jspec.drafters.trees import rows
 from jspec.models.heads import arctic, mlp_speculator
-from jspec.models.heads.arctic import LstmSpeculatorConfig
-from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
+from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
+from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
 from jspec.shapes import Dynamic
 
 _NETWORKS = {MlpSpeculatorConfig: mlp_speculator, LstmSpeculatorConfig: arctic}
@@ -40,6 +40,7 @@ class MlpSpeculator(FeatureDrafter):
     """
 
     knows_depth: ClassVar[bool] = True
+    weights = (MlpSpeculatorParams, LstmSpeculatorParams)
 
     config: MlpSpeculatorConfig | LstmSpeculatorConfig
 

@@ -17,7 +17,7 @@ from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
 from jspec.drafters.features import CachedMemory
 from jspec.drafters.trees import last_of, rows
 from jspec.models.heads import mtp as head
-from jspec.models.heads.mtp import MtpConfig
+from jspec.models.heads.mtp import MtpConfig, MtpParams
 from jspec.types import Array
 
 
@@ -41,6 +41,7 @@ class Mtp(CachedDrafter):
     """
 
     knows_depth: ClassVar[bool] = True
+    weights = (MtpParams,)
 
     config: MtpConfig
 

@@ -22,6 +22,7 @@ from flax import struct
 from jax import lax
 
 from jspec import kv, marginals, topology
+from jspec.drafters import language
 from jspec.drafters.language import next_logits, spell, take_in, weights_of
 from jspec.drafters.trees import TreeDrafter, last_of
 from jspec.models import decoder
@@ -86,6 +87,10 @@ class ParallelDraftModel(TreeDrafter):
             )
         if self.max_length is None:
             object.__setattr__(self, "max_length", self.config.max_positions)
+
+    def check_params(self, params):
+        """Refuses weights of another draft model."""
+        language.check_params(params, self.config, self.use_heterogeneous_vocab)
 
     def init(self, params, request, capacity):
         """An empty cache and side buffers."""

@@ -23,7 +23,7 @@ from jspec.drafters.cached import CachedDrafter
 from jspec.drafters.features import CachedMemory
 from jspec.drafters.trees import last_of
 from jspec.models.heads import eagle as head
-from jspec.models.heads.eagle import EagleConfig
+from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
 
 
@@ -38,6 +38,7 @@ class ParallelEagle(CachedDrafter):
     """
 
     follows: ClassVar[str] = "best_first"
+    weights = (EagleParams,)
 
     config: EagleConfig
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import shapes, topology
+from jspec import contracts, shapes, topology
 from jspec.drawing import Drawing
 from jspec.models.layers import rows_at
 from jspec.shapes import BestFirst, Dynamic, Grown
@@ -44,6 +44,8 @@ class TreeDrafter:
     # The tree that follows the head's confidence: "best_first" where all nodes of a depth have one
     # law, so that the likeliest paths are known at once; "eagle2" where each node has its own.
     follows: ClassVar[str] = "eagle2"
+    # The type of the head's weights, or several.
+    weights: ClassVar[tuple[type, ...]]
 
     config: Any
     target: Target
@@ -58,6 +60,7 @@ class TreeDrafter:
     confidence_threshold: float | None = None
 
     def __post_init__(self):
+        contracts.check_config(self.config)
         if self.tree in ("eagle2", "best_first") and self.tree != self.follows:
             sees, does = (
                 ("does not see", "does") if self.follows == "eagle2" else ("sees", "does not")
@@ -137,6 +140,10 @@ class TreeDrafter:
     def proposal(self) -> str:
         """The law of a node's children."""
         return shapes.proposal(self.shape, self.method)
+
+    def check_params(self, params):
+        """Refuses what are no weights of such a head."""
+        contracts.check_kind(params, *self.weights)
 
     def drawing(self, request: Request, history: History, params: Params) -> Drawing:
         """How the children of this round are chosen."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import kv, ops, topology
+from jspec import contracts, kv, ops, topology
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
 from jspec.models.attention import Attend, attention, attention_beside, attention_over
@@ -133,6 +133,22 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
         norm=config.norm_weight(hidden, dtype),
         head=None if tied else normal(head_key, (hidden, vocab), dtype),
     )
+
+
+def check_params(params: DecoderParams, config: DecoderConfig) -> None:
+    """Refuses weights of another model.
+
+    Raises:
+      ValueError: they are no decoder's, or of other sizes.
+    """
+    contracts.check_kind(params, DecoderParams)
+    found = *params.embedding.shape, len(params.layers)
+    wanted = config.vocab_size, config.hidden_size, config.num_layers
+    if found != wanted:
+        raise ValueError(
+            "its vocabulary, width and number of layers are {}, {}, {}, but theirs {}, {}, {}; "
+            "were they loaded from another checkpoint?".format(*wanted, *found)
+        )
 
 
 def init_layers(
@@ -359,6 +375,10 @@ class Decoder:
     def max_positions(self) -> int:
         """Longest sequence that the checkpoint was made for."""
         return self.config.max_positions
+
+    def check_params(self, params: DecoderParams) -> None:
+        """See ``check_params``."""
+        check_params(params, self.config)
 
     def init_cache(self, batch: int, capacity: int) -> kv.KVCache:
         """See ``init_cache``."""
