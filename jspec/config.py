@@ -83,7 +83,8 @@ class SpeculativeConfig:
           ValueError: a setting is out of range.
         """
         if self.drafter_class:
-            return custom_class.build(self.drafter_class, self.settings, target, self.rule)
+            drafter = custom_class.build(self.drafter_class, self.settings, target, self.rule)
+            return Adaptive(drafter, self.lengths, self.batch_sizes) if self.lengths else drafter
         if self.parts:
             pairs = zip(self.parts, draft, strict=True)
             parts = tuple(part.drafter(network, target) for part, network in pairs)
@@ -149,6 +150,7 @@ def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
         rule=config_rule.asked_for(values),
         settings=settings,
         drafter_class=drafter,
+        **config_values.lengths(values),
     )
 
 

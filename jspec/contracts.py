@@ -6,12 +6,13 @@ when a round is traced. Compiled programs pay nothing for it.
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checks import is_whole
 from jspec.naming import kind_of, shown
 from jspec.types import (
     Array,
@@ -20,6 +21,7 @@ from jspec.types import (
     Geared,
     Memory,
     Params,
+    Proposal,
     Rounds,
     Shared,
     Target,
@@ -47,7 +49,7 @@ def check_drafter(drafter: Drafter) -> None:
     """Refuses what is no drafter.
 
     Raises:
-      ValueError: it is a class, lacks members, or cannot be hashed.
+      ValueError: it is a class, lacks members, cannot be hashed, or declares what none can be.
     """
     hint = "pass a jspec.Drafter, such as jspec.NGram(4, 2, 5)"
     if isinstance(drafter, str):
@@ -59,6 +61,20 @@ def check_drafter(drafter: Drafter) -> None:
         )
     more = _GEARED if isinstance(drafter, Geared) else _ROUNDS
     _check_members("drafter", drafter, (*_DRAFTER, *more), hint)
+    least = drafter.max_depth + 1 if is_whole(drafter.max_depth) else 1
+    layers, laws = drafter.capture_layers, get_args(Proposal)
+    indices = isinstance(layers, tuple) and all(is_whole(layer, 0) for layer in layers)
+    for member, holds, wanted in (
+        ("max_depth", is_whole(drafter.max_depth, 0), "a whole number of at least 0"),
+        ("tree_size", is_whole(drafter.tree_size, least),
+         f"a whole number of at least {least}, root included"),
+        ("capture_layers", indices, "a tuple of hidden_states indices, () for none"),
+        ("proposal", drafter.proposal in laws, f"one of {', '.join(map(repr, laws))}"),
+        ("noise", drafter.noise in ("own", "target"), "'own' or 'target'"),
+    ):  # fmt: skip
+        if not holds:
+            value = shown(getattr(drafter, member))
+            raise ValueError(f"{type(drafter).__name__}.{member}={value} must be {wanted}.")
 
 
 def _check_members(role: str, given: Any, members: Iterable[str], hint: str) -> None:

@@ -15,17 +15,19 @@ import inspect
 import os
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
+from typing import Any, Protocol, get_type_hints, runtime_checkable
 
-from jspec import verify
+from jspec import contracts, verify
 from jspec.config_keys import CUSTOM_CLASS, KEYS, RULE_KEYS
+from jspec.drafters.adaptive import Adaptive
 from jspec.models.decoder import Decoder
 from jspec.naming import did_you_mean, shown
-from jspec.types import Drafter, Proposal, Sharing
+from jspec.types import Drafter, Sharing
 
 _FILLED_IN = ("target", "vocab_size")
 # Keys that are read here and never by the class.
 _OURS = {"method", "model", "rejection_sample_method", "draft_tensor_parallel_size",
+         "adaptive_length", "num_speculative_tokens_per_batch_size",
          *sum(RULE_KEYS.values(), ())}  # fmt: skip
 _SETTINGS = tuple(get_type_hints(Drafter))  # those it inherits, too
 _METHODS = ("init", "absorb", "propose", "update")
@@ -121,21 +123,20 @@ def build(
     names = {field.name for field in _fields(drafter)}
     filled = {"target": target, "vocab_size": target.vocab_size}
     made = drafter(**{name: filled[name] for name in names & filled.keys()} | dict(chosen))
-    _check_values(drafter.__name__, made, target.config.num_layers)
-    _check_noise(drafter, made, verify.RULES[rule] if isinstance(rule, str) else rule)
-    try:
-        hash(made)
-    except TypeError as error:
+    contracts.check_drafter(made)
+    if max(made.capture_layers, default=0) > target.config.num_layers:
         raise ValueError(
-            f"{drafter.__name__} cannot be hashed ({error}), so no program could be compiled for "
-            "it; let its fields be numbers, strings and tuples."
-        ) from error
+            f"{drafter.__name__}.capture_layers={made.capture_layers!r} must be at most "
+            f"{target.config.num_layers}, the layers of the target."
+        )
+    _check_noise(drafter, made, verify.RULES[rule] if isinstance(rule, str) else rule)
     return made
 
 
 def params_of(drafter: Drafter, target_params: Any) -> Any:
     """The weights of a drafter of the user's own; None where it has none."""
-    return drafter.load_params(target_params) if isinstance(drafter, LoadsParams) else None
+    own = drafter.drafter if isinstance(drafter, Adaptive) else drafter
+    return own.load_params(target_params) if isinstance(own, LoadsParams) else None
 
 
 def _check_class(drafter: type) -> None:
@@ -181,25 +182,6 @@ def _complaint(drafter: type, protocol: type, method: str) -> str | None:
     return None
 
 
-def _check_values(drafter: str, made: Drafter, deepest: int) -> None:
-    say = lambda name, wanted: ValueError(
-        f"{drafter}.{name}={getattr(made, name)!r} must be {wanted}."
-    )
-    if not _is_whole(made.max_depth, 0):
-        raise say("max_depth", "a whole number of at least 0")
-    if not _is_whole(made.tree_size, made.max_depth + 1):
-        raise say("tree_size", f"a whole number of at least {made.max_depth + 1}, root included")
-    layers = made.capture_layers
-    if not isinstance(layers, tuple) or not all(_is_whole(layer, 0) for layer in layers):
-        raise say("capture_layers", "a tuple of hidden_states indices, () for none")
-    if max(layers, default=0) > deepest:
-        raise say("capture_layers", f"at most {deepest}, the layers of the target")
-    if made.proposal not in get_args(Proposal):
-        raise say("proposal", f"one of {', '.join(map(repr, get_args(Proposal)))}")
-    if made.noise not in ("own", "target"):
-        raise say("noise", "'own' or 'target'")
-
-
 def _check_noise(drafter: type, made: Drafter, rule: verify.Rule) -> None:
     fields = {field.name for field in _fields(drafter, noise=True)}
     if rule.shares_noise and made.proposal != "point" and "noise" not in fields:
@@ -218,7 +200,3 @@ def _fields(drafter: type, noise: bool = False) -> list[dataclasses.Field]:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

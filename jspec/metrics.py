@@ -129,7 +129,7 @@ def mbsu(acceptance_length: float, cost_ratio: float, num_speculative_tokens: in
 
 
 def request_stats(answer: Answer, detailed: bool = False) -> dict[str, Any]:
-    """vLLM's ``speculative_decoding_stats`` of one row.
+    """vLLM's ``speculative_decoding_stats`` of one row, and ``tokens_per_pass``.
 
     ``detailed`` adds, with one entry a pass of the target in order (passes without a draft
     included, so that ``sum(per_step_accepted) + len(per_step_accepted)`` is the number of tokens):
@@ -149,6 +149,7 @@ def request_stats(answer: Answer, detailed: bool = False) -> dict[str, Any]:
         "num_accepted_draft_tokens": counts.num_accepted_tokens,
         "num_draft_tokens": counts.num_draft_tokens,
         "num_spec_tokens": len(counts.accepted) - 1,
+        "tokens_per_pass": counts.tokens_per_pass,
     }
     return stats | _steps(*answer.trace) if detailed else stats
 

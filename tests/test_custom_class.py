@@ -78,7 +78,10 @@ def test_keys_of_the_rule_work_with_a_class_too():
         ({"model": f"{HERE}.np"}, "is 'module', not a class"),
         ({"model": f"{HERE}.Mutable"}, "must be a frozen dataclass"),
         ({"method": f"{HERE}.Repeat"}, "is method='custom_class' with model='tests.drafters."),
-        (REPEAT | {"phrase": {"a": 1}}, "cannot be hashed (unhashable type: 'dict')"),
+        (REPEAT | {"phrase": {"a": 1}}, "drafter=Repeat must be hashable, as it is part of the key "
+         "of compiled programs: unhashable type: 'dict'"),
+        (REPEAT | {"adaptive_length": True}, "num_speculative_tokens must be given"),
+        (SUCCESSOR | {"adaptive_length": [5]}, "K=5 is not among 0 to num_speculative_tokens=3"),
         ({"model": f"{HERE}.Drawn", "rejection_sample_method": "coupled"},
          "Drawn has no field noise: Literal['own', 'target'] = 'own'"),
         ({"model": f"{HERE}.Odd", "max_depth": "3"}, "Odd.max_depth='3' must be a whole number of"),
@@ -126,6 +129,13 @@ def test_llm_loads_its_weights_and_drafts_with_it(target, tmp_path):
     counts = {each.name: each for each in llm.get_metrics()}
     accepted = counts["vllm:spec_decode_num_accepted_tokens"].value
     assert accepted == _accepted_by_hand([5, *plain], table, depth=3) > 0
+    # Its K may be chosen by the round, as any method's.
+    ranges = {"num_speculative_tokens_per_batch_size": [(1, 1, 2)]}
+    llm = jspec.LLM(target, SUCCESSOR | {"table": str(file)} | ranges)
+    output = llm.generate(prompt, params)[0].outputs[0]
+    assert output.token_ids == plain
+    accepted = output.speculative_decoding_stats["num_accepted_draft_tokens"]
+    assert accepted == _accepted_by_hand([5, *plain], table, depth=2)
 
 
 def _accepted_by_hand(text, table, depth):

@@ -66,7 +66,7 @@ def test_nothing_drafted_is_no_gain_and_no_division_by_zero():
     assert none.acceptance_per_pos == (0.0, 0.0, 0.0)
 
 
-def test_a_request_carries_the_names_of_vllm():
+def test_a_request_carries_the_names_of_vllm_and_what_a_pass_gave():
     assert metrics.request_stats(answer()) == {
         "mean_acceptance_length": 2.25,
         "draft_acceptance_rate": 5 / 11,
@@ -75,6 +75,7 @@ def test_a_request_carries_the_names_of_vllm():
         "num_accepted_draft_tokens": 5,
         "num_draft_tokens": 11,
         "num_spec_tokens": 3,
+        "tokens_per_pass": 2.0,
     }
 
 

@@ -95,7 +95,7 @@ def test_plans_with_equal_settings_of_a_rule_are_equal():
     ("drafter", "rule", "message"),
     [
         (CHAIN, "rejektion", "rule='rejektion' is not known; use one of rejection, block"),
-        (labelled("greedy"), "rejection", "Labelled.proposal='greedy' is not known; use one of"),
+        (labelled("greedy"), "rejection", "Labelled.proposal='greedy' must be one of 'point'"),
         (dataclasses.replace(TREE, proposal="chain"), "rejection",
          "TreeTableDrafter says proposal='chain', but has tree_size=7 nodes for max_depth=2"),
         (CHAIN, "synthetic", "rule='synthetic' is set for drafts of depth 0, but TableDrafter "
