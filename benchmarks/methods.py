@@ -16,6 +16,7 @@ import dataclasses
 import http
 import importlib
 import json
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -201,7 +202,7 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
     race(field, arguments.repeats, arguments.patience)
     by_name = {each.name: each for each in field}
     plain = by_name["none"]
-    pass_of = lambda each: min(s.seconds / s.passes for s in each.kept)  # seconds a round
+    pass_of = lambda each: statistics.median(s.seconds / s.passes for s in each.kept)
     rows = []
     for method, plan in plans.items():
         each, size = by_name[method], plan.drafter.tree_size
@@ -223,7 +224,7 @@ def table(rows: list[dict]) -> Table:
     """For people: a line a method, acceptance length and speed-up by workload."""
     names = list(dict.fromkeys(row["workload"] for row in rows))
     shown = Table(
-        title="acceptance length, and in brackets tokens/s beside plain decoding",
+        title="acceptance length, and in brackets tokens/s beside plain decoding (medians)",
         caption="round: what a round costs, in plain passes, and of it the target's pass over N "
         "nodes; the rest is drafting.",
     )
@@ -234,7 +235,7 @@ def table(rows: list[dict]) -> Table:
         own = {row["workload"]: row for row in rows if row["method"] == method}
         some = own[names[0]]
         cells = [
-            f"{row['acceptance_length']:.2f} ({row['ratio_best']:.2f})" for row in own.values()
+            f"{row['acceptance_length']:.2f} ({row['ratio_median']:.2f})" for row in own.values()
         ]
         shown.add_row(
             method, *cells, str(some["nodes"]), f"{some['round']:.2f}, {some['verifying']:.2f}"

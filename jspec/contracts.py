@@ -1,31 +1,14 @@
-"""What targets and drafters are held to: a mistake is told by its name, not by what it breaks.
+"""What targets, drafters and their weights must be: a mistake is told by its name.
 
-All of it looks at types, shapes and dtypes alone, when a plan is built, when a batch starts and
-when a round is traced. Compiled programs pay nothing for it.
+Checked when a plan is built and when a batch starts; what they give is checked in ``round_checks``.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any, get_args
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from jspec.checks import is_whole
 from jspec.naming import kind_of, shown
-from jspec.types import (
-    Array,
-    Draft,
-    Drafter,
-    Geared,
-    Memory,
-    Params,
-    Proposal,
-    Rounds,
-    Shared,
-    Target,
-)
+from jspec.types import Drafter, Geared, Params, Proposal, Target
 
 _TARGET = ("vocab_size", "max_positions", "init_cache", "forward")
 _DRAFTER = ("max_depth", "tree_size", "capture_layers", "proposal", "noise", "init", "absorb")
@@ -85,16 +68,22 @@ def _check_members(role: str, given: Any, members: Iterable[str], hint: str) -> 
     missing = [name for name in members if not hasattr(given, name)]
     if missing:
         raise ValueError(f"{role}={shown(given, 60)} has no {', '.join(missing)}; {hint}.")
+    check_hashable(role, given)
+
+
+def check_hashable(role: str, given: Any) -> None:
+    """Refuses what cannot be part of a plan.
+
+    Raises:
+      ValueError: it cannot be hashed.
+    """
     try:
         hash(given)
     except TypeError as error:
         raise ValueError(
             f"{role}={type(given).__name__} must be hashable, as it is part of the key of compiled "
-            f"programs: {error}; make it a frozen dataclass, its settings tuples and not lists."
+            f"programs: {error}; make it a frozen dataclass, its settings tuples and frozensets."
         ) from None
-
-
-# --- Weights -----------------------------------------------------------------------------------
 
 
 def check_params(target: Target, drafter: Drafter, params: Params) -> None:
@@ -145,125 +134,3 @@ def check_config(config: Any) -> None:
     """
     if hasattr(config, "config"):
         raise ValueError(f"config={shown(config, 60)} is {kind_of(config)}; pass its .config.")
-
-
-# --- Rounds ------------------------------------------------------------------------------------
-
-
-def check_proposed(
-    drafter: Rounds, proposed: tuple[Draft, Memory], batch: int, vocab_size: int
-) -> tuple[Draft, Memory]:
-    """What ``propose`` gave, if it may be.
-
-    Args:
-      drafter: that gave it.
-      proposed: the draft and the drafter's memory.
-      batch: rows.
-      vocab_size: of the target.
-
-    Raises:
-      ValueError: it is not a draft of ``tree_size`` nodes a row and a memory.
-    """
-    name = f"{type(drafter).__name__}.propose"
-    if not isinstance(proposed, tuple) or len(proposed) != 2 or not isinstance(proposed[0], Draft):
-        raise ValueError(f"{name} must return (jspec.Draft, memory), not {_kinds(proposed)}.")
-    draft, _ = proposed
-    nodes = (batch, drafter.tree_size)
-    check = functools.partial(_check_array, name, nodes)
-    check("tokens", draft.tokens, nodes, jnp.integer)
-    check("valid", draft.valid, nodes, jnp.bool_)
-    shape = nodes if jnp.ndim(draft.parents) == 2 else nodes[1:]
-    check("parents", draft.parents, shape, jnp.integer)
-    if draft.sampled is not None:
-        check("sampled", draft.sampled, nodes, jnp.bool_)
-    if draft.logits is not None:
-        width = vocab_size if draft.draft_to_target is None else len(draft.draft_to_target)
-        rows = min((*jnp.shape(draft.logits)[1:2], nodes[1]))  # the last may be missing
-        check("logits", draft.logits, (batch, rows, width), jnp.floating)
-    if draft.max_depth != drafter.max_depth:
-        raise ValueError(
-            f"{name} drafted with max_depth={draft.max_depth}, but the drafter has "
-            f"max_depth={drafter.max_depth}; give Draft(max_depth=...) that one."
-        )
-    _check_order(name, draft.parents, draft.max_depth)
-    return proposed
-
-
-def check_learned(drafter: Rounds, learned: tuple[Memory, Shared]) -> tuple[Memory, Shared]:
-    """What ``update`` gave, if it may be.
-
-    Raises:
-      ValueError: it is not a memory and what is shared.
-    """
-    name = f"{type(drafter).__name__}.update"
-    if not isinstance(learned, tuple) or len(learned) != 2:
-        raise ValueError(f"{name} must return (memory, shared), not {_kinds(learned)}.")
-    return learned
-
-
-def check_kept(drafter: Rounds, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuses what cannot go round a loop, as its form changes.
-
-    Args:
-      drafter: whose round it was.
-      before: memory and what is shared, by name, as the round began.
-      after: as it ended.
-
-    Raises:
-      ValueError: their structures, shapes or dtypes differ.
-    """
-    old, new = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (before, after))
-    if old.keys() != new.keys():
-        raise _changed(drafter, ", ".join(map(_name, new)), ", ".join(map(_name, old)))
-    for path, leaf in old.items():
-        kinds = [(jnp.shape(x), x.dtype) for x in map(jnp.asarray, (leaf, new[path]))]
-        if kinds[0] != kinds[1]:
-            was, became = (f"{_name(path)} of {dtype}{list(shape)}" for shape, dtype in kinds)
-            raise _changed(drafter, became, was)
-
-
-def _changed(drafter: Rounds, became: str, was: str) -> ValueError:
-    return ValueError(
-        f"a round of {type(drafter).__name__} ends with {became or 'nothing'}, but began with "
-        f"{was or 'nothing'}; propose and update must hand on what init allocated in its form."
-    )
-
-
-def _name(path: tuple) -> str:
-    return path[0].key + jax.tree_util.keystr(path[1:])
-
-
-def _check_array(
-    name: str, nodes: tuple[int, int], field: str, array: Array, shape: tuple[int, ...], kind: type
-) -> None:
-    found, dtype = jnp.shape(array), jnp.result_type(array)
-    if found != shape or not jnp.issubdtype(dtype, kind):
-        wanted = {jnp.bool_: "bool", jnp.integer: "int32", jnp.floating: "float32"}[kind]
-        raise ValueError(
-            f"{name} gave {field} of {dtype}{list(found)}, but they must be {wanted}{list(shape)}: "
-            f"B={nodes[0]} rows of N={nodes[1]} nodes (tree_size), the root included."
-        )
-
-
-def _check_order(name: str, parents: Array | np.ndarray, max_depth: int) -> None:
-    """Of static parents; those that are drafted cannot be read here."""
-    for row in np.atleast_2d(parents) if isinstance(parents, np.ndarray) else ():
-        depth = [0]
-        for node, parent in enumerate(row[1:].tolist(), 1):
-            if not 0 <= parent < node:
-                raise ValueError(
-                    f"{name} gave parents={shown(row.tolist(), 60)}, where node {node} does not "
-                    "stand behind its parent; number nodes from the root down."
-                )
-            depth.append(depth[parent] + 1)
-        if max(depth) > max_depth:
-            raise ValueError(
-                f"{name} gave parents={shown(row.tolist(), 60)}, {max(depth)} deep, but the "
-                f"drafter has max_depth={max_depth}."
-            )
-
-
-def _kinds(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(x).__name__ for x in value)})"
-    return kind_of(value)

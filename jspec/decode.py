@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import branching, contracts, kv, logprobs, shaping, tokens, topology
+from jspec import branching, kv, logprobs, round_checks, shaping, tokens, topology
 from jspec.logprobs import Logprobs
 from jspec.plan import Plan
 from jspec.types import (
@@ -97,7 +97,7 @@ def _looped(
     """What ``run`` makes of a loop's carry, in the same form."""
     kept = lambda shared, state: {"memory": state.memory, "shared": shared}
     after = run(*carry)
-    contracts.check_kept(plan.drafter, kept(*carry), kept(*after))
+    round_checks.check_kept(plan.drafter, kept(*carry), kept(*after))
     return after
 
 
@@ -141,7 +141,7 @@ def _round(
     # Draft N nodes a row, root included, parents before children.
     with jax.named_scope("draft"):  # names that profilers show
         proposed = plan.drafter.propose(params, request, shared, state.memory, state.history)
-    draft, memory = contracts.check_proposed(
+    draft, memory = round_checks.check_proposed(
         plan.drafter, proposed, state.done.shape[0], plan.target.vocab_size
     )
     draft = tokens.rooted(draft, state.history)
@@ -165,7 +165,7 @@ def _round(
     with jax.named_scope("commit"):
         history, verdict, ended = tokens.extend(request, state.history, draft, verdict)
         learned = plan.drafter.update(params, request, shared, memory, history, draft, verdict, out)
-        memory, shared = contracts.check_learned(plan.drafter, learned)
+        memory, shared = round_checks.check_learned(plan.drafter, learned)
         cache = kv.commit(state.cache, out.tree_kv, verdict)
     return shared, DecodeState(
         history=history,
@@ -222,9 +222,7 @@ def prefill(
     """
     batch, size = chunk.shape[0], chunk.shape[1] - 1
     tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
-    out = plan.target.forward(
-        params.target, chunk[:, :-1], tree, cache, plan.drafter.capture_layers
-    )
+    out = _forward(plan, params, chunk[:, :-1], tree, cache)
     rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
     memory = plan.drafter.absorb(params, memory, chunk, out.features, start, valid)
     if scores is not None:
@@ -245,9 +243,7 @@ def _verify(
         def run() -> tuple[TargetOutput, Verdict]:
             part, shape = _first_nodes(draft, size), topology.first_nodes(tree, size)
             with jax.named_scope("target"):
-                out = plan.target.forward(
-                    params.target, part.tokens, shape, state.cache, plan.drafter.capture_layers
-                )
+                out = _forward(plan, params, part.tokens, shape, state.cache)
             with jax.named_scope("accept"):
                 verdict = plan.verify(request, part, shape, out.logits, state.history)
             return _pad(out, verdict, draft.tokens.shape[1], tree.max_depth)
@@ -259,6 +255,15 @@ def _verify(
     last = jnp.where(draft.valid, jnp.arange(draft.valid.shape[1]), 0).max()
     fits = jnp.array(plan.ladder) > last
     return lax.switch(jnp.argmax(fits), [rung(size) for size in plan.ladder])
+
+
+def _forward(
+    plan: Plan, params: Params, nodes: Array, tree: Tree, cache: kv.KVCache
+) -> TargetOutput:
+    """The target's pass over ``nodes`` [B, N]."""
+    layers = plan.drafter.capture_layers
+    out = plan.target.forward(params.target, nodes, tree, cache, layers)
+    return round_checks.check_scored(plan.target, out, nodes.shape, layers)
 
 
 def _first_nodes(draft: Draft, count: int) -> Draft:

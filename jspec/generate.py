@@ -26,6 +26,7 @@ from jspec.naming import did_you_mean, shown
 from jspec.plan import Plan
 from jspec.rows import Row, check_token_ids, request_of, warps_of
 from jspec.types import Array, Drafter, History, Memory, Params, Request, Shared, Target
+from jspec.verify import Rule
 
 PREFILL_CHUNK = 512  # tokens of a prompt taken in at once: bounds the memory of a prefill
 MAX_NUM_SEQS = 32  # rows decoded together
@@ -87,7 +88,7 @@ def generate(
     *,
     drafter: Drafter | None = None,
     drafter_params: Any = None,
-    rule: str = "rejection",
+    rule: str | Rule = "rejection",
     max_new_tokens: int = 128,
     seed: int = 0,
     record_rounds: int = 0,
@@ -104,7 +105,7 @@ def generate(
       prompts: token ids.
       drafter: None for plain decoding.
       drafter_params: its weights.
-      rule: name of the acceptance rule, see ``jspec.verify``.
+      rule: how drafts are accepted: a name in ``jspec.RULES``, or a ``jspec.verify.Rule``.
       max_new_tokens: most tokens of each.
       seed: of all noise.
       record_rounds: rounds to keep in ``Answer.trace``.

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 
 from jspec import contracts, shapes, verify
+from jspec.naming import shown
 from jspec.types import (
     Array,
     Draft,
@@ -51,6 +52,12 @@ class Plan:
         if isinstance(self.rule, str) and self.rule not in verify.RULES:
             known = ", ".join(verify.RULES)
             raise ValueError(f"rule={self.rule!r} is not known; use one of {known}.")
+        if not isinstance(self.rule, str | verify.Rule):
+            raise ValueError(
+                f"rule={shown(self.rule, 60)} must be a name in jspec.RULES, or a "
+                "jspec.verify.Rule: a walk of your own with what it is exact for."
+            )
+        contracts.check_hashable("rule", self._rule)
         _check_pair(self._rule, self.drafter)
         _check_kernel(self._rule, self.drafter)
         if self._rule.shares_noise and self.drafter.proposal != "point":

@@ -13,6 +13,7 @@ from jspec import topology
 from jspec.drafters import Hybrid, ParallelDraftModel
 from jspec.drafters.adaptive import Adaptive
 from jspec.models.decoder import Decoder
+from jspec.verify import RULES
 from tests import tiny
 from tests.drafters import heads
 
@@ -66,7 +67,7 @@ def test_what_is_no_target_is_told_what_it_lacks(target, words):
         ("", ["drafter=''"]),
         (tiny.TARGET, ["jspec.DraftModel(model.config, num_speculative_tokens)"]),
         (LOADED, ["jspec.DraftModel(model.config, num_speculative_tokens)", "drafter_params"]),
-        (Listing([1]), ["drafter=Listing must be hashable", "tuples and not lists"]),
+        (Listing([1]), ["drafter=Listing must be hashable", "tuples and frozensets"]),
     ],
 )
 def test_what_is_no_drafter_is_told_what_it_lacks(drafter, words):
@@ -184,7 +185,7 @@ class Own(jspec.NoDrafter):
 
 
 DRAFTS = {
-    "no root": (_draft(4), ["tokens of int32[1, 4]", "int32[1, 5]", "the root included"]),
+    "no root": (_draft(4), ["tokens of int32[1, 4] in place of int32[1, 5]", "the root included"]),
     "no batch": (_draft(tokens=jnp.zeros(5, jnp.int32)), ["tokens of int32[5]", "B=1 rows"]),
     "floats": (_draft(tokens=jnp.zeros((1, 5))), ["tokens of float32[1, 5]", "int32[1, 5]"]),
     "valid of the row": (_draft(valid=jnp.ones(5, bool)), ["valid of bool[5]", "bool[1, 5]"]),
@@ -237,6 +238,83 @@ def test_update_must_give_back_memory_and_what_is_shared():
     refused("Own.update must return (memory, shared), not a dict", drafter=memory_alone)
     sharing = Own(learn=lambda memory, _: (memory, jnp.zeros(1)))
     refused("ends with memory['seen'], shared, but began with memory['seen'];", drafter=sharing)
+
+
+# --- What a target of one's own gives -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(Decoder):
+    """The tiny target, as one mistakes it."""
+
+    give: Callable = lambda out: out
+
+    def forward(self, *arguments):
+        return self.give(super().forward(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("give", "drafter", "words"),
+    [
+        (lambda out: out.logits, tiny.NONE, ["Wrong.forward must return a jspec.types.TargetOut"]),
+        (
+            lambda out: out.replace(logits=out.logits[:, -1]),
+            tiny.NONE,
+            ["Wrong.forward gave logits of float32[1, 64] in place of float32[1, 16, 64]"],
+        ),
+        (
+            lambda out: out.replace(features=()),
+            EAGLE,
+            ["Wrong.forward gave 0 features", "capture_layers=(2,): one [B, N, D] of each"],
+        ),
+    ],
+)
+def test_what_a_target_fails_to_give_is_named(give, drafter, words):
+    target = Wrong(tiny.TARGET.config, give)
+    weights = None if drafter is tiny.NONE else heads.random_params("eagle")
+    refused(*words, target=target, drafter=drafter, drafter_params=weights)
+
+
+# --- What a rule of one's own gives -------------------------------------------------------------
+
+
+def ruled(name, walk, **changes):
+    return dataclasses.replace(RULES[name], name="mine", walk=walk, **changes)
+
+
+def likeliest(law, draft, tree, _):
+    """The walk of ``match`` over the likeliest tokens, and a law after every node, not the last."""
+    draws = law.argmax(-1).astype(jnp.int32)
+    return *RULES["match"].walk(law, draft, tree, draws)[:2], law
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (likeliest, ["rule=<function likeliest", "jspec.verify.Rule", "what it is exact for"]),
+        (3, ["rule=3 must be a name in jspec.RULES"]),
+        (ruled("match", likeliest, exact_for={"chain"}), ["rule=Rule must be hashable", "frozen"]),
+        (
+            ruled("match", lambda *given: given[0]),
+            ["the walk of rule 'mine' must return (path, num_accepted, next_logits), not "],
+        ),
+        (
+            ruled("match", lambda *given: (given[3], given[3][:, 0] > 0, None)),
+            ["the walk of rule 'mine' gave num_accepted of bool[1] in place of int32[1]"],
+        ),
+        (
+            ruled("match", lambda *given: (given[3][0], given[3][:, 0], None)),
+            ["gave path of int32[1] in place of int32[1, 1]"],
+        ),
+        (
+            ruled("rejection", likeliest),
+            ["gave next_logits of float32[1, 1, 64] in place of float32[1, 64]"],
+        ),
+    ],
+)
+def test_what_is_no_rule_is_told_what_it_should_be(rule, words):
+    drafting = dict(drafter=tiny.DRAFT, drafter_params=WEIGHTS.drafter, temperature=0.8)
+    refused(*words, rule=rule, **drafting)
 
 
 def test_a_drafter_without_mistakes_gives_the_text_of_plain_decoding():

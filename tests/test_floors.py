@@ -7,7 +7,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
 jspec.naming
-jspec.threefry jspec.checks jspec.contracts jspec.buckets jspec.automaton jspec.schemas
+jspec.threefry jspec.checks jspec.buckets jspec.automaton jspec.schemas
+jspec.contracts jspec.round_checks
 jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
 jspec.shaping jspec.grammar
 jspec.shapes jspec.drawing jspec.growth jspec.grafting jspec.branching jspec.backlog

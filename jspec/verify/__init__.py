@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jspec import ops, sampling, shaping, topology
+from jspec import ops, round_checks, sampling, shaping, topology
 from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
 from jspec.verify import block, rejection
 from jspec.verify.synthetic import Synthetic
@@ -139,7 +139,8 @@ def verify(
         positions = history.length[:, None] + tree.depth  # of the token drawn after each node
         draws = sampling.draw_target(warped, request.sampling, request.keys, positions)
         walk = rule.walk if rule.coins == "target" else match
-        path, num_accepted, _ = walk(warped, draft, tree, draws)
+        judged = walk(warped, draft, tree, draws)
+        path, num_accepted, _ = round_checks.check_judged(rule.name, judged, draft, None)
         end = jnp.take_along_axis(path, num_accepted[:, None], 1)
         next_token = jnp.take_along_axis(draws, end, 1)[:, 0]
     else:
@@ -157,7 +158,11 @@ def verify(
             return Verdict(path, num_accepted + 1, next_token, lawful)
         lost = jnp.isneginf(warped.max(-1, keepdims=True))
         law = jnp.where(lost, 0, warped)  # of what comes after, nothing is said
-        path, num_accepted, next_logits = rule.walk(law, _drawn(draft, tree), tree, coins)
+        judged = rule.walk(law, _drawn(draft, tree), tree, coins)
+        wanted = len(law), law.shape[-1]
+        path, num_accepted, next_logits = round_checks.check_judged(
+            rule.name, judged, draft, wanted
+        )
         draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
         next_token = draw(next_logits)
     lawful = _lawful(jnp.isneginf(warped.max(-1)), path, num_accepted)
