@@ -127,7 +127,7 @@ def generate(
 
 def _check_settings(settings: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(Row)} - {"prompt", "stream", "max_tokens"}
-    for name in settings.keys() - known:
+    for name in sorted(settings.keys() - known):
         guess = (
             "; give max_new_tokens" if name == "max_tokens"
             else did_you_mean(name, [*known, *inspect.signature(generate).parameters])

@@ -15,7 +15,8 @@ def root(history: History) -> Array:
 
 def rooted(draft: Draft, history: History) -> Draft:
     """The draft under the last committed token, whatever its drafter took for the root."""
-    return draft.replace(tokens=draft.tokens.at[:, 0].set(root(history)))
+    is_root = jnp.arange(draft.tokens.shape[1]) == 0
+    return draft.replace(tokens=jnp.where(is_root, root(history)[:, None], draft.tokens))
 
 
 def trim(request: Request, history: History, draft: Draft, tree: Tree, done: Array) -> Draft:
