@@ -141,10 +141,10 @@ def _round(
     # Draft N nodes a row, root included, parents before children.
     with jax.named_scope("draft"):  # names that profilers show
         proposed = plan.drafter.propose(params, request, shared, state.memory, state.history)
-    draft, memory = round_checks.check_proposed(
-        plan.drafter, proposed, state.done.shape[0], plan.target.vocab_size
-    )
-    draft = tokens.rooted(draft, state.history)
+        draft, memory = round_checks.check_proposed(
+            plan.drafter, proposed, state.done.shape[0], plan.target.vocab_size
+        )
+        draft = tokens.rooted(draft, state.history)
     tree = topology.from_parents(draft.parents, draft.max_depth)
     tree = topology.broadcast(tree, state.done.shape[0])
     draft = shaping.prune(request.sampling.shaping, state.history, draft, tree)

@@ -17,7 +17,7 @@ from jspec.shaping import LogitsProcessor, Penalties, Shaping
 from jspec.types import Request, Sampling
 
 # Past these, float32 logits overflow: the law would be lost.
-COLDEST, HOTTEST = 1e-5, 1e30  # beyond them float32 overflows
+COLDEST, HOTTEST = 1e-5, 1e30
 LEAST_REPETITION = 1e-6
 _LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids",
           "bad_words", "logits_processors")  # fmt: skip

@@ -101,9 +101,10 @@ class Hybrid:
 
     def check_params(self, params):
         """Refuses weights that are not of the two."""
-        if not isinstance(params, tuple | None) or len(params or (None, None)) != 2:
+        pair = (None, None) if params is None else params
+        if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError("pass a pair, one of each of the parts.")
-        for part, weights in zip(self.parts, params or (None, None), strict=True):
+        for part, weights in zip(self.parts, pair, strict=True):
             contracts.check_weights(part, weights)
 
     @property
