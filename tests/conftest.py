@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -17,8 +19,26 @@ if shipped.EMITTERS_CAN_BE_CHOSEN:
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
+# Whatever is compiled is kept for all processes of a run, and small programs too: most are wanted
+# again. To keep it for the next run as well, set JAX_COMPILATION_CACHE_DIR.
+_KEPT = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
 _MAPPINGS = 40_000  # of memory; Linux gives a process 65,530
 _MAPS = Path("/proc/self/maps")
+
+
+def pytest_configure(config):
+    """Names the place of compiled programs, to this process and, in the environment, to others."""
+    folder = jax.config.jax_compilation_cache_dir  # the caller's, or of who started this process
+    if folder is None:
+        folder = tempfile.mkdtemp(prefix="jspec-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    for name, value in {**_KEPT, "jax_compilation_cache_dir": folder}.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
 
 
 def pytest_collection_finish():

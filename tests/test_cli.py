@@ -147,7 +147,9 @@ def test_an_interrupt_while_garbage_is_collected_is_not_lost():
         "import gc, os, signal, sys, time; from jspec import cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "def _xla_gc_callback(*_): gc.callbacks.clear(); os.kill(os.getpid(), signal.SIGINT)\n"
-        "def app(*_, **__): gc.callbacks.append(_xla_gc_callback); gc.collect(); time.sleep(30)\n"
+        "def app(*_, **__):\n"
+        "  gc.callbacks.append(_xla_gc_callback); gc.collect()\n"
+        "  for _ in range(3000): time.sleep(0.01)\n"  # Python looks for signals between two calls
         "cli.app = app; sys.argv = ['jspec']; cli.main()"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,11 +19,7 @@ SUCCESSOR = {"model": f"{HERE}.Successor", "num_speculative_tokens": 3, "table":
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp() / "llm"
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
-    yield llm_fixtures.loaded(root)["target"]
-    jax.config.update("jax_compilation_cache_dir", before)
+    return llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
 
 
 def error_of(given):

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -165,8 +164,6 @@ def test_the_end_of_text_stands_for_what_is_unknown_where_there_is_no_unknown_to
 def models_(tmp_path_factory, monkeypatch, tmp_path):
     """A target and a draft model with another tokenizer; the user's cache is empty."""
     root = tmp_path_factory.getbasetemp() / "llm"
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
         vocabularies.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name
@@ -175,8 +172,7 @@ def models_(tmp_path_factory, monkeypatch, tmp_path):
     other = tmp_path / "other"
     llm_fixtures.write_model(other, llm_fixtures.DRAFT, 1)
     DRAFT.save_pretrained(other)
-    yield target, other, tmp_path / "cache"
-    jax.config.update("jax_compilation_cache_dir", before)
+    return target, other, tmp_path / "cache"
 
 
 def test_llm_drafts_with_a_model_of_another_tokenizer(models_):

@@ -230,14 +230,10 @@ WHOLE = jspec.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, deto
 
 @pytest.fixture(scope="module")
 def open_llm(tmp_path_factory):
-    """An ``LLM`` with suffix decoding; compiled programs stay out of the user's cache."""
-    root = tmp_path_factory.getbasetemp() / "llm"
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
-    target = llm_fixtures.loaded(root)["target"]
+    """An ``LLM`` with suffix decoding."""
+    target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
     asked = {"method": "suffix"} | named(max_cached_tokens=512, max_tree_depth=8)
-    yield lambda **more: jspec.LLM(target, asked | more)
-    jax.config.update("jax_compilation_cache_dir", before)
+    return lambda **more: jspec.LLM(target, asked | more)
 
 
 def said(outputs):

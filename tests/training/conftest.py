@@ -2,9 +2,7 @@
 
 import dataclasses
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from training import data, pretrain
 from training.trainer import TrainerSettings
@@ -19,24 +17,6 @@ def _module(name: str, words: tuple[str, ...]) -> str:
         lines += [f"def {name}_{word}_{i}(value):", f'    """Returns {word} for {name}."""',
                   f"    return value + {i}", ""]  # fmt: skip
     return "\n".join(lines)
-
-
-@pytest.fixture(scope="package", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Runs of the same sizes share what XLA makes of them, subprocesses too."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield {name.upper(): str(value) for name, value in options.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

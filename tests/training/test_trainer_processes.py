@@ -29,9 +29,9 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def start(compiled_once, sources):
+def start(sources):
     """Starts ``python -m training.pretrain`` on the tiny corpus."""
-    environment = os.environ | compiled_once | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
 
     def start(out: Path, steps: int, *more: str, cluster: dict | None = None) -> subprocess.Popen:
         options = [f"--{name}={value}" for name, value in OPTIONS.items()]
@@ -127,8 +127,8 @@ def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_
 
 
 @pytest.fixture(scope="module")
-def on_meshes(compiled_once, tmp_path_factory):
-    environment = os.environ | compiled_once | {
+def on_meshes(tmp_path_factory):
+    environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
         "--xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
