@@ -1,5 +1,7 @@
 """Checkpoints in the layout of Hugging Face ``transformers``: config.json and safetensors files.
 
+Files of torch (``pytorch_model.bin``) are read, too, by a reader that executes nothing.
+
 ``path`` is a local directory or the id of a model on the hub (fetched through huggingface_hub into
 its cache). Loading lists everything that does not fit and raises once; saving replaces the old
 files whole or not at all.
@@ -43,7 +45,7 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
     """
-    directory = model_files.locate(path)
+    directory = model_files.locate_weights(path)
     raw = model_files.read_json(directory / "config.json")
     config = _read_config(directory / "config.json", raw)
     entries = families.find(raw).table(config)

@@ -33,17 +33,12 @@ from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from jspec.models.heads.mtp import MtpConfig
 from jspec.naming import printable
 
-# In the order in which they are looked for: published directories often hold a .bin beside.
-_SINGLE = {
+_READERS = {
     "model.safetensors": tensor_files.read,
     "medusa_lm_head.safetensors": tensor_files.read,
     "medusa_lm_head.pt": torch_files.read,
     "hydra_lm_head.pt": torch_files.read,
-    "pytorch_model.bin": torch_files.read,
-}
-_SHARDED = {
-    "model.safetensors.index.json": tensor_files.read,
-    "pytorch_model.bin.index.json": torch_files.read,
+    **model_files.READERS,
 }
 _ANY_WEIGHTS = re.compile(
     r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
@@ -103,7 +98,7 @@ def load_head(
     """
     directory = model_files.locate(path, _PATTERNS)
     raw = model_files.read_json(directory / "config.json")
-    tensors = _canonical(directory, _open(directory))
+    tensors = _canonical(directory, model_files.open_tensors(directory, _READERS))
     if kind == "mtp" and mtp_format.layout(tensors) is None:
         raise ValueError(
             f"{directory} has no modules for later tokens (MTP); take a target that was published "
@@ -203,19 +198,6 @@ def describe_head(
 
 
 # Reading.
-
-
-def _open(directory: Path) -> dict[str, np.ndarray]:
-    for file, read in _SINGLE.items():
-        if (directory / file).is_file():
-            return read(directory / file)
-    for index, read in _SHARDED.items():
-        if (directory / index).is_file():
-            return model_files.open_shards(directory, index, read)
-    raise ValueError(
-        f"{directory} has none of {', '.join((*_SINGLE, *_SHARDED))}; a head is a directory with "
-        "config.json and one of these"
-    )
 
 
 def _canonical(directory: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import checks, ops, staging, tensor_files
+from jspec import checks, ops, staging, tensor_files, torch_files
 from jspec.models.decoder import DecoderConfig
 from jspec.models.families.names import HARMLESS, Entry
 from jspec.naming import printable, shown
@@ -29,6 +29,16 @@ _MOST_NAMES = 100  # in one message
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 PathLike = str | Path
+Reader = Callable[[Path], dict[str, np.ndarray]]
+
+# Files of weights, or indices of several, in the order in which they are looked for, and what reads
+# them: published directories often hold a .bin beside.
+READERS: dict[str, Reader] = {
+    WEIGHTS: tensor_files.read,
+    INDEX: tensor_files.read,
+    "pytorch_model.bin": torch_files.read,
+    "pytorch_model.bin.index.json": torch_files.read,
+}
 
 
 # Places.
@@ -64,6 +74,18 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ("*.safetensors",)) -> Pa
             f"({first_line(error)}); check the name and the connection, log in with "
             "`hf auth login` if it is gated, or give a local directory"
         ) from None
+
+
+def locate_weights(path: PathLike) -> Path:
+    """``locate`` with files of weights; those of torch are fetched where there are no others.
+
+    Raises:
+      ValueError: as ``locate``.
+    """
+    directory = locate(path)
+    if any(os.path.isfile(directory / file) for file in READERS):
+        return directory
+    return locate(path, ("pytorch_model*.bin",))
 
 
 def first_line(error: Exception) -> str:
@@ -145,28 +167,24 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def open_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Views of every tensor of a checkpoint in safetensors files, single or sharded.
+def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> dict[str, np.ndarray]:
+    """Views of every tensor of a checkpoint, whose files are the first of ``readers`` there is.
 
     Raises:
-      ValueError: a file is missing or damaged.
+      ValueError: there is none, or a file is missing or damaged.
     """
-    if (directory / WEIGHTS).is_file():
-        return tensor_files.read(directory / WEIGHTS)
-    if not (directory / INDEX).is_file():
-        raise ValueError(
-            f"{directory} has neither {WEIGHTS} nor {INDEX}; other formats are not read: "
-            "save the model again with transformers' save_pretrained"
-        )
-    return open_shards(directory, INDEX, tensor_files.read)
+    for file, read in readers.items():
+        if os.path.isfile(directory / file):
+            sharded = file.endswith(".index.json")
+            return _open_shards(directory, file, read) if sharded else read(directory / file)
+    raise ValueError(
+        f"{directory} has none of {', '.join(readers)}; a checkpoint is a directory with "
+        "config.json and one of these"
+    )
 
 
-def open_shards(directory: Path, index: str, read: Any) -> dict[str, np.ndarray]:
-    """Views of every tensor of the files that ``index`` names, opened by ``read``.
-
-    Raises:
-      ValueError: the index is malformed, or a file is missing or damaged.
-    """
+def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndarray]:
+    """Views of every tensor of the files that ``index`` names, opened by ``read``."""
     weight_map = read_json(directory / index).get("weight_map")
     plain = isinstance(weight_map, dict) and all(
         isinstance(file, str) and Path(file).name == file and file.isprintable()

@@ -43,7 +43,7 @@ def stitch(
     sizes, raw = load_config(target)
     layout = mtp_format.natural_layout(sizes)
     mtp_format.check(config, layout, sizes)
-    source = model_files.locate(target)
+    source = model_files.locate_weights(target)
     tensors = model_files.open_tensors(source)
     stale = mtp_prefixes(sizes, raw)
     kept = {

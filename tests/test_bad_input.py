@@ -154,7 +154,7 @@ def test_settings_are_checked_before_weights_are_read(tmp_path, paths):
     assert "more than the 256 positions" in complaint(jspec.LLM, tmp_path, max_model_len=999)
     draft = {"model": str(tmp_path), "num_speculative_tokens": 2, "max_model_len": 300}
     assert "speculative_max_model_len=300" in complaint(jspec.LLM, tmp_path, draft)
-    assert "has neither model.safetensors nor" in complaint(jspec.LLM, tmp_path)
+    assert "has none of model.safetensors, " in complaint(jspec.LLM, tmp_path)
 
 
 def test_models_of_unlike_vocabularies_are_refused(root, tmp_path):

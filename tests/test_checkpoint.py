@@ -148,6 +148,35 @@ def test_torch_reads_back_what_we_saved(tmp_path, params, dtype, tied, max_shard
 # Tensors that do not fit.
 
 
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_files_of_torch_load_as_they_are(tmp_path, num_files):
+    """As transformers wrote them before there were safetensors files."""
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                         num_attention_heads=2, tie_word_embeddings=False)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    tensors = list(model.state_dict().items())
+    if num_files == 1:
+        torch.save(dict(tensors), tmp_path / "pytorch_model.bin")
+    else:
+        files = [f"pytorch_model-{index + 1:05d}-of-00002.bin" for index in range(2)]
+        for index, file in enumerate(files):
+            torch.save(dict(tensors[index::2]), tmp_path / file)
+        weight_map = {name: files[index % 2] for index, (name, _) in enumerate(tensors)}
+        written = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (tmp_path / "pytorch_model.bin.index.json").write_text(written)
+    config, params, _ = checkpoint.load_pretrained(tmp_path)
+    checkpoint.save_pretrained(tmp_path / "again", config, params)
+    again = tensor_files.read(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == dict(tensors).keys()
+    for name, tensor in tensors:
+        np.testing.assert_array_equal(again[name], tensor.numpy())
+
+
 def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(saved):
     def damage(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
@@ -194,7 +223,7 @@ def test_a_head_repeated_by_a_tied_model_must_equal_its_embedding(saved, params)
         ("config.json", "\udcff", "config.json is not valid JSON"),
         ("config.json", "[]", "config.json is not a JSON object"),
         ("config.json", "{}", "config.json: architecture unnamed"),
-        ("model.safetensors", None, "has neither model.safetensors nor model.safetensors.index"),
+        ("model.safetensors", None, "has none of model.safetensors, model.safetensors.index"),
         ("model.safetensors", "short", "model.safetensors is not a whole safetensors file"),
     ],
 )
@@ -308,6 +337,25 @@ def test_a_hub_id_is_fetched_and_a_failure_says_what_to_do(saved, monkeypatch):
     with pytest.raises(ValueError, match=r"no route to host\); check the name") as error:
         checkpoint.load_config("someone/model")
     assert "\n" not in str(error.value)
+
+
+def test_files_of_torch_are_fetched_only_where_there_are_no_others(saved, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    fetched = []
+
+    def fetch(_, allow_patterns):
+        fetched.append([name for name in allow_patterns if "model" in name or "tensors" in name])
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    place = saved
+    checkpoint.load_pretrained("someone/model")
+    assert fetched == [["*.model", "*.safetensors"]]
+    place = tmp_path
+    with pytest.raises(ValueError):
+        checkpoint.load_pretrained("someone/older")
+    assert fetched[1:] == [["*.model", "*.safetensors"], ["*.model", "pytorch_model*.bin"]]
 
 
 def test_a_tokenizer_loads_and_a_missing_one_is_explained(saved):
