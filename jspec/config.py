@@ -161,6 +161,11 @@ def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
             f"parts={shown(given)} must be a list of two configs, one that looks up and one with a "
             "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]."
         )
+    if values["draft_sample_method"] is not None:
+        raise ValueError(
+            f"draft_sample_method={shown(values['draft_sample_method'])} says of neither part how "
+            "it drafts; give it in the part that draws, not beside 'parts'."
+        )
     combine = {} if values["combine"] is None else {"combine": values["combine"]}
     return SpeculativeConfig(
         method=method,

@@ -102,6 +102,15 @@ def test_the_parts_of_a_hybrid_are_configs_of_their_own():
     assert config.read(HYBRID).needs_model and not config.read(HYBRID).needs_head
 
 
+@pytest.mark.parametrize("method", ["hybrid", "cascade"])
+def test_how_a_part_drafts_is_said_in_the_part(method):
+    given = {"method": method, "parts": [NGRAM, DRAFT | {"draft_sample_method": "greedy"}]}
+    part = config.read(given).parts[1]
+    assert part.drafter(tiny.DRAFT_CONFIG, TARGET).proposal == "point"
+    with pytest.raises(ValueError, match="draft_sample_method='greedy' says of neither part how"):
+        config.read(given | {"draft_sample_method": "greedy"})
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
