@@ -50,7 +50,7 @@ def run(
     seen, shared = record(plan, params, row, transcript, shared, price)
     trace = trace_of(
         seen, transcript, tokenizer, job.prompt.text, job.prompt.token_ids,
-        {"model": model} | _setting(plan, row),
+        {"model": model} | _setting(plan, row), rule=_asked(plan),
         skip_special_tokens=job.params.skip_special_tokens,
     )  # fmt: skip
     return trace, shared
@@ -72,7 +72,8 @@ def of_row(plan: Plan, params: Params, row: Row, *, tokenizer: Any = None) -> Tr
     transcript = Transcript(settings, row.prompt, tokenizer, frozenset(row.stop_token_ids))
     price = CostTable().price
     seen, _ = record(plan, params, row, transcript, init_shared(plan), price)
-    return trace_of(seen, transcript, tokenizer, None, row.prompt, _setting(plan, row))
+    setting = _setting(plan, row)
+    return trace_of(seen, transcript, tokenizer, None, row.prompt, setting, rule=_asked(plan))
 
 
 def _check(params: SamplingParams) -> None:
@@ -97,6 +98,9 @@ def _setting(plan: Plan, row: Row) -> dict[str, str]:
 
 def _rule(plan: Plan) -> str:
     """The rule that was asked for, and what it comes to on these drafts."""
-    asked = plan.rule if isinstance(plan.rule, str) else plan.rule.name
-    runs = plan.effective_rule.name
+    asked, runs = _asked(plan), plan.effective_rule.name
     return asked if runs == asked else f"{asked} (on drafts chosen without chance: {runs})"
+
+
+def _asked(plan: Plan) -> str:
+    return plan.rule if isinstance(plan.rule, str) else plan.rule.name

@@ -83,7 +83,7 @@ def picture(round_: "Round") -> Picture:
         Edge(_curve(boxes[parent], boxes[index]), boxes[index].kind)
         for index, parent in enumerate(parents) if index
     ]  # fmt: skip
-    edges.sort(key=lambda edge: edge.kind not in ("refused", "not reached", "unsaid"))
+    edges.sort(key=lambda edge: edge.kind not in ("refused", "not reached", "not taken", "unsaid"))
     return Picture(
         left[-1] + widths[-1] + _MARGIN, 2 * _MARGIN + max(rows) * _ROW + _HEIGHT, boxes,
         tuple(edges),

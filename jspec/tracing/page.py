@@ -19,7 +19,7 @@ _ENVIRONMENT = jinja2.Environment(
 )  # fmt: skip
 _MEANINGS = {
     "accepted": "accepted", "refused": "refused", "not reached": "never judged",
-    "unsaid": "accepted, but the text had ended",
+    "not taken": "off the path that was chosen", "unsaid": "accepted, but the text had ended",
 }  # fmt: skip
 
 

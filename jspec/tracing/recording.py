@@ -221,7 +221,7 @@ def _seen(
         positions = history.length[:, None] + tree.depth
         cool = sampling.warp(logits, settings)
         draws = sampling.draw_target(cool, settings, request.keys, positions)
-    else:
+    elif rule.coins == "round":
         coins = sampling.round_noise(request.keys, history.length - 1, sampling.ACCEPT, count)
         if rule.name == "rejection":
             chance = _chances(nodes, verdict)

@@ -5,6 +5,7 @@ Plain Python on the host, for notebooks and tests; shown by ``terminal`` and ``p
 
 import dataclasses
 import html
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from jspec.tracing.recording import Seen
 # Where a token came from. The target's own is a bonus where all of a path was accepted, corrected
 # where children were refused, plain where nothing was drafted.
 Source = Literal["drafted", "bonus", "corrected", "plain"]
-# What became of a node. "unsaid": accepted, but the text had ended before.
-Fate = Literal["accepted", "refused", "not reached", "unsaid"]
+# What became of a node. "unsaid": accepted, but the text had ended before. "not taken": off the
+# path that a rule chose among whole paths, whether it would have passed or not.
+Fate = Literal["accepted", "refused", "not reached", "not taken", "unsaid"]
 # Why a round stopped: "ended" where the text did so within the draft, "lost" where the target gave
 # no token any weight.
 Why = Literal["refused", "leaf", "no draft", "ended", "lost"]
@@ -46,8 +48,8 @@ class Node:
         root and of a point mass, which was chosen without chance.
       chance: min(1, p / q) when rejection sampling judged it, p being what the refusal of siblings
         had left of the target's law. None where no such coin decided.
-      coin: the uniform that it was judged by: accepted where it is below ``chance``. None where no
-        coins are tossed.
+      coin: the uniform that it was judged by: accepted where it is below ``chance``. None under
+        rules that toss no coins.
       draw: what the target itself draws behind this node, under rules that compare with that, and
         at temperature 0. None under others.
       likeliest: (token, label, p) of the target's three likeliest tokens behind this node.
@@ -179,9 +181,13 @@ class Trace:
 
 def trace_of(
     seen: Sequence[Seen], transcript: Transcript, tokenizer: Any, prompt: str | None,
-    prompt_token_ids: Sequence[int], setting: dict[str, str], *, skip_special_tokens: bool = True,
+    prompt_token_ids: Sequence[int], setting: dict[str, str], *, rule: str,
+    skip_special_tokens: bool = True,
 ) -> Trace:  # fmt: skip
-    """The value of a generation that ``recording.record`` has run; ``tokenizer`` None: no text."""
+    """The value of a generation that ``recording.record`` has run.
+
+    ``rule`` is the name of the one that was asked for; ``tokenizer`` None: no text.
+    """
     tokens = transcript.answer.tokens.tolist()
     texts = _texts(tokens, transcript.text, tokenizer, prompt_token_ids, skip_special_tokens)
     rounds, done = [], 0
@@ -190,7 +196,7 @@ def trace_of(
         count = len(tokens) - done if last else int(one.num_emitted)
         rounds.append(
             _round(
-                index, len(prompt_token_ids) + done - 1, one, tokens[done : done + count],
+                index, len(prompt_token_ids) + done - 1, one, rule, tokens[done : done + count],
                 texts[done : done + count], tokenizer, transcript if last else None,
             )
         )  # fmt: skip
@@ -219,14 +225,14 @@ def _texts(
 
 
 def _round(
-    index: int, position: int, seen: Seen, said: Sequence[int], texts: Sequence[str],
+    index: int, position: int, seen: Seen, rule: str, said: Sequence[int], texts: Sequence[str],
     tokenizer: Any, transcript: Transcript | None,
 ) -> Round:  # fmt: skip
     """One round; ``transcript`` is given with the last."""
     places = np.flatnonzero(seen.valid)
     number = {int(place): index for index, place in enumerate(places)}
     path = [number[int(place)] for place in seen.path[: seen.num_emitted]]
-    nodes = _nodes(seen, places, number, path, len(said), tokenizer)
+    nodes = _nodes(seen, rule, places, number, path, len(said), tokenizer)
     has_children = any(node.parent == path[-1] for node in nodes[1:])
     why: Why = "refused" if has_children else "leaf" if len(nodes) > 1 else "no draft"
     if len(said) < len(path):
@@ -248,24 +254,20 @@ def _round(
 
 
 def _nodes(
-    seen: Seen, places: np.ndarray, number: dict[int, int], path: list[int], num_said: int,
-    tokenizer: Any,
+    seen: Seen, rule: str, places: np.ndarray, number: dict[int, int], path: list[int],
+    num_said: int, tokenizer: Any,
 ) -> tuple[Node, ...]:  # fmt: skip
     nodes: list[Node] = []
     number_or_none = lambda x: None if np.isnan(x) else float(x)
-    judged_in_turn = not np.isnan(seen.chance[places]).all()
+    parents = [-1] + [number[int(parent)] for parent in seen.parents[places][1:]]
+    fates = _fates(seen, rule, places, parents, path, num_said)
     for index, place in enumerate(places):
-        parent = number[int(seen.parents[place])] if index else -1
-        if index in path:
-            fate: Fate = "accepted" if path.index(index) <= num_said else "unsaid"
-        else:
-            judged = not np.isnan(seen.chance[place]) if judged_in_turn else parent in path
-            fate = "refused" if judged else "not reached"
+        parent = parents[index]
         nodes.append(
             Node(
                 index=index, parent=parent, depth=nodes[parent].depth + 1 if index else 0,
                 token=int(seen.tokens[place]),
-                label=names.label(tokenizer, int(seen.tokens[place])), fate=fate,
+                label=names.label(tokenizer, int(seen.tokens[place])), fate=fates[index],
                 p=number_or_none(seen.p[place]) if index else None,
                 q=number_or_none(seen.q[place]) if index else None,
                 chance=number_or_none(seen.chance[place]) if index else None,
@@ -279,6 +281,37 @@ def _nodes(
             )
         )  # fmt: skip
     return tuple(nodes)
+
+
+def _fates(
+    seen: Seen, rule: str, places: np.ndarray, parents: list[int], path: list[int], num_said: int
+) -> list[Fate]:
+    """What became of every node, by how the rule goes about it."""
+    nodes, others = range(1, len(places)), "not reached"
+    if seen.draws[places[0]] >= 0:  # every child of the path is compared with what is drawn there
+        refused = [node for node in nodes if parents[node] in path]
+    elif not np.isnan(seen.chance[places]).all():
+        refused = np.flatnonzero(~np.isnan(seen.chance[places])).tolist()
+    elif rule == "block":
+        order = _post_order(parents, np.isnan(seen.q[places]))
+        refused = order[: order.index(path[-1])]
+    else:  # a path was chosen among all, and none leads further down
+        refused, others = [node for node in nodes if parents[node] == path[-1]], "not taken"
+    fates: list[Fate] = [others] * len(places)
+    for node in refused:
+        fates[node] = "refused"
+    for depth, node in enumerate(path):
+        fates[node] = "accepted" if depth <= num_said else "unsaid"
+    return fates
+
+
+def _post_order(parents: list[int], is_point: np.ndarray) -> list[int]:
+    """The nodes as ``jspec.verify.block`` judges them: siblings that were drawn before others."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node in sorted(range(1, len(parents)), key=lambda node: (is_point[node], node)):
+        children[parents[node]].append(node)
+    walk = lambda node: [*itertools.chain(*map(walk, children[node])), node]
+    return walk(0)
 
 
 def _words(why: Why, nodes: Sequence[Node], end: int, pieces: Sequence[Piece]) -> str:

@@ -20,7 +20,10 @@ SOURCES = {
     "corrected": ("bold yellow", "corrected: in place of what was refused"),
     "plain": ("none", "plain: the target's own, where nothing was drafted"),
 }
-_FATES = {"accepted": "bold green", "refused": "red", "not reached": "dim", "unsaid": "dim green"}
+_FATES = {
+    "accepted": "bold green", "refused": "red", "not reached": "dim", "not taken": "dim",
+    "unsaid": "dim green",
+}  # fmt: skip
 
 
 def page(trace: "Trace") -> Group:

@@ -1,10 +1,11 @@
 """Acceptance rules: which drafted nodes survive, and the law of the token after them.
 
 A rule is a pure function of (warped logits, draft, tree, coins), so that the shipped code itself
-can be enumerated. Its coins are of one of two kinds:
+can be enumerated. Its coins are of one of these kinds:
 
 * ``target``: the target's own draw after every node, int32 [B, N];
-* ``round``: one uniform a node, float32 [B, N], fresh in every round.
+* ``round``: one uniform a node, float32 [B, N], fresh in every round;
+* ``none``: it has no use for those of ``round`` that it is given.
 
 A rule of your own is a ``Rule``, which ``Plan`` takes in place of a name.
 """
@@ -53,7 +54,7 @@ class Rule:
 
     name: str
     walk: Walk
-    coins: Literal["target", "round"]
+    coins: Literal["target", "round", "none"]
     exact_for: frozenset[Proposal]
     walk_replaced: Walk | None = None
     walk_points_last: Walk | None = None
@@ -84,7 +85,7 @@ class Rule:
 def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
     """Medusa's typical acceptance; see ``jspec.verify.typical.Typical``. Lossy."""
     return Rule(
-        "typical", Typical(threshold, alpha), "round", frozenset(), lossless=False,
+        "typical", Typical(threshold, alpha), "none", frozenset(), lossless=False,
         summary="Medusa's: accept what the target finds likely enough, by its entropy; greedy "
         "stays exact",
     )  # fmt: skip

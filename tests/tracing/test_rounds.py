@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -274,6 +275,59 @@ def test_every_rule_can_be_traced(rule):
     trace = tracing.of_row(plan, tables, row)
     assert trace.token_ids == generate_rows(plan, tables, [row])[0].tokens.tolist()
     assert_paths_are_the_text(trace)
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), BUSH])
+def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
+    """Whatever the coin of a node that was not reached, the round is the same."""
+    given = {"node": 0, "coin": 0.5}
+
+    def walk(warped, draft, tree, coins):
+        instead = jax.pure_callback(
+            lambda: (np.int32(given["node"]), np.float32(given["coin"])),
+            (jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)),
+        )
+        return block(warped, draft, tree, coins.at[:, instead[0]].set(instead[1]))
+
+    block = verify.RULES["block"].walk
+    rule = dataclasses.replace(verify.RULES["block"], walk=walk)
+    proposal = "chain" if len(parents) == 4 else "without_replacement"
+    drafter = fakes.TreeTableDrafter(3, parents=parents, proposal=proposal)
+    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
+
+    def first_round(seed, node=0, coin=0.5):
+        given.update(node=node, coin=coin)
+        trace = tracing.of_row(plan, tables, Row((3, 1), 4, temperature=TEMPERATURE, seed=seed))
+        return trace.rounds[0]
+
+    idle = decisive = 0
+    for seed in range(6):
+        as_is = first_round(seed)
+        for node in as_is.nodes[1:]:
+            if node.fate == "not reached":
+                idle += 1
+                for coin in (0.0, 0.9999):
+                    other = first_round(seed, node.index, coin)
+                    assert [n.fate for n in other.nodes] == [n.fate for n in as_is.nodes]
+            elif node.fate == "refused":
+                other = first_round(seed, node.index, 0.0)
+                decisive += other.nodes[node.index].fate == "accepted"
+    assert decisive > 3 and (idle > 3) == (proposal != "chain")
+
+
+def test_typical_acceptance_tosses_no_coins_and_chooses_among_paths():
+    drafter = fakes.TreeTableDrafter(3, parents=BUSH)
+    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, "typical"), toy_trace()[1]
+    trace = tracing.of_row(plan, tables, Row((3, 1), 40, temperature=TEMPERATURE))
+    fates = {}
+    for each in trace.rounds:
+        for node in each.nodes[1:]:
+            assert node.coin is None and node.chance is None
+            fates.setdefault(node.fate, []).append(node)
+            assert node.fate != "refused" or node.p <= 0.09
+    assert fates.keys() >= {"accepted", "refused", "not taken"}
+    assert max(node.p for node in fates["not taken"]) > 0.09
+    assert "off the path that was chosen" in trace.html() and "Coin" not in trace.html()
 
 
 def test_a_target_without_any_law_ends_the_trace_and_says_so():
