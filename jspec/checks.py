@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ def are_whole(values: Sequence[Any], least: int = -INT32) -> bool:
     if values and all(type(value) is int for value in values):  # prompts are long
         return least <= min(values) and max(values) < INT32
     return all(is_whole(value, least) for value in values)
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value can be called, and be a part of what tells programs apart."""
+    return callable(value) and isinstance(value, Hashable)
 
 
 def listed(name: str, value: Any) -> tuple:

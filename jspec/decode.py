@@ -32,8 +32,9 @@ class Trace:
     """What was drafted and accepted in each of the first R rounds, for inspection."""
 
     accepted: Array  # [R, B] int32, -1 where the row did not run
-    tokens: Array  # [R, B, N] int32, -1 where a node is not valid
-    parents: Array  # [R, B, N] int32
+    drafted: Array  # [R, B] int32
+    tokens: Array | None  # [R, B, N] int32, -1 where a node is not valid; None: not kept
+    parents: Array | None  # [R, B, N] int32
 
 
 @struct.dataclass
@@ -297,8 +298,9 @@ def init_stats(plan: Plan, batch: int) -> Stats:
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
     trace = None
     if plan.record_rounds:
-        nodes = (plan.record_rounds, batch, plan.drafter.tree_size)
-        trace = Trace(zeros(*nodes[:2]) - 1, zeros(*nodes) - 1, zeros(*nodes) - 1)
+        none = lambda *nodes: zeros(plan.record_rounds, batch, *nodes) - 1
+        of_nodes = lambda: none(plan.drafter.tree_size) if plan.record_nodes else None
+        trace = Trace(none(), none(), of_nodes(), of_nodes())
     return Stats(
         zeros(batch), zeros(batch), zeros(batch), zeros(batch, plan.drafter.max_depth + 1), trace
     )
@@ -316,19 +318,24 @@ def record(stats: Stats, round_index: Array, draft: Draft, tree: Tree, verdict: 
         drafts=stats.drafts + drew,
         drafted=stats.drafted + jnp.where(ran, num_drafted, 0),
         accepted=stats.accepted + (histogram & drew[:, None]),
-        trace=_record_trace(stats.trace, round_index, draft, tree, ran, num_accepted),
+        trace=_record_trace(stats.trace, round_index, draft, tree, ran, num_accepted, num_drafted),
     )
 
 
-def _record_trace(trace, round_index, draft, tree, ran, num_accepted):
+def _record_trace(trace, round_index, draft, tree, ran, num_accepted, num_drafted):
     if trace is None:
         return None
-    shown = draft.valid & ran[:, None]
     put = lambda buffer, row: buffer.at[round_index].set(row, mode="drop")
+    trace = trace.replace(
+        accepted=put(trace.accepted, jnp.where(ran, num_accepted, -1)),
+        drafted=put(trace.drafted, num_drafted),
+    )
+    if trace.tokens is None:
+        return trace
+    shown = draft.valid & ran[:, None]
     missing = trace.tokens.shape[2] - shown.shape[1]  # a gear's drafts may be smaller
     nodes = lambda x: jnp.pad(jnp.where(shown, x, -1), ((0, 0), (0, missing)), constant_values=-1)
-    return Trace(
-        accepted=put(trace.accepted, jnp.where(ran, num_accepted, -1)),
+    return trace.replace(
         tokens=put(trace.tokens, nodes(draft.tokens)),
         parents=put(trace.parents, nodes(tree.parents)),
     )

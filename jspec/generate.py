@@ -18,7 +18,7 @@ from flax import struct
 
 from jspec import contracts, shaping
 from jspec.buckets import bucket
-from jspec.decode import DecodeState, decode, init_shared, init_stats, prefill
+from jspec.decode import DecodeState, Trace, decode, init_shared, init_stats, prefill
 from jspec.drafters import NoDrafter
 from jspec.kv import KVCache
 from jspec.logprobs import Logprobs, Scoring
@@ -48,7 +48,8 @@ class Answer:
       drafts: rounds that had at least one drafted token.
       drafted: drafted tokens.
       accepted: int [K+1], how many drafts had 0..K tokens accepted.
-      trace: (accepted, tokens, parents) of every recorded round, or None.
+      steps: (accepted, drafted), how many of each recorded round, or None.
+      trace: (accepted, tokens, parents) of each recorded round, or None.
       logprobs: of ``tokens``, or None.
       prompt_logprobs: of the prompt's tokens but the first, or None.
     """
@@ -60,6 +61,7 @@ class Answer:
     drafts: int
     drafted: int
     accepted: np.ndarray
+    steps: tuple[np.ndarray, np.ndarray] | None = None
     trace: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -315,14 +317,22 @@ def read(batch: Batch) -> list[Answer]:
     """Brings the rows' tokens and counts to the host."""
     state = batch.state
     request = batch.request
+    stats = state.stats.replace(trace=_until(state.round, state.stats.trace))
     host = jax.device_get(
-        (state.history, state.done, state.stats, request.stop_tokens, request.max_length,
-         state.logprobs)
-    )  # fmt: skip
+        (state.history, state.done, stats, request.stop_tokens, request.max_length, state.logprobs)
+    )
     has_prompt = batch.scoring is not None and batch.scoring.prompt
     return [
         _answer(host, row, int(start), has_prompt) for row, start in enumerate(batch.prompt_lengths)
     ]
+
+
+def _until(round_index: Array, trace: Trace | None) -> Trace | None:
+    """What was recorded so far: room for the longest of texts may be far more."""
+    if trace is None:
+        return None
+    count = bucket(int(round_index))  # few sizes, as each is a program
+    return trace if count >= len(trace.accepted) else jax.tree.map(lambda x: x[:count], trace)
 
 
 def _answer(host, row: int, prompt_length: int, has_prompt: bool) -> Answer:
@@ -335,17 +345,16 @@ def _answer(host, row: int, prompt_length: int, has_prompt: bool) -> Answer:
     if done[row]:
         full = history.length[row] >= max_length[row]
         reason = "stop" if stop_token is not None else "length" if full else "error"
-    trace = None
+    steps = trace = None
     if stats.trace is not None:
         ran = stats.trace.accepted[:, row] >= 0
-        trace = tuple(
-            part[ran, row]
-            for part in (stats.trace.accepted, stats.trace.tokens, stats.trace.parents)
-        )
+        kept = jax.tree.map(lambda part: part[ran, row], stats.trace)
+        steps = kept.accepted, kept.drafted
+        trace = None if kept.tokens is None else (kept.accepted, kept.tokens, kept.parents)
     return Answer(
         tokens=tokens, finish_reason=reason, stop_token=stop_token, rounds=int(stats.rounds[row]),
         drafts=int(stats.drafts[row]), drafted=int(stats.drafted[row]),
-        accepted=stats.accepted[row].copy(), trace=trace,
+        accepted=stats.accepted[row].copy(), steps=steps, trace=trace,
         logprobs=None if scores is None else part(prompt_length, history.length[row]),
         prompt_logprobs=part(1, prompt_length) if has_prompt else None,
     )  # fmt: skip

@@ -105,7 +105,9 @@ def pause(known: Experience, running: Array) -> Array:
     While nothing is drafted nothing is learned: only a row's patience can end.
     """
     left = known.patience - known.idle
-    return jnp.where(running & (left > 0), left, _FOREVER).min()
+    left = jnp.where(running & (left > 0), left, _FOREVER).min()
+    # Where no row seems to run, as prompts may end like texts do, the next round shows.
+    return jnp.where(running.any(), left, 1)
 
 
 def _emitted(lengths: tuple[int, ...], rates: Array, running: Array) -> Array:

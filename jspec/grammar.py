@@ -232,6 +232,7 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
       ValueError: there is no token to end with, the pattern cannot be read or stands for too large
         an automaton, or no tokens spell it.
     """
+    ends = frozenset(token for token in ends if token < vocab_size)  # others are never said
     if not ends:
         raise ValueError(
             "structured_outputs needs a token that ends the text, and the model names none; give "
@@ -329,8 +330,9 @@ def _with_metaspace(token: str) -> bytes:
 def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
     """The automaton of a batch of ``size`` rows, those without a grammar being free."""
     unique = list(dict.fromkeys(grammar for grammar in grammars if grammar is not None))
-    first, tokens, following = [np.zeros(1, np.int32)], [], []
-    listed, forbids, begin = [np.empty(0, np.int32)], [True], {}
+    none = np.empty(0, np.int32)
+    first, tokens, following = [np.zeros(1, np.int32)], [none], [none]
+    listed, forbids, begin = [none], [True], {}
     states = transitions = 0
     for grammar in unique:
         begin[grammar] = states + 1 + grammar.start

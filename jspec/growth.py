@@ -92,7 +92,8 @@ def chain(
         drawn = drawing.children(logits, only, jnp.int32(node)[None], node, said)
         ids = drawn.ids[:, :, 0]
         if likely is not None:
-            likely *= sampling.chance(logits, drawn.law, ids, drawing.request.sampling)
+            shaped = drawing.shaped(logits, said)
+            likely *= sampling.chance(shaped, drawn.law, ids, drawing.request.sampling)
         return Level(drawing.target_ids(ids), drawn.law, likely)
 
     def step(carry: tuple[Frontier, Array | None, Level], node: int | Array):

@@ -27,7 +27,9 @@ class Job:
         """The request as it stands: all its texts, or the best of those that were drawn."""
         drawn = list(self.transcripts)
         if len(drawn) > self.params.n:
-            drawn = sorted(drawn, key=lambda each: -each.cumulative_logprob)[: self.params.n]
+            # What broke off is likelier for being shorter, but no whole text.
+            value = lambda each: (each.finish_reason != "error", each.cumulative_logprob)
+            drawn = sorted(drawn, key=value, reverse=True)[: self.params.n]
         outputs = [each.output(index, detailed) for index, each in enumerate(drawn)]
         return RequestOutput(
             request_id=str(self.number),

@@ -374,7 +374,8 @@ class LLM:
             return self._plan
         longest = max(row.max_tokens for job in todo for row in job.rows)
         # A power of two, so that calls of similar length share a program.
-        return dataclasses.replace(self._plan, record_rounds=1 << (longest - 1).bit_length())
+        rounds = 1 << (longest - 1).bit_length()
+        return dataclasses.replace(self._plan, record_rounds=rounds, record_nodes=self._detailed)
 
     def _render(
         self, messages: Sequence[Mapping], chat_template: str | None, variables: dict[str, Any]

@@ -90,7 +90,8 @@ def score(logits: Array, said: Array, count: int, mode: Mode) -> Logprobs:
       mode: whether log-probabilities are wanted, or logits.
     """
     logits = logits.astype(jnp.float32)
-    values = jax.nn.log_softmax(logits, -1) if mode.endswith("logprobs") else logits
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # as tokens are drawn
+    values = sampling.log_probs(logits) if mode.endswith("logprobs") else logits
     chosen = jnp.take_along_axis(values, said[..., None], -1)
     rank = 1 + (values > chosen).sum(-1, dtype=jnp.int32)
     if count:

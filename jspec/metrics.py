@@ -174,15 +174,16 @@ def _steps(accepted: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> dic
 def cut(answer: Answer, num_tokens: int) -> Answer:
     """The answer that would have been, had the row ended after ``num_tokens`` of its tokens.
 
-    Needs a trace of every round. The round in which the last token was emitted counts as clipped,
+    Needs the steps of every round. The round in which the last token was emitted counts as clipped,
     as the device does it at a stop token.
     """
-    accepted, tokens, parents = answer.trace
+    accepted, drafted = answer.steps
     ends = np.cumsum(accepted + 1)  # tokens emitted by the end of each round
     rounds = int(np.searchsorted(ends, num_tokens)) + 1
     accepted = accepted[:rounds].copy()
     accepted[-1] -= ends[rounds - 1] - num_tokens
-    drafted = (tokens[:rounds, 1:] >= 0).sum(1)
+    drafted = drafted[:rounds]
+    nodes = () if answer.trace is None else answer.trace[1:]
     return dataclasses.replace(
         answer,
         tokens=answer.tokens[:num_tokens],
@@ -190,7 +191,8 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
         drafts=int((drafted > 0).sum()),
         drafted=int(drafted.sum()),
         accepted=np.bincount(accepted[drafted > 0], minlength=len(answer.accepted)),
-        trace=(accepted, tokens[:rounds], parents[:rounds]),
+        steps=(accepted, drafted),
+        trace=(accepted, *(part[:rounds] for part in nodes)) if nodes else None,
         logprobs=answer.logprobs and answer.logprobs.first(num_tokens),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspec import grammar
-from jspec.checks import INT32, are_whole, is_real, is_whole, listed
+from jspec.checks import INT32, are_whole, is_function, is_real, is_whole, listed
 from jspec.naming import did_you_mean, shown
 from jspec.rows import COLDEST, HOTTEST, LEAST_REPETITION
 
@@ -173,8 +173,8 @@ class SamplingParams:
             ("best_of", self.best_of is None or (
                 whole(self.best_of, 1, _MOST_TEXTS) and whole(self.n) and self.best_of >= self.n),
              f"None or a whole number of at least n={shown(self.n)}, and at most {_MOST_TEXTS}"),
-            ("logits_processors", all(map(callable, self.logits_processors)),
-             "a list of functions"),
+            ("logits_processors", all(map(is_function, self.logits_processors)),
+             "a list of functions that can be hashed"),
         )  # fmt: skip
         switches = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
         checks += tuple(

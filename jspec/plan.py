@@ -33,6 +33,7 @@ class Plan:
         drafter's ``tree_size``; a round runs at the smallest that holds its longest draft. () for
         the default: the drafter's ``rungs`` if it has any, else 1 and ``tree_size``.
       record_rounds: rounds whose drafts are kept for inspection, 0 for none.
+      record_nodes: whether their nodes are kept, too, or only how many were drafted and accepted.
 
     Raises:
       ValueError: the target or the drafter is none, the rule is unknown, or not exact for the
@@ -45,6 +46,7 @@ class Plan:
     rule: str | verify.Rule = "rejection"
     ladder: tuple[int, ...] = ()
     record_rounds: int = 0
+    record_nodes: bool = True
 
     def __post_init__(self):
         contracts.check_target(self.target)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jspec import grammar, shaping
 from jspec.buckets import bucket
-from jspec.checks import are_whole, is_real, is_whole, listed
+from jspec.checks import are_whole, is_function, is_real, is_whole, listed
 from jspec.grammar import Grammar
 from jspec.naming import shown
 from jspec.sampling import WARPS
@@ -104,7 +104,8 @@ class Row:
             ("logit_bias", all(map(_is_bias, self.logit_bias)), "(token id, number) pairs"),
             ("allowed_token_ids", are_whole(self.allowed_token_ids), "token ids"),
             ("bad_words", all(map(_is_run, self.bad_words)), "runs of at least one token"),
-            ("logits_processors", all(map(callable, self.logits_processors)), "functions"),
+            ("logits_processors", all(map(is_function, self.logits_processors)),
+             "functions that can be hashed"),
         )  # fmt: skip
         for name, holds, wanted in checks:
             if not holds:

@@ -1,5 +1,6 @@
 """The loop itself: what is compiled, what is kept, what is never touched."""
 
+import dataclasses
 import importlib
 import re
 
@@ -192,6 +193,23 @@ def test_the_trace_of_rounds_spells_the_text():
             at += count + 1
         assert (drafted[:, 1:] >= 0).sum() == answer.drafted
         assert (parents[:, 0] == 0).all()
+
+
+def test_steps_are_kept_without_their_nodes_and_read_as_far_as_they_went(monkeypatch):
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32), tiny.params()
+    whole = host.generate_rows(plan, params, rows(temperature=0.6))
+    plan = dataclasses.replace(plan, record_rounds=1024, record_nodes=False)
+    batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.6)))
+    sizes, get = [], jax.device_get
+    monkeypatch.setattr(
+        jax, "device_get", lambda x: sizes.append(max(map(jnp.size, jax.tree.leaves(x)))) or get(x)
+    )
+    for answer, expected in zip(host.read(batch), whole, strict=True):
+        accepted, nodes, _ = expected.trace
+        np.testing.assert_array_equal(answer.steps[0], accepted)
+        np.testing.assert_array_equal(answer.steps[1], (nodes[:, 1:] >= 0).sum(1))
+        assert answer.trace is None
+    assert max(sizes) < 1024
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])

@@ -98,6 +98,21 @@ def test_what_ends_matches_and_what_is_cut_could_still_match(plain):
     assert any(answer.finish_reason == "stop" for answer in plain[0.9])
 
 
+def test_rows_without_a_grammar_may_be_a_group_of_their_own(plain):
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    alone = host.generate_rows(plan, tiny.params(), requests(0.9), max_num_seqs=1)
+    assert [one.tokens.tolist() for one in alone] == [one.tokens.tolist() for one in plain[0.9]]
+
+
+def test_an_end_that_no_token_is_ends_nothing():
+    ends = frozenset({END, 500})
+    with_it, without = (grammar.compiled("ab|b*", TOKENIZER, given, 64)
+                        for given in (ends, frozenset({END})))  # fmt: skip
+    np.testing.assert_array_equal(with_it.tokens, without.tokens)
+    with pytest.raises(ValueError, match="needs a token that ends the text"):
+        grammar.compiled("ab", TOKENIZER, frozenset({500}), 64)
+
+
 @pytest.mark.parametrize(
     "name",
     [name if name in ("ngram", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
@@ -171,11 +186,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp() / "llm"
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
-    yield root
-    jax.config.update("jax_compilation_cache_dir", before)
+    return tmp_path_factory.getbasetemp() / "llm"
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])

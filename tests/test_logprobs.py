@@ -2,14 +2,14 @@
 
 import dataclasses
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 
 import jspec
 from jspec import SamplingParams
-from jspec.logprobs import Scoring
+from jspec.logprobs import Scoring, score
 from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
@@ -22,11 +22,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.getbasetemp() / "llm"
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(root / "programs"))
-    yield root
-    jax.config.update("jax_compilation_cache_dir", before)
+    return tmp_path_factory.getbasetemp() / "llm"
 
 
 def full_pass(root, ids):
@@ -130,6 +126,36 @@ def test_the_best_of_several_texts_are_those_of_largest_sum(root):
     logits = jspec.LLM(llm_fixtures.loaded(root)["target"], logprobs_mode="raw_logits")
     with pytest.raises(ValueError, match="best_of=2 compares log-probabilities"):
         logits.generate(PROMPTS[0], SamplingParams(best_of=2))
+
+
+def test_the_best_of_several_texts_are_whole_ones(root):
+    """Who breaks off early has a larger sum."""
+
+    def nothing_after_a_low_token(logits, ids, length):
+        return jnp.where((ids[length - 1] < 160) & (length > 12), -jnp.inf, logits)
+
+    llm = llm_fixtures.llm(root, "none")
+    params = SamplingParams(n=2, best_of=16, max_tokens=6, seed=1, ignore_eos=True, logprobs=0,
+                            logits_processors=(nothing_after_a_low_token,))  # fmt: skip
+    drawn = llm.generate(PROMPTS[0], dataclasses.replace(params, n=16))[0].outputs
+    whole = sorted(each.cumulative_logprob for each in drawn if each.finish_reason == "length")
+    broken = [each.cumulative_logprob for each in drawn if each.finish_reason == "error"]
+    best = llm.generate(PROMPTS[0], params)[0].outputs
+    assert len(whole) >= 2 and max(broken) > whole[-1]
+    assert [each.cumulative_logprob for each in best] == pytest.approx(whole[:-3:-1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_logit_says_of_the_others_what_is_drawn_from(bad):
+    logits = np.random.default_rng(0).normal(size=(1, 1, 8)).astype(np.float32)
+    logits[..., 3] = bad
+    said = jnp.array([[3 if bad == np.inf else 5]])
+    found = score(jnp.asarray(logits), said, 2, "raw_logprobs")
+    law = scipy.special.log_softmax(np.delete(logits[0, 0], 3).astype(np.float64))
+    expected = 0.0 if bad == np.inf else law[4]
+    assert found.chosen[0, 0] == pytest.approx(expected, abs=1e-5)
+    assert found.rank[0, 0] == 1 + (0 if bad == np.inf else (law > law[4]).sum())
+    assert (found.top_ids[0, 0, 0] == 3) == (bad == np.inf)
 
 
 def test_more_than_allowed_and_unknown_modes_are_refused(root):

@@ -19,6 +19,7 @@ def answer(parents=CHAIN):
     return Answer(
         tokens=np.arange(10) + 100, finish_reason="length", stop_token=None, rounds=5, drafts=4,
         drafted=11, accepted=np.array([1, 2, 0, 1]),
+        steps=(np.array(ACCEPTED), np.array([len(ids) for ids in IDS])),
         trace=(
             np.array(ACCEPTED),
             np.array([pad(ids, 1) for ids in IDS]),

@@ -7,6 +7,14 @@ import pytest
 from jspec.params import NOT_YET, SamplingParams
 
 
+@dataclasses.dataclass
+class Unhashable:
+    """A logits processor whose fields may change."""
+
+    def __call__(self, logits, ids, length):
+        return logits
+
+
 def test_defaults_are_those_of_vllm():
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
@@ -113,7 +121,14 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"logit_bias": {-3: 1}}, "logit_bias={-3: 1} must be"),
         ({"allowed_token_ids": []}, "allowed_token_ids=[] must be None for all, or a list"),
         ({"bad_words": ["a", " "]}, "bad_words=['a', ' '] must be a list of strings"),
-        ({"logits_processors": [3]}, "logits_processors=[3] must be a list of functions."),
+        (
+            {"logits_processors": [3]},
+            "logits_processors=[3] must be a list of functions that can be hashed.",
+        ),
+        (
+            {"logits_processors": [Unhashable()]},
+            "logits_processors=[Unhashable()] must be a list of functions that can be hashed.",
+        ),
         ({"structured_outputs": {"grammar": "x"}}, "must hold one of json, regex, choice, json_ob"),
         ({"logprobs": -2}, "logprobs=-2 must be None, -1 or a whole number of at least 0."),
         ({"prompt_logprobs": 1.5}, "prompt_logprobs=1.5 must be None, -1 or"),

@@ -173,7 +173,8 @@ def record(
       ValueError: the row does not fit the model.
     """
     # A stop string is cut by what the rounds emitted.
-    plan = dataclasses.replace(plan, record_rounds=1 << (row.max_tokens - 1).bit_length())
+    rounds = 1 << (row.max_tokens - 1).bit_length()
+    plan = dataclasses.replace(plan, record_rounds=rounds, record_nodes=False)
     looking = dataclasses.replace(plan, drafter=recorder(plan))
     batch = start(looking, params, [row]).replace(shared=shared)
     batch = batch.replace(shared=price(plan, params, _unwatched(batch)))

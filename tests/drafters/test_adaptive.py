@@ -17,7 +17,15 @@ from jspec.types import Params
 from jspec.verify import rejection
 from tests import shipped, tiny
 from tests.drafters import heads, hydras, speculators
-from tests.fakes import OracleDrafter, PrefixTarget, ScriptedDrafter, run_rows, script, table
+from tests.fakes import (
+    OracleDrafter,
+    PrefixTarget,
+    ScriptedDrafter,
+    ToyTarget,
+    run_rows,
+    script,
+    table,
+)
 
 host = importlib.import_module("jspec.generate")
 loop = importlib.import_module("jspec.decode")
@@ -93,6 +101,20 @@ def test_what_was_given_up_is_tried_again_at_intervals_that_double():
     pauses = np.diff(drafted)[np.diff(drafted) > 1] - 1
     assert lengths[0] == 4 and set(lengths[drafted[-8:-1]]) == {2}  # a try is short
     assert pauses[:6].tolist() == [4, 8, 16, 32, 64, 128] and set(pauses[6:]) == {128}
+
+
+def test_a_prompt_that_ends_as_a_text_does_is_drafted_for_as_any_other():
+    around = jnp.eye(V)[(jnp.arange(V) + 1) % (V - 1)] * 30  # says 0 to V - 2 in turn, never V - 1
+    drafter = Adaptive(NGram(4, 1, 3), (0, 2, 4))
+    plan, found = Plan(ToyTarget(V), drafter), []
+    for stops in ((), (V - 1,)):
+        row = host.Row((*range(V - 1), V - 1), max_tokens=80, stop_token_ids=stops)
+        batch = host.start(plan, Params(around, None), [row])
+        batch = batch.replace(shared=costs(drafter, 1.0, 1.05, 1.1))
+        [answer] = host.read(host.advance(plan, Params(around, None), batch))
+        found.append(answer)
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    assert found[1].rounds <= found[0].rounds + 1 < 40
 
 
 def test_a_text_that_becomes_easy_is_drafted_for_within_a_few_rounds():

@@ -65,6 +65,15 @@ def test_texts_are_those_of_plain_decoding(name):
     )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", FAST)
+def test_what_a_request_makes_certain_ends_no_chain(name, temperature):
+    plan, params = plan_of(name, 0.1)
+    row = host.Row(ROWS[1].prompt, 20, temperature=temperature, allowed_token_ids=(11,))
+    [answer] = host.generate_rows(plan, params, [row])
+    assert answer.acceptance_length == plan.drafter.max_depth + 1
+
+
 def test_a_draft_model_remembers_what_it_saw_of_a_chain_that_ended():
     own = DraftModel(tiny.TARGET.config, K, confidence_threshold=0.05)
     plan = Plan(tiny.TARGET, own, record_rounds=64)
