@@ -2,14 +2,16 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec import config
 from jspec.bench.peer import Peer
 from jspec.bench.questions import Request
 from jspec.bench.timing import Sample
@@ -43,6 +45,12 @@ class Case:
         """The case in a few words."""
         drawn = f"temperature {self.temperature:g}" if self.temperature else "greedy"
         return f"batch {self.batch_size}, {drawn}"
+
+
+def filled(requests: Sequence[Request], batch_size: int, least: int = 0) -> list[Request]:
+    """At least so many requests, and as many of them once more as the last group lacks."""
+    count = -(-max(len(requests), least) // batch_size) * batch_size
+    return list(itertools.islice(itertools.cycle(requests), count))
 
 
 def by_category(requests: Sequence[Request]) -> dict[str, list[Request]]:
@@ -105,7 +113,7 @@ class Theirs:
       mode: one of ``PEER_MODES``.
       case: what is done.
       requests: by category.
-      num_speculative_tokens: K, of modes that speculate.
+      settings: of modes that speculate, as the worker's protocol has them.
       eos_token_ids: that end an answer.
     """
 
@@ -113,7 +121,7 @@ class Theirs:
     mode: str
     case: Case
     requests: dict[str, list[Request]]
-    num_speculative_tokens: int
+    settings: dict[str, int]
     eos_token_ids: tuple[int, ...]
 
     def __call__(self) -> Sample:
@@ -128,8 +136,8 @@ class Theirs:
             answer = self.peer.generate(
                 self.mode, [list(requests[index].token_ids) for index in some],
                 max_new_tokens=self.case.max_tokens, temperature=self.case.temperature,
-                seed=self.case.seed + first, eos_token_ids=list(self.eos_token_ids), ngram_max=3,
-                num_speculative_tokens=self.num_speculative_tokens, threads=os.cpu_count(),
+                seed=self.case.seed + first, eos_token_ids=list(self.eos_token_ids),
+                threads=os.cpu_count(), **self.settings,
             )  # fmt: skip
             total.seconds += answer["seconds"]
             total.cpu_seconds += answer["cpu_seconds"]
@@ -138,13 +146,26 @@ class Theirs:
         return total
 
 
-def peer_refusal(model: Any, dtype: str | None) -> str | None:
-    """Why transformers cannot be measured beside; None where it can."""
+def peer_settings(mode: str, configs: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """What a mode of the peer is to do as the first of ours that does the same; None: none does."""
+    method = {"assisted": "draft_model", "prompt_lookup": "ngram"}.get(mode)
+    if method is None:
+        return {}
+    given = next((each for each in configs if each.get("method") == method), None)
+    if given is None:
+        return None
+    ours = config.read(given).settings
+    same = {"num_speculative_tokens": ours["num_speculative_tokens"]}
+    return same | ({"ngram_max": ours["prompt_lookup_max"]} if method == "ngram" else {})
+
+
+def peer_refusal(model: Any, dtype: str) -> str | None:
+    """Why transformers cannot be measured beside, in the target's ``dtype``; None where it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return "the model is no local directory"
-    return None if dtype in (None, "auto", "float32", "bfloat16") else f"dtype={dtype}"
+    return None if dtype in ("float32", "bfloat16") else f"it is not measured in {dtype}"
 
 
 def name_of(config: dict | None) -> str:

@@ -1,5 +1,6 @@
 """The client of the ``peer_transformers`` worker."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -28,9 +29,11 @@ class Peer:
             command += ["--draft", str(draft)]
         env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # Of a session of its own: Ctrl-C is for this process, which then ends the worker.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+            start_new_session=True,
+        )  # fmt: skip
         self.info = self._read()
 
     def __enter__(self) -> "Peer":
@@ -44,14 +47,14 @@ class Peer:
         return self._ask(op="generate", mode=mode, prompts=prompts, **settings)
 
     def close(self) -> None:
-        """Ends the worker."""
-        if self._process.poll() is None:
-            self._process.stdin.close()
-            self._process.wait(timeout=30)
+        """Ends the worker, whatever it does."""
+        self._process.terminate()
+        self._process.communicate()
 
     def _ask(self, **request: Any) -> dict:
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # what is read says so
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         return self._read()
 
     def _read(self) -> dict:

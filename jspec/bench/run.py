@@ -10,7 +10,7 @@ from jspec import config, loading
 from jspec.assembly import assemble
 from jspec.bench import questions as reading
 from jspec.bench.contenders import by_category, peer_refusal
-from jspec.bench.peer import Peer
+from jspec.bench.peer import Peer, PeerError
 from jspec.bench.questions import Question
 from jspec.bench.settings import Settings
 from jspec.bench.table import CaseTable, portable
@@ -64,14 +64,19 @@ def bench(
         "interrupted": False,
         "rows": [],
     }
-    with _peer(model, settings, results) as peer:
+    dtype = target.params.embedding.dtype.name
+    with _peer(model, dtype, settings, results) as peer:
         for case in settings.cases:
             table = CaseTable(target, settings, case, requests, peer)
             try:
                 table.run(on_step)
             except KeyboardInterrupt:
                 results["interrupted"] = True
+            except PeerError as error:  # while it was measured; what there is stays
+                table.failed["the peer"] = str(error)
             results["rows"] += table.rows()
+            for name, reason in table.failed.items():
+                results["peer"] += f"; {case.words}: {name} failed ({reason})"
             if results["rows"]:  # none, where Ctrl-C comes before the first sample
                 on_case(results)
             if results["interrupted"]:
@@ -80,17 +85,21 @@ def bench(
 
 
 @contextlib.contextmanager
-def _peer(model: Any, settings: Settings, results: dict) -> Iterator[Peer | None]:
+def _peer(model: Any, dtype: str, settings: Settings, results: dict) -> Iterator[Peer | None]:
     """transformers with the model loaded, or None; the results say which."""
-    refusal = peer_refusal(model, settings.dtype) if settings.peers else "not asked for"
-    if refusal:
+    refusal = peer_refusal(model, dtype) if settings.peers else "not asked for"
+    draft = settings.draft_folder
+    try:
+        peer = None if refusal else Peer(model, draft, dtype)
+    except PeerError as error:
+        peer, refusal = None, f"transformers cannot load the models ({error})"
+    if peer is None:
         results["peer"] = refusal
         yield None
         return
-    draft = settings.draft_folder
-    dtype = "float32" if settings.dtype in (None, "auto") else settings.dtype
-    with Peer(model, draft, dtype) as peer:
-        results["peer"] = f"transformers {peer.info['transformers']}, torch {peer.info['torch']}"
+    with peer:
+        versions = "transformers {transformers}, torch {torch}".format_map(peer.info)
+        results["peer"] = f"{versions}, {dtype}"
         if draft is None:
             results["peer"] += "; assisted generation needs a draft_model in a local directory"
         yield peer

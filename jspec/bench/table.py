@@ -14,7 +14,18 @@ import jax
 
 from jspec import config
 from jspec.assembly import Assembly, assemble
-from jspec.bench.contenders import PEER_MODES, PLAIN, Case, Ours, Theirs, name_of, sum_of
+from jspec.bench.contenders import (
+    PEER_MODES,
+    PLAIN,
+    Case,
+    Ours,
+    Theirs,
+    filled,
+    name_of,
+    peer_settings,
+    sum_of,
+)
+from jspec.bench.peer import PeerError
 from jspec.bench.settings import Settings
 from jspec.bench.split import split
 from jspec.bench.timing import Contender, Sample, race, ratios, spread
@@ -28,8 +39,11 @@ class CaseTable:
     """One case: its contenders, their samples, and the rows made of them."""
 
     def __init__(self, target: LoadedModel, settings: Settings, case: Case, requests, peer):
-        self._settings, self._case, self._requests = settings, case, requests
+        self._settings, self._case = settings, case
+        self._questions = {name: len(some) for name, some in requests.items()}
+        self._requests = {name: filled(some, case.batch_size) for name, some in requests.items()}
         self._target, self._peer = target, peer
+        self.failed: dict[str, str] = {}  # those of the peer that could not, and why
         self._assemblies: dict[str, tuple[dict | None, Assembly]] = {}
         self._first: dict[str, tuple[float, Sample]] = {}
         self._field: list[Contender] = []
@@ -40,7 +54,11 @@ class CaseTable:
         for name, run in self._contenders():
             on_step(f"{self._case.words}: compiling {name}")
             begin = time.perf_counter()
-            run()
+            try:
+                run()
+            except PeerError as error:
+                self.failed[name] = str(error)
+                continue
             first = time.perf_counter() - begin
             self._first[name] = first, run()
             self._field.append(Contender(name, run))
@@ -64,17 +82,13 @@ class CaseTable:
                 name += "'"
             self._assemblies[name] = given, made
             yield name, Ours(llm, self._case, self._requests)
-        depth = max(made.plan.drafter.max_depth for _, made in self._assemblies.values())
         for mode, name in PEER_MODES.items() if self._peer else ():
-            if mode == "eager" or (self._case.batch_size == 1 and self._has(mode)):
+            same = peer_settings(mode, self._settings.configs)
+            if same is None or (mode == "assisted" and self._settings.draft_folder is None):
+                continue
+            if mode == "eager" or self._case.batch_size == 1:  # all that transformers can
                 eos = self._target.eos_token_ids
-                yield name, Theirs(self._peer, mode, self._case, self._requests, depth, eos)
-
-    def _has(self, mode: str) -> bool:
-        """Whether the peer speculates as one of ours does."""
-        method = {"assisted": "draft_model", "prompt_lookup": "ngram"}[mode]
-        fits = method in [each.get("method") for each in self._settings.configs]
-        return fits and (mode != "assisted" or self._settings.draft_folder is not None)
+                yield name, Theirs(self._peer, mode, self._case, self._requests, same, eos)
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each contender that has a sample; none where plain decoding has not."""
@@ -88,7 +102,8 @@ class CaseTable:
         given, made = self._assemblies.get(each.name, (None, None))
         row: dict[str, Any] = {
             "batch_size": self._case.batch_size, "temperature": self._case.temperature,
-            "name": each.name, "config": given and portable(given),
+            "name": each.name,
+            "config": dict(each.run.settings) if made is None else given and portable(given),
             "tokens_per_second": spread([s.num_tokens / s.seconds for s in each.kept]),
             "speedup": spread(ratios(each, plain)),
             "categories": self._categories(each, plain),
@@ -120,7 +135,8 @@ class CaseTable:
             )
             own = part(each)
             found[name] = {
-                "questions": len(some), "tokens_per_second": own.median,
+                "questions": self._questions[name], "requests": len(some),
+                "tokens_per_second": own.median,
                 "speedup": statistics.median(ratios(own, part(plain))),
             }  # fmt: skip
         return found

@@ -1,11 +1,10 @@
 """The prompts of a batch size, how they run in groups, and what was said to them."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from jspec import loading
-from jspec.bench.contenders import Case
+from jspec.bench.contenders import Case, filled
 from jspec.bench.questions import Request
 from jspec.calibration import CostTable
 from jspec.decode import init_shared
@@ -72,9 +71,8 @@ def workload(
     ``least`` is how many there are to be. Where answers are drawn at random there are a few in any
     case, lest a single one decide.
     """
-    least = max(least, len(made), _DRAWN_ANSWERS if case.temperature else 0)
-    count = -(-least // case.batch_size) * case.batch_size
-    prompts = itertools.islice(itertools.cycle(request.token_ids for request in made), count)
+    least = max(least, _DRAWN_ANSWERS if case.temperature else 0)
+    prompts = (request.token_ids for request in filled(made, case.batch_size, least))
     tokenizer = loading.tokenizer_if_any(target)
     own = None if tokenizer is None else tokenizer.eos_token_id
     return Workload(case, tuple(prompts), tuple(sorted({*target.eos_token_ids, own} - {None})))

@@ -8,6 +8,7 @@ import pytest
 from jspec import cli
 from jspec.bench import files, report
 from jspec.bench.contenders import Case, Ours
+from jspec.bench.peer import PeerError
 from jspec.bench.questions import Question, Request
 from jspec.bench.run import bench
 from jspec.bench.settings import Settings
@@ -93,6 +94,66 @@ def test_what_learns_from_answers_knows_none_of_the_sample_before(root):
     )
     assert once().passes == once().passes
     assert twice().passes == twice().passes < 2 * once().passes
+
+
+def test_batches_are_filled_with_questions_once_more(root, monkeypatch):
+    both, sizes = llm_fixtures.loaded(root), []
+    generate = llm_fixtures.jspec.LLM.generate
+
+    def watched(self, prompts, *arguments):
+        sizes.append(len(prompts))
+        return generate(self, prompts, *arguments)
+
+    monkeypatch.setattr(llm_fixtures.jspec.LLM, "generate", watched)
+    asked = settings(both, batch_sizes=(2,), repeats=1, configs=({"method": "none"},))
+    found = bench(both["target"], QUESTIONS, asked)
+    assert set(sizes) == {2} and found["questions"] == {"code": 1, "fox": 2}
+    counted = found["rows"][1]["categories"]["code"]
+    assert (counted["questions"], counted["requests"]) == (1, 2)
+
+
+class FakePeer:
+    """Says what it is asked, and fails at one mode."""
+
+    def __init__(self, model, draft, dtype):
+        self.info = {"transformers": "5", "torch": "2"}
+        self.made, self.asked = (model, draft, dtype), []
+        FakePeer.last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate(self, mode, prompts, **given):
+        self.asked.append((mode, given))
+        if mode == "assisted":
+            raise PeerError("the tokenizers differ")
+        return {"seconds": 1.0, "cpu_seconds": 1.0, "tokens": [[7] * 17 for _ in prompts]}
+
+
+def test_the_peer_does_as_the_first_of_ours_and_may_fail_at_some(root, monkeypatch):
+    both = llm_fixtures.checkpoints(root)
+    monkeypatch.setattr("jspec.bench.run.Peer", FakePeer)
+    monkeypatch.setattr("jspec.bench.run.peer_refusal", lambda *_: None)
+    configs = (
+        {"method": "draft_model", "model": str(both["draft"]), "num_speculative_tokens": 2},
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2},
+        {"method": "suffix", "num_speculative_tokens": 12},
+    )
+    asked = Settings(configs, max_tokens=17, repeats=1, patience=0)
+    found = ABOUT | bench(str(both["target"]), QUESTIONS[:1], asked)
+    names = [row["name"] for row in found["rows"]]
+    assert names[-2:] == ["transformers", "transformers, prompt lookup"] and len(names) == 6
+    assert found["rows"][-1]["config"] == {"num_speculative_tokens": 4, "ngram_max": 2}
+    why = "batch 1, greedy: transformers, assisted failed (the tokenizers differ)"
+    assert why in found["peer"] and why in report.markdown(found)
+    peer = FakePeer.last
+    assert peer.made == (str(both["target"]), str(both["draft"]), "float32")
+    for mode, given in peer.asked:
+        wanted = {"assisted": 2, "prompt_lookup": 4, "eager": None}[mode]
+        assert given.get("num_speculative_tokens") == wanted
 
 
 class _Strict(html.parser.HTMLParser):
