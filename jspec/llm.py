@@ -386,13 +386,7 @@ class LLM:
                 f"the tokenizer of {self._model.path} has no chat template; pass chat_template=, "
                 "or write the prompt yourself and call generate."
             )
-        try:
-            return tokenizer.apply_chat_template(
-                messages, chat_template=chat_template, tokenize=False, **variables
-            )
-        except Exception as error:  # of Jinja, or the template's own complaint
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"the chat template refuses the messages: {reason}") from None
+        return prompts.rendered(tokenizer, messages, chat_template=chat_template, **variables)
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -36,6 +36,28 @@ def read(given: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
     return [_read_one(index, item, encode) for index, item in enumerate(items)]
 
 
+def rendered(tokenizer: Any, messages: Sequence[Mapping], **variables: Any) -> str:
+    """A conversation as the text that the chat template makes of it.
+
+    Raises:
+      ValueError: the template refuses the messages.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+    except Exception as error:  # of Jinja, or the template's own complaint
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the chat template refuses the messages: {reason}") from None
+
+
+def encodes(text: str) -> bool:
+    """Whether UTF-8 can say a text: it holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> Prompt:
     if isinstance(item, str):
         item = {"prompt": item}
@@ -50,7 +72,7 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
     text, ids = item.get("prompt"), item.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt {index} is {_short(text)}; its 'prompt' must be text.")
-    if text is not None and not _encodes(text):
+    if text is not None and not encodes(text):
         raise ValueError(
             f"prompt {index} is {_short(text)}, with half of a surrogate pair; it must be text "
             "that UTF-8 can say."
@@ -72,14 +94,6 @@ def _token_ids(index: int, ids: Any) -> list[int]:
                 "whole numbers."
             )
     return ids
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _short(value: Any) -> str:

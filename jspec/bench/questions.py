@@ -15,8 +15,10 @@ from typing import Any
 from jspec.llm import LLM
 from jspec.naming import shown
 from jspec.params import SamplingParams
+from jspec.prompts import encodes, rendered
 
 _JSON = (".json", ".jsonl")
+_USER = ("user", "human")
 _KINDS = "turns, messages, conversations, question, prompt or text"
 
 
@@ -137,7 +139,7 @@ def _encode(question: Question, said: Sequence[str], tokenizer: Any) -> list[int
             messages.append({"role": "user", "content": asked})
             if answered is not None:
                 messages.append({"role": "assistant", "content": answered})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = rendered(tokenizer, messages, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
     parts = [question.system] if question.system else []
     for asked, answered in zip(turns, [*said, ""], strict=True):
@@ -157,7 +159,11 @@ def _read_file(path: Path) -> Iterator[Question]:
             raise ValueError(f"{path} is empty.")
         yield Question(path.stem, (text,), is_chat=False)
         return
-    for where, item in _items(path, text):
+    items = list(_items(path, text))
+    asked = [(where, item) for where, item in items if not _is_unasked(item)]
+    if items and not asked:
+        raise ValueError(f"{path} holds no conversation in which a human speaks; name another.")
+    for where, item in asked:
         yield _question(item, path.name.split(".")[0], f"{path}, {where}")
 
 
@@ -167,7 +173,8 @@ def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         whole = _parsed(text, str(path))
         yield from ((f"item {number}", item) for number, item in enumerate(whole, 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: it parts at U+2028, U+2029 and U+0085 as well, which JSON's texts may hold.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {number}", _parsed(line, f"{path}, line {number}")
 
@@ -177,6 +184,17 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}).") from None
+
+
+def _is_unasked(item: Any) -> bool:
+    """Whether it is one of the conversations of ShareGPT in which no human says anything."""
+    if not isinstance(item, dict) or "turns" in item or "messages" in item:
+        return False
+    said = item.get("conversations")
+    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        return False
+    texts = [each.get("value") for each in said if each.get("from") in _USER]
+    return not texts or (isinstance(texts[0], str) and not texts[0].strip())
 
 
 def _question(item: Any, stem: str, where: str) -> Question:
@@ -197,6 +215,12 @@ def _question(item: Any, stem: str, where: str) -> Question:
     for text in (category, *turns):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{where}: {shown(text)} must be a text that is not empty.")
+    for text in (category, system, *turns):
+        if not encodes(text):
+            raise ValueError(
+                f"{where}: {shown(text)} holds half of a surrogate pair; it must be text that "
+                "UTF-8 can say."
+            )
     return Question(category, tuple(turns), is_chat, system)
 
 
@@ -211,5 +235,5 @@ def _said_by_user(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
         raise ValueError(f"{where}: messages must be a list of objects.")
     said = [(each.get(fields[0]), each.get(fields[1])) for each in messages]
     system = next((text for role, text in said if role == "system"), "")
-    user = [text for role, text in said if role in ("user", "human")][:1]
+    user = [text for role, text in said if role in _USER][:1]
     return system if isinstance(system, str) else "", tuple(user)

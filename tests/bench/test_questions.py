@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import jinja2
 import pytest
 
 from jspec.bench.questions import Question, read, requests
@@ -70,6 +71,8 @@ def test_any_other_file_is_one_text(tmp_path):
     ('{"prompt": "x"}\n{oops}', "line 2: not JSON"),
     ('["text"]', "item 1: 'text' is no object with turns"),
     ('{"messages": "x"}', "line 1: messages must be a list of objects"),
+    ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
+    ('{"conversations": []}', "holds no conversation in which a human speaks"),
     ("", "there is no question in the files given; name one with --questions"),
 ])  # fmt: skip
 def test_bad_lines_are_named(tmp_path, text, words):
@@ -77,6 +80,24 @@ def test_bad_lines_are_named(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
         read([path])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_end_where_json_lines_do(tmp_path, end):
+    """JSON may hold the line breaks of Unicode as they are."""
+    texts = ["one\u2028two", "one\u2029two", "one\x85two"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "lines.jsonl").write_bytes(end.join([*lines, ""]).encode())
+    assert [question.turns for question in read([tmp_path / "lines.jsonl"])] == [
+        (text,) for text in texts
+    ]
+
+
+def test_conversations_in_which_no_human_speaks_are_passed_over(tmp_path):
+    silent = [[], [{"from": "gpt", "value": "Hi."}], [{"from": "human", "value": " "}]]
+    items = [{"id": "a", "conversations": each} for each in silent]
+    (tmp_path / "sharegpt.json").write_text(json.dumps([*items, FORMS["sharegpt"]]))
+    assert read([tmp_path / "sharegpt.json"]) == [READ["sharegpt"]]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
@@ -105,6 +126,16 @@ def test_a_second_turn_follows_the_answer_to_the_first(template, first, second):
     assert [words.text(each.token_ids) for each in made] == [first, "Once upon", second]
     assert [each.category for each in made] == ["writing", "plain", "writing"]
     assert asked[0] == [first] and left_out == 0
+
+
+def test_a_template_that_takes_no_system_message_says_so():
+    class Gemma(Words):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            raise jinja2.TemplateError("System role\nnot supported")
+
+    refusal = "^the chat template refuses the messages: System role not supported$"
+    with pytest.raises(ValueError, match=refusal):
+        requests([READ["openai"]], Gemma("yes"), lambda _: [], longest=99)
 
 
 def test_prompts_that_do_not_fit_are_counted_or_cut():
