@@ -12,6 +12,8 @@ from jspec.checks import is_whole
 from jspec.naming import shown
 from jspec.params import SamplingParams
 
+_LARGEST_SEED = 2**63 - 1
+
 
 def check_whole(settings: Any, **least: int) -> None:
     """Raises ValueError where an attribute is no whole number of at least its ``least``."""
@@ -25,6 +27,15 @@ def check_batch_sizes(sizes: Sequence[int]) -> None:
     """Raises ValueError where there is none, or one is no whole number of at least 1."""
     if not sizes or not all(is_whole(size, 1) for size in sizes):
         raise ValueError(f"batch_sizes={shown(sizes)} must be at least 1 each.")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError where requests, which take it and those after it, would not all be seeded.
+
+    To ``SamplingParams`` -1 is no seed.
+    """
+    if not is_whole(seed, 0, _LARGEST_SEED):
+        raise ValueError(f"seed={shown(seed)} must be a whole number from 0 to 2**63 - 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +78,7 @@ class Settings:
             config.read(given)
         check_whole(self, max_tokens=2, prompt_tokens=0, per_category=0, repeats=1, patience=0)
         check_batch_sizes(self.batch_sizes)
+        check_seed(self.seed)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
         if not self.temperatures:

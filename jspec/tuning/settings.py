@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec import topology
 from jspec.bench.contenders import Case
-from jspec.bench.settings import check_batch_sizes, check_whole
+from jspec.bench.settings import check_batch_sizes, check_seed, check_whole
 from jspec.params import SamplingParams
 
 
@@ -54,6 +54,7 @@ class Settings:
             per_category=0, repeats=1, patience=0, max_programs=1,
         )  # fmt: skip
         check_batch_sizes(self.batch_sizes)
+        check_seed(self.seed)
         for name in ("max_speculative_tokens", "max_tree_size"):
             if getattr(self, name) > topology.MOST_NODES:
                 given = getattr(self, name)
