@@ -23,12 +23,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+# A clone in this very folder must not pass for jspec as it is installed.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
     extras = ["bench", "train"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
     extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
-    source = ".." if Path("../pyproject.toml").exists() else "jspec-decoding"
+    files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
+    ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
+    clones = [file.resolve().parent for file in files if ours(file)]
+    source = [*clones, "jspec-decoding"][0]
     wanted = f"{source}[{','.join(extras)}]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted]).returncode:
+        remedy = "clone or upload the repository beside this notebook, then run this cell again"
+        raise SystemExit(f"pip could not install {wanted}: {remedy}.")
 
 # %% tags=["parameters"]
 DATA = ["stdlib"]  # files, folders, package:NAME, hf:NAME, JSON lines of chats

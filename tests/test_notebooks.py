@@ -1,6 +1,7 @@
 """Notebooks run from first to last cell, and say what the scripts say that they are paired with."""
 
-import importlib
+import importlib.util
+import subprocess
 import sys
 import tempfile
 import types
@@ -61,6 +62,54 @@ def test_every_notebook_is_what_its_script_says(script):
 def test_every_notebook_has_one_cell_that_installs(script):
     cells = [cell.source for cell in jupytext.read(script).cells if cell.cell_type == "code"]
     assert ["pip" in cell for cell in cells] == [True, *[False] * (len(cells) - 1)]
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Runs a notebook's install cell in a folder, as if there were no jspec; what pip is given."""
+    asked, found = [], importlib.util.find_spec
+    hidden = lambda name: None if name == "jspec" else found(name)
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path / "jspec"), *sys.path])
+
+    def run(script, folder, pyproject=None, returncode=0):
+        def pip(words):
+            asked.append(words[-1])
+            return types.SimpleNamespace(returncode=returncode)
+
+        monkeypatch.setattr(subprocess, "run", pip)
+        for at, text in (pyproject or {}).items():
+            (tmp_path / at).mkdir(parents=True, exist_ok=True)
+            (tmp_path / at / "pyproject.toml").write_text(text)
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        cell = next(cell for cell in jupytext.read(script).cells if cell.cell_type == "code")
+        exec(compile(cell.source, script.name, "exec"), {})
+        return asked[-1].partition("[")[0]
+
+    return run
+
+
+OURS = (NOTEBOOKS.parent / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@by_name
+@pytest.mark.parametrize("folder", [".", "jspec", "jspec/notebooks"])
+def test_a_notebook_installs_the_clone_it_lies_in_or_beside(script, folder, install, tmp_path):
+    assert install(script, folder, {"jspec": OURS}) == str(tmp_path / "jspec")
+    assert not {"", str(tmp_path / folder)} & set(sys.path)
+
+
+@by_name
+def test_a_notebook_with_no_clone_about_installs_what_is_published(script, install):
+    other = '[project]\nname = "mine"\ndependencies = ["jspec-decoding"]\n'
+    assert install(script, "work", {".": other, "work": other}) == "jspec-decoding"
+
+
+@by_name
+def test_a_notebook_says_what_to_do_where_pip_fails(script, install):
+    with pytest.raises(SystemExit, match=r"^pip could not install jspec-decoding.*: clone or up"):
+        install(script, "work", returncode=1)
 
 
 @by_name
