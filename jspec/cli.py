@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jspec import checks, naming
+from jspec import arguments, checks
 from jspec.bench.command import bench
 from jspec.tuning.command import tune
 
@@ -49,6 +49,9 @@ _PromptText = Annotated[str | None, typer.Argument(help="Text to continue.")]
 _PromptFile = Annotated[
     str | None, typer.Option(help="File with the prompt; - for standard input.")
 ]
+_Chat = Annotated[
+    bool, typer.Option("--chat", help="The prompt is a message, for the model's chat template.")
+]
 _TokenIds = Annotated[str | None, typer.Option(help='The prompt as token ids: "1,2,3".')]
 _Config = Annotated[str | None, typer.Option(help="JSON, vLLM's keys.")]
 _Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
@@ -62,14 +65,14 @@ _Seed = Annotated[int | None, typer.Option(**_SAMPLING)]
 
 def main() -> None:
     """Runs a command; bad input of every kind is one line on stderr and exit code 2."""
-    arguments = sys.argv[1:]
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    words = sys.argv[1:]
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     try:
-        sys.exit(app(arguments, prog_name="jspec", standalone_mode=False) or 0)
+        sys.exit(app(words, prog_name="jspec", standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
@@ -115,6 +118,7 @@ def generate(
     prompt: _PromptText = None,
     prompt_file: _PromptFile = None,
     token_ids: _TokenIds = None,
+    chat: _Chat = False,
     speculative_config: _Config = None,
     dtype: _Dtype = "auto",
     max_model_len: Annotated[
@@ -152,8 +156,8 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="How many texts.", **_SAMPLING)] = 1,
 ) -> None:
     """Continue a prompt."""
-    given = _prompt(prompt, prompt_file, token_ids)
-    config = _json(
+    given = arguments.prompt(prompt, prompt_file, token_ids, chat)
+    config = arguments.json(
         "--speculative-config", speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
     )  # fmt: skip
@@ -168,7 +172,7 @@ def generate(
         seed=seed, stop=stop or (), ignore_eos=ignore_eos, min_tokens=min_tokens,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty, bad_words=bad_words,
-        logit_bias=_json("--logit-bias", logit_bias, '{"5": -1.5}'),
+        logit_bias=arguments.json("--logit-bias", logit_bias, '{"5": -1.5}'),
     )  # fmt: skip
     with _busy("loading"):
         llm = LLM(
@@ -177,6 +181,7 @@ def generate(
         )  # fmt: skip
     if token_ids is not None and show.tokenizer_of(llm) is None:
         params = dataclasses.replace(params, detokenize=False)
+    given = arguments.templated(llm, given) if chat else given
     _answer(llm, given, params, stream=stream, stats=stats)
 
 
@@ -192,6 +197,7 @@ def trace(
     prompt: _PromptText = None,
     prompt_file: _PromptFile = None,
     token_ids: _TokenIds = None,
+    chat: _Chat = False,
     speculative_config: _Config = None,
     dtype: _Dtype = "auto",
     html: Annotated[
@@ -205,7 +211,7 @@ def trace(
     seed: _Seed = None,
 ) -> None:
     """Continue a prompt and show every round: what was drafted, how likely, and why it stopped."""
-    config = _json(
+    config = arguments.json(
         "--speculative-config", speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
     )  # fmt: skip
@@ -219,7 +225,7 @@ def trace(
         config = demo.EAGLE3 if speculative_config is None else config
         if (prompt, prompt_file, token_ids) == (None, None, None):
             prompt_file = str(demo.PROMPT)
-    given = _prompt(prompt, prompt_file, token_ids)
+    given = arguments.prompt(prompt, prompt_file, token_ids, chat)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         seed=seed,
@@ -229,7 +235,7 @@ def trace(
     if token_ids is not None and show.tokenizer_of(llm) is None:
         params = dataclasses.replace(params, detokenize=False)
     with _busy("compiling and generating"):
-        traced = llm.trace(given, params)
+        traced = llm.trace(arguments.templated(llm, given) if chat else given, params)
     if html is None:
         Console(highlight=False).print(traced)
     else:
@@ -313,12 +319,12 @@ def certify(
     ] = None,
 ) -> None:
     """Prove that speculation leaves the target's distribution alone; exit code 1 if not."""
-    config = _json(
+    config = arguments.json(
         "--speculative-config", speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
     )  # fmt: skip
-    texts = [*(prompt or ()), *(_prompt(None, file, None) for file in prompt_file or ())]
-    parents = None if tree is None else _numbers("--tree", tree, "-1,0,0,1")
+    texts = [*(prompt or ()), *(arguments.prompt(None, file, None) for file in prompt_file or ())]
+    parents = None if tree is None else arguments.numbers("--tree", tree, "-1,0,0,1")
     checks.check_output("--json", json_file)
     from jspec import certify, loading
     from jspec.certify.page import page
@@ -367,44 +373,6 @@ def _answer(llm: "LLM", given: Any, params: "SamplingParams", *, stream: bool, s
         console.print(show.legend())
         for output in request.outputs:
             console.print(show.stats_table(output, seconds))
-
-
-def _prompt(text: str | None, file: str | None, token_ids: str | None) -> Any:
-    """The one prompt that was given, as ``LLM.generate`` takes it."""
-    if sum(given is not None for given in (text, file, token_ids)) != 1:
-        raise ValueError("give one prompt: as an argument, with --prompt-file or with --token-ids.")
-    if token_ids is not None:
-        try:
-            return {"prompt_token_ids": [int(token) for token in token_ids.split(",")]}
-        except ValueError:
-            raise ValueError(
-                f"--token-ids {naming.shown(token_ids)} must be whole numbers with commas, such as "
-                '"1,2,3".'
-            ) from None
-    if file == "-":
-        return sys.stdin.read()
-    try:
-        return text if file is None else Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file {file} is not UTF-8: {error}.") from None
-
-
-def _numbers(option: str, given: str, example: str) -> list[int]:
-    try:
-        return [int(token) for token in given.split(",")]
-    except ValueError:
-        raise ValueError(
-            f'{option} {given!r} must be whole numbers with commas, such as "{example}".'
-        ) from None
-
-
-def _json(option: str, given: str | None, example: str) -> Any:
-    try:
-        return None if given is None else checks.json_of(given)
-    except ValueError as error:
-        raise ValueError(
-            f"{option} is not JSON ({error}); quote it whole, such as '{example}'."
-        ) from None
 
 
 def _busy(words: str) -> contextlib.AbstractContextManager:

@@ -139,25 +139,43 @@ class LLM:
         """Answers a conversation, or each of a list of conversations.
 
         Args:
-          messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
+          messages: as in ``chat_prompts``.
           sampling_params: as in ``generate``.
           use_tqdm: as in ``generate``.
+          chat_template: as in ``chat_prompts``.
+          add_generation_prompt: as in ``chat_prompts``.
+          chat_template_kwargs: as in ``chat_prompts``.
+
+        Raises:
+          ValueError: as ``generate`` and ``chat_prompts``.
+        """
+        rendered = self.chat_prompts(
+            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        return self.generate(rendered, sampling_params, use_tqdm)
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The prompts that ``chat`` continues, one a conversation, for ``stream`` or ``trace``.
+
+        Args:
+          messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
           chat_template: Jinja; None for the tokenizer's own.
           add_generation_prompt: whether the text ends with the opening of the assistant's turn.
           chat_template_kwargs: more variables for the template.
 
         Raises:
-          ValueError: as ``generate``; or there is no chat template, or it refuses the messages.
+          ValueError: there is no tokenizer or no chat template, or it refuses the messages.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise ValueError(
-                "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists."
-            )
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         variables = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt)
-        texts = [self._render(each, chat_template, variables) for each in conversations]
-        # The template has written the special tokens already.
-        return self._finish(self._jobs(texts, sampling_params, add_special_tokens=False), use_tqdm)
+        return prompts.of_chat(messages, self.get_tokenizer(), chat_template, variables)
 
     def stream(
         self, prompts: Any, sampling_params: Settings = None, *, rounds: int = STREAM_ROUNDS
@@ -229,15 +247,9 @@ class LLM:
         """
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
 
-    def _jobs(
-        self, given: Any, sampling_params: Settings, add_special_tokens: bool = True
-    ) -> list[Job]:
+    def _jobs(self, given: Any, sampling_params: Settings) -> list[Job]:
         """Checks everything that is asked for, before any of it runs."""
-
-        def encode(text: str) -> list[int]:
-            return self.get_tokenizer().encode(text, add_special_tokens=add_special_tokens)
-
-        items = prompts.read(given, encode)
+        items = prompts.read(given, lambda text: self.get_tokenizer().encode(text))
         settings = jobs.one_each(sampling_params, len(items))
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
             self._check_fits(index, item.token_ids)
@@ -376,17 +388,6 @@ class LLM:
         # A power of two, so that calls of similar length share a program.
         rounds = 1 << (longest - 1).bit_length()
         return dataclasses.replace(self._plan, record_rounds=rounds, record_nodes=self._detailed)
-
-    def _render(
-        self, messages: Sequence[Mapping], chat_template: str | None, variables: dict[str, Any]
-    ) -> str:
-        tokenizer = self.get_tokenizer()
-        if chat_template is None and not tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer of {self._model.path} has no chat template; pass chat_template=, "
-                "or write the prompt yourself and call generate."
-            )
-        return prompts.rendered(tokenizer, messages, chat_template=chat_template, **variables)
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -36,6 +36,33 @@ def read(given: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
     return [_read_one(index, item, encode) for index, item in enumerate(items)]
 
 
+def of_chat(
+    messages: Any, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """One conversation or a list of them, each as a prompt that ``read`` reads.
+
+    Raises:
+      ValueError: it is neither, there is no chat template, or it refuses the messages.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(
+            "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists."
+        )
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; pass chat_template=, "
+            "or write the prompt yourself and call generate."
+        )
+    conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    texts = [
+        rendered(tokenizer, each, chat_template=chat_template, **variables)
+        for each in conversations
+    ]
+    # The template has written the special tokens already.
+    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+    return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
+
+
 def rendered(tokenizer: Any, messages: Sequence[Mapping], **variables: Any) -> str:
     """A conversation as the text that the chat template makes of it.
 

@@ -61,6 +61,21 @@ def test_every_way_to_give_a_prompt_gives_the_same_text(jspec, models, tmp_path,
     assert len(texts) == 1
 
 
+def test_a_message_is_put_into_the_models_chat_template(jspec, models):
+    llm = LLM(models["target"])
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    [answer] = llm.chat([{"role": "user", "content": "fox"}], greedy)
+    start = models["target"], "fox", "--chat", "--max-tokens", 12
+    assert jspec("generate", *start)[1] == jspec("generate", *start, "--stream")[1]
+    assert jspec("generate", *start)[1] == answer.outputs[0].text + "\n"
+    [prompt] = llm.chat_prompts([{"role": "user", "content": "fox"}])
+    shown = jspec("trace", *start)[1]
+    for number, each in enumerate(llm.trace(prompt, greedy).rounds, 1):
+        assert f"round {number} adds 1: “{each.pieces[0].label}”" in shown
+    ids = models["target"], "--token-ids", "5,6", "--chat"
+    assert "leave it or --token-ids out" in _complaint(jspec("generate", *ids))
+
+
 def test_stats_follow_the_text_and_carry_the_names_of_vllm(jspec, models):
     code, out, _ = jspec(
         "generate", models["target"], PROMPT, "--stats", "--max-tokens", 12,

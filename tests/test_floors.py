@@ -27,7 +27,7 @@ jspec.jobs
 jspec.tracing
 jspec.llm
 jspec.certify jspec
-jspec.show jspec.demo jspec.bench jspec.tuning jspec.cli jspec.__main__
+jspec.show jspec.demo jspec.arguments jspec.bench jspec.tuning jspec.cli jspec.__main__
 training
 tests benchmarks examples"""
 FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS.split("\n")) for room in line.split()}

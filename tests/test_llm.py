@@ -341,6 +341,16 @@ def test_chat_answers_the_rendered_conversation(open_llm):
                                                 MIXED))  # fmt: skip
 
 
+def test_a_chat_can_be_streamed_and_traced(open_llm):
+    llm = open_llm("ngram")
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    [prompt] = llm.chat_prompts([{"role": "user", "content": "fox"}])
+    [answer] = llm.chat([{"role": "user", "content": "fox"}], greedy)
+    [*_, last] = llm.stream(prompt, greedy)
+    assert (last.prompt, last.outputs[0].text) == ("[u]fox[a]", answer.outputs[0].text)
+    assert llm.trace(prompt, greedy).text == answer.outputs[0].text
+
+
 def test_without_detokenizing_there_are_ids_and_no_text(open_llm, whole):
     outputs = open_llm("none").generate(PROMPTS, with_all(detokenize=False))
     assert texts(outputs) == [""] * 4

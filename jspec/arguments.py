@@ -1,0 +1,58 @@
+"""What the strings of a command line say."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jspec import checks
+from jspec.naming import shown
+
+if TYPE_CHECKING:  # see ``jspec.cli``
+    from jspec.llm import LLM
+
+
+def templated(llm: "LLM", message: str) -> dict[str, Any]:
+    """The prompt that a conversation of one message is."""
+    return llm.chat_prompts([{"role": "user", "content": message}])[0]
+
+
+def prompt(text: str | None, file: str | None, token_ids: str | None, chat: bool = False) -> Any:
+    """The one prompt that was given, as ``LLM.generate`` takes it."""
+    if sum(given is not None for given in (text, file, token_ids)) != 1:
+        raise ValueError("give one prompt: as an argument, with --prompt-file or with --token-ids.")
+    if token_ids is not None:
+        if chat:
+            raise ValueError("--chat is for a message in words; leave it or --token-ids out.")
+        try:
+            return {"prompt_token_ids": [int(token) for token in token_ids.split(",")]}
+        except ValueError:
+            raise ValueError(
+                f"--token-ids {shown(token_ids)} must be whole numbers with commas, such as "
+                '"1,2,3".'
+            ) from None
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return text if file is None else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {file} is not UTF-8: {error}.") from None
+
+
+def numbers(option: str, given: str, example: str) -> list[int]:
+    """Whole numbers with commas."""
+    try:
+        return [int(token) for token in given.split(",")]
+    except ValueError:
+        raise ValueError(
+            f'{option} {given!r} must be whole numbers with commas, such as "{example}".'
+        ) from None
+
+
+def json(option: str, given: str | None, example: str) -> Any:
+    """What JSON says; None where nothing was given."""
+    try:
+        return None if given is None else checks.json_of(given)
+    except ValueError as error:
+        raise ValueError(
+            f"{option} is not JSON ({error}); quote it whole, such as '{example}'."
+        ) from None
