@@ -301,7 +301,7 @@ def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> 
         values |= config_values.prompt_lookup(
             values["prompt_lookup_min"], values["prompt_lookup_max"]
         )
-    return {name: values[name] for name in fields & values.keys()}
+    return {name: values[name] for name in fields & values.keys() if values[name] is not None}
 
 
 def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:

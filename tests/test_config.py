@@ -71,6 +71,17 @@ def test_a_drafters_fields_are_config_keys():
         assert {field.name for field in dataclasses.fields(method)} - own <= set(KEYS)
 
 
+def test_a_key_that_is_left_out_leaves_the_drafters_own_default(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Yours(NGram):
+        window: int = 7
+
+    monkeypatch.setitem(METHODS, "yours", Yours)
+    monkeypatch.setitem(config_keys.KEYS, "window", config_keys.Key("window", 7, "works", ""))
+    window = lambda **given: ngram(method="yours", **given).window
+    assert (window(), window(window=None), window(window=3)) == (7, 7, 3)
+
+
 HYBRID = {
     "method": "hybrid",
     "parts": [
