@@ -163,7 +163,8 @@ plt.show()
 # %% [markdown]
 # ## 5. After
 #
-# Beside the head that comes with the package, which was trained in the same way, for hours (`docs/training.md`).
+# Beside the head that comes with the package, which was trained by the same command in two runs, 63 minutes on two CPU cores, on answers of
+# the target as well (`training/README.md`).
 
 # %%
 after, texts = serve(RUN / "export")
