@@ -6,9 +6,11 @@ that a page leaves open are given.
 
 import ast
 import functools
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +31,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEMO = "jspec/assets/demo"
 STANDS_FOR = {
     "Qwen/Qwen3-8B": f"{DEMO}/target", "Qwen/Qwen3-0.6B": f"{DEMO}/draft", "HEAD": f"{DEMO}/eagle3",
-    "…": f"{DEMO}/eagle3",
+    "…": f"{DEMO}/eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": f"{DEMO}/eagle3",
 }  # fmt: skip
+CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # stands for the target with a template, as it has none
 LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; each has tests of its own
 ELSEWHERE = "Qwen3-Next-80B"  # no embedded model is like it
 
@@ -80,7 +83,18 @@ def is_long(text):
     return any(word in text for word in ("certify", "trace", "tuning"))
 
 
+def with_a_template(directory):
+    """The embedded target, to be chatted with."""
+    shutil.copytree(ROOT / DEMO / "target", directory)
+    file = directory / "tokenizer_config.json"
+    template = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return str(directory)
+
+
 def run(text, tmp_path, monkeypatch):
+    if CHATS in text:
+        text = text.replace(f'"{CHATS}"', repr(with_a_template(tmp_path / "chats")))
     for name, other in STANDS_FOR.items():
         text = text.replace(f'"{name}"', f'"{other}"')
     text = text.replace('"certificate.json"', repr(str(tmp_path / "certificate.json")))
