@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from jspec import whole_file
 from jspec.naming import shown
 
 INT32 = 2**31
@@ -92,15 +93,17 @@ def check_output(option: str, path: Path | None, *, folder: bool = False) -> Non
     Raises:
       ValueError: a file is to lie in no folder, a folder under a file, or neither may be written.
     """
-    if path is None:
+    if path is None or (not folder and whole_file.is_stream(path) and os.access(path, os.W_OK)):
         return
-    place = path if folder else path.parent
+    written = whole_file.followed(path)
+    place = written if folder else written.parent
     while folder and not place.exists():
         place = place.parent
     if not place.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {place}; make it first.")
     if not folder and path.is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file in it.")
-    target = path if path.exists() else place
-    if not os.access(target, os.W_OK):
-        raise ValueError(f"{option} {path}: {target} may not be written; name another place.")
+    # The folder, too: a file is written beside its place and then moved there.
+    for each in (place, written):
+        if each.exists() and not os.access(each, os.W_OK):
+            raise ValueError(f"{option} {path}: {each} may not be written; name another place.")

@@ -284,6 +284,10 @@ def test_where_results_cannot_be_written_is_told_before_the_work(
     assert complaint.startswith(f"jspec: {arguments[-1]} ") and "there is no folder" in complaint
     if arguments != ["bench", "--output"]:
         assert "is a folder; name a file in it" in _complaint(jspec(*given, str(tmp_path)))
+        # Root may write everywhere, so the folder's mode would not do.
+        monkeypatch.setattr("os.access", lambda path, _: path != tmp_path)
+        refusal = f"{tmp_path} may not be written; name another place"
+        assert refusal in _complaint(jspec(*given, str(tmp_path / "file")))
 
 
 @pytest.mark.parametrize(

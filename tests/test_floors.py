@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
 jspec.naming
+jspec.whole_file
 jspec.threefry jspec.checks jspec.buckets jspec.automaton jspec.schemas
 jspec.contracts jspec.round_checks
 jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops

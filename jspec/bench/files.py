@@ -3,39 +3,38 @@
 import base64
 import importlib.resources
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from jspec import whole_file
 from jspec.bench import chart, report
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes results.json, results.md, results.png and results.html, each whole or not at all."""
+    folder = whole_file.followed(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=1, default=str)
-    picture = folder / ".results.png"
-    chart.draw(results, picture)
+    drawing = folder / ".results.png"
+    chart.draw(results, drawing)
+    picture = drawing.read_bytes()
+    drawing.unlink()
     contents = {
         "results.json": text.encode() + b"\n",
         "results.md": report.markdown(results).encode(),
-        "results.html": page(results, text, picture.read_bytes()).encode(),
-        "results.png": picture.read_bytes(),
+        "results.html": page(results, text, picture).encode(),
+        "results.png": picture,
     }
-    picture.unlink()
     for name, content in contents.items():
-        aside = folder / f".{name}"
-        aside.write_bytes(content)
-        os.replace(aside, folder / name)
+        whole_file.write(folder / name, content)
 
 
 def write_json(results: dict[str, Any], path: Path) -> None:
     """Writes the results alone, whole or not at all."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    text = json.dumps(results, indent=1, default=str)
+    whole_file.write(path, text.encode() + b"\n")
 
 
 def page(results: dict[str, Any], text: str, picture: bytes) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jspec import whole_file
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -70,8 +72,8 @@ class Report:
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes ``as_dict`` as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        """Writes ``as_dict`` as JSON, whole or not at all."""
+        whole_file.write(Path(path), json.dumps(self.as_dict(), indent=2).encode() + b"\n")
 
 
 def worst(findings: Iterable[Finding]) -> Finding:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Group
 
+from jspec import whole_file
 from jspec.metrics import Counts
 from jspec.outputs import Transcript
 from jspec.text import Detokenizer
@@ -165,8 +166,8 @@ class Trace:
         return page.page(self)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the page."""
-        Path(path).write_text(self.html(), encoding="utf-8")
+        """Writes the page, whole or not at all."""
+        whole_file.write(Path(path), self.html().encode())
 
     def _repr_html_(self) -> str:
         """In a notebook: the page in a frame of its own."""

@@ -2,10 +2,11 @@
 
 import html.parser
 import json
+import os
 
 import pytest
 
-from jspec import cli
+from jspec import checks, cli
 from jspec.bench import files, report
 from jspec.bench.contenders import Case, Ours
 from jspec.bench.peer import PeerError
@@ -193,6 +194,25 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     assert page.open == [] and "one <of> them" in page.text
     assert all(address.startswith("data:") for address in page.addresses)
     assert len(list(report.terminal(results))) == 2
+
+
+@pytest.mark.parametrize("target", ["there.json", "new.json"])
+def test_a_link_stays_one_and_the_file_that_it_leads_to_is_written(tmp_path, target):
+    (tmp_path / "there.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(target)
+    files.write_json({"rows": []}, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / target).read_text()) == {"rows": []}
+    assert {path.name for path in tmp_path.iterdir()} == {"link.json", "there.json", target}
+
+
+def test_a_pipe_is_written_into_and_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    checks.check_output("--json", tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    files.write_json({"rows": []}, tmp_path / "pipe")
+    assert json.loads(os.read(reader, 99)) == {"rows": []} and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
 
 
 @browser.needed

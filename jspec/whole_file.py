@@ -1,0 +1,32 @@
+"""Files that are written whole or not at all, where a user wants them."""
+
+import os
+from pathlib import Path
+
+
+def is_stream(path: Path) -> bool:
+    """Whether nothing that is written there is kept in a file: /dev/null, a pipe, a terminal."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def followed(path: Path) -> Path:
+    """Where a link leads, though nothing may be there yet; any other path as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file beside its place and moves it there; streams are written straight into.
+
+    Where the path is a link, it stays one: the file that it leads to is written.
+    """
+    if is_stream(path):
+        path.write_bytes(content)
+        return
+    path = followed(path)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # of a writer that died, or a link that leads elsewhere
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
