@@ -36,6 +36,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+def _names(rows: list[dict[str, Any]]) -> list[str]:
+    """Of contenders; between two dollars matplotlib would read a formula."""
+    return [row["name"].replace("$", r"\$") for row in rows]
+
+
 def _speedups(axes, title: str, rows: list[dict[str, Any]]) -> None:
     middle = [row["speedup"]["median"] for row in rows]
     below = [row["speedup"]["median"] - row["speedup"]["least"] for row in rows]
@@ -45,17 +50,17 @@ def _speedups(axes, title: str, rows: list[dict[str, Any]]) -> None:
     places = range(len(rows))
     axes.barh(places, middle, xerr=(below, above), color=colors, error_kw={"ecolor": "#333333"})
     axes.axvline(1, color="#333333", linewidth=0.8)
-    axes.set_yticks(places, [row["name"] for row in rows])
+    axes.set_yticks(places, _names(rows))
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over plain decoding (median, least to most)")
     axes.set_title(title, loc="left")
 
 
 def _positions(axes, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
+    for row, name in zip(rows, _names(rows), strict=True):
         shares = row.get("acceptance_per_position")
         if shares:
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=row["name"])
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
     axes.set_ylim(0, 1)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the draft")
@@ -71,7 +76,7 @@ def _rounds(axes, rows: list[dict[str, Any]]) -> None:
         width = [row["split_ms"][name] for row in rows]
         axes.barh(range(len(rows)), width, left=left, color=color, label=name)
         left = [a + b for a, b in zip(left, width, strict=True)]
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.set_yticks(range(len(rows)), _names(rows))
     axes.invert_yaxis()
     axes.set_xlabel("a round, ms")
     if rows:

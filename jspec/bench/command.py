@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from jspec.checks import check_output
 
@@ -84,7 +85,7 @@ def bench(
 
     with Console(stderr=True).status("reading") as status:
         results = about | measure(
-            model, asked, settings, on_case=keep, on_step=lambda words: status.update(words)
+            model, asked, settings, on_case=keep, on_step=lambda words: status.update(Text(words))
         )
     finish(results, report)
 
@@ -97,7 +98,7 @@ def finish(results: dict[str, Any], report: ModuleType) -> None:
     for table in report.terminal(results):
         console.print(table)
     for note in report.notes(results):
-        console.print(note, highlight=False)
+        console.print(Text(note))
     if results["interrupted"]:
         raise typer.Exit(130)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 PARTS = ("drafting", "target", "accepting")  # of a round, as in ``split.Split``
 
@@ -104,9 +105,9 @@ def about(results: dict[str, Any]) -> str:
 def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left", no_wrap=not index)
+        table.add_column(Text(head), justify="right" if index else "left", no_wrap=not index)
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*map(Text, line))  # names of users' are no markup
     return table
 
 

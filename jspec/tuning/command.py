@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from jspec.bench.command import configs_of, finish
 from jspec.checks import check_output
@@ -91,6 +92,8 @@ def tune(
             files.write_json(report.output(results), output)
 
     with Console(stderr=True).status("reading") as status:
-        results = about | search(model, asked, settings, on_batch=keep, on_step=status.update)
+        results = about | search(
+            model, asked, settings, on_batch=keep, on_step=lambda words: status.update(Text(words))
+        )
     keep(results)
     finish(results, report)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from jspec.bench import report
 from jspec.tuning.run import TOLERANCE
@@ -90,7 +91,7 @@ def _acceptance(families: Sequence[dict[str, Any]]) -> Iterator[Table]:
                 family["chances"][:deepest], family["tried"][:deepest], strict=True
             )
         ]
-        table.add_row(family["name"], *cells)
+        table.add_row(Text(family["name"]), *cells)
     table.caption = "in brackets: how many nodes were looked at"
     yield table
 
@@ -104,7 +105,7 @@ def _candidates(batch: dict[str, Any]) -> Table:
     for each in batch["candidates"]:
         mark = "" if each["round_was_measured"] else " at least"
         table.add_row(
-            each["name"],
+            Text(each["name"]),
             f"{each['predicted_tokens_per_second']:.0f}"
             + ("" if each["round_was_measured"] else " at most"),
             f"{each['predicted_acceptance_length']:.2f}",
@@ -132,7 +133,7 @@ def _runs(batch: dict[str, Any]) -> Table:
     for row in batch["rows"]:
         speed, ratio = row["tokens_per_second"], row["speedup"]
         table.add_row(
-            row["name"],
+            Text(row["name"]),
             f"{row['predicted_tokens_per_second']:.0f}",
             f"{speed['median']:.0f} ({speed['least']:.0f} to {speed['most']:.0f})",
             f"{row['error']:+.1%}",

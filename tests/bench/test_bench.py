@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jspec import checks, cli
-from jspec.bench import files, report
+from jspec.bench import command, files, report
 from jspec.bench.contenders import Case, Ours
 from jspec.bench.peer import PeerError
 from jspec.bench.questions import Question, Request
@@ -194,6 +194,22 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     assert page.open == [] and "one <of> them" in page.text
     assert all(address.startswith("data:") for address in page.addresses)
     assert len(list(report.terminal(results))) == 2
+
+
+def test_names_of_users_are_printed_as_they_are(results, tmp_path, capsys):
+    """Neither markup of the terminal nor formulas of the picture, nor words for little pictures."""
+    name, category = 'draft, corpus="/runs[v2]/$a$_{/:cat:"', "mt[/bench]"
+    plain, drafted = results["rows"]
+    rows = [
+        row | {"name": row["name"] if row is plain else name,
+               "categories": {category: row["categories"]["fox"], "b": row["categories"]["code"]}}
+        for row in (plain, drafted)
+    ]  # fmt: skip
+    found = results | {"rows": rows, "questions": {category: 2, "b": 1}, "peer": "at [red]/x"}
+    command.finish(found, report)
+    said = capsys.readouterr().out
+    assert said.count(name) == 2 and f"{category} (2)" in said and "at [red]/x" in said
+    files.write(found, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["there.json", "new.json"])
