@@ -13,7 +13,7 @@ from jspec.checks import check_output
 
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
 _LOG_WIDTH = 200
-_NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+_DEPTH = 4  # of the demo's
 
 
 def bench(
@@ -63,8 +63,11 @@ def bench(
     check_output("--output", output, folder=True)
     check_output("--json", json_file)
     if model is None:
-        model, config = str(demo.ASSETS / "target"), config or [json.dumps(demo.EAGLE3), _NGRAM]
-        questions = questions or [demo.PROMPT]
+        model, questions = str(demo.ASSETS / "target"), questions or [demo.PROMPT]
+        if not config:
+            head = {key: demo.EAGLE3[key] for key in ("method", "model")}
+            config = [json.dumps(head), "ngram"]
+            num_speculative_tokens = num_speculative_tokens or [_DEPTH]
     settings = Settings(
         tuple(configs_of(config or [], num_speculative_tokens or [])),
         batch_sizes=tuple(batch_size or [1]), temperatures=tuple(temperature or [0.0]),
@@ -107,9 +110,10 @@ def configs_of(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
     """Every config, at every K where it names none.
 
     Raises:
-      ValueError: one is no JSON object, or two are the same.
+      ValueError: one is no JSON object, or all name a K and ``depths`` are given as well.
     """
     found: list[dict[str, Any]] = []
+    all_apart = bool(given and depths)
     for text in given:
         try:
             config = json.loads(text) if text.lstrip().startswith("{") else {"method": text}
@@ -119,6 +123,12 @@ def configs_of(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
                 '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
             ) from None
         apart = "num_speculative_tokens" in config or not depths
+        all_apart = all_apart and apart
         some = [config] if apart else [config | {"num_speculative_tokens": k} for k in depths]
         found += [each for each in some if each not in found]
+    if all_apart:
+        raise ValueError(
+            f"-k (--num-speculative-tokens) {depths[0]} is for configs without "
+            "num_speculative_tokens, but every --config names one; leave it out there, or -k."
+        )
     return found

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import itertools
-import json
 import os
 import time
 from collections import defaultdict
@@ -166,19 +165,6 @@ def peer_refusal(model: Any, dtype: str) -> str | None:
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return "the model is no local directory"
     return None if dtype in ("float32", "bfloat16") else f"it is not measured in {dtype}"
-
-
-def name_of(config: dict | None) -> str:
-    """A contender's name: its method and what is set beside, folders and ids cut short."""
-    if config is None:
-        return PLAIN
-    rest = {key: value for key, value in config.items() if key not in ("method", "model")}
-    model = config.get("model", "?")
-    words = [config.get("method") or Path(getattr(model, "path", model)).name]
-    if "num_speculative_tokens" in rest:
-        words.append(f"K={rest.pop('num_speculative_tokens')}")
-    words += [f"{key}={json.dumps(value, default=str)}" for key, value in sorted(rest.items())]
-    return ", ".join(words)
 
 
 def sum_of(counts: Sequence[Counts]) -> Counts:

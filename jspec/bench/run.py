@@ -10,10 +10,11 @@ from jspec import config, loading
 from jspec.assembly import assemble
 from jspec.bench import questions as reading
 from jspec.bench.contenders import by_category, peer_refusal
+from jspec.bench.names import portable
 from jspec.bench.peer import Peer, PeerError
 from jspec.bench.questions import Question
 from jspec.bench.settings import Settings
-from jspec.bench.table import CaseTable, portable
+from jspec.bench.table import CaseTable
 from jspec.llm import LLM
 from jspec.loading import LoadedModel
 
@@ -57,7 +58,7 @@ def bench(
     results: dict[str, Any] = {
         "definition": DEFINITION,
         "setting": dataclasses.asdict(settings)
-        | {"configs": [portable(each) for each in settings.configs]},
+        | {"configs": [portable(each, settings.configs) for each in settings.configs]},
         "questions": {name: len(some) for name, some in requests.items()},
         "left_out": left_out,
         "peer": None,

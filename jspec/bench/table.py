@@ -1,13 +1,11 @@
 """One case of ``jspec bench``: its contenders in turns, and the figures of each."""
 
 import dataclasses
-import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +19,10 @@ from jspec.bench.contenders import (
     Ours,
     Theirs,
     filled,
-    name_of,
     peer_settings,
     sum_of,
 )
+from jspec.bench.names import names_of, portable
 from jspec.bench.peer import PeerError
 from jspec.bench.settings import Settings
 from jspec.bench.split import split
@@ -71,13 +69,13 @@ class CaseTable:
                 self._parts[each.name] = self._apart(each.run, made)
 
     def _contenders(self):
-        for given in (None, *self._settings.configs):
+        configs = self._settings.configs
+        for given, name in zip((None, *configs), (PLAIN, *names_of(configs)), strict=True):
             llm = LLM(
                 self._target, given, dtype=self._settings.dtype,
                 max_num_seqs=self._case.batch_size,
             )  # fmt: skip
             made = assemble(self._target, config.read(given), dtype=self._settings.dtype)
-            name = name_of(given)
             while name in self._assemblies:
                 name += "'"
             self._assemblies[name] = given, made
@@ -102,8 +100,7 @@ class CaseTable:
         given, made = self._assemblies.get(each.name, (None, None))
         row: dict[str, Any] = {
             "batch_size": self._case.batch_size, "temperature": self._case.temperature,
-            "name": each.name,
-            "config": dict(each.run.settings) if made is None else given and portable(given),
+            "name": each.name, "config": given and portable(given, self._settings.configs),
             "tokens_per_second": spread([s.num_tokens / s.seconds for s in each.kept]),
             "speedup": spread(ratios(each, plain)),
             "categories": self._categories(each, plain),
@@ -116,7 +113,7 @@ class CaseTable:
             row["texts_equal_to_plain"] = sum(ours == theirs for ours, theirs in pairs)
             row["texts"] = len(sample.tokens)
         if made is None:
-            return row
+            return row | {"config": dict(each.run.settings)}
         counts = sum_of(list(each.run.counts.values()))
         row |= {
             "acceptance_length": counts.tokens_per_pass,
@@ -183,12 +180,3 @@ def _peak_bytes() -> int:
         return stats["peak_bytes_in_use"]
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def portable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without folders, which are of interest to nobody else."""
-    return {
-        key: Path(value).name if isinstance(value, str | os.PathLike) and Path(value).is_absolute()
-        else value.path if isinstance(value, LoadedModel) else value
-        for key, value in given.items()
-    }  # fmt: skip

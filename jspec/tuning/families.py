@@ -7,7 +7,7 @@ from typing import Any
 
 from jspec import config, loading, shapes, topology
 from jspec.assembly import Assembly, assemble
-from jspec.bench.contenders import name_of
+from jspec.bench.names import name_of, names_of
 from jspec.drafters.adaptive import Adaptive
 from jspec.loading import LoadedModel
 from jspec.topology import Shape
@@ -124,7 +124,10 @@ def families_of(target: LoadedModel, settings: Settings) -> list[Family]:
                 if not place:
                     raise
                 break  # the head drafts no deeper
-    return found
+    # K and the tree are searched: those of one network may come to be another's.
+    names = names_of([family.given for family in found[1:]], unsaid=_DEPTHS)
+    named = zip(found[1:], names, strict=True)
+    return [found[0], *(dataclasses.replace(family, name=name) for family, name in named)]
 
 
 def check(given: Mapping[str, Any], settings: Settings) -> None:

@@ -54,8 +54,9 @@ def _verdict(batch: dict[str, Any]) -> Iterator[str]:
     else:
         words += f", {ratio['median']:.2f} times plain decoding"
     yield f"{words}. {json.dumps(batch['speculative_config'], default=str)}"
-    if batch["predicted_winner"] != batch["winner"]:
-        yield f"{title}: predicted was {batch['predicted_winner']}; the faster of the two counts."
+    predicted = max(batch["rows"], key=lambda row: row["predicted_tokens_per_second"])
+    if predicted["speculative_config"] != winner["speculative_config"]:  # names may be equal
+        yield f"{title}: predicted was {predicted['name']}; the faster of the two counts."
     if second["tokens_per_second"]["most"] >= speed["least"]:
         yield f"{title}: the best two are within each other's spread."
     if not batch["within_tolerance"]:

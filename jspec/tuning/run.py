@@ -7,8 +7,8 @@ from typing import Any
 
 from jspec import loading
 from jspec.bench import questions as reading
+from jspec.bench.names import portable
 from jspec.bench.questions import Question, Request
-from jspec.bench.table import portable
 from jspec.llm import LLM
 from jspec.loading import LoadedModel
 from jspec.tuning import acceptance
@@ -62,7 +62,7 @@ def tune(
     results: dict[str, Any] = {
         "definition": DEFINITION,
         "setting": dataclasses.asdict(settings)
-        | {"configs": [portable(each) for each in settings.configs]},
+        | {"configs": [portable(each, settings.configs) for each in settings.configs]},
         "questions": len(made),
         "left_out": left_out,
         "interrupted": False,
@@ -131,7 +131,7 @@ def _batch(
     entries = search.run()
     ran = run_in_turns(entries, families, work, settings, search.clocks(entries), on_step)
     search.settle(entries, ran.seconds)
-    rows = rows_of(entries, ran, search.tokens_per_second)
+    rows = rows_of(entries, ran, search.tokens_per_second, settings.configs)
     predicted = max(rows, key=lambda row: row["predicted_tokens_per_second"])
     return {
         "batch_size": size,

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jspec.bench.contenders import Ours
-from jspec.bench.table import portable
+from jspec.bench.names import portable
 from jspec.bench.timing import Contender, race, ratios, spread
 from jspec.llm import LLM
 from jspec.tuning.clocks import Clock, median_seconds
@@ -76,13 +76,15 @@ def _race_of(field: Sequence[Contender], timed: Sequence[Contender], interrupted
 
 
 def rows_of(
-    entries: Sequence[Entry], ran: Race, predicted: Callable[[Entry], float]
-) -> list[dict[str, Any]]:
-    """A row for each entry, the fastest first."""
+    entries: Sequence[Entry], ran: Race, predicted: Callable[[Entry], float],
+    configs: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each entry, the fastest first; ``configs`` are all that were given."""
     pairs = list(zip(entries, ran.field, strict=True))
     plain, own = next((entry, each) for entry, each in pairs if entry.candidate.family == 0)
     rows = [_row(entry, each, own, predicted(entry)) for entry, each in pairs]
     for row in rows:
+        row["config"] = portable(row["speculative_config"], configs)
         row["predicted_speedup"] = row["predicted_tokens_per_second"] / predicted(plain)
     return sorted(rows, key=lambda row: -row["tokens_per_second"]["median"])
 
@@ -102,7 +104,6 @@ def _row(entry: Entry, each: Contender, plain: Contender, predicted: float) -> d
     passes = [sample.num_tokens / sample.passes for sample in each.kept]
     return {
         "name": each.name,
-        "config": portable(entry.candidate.config),
         "speculative_config": dict(entry.candidate.config),
         "tokens_per_second": spread(speeds),
         "speedup": spread(ratios(each, plain)),

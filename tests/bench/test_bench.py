@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jspec import checks, cli
-from jspec.bench import command, files, report
+from jspec.bench import command, files, names, report
 from jspec.bench.contenders import Case, Ours
 from jspec.bench.peer import PeerError
 from jspec.bench.questions import Question, Request
@@ -196,6 +196,29 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     assert len(list(report.terminal(results))) == 2
 
 
+def test_configs_of_one_method_are_told_apart_by_their_models():
+    head = {"method": "eagle3", "num_speculative_tokens": 2}
+    alike = [head | {"model": f"/runs/{folder}/export"} for folder in "ab"]
+    others = [{"model": "/runs/draft", "num_speculative_tokens": 2}, {"method": "suffix"}]
+    assert names.names_of(alike + others) == [
+        "eagle3, a/export, K=2", "eagle3, b/export, K=2", "draft, K=2", "suffix"
+    ]  # fmt: skip
+    portable = [names.portable(each, alike + others).get("model") for each in alike + others]
+    assert portable == ["a/export", "b/export", "draft", None]
+    both = [alike[0], alike[1] | {"num_speculative_tokens": 3}]
+    assert names.names_of(both) == ["eagle3, K=2", "eagle3, K=3"]
+    drafts = [{"model": "/one/draft"}, {"model": "two/draft"}, {"model": "draft"}]
+    assert names.names_of(drafts) == ["one/draft", "two/draft", "draft"]
+
+
+def test_k_is_that_of_the_demos_methods_too(monkeypatch, capsys):
+    monkeypatch.setattr("jspec.loading.load", None)  # not called
+    monkeypatch.setattr("sys.argv", ["jspec", "bench", "-k", "0"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "num_speculative_tokens to be greater than zero (0)" in capsys.readouterr().err
+
+
 def test_names_of_users_are_printed_as_they_are(results, tmp_path, capsys):
     """Neither markup of the terminal nor formulas of the picture, nor words for little pictures."""
     name, category = 'draft, corpus="/runs[v2]/$a$_{/:cat:"', "mt[/bench]"
@@ -286,6 +309,8 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
     ([], "there is no method to measure; name one with --config"),
     (["--config", "{oops"], "--config '{oops' is not JSON"),
     (["--config", "ngrm", "-k", "3"], "ngrm"),
+    (["--config", '{"method": "ngram", "num_speculative_tokens": 4}', "-k", "3"],
+     "-k (--num-speculative-tokens) 3 is for configs without num_speculative_tokens"),
     (["--config", "ngram", "-k", "3", "--repeats", "0"], "repeats=0 must be a whole number"),
     (["--config", "ngram", "-k", "3", "--temperature", "-1"], "temperature=-1"),
     (["--config", "ngram", "-k", "3", "--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),

@@ -1,14 +1,16 @@
 """``jspec tune`` on tiny models: what it writes is what was fastest, and loads."""
 
 import json
+import shutil
 
 import pytest
 
 import jspec
 from jspec import cli
-from jspec.bench import contenders
+from jspec.bench import names as naming
 from jspec.bench.questions import Question
 from jspec.tuning import clocks, report, verification
+from jspec.tuning.families import families_of
 from jspec.tuning.run import tune
 from jspec.tuning.settings import Settings
 from tests import llm_fixtures
@@ -73,7 +75,7 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
         assert llm.get_metrics() and row["name"] in said
     names = {each["name"] for each in batch["candidates"]}
     [tree] = [name for name in names if name.startswith("eagle3, tree of 4 nodes")]
-    lookups = contenders.name_of(lookup)
+    lookups = naming.name_of(lookup)
     assert names == {"plain decoding", lookups, "eagle3, K=1", "eagle3, K=2", tree}
     assert [line["name"] for line in found["acceptance"]] == ["eagle3", lookups]
     assert json.dumps(rows[0]["speculative_config"]) in said.replace("\n", " ")
@@ -98,6 +100,19 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monke
     assert run(monkeypatch, "no/such/model", *arguments) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+def test_heads_of_one_method_have_names_of_their_own(root, tmp_path):
+    """Even where one is searched, and might come to the K that is given of the other."""
+    for folder in ("a/export", "b/export"):
+        shutil.copytree(root / "tuned-eagle3", tmp_path / folder)
+    heads = [{"method": "eagle3", "model": str(tmp_path / name / "export")} for name in "ab"]
+    heads[0]["num_speculative_tokens"] = 2
+    asked = Settings((*heads, {"method": "ngram"}), max_speculative_tokens=2, max_tree_size=0)
+    found = families_of(llm_fixtures.loaded(root)["target"], asked)
+    said = [each.name for each in found]
+    assert said == ["plain decoding", "eagle3, a/export, K=2", "eagle3, b/export", "ngram"]
+    assert found[2].chain(2).name == "eagle3, b/export, K=2"
 
 
 def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
