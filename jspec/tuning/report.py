@@ -26,6 +26,11 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [results["definition"], report.about(results | {"peer": "none"})]
     if results["left_out"]:
         lines.append(f"{results['left_out']} prompts did not fit the model and were left out.")
+    if results["left_out_methods"]:
+        lines.append(
+            f"Left out: {', '.join(results['left_out_methods'])}; the answers are too short for "
+            "the drafts, raise --max-tokens."
+        )
     if results["interrupted"]:
         lines.append("The run was interrupted: what was not finished is left out.")
     for batch in results["batches"]:

@@ -49,7 +49,8 @@ def tune(
       on_step: called with words for a progress line.
 
     Raises:
-      ValueError: the model, a config or the questions do not go together.
+      ValueError: the model, a config or the questions do not go together, or answers are too
+        short for every method's drafts.
     """
     for given in settings.configs:  # before weights are loaded
         check(given, settings)
@@ -65,6 +66,7 @@ def tune(
         | {"configs": [portable(each, settings.configs) for each in settings.configs]},
         "questions": len(made),
         "left_out": left_out,
+        "left_out_methods": [],
         "interrupted": False,
         "acceptance": [],
         "batches": [],
@@ -86,7 +88,11 @@ def _recorded(
     families: Sequence[Family], made: Sequence[Request], settings: Settings,
     results: dict[str, Any], on_step: Callable[[str], None],
 ) -> list[Known]:  # fmt: skip
-    """What each family accepts, of drafts as wide as any that will be looked at."""
+    """What each family accepts, of drafts as wide as any that will be looked at.
+
+    Raises:
+      ValueError: answers are too short for the drafts of every method.
+    """
     target = families[0].target
     works = [workload(settings.case(size), made, target) for size in settings.batch_sizes]
     most = max(len(work.prompts) for work in works)
@@ -95,9 +101,17 @@ def _recorded(
     for family in families[1:]:
         on_step(f"recording what is accepted of {family.name}")
         known = _record(family, work, len(made), settings)
-        if known.acceptance is not None:
+        if not known.is_enough:
+            results["left_out_methods"].append(family.name)
+        elif known.acceptance is not None:
             results["acceptance"].append({"name": family.name, **known.acceptance.as_dict()})
         found.append(known)
+    if not any(known.is_enough for known in found[1:]):
+        raise ValueError(
+            f"answers of max_tokens={settings.max_tokens} or fewer are too short for the drafts of "
+            f"{', '.join(results['left_out_methods'])}: raise --max-tokens, or lower "
+            "--max-speculative-tokens."
+        )
     return found
 
 

@@ -42,6 +42,11 @@ class Known:
     rows: Sequence[Recorded]
     acceptance: Acceptance | None
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether any draft fitted into an answer: without one nothing can be predicted."""
+        return any(row.rounds for row in self.rows)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
@@ -171,7 +176,7 @@ class Search:
         return max(family.depth + 1, trees)
 
     def _entries(self, family: Family) -> list[Entry]:
-        """The candidates of a family."""
+        """The candidates of a family; none where too little is known of it."""
         if family.number == 0:
             nothing = Recorded([Round((), drafted=False)], by_position=False)
             passes = prediction.play(
@@ -182,6 +187,8 @@ class Search:
             self._measured[entry.candidate] = RoundTime(plain, plain)
             return [entry]
         known = self._known[family.number]
+        if not known.is_enough:
+            return []
         rows = known.rows[: len(self._lengths)]
         play = lambda shape: prediction.play(rows, shape, self._lengths, self._work.groups)
         if family.depth is None:

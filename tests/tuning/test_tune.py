@@ -1,5 +1,6 @@
 """``jspec tune`` on tiny models: what it writes is what was fastest, and loads."""
 
+import dataclasses
 import json
 import shutil
 
@@ -113,6 +114,24 @@ def test_heads_of_one_method_have_names_of_their_own(root, tmp_path):
     said = [each.name for each in found]
     assert said == ["plain decoding", "eagle3, a/export, K=2", "eagle3, b/export", "ngram"]
     assert found[2].chain(2).name == "eagle3, b/export, K=2"
+
+
+def test_a_method_whose_drafts_are_too_long_for_the_answers_is_left_out(root):
+    """What learns from answers is recorded as it runs, with drafts of the largest K."""
+    asked = Settings(
+        ({"method": "suffix"}, {"method": "ngram", "prompt_lookup_max": 1}), max_tokens=8,
+        max_programs=1, repeats=1, patience=0,
+    )  # fmt: skip
+    target = llm_fixtures.loaded(root)["target"]
+    found = tune(target, QUESTIONS[:1], asked)
+    [batch] = found["batches"]
+    methods = {each["name"].split(",")[0] for each in batch["candidates"]}
+    assert methods == {"plain decoding", "ngram"}
+    said = "Left out: suffix; the answers are too short for the drafts, raise --max-tokens."
+    assert said in report.notes(ABOUT | found)
+    alone = dataclasses.replace(asked, configs=asked.configs[:1])
+    with pytest.raises(ValueError, match="too short for the drafts of suffix: raise --max-tokens"):
+        tune(target, QUESTIONS[:1], alone)
 
 
 def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
