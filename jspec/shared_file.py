@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import tensor_files
+from jspec import tensor_files, whole_file
 from jspec.types import Shared
 
 
@@ -20,15 +20,9 @@ def save(path: str | os.PathLike, shared: Shared) -> None:
     arrays = jax.device_get(_named(shared))
     if not arrays:
         raise ValueError("the method learns nothing from requests: there is nothing to save.")
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
     layout = [(name, array.shape, array.dtype) for name, array in arrays.items()]
-    partial.unlink(missing_ok=True)  # of a writer that died, or a link that leads elsewhere
-    try:
+    with whole_file.aside(Path(path)) as partial:
         tensor_files.write(partial, layout, iter(arrays.values()))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike, like: Shared) -> Shared:

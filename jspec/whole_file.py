@@ -1,6 +1,8 @@
 """Files that are written whole or not at all, where a user wants them."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,19 +16,25 @@ def followed(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
+@contextlib.contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A place beside a file's: what is written there takes the file's place once it is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # of a writer that died, or a link that leads elsewhere
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write(path: Path, content: bytes) -> None:
-    """Writes a file beside its place and moves it there; streams are written straight into.
+    """Writes a file whole or not at all, and straight into a stream.
 
     Where the path is a link, it stays one: the file that it leads to is written.
     """
     if is_stream(path):
         path.write_bytes(content)
         return
-    path = followed(path)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # of a writer that died, or a link that leads elsewhere
-    try:
+    with aside(followed(path)) as partial:
         partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
