@@ -137,6 +137,6 @@ def test_a_stop_token_is_kept_in_the_ids_and_not_in_the_text(settings, shown, re
 def answer(tokens, finish_reason=None, stop_token=None):
     """Tokens that took a round each, none of them drafted."""
     count = len(tokens)
-    trace = (np.zeros(count, int), np.full((count, 1), 1), np.full((count, 1), 0))
+    steps = (np.zeros(count, int), np.zeros(count, int))
     return Answer(np.array(list(tokens)), finish_reason, stop_token, count, 0, 0,
-                  np.zeros(1, int), trace)  # fmt: skip
+                  np.zeros(1, int), steps)  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jspec import torch_files
-from jspec.model_files import open_shards
+from jspec.model_files import open_tensors
 from tests.hostile.junk import few, refused
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.int8)}
@@ -207,5 +207,6 @@ def test_an_index_of_torch_files_names_files_beside_it(tmp_path, name):
     torch_files.write(tmp_path / "x.bin", TENSORS)
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "index").write_text(json.dumps({"weight_map": {"a": name, "b": name}}))
-    assert refused(open_shards, folder, "index", torch_files.read)
+    index = json.dumps({"weight_map": {"a": name, "b": name}})
+    (folder / "pytorch_model.bin.index.json").write_text(index)
+    assert refused(open_tensors, folder)
