@@ -11,7 +11,7 @@ import pytest
 
 from jspec import cli
 from jspec.certify import chains, exactly, sampled
-from jspec.certify.statistics import excess
+from jspec.certify.statistics import excess, lean
 from jspec.verify import RULES, Rule
 from tests.verify import test_mutations as mutations
 
@@ -143,6 +143,16 @@ def test_what_cannot_be_enumerated_is_refused(arguments, message):
 
 
 # ------------------------------------------------------------------------------- compiled programs
+
+
+def test_few_counts_of_many_tokens_are_seen_to_lean():
+    law = np.full(10_000, 1e-4)
+    some, rng = np.arange(10_000) < 3000, np.random.default_rng(0)
+    right, wrong = (rng.multinomial(512, np.where(some, 1 + much, 1 - much * 3 / 7) * law)
+                    for much in (0, 0.5))  # fmt: skip
+    assert lean(right, law, some) < 1 < lean(wrong, law, some)
+    assert excess(wrong, law) < 1
+    assert lean(right, law, law > 1) == 0
 
 
 def test_the_compiled_rule_draws_from_the_targets_law():

@@ -11,7 +11,7 @@ from jspec import sampling, topology
 from jspec.certify.chains import softmax
 from jspec.certify.law import rule_of
 from jspec.certify.report import Finding, worst
-from jspec.certify.statistics import excess
+from jspec.certify.statistics import excess, lean
 from jspec.rows import Row, request_of
 from jspec.types import Array, Draft, History, Request, Sampling
 from jspec.verify import Rule, verify
@@ -19,6 +19,7 @@ from jspec.verify import Rule, verify
 DEPTH = 3
 VOCAB_SIZE = 16  # where none is given: wide ones hide small biases
 MOST_ROWS = 100_000
+_FEWEST_ROWS = 1024
 _ELEMENTS = 2**25  # logits that are judged in all
 _AT_ONCE = 2**22
 _TREES = {
@@ -51,7 +52,8 @@ def chi_square(
     Args:
       rule: a name in ``RULES``, a ``Rule``, or the dotted path of one.
       proposal: "chain", "without_replacement" (a binary tree) or "point".
-      vocab_size: V; as many rounds run as a budget of 2**25 logits allows, 100 thousand at most.
+      vocab_size: V; as many rounds run as a budget of 2**25 logits allows, from a thousand to a
+        hundred thousand. Few of them count in two bins: what is drafted too often, and the rest.
       temperature: as in ``SamplingParams``.
       top_k: as in ``SamplingParams``.
       top_p: as in ``SamplingParams``.
@@ -87,7 +89,7 @@ def chi_square(
 def _counted(runs, target, drafter, settings: Sampling, seed: int) -> Iterator[Finding]:
     """One finding for each position of a round that enough rounds reached."""
     vocab, nodes = len(target), len(_TREES[runs[1]])
-    rows = min(MOST_ROWS, max(_ELEMENTS // (nodes * vocab), 512)) // 2
+    rows = min(MOST_ROWS, max(_ELEMENTS // (nodes * vocab), _FEWEST_ROWS)) // 2
     at_once = min(rows, max(_AT_ONCE // (nodes * vocab), 16))
     counts = np.zeros((DEPTH + 1, vocab), np.int64)
     for start in range(0, rows, at_once):
@@ -98,12 +100,14 @@ def _counted(runs, target, drafter, settings: Sampling, seed: int) -> Iterator[F
         for position in range(DEPTH + 1):
             reached = tokens[length > position, position]
             counts[position] += np.bincount(reached, minlength=vocab)[:vocab]
-    warped = jax.jit(sampling.warp)(jnp.float32(target)[None], settings)
-    law = softmax(np.asarray(warped, np.float64))[0]
+    both = jnp.float32(np.stack([target, drafter]))
+    law, drawn_from = softmax(np.asarray(jax.jit(sampling.warp)(both, settings), np.float64))
     for position, observed in enumerate(counts):
         if observed.sum() > 100:
             note = f"worst at token {position + 1} of a round, {observed.sum()} times"
-            yield Finding("chi-square", "", excess(observed, law), 1.0, note)
+            # A rule that is wrong says too much, or too little, of what is drafted too often.
+            off = max(excess(observed, law), lean(observed, law, drawn_from > law))
+            yield Finding("chi-square", "", off, 1.0, note)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
