@@ -28,7 +28,7 @@ def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
     Raises:
       ValueError: no such checkpoint, damaged JSON, or an architecture or setting not supported.
     """
-    directory = model_files.locate(path, patterns=())
+    directory = model_files.locate(path)
     raw = model_files.read_json(directory / "config.json")
     config = _read_config(directory / "config.json", raw)
     dtype = model_files.known_dtype(model_files.stated_dtype(raw) or "float32")
@@ -120,7 +120,7 @@ def load_tokenizer(path: PathLike):
     Raises:
       ValueError: there is none, or it cannot be read.
     """
-    directory = model_files.locate(path, patterns=())
+    directory = model_files.locate(path)
     # Without any of these, transformers makes up an empty tokenizer for some architectures.
     if not any((directory / name).is_file() for name in _VOCABULARIES):
         raise ValueError(
@@ -165,7 +165,7 @@ def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
     """
     configs = [source]
     if not isinstance(source, dict):
-        directory = model_files.locate(source, patterns=())
+        directory = model_files.locate(source)
         configs = [model_files.read_json(directory / "config.json")]
         if (directory / "generation_config.json").is_file():
             configs.append(model_files.read_json(directory / "generation_config.json"))

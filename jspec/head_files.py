@@ -44,7 +44,7 @@ _ANY_WEIGHTS = re.compile(
     r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
     r"|medusa_lm_head\.(safetensors|pt)|hydra_lm_head\.pt"
 )
-_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "medusa_lm_head.*", "hydra_lm_head.pt")
 _WRAPPERS = (
     "model.", "module.", "draft_model.", "medusa_heads.", "medusa_head.", "speculator.",
     "logit_head.",

@@ -28,6 +28,8 @@ _MOST_JSON = 100_000_000  # bytes; the index of a thousand files has a hundredth
 _MOST_NAMES = 100  # in one message
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
+_INDEX_END = ".index.json"
+
 PathLike = str | Path
 Reader = Callable[[Path], dict[str, np.ndarray]]
 
@@ -44,7 +46,7 @@ READERS: dict[str, Reader] = {
 # Places.
 
 
-def locate(path: PathLike, patterns: tuple[str, ...] = ("*.safetensors",)) -> Path:
+def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
     """The local directory of a checkpoint, fetched from the hub if ``path`` is no directory.
 
     Args:
@@ -77,15 +79,17 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ("*.safetensors",)) -> Pa
 
 
 def locate_weights(path: PathLike) -> Path:
-    """``locate`` with files of weights; those of torch are fetched where there are no others.
+    """``locate`` with the files of weights that ``open_tensors`` reads, and no others.
 
     Raises:
-      ValueError: as ``locate``.
+      ValueError: as ``locate``; or an index is malformed.
     """
-    directory = locate(path)
-    if any(os.path.isfile(directory / file) for file in READERS):
+    directory = locate(path, (WEIGHTS,))  # and indices, which are small
+    there = [file for file in READERS if os.path.isfile(directory / file)]
+    if there and not there[0].endswith(_INDEX_END):
         return directory
-    return locate(path, ("pytorch_model*.bin",))
+    shards = set(_weight_map(directory / there[0]).values()) if there else ("pytorch_model.bin",)
+    return locate(path, tuple(sorted(shards)))
 
 
 def first_line(error: Exception) -> str:
@@ -175,7 +179,7 @@ def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> di
     """
     for file, read in readers.items():
         if os.path.isfile(directory / file):
-            sharded = file.endswith(".index.json")
+            sharded = file.endswith(_INDEX_END)
             return _open_shards(directory, file, read) if sharded else read(directory / file)
     raise ValueError(
         f"{directory} has none of {', '.join(readers)}; a checkpoint is a directory with "
@@ -185,16 +189,7 @@ def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> di
 
 def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndarray]:
     """Views of every tensor of the files that ``index`` names, opened by ``read``."""
-    weight_map = read_json(directory / index).get("weight_map")
-    plain = isinstance(weight_map, dict) and all(
-        isinstance(file, str) and Path(file).name == file and file.isprintable()
-        for file in weight_map.values()
-    )
-    if not plain:
-        raise ValueError(
-            f"{directory / index} has no weight_map of names to files beside it; download or save "
-            "it again"
-        )
+    weight_map = _weight_map(directory / index)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not os.path.isfile(directory / file)]
     if missing:
@@ -208,6 +203,20 @@ def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndar
             # A tensor that the index places elsewhere shows up as unexpected under this name.
             tensors[name if weight_map.get(name, file) == file else f"{file}:{name}"] = tensor
     return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file beside an index that each tensor is in."""
+    weight_map = read_json(index).get("weight_map")
+    plain = isinstance(weight_map, dict) and all(
+        isinstance(file, str) and Path(file).name == file and file.isprintable()
+        for file in weight_map.values()
+    )
+    if not plain:
+        raise ValueError(
+            f"{index} has no weight_map of names to files beside it; download or save it again"
+        )
+    return weight_map
 
 
 def _some(names: list[str]) -> str:

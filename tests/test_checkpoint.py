@@ -339,23 +339,41 @@ def test_a_hub_id_is_fetched_and_a_failure_says_what_to_do(saved, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_files_of_torch_are_fetched_only_where_there_are_no_others(saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("published", "read"),
+    [
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"],
+         ["model-1.safetensors", "model-2.safetensors"]),
+        (["pytorch_model.bin"], ["pytorch_model.bin"]),
+        (["part-1.bin", "part-2.bin", "pytorch_model.bin.index.json"],
+         ["part-1.bin", "part-2.bin"]),
+    ],
+)  # fmt: skip
+def test_of_the_hub_just_the_weights_that_are_read_are_fetched(
+    tmp_path, monkeypatch, published, read
+):
     import huggingface_hub
 
-    fetched = []
+    hub, cache, fetched = tmp_path / "hub", tmp_path / "cache", set()
+    hub.mkdir()
+    cache.mkdir()
+    others = ["config.json", "consolidated.safetensors", "optimizer.bin", "training_args.bin"]
+    for name in (*published, *others):
+        (hub / name).write_text("{}")
+    for index in hub.glob("*.index.json"):
+        index.write_text(json.dumps({"weight_map": dict(zip("ab", read, strict=True))}))
 
     def fetch(_, allow_patterns):
-        fetched.append([name for name in allow_patterns if "model" in name or "tensors" in name])
-        return str(place)
+        for file in hub.iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, cache)
+                fetched.add(file.name)
+        return str(cache)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    place = saved
-    checkpoint.load_pretrained("someone/model")
-    assert fetched == [["*.model", "*.safetensors"]]
-    place = tmp_path
-    with pytest.raises(ValueError):
-        checkpoint.load_pretrained("someone/older")
-    assert fetched[1:] == [["*.model", "*.safetensors"], ["*.model", "pytorch_model*.bin"]]
+    assert model_files.locate_weights("someone/model") == cache
+    assert sorted(name for name in fetched if not name.endswith(".json")) == read
 
 
 def test_a_tokenizer_loads_and_a_missing_one_is_explained(saved):

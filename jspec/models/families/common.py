@@ -42,6 +42,8 @@ class Family:
                 f"({kv_heads}), and head_dim ({head_dim}) even"
             )
         whole(raw, "max_position_embeddings")
+        if raw.get("num_nextn_predict_layers") is not None:  # of modules that ride along
+            whole(raw, "num_nextn_predict_layers", least=0)
         sizes = {
             "vocab_size": whole(raw, "vocab_size"),
             "hidden_size": hidden,
