@@ -1,6 +1,7 @@
 """What the distilling scripts share: their options, and the run around a task."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -159,7 +160,9 @@ def mask_token(given: int, data: Data, vocab_size: int) -> int:
         raise bad_option("mask_token", given, f"the target has {vocab_size} tokens")
     if given >= 0:
         return given
-    unused = np.flatnonzero(token_counts(data.train, vocab_size) == 0)
+    parts = [part for part in (data.train, data.held_out) if part is not None]
+    counts = sum(token_counts(part, vocab_size, learned=False) for part in parts)
+    unused = np.flatnonzero(counts == 0)
     if not unused.size:
         remedy = "every token of the target stands in the data; name one that texts can do without"
         raise bad_option("mask_token", given, remedy)
@@ -234,7 +237,8 @@ def distil(
       argv: words of the command line, for the provenance.
       identity: options of the script that a resumed run must share.
       drafter: how acceptance is measured.
-      export: writes the best weights, on the host, into a folder; called by one process.
+      export: writes the best weights (the last ones, where nothing is held out), on the host, into
+        a folder; called by one process.
       weights_of: from trained weights to those of target and drafter; None where they are the
         drafter's.
       stop_after: most steps of this call.
@@ -249,7 +253,11 @@ def distil(
         result = trainer.train(
             task, frozen, **_fed(settings, data), settings=settings.trainer,
             out=Path(settings.output), measure=measure, bar=bar, stop_after=stop_after,
-            identity=dict(identity) | {"data": f"sha256 {data.description['sha256'][:16]}"},
+            identity=dict(identity) | {
+                "data": f"sha256 {data.description['sha256'][:16]}",
+                "target": f"sha256 {_digest(target.params)}",
+                "acceptance_prompts": "some" if measure else 0,  # they decide what is the best
+            },
             facts=trainer.provenance(module, argv) | described,
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
         )  # fmt: skip
@@ -257,11 +265,21 @@ def distil(
         if jax.process_index() == 0:
             print(f"stopped and saved at step {result.step}; run the same command to resume")
         return result
-    params = trainer.gather(result.best_params())
+    evaluated = result.record["best"] is not None
+    params = trainer.gather(result.best_params() if evaluated else result.params)
     if jax.process_index() == 0:
         export(params, settings.export_dir)
         trainer.write_provenance(settings.export_dir, result.provenance)
     return result
+
+
+def _digest(params: Any) -> str:
+    """What tells weights from others of their shapes, in whichever dtype they were loaded."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        row = leaf[(0,) * max(leaf.ndim - 1, 0)]
+        found.update(np.asarray(row.astype(jnp.bfloat16)).tobytes())
+    return found.hexdigest()[:16]
 
 
 def _fed(settings: DistillSettings, data: Data) -> dict[str, Any]:

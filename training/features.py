@@ -24,6 +24,7 @@ from rich.progress import track
 from jspec.types import Array
 from training.batches import Batch
 from training.data.loader import Rows
+from training.locks import alone
 from training.trainer import bad_option
 
 _TOGETHER = 8  # windows that the target sees at once
@@ -105,7 +106,16 @@ def cached(
 
 
 def _fill(rows: Rows, teach, path: Path, shape: tuple[int, ...], mark: Path) -> None:
-    """Computes the windows that are missing; those that ``mark`` counts are on disk."""
+    """Computes the windows that are missing; those that ``mark`` counts are on disk.
+
+    Raises:
+      ValueError: another process computes them.
+    """
+    with alone(path):
+        _fill_alone(rows, teach, path, shape, mark)
+
+
+def _fill_alone(rows: Rows, teach, path: Path, shape: tuple[int, ...], mark: Path) -> None:
     known = path.exists() and mark.exists()
     done = json.loads(mark.read_text())["windows"] if known else 0
     if done == len(rows):

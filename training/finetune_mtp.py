@@ -109,6 +109,9 @@ def run(
     """
     target, data = open_target(settings)
     config, start = modules_of(settings.head, target)
+    if config.n_predict > settings.recipe.unroll:
+        remedy = f"there are {config.n_predict} modules, one a step; take at least as many steps"
+        raise bad_option("unroll", settings.recipe.unroll, remedy)
     write = export_of(settings, target, config)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
     task = MtpTask(

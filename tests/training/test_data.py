@@ -63,6 +63,20 @@ def test_the_corpus_is_built_once_and_again_only_for_another_request(sources, tm
     assert (tmp_path / "train.bin").stat().st_mtime_ns > stamp
 
 
+def test_a_corpus_whose_rebuilding_was_interrupted_is_built_anew(sources, tmp_path, monkeypatch):
+    build = lambda vocab: data.prepare(tmp_path, [str(sources)], [HELD_OUT], vocab_size=vocab)
+    whole = build(300).train.tolist()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("training.data.corpus._write_tokens", interrupted)
+        build(301)
+    (tmp_path / "train.bin").write_bytes(b"")
+    assert build(300).train.tolist() == whole
+
+
 def test_the_tokenizer_loads_in_transformers_and_keeps_every_byte(corpus):
     tokenizer = AutoTokenizer.from_pretrained(corpus.directory / "tokenizer")
     text = "def f(x):\n\n        return x  # \t naïve → 12345\r\n"

@@ -116,6 +116,25 @@ def test_a_head_is_trained_on_from_its_files(words, target, tmp_path):
     assert distill_eagle.main([*words, "--output", str(second), *more, "--head-layers", "2"]) == 2
 
 
+def test_a_run_without_held_out_data_exports_what_it_ends_with(words, target, tmp_path):
+    place = words.index("--held-out-modules")
+    apart = [*words[:place], *words[place + 2 :], "--acceptance-prompts", "0"]
+    assert distill_medusa.main([*apart, "--output", str(tmp_path / "run")]) == 0
+    config = {"method": "medusa", "model": str(tmp_path / "run/export")}
+    assert generate(target, config | {"num_speculative_tokens": 2}) == plain(target)
+
+
+def test_a_run_goes_on_with_its_own_target_and_measure_alone(words, target, tmp_path, capsys):
+    other = shutil.copytree(target, tmp_path / "other")
+    params = decoder.init_params(jax.random.key(1), SIZES)
+    checkpoint.save_pretrained(other, SIZES, params)
+    run = [*words, "--output", str(tmp_path / "run")]
+    assert distill_medusa.main([*run, "--steps", "2"]) == 0
+    for option, value in (("target", str(other)), ("acceptance-prompts", "0")):
+        assert distill_medusa.main([*run, "--steps", "2", f"--{option}", value]) == 2
+        assert f"holds another run: --{option} " in capsys.readouterr().err
+
+
 def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path):
     more = ["--draft-layers", "0", "2", "--on-policy", "0.5", "--on-policy-prompt", "8"]
     assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
@@ -298,6 +317,7 @@ def test_they_are_trained_on_from_their_files(
         (distill_eagle, ["--parallel", "--unroll", "2"], "one pass has no steps on its own"),
         (distill_draft, ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
         (finetune_mtp, ["--fresh", "none"], "has no modules for later tokens"),
+        (finetune_mtp, ["--num-modules", "4"], "--unroll 3 does not work; there are 4 modules"),
         (finetune_mtp, ["--modules", "x", "--fresh", "random"], "leave out one"),
         (distill_dflash, ["--block-size", "2"], "a block of --block-size 2 drafts 1 tokens"),
         (distill_dflash, ["--markov", "rnn"], "only dspark heads have it; leave it out"),

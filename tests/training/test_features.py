@@ -76,6 +76,17 @@ def test_an_interrupted_run_is_filled_on(tmp_path, monkeypatch):
     assert [int(rows[i].normed[0, 0]) for i in (0, 15, 16, 20)] == [200, 215, 216, 220]
 
 
+def test_two_runs_do_not_fill_one_file(tmp_path):
+    class Meanwhile(Teacher):
+        def __call__(self, batch):
+            with pytest.raises(ValueError, match="is being written by another process"):
+                build(tmp_path, Teacher())
+            return super().__call__(batch)
+
+    rows = build(tmp_path, Meanwhile())
+    assert [int(rows[i].normed[0, 0]) for i in range(COUNT)] == [200 + i for i in range(COUNT)]
+
+
 def test_batches_of_such_rows_carry_the_features(tmp_path):
     batch = next(batches(build(tmp_path, Teacher()), batch=3, seed=0))
     assert batch.captured.shape == (3, LENGTH, 2, WIDTH)

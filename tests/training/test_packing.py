@@ -120,6 +120,8 @@ def test_tokens_are_counted_where_they_are_labels():
     counts = token_counts(pack(file, np.arange(2), 7), 6)
     # Not the first token of a document, nor the third of the first, which is not learned.
     assert counts.dtype == np.int64 and counts.tolist() == [1, 1, 0, 2, 0, 0]
+    every = token_counts(pack(file, np.arange(2), 7), 6, learned=False)
+    assert every.tolist() == [1, 1, 1, 4, 0, 0]
 
 
 def test_what_cannot_be_packed_is_refused():

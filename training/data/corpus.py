@@ -55,6 +55,7 @@ def prepare(
     }  # fmt: skip
     record = directory / "corpus.json"
     if not record.exists() or json.loads(record.read_text())["request"] != request:
+        record.unlink(missing_ok=True)  # what it speaks of is about to be replaced
         documents = find_documents(sources, package_paths, first=holdout)
         parts = _split(documents, holdout, seed)
         if source_megabytes:

@@ -109,16 +109,16 @@ def pack(
     return PackedRows(file, starts[order], lengths[order], first, length)
 
 
-def token_counts(rows: Rows, vocab_size: int) -> np.ndarray:
-    """How often each token is learned in ``rows``: int64 [vocab_size].
+def token_counts(rows: Rows, vocab_size: int, *, learned: bool = True) -> np.ndarray:
+    """How often each token stands in ``rows``: int64 [vocab_size].
 
-    What a reduced draft vocabulary is chosen by: labels alone count (weight above 0).
+    ``learned`` counts labels alone (weight above 0): what a reduced draft vocabulary is chosen by.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(rows), 1024):  # many at once: a count is as long as the vocabulary
         some = [rows[i] for i in range(begin, min(begin + 1024, len(rows)))]
-        learned = np.concatenate([row.tokens[row.weights > 0] for row in some])
-        counts += np.bincount(learned, minlength=vocab_size)
+        kept = [row.tokens[row.weights > 0 if learned else row.segments > 0] for row in some]
+        counts += np.bincount(np.concatenate(kept), minlength=vocab_size)
     return counts
 
 
