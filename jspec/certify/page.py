@@ -10,8 +10,8 @@ _MEANINGS = {
     "law": "law: total variation between the exact law of four tokens and the target's,\n"
     "of a vocabulary of three, in float64.",
     "chi-square": "chi-square: of the tokens of the compiled rule, above its mean, in units of\n"
-    "10 sqrt(2 df).",
-    "drafter": "drafter: drafts that are not well formed; chi-square, in the same units, of\n"
+    "10 sqrt(2 df); and of how many are drafted too often, in 5 standard errors.",
+    "drafter": "drafter: drafts that are not well formed; chi-square, in its units, of\n"
     "draws by their place in the recorded law, and beside one another.",
     "text": "text: the largest gap at which texts part, in units of the rounding noise that\n"
     "was measured for this dtype; 0 where none do.",
