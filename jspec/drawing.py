@@ -93,8 +93,13 @@ class Drawing:
           drafted: target ids from below the root down to each node, -1 behind it: int32 [B, F, M];
             None: as if there were none. Only read where the request ``shapes`` logits.
         """
+        return self.children_of(self.shaped(logits, drafted), widths, nodes, depth)
+
+    def children_of(
+        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array
+    ) -> Children:
+        """``children`` by logits that are ``shaped`` already."""
         width = int(widths.max())
-        logits = self.shaped(logits, drafted)
         if self.deterministic:
             return Children(largest(logits, width)[1])
         law = sampling.warp(logits, self.request.sampling)

@@ -48,10 +48,10 @@ class Answer:
       drafts: rounds that had at least one drafted token.
       drafted: drafted tokens.
       accepted: int [K+1], how many drafts had 0..K tokens accepted.
-      steps: (accepted, drafted), how many of each recorded round, or None.
       trace: (accepted, tokens, parents) of each recorded round, or None.
       logprobs: of ``tokens``, or None.
       prompt_logprobs: of the prompt's tokens but the first, or None.
+      steps: (accepted, drafted), how many of each recorded round, or None.
     """
 
     tokens: np.ndarray
@@ -61,10 +61,10 @@ class Answer:
     drafts: int
     drafted: int
     accepted: np.ndarray
-    steps: tuple[np.ndarray, np.ndarray] | None = None
     trace: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    steps: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def acceptance_length(self) -> float:

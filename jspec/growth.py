@@ -89,11 +89,11 @@ def chain(
     only, least = np.ones(1, int), drawing.confidence_threshold
 
     def draw(logits: Array, node: int | Array, said: Array | None, likely: Array | None) -> Level:
-        drawn = drawing.children(logits, only, jnp.int32(node)[None], node, said)
+        logits = drawing.shaped(logits, said)
+        drawn = drawing.children_of(logits, only, jnp.int32(node)[None], node)
         ids = drawn.ids[:, :, 0]
         if likely is not None:
-            shaped = drawing.shaped(logits, said)
-            likely *= sampling.chance(shaped, drawn.law, ids, drawing.request.sampling)
+            likely *= sampling.chance(logits, drawn.law, ids, drawing.request.sampling)
         return Level(drawing.target_ids(ids), drawn.law, likely)
 
     def step(carry: tuple[Frontier, Array | None, Level], node: int | Array):

@@ -139,4 +139,4 @@ def answer(tokens, finish_reason=None, stop_token=None):
     count = len(tokens)
     steps = (np.zeros(count, int), np.zeros(count, int))
     return Answer(np.array(list(tokens)), finish_reason, stop_token, count, 0, 0,
-                  np.zeros(1, int), steps)  # fmt: skip
+                  np.zeros(1, int), steps=steps)  # fmt: skip

@@ -111,16 +111,18 @@ def _fill(rows: Rows, teach, path: Path, shape: tuple[int, ...], mark: Path) -> 
     Raises:
       ValueError: another process computes them.
     """
-    with alone(path):
-        _fill_alone(rows, teach, path, shape, mark)
+    if _num_filled(path, mark) < len(rows):  # whole ones are only read, by as many as will
+        with alone(path):
+            _fill_alone(rows, teach, path, shape, mark)
+
+
+def _num_filled(path: Path, mark: Path) -> int:
+    return json.loads(mark.read_text())["windows"] if path.exists() and mark.exists() else 0
 
 
 def _fill_alone(rows: Rows, teach, path: Path, shape: tuple[int, ...], mark: Path) -> None:
-    known = path.exists() and mark.exists()
-    done = json.loads(mark.read_text())["windows"] if known else 0
-    if done == len(rows):
-        return
-    features = np.memmap(path, ml_dtypes.bfloat16, "r+" if known else "w+", shape=shape)
+    done = _num_filled(path, mark)
+    features = np.memmap(path, ml_dtypes.bfloat16, "r+" if done else "w+", shape=shape)
     starts = range(done, len(rows), _TOGETHER)
     console = Console(stderr=True)
     shown = {"console": console, "disable": not console.is_terminal}

@@ -10,6 +10,7 @@ import pytest
 from training.batches import Batch
 from training.data.loader import batches
 from training.features import cached
+from training.locks import alone
 
 WIDTH, LENGTH, COUNT = 4, 6, 21
 
@@ -84,6 +85,9 @@ def test_two_runs_do_not_fill_one_file(tmp_path):
             return super().__call__(batch)
 
     rows = build(tmp_path, Meanwhile())
+    [file] = tmp_path.glob("*.features")
+    with alone(file):  # a whole file is only read
+        build(tmp_path, Teacher(stop_after=0))
     assert [int(rows[i].normed[0, 0]) for i in range(COUNT)] == [200 + i for i in range(COUNT)]
 
 
