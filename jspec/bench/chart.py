@@ -79,5 +79,6 @@ def _rounds(axes, rows: list[dict[str, Any]]) -> None:
     axes.set_yticks(range(len(rows)), _names(rows))
     axes.invert_yaxis()
     axes.set_xlabel("a round, ms")
-    if rows:
-        axes.legend(fontsize="small")
+    if rows:  # above the bars: within, it would hide one
+        above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(PARTS)}
+        axes.legend(fontsize="small", frameon=False, **above)
