@@ -16,7 +16,7 @@ class Detokenizer:
 
     Tokens may be parts of characters, and some decoders (SentencePiece) treat the first token of a
     text unlike the others. So each token is decoded behind those that gave the text before it, and
-    text that ends in a broken character waits for more::
+    a broken character at the end waits for more::
 
         ids     ... a  b  c  d  e              decode(c d)       is text given already
                       prefix  read  end        decode(c d e)     is that text and what e adds
@@ -33,11 +33,14 @@ class Detokenizer:
         """Takes in a token and returns the text that became certain by it."""
         self._ids.append(int(token))
         text = self._decode()
-        if len(text) <= len(self._given) or text.endswith(_BROKEN):
+        certain = text.rstrip(_BROKEN)  # a token may be whole characters and the start of another
+        piece = certain[len(self._given) :]
+        if not piece:
             return ""
-        piece = text[len(self._given) :]
-        self._prefix, self._read = self._read, len(self._ids)
-        self._given = self._decode()
+        self._given = certain
+        if certain == text:
+            self._prefix, self._read = self._read, len(self._ids)
+            self._given = self._decode()
         return piece
 
     def flush(self) -> str:

@@ -23,6 +23,16 @@ class Bytes:
         return shown.decode("utf-8", errors="replace").removeprefix(" ")
 
 
+class Words(Bytes):
+    """A tokenizer whose ids are places in a list of byte strings."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def decode(self, ids, **settings):
+        return super().decode(b"".join(self.words[i] for i in ids), **settings)
+
+
 def pieces(ids, prompt=(65,), **settings):
     detokenizer = text.Detokenizer(Bytes(), prompt, **settings)
     return [*(detokenizer.feed(i) for i in ids), detokenizer.flush()]
@@ -34,6 +44,12 @@ def test_a_character_comes_when_its_last_byte_does():
 
 def test_a_character_that_is_never_completed_comes_at_the_end():
     assert pieces("ab🙂".encode()[:-1]) == ["a", "b", "", "", "", "\ufffd"]
+
+
+def test_whole_characters_do_not_wait_for_one_that_the_same_token_begins():
+    euro = "€".encode()
+    detokenizer = text.Detokenizer(Words(b"A", b"one" + euro[:1], euro[1:] + b"!"), (0,))
+    assert [detokenizer.feed(1), detokenizer.feed(2), detokenizer.flush()] == ["one", "€!", ""]
 
 
 def test_the_space_before_the_first_word_of_an_answer_is_kept():
@@ -118,6 +134,13 @@ def test_the_text_ends_before_the_stop_string_or_with_it(include, shown):
     assert transcript.output(0, False).token_ids == list(b"one two")
     assert (transcript.finish_reason, transcript.stop_reason) == ("stop", "two")
     assert transcript.read(answer(b"one two three four")) is False
+
+
+def test_a_stop_string_is_found_in_a_last_token_that_begins_another_character():
+    words = Words(b"A", b"one", b"two" + "€".encode()[:1])
+    transcript = Transcript(SamplingParams(stop="two"), (0,), words, frozenset())
+    assert transcript.read(answer([1, 2], finish_reason="length")) is True
+    assert (transcript.text, transcript.finish_reason) == ("one", "stop")
 
 
 @pytest.mark.parametrize(
