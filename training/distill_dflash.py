@@ -25,6 +25,7 @@ from training.data.settings import Data
 from training.dflash import PUBLISHED, VARIANTS, DFlashTask, Frozen, Recipe
 from training.distilling import (
     DistillSettings,
+    described,
     distil,
     export_of,
     frequent_tokens,
@@ -206,7 +207,7 @@ def run(
         settings, task, Frozen(target.params, kept, start), target, data,
         module="training.distill_dflash", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": repr(config)},
+        | {"variant": settings.variant, "head": described(config, start)},
         drafter=drafter,
         weights_of=lambda params: (target.params, finished(params)),
     )  # fmt: skip

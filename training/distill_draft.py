@@ -27,6 +27,7 @@ from training.distilling import (
     DistillSettings,
     ParallelSettings,
     asks_for_parallel,
+    described,
     distil,
     mask_token,
     open_target,
@@ -145,7 +146,7 @@ def run(
         settings, task, Frozen(target.params, start), target, data,
         module="training.distill_draft", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"draft": repr(config)}
+        | {"draft": described(config, start)}
         | (dataclasses.asdict(settings.parallel) if settings.parallel.parallel else {}),
         drafter=drafter,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from training.distilling import (
     DistillSettings,
     ParallelSettings,
     asks_for_parallel,
+    described,
     distil,
     export_of,
     frequent_tokens,
@@ -249,7 +250,8 @@ def run(
         settings, task, frozen, target, data,
         module="training.distill_eagle", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": repr(config), "start": settings.head.start}
+        | {"variant": settings.variant, "head": described(config, start)}
+        | {"start": settings.head.start}
         | slots,
         drafter=kind(config, target.target, num_speculative_tokens=depth),
         weights_of=lambda params: (target.params, finished(params)),

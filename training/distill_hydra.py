@@ -20,6 +20,7 @@ from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training import trainer
 from training.distilling import (
     DistillSettings,
+    described,
     distil,
     export_of,
     open_target,
@@ -145,7 +146,7 @@ def run(
         settings, task, Frozen(target.params, start), target, data,
         module="training.distill_hydra", argv=argv, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"head": repr(config), "start": settings.head.heads},
+        | {"heads": described(config, start)},
         drafter=Hydra(config, target.target, num_speculative_tokens=depth),
         export=export_of(settings, target, config),
     )  # fmt: skip

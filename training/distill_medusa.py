@@ -19,6 +19,7 @@ from jspec.models.heads.medusa import MedusaConfig
 from training import trainer
 from training.distilling import (
     DistillSettings,
+    described,
     distil,
     export_of,
     frequent_tokens,
@@ -150,7 +151,7 @@ def run(
         settings, task, FrozenTarget(target.params, heads, kept), target, data,
         module="training.distill_medusa", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"joint": settings.joint, "head": repr(config)},
+        | {"joint": settings.joint, "heads": described(config, heads)},
         drafter=Medusa(config, target.target, num_speculative_tokens=depth),
         weights_of=lambda params: (
             target.params if params.target is None else trainer.gather(params.target),

@@ -24,6 +24,7 @@ from training import trainer
 from training.acceptance import AcceptanceSettings
 from training.distilling import (
     DistillSettings,
+    described,
     distil,
     export_of,
     open_target,
@@ -176,7 +177,7 @@ def run(
         settings, task, Frozen(target.params, start), target, data,
         module="training.distill_mlp_speculator", argv=argv, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": repr(config), "start": settings.head.head},
+        | {"variant": settings.variant, "head": described(config, start)},
         drafter=MlpSpeculator(config, target.target, num_speculative_tokens=depth),
         export=export_of(settings, target, config, _LAYOUTS[settings.variant]),
     )  # fmt: skip

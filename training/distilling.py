@@ -273,6 +273,11 @@ def distil(
     return result
 
 
+def described(config: Any, start: Any | None) -> str:
+    """Sizes of what is trained and the weights it starts from, to tell a run from another."""
+    return repr(config) if start is None else f"{config!r} from sha256 {_digest(start)}"
+
+
 def _digest(params: Any) -> str:
     """What tells weights from others of their shapes, in whichever dtype they were loaded."""
     found = hashlib.sha256()

@@ -21,7 +21,7 @@ from jspec.loading import LoadedModel
 from jspec.models.heads import mtp_format
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from training import trainer
-from training.distilling import DistillSettings, distil, export_of, open_target
+from training.distilling import DistillSettings, described, distil, export_of, open_target
 from training.mtp import MtpRecipe, MtpTask
 from training.task import Frozen
 from training.trainer import TrainerSettings, bad_option
@@ -131,7 +131,7 @@ def run(
         settings, task, Frozen(target.params, start), target, data,
         module="training.finetune_mtp", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
-        | {"modules": repr(config), "fresh": fresh if start is None else settings.head.modules},
+        | {"modules": described(config, start), "fresh": fresh},
         drafter=Mtp(config, target.target, num_speculative_tokens=depth),
     )  # fmt: skip
 

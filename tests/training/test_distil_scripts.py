@@ -97,7 +97,7 @@ def test_a_head_is_distilled_from_one_command(variant, more, method, words, targ
     check_run(tmp_path, target, method)
 
 
-def test_a_head_is_trained_on_from_its_files(words, target, tmp_path):
+def test_a_head_is_trained_on_from_its_files(words, target, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
     small += ["--fc-norm", "--norm-before-residual", "--norm-output"]
@@ -114,6 +114,9 @@ def test_a_head_is_trained_on_from_its_files(words, target, tmp_path):
     assert losses[1] < losses[0]
     check_run(second, target, "eagle3")
     assert distill_eagle.main([*words, "--output", str(second), *more, "--head-layers", "2"]) == 2
+    more[-1] = str(second / "export")  # of the same sizes
+    assert distill_eagle.main([*words, "--output", str(second), *more]) == 2
+    assert "holds another run: --head " in capsys.readouterr().err
 
 
 def test_a_run_without_held_out_data_exports_what_it_ends_with(words, target, tmp_path):
@@ -135,11 +138,14 @@ def test_a_run_goes_on_with_its_own_target_and_measure_alone(words, target, tmp_
         assert f"holds another run: --{option} " in capsys.readouterr().err
 
 
-def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path):
-    more = ["--draft-layers", "0", "2", "--on-policy", "0.5", "--on-policy-prompt", "8"]
-    assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
+def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path, capsys):
+    layers, more = ["--draft-layers", "0", "2"], ["--on-policy", "0.5", "--on-policy-prompt", "8"]
+    run = [*words, "--output", str(tmp_path), *more]
+    assert distill_draft.main([*run, *layers]) == 0
     check_run(tmp_path, target, "draft_model")
     assert checkpoint.load_config(tmp_path / "export")[0].num_layers == 2
+    assert distill_draft.main([*run, "--draft-layers", "0", "1"]) == 2
+    assert "holds another run: --draft " in capsys.readouterr().err
 
 
 @pytest.mark.slow
