@@ -110,15 +110,20 @@ def answered_by(
     """``requests`` whose later turns follow the greedy answers of ``plain``, of ``max_tokens``.
 
     Raises:
-      ValueError: no question fits the model.
+      ValueError: answers of ``max_tokens`` or no question fit the model.
     """
+    longest = plain.max_model_len - max_tokens
+    if longest < 1:
+        raise ValueError(
+            f"max_tokens={max_tokens} leaves no room for a prompt in the {plain.max_model_len} "
+            "tokens of the model; lower it."
+        )
 
     def answer(prompts: list[list[int]]) -> list[str]:
         greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [output.outputs[0].text for output in plain.generate(wrapped, greedy)]
 
-    longest = plain.max_model_len - max_tokens
     made, left_out = requests(
         questions, plain.get_tokenizer(), answer, prompt_tokens=prompt_tokens, longest=longest
     )

@@ -272,6 +272,16 @@ def test_the_page_shows_tables_and_picture_in_a_browser(results, tmp_path):
     )
 
 
+@pytest.mark.parametrize(("longest", "words"), [
+    (5000, "max_tokens=5000 leaves no room for a prompt in the 256 tokens of the model"),
+    (255, "with max_tokens=255 prompts may have 1 tokens; lower max_tokens, or cut prompts"),
+])  # fmt: skip
+def test_answers_that_leave_prompts_no_room_are_refused(root, longest, words):
+    both = llm_fixtures.loaded(root)
+    with pytest.raises(ValueError, match=words):
+        bench(both["target"], QUESTIONS[:1], settings(both, max_tokens=longest))
+
+
 def test_a_run_that_is_interrupted_before_its_first_sample_has_nothing_to_write(root, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
