@@ -12,18 +12,21 @@ import pytest
 from tests import shipped
 
 # Compiling takes most of the time: LLVM's optimisations a third of it, and emitters that build
-# every fusion in MLIR half of what remains. Without them a fusion is emitted as LLVM at once. What
-# runs for longer than it compiles, such as a batch of 50,000 rows, asks for level 1 itself.
-_FLAGS = ["--xla_backend_optimization_level=0"]
+# every fusion in MLIR half of what remains. Without them a fusion is emitted as LLVM at once; and a
+# module in one piece, as there is a worker for each core. What runs for longer than it compiles,
+# such as a batch of 50,000 rows, asks for level 1 itself.
+_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if shipped.EMITTERS_CAN_BE_CHOSEN:
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 # Whatever is compiled is kept for all processes of a run, and small programs too: most are wanted
-# again. To keep it for the next run as well, set JAX_COMPILATION_CACHE_DIR.
-_KEPT = {
+# again. To keep it for the next run as well, set JAX_COMPILATION_CACHE_DIR. The calls that each
+# operation stands below, up to 100, are read by nobody, and written in a tenth of the time.
+_SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_traceback_in_locations_limit": 0,
 }
 
 _MAPPINGS = 40_000  # of memory; Linux gives a process 65,530
@@ -36,7 +39,7 @@ def pytest_configure(config):
     if folder is None:
         folder = tempfile.mkdtemp(prefix="jspec-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    for name, value in {**_KEPT, "jax_compilation_cache_dir": folder}.items():
+    for name, value in {**_SETTINGS, "jax_compilation_cache_dir": folder}.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
 

@@ -231,10 +231,12 @@ def effective(case):
 
 
 def pairs(case):
-    """Any two places of a case and their values; of a lossy rule, not the pair with the tree."""
+    """Any two places of a case and their values; of a lossy rule, not the pair with the tree, and
+    of the one that looks at no draft, not that with the method."""
     found = itertools.combinations(enumerate(effective(case)), 2)
-    lossless = SETTINGS[case[2]].lossless
-    return {pair for pair in found if lossless or (pair[0][0], pair[1][0]) != (1, 2)}
+    apart = {(1, 2)} if not SETTINGS[case[2]].lossless else set()
+    apart |= {(0, 2)} if case[2] == "synthetic" else set()
+    return {pair for pair in found if (pair[0][0], pair[1][0]) not in apart}
 
 
 def pairwise(product):
