@@ -7,11 +7,22 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jspec import whole_file
 from jspec.naming import shown
 
 INT32 = 2**31
 _HUGE = 1e300  # a float that is close to infinity is no number anybody means
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as Python's own, which its bounds are compared with; all else as it is.
+
+    >>> plain(np.float32(0.5)), plain("0.5")
+    (0.5, '0.5')
+    """
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_whole(value: Any, least: int = -INT32, most: int = INT32 - 1) -> bool:
@@ -30,7 +41,8 @@ def is_real(value: Any) -> bool:
     >>> is_real(3), is_real(float("nan")), is_real("3")
     (True, False, False)
     """
-    return isinstance(value, Real) and not isinstance(value, bool) and -_HUGE < value < _HUGE
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and -_HUGE < plain(value) < _HUGE
 
 
 def are_whole(values: Sequence[Any], least: int = -INT32) -> bool:
@@ -99,6 +111,8 @@ def check_output(option: str, path: Path | None, *, folder: bool = False) -> Non
     place = written if folder else written.parent
     while folder and not place.exists():
         place = place.parent
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{option} {path}: {place} is a file, not a folder; name another place.")
     if not place.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {place}; make it first.")
     if not folder and path.is_dir():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspec import grammar
-from jspec.checks import INT32, are_whole, is_function, is_real, is_whole, listed
+from jspec.checks import INT32, are_whole, is_function, is_real, is_whole, listed, plain
 from jspec.naming import did_you_mean, shown
 from jspec.rows import COLDEST, HOTTEST, LEAST_REPETITION
 
@@ -106,7 +106,7 @@ class SamplingParams:
 
     def __init__(self, **given: Any):
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, given.pop(field.name, field.default))
+            object.__setattr__(self, field.name, plain(given.pop(field.name, field.default)))
         _refuse(given)
         stop = (self.stop,) if isinstance(self.stop, str) else listed("stop", self.stop)
         object.__setattr__(self, "stop", stop)
@@ -143,7 +143,7 @@ class SamplingParams:
              f"0 (greedy) or more, at most {HOTTEST}"),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
             ("top_k", whole(self.top_k, -1),
-             "a whole number of at least 1, or 0 to turn it off"),
+             "a whole number from 1 to 2**31 - 1, or 0 to turn it off"),
             ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
             ("seed", self.seed is None or whole(self.seed, -(2**63), 2**64 - 1),
              "None or a whole number of at most 64 bits"),
@@ -151,7 +151,7 @@ class SamplingParams:
              "a string or a list of strings, none of them empty"),
             ("stop_token_ids", are_whole(self.stop_token_ids, 0), "a list of token ids"),
             ("max_tokens", self.max_tokens is None or whole(self.max_tokens, 1),
-             "a whole number of at least 1, or None for all the room there is"),
+             "a whole number from 1 to 2**31 - 1, or None for all the room there is"),
             ("min_tokens", whole(self.min_tokens, 0), "a whole number of at least 0"),
             ("presence_penalty", real(self.presence_penalty) and -2 <= self.presence_penalty <= 2,
              "in [-2, 2]; 0 turns it off"),

@@ -1,7 +1,9 @@
 """SamplingParams: vLLM's names and defaults, and what is refused."""
 
 import dataclasses
+import warnings
 
+import numpy as np
 import pytest
 
 from jspec.params import NOT_YET, SamplingParams
@@ -31,6 +33,15 @@ def test_one_stop_string_is_a_list_of_one_and_ids_are_listed_once():
 
 def test_minus_one_switches_top_k_and_the_seed_off_as_in_vllm():
     assert SamplingParams(top_k=-1, seed=-1).seed is None
+
+
+def test_numbers_of_numpy_are_those_of_python_from_the_start():
+    with warnings.catch_warnings(action="error"):
+        params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))
+    assert params == SamplingParams(temperature=0.5, max_tokens=3)
+    assert type(params.temperature) is float
+    with pytest.raises(ValueError, match=r"temperature=9\.99.*e-06 is too close to 0"):
+        SamplingParams(temperature=np.float32(1e-5))  # as a float: 9.999999747378752e-06
 
 
 def test_settings_can_be_replaced():
@@ -92,10 +103,10 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"temperature": "hot"}, "temperature='hot' must be"),
         ({"top_p": 0}, "top_p=0 must be in (0, 1]; 1 turns it off."),
         ({"top_p": 1.5}, "top_p=1.5 must be"),
-        ({"top_k": -2}, "top_k=-2 must be a whole number of at least 1, or 0 to turn it off."),
+        ({"top_k": -2}, "top_k=-2 must be a whole number from 1 to 2**31 - 1, or 0"),
         ({"top_k": 2.5}, "top_k=2.5 must be"),
         ({"min_p": 2}, "min_p=2 must be in [0, 1]; 0 turns it off."),
-        ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number from 1"),
         ({"max_tokens": True}, "max_tokens=True must be"),
         ({"n": 0}, "n=0 must be a whole number of at least 1, and at most 16384."),
         ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2"),
