@@ -98,8 +98,8 @@ def generate(
 ) -> list[Answer]:
     """Continues every prompt (token ids) with the target's own distribution.
 
-    Row i draws with noise of ``(seed, i)``. For settings of each row's own build ``Row``s and call
-    ``generate_rows``.
+    Row i draws with noise of ``(seed, i)``. For settings of each row's own build each a ``Row`` and
+    call ``generate_rows``.
 
     Args:
       target: the language model.

@@ -1,9 +1,9 @@
 """The pytrees that travel through a round, and the protocols of what can be swapped.
 
-Shape letters, used everywhere in jspec:
+Shape letters, used everywhere in jspec::
 
     B  rows of the batch                      N  nodes of a draft, root included
-    K  deepest drafted node (``max_depth``)   T  length of a token buffer
+    K  deepest drafted node (max_depth)       T  length of a token buffer
     S  slots of a KV cache                    V  vocabulary of the target
     L  layers                                 H  heads (Hkv for keys and values)
     D  features of a head or of the model     W  uint32 words of an ancestor set

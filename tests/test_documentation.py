@@ -163,6 +163,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
     assert all(f'id="jspec.{name}"' in reference for name in ("LLM", "Plan", "certify", "decode"))
+    # Marks that were meant for the reader of the source, or for nobody.
+    assert not any(mark in reference for mark in ("``", "&lt;function", "Bases: "))
 
 
 def test_the_readme_fits_in_a_head_and_names_files_that_exist():

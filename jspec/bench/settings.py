@@ -43,7 +43,7 @@ class Settings:
     """What is measured, and how often.
 
     Attributes:
-      configs: ``speculative_config``s, one a method.
+      configs: each a ``speculative_config``, one a method.
       batch_sizes: requests that run together; every one is a table.
       temperatures: likewise.
       max_tokens: most tokens of an answer.
