@@ -49,7 +49,10 @@ def assemble(
     sizes = loading.sizes(model)
     max_model_len = _length_limit(max_model_len, sizes.max_positions)
     if isinstance(tokenizer, str | os.PathLike):
-        tokenizer = checkpoint.load_tokenizer(tokenizer)
+        try:
+            tokenizer = checkpoint.load_tokenizer(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"tokenizer={shown(str(tokenizer))}: {error}") from None
     if not (tokenizer is None or hasattr(tokenizer, "encode")):
         raise ValueError(
             f"tokenizer={shown(tokenizer)} must be a directory, or a tokenizer of transformers."

@@ -12,6 +12,7 @@ from jspec.config_keys import (
     COMBINED,
     CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
+    HYBRID,
     KEYS,
     METHOD_ALIASES,
     METHODS_IN_TARGETS,
@@ -27,6 +28,10 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.naming import did_you_mean, shown
 from jspec.types import Drafter
 
+_PARTS = {  # what a list of them looks like
+    HYBRID: "[{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]",
+    CASCADE: "[{'method': 'ngram'}, {'method': 'draft_model', 'model': ...}]",
+}
 _ANY_SIZE = 1 << 30  # a vocabulary that settings are checked for before the target's is known
 
 
@@ -159,7 +164,7 @@ def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
         raise ValueError(
             f"parts={shown(given)} must be a list of two configs, one that looks up and one with a "
-            "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]."
+            f"network, such as {_PARTS[method]}."
         )
     if values["draft_sample_method"] is not None:
         raise ValueError(

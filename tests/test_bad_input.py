@@ -122,7 +122,7 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
         ({"per_request_stats": "all"}, "per_request_stats='all' must be None, 'summary' or"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported; pass one of float32, bfloat16"),
         ({"dtype": 5}, "is not supported; pass one of float32"),
-        ({"tokenizer": "no/such/tokenizer/anywhere"}, "is neither a directory nor an id"),
+        ({"tokenizer": "no/such/tokenizer/anywhere"}, "tokenizer='no/such/tokenizer/anywhere': "),
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens must be provided"),
         ({"speculative_config": NGRAM | {"model_name": "x"}}, "has no key 'model_name'"),
     ],

@@ -122,6 +122,11 @@ def test_how_a_part_drafts_is_said_in_the_part(method):
         config.read(given | {"draft_sample_method": "greedy"})
 
 
+def test_the_parts_shown_to_who_gave_none_are_of_a_kind_that_works():
+    with pytest.raises(ValueError, match=r"'ngram'}, {'method': 'draft_model'"):
+        config.read({"method": "cascade"})
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
