@@ -30,12 +30,16 @@ def prompt(text: str | None, file: str | None, token_ids: str | None, chat: bool
                 f"--token-ids {shown(token_ids)} must be whole numbers with commas, such as "
                 '"1,2,3".'
             ) from None
-    if file == "-":
-        return sys.stdin.read()
+    if file is None:
+        return text
+    if file == "-" and sys.stdin is None:  # closed by who called
+        raise ValueError("--prompt-file -: standard input is closed; name a file.")
     try:
-        return text if file is None else Path(file).read_text(encoding="utf-8")
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompt-file {file} is not UTF-8: {error}.") from None
+    except OSError as error:
+        raise ValueError(f"--prompt-file {file} cannot be read: {error.strerror}.") from None
 
 
 def numbers(option: str, given: str, example: str) -> list[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jspec import arguments, checks
+from jspec import arguments, checks, whole_file
 from jspec.bench.command import bench
 from jspec.tuning.command import tune
 
@@ -94,7 +94,8 @@ def _interrupted(_: int, frame: Any) -> None:
 def _complaint(error: Exception) -> str | None:
     """One line about bad input; None for what is no fault of the input."""
     if hasattr(error, "format_message"):  # typer's, whichever click it carries
-        message = f"{error.format_message()} (jspec --help shows the usage)"
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "jspec"
+        message = f"{error.format_message()} ({command} --help shows the usage)"
     elif isinstance(error, ValueError | OSError):
         message = str(error)
     else:
@@ -240,7 +241,8 @@ def trace(
         Console(highlight=False).print(traced)
     else:
         traced.save(html)
-        print(html)
+        if not whole_file.is_stream(html):
+            print(html)
 
 
 app.command()(bench)

@@ -106,6 +106,7 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1.")
+    SamplingParams(max_tokens=max_tokens)  # raises before weights are read
     loading.keep_compiled_programs()
     prompt = PROMPT.read_text(encoding="utf-8")
     runs: list[Run] = []

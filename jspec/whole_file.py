@@ -2,13 +2,31 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def is_stream(path: Path) -> bool:
     """Whether nothing that is written there is kept in a file: /dev/null, a pipe, a terminal."""
+    if own_stream(path) is not None:
+        return True
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def own_stream(path: Path) -> BinaryIO | None:
+    """What this process prints to, if a link such as /dev/stdout leads there.
+
+    That may be a file. Replaced or opened anew, it would lose what is printed before and after.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Neither may be there, or it is no file of the system's: a notebook's, a test's.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if path.is_symlink() and os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                stream.flush()
+                return stream.buffer
+    return None
 
 
 def followed(path: Path) -> Path:
@@ -33,6 +51,10 @@ def write(path: Path, content: bytes) -> None:
 
     Where the path is a link, it stays one: the file that it leads to is written.
     """
+    if (stream := own_stream(path)) is not None:
+        stream.write(content)
+        stream.flush()
+        return
     if is_stream(path):
         path.write_bytes(content)
         return

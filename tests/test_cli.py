@@ -117,7 +117,7 @@ def _complaint(ran):
         (["TARGET"], "give one prompt"),
         (["TARGET", "x", "--token-ids", "1"], "give one prompt"),
         (["TARGET", "x", "--prompt-file", "y"], "give one prompt"),
-        (["TARGET", "--prompt-file", "missing.txt"], "missing.txt"),
+        (["TARGET", "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be"),
         (["TARGET", "--prompt-file", "BYTES"], "is not UTF-8: "),
         (["TARGET", "--token-ids", "1,two"], "'1,two'"),
         (["TARGET", "--token-ids", "999999"], "999999"),
@@ -132,6 +132,7 @@ def _complaint(ran):
         (["TARGET", "x", "--stream", "-n", "2", "--temperature", "1"], "--stream"),
         (["TARGET", "x", "--no-such-option"], "--no-such-option"),
         ([], "model"),
+        ([], "(jspec generate --help shows the usage)"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(jspec, models, tmp_path, arguments, words):
@@ -139,6 +140,12 @@ def test_bad_input_is_one_line_and_exit_code_2(jspec, models, tmp_path, argument
     named = {"TARGET": models["target"], "BYTES": str(tmp_path / "bytes")}
     given = [named.get(word, word) for word in arguments]
     assert words in _complaint(jspec("generate", *given))
+
+
+def test_a_closed_standard_input_is_no_prompt(jspec, models, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it after <&-
+    complaint = _complaint(jspec("generate", models["target"], "--prompt-file", "-"))
+    assert "standard input is closed" in complaint
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -240,6 +247,9 @@ def test_a_text_that_parts_is_shown_with_the_gap_of_the_target():
 def test_the_demo_says_what_is_missing(jspec, tmp_path):
     assert str(tmp_path / "target") in _complaint(jspec("demo", "--assets", tmp_path))
     assert "repeats=0" in _complaint(jspec("demo", "--repeats", 0))
+    # Nothing is printed before.
+    assert "max_tokens=0" in _complaint(jspec("demo", "--max-tokens", 0))
+    assert "for '--num-questions'" in _complaint(jspec("bench", "--num-questions", -1))
     assert demo.PROMPT.is_file()
 
 
@@ -269,6 +279,34 @@ def test_trace_writes_a_page_of_the_embedded_model_where_no_model_is_named(
     assert PROMPT in page and "12 tokens in" in page and "NGram" in page
 
 
+_WRITES = """
+import sys
+from pathlib import Path
+from jspec import checks, whole_file
+print("before")
+checks.check_output("--json", Path("/dev/stdout"))
+whole_file.write(Path("/dev/stdout"), b"results\\n")
+print("after")
+"""
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_results_on_standard_output_stand_between_what_is_printed(tmp_path, pipe):
+    command, file = [sys.executable, "-c", _WRITES], tmp_path / "printed.txt"
+    if pipe:
+        file.write_bytes(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    else:
+        with file.open("w") as printed:
+            subprocess.run(command, stdout=printed, check=True)
+    assert file.read_text().splitlines() == ["before", "results", "after"]
+
+
+def test_a_page_on_standard_output_stands_there_alone(jspec, models):
+    start = "trace", models["target"], PROMPT, "--max-tokens", 4
+    code, out, _ = jspec(*start, "--html", "/dev/null")
+    assert (code, out) == (0, "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["trace", "TARGET", "x", "--html"], ["certify", "--json"], ["bench", "--json"],
@@ -281,7 +319,8 @@ def test_where_results_cannot_be_written_is_told_before_the_work(
     given = [models["target"] if word == "TARGET" else word for word in arguments]
     (tmp_path / "file").touch()
     complaint = _complaint(jspec(*given, str(tmp_path / "file" / "results")))
-    assert complaint.startswith(f"jspec: {arguments[-1]} ") and "there is no folder" in complaint
+    assert complaint.startswith(f"jspec: {arguments[-1]} ")
+    assert "is a file, not a folder" in complaint
     if arguments != ["bench", "--output"]:
         assert "is a folder; name a file in it" in _complaint(jspec(*given, str(tmp_path)))
         # Root may write everywhere, so the folder's mode would not do.
