@@ -7,6 +7,7 @@ release = version = metadata.version("jspec-decoding")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"jspec {release}"
+html_show_copyright = False
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 3

@@ -12,7 +12,15 @@ if TYPE_CHECKING:  # see ``jspec.cli``
 
 
 def templated(llm: "LLM", message: str) -> dict[str, Any]:
-    """The prompt that a conversation of one message is."""
+    """The prompt that a conversation of one message is.
+
+    Raises:
+      ValueError: the model was published without a chat template.
+    """
+    tokenizer = llm.get_tokenizer()
+    if not tokenizer.chat_template:
+        name = tokenizer.name_or_path
+        raise ValueError(f"--chat: the tokenizer of {name} has no chat template; leave --chat out.")
     return llm.chat_prompts([{"role": "user", "content": message}])[0]
 
 

@@ -74,6 +74,8 @@ def test_a_message_is_put_into_the_models_chat_template(jspec, models):
         assert f"round {number} adds 1: “{each.pieces[0].label}”" in shown
     ids = models["target"], "--token-ids", "5,6", "--chat"
     assert "leave it or --token-ids out" in _complaint(jspec("generate", *ids))
+    without = demo.ASSETS / "target", "fox", "--chat"
+    assert "no chat template; leave --chat out" in _complaint(jspec("generate", *without))
 
 
 def test_stats_follow_the_text_and_carry_the_names_of_vllm(jspec, models):
