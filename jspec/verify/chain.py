@@ -34,7 +34,9 @@ def chain_laws(warped: Array, draft: Draft) -> ChainLaws:
     """
     depth = draft.tokens.shape[1] - 1
     log_p = jax.nn.log_softmax(warped, -1)
-    log_q = jax.nn.log_softmax(draft.logits[:, :depth].astype(log_p.dtype), -1)
+    recorded = draft.logits[:, :depth].astype(log_p.dtype)
+    missing = depth - recorded.shape[1]  # of nodes at the end, whose children are point masses
+    log_q = jax.nn.log_softmax(jnp.pad(recorded, ((0, 0), (0, missing), (0, 0))), -1)
     at_p = _at(log_p[:, :depth], draft.tokens[:, 1:])
     at_q = _at_draft_tokens(log_q, draft)
     if draft.sampled is not None:

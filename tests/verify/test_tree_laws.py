@@ -202,6 +202,17 @@ def test_chains_of_draws_and_point_masses_from_a_reduced_vocabulary_are_exact(ru
         np.testing.assert_allclose(chain.accepted, tree.accepted, atol=EXACT)
 
 
+@pytest.mark.parametrize("rule", ROUND_RULES)
+def test_a_chain_needs_no_rows_of_laws_behind_its_last_drawn_node(rule):
+    target, drafter = context_dependent(5, 3, DEPTH + 1), context_dependent(6, 3, DEPTH)
+    result = found(
+        rule, CHAIN, ("chain", "chain", "point", "point"), target, drafter, static=True,
+        altered=lambda draft: draft.replace(logits=draft.logits[:, :2]),
+    )  # fmt: skip
+    assert result.distance < EXACT
+    assert result.accepted[3] > 0
+
+
 def test_every_law_of_drafts_that_a_rule_is_exact_for_is_enumerated_here():
     proven = {*CHILDREN, "mixed"}
     for rule in ROUND_RULES:
