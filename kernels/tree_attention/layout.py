@@ -56,6 +56,7 @@ def span(
         seen_by_all = jnp.clip(positions.max(1) - window + 1, 0)
     end = (length + block - 1) // block
     count = jnp.maximum(end - first, 0)
+    first = jnp.where(count > 0, first, 0)  # a window past all that is committed starts nowhere
     return Span(first, count, (count + splits - 1) // splits, length, seen_by_all)
 
 

@@ -109,6 +109,13 @@ def test_the_tpu_kernel_accumulates_narrow_keys_and_values_in_float32():
     np.testing.assert_allclose(found, dense(**arrays, **options), atol=1e-2)
 
 
+def test_a_window_past_all_that_is_committed_reads_nothing_outside_of_the_cache():
+    slots = 16
+    arrays, options = random_case(2, 1, 8, 2, 2, slots, [3, slots], window=1)
+    found = run(pallas_tpu, arrays, options | dict(scale=0.3), interpret=simulated())
+    np.testing.assert_allclose(found, dense(**arrays, **options, scale=0.3), rtol=2e-5, atol=5e-6)
+
+
 @needs_gpu_interpreter
 @each_case
 def test_the_gpu_kernel_is_a_dense_softmax(case):
