@@ -177,7 +177,8 @@ def _numbers(logits: Array) -> tuple[Array, Array]:
     """
     finite = jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), jnp.finfo(logits).max)
     most = finite.max(-1, keepdims=True)
-    usable = jnp.where(most > _HUGE, finite - most, finite)
+    huge = most.astype(jnp.promote_types(most.dtype, jnp.float32)) > _HUGE
+    usable = jnp.where(huge, finite - most, finite)
     lost = jnp.isneginf(most)
     return jnp.where(lost, 0, usable), lost[..., 0]
 

@@ -179,6 +179,21 @@ def test_a_rule_that_names_a_kernel_gives_the_verdict_of_the_walk(monkeypatch):
     assert_same(found, expected)
 
 
+@pytest.mark.filterwarnings("error")
+def test_logits_of_float16_reach_a_kernel_without_a_warning():
+    logits, draft, tree, *_ = random_draft(CASES["a chain of 1"], vocab=300)
+    request = Request(
+        keys=jax.random.split(jax.random.key(0), len(logits)),
+        sampling=settings(list(range(len(logits))), ("temperature",)),
+        stop_tokens=jnp.full((len(logits), 1), -1),
+        max_length=jnp.full((len(logits),), 100),
+    )
+    history = History(jnp.zeros((len(logits), 100), int), jnp.full((len(logits),), 7))
+    rule = dataclasses.replace(RULES["rejection"], implementation="reference")
+    judge = lambda logits: verify(rule, request, draft, tree, logits, history)
+    assert jax.eval_shape(judge, logits.astype(jnp.float16)).path.shape == (len(logits), 2)
+
+
 def test_a_kernel_is_refused_to_rules_that_have_none():
     with pytest.raises(
         ValueError, match="is for the rules 'rejection' and 'block', not for 'match'"
