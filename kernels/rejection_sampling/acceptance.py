@@ -1,8 +1,8 @@
 """Acceptance on scalars, and the draw of one token: the same for the kernels of all devices.
 
 laws      one pass over all rows: thresholds and log-totals
-judge     on scalars: log-totals give p and q of the drafted tokens. Refusals change the law of
-          one node a row, whose new mass ``masses`` sums up; so no law is ever stored
+judge     on scalars: peaks and log-totals give p and q of the drafted tokens. Refusals change the
+          law of one node a row, whose new mass ``masses`` sums up; so no law is ever stored
 draw      masses of the segments of the final law, then one segment in full
 """
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.kernels.rejection_sampling.laws import (
+    DraftLaw,
     Form,
     Proposal,
     Refusal,
@@ -41,11 +42,12 @@ def rejection_sampling(
     batch, nodes, vocab = logits.shape
     flat = logits.reshape(batch * nodes, vocab)
     per_node = Warps(*(jnp.repeat(x, nodes) for x in warps[:4]), warps.names)
-    draft = log_q = None
+    draft = draft_law = None
     if proposal.logits is not None:
         draft = proposal.logits.reshape(batch * nodes, vocab)
-        log_q = kernels.laws(draft, None).log_total
-    rows = Rows(flat, draft, kernels.laws(flat, per_node), log_q, nodes, kernels)
+        found = kernels.laws(draft, None)
+        draft_law = DraftLaw(found.peak, found.log_total)
+    rows = Rows(flat, draft, kernels.laws(flat, per_node), draft_law, nodes, kernels)
     coins = coins.astype(jnp.float32)
     judge = {"rejection": _walk, "block": _chain_as_a_whole, "traversal": traverse}[form.rule]
     ending = judge(rows, proposal, coins, form)

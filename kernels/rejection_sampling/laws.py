@@ -54,6 +54,7 @@ class Law(NamedTuple):
 
     temperature: Array  # float32; 1 in a greedy row
     floor: Array  # float32: raw logits below it have no weight
+    peak: Array  # float32: the greatest raw logit, from which all are counted: see ``weights``
     log_total: Array  # float32: log of the sum of exp over the warped logits of those that have
     only: Array  # int32: the one token of a greedy row, -1 in others
 
@@ -77,6 +78,7 @@ def from_q_alone(token: Array) -> Array:
 class DraftLaw(NamedTuple):
     """The law that drafted tokens were drawn from, at R rows."""
 
+    peak: Array  # [R] float32: the greatest of the row, from which all are counted
     log_total: Array  # [R] float32: log of the sum of exp over the row
     absent: tuple[Array, ...] = ()  # int32 [R] each: tokens it was deprived of, -1 for none
 
@@ -102,13 +104,16 @@ def weights(
       renormalised; zeros if there is no draft.
     """
     x = x.astype(jnp.float32)
-    # Never where x is NaN. Raw logits are compared: a quotient may be rounded in several ways.
-    spread = jnp.where(x >= law.floor, jnp.exp(x / law.temperature - law.log_total), 0.0)
+    # Never where x is NaN. Raw logits are compared: a quotient may be rounded in several ways. And
+    # they are counted from the peak before anything else: a great quotient has no digits left for
+    # the total, nor twice the same last digit.
+    warped = (x - law.peak) / law.temperature
+    spread = jnp.where(x >= law.floor, jnp.exp(warped - law.log_total), 0.0)
     point = jnp.where(token == law.only, 1.0, 0.0)
     left = before = jnp.where(jnp.broadcast_to(law.only, token.shape) < 0, spread, point)
     q = jnp.zeros_like(left)
     if y is not None:
-        q = jnp.exp(y.astype(jnp.float32) - draft_law.log_total)
+        q = jnp.exp(y.astype(jnp.float32) - draft_law.peak - draft_law.log_total)
         for absent in draft_law.absent:
             q = jnp.where(token == absent, 0.0, q)
     for scale, share, dropped in steps:
@@ -133,9 +138,10 @@ def pack(
     law: Law, draft_law: DraftLaw | None, steps: Sequence[Refusal]
 ) -> tuple[list[Array], list[Array]]:
     """What ``weights`` is told of rows, as float32 and as int32 columns."""
-    floats, ints = [law.temperature, law.floor, law.log_total], [law.only]
+    floats, ints = [law.temperature, law.floor, law.peak, law.log_total], [law.only]
     if draft_law is not None:
-        floats, ints = [*floats, draft_law.log_total], [*ints, *draft_law.absent]
+        floats += [draft_law.peak, draft_law.log_total]
+        ints += draft_law.absent
     floats += [x for step in steps for x in (step.scale, step.share)]
     return floats, ints + [step.dropped for step in steps]
 
@@ -144,10 +150,10 @@ def unpack(
     floats: Sequence[Array], ints: Sequence[Array], drafted: bool, absent: int
 ) -> tuple[Law, DraftLaw | None, list[Refusal]]:
     """What ``pack`` was given."""
-    draft_law = DraftLaw(floats[3], tuple(ints[1 : 1 + absent])) if drafted else None
-    scales, shares = floats[3 + drafted :: 2], floats[4 + drafted :: 2]
-    steps = map(Refusal, scales, shares, ints[1 + absent :])
-    return Law(*floats[:3], ints[0]), draft_law, list(steps)
+    draft_law = DraftLaw(*floats[4:6], tuple(ints[1 : 1 + absent])) if drafted else None
+    of_steps = floats[6 if drafted else 4 :]
+    steps = map(Refusal, of_steps[::2], of_steps[1::2], ints[1 + absent :])
+    return Law(*floats[:4], ints[0]), draft_law, list(steps)
 
 
 class Row(Protocol):
@@ -170,8 +176,8 @@ class Row(Protocol):
         """The float32 of an int32 scalar's bits."""
 
 
-def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array]:
-    """(floor, log_total, first token of the greatest logit) of rows; ``warps`` None for none.
+def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array, Array]:
+    """(floor, peak, log_total, first token of the greatest logit) of rows; ``warps`` None for none.
 
     Warps apply in the order of ``jspec.sampling``: temperature, min_p, top-k, top-p; what ties with
     the last token kept is kept. Thresholds are searched, not sorted for.
@@ -184,10 +190,10 @@ def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array]:
     temperature = jnp.full(peak.shape, 1.0, jnp.float32)
     if warps is not None:
         temperature = jnp.where(warps.temperature > 0, warps.temperature, 1.0)
-    top = jnp.where(peak > -jnp.inf, peak, 0.0) / temperature
+    peak = jnp.where(peak > -jnp.inf, peak, 0.0)
     floor = jnp.full(peak.shape, -jnp.inf, jnp.float32)
     if "min_p" in names:
-        limit = top + jnp.log(warps.min_p)
+        limit = peak / temperature + jnp.log(warps.min_p)
         floor = row.least(lambda x, _: jnp.where(x / temperature >= limit, x, jnp.inf))
     if "top_k" in names:
         count = lambda limits: row.sums(
@@ -196,7 +202,7 @@ def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array]:
         wanted = jnp.where(warps.top_k > 0, warps.top_k, row.vocab)
         wanted = jnp.clip(wanted, 1, row.vocab).astype(jnp.float32)
         floor = jnp.maximum(floor, search(row, count, wanted))
-    kept = lambda x, limit: jnp.where(x >= limit, jnp.exp(x / temperature - top), 0.0)
+    kept = lambda x, limit: jnp.where(x >= limit, jnp.exp((x - peak) / temperature), 0.0)
     (total,) = row.sums(lambda x: [kept(x, floor)])
     if "top_p" in names:
         mass = lambda limits: row.sums(
@@ -205,17 +211,17 @@ def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array]:
         last = search(row, mass, warps.top_p * total)
         floor = jnp.where(warps.top_p < 1, jnp.maximum(floor, last), floor)
         (total,) = row.sums(lambda x: [kept(x, floor)])
-    log_total = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), 0.0)
-    return floor, log_total, first
+    log_total = jnp.log(jnp.where(total > 0, total, 1.0))
+    return floor, peak, log_total, first
 
 
-def law_of(warps: Warps | None, floor: Array, log_total: Array, first: Array) -> Law:
+def law_of(warps: Warps | None, floor: Array, peak: Array, log_total: Array, first: Array) -> Law:
     """The law of rows that were measured."""
     if warps is None:
-        return Law(jnp.ones_like(floor), floor, log_total, jnp.full_like(first, -1))
+        return Law(jnp.ones_like(floor), floor, peak, log_total, jnp.full_like(first, -1))
     greedy = warps.temperature <= 0
     temperature = jnp.where(greedy, 1.0, warps.temperature)
-    return Law(temperature, floor, log_total, jnp.where(greedy, first, -1))
+    return Law(temperature, floor, peak, log_total, jnp.where(greedy, first, -1))
 
 
 def search(row: Row, masses_from: Callable, goal: Array) -> Array:

@@ -89,7 +89,7 @@ def laws(
     of_rows = lambda dtype: jax.ShapeDtypeStruct((rows,), dtype)
     measured = _kernel(
         functools.partial(_laws_kernel, names=names, blocks=blocks),
-        out_type=(of_rows(jnp.float32), of_rows(jnp.float32), of_rows(jnp.int32)),
+        out_type=(*[of_rows(jnp.float32)] * 3, of_rows(jnp.int32)),
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
@@ -107,7 +107,7 @@ def _laws_kernel(logits, *refs, names, blocks):
     row = lax.axis_index("row")
     warps = None if names is None else Warps(*(ref[row] for ref in refs[:4]), names)
     measured = shared.measure(_Streamed(logits, row, blocks), warps)
-    for ref, value in zip(refs[-3:], measured, strict=True):
+    for ref, value in zip(refs[-4:], measured, strict=True):
         ref[row] = value
 
 

@@ -83,10 +83,10 @@ def laws(
     column = lambda dtype: jax.ShapeDtypeStruct((rows, 1), dtype)
     measured = pl.pallas_call(
         functools.partial(_laws_kernel, names=names, blocks=blocks),
-        out_shape=[column(jnp.float32), column(jnp.float32), column(jnp.int32)],
+        out_shape=[*[column(jnp.float32)] * 3, column(jnp.int32)],
         grid=(pl.cdiv(rows, tile),),
         in_specs=[pl.BlockSpec((tile, vocab), lambda i: (i, 0)), *[of_row] * len(settings)],
-        out_specs=[of_row] * 3,
+        out_specs=[of_row] * 4,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=2 * tile * vocab * logits.dtype.itemsize + OTHER_BYTES,
@@ -111,9 +111,9 @@ def _laws_cost(logits: Array, names: Sequence[str], pass_bits: int) -> pl.CostEs
 
 def _laws_kernel(logits, *refs, names, blocks):
     warps = None if names is None else Warps(*(ref[...] for ref in refs[:4]), names)
-    floor, log_total, first = refs[-3:]
     measured = shared.measure(_Resident(logits, blocks), warps)
-    floor[...], log_total[...], first[...] = measured
+    for ref, value in zip(refs[-4:], measured, strict=True):
+        ref[...] = value
 
 
 class _Resident:

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     logits: Array  # [B * N, V]
     draft: Array | None
     law: Law
-    log_q: Array | None
+    draft_law: DraftLaw | None
     nodes: int  # N
     kernels: Kernels
 
@@ -47,7 +47,9 @@ class Rows(NamedTuple):
     def laws_at(self, rows: Array, absent: tuple[Array, ...] = ()) -> tuple[Law, DraftLaw | None]:
         """The laws of ``rows``, in their shape."""
         law = Law(*(x[rows] for x in self.law))
-        return law, None if self.draft is None else DraftLaw(self.log_q[rows], absent)
+        if self.draft_law is None:
+            return law, None
+        return law, DraftLaw(self.draft_law.peak[rows], self.draft_law.log_total[rows], absent)
 
     def entries(self, rows: Array, tokens: Array) -> tuple[Array, Array | None]:
         """Raw logits and draft log-weights of ``tokens``, one a row of ``rows``."""

@@ -302,7 +302,8 @@ def assert_laws_are_those_of_the_one_warp(laws_of, vocab):
     greedy = np.array(warps.temperature) == 0
     np.testing.assert_array_equal(kept[~greedy], np.isfinite(warped[~greedy]))
     log_total = np.log(np.exp(warped).sum(-1))
-    np.testing.assert_allclose(law.log_total[~greedy], log_total[~greedy], rtol=1e-5)
+    found = law.peak / law.temperature + law.log_total
+    np.testing.assert_allclose(found[~greedy], log_total[~greedy], rtol=1e-5)
     np.testing.assert_array_equal(law.only[greedy], warped[greedy].argmax(-1))
     assert (law.only[~greedy] == -1).all()
 
@@ -317,7 +318,10 @@ def assert_masses_are_sums(masses_of, vocab, segment):
     scalar = lambda *values: jnp.array(values, jnp.float32)
     dropped, absent = np.array([5, vocab - 1]), np.array([vocab - 2, -1])
     total = lambda z: jnp.array(np.log(np.exp(np.array(z, np.float64)).sum(-1)), jnp.float32)[rows]
-    law = Law(scalar(1, 1), scalar(-np.inf, -np.inf), total(x), jnp.array([-1, 7]))
+    law = Law(
+        scalar(1, 1), scalar(-np.inf, -np.inf), scalar(3, -3), total(x) - scalar(3, -3),
+        jnp.array([-1, 7]),
+    )  # fmt: skip
     p[1] = np.arange(vocab) == 7
     q[0, absent[0]] = 0
     steps = (
@@ -326,7 +330,8 @@ def assert_masses_are_sums(masses_of, vocab, segment):
     )
     found = masses_of(
         jnp.array(x), narrow, jnp.array(rows), law,
-        DraftLaw(total(narrow.astype(jnp.float32)), (jnp.array(absent),)), steps,
+        DraftLaw(scalar(2, 1), total(narrow.astype(jnp.float32)) - scalar(2, 1),
+                 (jnp.array(absent),)), steps,
     )  # fmt: skip
     before = np.maximum(p - np.array([[0.7], [0]]) * q, 0)
     after = 2 * before * np.array([[1], [0.5]])
@@ -352,6 +357,22 @@ def test_the_tpu_kernel_sums_what_refusals_leave(vocab):
     masses = functools.partial(pallas_tpu.masses, blocks=LONG, **SIMULATED)
     assert_masses_are_sums(masses, vocab, LONG.segment)
     assert not races_on_tpu()
+
+
+@pytest.mark.parametrize(("temperature", "offset"), [(1.0, 3e4), (0.01, 20.0), (1e-5, 20.0)])
+def test_laws_of_great_logits_sum_to_one(temperature, offset):
+    rng, vocab = np.random.default_rng(0), 300
+    logits = jnp.array(offset + rng.standard_normal((ROWS, vocab)), jnp.float32)
+    logits = logits.at[:, 7].set(logits.max(-1))  # two that are likeliest
+    warps = settings([0] * ROWS, ("temperature",)).replace(
+        temperature=jnp.full(ROWS, temperature, jnp.float32)
+    )
+    asked = Warps(warps.temperature, warps.min_p, warps.top_k, warps.top_p, warps.names)
+    law, own = (pallas_tpu.laws(logits, warps, interpret=True) for warps in (asked, None))
+    draft_law = DraftLaw(own.peak, own.log_total)
+    found = pallas_tpu.masses(logits, logits, None, law, draft_law, (), interpret=True)
+    for mass in (found.before, found.draft):
+        np.testing.assert_allclose(mass.sum(-1), 1, atol=1e-6)
 
 
 @needs_gpu_interpreter
