@@ -20,7 +20,7 @@ demo: $(VENV)/.core  ## continue a prompt with and without speculation, and comp
 test: $(VENV)/.test  ## all tests but the slow ones
 	@$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
 
-conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; half an hour and more
+conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; ten minutes
 	@$(BIN)/pytest -q tests/test_conformance.py -n 2
 
 fuzz: $(VENV)/.test  ## the tests of hostile input, with FUZZ times as many examples, drawn anew
