@@ -19,6 +19,7 @@ from jspec.types import Request, Sampling
 # Past these, float32 logits overflow: the law would be lost.
 COLDEST, HOTTEST = 1e-5, 1e30
 LEAST_REPETITION = 1e-6
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # less is 0 on a device, and keeps no token
 _LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids",
           "bad_words", "logits_processors")  # fmt: skip
 
@@ -196,7 +197,7 @@ def request_of(
         temperature=column(lambda row: row.temperature, 0.0, np.float32),
         min_p=column(lambda row: row.min_p, 0.0, np.float32),
         top_k=column(lambda row: row.top_k, 0, np.int32),
-        top_p=column(lambda row: row.top_p, 1.0, np.float32),
+        top_p=column(lambda row: max(row.top_p, _LEAST_TOP_P), 1.0, np.float32),
         shaping=_shaping_of(rows, size, set(warps) & set(shaping.KINDS), vocab_size),
         names=tuple(name for name in warps if name in WARPS),
     )

@@ -35,8 +35,7 @@ def warp(logits: Array, sampling: Sampling) -> Array:
 
     Tokens that tie with the last one kept by top-k or top-p are kept too.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    logits = _numbers(logits)
     if sampling.greedy:
         return logits
     column = lambda x: x.reshape(-1, *[1] * (logits.ndim - 1)).astype(logits.dtype)
@@ -53,6 +52,25 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     first = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
     point = first & (logits > -jnp.inf)  # no token at all, where none is allowed
     return jnp.where(temperature > 0, warped, jnp.where(point, 0.0, -jnp.inf))
+
+
+def no_token(logits: Array, sampling: Sampling) -> Array:
+    """Where ``warp`` leaves no token any weight: bool [B, ...].
+
+    Told by the greatest raw logits [B, ..., V], which no warp takes away: were the warped ones read
+    for it, XLA would write them all, where it need not otherwise.
+    """
+    most = _numbers(logits).max(-1)
+    if sampling.greedy:
+        return jnp.isneginf(most)
+    temperature = sampling.temperature.reshape(-1, *[1] * (most.ndim - 1)).astype(most.dtype)
+    return jnp.isneginf(most / jnp.where(temperature > 0, temperature, 1))
+
+
+def _numbers(logits: Array) -> Array:
+    """Logits in float32 at least, with -inf for NaN."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
 
 def _threshold(warped: Array, sampling: Sampling, column) -> Array:

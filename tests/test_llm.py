@@ -163,6 +163,13 @@ def test_a_stop_token_ends_the_text_and_is_not_shown(open_llm, whole, method):
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_the_least_top_p_keeps_the_likeliest_token(open_llm, method):
+    greedy, least = with_all(temperature=0), with_all(temperature=1, top_p=1e-320)
+    found = [ids(open_llm(method).generate(PROMPTS, params)) for params in (greedy, least)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_nothing_ends_a_text_before_its_least_length(open_llm, method):
     held = open_llm(method).generate(PROMPTS, with_all(min_tokens=24))
     tokens, stops = ids(held), stops_inside(texts(held))

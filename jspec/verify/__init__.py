@@ -135,6 +135,7 @@ def verify(
         branches = shaping.of_draft(history, draft, tree)
         logits = shaping.shape(logits, request.sampling.shaping, branches)
     warped = sampling.warp(logits, request.sampling)
+    lost = sampling.no_token(logits, request.sampling)
     greedy = request.sampling.greedy
     if rule.coins == "target" or (greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth  # of the token drawn after each node
@@ -157,8 +158,7 @@ def verify(
             )  # fmt: skip
             lawful = _lawful(lost, path, num_accepted)
             return Verdict(path, num_accepted + 1, next_token, lawful)
-        lost = jnp.isneginf(warped.max(-1, keepdims=True))
-        law = jnp.where(lost, 0, warped)  # of what comes after, nothing is said
+        law = jnp.where(lost[..., None], 0, warped)  # of what comes after, nothing is said
         judged = rule.walk(law, _drawn(draft, tree), tree, coins)
         wanted = len(law), law.shape[-1]
         path, num_accepted, next_logits = round_checks.check_judged(
@@ -166,8 +166,7 @@ def verify(
         )
         draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
         next_token = draw(next_logits)
-    lawful = _lawful(jnp.isneginf(warped.max(-1)), path, num_accepted)
-    return Verdict(path, num_accepted + 1, next_token, lawful)
+    return Verdict(path, num_accepted + 1, next_token, _lawful(lost, path, num_accepted))
 
 
 def _numbers(logits: Array) -> tuple[Array, Array]:
