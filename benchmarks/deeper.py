@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jspec import checkpoint, head_files, loading
+from jspec import checkpoint, loading
+from jspec.files import head_files
 from jspec.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, LayerParams
 

@@ -21,9 +21,10 @@ import jspec
 from benchmarks import workload
 from benchmarks.compare import Setting, difference
 from benchmarks.ours import sample
-from jspec import LLM, loading, shapes
+from jspec import LLM, loading
 from jspec.bench import environment
 from jspec.bench.timing import Contender, race
+from jspec.drafting import shapes
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")

@@ -26,9 +26,10 @@ from rich.table import Table
 
 from benchmarks import curve
 from benchmarks.kernels import KERNELS, REFERENCE
-from jspec import kv, shapes, topology
+from jspec import kv, topology
 from jspec.bench import environment, files
 from jspec.bench.timing import Contender, Sample, race
+from jspec.drafting import shapes
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.types import Array, Tree

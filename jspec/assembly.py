@@ -7,10 +7,10 @@ import dataclasses
 import os
 from typing import Any
 
-from jspec import checkpoint, config, custom_class, loading, vocabularies
-from jspec.config import SpeculativeConfig
-from jspec.config_keys import CASCADE, HYBRID
-from jspec.head_files import HeadConfig, LoadedHead
+from jspec import checkpoint, config, loading, vocabularies
+from jspec.config import SpeculativeConfig, custom_class
+from jspec.config.keys import CASCADE, HYBRID
+from jspec.files.head_files import HeadConfig, LoadedHead
 from jspec.loading import LoadedModel
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.deterministic import DeterministicDecoder

@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import model_files, staging
-from jspec.model_files import PathLike
+from jspec.files import model_files, staging
+from jspec.files.model_files import PathLike
 from jspec.models import families
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.families.names import EMBEDDING, HEAD, assemble, mtp_prefixes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec import whole_file
+from jspec.files import whole_file
 from jspec.naming import shown
 
 INT32 = 2**31

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jspec import arguments, checks, whole_file
+from jspec import arguments, checks
 from jspec.bench.command import bench
+from jspec.files import whole_file
 from jspec.tuning.command import tune
 
 if TYPE_CHECKING:  # the commands import it when they run, so that --help is quick

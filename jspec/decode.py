@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import branching, kv, logprobs, round_checks, shaping, tokens, topology
+from jspec import kv, logprobs, round_checks, shaping, tokens, topology
+from jspec.drafting import branching
 from jspec.logprobs import Logprobs
 from jspec.plan import Plan
 from jspec.types import (

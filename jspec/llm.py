@@ -10,11 +10,12 @@ from typing import Any
 
 from rich.progress import track
 
-from jspec import config, jobs, loading, logprobs, metrics, prompts, shared_file, tracing
+from jspec import config, jobs, loading, logprobs, metrics, prompts, tracing
 from jspec.assembly import assemble
 from jspec.calibration import CostTable
 from jspec.checks import is_whole
 from jspec.decode import init_shared, retire
+from jspec.files import shared_file
 from jspec.generate import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
 from jspec.jobs import Job
 from jspec.loading import LoadedModel

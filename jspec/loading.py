@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import platformdirs
 
-from jspec import checkpoint, head_files, topology
-from jspec.head_files import LoadedHead
+from jspec import checkpoint, topology
+from jspec.files import head_files
+from jspec.files.head_files import LoadedHead
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 from jspec.models.heads import masks
 from jspec.naming import shown

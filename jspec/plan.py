@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 
-from jspec import contracts, shapes, verify
+from jspec import contracts, verify
+from jspec.drafting import shapes
 from jspec.naming import shown
 from jspec.types import (
     Array,

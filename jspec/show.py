@@ -8,7 +8,8 @@ from typing import Any, get_args
 from rich.table import Table
 from rich.text import Text
 
-from jspec import config_keys, drafters, verify
+from jspec import drafters, verify
+from jspec.config import keys as config_keys
 from jspec.llm import LLM
 from jspec.outputs import CompletionOutput
 from jspec.text import Detokenizer

@@ -201,11 +201,12 @@ class Rounds(Protocol):
 class Drafter(Rounds, Protocol):
     """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
 
-    Some have more: ``Sharing``, ``jspec.backlog.Following``; ``rungs``, node counts worth a program
-    of their own in ``Plan.ladder``; ``backlog``, a setting of how many committed tokens a round
-    takes in at most, which a drafter that combines others raises; ``check_params(weights)``, which
-    raises ValueError where ``params.drafter`` are another's (a ``Target`` may have it, too). One
-    whose rounds differ in kind is ``Geared``: it has gears in place of ``propose`` and ``update``.
+    Some have more: ``Sharing``, ``jspec.drafting.backlog.Following``; ``rungs``, node counts worth
+    a program of their own in ``Plan.ladder``; ``backlog``, a setting of how many committed tokens a
+    round takes in at most, which a drafter that combines others raises; ``check_params(weights)``,
+    which raises ValueError where ``params.drafter`` are another's (a ``Target`` may have it, too).
+    One whose rounds differ in kind is ``Geared``: it has gears in place of ``propose`` and
+    ``update``.
     """
 
     noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)
@@ -217,7 +218,7 @@ class Drafter(Rounds, Protocol):
         self, params: Params, memory: Memory, tokens: Array, features: tuple[Array, ...],
         start: Array, valid: Array,
     ) -> Memory:  # fmt: skip
-        """Takes in a chunk of the text: of the prompt, or of what it missed (``jspec.backlog``).
+        """Takes in a chunk of the prompt, or of text that it missed (``jspec.drafting.backlog``).
 
         ``tokens`` [B, C+1] are the chunk and one token of look-ahead, ``features`` hold C rows,
         ``start`` ([] or [B]) is the position of the first one and ``valid`` [B] counts the rows

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-from jspec import tensor_files
 from jspec.drafters.language import TranslatingParams, translating
+from jspec.files import tensor_files
 from jspec.models.decoder import DecoderParams
 
 LEAST_SHARED = 0.05  # of the smaller vocabulary; below it, drafts would hardly ever be right

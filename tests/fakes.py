@@ -29,8 +29,9 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jspec import kv, marginals, sampling, shapes, tokens, topology
-from jspec.drawing import Drawing
+from jspec import kv, sampling, tokens, topology
+from jspec.drafting import marginals, shapes
+from jspec.drafting.drawing import Drawing
 from jspec.generate import Answer, advance, read, start
 from jspec.types import Array, Draft, Params, Sampling, TargetOutput
 

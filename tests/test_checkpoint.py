@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import checkpoint, model_files, ops, tensor_files
+from jspec import checkpoint, ops
+from jspec.files import model_files, tensor_files
 from jspec.models.decoder import DecoderConfig, init_params
 
 CONFIG = DecoderConfig(

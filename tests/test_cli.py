@@ -9,7 +9,8 @@ from importlib import metadata
 
 import pytest
 
-from jspec import cli, config_keys, demo, drafters, show, verify
+from jspec import cli, demo, drafters, show, verify
+from jspec.config import keys as config_keys
 from jspec.llm import LLM
 from jspec.outputs import CompletionOutput, RequestOutput
 from jspec.params import SamplingParams
@@ -284,7 +285,8 @@ def test_trace_writes_a_page_of_the_embedded_model_where_no_model_is_named(
 _WRITES = """
 import sys
 from pathlib import Path
-from jspec import checks, whole_file
+from jspec import checks
+from jspec.files import whole_file
 print("before")
 checks.check_output("--json", Path("/dev/stdout"))
 whole_file.write(Path("/dev/stdout"), b"results\\n")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jspec import config
-from jspec.config_keys import CUSTOM_CLASS
+from jspec.config.keys import CUSTOM_CLASS
 from jspec.drafters import (
     METHODS,
     Cascade,

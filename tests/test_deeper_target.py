@@ -9,7 +9,8 @@ import pytest
 
 import jspec
 from benchmarks import deeper
-from jspec import head_files, loading
+from jspec import loading
+from jspec.files import head_files
 from jspec.models.heads import eagle
 from tests import llm_fixtures
 

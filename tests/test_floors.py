@@ -7,23 +7,23 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = """jspec.kernels
 jspec.types
 jspec.naming
-jspec.whole_file
+jspec.files.whole_file
 jspec.threefry jspec.checks jspec.buckets jspec.automaton jspec.schemas
 jspec.contracts jspec.round_checks
 jspec.topology jspec.kv jspec.tokens jspec.sampling jspec.ops
 jspec.shaping jspec.grammar
-jspec.shapes jspec.drawing jspec.growth jspec.grafting jspec.branching jspec.backlog
-jspec.marginals jspec.goodput
+jspec.drafting
 jspec.models jspec.adapters jspec.verify
 jspec.drafters
 jspec.rows jspec.logprobs jspec.plan jspec.decode jspec.generate
 jspec.calibration
-jspec.staging jspec.tensor_files jspec.torch_files jspec.params jspec.prompts jspec.text
-jspec.model_files jspec.shared_file
-jspec.checkpoint jspec.head_formats jspec.head_files jspec.stitching jspec.loading
+jspec.params jspec.prompts jspec.text
+jspec.files
+jspec.checkpoint
+jspec.files.stitching jspec.loading
 jspec.vocabularies
-jspec.config_keys jspec.config_values jspec.config_method jspec.config_rule jspec.custom_class
-jspec.config jspec.assembly jspec.metrics jspec.outputs
+jspec.config
+jspec.assembly jspec.metrics jspec.outputs
 jspec.jobs
 jspec.tracing
 jspec.llm

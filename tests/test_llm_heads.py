@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import demo, head_files, loading
+from jspec import demo, loading
+from jspec.files import head_files
 from jspec.models.heads import arctic, dflash, dspark, eagle, hydra, medusa, mlp_speculator
 from tests import llm_fixtures
 

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec import head_files, loading, stitching
+from jspec import loading
+from jspec.files import head_files, stitching
 from jspec.models.heads import mtp, mtp_format
 from tests import llm_fixtures
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from jspec import loading
 from jspec.drafters import MlpSpeculator
-from jspec.head_formats import Layout
+from jspec.files.head_formats import Layout
 from jspec.loading import LoadedModel
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import loading
-from jspec.head_formats import HeadConfig
+from jspec.files.head_formats import HeadConfig
 from jspec.loading import LoadedModel
 from jspec.types import Array, Drafter
 from training import trainer

@@ -14,9 +14,10 @@ from typing import Literal
 
 import jax
 
-from jspec import head_files, loading, stitching
-from jspec.head_files import LoadedHead
-from jspec.head_formats import FORMATS, HeadConfig
+from jspec import loading
+from jspec.files import head_files, stitching
+from jspec.files.head_files import LoadedHead
+from jspec.files.head_formats import FORMATS, HeadConfig
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig

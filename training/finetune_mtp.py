@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from jspec import loading, stitching
+from jspec import loading
 from jspec.drafters import Mtp
+from jspec.files import stitching
 from jspec.loading import LoadedModel
 from jspec.models.heads import mtp_format
 from jspec.models.heads.mtp import MtpConfig, MtpParams

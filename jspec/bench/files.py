@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
-from jspec import whole_file
 from jspec.bench import chart, report
+from jspec.files import whole_file
 
 
 def write(results: dict[str, Any], folder: Path) -> None:

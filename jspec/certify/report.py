@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jspec import whole_file
+from jspec.files import whole_file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Each length is a gear: a drafter of that K on the memory of the longest, with a loop of rounds of
 its own (``jspec.types.Geared``). So a round of length K is the one that a drafter of K alone has,
 and one without a draft is plain decoding; only what decides is added. Which length is best is told
-in ``jspec.goodput``, what rounds take in ``jspec.calibration``.
+in ``jspec.drafting.goodput``, what rounds take in ``jspec.calibration``.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import backlog, branching, contracts, goodput, shapes, tokens
+from jspec import contracts, tokens
+from jspec.drafting import backlog, branching, goodput, shapes
 from jspec.types import Array, Draft, Drafter, History, Request, Sharing
 
 

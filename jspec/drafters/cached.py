@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jspec import growth
 from jspec.drafters.trees import TreeDrafter
-from jspec.shapes import Dynamic
+from jspec.drafting import growth
+from jspec.drafting.shapes import Dynamic
 from jspec.types import Array, History
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import contracts, growth, kv, sampling, shapes, shaping, tokens, topology
+from jspec import contracts, kv, sampling, shaping, tokens, topology
 from jspec.drafters import language
 from jspec.drafters.language import (
     next_logits,
@@ -30,6 +30,7 @@ from jspec.drafters.language import (
     take_in,
     weights_of,
 )
+from jspec.drafting import growth, shapes
 from jspec.models import decoder
 from jspec.types import Array, Draft
 
@@ -66,7 +67,7 @@ class ChainedDrafter:
     noise: Literal["own", "target"] = "own"
     use_heterogeneous_vocab: bool = False
     backlog: int = _LEVEL  # committed tokens that a round takes in at most, to draft only then
-    confidence_threshold: float | None = None  # ends chains early, see ``jspec.drawing``
+    confidence_threshold: float | None = None  # ends chains early, see ``jspec.drafting.drawing``
 
     capture_layers = ()
 

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec import growth, kv, marginals, tokens, topology
+from jspec import kv, tokens, topology
 from jspec.drafters.trees import TreeDrafter, rows
+from jspec.drafting import growth, marginals
+from jspec.drafting.shapes import Dynamic
 from jspec.models.heads import dflash as head
 from jspec.models.heads import dspark
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
-from jspec.shapes import Dynamic
 from jspec.types import Array
 
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import branching, contracts, grafting, tokens
+from jspec import contracts, tokens
+from jspec.drafting import branching, grafting
 from jspec.naming import shown
 from jspec.types import Array, Draft, Drafter, Geared, History, Params, Sharing, Verdict
 

@@ -11,13 +11,14 @@ import functools
 
 import jax.numpy as jnp
 
-from jspec import growth, tokens
+from jspec import tokens
 from jspec.drafters.features import CachedMemory, FeatureDrafter
 from jspec.drafters.trees import last_of, rows
+from jspec.drafting import growth
+from jspec.drafting.shapes import Dynamic
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
 from jspec.models.heads.hydra import HydraConfig, HydraParams
-from jspec.shapes import Dynamic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jspec import growth, shapes, tokens
+from jspec import tokens
 from jspec.drafters.features import FeatureDrafter
 from jspec.drafters.trees import rows
+from jspec.drafting import growth, shapes
+from jspec.drafting.shapes import Dynamic
 from jspec.models.heads import arctic, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
-from jspec.shapes import Dynamic
 
 _NETWORKS = {MlpSpeculatorConfig: mlp_speculator, LstmSpeculatorConfig: arctic}
 

@@ -12,10 +12,11 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from jspec import kv, shapes
+from jspec import kv
 from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
 from jspec.drafters.features import CachedMemory
 from jspec.drafters.trees import last_of, rows
+from jspec.drafting import shapes
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from jspec.types import Array

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import kv, marginals, topology
+from jspec import kv, topology
 from jspec.drafters import language
 from jspec.drafters.language import next_logits, spell, take_in, weights_of
 from jspec.drafters.trees import TreeDrafter, last_of
+from jspec.drafting import marginals
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.types import Array, History

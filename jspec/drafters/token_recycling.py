@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import shapes, tokens
+from jspec import tokens
+from jspec.drafting import shapes
 from jspec.topology import Shape
 from jspec.types import Array, Draft, History
 

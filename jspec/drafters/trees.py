@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import contracts, shapes, topology
-from jspec.drawing import Drawing
+from jspec import contracts, topology
+from jspec.drafting import shapes
+from jspec.drafting.drawing import Drawing
+from jspec.drafting.shapes import BestFirst, Dynamic, Grown
 from jspec.models.layers import rows_at
-from jspec.shapes import BestFirst, Dynamic, Grown
 from jspec.types import Array, Draft, History, Params, Request, Target
 
 
@@ -26,8 +27,8 @@ class TreeDrafter:
       tree_size: N, nodes a row with the root; None for the tree's own, see ``shapes.requested``.
       tree_depth: another name of ``num_speculative_tokens``.
       tree_top_k: children of a node at most.
-      draft_sample_method: "probabilistic", "greedy" or "top_plus_one", see ``jspec.drawing``; None
-        for "probabilistic", but for trees that admit no draws.
+      draft_sample_method: "probabilistic", "greedy" or "top_plus_one", see
+        ``jspec.drafting.drawing``; None for "probabilistic", but for trees that admit no draws.
       max_length: history length past which nothing is drafted.
       noise: "target" draws with the target's noise (rule ``coupled``).
       confidence_threshold: a chain ends behind the first token down to which the product of the

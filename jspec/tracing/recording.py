@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jspec import branching, sampling, shaping, topology, verify
+from jspec import sampling, shaping, topology, verify
 from jspec.decode import retire
+from jspec.drafting import branching
 from jspec.generate import Batch, advance, read, start
 from jspec.outputs import Transcript
 from jspec.plan import Plan

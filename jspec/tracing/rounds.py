@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Group
 
-from jspec import whole_file
+from jspec.files import whole_file
 from jspec.metrics import Counts
 from jspec.outputs import Transcript
 from jspec.text import Detokenizer

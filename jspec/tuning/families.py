@@ -5,10 +5,11 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jspec import config, loading, shapes, topology
+from jspec import config, loading, topology
 from jspec.assembly import Assembly, assemble
 from jspec.bench.names import name_of, names_of
 from jspec.drafters.adaptive import Adaptive
+from jspec.drafting import shapes
 from jspec.loading import LoadedModel
 from jspec.topology import Shape
 from jspec.tuning.settings import Settings

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jspec import head_files, topology
+from jspec import topology
 from jspec.drafters import Eagle, Medusa
+from jspec.files import head_files
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 from jspec.types import Array

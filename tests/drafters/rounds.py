@@ -5,8 +5,8 @@ import importlib
 
 import numpy as np
 
+from jspec.drafting.shapes import BestFirst, Dynamic
 from jspec.plan import Plan
-from jspec.shapes import BestFirst, Dynamic
 from tests import tiny
 
 host = importlib.import_module("jspec.generate")

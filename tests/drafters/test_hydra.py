@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import head_files, torch_files
+from jspec.files import head_files, torch_files
 from jspec.plan import Plan
 from jspec.types import Params, Request
 from tests import shipped, tiny

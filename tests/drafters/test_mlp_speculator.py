@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import head_files, tokens
+from jspec import tokens
+from jspec.files import head_files
 from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads, rounds, speculators

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import head_files
 from jspec.drafters import Mtp
+from jspec.files import head_files
 from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads, mtps, rounds

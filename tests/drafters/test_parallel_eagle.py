@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import config, head_files
+from jspec import config
 from jspec.drafters import Eagle, ParallelEagle
+from jspec.files import head_files
 from jspec.models.heads import eagle
 from jspec.plan import Plan
 from jspec.types import Params

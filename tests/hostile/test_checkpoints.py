@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec import checkpoint, config, model_files, tensor_files
+from jspec import checkpoint, config
+from jspec.files import model_files, tensor_files
 from jspec.models import families
 from jspec.models.families import common
 from tests.hostile import checkpoints

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jspec
 from jspec import SamplingParams, cli, config, prompts
-from jspec.config_keys import KEYS, METHOD_ALIASES, RULE_NAMES
+from jspec.config.keys import KEYS, METHOD_ALIASES, RULE_NAMES
 from jspec.drafters import METHODS
 from jspec.plan import Plan
 from jspec.rows import Row

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import shared_file
+from jspec.files import shared_file
 from tests import tiny
 from tests.drafters import heads
 from tests.hostile.junk import refused

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import head_files, kv
+from jspec import kv
+from jspec.files import head_files
 from jspec.models import decoder
 from jspec.models.heads import dflash, dspark
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import adapters, checkpoint, head_files
+from jspec import adapters, checkpoint
 from jspec.drafters import Mtp
+from jspec.files import head_files
 from jspec.models import decoder
 from jspec.models.heads import mtp
 from jspec.plan import Plan

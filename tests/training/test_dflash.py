@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import head_files, topology
+from jspec import topology
+from jspec.files import head_files
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import dflash

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, head_files
+from jspec import checkpoint
+from jspec.files import head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator, mtp, mtp_format

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import head_files, topology
+from jspec import topology
+from jspec.files import head_files
 from jspec.models import decoder
 from jspec.models.heads import eagle
 from jspec.models.mla import MlaConfig

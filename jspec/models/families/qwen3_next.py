@@ -50,7 +50,7 @@ def _refuse_recurrence(raw: dict) -> None:
             "supported yet: such gated delta-rule blocks keep a recurrent state in place of keys "
             "and values, and a refused draft cannot be taken back out of it; only full_attention "
             "is. The modules for later tokens (MTP) of such a target load without it, by "
-            "jspec.head_files.load_head"
+            "jspec.files.head_files.load_head"
         )
 
 

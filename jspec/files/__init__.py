@@ -1,0 +1,1 @@
+"""What lies on disk: tensor files, model directories, draft heads, and writing them whole."""
