@@ -25,8 +25,11 @@ from pathlib import Path
 # A clone in this very folder must not pass for jspec as it is installed.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
-    extras = ["bench"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
-    extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    extras = ["bench"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+        extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
     ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
     clones = [file.resolve().parent for file in files if ours(file)]

@@ -25,8 +25,11 @@ from pathlib import Path
 # A clone in this very folder must not pass for jspec as it is installed.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
-    extras = ["bench"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
-    extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    extras = ["bench"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+        extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
     ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
     clones = [file.resolve().parent for file in files if ours(file)]
@@ -156,12 +159,13 @@ p = np.asarray(jax.nn.softmax(sampling.warp(out.logits, request.sampling), -1))[
 for node in range(1, len(tokens)):
     if valid[node]:
         q = float(jax.nn.softmax(draft.logits[0, parents[node]])[tokens[node]])
-        print(
-            f"{'  ' * depth[node]}{words[node]:12} q = {q:.3f}   p = {p[parents[node], tokens[node]]:.3f}"
-        )
+        chances = f"q = {q:.3f}   p = {p[parents[node], tokens[node]]:.3f}"
+        fate = "accepted" if node in path else ""
+        print(f"{'  ' * depth[node]}{words[node]:12} {chances}   {fate}")
 
 # %% [markdown]
-# `jspec trace` draws whole generations like this, with every coin.
+# `jspec trace` draws whole generations like this, with every coin, and with p and q as siblings judged before leave them: here they
+# are those of the whole law.
 #
 # ## 5. Is the law really the target's?
 #
@@ -193,5 +197,5 @@ def gullible(logits, draft, tree, coins):
 
 
 wrong = law(Rule("gullible", gullible, "round", frozenset({"chain"})), "chain")
-print(wrong.subject, "FAILED:", wrong.note)
+print(wrong.subject, "- total variation", wrong.measured, "FAILED:", wrong.note)
 assert not wrong.passed

@@ -26,8 +26,11 @@ from pathlib import Path
 # A clone in this very folder must not pass for jspec as it is installed.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
-    extras = ["bench", "train"] + ["cuda"] * bool(shutil.which("nvidia-smi"))
-    extras += ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    extras = ["bench", "train"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+        extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
     ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
     clones = [file.resolve().parent for file in files if ours(file)]
@@ -189,5 +192,5 @@ assert same == texts
 
 # %% [markdown]
 # To take it further: more steps and text (`--steps 20000 --batch 16`), `--unroll 4` and more, answers of the target itself as data
-# (`python -m training.generate_data`), several devices (`--fsdp`). `docs/training.md` has all of it, with what the shipped head was
+# (`python -m training.generate_data`), several devices (`--fsdp`). `training/README.md` has all of it, with what the shipped head was
 # trained on. Next: `compare_methods`.

@@ -2,8 +2,9 @@
 # On a fresh machine with a GPU or TPU: is jspec right and fast there? Under ten minutes beside the
 # installation; may be interrupted and run again. Leaves accelerator_check.json, to be sent back.
 #
-# PYTHON names the interpreter (3.11 or newer). A JAX that it has and that sees the accelerator is
-# used as it is, else one is installed. All goes into an environment of its own. Without a network:
+# PYTHON names the interpreter (3.11 or newer). A JAX that it has, of 0.10 or newer, and that sees
+# the accelerator is used as it is, else one is installed. All goes into an environment of its own;
+# delete it to install anew. Without a network:
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=folder-of-wheels scripts/accelerator_check.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 ENVIRONMENT=.venv-accelerator
 sees_accelerator() {
-  "$1" -c 'import jax, sys; sys.exit(jax.default_backend() == "cpu")' 2>/dev/null
+  "$1" -c 'import jax, sys
+sys.exit(jax.__version_info__ < (0, 10) or jax.default_backend() == "cpu")' 2>/dev/null
 }
 install() {
   "$PYTHON" -m pip --disable-pip-version-check --python "$ENVIRONMENT/bin/python" install -qq "$@"
@@ -22,6 +24,10 @@ if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   exit 1
 fi
 if [ ! -e "$ENVIRONMENT/installed" ]; then
+  if ! "$PYTHON" -m pip --python "$PYTHON" --version >/dev/null 2>&1; then
+    echo "$PYTHON has no pip of 22.3 or newer: $PYTHON -m ensurepip --upgrade, or PYTHON=another" >&2
+    exit 1
+  fi
   echo "Installing jspec into $ENVIRONMENT (once; a few minutes) ..."
   if sees_accelerator "$PYTHON"; then
     "$PYTHON" -m venv --clear --without-pip "$ENVIRONMENT"
@@ -33,8 +39,7 @@ if [ ! -e "$ENVIRONMENT/installed" ]; then
     "$PYTHON" -m venv --clear --without-pip "$ENVIRONMENT"
     if [ -e /dev/nvidiactl ]; then
       driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
-      # CUDA 13 needs a driver of 580 or later.
-      install -e . "jax[cuda$([ "${driver%%.*}" -ge 580 ] && echo 13 || echo 12)]"
+      install -e ".[cuda$([ "${driver%%.*}" -ge 580 ] || echo 12)]"
     else
       install -e '.[tpu]'
     fi

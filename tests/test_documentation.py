@@ -21,7 +21,8 @@ import typer
 from markdown_it import MarkdownIt
 
 import jspec
-from jspec import cli, config
+from jspec import cli, config, types
+from jspec.drafters import METHODS, PARALLEL
 from jspec.generate import Row
 from jspec.plan import Plan
 from tests import tiny
@@ -46,6 +47,16 @@ def blocks(language):
         for token in MarkdownIt().parse(page.read_text(encoding="utf-8"))
         if token.type == "fence" and token.info == language
     ]
+
+
+def test_the_reference_has_every_public_name_and_method():
+    """Their pages are made of docstrings; ``jspec.types`` is there as a whole."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page, re.MULTILINE))
+    last = {name.rpartition(".")[2] for name in shown} | set(vars(types)) | {"METHODS", "RULES"}
+    classes = {*METHODS.values(), *PARALLEL.values()}
+    assert {*jspec.__all__, *(each.__name__ for each in classes)} - last == set()
+    assert {"`jspec.METHODS`", "`jspec.RULES`"} <= set(re.findall(r"`[\w.]+`", page))
 
 
 def is_config(text):

@@ -1,6 +1,7 @@
 """Notebooks run from first to last cell, and say what the scripts say that they are paired with."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,8 +73,12 @@ def install(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "jspec"), *sys.path])
 
-    def run(script, folder, pyproject=None, returncode=0):
-        def pip(words):
+    def run(script, folder, pyproject=None, returncode=0, driver=None):
+        monkeypatch.setattr(shutil, "which", lambda name: driver and f"/usr/bin/{name}")
+
+        def pip(words, **_):
+            if words[0] == "nvidia-smi":
+                return types.SimpleNamespace(stdout=driver)
             asked.append(words[-1])
             return types.SimpleNamespace(returncode=returncode)
 
@@ -85,7 +90,8 @@ def install(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / folder)
         cell = next(cell for cell in jupytext.read(script).cells if cell.cell_type == "code")
         exec(compile(cell.source, script.name, "exec"), {})
-        return asked[-1].partition("[")[0]
+        source, _, extras = asked[-1].partition("[")
+        return source if driver is None else set(extras.rstrip("]").split(","))
 
     return run
 
@@ -104,6 +110,14 @@ def test_a_notebook_installs_the_clone_it_lies_in_or_beside(script, folder, inst
 def test_a_notebook_with_no_clone_about_installs_what_is_published(script, install):
     other = '[project]\nname = "mine"\ndependencies = ["jspec-decoding"]\n'
     assert install(script, "work", {".": other, "work": other}) == "jspec-decoding"
+
+
+@by_name
+@pytest.mark.parametrize(
+    "driver, cuda", [("550.54.15\n", "cuda12"), ("580.65.06\n", "cuda"), ("has failed", "cuda12")]
+)
+def test_a_notebook_installs_the_cuda_that_the_driver_is_for(script, driver, cuda, install):
+    assert install(script, "work", driver=driver) >= {"bench", cuda}
 
 
 @by_name

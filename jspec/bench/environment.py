@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+_PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # of them one, or none
 
 
 def describe(program: str | None = None) -> dict:
@@ -27,7 +28,8 @@ def describe(program: str | None = None) -> dict:
             "cores": os.cpu_count(),
         },
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES}
+        | {name: version for name in _PLUGINS if (version := _version(name))},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "jspec", "kernels")),
         "argv": [

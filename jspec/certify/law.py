@@ -201,7 +201,8 @@ def _by_coins(runs: Rule, case: _Case) -> Iterator[Finding]:
     note = f"worst with {case.name}; after one text at most {context:.1e}"
     yield Finding("law", "", found.distance, EXACT, note)
     yield Finding("law", "", context, EXACT_CONTEXT, note)
-    if trees.accepts_the_impossible(runs.walk, case.tree()):
+    lawful = found.distance <= EXACT and context <= EXACT_CONTEXT
+    if lawful and trees.accepts_the_impossible(runs.walk, case.tree()):  # else that says more
         note = f"with {case.name} a coin of exactly 0 lets a token through that the target excludes"
         yield Finding("law", "", float("inf"), EXACT, note)
 
