@@ -149,7 +149,7 @@ def _sampling_contest(name: str, batch: int) -> Contest:
         _draft(case, one + jax.random.normal(next(keys), shape), next(keys), one)
         for _ in range(max(1, min(MOST_COPIES, -(-WORKING_SET // moved))))
     ]
-    uniform = jax.random.uniform(next(keys), (batch,))
+    uniform = jax.random.uniform(next(keys), (batch, 2)) * jnp.array([1, 2**-24])
     names = [REFERENCE, *kernels()]
     contenders = {each: functools.partial(_judge, case, each, rounds, uniform) for each in names}
     facts = {"case": name, "batch": batch, "dtype": case.logits}

@@ -200,7 +200,7 @@ def rejection_sampling(
         over all of V first, which the kernels do not spare.
       tree: its shape.
       coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
-      uniform: uniforms in [0, 1), [B]; they draw the token.
+      uniform: of ``sampling.round_noise``, [B, 2]; draws the token.
       rule: "rejection", or "block": of trees that is traversal verification; static, like all that
         follows.
       replaced: siblings were drawn with replacement.

@@ -171,17 +171,20 @@ def draw_target(warped: Array, sampling: Sampling, keys: Array, positions: Array
 
 
 def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
-    """``count`` uniforms of one round for one purpose: float32 [B, count] in [0, 1).
+    """``count`` uniforms of one round for one purpose: float32 [B, count, 2].
 
-    ``root`` [B] is the position of the round's root.
+    A uniform lies in [0, 1) in steps of 2**-48, as the sum of a coarse part, a multiple of 2**-24,
+    and a fine one below 2**-24: float32 has room for one of them. The coarse part will do for a
+    coin; ``draw`` takes both. ``root`` [B] is the position of the round's root.
     """
     return round_noise_at(keys, root, purpose, jnp.arange(count))
 
 
 def round_noise_at(keys: Array, root: Array, purpose: int, ranks: Array) -> Array:
-    """The uniforms of ``ranks``, int32 [R], among those of one round: float32 [B, R] in [0, 1)."""
-    high, _ = _words(keys, root[:, None], (purpose << _RANK_BITS) + ranks)
-    return (high >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    """The uniforms of ``ranks``, int32 [R], among those of one round: float32 [B, R, 2]."""
+    high, low = _words(keys, root[:, None], (purpose << _RANK_BITS) + ranks)
+    words = jnp.stack([high, low], -1) >> 8
+    return words.astype(jnp.float32) * jnp.array([2**-24, 2**-48], jnp.float32)
 
 
 def _words(keys: Array, place: Array, rank: Array) -> tuple[Array, Array]:
@@ -195,21 +198,36 @@ def _words(keys: Array, place: Array, rank: Array) -> tuple[Array, Array]:
 
 
 def draw(log_weights: Array, uniform: Array) -> Array:
-    """Draws from unnormalised log-weights [B, V] with one uniform a row [B]: int32 [B].
+    """Draws from unnormalised log-weights [B, V] with a uniform of ``round_noise`` a row, [B, 2].
 
     Inverse CDF in two levels (blocks, then tokens of one block): sums stay short, so float32
-    rounding stays near 1e-6 even at V = 150k, and one uniform replaces V Gumbels.
+    rounding stays near 1e-6 even at V = 150k, and one uniform replaces V Gumbels. Its coarse part
+    chooses the block; the fine part comes in once that is subtracted, for tokens that lie between
+    two steps of 2**-24 would be drawn always or never: of 150k tokens most.
+
+    Returns:
+      Ids, int32 [B].
+
+    Raises:
+      ValueError: ``uniform`` has another shape.
     """
     vocab = log_weights.shape[-1]
+    if uniform.shape != (len(log_weights), 2):
+        raise ValueError(
+            f"uniform of shape {uniform.shape} must be [B, 2] = {(len(log_weights), 2)}, both parts "
+            "of a uniform for each row: round_noise(...)[:, i]."
+        )
     peak = log_weights.max(-1, keepdims=True)
     weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
     weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(-1, -(-vocab // _BLOCK),
                                                                        _BLOCK)  # fmt: skip
     sums = weights.sum(-1)
-    point = uniform.astype(weights.dtype) * sums.sum(-1)
-    block, before = _first_above(sums, point)
-    inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
-    token, _ = _first_above(inside, point - before)
+    total = sums.sum(-1, keepdims=True)
+    total = jnp.where(total > 0, total, 1)
+    coarse, fine = uniform.astype(weights.dtype).T
+    block, before = _first_above(sums / total, coarse)
+    inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0] / total
+    token, _ = _first_above(inside, coarse - before + fine)
     return jnp.minimum(block * _BLOCK + token, vocab - 1)  # in range even where all weights are 0
 
 

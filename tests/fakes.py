@@ -274,7 +274,7 @@ class TableDrafter(_Chain):
                 token = sampling.draw(law, coin)
             return token, (token, law)
 
-        steps = (jnp.arange(count), coins.T)
+        steps = (jnp.arange(count), jnp.moveaxis(coins, 1, 0))
         _, (drafted, laws) = lax.scan(draw_one, tokens.root(history), steps)
         leaf = jnp.zeros_like(laws[:1])
         recorded = None if target_draws else jnp.moveaxis(jnp.concatenate([laws, leaf]), 0, 1)

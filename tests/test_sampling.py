@@ -15,11 +15,12 @@ from jspec.types import Sampling
 from tests.fakes import settings
 
 warp = jax.jit(sampling.warp)
-draw = jax.jit(sampling.draw)
+draw = jax.jit(lambda law, coarse, fine=0: sampling.draw(law, pair(coarse, fine)))
 target_noise = jax.jit(sampling.target_noise, static_argnums=2)
 round_noise = jax.jit(sampling.round_noise, static_argnums=(2, 3))
 draw_target = jax.jit(sampling.draw_target)
 
+pair = lambda coarse, fine: jnp.stack(jnp.broadcast_arrays(coarse, fine), -1)
 PURPOSES = (sampling.DRAFT, sampling.ACCEPT, sampling.RESIDUAL)
 
 
@@ -181,6 +182,28 @@ def test_drawing_is_exact_to_a_millionth_at_a_vocabulary_of_150_thousand():
     np.testing.assert_allclose(boundaries(log_weights, tokens, jnp.float32, 24), wanted, atol=1e-6)
 
 
+def test_tokens_between_two_steps_of_a_coarse_uniform_are_drawn_as_often_as_their_probability():
+    # Two tokens share a step of 2**-24, as most of a vocabulary of 150k do in a peaked law.
+    weights = jnp.full(4097, 2**-25).at[0].set(1 - 2**-13)
+    steps, parts = np.arange(512), np.arange(8) / 8 * 2**-24
+    coarse = jnp.asarray(1 - 2**-13 + (700 + steps) * 2**-24, jnp.float32)
+    rows = jnp.broadcast_to(jnp.log(weights), (512, 4097))
+    drawn = np.stack([draw(rows, coarse, jnp.float32(part)) for part in parts], 1)
+    assert (np.diff(drawn.ravel()) >= 0).all()
+    counts = np.bincount(drawn.ravel())[drawn.min() + 1 : drawn.max()]
+    assert len(counts) == pytest.approx(1024, abs=8) and (np.abs(counts - 4) <= 1).mean() > 0.98
+
+
+def test_what_draws_a_token_is_uniform_on_both_of_its_scales():
+    keys, places = keys_of(5000), jnp.arange(5000, dtype=jnp.int32)
+    found = round_noise(keys, places, sampling.DRAFT, 8)
+    coarse, fine = np.asarray(found, np.float64).reshape(-1, 2).T
+    assert (coarse * 2**24 % 1 == 0).all() and 0 <= fine.min() <= fine.max() < 2**-24
+    for part in (coarse, fine * 2**24):
+        assert scipy.stats.kstest(part, "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(coarse, fine)[0, 1]) < 5 / len(coarse) ** 0.5
+
+
 def test_a_token_without_weight_is_never_drawn_not_even_next_to_a_boundary():
     # Running sums are rounded in parallel, so they may rise where nothing is added: a draw that
     # trusts them alone returns such a token about once in a thousand of these uniforms.
@@ -251,7 +274,7 @@ def test_no_two_addresses_share_noise():
     seen = []
     for root in range(20):
         place = jnp.full(3, root, jnp.int32)
-        seen += [round_noise(keys, place, purpose, 6) for purpose in PURPOSES]
+        seen += [round_noise(keys, place, purpose, 6)[..., 0] for purpose in PURPOSES]
         gumbel = np.asarray(target_noise(keys, place, 6), np.float64)
         seen.append(np.exp(-np.exp(-gumbel)))
     values = np.sort(np.concatenate([np.asarray(part, np.float64).ravel() for part in seen]))
@@ -261,7 +284,7 @@ def test_no_two_addresses_share_noise():
 def test_round_noise_is_uniform_and_target_noise_is_gumbel():
     keys, places = keys_of(2000), jnp.arange(2000, dtype=jnp.int32)
     for purpose in PURPOSES:
-        uniform = np.asarray(round_noise(keys, places, purpose, 50))
+        uniform = np.asarray(round_noise(keys, places, purpose, 50)[..., 0])
         assert uniform.min() >= 0 and uniform.max() < 1
         assert scipy.stats.kstest(uniform.ravel(), "uniform").pvalue > 1e-3
     gumbel = np.asarray(target_noise(keys, places, 50))
@@ -276,7 +299,9 @@ def test_round_noise_is_uniform_and_target_noise_is_gumbel():
 
 def test_noise_of_different_purposes_places_and_ranks_is_uncorrelated():
     keys, places = keys_of(20_000), jnp.full(20_000, 3, jnp.int32)
-    columns = [round_noise(keys, places + shift, p, 2) for p in PURPOSES for shift in (0, 1)]
+    columns = [
+        round_noise(keys, places + shift, p, 2)[..., 0] for p in PURPOSES for shift in (0, 1)
+    ]
     target = jnp.exp(-jnp.exp(-target_noise(keys, places, 2)))
     correlation = np.corrcoef(np.concatenate([*columns, target], 1).T)
     assert np.abs(correlation - np.eye(len(correlation))).max() < 5 / 20_000**0.5

@@ -110,7 +110,12 @@ def watch(
         plan, request.keys, root, tokens.root(history), draft, tree, uniform
     )
     seen = Watched(
-        broken, draft.valid, places, jnp.concatenate([coins, residual], 1), probability, misses
+        broken,
+        draft.valid,
+        places,
+        jnp.concatenate([coins, residual], 1)[..., 0],
+        probability,
+        misses,
     )
     return shared, state.replace(memory=memory), seen
 
@@ -199,7 +204,7 @@ def _placed(keys, root, draft: Draft, up: Array, removed: Array, uniform: Array,
     places = jnp.stack([mass(likelier) + share, low + share], -1)
     places = jnp.clip(places, 0, 1 - 2**-24)
 
-    coin = sampling.round_noise_at(keys, root, sampling.DRAFT, above[:, None])[:, 0]
+    coin = sampling.round_noise_at(keys, root, sampling.DRAFT, above[:, None])[:, 0, 0]
     by_coin = jnp.maximum(jnp.maximum(low - coin, coin - low - own[:, 0]), 0)
     scores = row + sampling.node_noise(keys, root, above[:, None], size)[:, 0].astype(row.dtype)
     by_gumbel = scores.max(-1) - at_token(scores)[:, 0]

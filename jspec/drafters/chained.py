@@ -287,11 +287,10 @@ class ChainedDrafter:
                 return sampling.draw_target(law, request.sampling, request.keys, position), None
             noise = sampling.target_noise(request.keys, position, ways.target_to_draft.shape[0])
             return sampling.argmax(law + noise[:, ways.draft_to_target].astype(law.dtype)), None
-        coins = sampling.round_noise(
-            request.keys, history.length - 1, sampling.DRAFT, self.max_depth
-        )
-        index = jnp.broadcast_to(index, coins.shape[:1])[:, None]
-        return sampling.draw(law, jnp.take_along_axis(coins, index, 1)[:, 0]), law
+        root = history.length - 1
+        uniform = sampling.round_noise(request.keys, root, sampling.DRAFT, self.max_depth)
+        index = jnp.broadcast_to(index, root.shape)
+        return sampling.draw(law, uniform[jnp.arange(len(root)), index]), law
 
 
 def _stack_laws(first: Array, later: Array) -> Array:

@@ -121,10 +121,10 @@ class Drawing:
 
     def _draw_one(self, law: Array, nodes: Array) -> Children:
         """One child each, by the inverse CDF: a greedy row's law is a point mass already."""
-        coins = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
-        each = jnp.broadcast_to(law, (*coins.shape, law.shape[-1]))
-        ids = sampling.draw(each.reshape(coins.size, -1), coins.reshape(-1))
-        ids = ids.reshape(*coins.shape, 1)
+        uniform = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
+        each = jnp.broadcast_to(law, (*uniform.shape[:2], law.shape[-1]))
+        ids = sampling.draw(each.reshape(-1, law.shape[-1]), uniform.reshape(-1, 2))
+        ids = ids.reshape(*uniform.shape[:2], 1)
         return Children(ids, sampled=jnp.broadcast_to(self._random_rows, ids.shape), law=law)
 
     def _draw_distinct(self, logits: Array, law: Array, width: int, nodes: Array) -> Children:

@@ -224,7 +224,8 @@ def _seen(
         cool = sampling.warp(logits, settings)
         draws = sampling.draw_target(cool, settings, request.keys, positions)
     elif rule.coins == "round":
-        coins = sampling.round_noise(request.keys, history.length - 1, sampling.ACCEPT, count)
+        root = history.length - 1
+        coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         if rule.name == "rejection":
             chance = _chances(nodes, verdict)
     return Seen(

@@ -147,12 +147,13 @@ def verify(
         next_token = jnp.take_along_axis(draws, end, 1)[:, 0]
     else:
         root = history.length - 1
-        coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, draft.tokens.shape[1])
-        coin = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
+        count = draft.tokens.shape[1]
+        coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
+        uniform = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)[:, 0]
         if rule.implementation is not None:  # what is warped above is not used, nor computed
             logits, lost = _numbers(logits)
             path, num_accepted, next_token = ops.rejection_sampling(
-                logits, request.sampling, _drawn(draft, tree), tree, coins, coin[:, 0],
+                logits, request.sampling, _drawn(draft, tree), tree, coins, uniform,
                 rule=rule.name, replaced=rule.walk is rule.walk_replaced,
                 implementation=rule.implementation,
             )  # fmt: skip
@@ -164,7 +165,7 @@ def verify(
         path, num_accepted, next_logits = round_checks.check_judged(
             rule.name, judged, draft, wanted
         )
-        draw = sampling.argmax if greedy else lambda law: sampling.draw(law, coin[:, 0])
+        draw = sampling.argmax if greedy else lambda law: sampling.draw(law, uniform)
         next_token = draw(next_logits)
     return Verdict(path, num_accepted + 1, next_token, _lawful(lost, path, num_accepted))
 

@@ -174,15 +174,19 @@ def _log_joint(rows: Rows, proposal: Proposal) -> Array:
 
 
 def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
-    """Inverse CDF in two levels: a segment by its mass, then a token of it. int32 [B]."""
+    """Inverse CDF in two levels: a segment by its mass, then a token of it. int32 [B].
+
+    ``uniform`` [B, 2] is the sum of a coarse and a fine part, which comes in where the sum has room.
+    """
     place = rows.at(ending.node)
     law, draft_law = rows.laws_at(place, ending.absent)
     found = rows.masses(place, law, draft_law, ending.steps)
     # Nothing is left of a refusal only where p = q up to rounding.
     refused = found.after.sum(-1) > 0
     masses = jnp.where(refused[:, None], found.after, found.before)
-    point = uniform * masses.sum(-1)
-    segment, below = first_above(masses, point)
+    total = masses.sum(-1, keepdims=True)
+    coarse, fine = uniform.T
+    segment, below = first_above(masses / total, coarse)
     vocab = rows.logits.shape[1]
     width = min(rows.kernels.segment, vocab)
     first = segment * width
@@ -194,5 +198,5 @@ def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
     before, after, _ = weights(*streams, token, *columns)
     inside = jnp.where(refused[:, None], after, before)
     inside = jnp.where(token >= first[:, None], inside, 0.0)
-    index, _ = first_above(inside, point - below)
+    index, _ = first_above(inside / total, coarse - below + fine)
     return start + index

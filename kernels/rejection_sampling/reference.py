@@ -26,7 +26,7 @@ def rejection_sampling(
       warps: of every row [B].
       proposal: a draft; its parents precede their children.
       coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
-      uniform: [B], draws the token by inverse CDF.
+      uniform: [B, 2], the token's by inverse CDF: a coarse and a fine part, to be added.
       form: static facts.
 
     Returns:
@@ -34,7 +34,8 @@ def rejection_sampling(
     """
     path, num_accepted, law = judge(logits, warps, proposal, coins, form)
     running = jnp.cumsum(law, -1)
-    above = (running > (uniform * running[:, -1])[:, None]) & (law > 0)
+    coarse, fine = uniform[:, :1], uniform[:, 1:]
+    above = (running / running[:, -1:] - coarse > fine) & (law > 0)
     return path, num_accepted, jnp.argmax(above, -1).astype(jnp.int32)
 
 

@@ -142,7 +142,7 @@ def noise_of_rows(keys, root, count):
 
 
 def one_coin(keys, root, count):
-    return jnp.tile(own_noise(keys, root, 1), count)
+    return jnp.repeat(own_noise(keys, root, 1), count, 1)
 
 
 def of_each_row(*parents):

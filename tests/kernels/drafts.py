@@ -24,7 +24,7 @@ def settings(rows, names):
 
 
 def random_draft(case, rows=(0, 1, 2, 3), vocab=None, seed=0):
-    """(raw target logits [B, N, V], draft, tree, coins [B, N], uniform [B]).
+    """(raw target logits [B, N, V], draft, tree, coins [B, N], uniform [B, 2]).
 
     Of the rows of ``WARPED``, a greedy one drafts point masses, the third one drafts nothing, and
     the last one stops half way.
@@ -55,7 +55,7 @@ def random_draft(case, rows=(0, 1, 2, 3), vocab=None, seed=0):
         logits=jnp.array(recorded), sampled=jnp.array(sampled) if told else None,
         max_depth=case.depth,
     )  # fmt: skip
-    coins, uniform = rng.random(tokens.shape), rng.random(len(rows))
+    coins, uniform = rng.random(tokens.shape), rng.random((len(rows), 2)) * [1, 2**-24]
     tree = topology.broadcast(topology.from_parents(parents, case.depth), len(rows))
     narrow = lambda x: jnp.array(x, jnp.float32)
     return jnp.array(target), draft, tree, narrow(coins), narrow(uniform)
@@ -100,5 +100,5 @@ def trace(case, batch, implementation, put=lambda arrays: arrays):
         )  # fmt: skip
 
     arrays = (logits, warps, array(nodes, dtype="int32"), flags, recorded,
-              flags if mixed else None, array(nodes), array())  # fmt: skip
+              flags if mixed else None, array(nodes), array(2))  # fmt: skip
     return jax.jit(judge).trace(*put(arrays))

@@ -146,7 +146,7 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
 
     _, num_accepted, token = judge(
         narrow(target[at]), draft.replace(parents=None), narrow(rng.random((count, 3))),
-        narrow(rng.random(count)),
+        narrow(rng.random((count, 2)) * [1, 2**-24]),
     )  # fmt: skip
     num_accepted, token = np.array(num_accepted), np.array(token)
     emitted_first = np.where(num_accepted > 0, first, token)
