@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jspec import topology
 from jspec.kernels.rejection_sampling import laws
 from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
 from jspec.kernels.tree_attention import ordered, reference
@@ -220,14 +221,11 @@ def rejection_sampling(
     kernel = _kernel_of(
         "rejection_sampling", rejection_sampling_reference, implementation, logits, draft.logits
     )
-    drawn = draft.sampled
-    if drawn is None:
-        drawn = jnp.full(draft.tokens.shape, draft.logits is not None)
     proposal = laws.Proposal(
         draft.tokens,
         jnp.broadcast_to(jnp.asarray(tree.parents), draft.tokens.shape),
         draft.valid,
-        drawn,
+        draft.drawn,
         _over_target_ids(draft, logits.shape[-1]),
     )
     temperature = sampling.temperature * (not sampling.greedy)
@@ -248,9 +246,7 @@ def _form_of(
             f"draft.logits has {draft.logits.shape[1]} rows for {draft.tokens.shape[1]} nodes; "
             "give every node a row."
         )
-    if rule == "block" and not (
-        static and np.array_equal(parents[1:], np.arange(len(parents) - 1))
-    ):
+    if rule == "block" and not topology.is_chain(draft.parents):
         rule = "traversal"
     if max_children is None and not static:
         raise ValueError(

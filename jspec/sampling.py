@@ -214,8 +214,8 @@ def draw(log_weights: Array, uniform: Array) -> Array:
     vocab = log_weights.shape[-1]
     if uniform.shape != (len(log_weights), 2):
         raise ValueError(
-            f"uniform of shape {uniform.shape} must be [B, 2] = {(len(log_weights), 2)}, both parts "
-            "of a uniform for each row: round_noise(...)[:, i]."
+            f"uniform of shape {uniform.shape} must be [B, 2] = {(len(log_weights), 2)}: for each "
+            "row both parts of a uniform, such as round_noise(...)[:, i]."
         )
     peak = log_weights.max(-1, keepdims=True)
     weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))

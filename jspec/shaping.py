@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jspec import automaton, topology
@@ -172,10 +171,7 @@ def prune(shaping: Shaping | None, history: History, draft: Draft, tree: Tree) -
     before = jnp.take_along_axis(states, tree.parents, 1)
     _, fits = automaton.find(shaping.automaton, before, draft.tokens)
     nodes = draft.tokens.shape[1]
-    drawn = draft.sampled
-    if drawn is None:
-        drawn = jnp.full(draft.tokens.shape, draft.logits is not None)
-    wrong = ~fits & ~drawn & (jnp.arange(nodes) > 0)
+    wrong = ~fits & ~draft.drawn & (jnp.arange(nodes) > 0)
     above = topology.unpack_bits(tree.ancestors, nodes)
     return draft.replace(valid=draft.valid & ~(above & wrong[:, None]).any(-1))
 
@@ -188,8 +184,7 @@ def force(shaping: Shaping | None, history: History, draft: Draft) -> Draft:
     if shaping is None or shaping.automaton is None or draft.logits is not None:
         return draft
     size = draft.tokens.shape[1]
-    static = isinstance(draft.parents, np.ndarray)
-    if not static or draft.parents.tolist() != list(range(-1, size - 1)):
+    if not topology.is_chain(draft.parents):
         return draft
     automata, state = shaping.automaton, history.state
     tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]

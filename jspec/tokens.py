@@ -62,7 +62,10 @@ def extend(
 
 
 def ended(request: Request, history: History) -> Array:
-    """Rows [B] that have said their last token; those that were ended from outside do not show."""
+    """Rows [B] that have said their last token, or were cancelled, which moves their limit.
+
+    Those that came to where no token has any weight do not show.
+    """
     last = root(history)[:, None]
     return (history.length >= request.max_length) | (last == request.stop_tokens).any(-1)
 

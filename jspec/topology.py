@@ -133,6 +133,16 @@ def chain(depth: int) -> np.ndarray:
     return np.arange(-1, depth, dtype=np.int32)
 
 
+def is_chain(parents: Array | np.ndarray) -> bool:
+    """Whether ``parents`` are known to be a chain's: static, each node behind the one before it.
+
+    >>> is_chain(chain(3)), is_chain(np.array([-1, 0, 0]))
+    (True, False)
+    """
+    static = isinstance(parents, np.ndarray) and parents.ndim == 1
+    return static and np.array_equal(parents, chain(len(parents) - 1))
+
+
 def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
     """The tree of ``parents`` ([N] or [B, N], -1 at the root), at most ``max_depth`` edges deep.
 
@@ -146,14 +156,13 @@ def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
     """
     xp = np if isinstance(parents, np.ndarray) else jnp
     above = xp.maximum(parents, 0)  # the root is its own parent
-    reach = (_reach_static if xp is np else _reach_traced)(above, max_depth)
+    reach = _reach_static(above) if xp is np else _reach_traced(above, max_depth)
     depth = (reach.sum(-1) - 1).astype(xp.int32)
     return Tree(above.astype(xp.int32), depth, pack_bits(reach), max_depth)
 
 
-def _reach_static(above: np.ndarray, max_depth: int) -> np.ndarray:
+def _reach_static(above: np.ndarray) -> np.ndarray:
     """bool [..., N, N]: row by row, a node reaches itself and what its parent reaches."""
-    del max_depth
     reach = np.zeros((*above.shape, above.shape[-1]), bool)
     reach[..., 0, 0] = True
     for node in range(1, above.shape[-1]):

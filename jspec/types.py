@@ -105,6 +105,13 @@ class Draft:
     score: Array | None = None
     max_depth: int = struct.field(pytree_node=False, default=0)
 
+    @property
+    def drawn(self) -> Array:
+        """Which nodes were drawn from a recorded law, bool [B, N]; all others are point masses."""
+        if self.sampled is not None:
+            return self.sampled
+        return jax.numpy.full(self.tokens.shape, self.logits is not None)
+
 
 @struct.dataclass
 class Tree:

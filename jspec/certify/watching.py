@@ -103,20 +103,14 @@ def watch(
     count = plan.drafter.tree_size
     coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)
     residual = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
+    coins = jnp.concatenate([coins, residual], 1)[..., 0]
     tree = topology.broadcast(
         topology.from_parents(draft.parents, draft.max_depth), len(state.done)
     )
     broken, places, probability, misses = _judged(
         plan, request.keys, root, tokens.root(history), draft, tree, uniform
     )
-    seen = Watched(
-        broken,
-        draft.valid,
-        places,
-        jnp.concatenate([coins, residual], 1)[..., 0],
-        probability,
-        misses,
-    )
+    seen = Watched(broken, draft.valid, places, coins, probability, misses)
     return shared, state.replace(memory=memory), seen
 
 
@@ -161,9 +155,7 @@ def _drawn(drafter: Drafter, draft: Draft) -> Array:
     """Which nodes are said to be draws from a recorded law: bool [B, N]."""
     if drafter.proposal in ("point", "pruned"):  # whatever is recorded, no rule reads it
         return jnp.zeros(draft.tokens.shape, bool)
-    if draft.sampled is None:
-        return jnp.full(draft.tokens.shape, draft.logits is not None)
-    return draft.sampled
+    return draft.drawn
 
 
 def _removed(proposal: str, draft: Draft, drawn: Array, siblings: Array) -> Array:

@@ -168,7 +168,7 @@ class Suffix:
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Stores the responses of rows that have ended."""
-        # A row that emits nothing was done before, as one that the host has cancelled.
+        # A row that emits nothing was done before, as one that came to a law without any token.
         done = tokens.ended(request, history) | (verdict.num_emitted == 0)
         return self._store(shared, memory, history, done)
 

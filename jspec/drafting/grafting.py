@@ -33,8 +33,7 @@ def graft(stock: Draft, scion: Draft) -> Draft:
     root = jnp.full((batch, 1), -1)
     sampled = None
     if stock.logits is not None:
-        sampled = jnp.ones((batch, size), bool) if stock.sampled is None else stock.sampled
-        sampled = join(sampled & stock.valid, False, False)
+        sampled = join(stock.drawn & stock.valid, False, False)
     return stock.replace(
         tokens=join(stock.tokens, scion.tokens[:, 1:], 0),
         parents=join(jnp.concatenate([root, above[0][:, 1:]], 1), parents, 0),
@@ -79,8 +78,7 @@ def choose(first: Draft, second: Draft, is_first: Array) -> Draft:
     pick = lambda a, b, fill: jnp.where(is_first[:, None], widen(a, fill), widen(b, fill))
     logits = sampled = None
     if second.logits is not None:
-        drawn = jnp.ones(second.tokens.shape, bool) if second.sampled is None else second.sampled
-        sampled = widen(drawn & second.valid & ~is_first[:, None], False)
+        sampled = widen(second.drawn & second.valid & ~is_first[:, None], False)
         logits = jnp.pad(second.logits, ((0, 0), (0, size - second.logits.shape[1]), (0, 0)))
     return second.replace(
         tokens=pick(first.tokens, second.tokens, 0),
@@ -93,12 +91,7 @@ def choose(first: Draft, second: Draft, is_first: Array) -> Draft:
 
 
 def _either(first: Draft, second: Draft, pick, size: int) -> Array | np.ndarray:
-    chains = all(
-        isinstance(draft.parents, np.ndarray)
-        and np.array_equal(draft.parents, topology.chain(draft.tokens.shape[1] - 1))
-        for draft in (first, second)
-    )
-    if chains:
+    if topology.is_chain(first.parents) and topology.is_chain(second.parents):
         return topology.chain(size - 1)
     batch = first.tokens.shape[0]
     parents = [jnp.broadcast_to(draft.parents, (batch, draft.tokens.shape[1]))

@@ -251,11 +251,11 @@ def _drawn_with(nodes: Nodes) -> Array:
     def one(node: Array) -> Array:
         parent = nodes.tree.parents[:, node]
         q, _ = nodes.draft_law(parent)
-        before = nodes.children(parent) & nodes.drawn & (index < node) & (nodes.law != "iid")
+        before = nodes.children(parent) & nodes.draft.drawn & (index < node) & (nodes.law != "iid")
         q = q.at[rows, jnp.where(before, draft.tokens, q.shape[1])].set(0, mode="drop")
         return take(q, draft.tokens[:, node]) / q.sum(-1)
 
-    drawn = nodes.drawn & (index > 0)
+    drawn = nodes.draft.drawn & (index > 0)
     return jnp.where(drawn, jnp.moveaxis(lax.map(one, index), 0, 1), jnp.nan)
 
 

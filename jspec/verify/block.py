@@ -64,7 +64,7 @@ def _chain(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array
     num_accepted = jnp.where(passed, jnp.arange(1, passed.shape[1] + 1), 0).max(1, initial=0)
     reached = jnp.pad(log_joint, ((0, 0), (1, 0)))  # log P_0 = 0
     scale = jnp.take_along_axis(reached, num_accepted[:, None], 1)
-    return conclude(laws, warped, draft, tree, num_accepted, scale)
+    return conclude(laws, draft, tree, num_accepted, scale)
 
 
 def _passing(rest: Array, joint: Array) -> Array:

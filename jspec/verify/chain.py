@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jspec import topology
 from jspec.sampling import log_residual
@@ -22,8 +21,7 @@ class ChainLaws(NamedTuple):
 
 def is_chain(draft: Draft) -> bool:
     """Whether a draft with laws is known to be a chain when tracing."""
-    known = isinstance(draft.parents, np.ndarray) and draft.logits is not None
-    return known and np.array_equal(draft.parents, topology.chain(draft.tokens.shape[1] - 1))
+    return draft.logits is not None and topology.is_chain(draft.parents)
 
 
 def chain_laws(warped: Array, draft: Draft) -> ChainLaws:
@@ -62,7 +60,6 @@ def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:
 
 def conclude(
     laws: ChainLaws,
-    warped: Array,
     draft: Draft,
     tree: Tree,
     num_accepted: Array,
@@ -83,8 +80,8 @@ def conclude(
         log_q = _judged_against(log_q, draft, num_accepted, log_p)
         scaled = log_p if scale is None else log_p + scale
         log_p = jnp.where(refused, log_residual(scaled, log_q), log_p)
-    path = jnp.broadcast_to(jnp.arange(tree.max_depth + 1, dtype=jnp.int32),
-                            (warped.shape[0], tree.max_depth + 1))  # fmt: skip
+    chain = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)
+    path = jnp.broadcast_to(chain, (len(num_accepted), len(chain)))
     return path, num_accepted.astype(jnp.int32), log_p
 
 

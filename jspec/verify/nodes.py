@@ -23,20 +23,6 @@ class Nodes:
     coins: Array
     law: Proposal
 
-    @property
-    def drawn(self) -> Array:
-        """Which nodes were drawn at random, bool [B, N]; all others are point masses.
-
-        Raises:
-          ValueError: nodes are said to be drawn, but no law is recorded.
-        """
-        draft = self.draft
-        if draft.sampled is None:
-            return jnp.full(draft.tokens.shape, draft.logits is not None)
-        if draft.logits is None:
-            raise ValueError("a draft with `sampled` must record the laws: give `logits` as well.")
-        return draft.sampled
-
     def children(self, node: Array) -> Array:
         """The valid children of ``node`` [B]: bool [B, N]."""
         index = jnp.arange(self.tree.parents.shape[1])
@@ -51,7 +37,9 @@ class Nodes:
         """
         num_nodes = waiting.shape[1]
         index = jnp.arange(num_nodes)
-        turn = jnp.where(waiting, jnp.where(self.drawn, index, index + num_nodes), 2 * num_nodes)
+        turn = jnp.where(
+            waiting, jnp.where(self.draft.drawn, index, index + num_nodes), 2 * num_nodes
+        )
         return jnp.where(waiting.any(1), jnp.argmin(turn, 1), 0).astype(jnp.int32)
 
     def target_law(self, node: Array) -> Array:
@@ -73,13 +61,13 @@ class Nodes:
                 q, indices_are_sorted=True, unique_indices=True
             )  # fmt: skip
         if self.draft.sampled is not None and self.law != "points_last":
-            fixed = jnp.where(self.children(node) & ~self.drawn, self.draft.tokens, shape[1])
+            fixed = jnp.where(self.children(node) & ~self.draft.drawn, self.draft.tokens, shape[1])
             q = q.at[jnp.arange(shape[0])[:, None], fixed].set(0, mode="drop")
         return q, q.sum(-1)
 
     def odds(self, child: Array, at_p: Array, at_q: Array, q_mass: Array) -> tuple[Array, Array]:
         """p(x) and q(x) of ``child`` [B], given its weights; it passes where u q < p."""
-        drawn = take(self.drawn, child)
+        drawn = take(self.draft.drawn, child)
         # A token that its own recorded law excludes was not drawn from it: it is refused.
         possible = ~drawn | (at_q > 0)
         at_q = jnp.where(drawn & possible, at_q / jnp.where(q_mass > 0, q_mass, 1), 1)
@@ -89,11 +77,11 @@ class Nodes:
         """What the refusal of ``child`` [B] leaves of p: max(p - q, 0), [B, V]."""
         is_token = one_hot(take(self.draft.tokens, child), p.shape[1])
         q = q / jnp.where(q_mass > 0, q_mass, 1)[:, None]
-        return jnp.maximum(p - jnp.where(take(self.drawn, child)[:, None], q, is_token), 0)
+        return jnp.maximum(p - jnp.where(take(self.draft.drawn, child)[:, None], q, is_token), 0)
 
     def leaves_law(self, child: Array) -> Array:
         """Whether the refusal of ``child`` takes its token out of the law of the next: bool [B]."""
-        return jnp.zeros(child.shape, bool) if self.law == "iid" else take(self.drawn, child)
+        return jnp.zeros(child.shape, bool) if self.law == "iid" else take(self.draft.drawn, child)
 
     def path_to(self, end: Array) -> tuple[Array, Array]:
         """Node ids from the root down to ``end`` [B], [B, max_depth+1], and its depth [B]."""
@@ -116,6 +104,11 @@ def path_to(end: Array, tree: Tree) -> Array:
     level = jnp.arange(tree.max_depth + 1)[:, None]
     here = above[:, None, :] & (tree.depth[:, None, :] == level)  # [B, max_depth+1, N]
     return jnp.argmax(here, -1).astype(jnp.int32)
+
+
+def ending_at(end: Array, warped: Array, tree: Tree) -> tuple[Array, Array, Array]:
+    """What a walk gives that ends at node ``end`` [B] with nothing refused: the target's law."""
+    return path_to(end, tree), take(tree.depth, end), take(warped, end)
 
 
 def take(rows: Array, index: Array) -> Array:

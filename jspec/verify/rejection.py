@@ -51,7 +51,7 @@ def _chain(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array
     # u q < p, in logs. Strict, so that p(x) = 0 is never accepted, not even by u = 0.
     accept = jnp.log(coins[:, 1:]) < laws.log_ratio
     num_accepted = jnp.cumprod(accept & draft.valid[:, 1:], 1, dtype=jnp.int32).sum(1)
-    return conclude(laws, warped, draft, tree, num_accepted, scale=None)
+    return conclude(laws, draft, tree, num_accepted, scale=None)
 
 
 def _walk(nodes: Nodes) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from jspec.types import Array, Draft, Tree
-from jspec.verify.nodes import path_to, take
+from jspec.verify.nodes import ending_at, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,4 +76,4 @@ class Synthetic:
             child = jnp.argmax(below, 1).astype(end.dtype)
             going &= below.any(1) & (take(coins, child) < (rate / before if before else 0))
             end, before = jnp.where(going, child, end), rate
-        return path_to(end, tree), take(tree.depth, end), take(warped, end)
+        return ending_at(end, warped, tree)

@@ -9,7 +9,7 @@ accept a path with more than its target probability.
 import jax.numpy as jnp
 
 from jspec.types import Array, Draft, Tree
-from jspec.verify.nodes import path_to, reached, take
+from jspec.verify.nodes import ending_at, reached
 
 
 def match(warped: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array, Array, Array]:
@@ -17,7 +17,7 @@ def match(warped: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array,
 
     Args:
       warped: the target's warped logits [B, N, V].
-      draft: the proposal; siblings hold distinct tokens.
+      draft: the proposal; siblings may repeat a token.
       tree: its shape.
       draws: int32 [B, N], what the target draws after each node.
 
@@ -26,6 +26,6 @@ def match(warped: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array,
     """
     drawn_above = jnp.take_along_axis(draws, tree.parents, 1)
     matches = draft.valid & (draft.tokens == drawn_above)
-    accepted, _ = reached(matches, tree)  # one path: siblings differ
+    accepted, _ = reached(matches, tree)  # one text: twins draw the same after them
     end = jnp.argmax(jnp.where(accepted, tree.depth, -1), 1)
-    return path_to(end, tree), take(tree.depth, end), take(warped, end)
+    return ending_at(end, warped, tree)

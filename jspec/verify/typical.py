@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jspec.sampling import argmax
 from jspec.types import Array, Draft, Tree
-from jspec.verify.nodes import path_to, reached, take
+from jspec.verify.nodes import ending_at, reached
 
 _INSIDE_LOG = 1e-5  # added to p where Medusa's code takes its entropy
 
@@ -58,4 +58,4 @@ class Typical:
         longest = jnp.where(accepted, tree.depth, -1)
         longest = accepted & (longest == longest.max(1, keepdims=True))
         end = argmax(jnp.where(longest, score, -jnp.inf))
-        return path_to(end, tree), take(tree.depth, end), take(warped, end)
+        return ending_at(end, warped, tree)

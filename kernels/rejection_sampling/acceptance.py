@@ -176,7 +176,7 @@ def _log_joint(rows: Rows, proposal: Proposal) -> Array:
 def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
     """Inverse CDF in two levels: a segment by its mass, then a token of it. int32 [B].
 
-    ``uniform`` [B, 2] is the sum of a coarse and a fine part, which comes in where the sum has room.
+    ``uniform`` [B, 2] is a coarse and a fine part, which comes in where their sum has room.
     """
     place = rows.at(ending.node)
     law, draft_law = rows.laws_at(place, ending.absent)
