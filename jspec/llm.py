@@ -227,7 +227,7 @@ class LLM:
         """Writes what the drafter has learnt from all requests so far, such as past responses.
 
         Raises:
-          ValueError: the method learns nothing from requests.
+          ValueError: the method learns nothing from requests, or no file can be written there.
         """
         shared_file.save(path, self._shared)
 
@@ -235,7 +235,7 @@ class LLM:
         """Goes on from what ``save_shared`` wrote, in place of what was learnt; None: from nothing.
 
         Raises:
-          ValueError: the file is damaged, or was written with another method or other settings.
+          ValueError: the file is missing, damaged, or of another method or other settings.
         """
         fresh = init_shared(self._plan)
         self._shared = fresh if path is None else shared_file.load(path, fresh)

@@ -21,7 +21,7 @@ import numpy as np
 import platformdirs
 
 from jspec.drafters.language import TranslatingParams, translating
-from jspec.files import tensor_files
+from jspec.files import tensor_files, whole_file
 from jspec.models.decoder import DecoderParams
 
 LEAST_SHARED = 0.05  # of the smaller vocabulary; below it, drafts would hardly ever be right
@@ -216,14 +216,13 @@ def _read(
 
 
 def _write(path: Path, target_ids: np.ndarray, draft_ids: np.ndarray) -> None:
-    """Writes beside the file and moves into place, so that no reader sees a part."""
+    """Writes the file whole or not at all, so that no reader sees a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"target_ids": target_ids, "draft_ids": draft_ids,
                "checksum": _checksum(target_ids, draft_ids)}  # fmt: skip
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     layout = [(name, array.shape, array.dtype) for name, array in tensors.items()]
-    tensor_files.write(partial, layout, iter(tensors.values()))
-    os.replace(partial, path)
+    with whole_file.aside(path) as partial:
+        tensor_files.write(partial, layout, iter(tensors.values()))
 
 
 def _checksum(*ids: np.ndarray) -> np.ndarray:

@@ -137,6 +137,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     np.testing.assert_array_equal(found.target_ids, share(tmp_path).target_ids)
 
 
+def test_a_cache_that_is_full_keeps_no_part_of_a_file(tmp_path, monkeypatch):
+    def fill(path, *_):
+        path.write_bytes(b"a part")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(vocabularies.tensor_files, "write", fill)
+    share(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "message"),
     [

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checks import check_output
 from jspec.files import tensor_files, whole_file
 from jspec.types import Shared
 
@@ -14,14 +15,21 @@ from jspec.types import Shared
 def save(path: str | os.PathLike, shared: Shared) -> None:
     """Writes every array of ``shared``; an older file is replaced as a whole.
 
+    Where the path is a link, it stays one: the file that it leads to is written.
+
     Raises:
-      ValueError: there is nothing to write: the drafter shares no state.
+      ValueError: there is nothing to write, as the drafter shares no state, or no file can be
+        written there.
     """
-    arrays = jax.device_get(_named(shared))
+    path, arrays = Path(path), _named(shared)
     if not arrays:
         raise ValueError("the method learns nothing from requests: there is nothing to save.")
+    if whole_file.is_stream(path):
+        raise ValueError(f"path {path} is a device or a pipe, which keeps nothing; name a file.")
+    check_output("path", path)
+    arrays = jax.device_get(arrays)
     layout = [(name, array.shape, array.dtype) for name, array in arrays.items()]
-    with whole_file.aside(Path(path)) as partial:
+    with whole_file.aside(whole_file.followed(path)) as partial:
         tensor_files.write(partial, layout, iter(arrays.values()))
 
 
@@ -29,7 +37,7 @@ def load(path: str | os.PathLike, like: Shared) -> Shared:
     """What ``save`` wrote, for a drafter whose shared state is shaped ``like`` this.
 
     Raises:
-      ValueError: the file is damaged, or what it holds is shaped otherwise.
+      ValueError: there is no such file, it is damaged, or what it holds is shaped otherwise.
     """
     tensors, wanted = tensor_files.read(path), _named(like)
     say = lambda arrays: {name: (x.shape, np.dtype(x.dtype)) for name, x in arrays.items()}

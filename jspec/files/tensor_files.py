@@ -94,7 +94,7 @@ def _code(name: str, dtype: np.dtype) -> str:
 def _split(path: Path) -> tuple[dict, np.ndarray]:
     """The parsed header and the bytes after it."""
     if not os.path.isfile(path):
-        raise ValueError(f"{path} does not exist")
+        raise ValueError(f"{path} {'is no file' if os.path.exists(path) else 'does not exist'}")
     size = path.stat().st_size
     if size < _PREFIX:
         raise _corrupt(path, f"it holds {size} bytes, fewer than the {_PREFIX} of its first field")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +37,23 @@ def followed(path: Path) -> Path:
 
 @contextlib.contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """A place beside a file's: what is written there takes the file's place once it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # of a writer that died, or a link that leads elsewhere
+    """A place beside a file's: what is written there takes the file's place once it is whole.
+
+    Each writer has a place of its own: where several write one file, the last one to end stays.
+
+    Raises:
+      OSError: it cannot be written; where a file is named, it is ``path``.
+    """
+    # Short, as names of files may be as long as they can be. Not of tempfile: umask has a say.
+    partial = path.with_name(f".jspec-{secrets.token_hex(8)}.partial")
     try:
+        partial.touch(exist_ok=False)
         yield partial
         os.replace(partial, path)
+    except OSError as error:
+        if error.filename != str(partial):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None  # of no hidden file
     finally:
         partial.unlink(missing_ok=True)
 

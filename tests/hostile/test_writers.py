@@ -2,11 +2,12 @@
 
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.files import shared_file
+from jspec.files import shared_file, whole_file
 from tests import tiny
 from tests.drafters import heads
 from tests.hostile.junk import refused
@@ -34,17 +35,56 @@ def test_what_was_learnt_replaces_an_older_file_or_leaves_it(tmp_path, monkeypat
     assert files_under(tmp_path) == ["learnt"]
 
 
-def test_what_was_learnt_is_written_through_no_link(tmp_path):
-    outside = tmp_path / "outside"
-    outside.write_text("as it was")
-    folder = tmp_path / "folder"
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_what_was_learnt_stays_one(tmp_path, there):
+    folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
-    (folder / ".learnt.partial").symlink_to(outside)
-    (folder / "learnt").symlink_to(outside)
-    shared_file.save(folder / "learnt", SHARED)
-    assert outside.read_text() == "as it was"
-    assert files_under(folder) == ["learnt"] and not (folder / "learnt").is_symlink()
-    np.testing.assert_array_equal(shared_file.load(folder / "learnt", SHARED)["tokens"], range(6))
+    link.symlink_to("folder/learnt")
+    if there:
+        (folder / "learnt").write_text("of an older run")
+    shared_file.save(link, SHARED)
+    assert link.is_symlink()
+    assert files_under(tmp_path) == ["folder", "folder/learnt", "link"]
+    np.testing.assert_array_equal(shared_file.load(link, SHARED)["tokens"], range(6))
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "file"
+    with whole_file.aside(path) as slow:
+        slow.write_text("slow")
+        with whole_file.aside(path) as quick:
+            quick.write_text("quick")
+        assert path.read_text() == "quick" and slow.read_text() == "slow"
+    assert path.read_text() == "slow" and files_under(tmp_path) == ["file"]
+
+
+def test_a_file_that_is_moved_into_place_may_be_read_by_whom_the_umask_lets(tmp_path):
+    (tmp_path / "opened").write_text("")
+    whole_file.write(tmp_path / "moved", b"")
+    assert (tmp_path / "moved").stat().st_mode == (tmp_path / "opened").stat().st_mode
+
+
+def test_a_place_that_holds_no_file_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "device_get", None)  # calling it would fail
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        message = refused(shared_file.save, tmp_path / name, SHARED)
+        assert f"path {tmp_path / name} is a device or a pipe, which keeps nothing" in message
+    assert "is a folder; name a file in it" in refused(shared_file.save, tmp_path, SHARED)
+    message = refused(shared_file.save, tmp_path / "none" / "learnt", SHARED)
+    assert f"there is no folder {tmp_path / 'none'}; make it first" in message
+    assert (tmp_path / "pipe").is_fifo() and files_under(tmp_path) == ["link", "pipe"]
+
+
+def test_errors_name_the_file_that_was_asked_for(tmp_path):
+    for path in (tmp_path / "none" / "file", tmp_path):
+        with pytest.raises(OSError) as error:
+            whole_file.write(path, b"")
+        assert str(path) in str(error.value) and ".jspec-" not in str(error.value)
+    assert files_under(tmp_path) == []
+    assert f"{tmp_path} is no file" in refused(shared_file.load, tmp_path, SHARED)
+    assert "nowhere does not exist" in refused(shared_file.load, tmp_path / "nowhere", SHARED)
 
 
 def test_what_was_learnt_is_read_whole_or_refused(tmp_path):
