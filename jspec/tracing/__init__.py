@@ -33,7 +33,7 @@ def run(
       todo: what to continue.
       plan: target, drafter and rule.
       params: weights.
-      shared: what the drafter keeps for all calls; consumed.
+      shared: what the drafter keeps for all calls; it stays as it is.
       price: gives ``shared`` the costs of a batch's rounds where the plan chooses by costs.
       tokenizer: names the tokens; None shows their ids.
       model: as it is shown.

@@ -167,7 +167,7 @@ def record(
       params: weights.
       row: what to continue.
       transcript: takes in the text, and may end it.
-      shared: what the drafter keeps for all calls; consumed.
+      shared: what the drafter keeps for all calls; it stays as it is.
       price: gives ``shared`` the costs of a batch's rounds where the plan chooses by costs.
 
     Raises:
@@ -177,7 +177,8 @@ def record(
     rounds = 1 << (row.max_tokens - 1).bit_length()
     plan = dataclasses.replace(plan, record_rounds=rounds, record_nodes=False)
     looking = dataclasses.replace(plan, drafter=recorder(plan))
-    batch = start(looking, params, [row]).replace(shared=shared)
+    # Rounds consume a copy: a trace that is interrupted teaches nothing, and nothing is lost.
+    batch = start(looking, params, [row]).replace(shared=jax.tree.map(jnp.copy, shared))
     batch = batch.replace(shared=price(plan, params, _unwatched(batch)))
     seen, was_cut = [], False
     while not transcript.finish_reason:

@@ -12,6 +12,7 @@ from jspec import config
 from jspec.decode import init_shared, retire
 from jspec.drafters import Suffix, suffix_corpus
 from jspec.plan import Plan
+from jspec.tracing import recording
 from jspec.types import History
 from tests import llm_fixtures, shipped, tiny
 from tests.drafters import suffix_oracle
@@ -257,6 +258,20 @@ def test_an_llm_remembers_and_what_it_remembers_can_be_saved(open_llm, tmp_path)
         open_llm(**named(max_cached_tokens=100)).load_shared(file)
     with pytest.raises(ValueError, match="there is nothing to save"):
         open_llm(**named(max_cached_requests=0)).save_shared(file)
+
+
+def test_an_interrupted_trace_leaves_what_was_learnt_as_it_was(open_llm, monkeypatch):
+    llm, other = open_llm(), open_llm()
+    assert said(llm.generate(PROMPTS, WHOLE)) == said(other.generate(PROMPTS, WHOLE))
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "read", interrupt)  # after the first round
+        with pytest.raises(KeyboardInterrupt):
+            llm.trace(PROMPTS[0], WHOLE)
+    assert acceptance(llm.generate(PROMPTS, WHOLE)) == acceptance(other.generate(PROMPTS, WHOLE))
 
 
 def test_two_streams_share_what_the_llm_remembers(open_llm):
