@@ -170,12 +170,15 @@ class LLM:
           messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
           chat_template: Jinja; None for the tokenizer's own.
           add_generation_prompt: whether the text ends with the opening of the assistant's turn.
-          chat_template_kwargs: more variables for the template.
+          chat_template_kwargs: more variables for the template, ``tools``, ``documents`` and
+            ``continue_final_message`` (without ``add_generation_prompt``) among them.
 
         Raises:
-          ValueError: there is no tokenizer or no chat template, or it refuses the messages.
+          ValueError: there is no tokenizer or no chat template, it refuses the messages, or
+            ``chat_template_kwargs`` has what is no template's.
         """
-        variables = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt)
+        variables = prompts.variables_of(chat_template_kwargs)
+        variables["add_generation_prompt"] = add_generation_prompt
         return prompts.of_chat(messages, self.get_tokenizer(), chat_template, variables)
 
     def stream(

@@ -9,6 +9,13 @@ from jspec.naming import did_you_mean, shown
 
 _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
+# Parameters of apply_chat_template that are no variables of a template: those that ``LLM.chat`` has
+# as its own, under the name that it gives them, and those of making token ids of the text.
+_OF_CHAT = {"conversation": "messages", "messages": "messages", "chat_template": "chat_template",
+            "add_generation_prompt": "add_generation_prompt"}  # fmt: skip
+_OF_IDS = ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+           "return_assistant_tokens_mask", "sanitize_control_tokens",
+           "tokenizer_kwargs")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,34 @@ def of_chat(
     return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping], **variables: Any) -> str:
+def variables_of(given: Any) -> dict[str, Any]:
+    """The variables that ``chat_template_kwargs`` gives to a template; none where it is None.
+
+    Raises:
+      ValueError: it is no dict by names, or has what is no template's.
+    """
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ValueError(
+            f"chat_template_kwargs={_short(given)} must be a dict of the template's variables by "
+            "name, such as {'enable_thinking': False}."
+        )
+    for name in given:
+        if name in _OF_CHAT:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, which is an argument of chat and "
+                f"chat_prompts; give it there, as {_OF_CHAT[name]}=..."
+            )
+        if name in _OF_IDS:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, which is of making token ids and no variable "
+                "of a template; leave it out, or give ids of your own to generate as "
+                "{'prompt_token_ids': [...]}."
+            )
+    return dict(given)
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping], /, **variables: Any) -> str:
     """A conversation as the text that the chat template makes of it.
 
     Raises:

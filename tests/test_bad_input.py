@@ -1,10 +1,12 @@
 """Bad input at the front door: one line that names the value and the remedy, before any compile."""
 
 import dataclasses
+import inspect
 import json
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 import jspec
 from jspec import SamplingParams, prompts
@@ -98,6 +100,34 @@ def test_sampling_params_that_do_not_fit_the_prompts_are_refused(llm, params, me
 )
 def test_messages_that_are_no_conversation_are_refused(llm, messages, message):
     assert message in complaint(llm.chat, messages)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (["a"], "chat_template_kwargs=['a'] must be a dict of the template's variables by name"),
+        ({1: 2}, "chat_template_kwargs={1: 2} must be a dict"),
+        ({"add_generation_prompt": False}, "give it there, as add_generation_prompt=..."),
+        ({"chat_template": "x"}, "chat_template_kwargs has 'chat_template', which is an argument"),
+        ({"conversation": []}, "give it there, as messages=..."),
+        ({"messages": []}, "give it there, as messages=..."),
+        ({"tokenize": True}, "chat_template_kwargs has 'tokenize', which is of making token ids"),
+        ({"truncation": True, "max_length": 1}, "has 'truncation'"),
+        ({"return_dict": True}, "has 'return_dict'"),
+        ({"continue_final_message": True}, "continue_final_message and add_generation_prompt are"),
+    ],
+)
+def test_what_is_no_variable_of_a_chat_template_is_named(llm, variables, message):
+    chat = [{"role": "user", "content": "hi"}]
+    assert message in complaint(llm.chat, chat, chat_template_kwargs=variables)
+
+
+def test_every_parameter_of_apply_chat_template_is_known():
+    """A new one would be silently without effect, as those of token ids are."""
+    passed = {"tools", "documents", "continue_final_message"}
+    found = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    ours = {*prompts._OF_CHAT, *prompts._OF_IDS, *passed, "self", "kwargs"}
+    assert found.keys() <= ours
 
 
 def test_a_tokenizer_without_a_chat_template_is_named(root, paths):

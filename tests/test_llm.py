@@ -348,6 +348,20 @@ def test_chat_answers_the_rendered_conversation(open_llm):
                                                 MIXED))  # fmt: skip
 
 
+def test_a_chat_template_sees_the_variables_that_are_meant_for_it(open_llm):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    template = llm_fixtures.CHAT_TEMPLATE + "{{ tokenizer }}{{ tools | length }}"
+    variables = {"tokenizer": "of mine", "tools": [{"name": "f"}, {"name": "g"}]}
+    [prompt] = open_llm("none").chat_prompts(
+        chat, chat_template=template, chat_template_kwargs=variables
+    )
+    assert prompt["prompt"] == "[u]hi[a]ho[a]of mine2"
+    [prompt] = open_llm("none").chat_prompts(
+        chat, add_generation_prompt=False, chat_template_kwargs={"continue_final_message": True}
+    )
+    assert prompt["prompt"] == "[u]hi[a]ho"
+
+
 def test_a_chat_can_be_streamed_and_traced(open_llm):
     llm = open_llm("ngram")
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
