@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+from rich.console import Console
 from rich.progress import track
 
 from jspec import config, jobs, loading, logprobs, metrics, prompts, tracing
@@ -350,7 +351,9 @@ class LLM:
         plan, warps = self._recording_plan(todo), warps_of(rows)
         scoring = jobs.scoring_of(todo, plan.target.vocab_size, self._logprobs_mode)
         parts = list(groups(rows, self._max_num_seqs))
-        for part in track(parts, "Generating") if show_progress else parts:
+        if show_progress:  # not where texts may be printed
+            parts = track(parts, "Generating", console=Console(stderr=True))
+        for part in parts:
             one = [work[index] for index in part]
             yield from self._run_group(plan, warps, scoring, one, rounds)
         self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
