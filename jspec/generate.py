@@ -24,7 +24,7 @@ from jspec.kv import KVCache
 from jspec.logprobs import Logprobs, Scoring
 from jspec.naming import did_you_mean, shown
 from jspec.plan import Plan
-from jspec.rows import Row, check_token_ids, request_of, warps_of
+from jspec.rows import Row, check_prompt, check_token_ids, request_of, warps_of
 from jspec.types import Array, Drafter, History, Memory, Params, Request, Shared, Target
 from jspec.verify import Rule
 
@@ -368,13 +368,7 @@ def _check_fits(target: Target, index: int, row: Row) -> None:
             f"together {total}, but the model has {target.max_positions} positions; "
             "shorten one of them."
         )
-    low, high = min(row.prompt), max(row.prompt)
-    if low < 0 or high >= target.vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"prompt {index} holds token id {wrong}, outside the vocabulary of "
-            f"{target.vocab_size} tokens; was it made by another tokenizer?"
-        )
+    check_prompt(index, row.prompt, target.vocab_size)
 
 
 def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from jspec.naming import did_you_mean, shown
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from jspec.plan import Plan
-from jspec.rows import check_token_ids
+from jspec.rows import check_prompt, check_token_ids
 from jspec.tracing import Trace
 
 STREAM_ROUNDS = 4  # rounds between two outputs of a stream
@@ -279,18 +279,12 @@ class LLM:
         return made
 
     def _check_fits(self, index: int, prompt: Sequence[int]) -> None:
-        size = self._plan.target.vocab_size
         if len(prompt) >= self.max_model_len:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens, but max_model_len={self.max_model_len} "
                 "must hold it and at least one more; shorten it or raise max_model_len."
             )
-        wrong = next((token for token in prompt if not 0 <= token < size), None)
-        if wrong is not None:
-            raise ValueError(
-                f"prompt {index} holds token id {wrong}, outside the vocabulary of {size} tokens; "
-                "was it made by another tokenizer?"
-            )
+        check_prompt(index, prompt, self._plan.target.vocab_size)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         if params.num_texts > params.n and self._logprobs_mode.endswith("logits"):

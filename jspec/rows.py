@@ -165,6 +165,17 @@ def _is_run(word: Any) -> bool:
     return isinstance(word, tuple | list) and len(word) > 0 and are_whole(word)
 
 
+def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError if a prompt, which holds at least one token, has one that there is not."""
+    if min(prompt) >= 0 and max(prompt) < vocab_size:  # prompts are long
+        return
+    wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+    raise ValueError(
+        f"prompt {index} holds token id {wrong}, outside the vocabulary of {vocab_size} tokens; "
+        "was it made by another tokenizer?"
+    )
+
+
 def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:
     """Raises ValueError if a row changes the logits of a token that there is not."""
     for index, row in enumerate(rows):

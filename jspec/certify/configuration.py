@@ -17,7 +17,7 @@ from jspec.certify.sampled import chi_square
 from jspec.certify.texts import texts, with_the_targets_noise
 from jspec.loading import LoadedModel
 from jspec.plan import Plan
-from jspec.rows import Row
+from jspec.rows import Row, check_prompt
 from jspec.types import Params
 
 # Of several kinds, since texts that repeat themselves, code and prose are drafted unlike well.
@@ -205,12 +205,7 @@ def _token_ids(assembly: Assembly, given: Any, max_tokens: int) -> list[tuple[in
                 f"prompt {index} has {len(prompt)} tokens and max_tokens={max_tokens}, but the "
                 f"model has {assembly.max_model_len} positions; shorten one of the two."
             )
-        wrong = next((token for token in prompt if not 0 <= token < size), None)
-        if wrong is not None:
-            raise ValueError(
-                f"prompt {index} holds token id {wrong}, outside the vocabulary of {size} tokens; "
-                "was it made by another tokenizer?"
-            )
+        check_prompt(index, prompt, size)
     return ids
 
 

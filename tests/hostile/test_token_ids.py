@@ -39,6 +39,11 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(where, toke
     assert "prompt 1" in message and str(token) in message
 
 
+def test_of_several_ids_outside_the_vocabulary_the_first_is_named():
+    rows = [Row((1, VOCAB + 1, -1), 4)]
+    assert f"holds token id {VOCAB + 1}," in refused(generate_rows, PLAN, PARAMS, rows)
+
+
 def test_stop_ids_outside_the_vocabulary_stop_nothing():
     rows = [Row((1,), 6, stop_token_ids=ids) for ids in ((), (VOCAB, 2**31 - 1))]
     first, second = generate_rows(PLAN, PARAMS, rows)
