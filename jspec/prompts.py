@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from jspec.naming import did_you_mean, shown
 
 _KEYS = ("prompt", "prompt_token_ids")
@@ -147,7 +149,9 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
 
 
 def _token_ids(index: int, ids: Any) -> list[int]:
-    ids = list(ids) if isinstance(ids, Sequence) or hasattr(ids, "__array__") else [ids]
+    if hasattr(ids, "__array__"):  # of NumPy, JAX or torch: brought to the host at once
+        ids = np.atleast_1d(ids).tolist()
+    ids = list(ids) if isinstance(ids, Sequence) else [ids]
     for token in ids:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise ValueError(

@@ -64,6 +64,9 @@ def complaint(call, *arguments, **settings):
         ({"prompt_token_ids": [1, "a"]}, "prompt 0 holds 'a' among its prompt_token_ids"),
         ({"prompt_token_ids": [1.0]}, "prompt 0 holds 1.0 among"),
         ({"prompt_token_ids": 3.5}, "prompt 0 holds 3.5 among"),
+        ({"prompt_token_ids": np.array([1.5])}, "prompt 0 holds 1.5 among"),
+        ({"prompt_token_ids": np.array([True])}, "prompt 0 holds True among"),
+        ({"prompt_token_ids": np.array([[1, 2]])}, "prompt 0 holds [1, 2] among"),
         ({"prompt_token_ids": "text"}, "prompt 0 holds 't' among"),
         ({"prompt_token_ids": [1, 320]}, "prompt 0 holds token id 320, outside the vocabulary of "
          "320 tokens; was it made by another tokenizer?"),

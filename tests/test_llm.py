@@ -5,6 +5,7 @@ import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -94,8 +95,8 @@ def test_the_order_of_prompts_is_the_order_of_results(open_llm, whole):
 def test_text_ids_and_dicts_say_the_same(open_llm, whole):
     llm = open_llm("none")
     encoded = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
-    mixture = [PROMPTS[0], {"prompt": PROMPTS[1]}, {"prompt_token_ids": encoded[2]},
-               {"prompt_token_ids": np.array(encoded[3])}]  # fmt: skip
+    mixture = [PROMPTS[0], {"prompt": PROMPTS[1]}, {"prompt_token_ids": np.array(encoded[2])},
+               {"prompt_token_ids": jnp.array(encoded[3])}]  # fmt: skip
     outputs = llm.generate(mixture, MIXED)
     assert texts(outputs) == texts(whole["none"])
     assert [output.prompt for output in outputs] == [PROMPTS[0], PROMPTS[1], None, None]
