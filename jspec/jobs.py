@@ -108,6 +108,24 @@ def spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ..
     return tuple(found)
 
 
+def check_logprobs(params: SamplingParams, mode: Mode, most: int, vocab_size: int) -> None:
+    """Raises ValueError if more ``logprobs`` are asked for than ``most`` (-1: no limit) allows."""
+    if params.num_texts > params.n and mode.endswith("logits"):
+        raise ValueError(
+            f"best_of={params.best_of} compares log-probabilities, but logprobs_mode={mode!r} has "
+            "none; leave one of the two out."
+        )
+    most = vocab_size if most == -1 else most
+    for name in ("logprobs", "prompt_logprobs"):
+        given = getattr(params, name)
+        if given is not None and (vocab_size if given == -1 else given) > most:
+            whole = f", the whole vocabulary of {vocab_size}" if given == -1 else ""
+            raise ValueError(
+                f"Requested {name} of {given}{whole}, which is greater than max allowed: {most}; "
+                "ask for fewer, or raise LLM(max_logprobs=...)."
+            )
+
+
 def scoring_of(todo: Sequence[Job], vocab_size: int, mode: Mode) -> Scoring | None:
     """What must be known of tokens for all of these requests; None for nothing."""
     counts, prompts = [], []

@@ -258,7 +258,9 @@ class LLM:
         settings = jobs.one_each(sampling_params, len(items))
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
             self._check_fits(index, item.token_ids)
-            self._check_logprobs(params)
+            jobs.check_logprobs(
+                params, self._logprobs_mode, self._max_logprobs, self._plan.target.vocab_size
+            )
         reads = [
             each.detokenize or bool(each.bad_words or each.structured_outputs) for each in settings
         ]
@@ -285,22 +287,6 @@ class LLM:
                 "must hold it and at least one more; shorten it or raise max_model_len."
             )
         check_prompt(index, prompt, self._plan.target.vocab_size)
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        if params.num_texts > params.n and self._logprobs_mode.endswith("logits"):
-            raise ValueError(
-                f"best_of={params.best_of} compares log-probabilities, but logprobs_mode="
-                f"{self._logprobs_mode!r} has none; leave one of the two out."
-            )
-        size = self._plan.target.vocab_size
-        most = size if self._max_logprobs == -1 else self._max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            given = getattr(params, name)
-            if given is not None and (size if given == -1 else given) > most:
-                raise ValueError(
-                    f"Requested {name} of {given}, which is greater than max allowed: {most}; ask "
-                    "for fewer, or raise LLM(max_logprobs=...)."
-                )
 
     def _decoder(self) -> Any:
         try:

@@ -94,6 +94,18 @@ def test_sampling_params_that_do_not_fit_the_prompts_are_refused(llm, params, me
 
 
 @pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logprobs": 21}, "Requested logprobs of 21, which is greater than max allowed: 20"),
+        ({"prompt_logprobs": -1}, "Requested prompt_logprobs of -1, the whole vocabulary of 320, "
+         "which is greater than max allowed: 20; ask for fewer, or raise LLM(max_logprobs=...)."),
+    ],
+)  # fmt: skip
+def test_more_logprobs_than_the_most_are_refused(llm, params, message):
+    assert message in complaint(llm.generate, "one", SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
     ("messages", "message"),
     [
         ("hi", "messages must be a list of {'role': ..., 'content': ...}"),
