@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from jspec import checkpoint, config, loading, vocabularies
+from jspec.checks import plain
 from jspec.config import SpeculativeConfig, custom_class
 from jspec.config.keys import CASCADE, HYBRID
 from jspec.files.head_files import HeadConfig, LoadedHead
@@ -172,6 +173,7 @@ def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
 def _length_limit(asked: int | None, max_positions: int) -> int:
     if asked is None:
         return max_positions
+    asked = plain(asked)
     if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
         raise ValueError(f"max_model_len={shown(asked)} must be a whole number of at least 1.")
     if asked > max_positions:

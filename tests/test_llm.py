@@ -284,7 +284,7 @@ def test_n_texts_have_noise_of_their_own_and_the_first_is_that_of_n_1(open_llm, 
 
 def test_max_tokens_stops_at_max_model_len(root, whole):
     target = llm_fixtures.loaded(root)["target"]
-    llm = jspec.LLM(target, max_model_len=34, per_request_stats="detailed")
+    llm = jspec.LLM(target, max_model_len=np.int64(34), per_request_stats="detailed")
     for wanted in (None, 1000):
         for output in llm.generate(PROMPTS, with_all(max_tokens=wanted)):
             room = 34 - len(output.prompt_token_ids)
