@@ -45,7 +45,8 @@ class LLM:
         checkpoint says. Has no say over models that are loaded already; beside such a target None
         is its own.
       max_model_len: longest sequence, prompt included; None for all that the target can take.
-      seed: with the request's number, the noise of requests whose own seed is None.
+      seed: 0 or more; with the request's number, the noise of requests whose own seed is None. Two
+        ``LLM``s of one seed draw the same; as in vLLM, there is none without.
       max_num_seqs: sequences that run together. Texts do not depend on it.
       per_request_stats: "summary" (as None) or "detailed", which adds what every round drafted and
         accepted to ``speculative_decoding_stats``.
@@ -95,7 +96,12 @@ class LLM:
             )
         self._logprobs_mode, self._max_logprobs = logprobs_mode, max_logprobs
         self._detailed = per_request_stats == "detailed"
-        self._seed = SamplingParams(seed=seed).seed
+        if not is_whole(seed, 0, 2**64 - 1):
+            raise ValueError(
+                f"seed={shown(seed)} must be a whole number from 0 to 2**64 - 1; for other texts "
+                "every time draw one, as by secrets.randbits(64)."
+            )
+        self._seed = int(seed)
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         loading.keep_compiled_programs()
         assembly = assemble(

@@ -164,6 +164,12 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
         ({"max_model_length": 8}, "LLM has no 'max_model_length'; did you mean 'max_model_len'?"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be a whole number of at least 1."),
         ({"seed": "x"}, "seed='x' must be"),
+        ({"seed": -1}, "seed=-1 must be a whole number from 0 to 2**64 - 1"),
+        (
+            {"seed": None},
+            "seed=None must be a whole number from 0 to 2**64 - 1; for other texts "
+            "every time draw one, as by secrets.randbits(64).",
+        ),
         ({"per_request_stats": "all"}, "per_request_stats='all' must be None, 'summary' or"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported; pass one of float32, bfloat16"),
         ({"dtype": 5}, "is not supported; pass one of float32"),
