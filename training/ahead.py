@@ -51,22 +51,22 @@ def align(outputs: Sequence[Array]) -> Array:
 def row_weights(batch: Batch, steps: int, decay: float) -> Array:
     """float32 [B, T, S]: weight of guess k beside the target's row j, at j - 1.
 
-    A guess counts as much as t_j, the token that is drafted behind: the programs of EAGLE's
-    authors, which take the weight of t_{j-1}, never train the draft behind an answer's first token.
+    A guess counts as much as t_{j+1}, the token that is guessed: so those count that drafting asks
+    for, from an answer's first token, guessed behind the prompt, to its last. (The programs of
+    EAGLE's authors take the weight of t_{j-1}.) What follows a window's or a document's last token
+    is not known, and no guess about it counts.
     """
     length = batch.tokens.shape[1] - 1
-    here, weights = batch.segments[:, 1:], []
+    here, learned, weights = batch.segments[:, 1:], guessed_weights(batch)[:, 1:], []
     for step in range(steps):
         start = jnp.pad(batch.segments[:, : length - step], ((0, 0), (step, 0)))
-        inside = (start == here) & (here > 0)
-        weights.append(jnp.where(inside, batch.weights[:, 1:] * decay**step, 0.0))
+        weights.append(jnp.where(start == here, learned * decay**step, 0.0))
     return jnp.stack(weights, -1)
 
 
-def has_label(batch: Batch) -> Array:
-    """float32 [B, T]: whether the label t_{j+1} of the target's row j counts, at j - 1."""
-    learned = (batch.label_weights[:, 1:] > 0).astype(jnp.float32)
-    return jnp.pad(learned, ((0, 0), (0, 1)))
+def guessed_weights(batch: Batch) -> Array:
+    """float32 [B, T + 1]: weight of the token whose law the target's row j computed, t_{j+1}."""
+    return jnp.pad(batch.label_weights, ((0, 0), (0, 1)))
 
 
 def target_law(logits: Array, kept: Array | None, loss: str) -> tuple[Array, Array]:
@@ -158,7 +158,7 @@ def teach(
       outputs: output matrices [D, Vd], differentiated: one each, one for all, or none where the
         target's serves.
       biases: [Vd] of each output, differentiated, or none.
-      loss: labels (cross-entropy with the text, where it is a label) or a distance in ``LOSSES``.
+      loss: labels (cross-entropy with the text) or a distance in ``LOSSES``.
       decay: weight of a guess relative to the one before.
       linear: multiplies matrices.
       target_output: the target's output matrix [D, V].
@@ -182,11 +182,8 @@ def teach(
         place = jnp.broadcast_to(place[:, :, None], log_q.shape[:-1])
         return -take(log_q, place) * known[:, :, None]
 
-    weights = row_weights(batch, steps, decay)
-    if loss == "labels":
-        weights = weights * has_label(batch)[..., None]
     return judge(
         x, (outputs, biases), logits_of,
         law=lambda normed: target_law(linear(normed, target_output), kept, loss),
-        values=values, normed=normed, batch=batch, weights=weights,
+        values=values, normed=normed, batch=batch, weights=row_weights(batch, steps, decay),
     )  # fmt: skip

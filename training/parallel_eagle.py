@@ -57,7 +57,8 @@ class ParallelEagleTask(EagleTask):
         at depth k that count."""
         taught = taught_by(self, frozen, batch)
         length = batch.tokens.shape[1] - 1
-        chosen = choose(self.slots, batch.segments, batch.weights, length, 1, key)
+        learned = ahead.guessed_weights(batch)
+        chosen = choose(self.slots, batch.segments, learned, length, 1, key)
         chosen = chosen._replace(weights=chosen.weights * self.recipe.step_decay**chosen.depths)
         x = self._states(params, frozen, batch, taught, chosen, key)
         output, linear = head_of(frozen.target), LINEARS[self.compute]

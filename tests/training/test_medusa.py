@@ -71,16 +71,14 @@ def expected(heads, config, target, batch, value):
         for j in range(len(tokens)):
             for i in range(config.num_heads):
                 beside = j + 1 + i  # the target's row that computed the guessed token's law
-                if beside < len(tokens):
-                    label = tokens[beside + 1] if beside + 1 < len(tokens) else None
-                    learned = label is not None and weights[beside + 1] > 0
-                    got = value(truth[beside], guesses[0, j, i], label if learned else None)
-                    total += weights[beside] * 0.8**i * got
+                if beside + 1 < len(tokens):
+                    got = value(truth[beside], guesses[0, j, i], tokens[beside + 1])
+                    total += weights[beside + 1] * 0.8**i * got
     return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
 
 
 def label_loss(truth, log_q, label):
-    return 0.0 if label is None else -log_q[label]
+    return -log_q[label]
 
 
 def kept_label_loss(truth, log_q, label):

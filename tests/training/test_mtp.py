@@ -41,7 +41,7 @@ def expected(head, batch, factor):
                     given = tokens[1:label].tolist()
                     logits = head.draft_logits(features[: row + 1], given)
                     loss = -logits.log_softmax(-1)[int(tokens[label])].item()
-                    total += weights[label - 1] * DECAY**step * loss
+                    total += weights[label] * DECAY**step * loss
     whole = sum(DECAY**step for step in range(STEPS))
     return factor * total / whole / (batch.tokens.shape[1] - 1)
 

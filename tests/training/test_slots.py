@@ -202,7 +202,8 @@ def test_a_heads_loss_is_that_of_rows_with_masks_behind_them(target, batch):
     value = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
     (got, _), grads = value(params, frozen, batch, key)
     length = batch.tokens.shape[1] - 1
-    chosen = slots.choose(RECIPE, batch.segments, batch.weights, length, 1, key)
+    learned = np.pad(batch.label_weights, ((0, 0), (0, 1)))  # of the token behind each row
+    chosen = slots.choose(RECIPE, batch.segments, jnp.asarray(learned), length, 1, key)
     total = 0.0
     for row, start, end in documents(batch):
         tokens = batch.tokens[row : row + 1, start:end]

@@ -24,7 +24,7 @@ def log_softmax(x):
 
 
 def from_text(log_p, log_q, label):
-    return 0.0 if label is None else -log_q[label]
+    return -log_q[label]
 
 
 def from_law(log_p, log_q, label):
@@ -42,9 +42,9 @@ def expected(draft_logits, config, stages, batch, value):
             guesses = draft_logits(np.array(features[0][: row + 1]), given)
             for stage, log_q in enumerate(log_softmax(guesses.astype(np.float64))):
                 at = row + 1 + stage  # the row of the target that computed the guessed token's law
-                learned = at + 1 < len(tokens) and weights[at + 1] > 0
-                label = tokens[at + 1] if learned else None
-                total += weights[at] * DECAY**stage * value(laws[at], log_q, label)
+                if at + 1 < len(tokens):
+                    far = value(laws[at], log_q, tokens[at + 1])
+                    total += weights[at + 1] * DECAY**stage * far
     return total / (batch.tokens.shape[1] - 1)
 
 

@@ -1,0 +1,96 @@
+"""Which guesses about a conversation are learned from, of every network that guesses ahead."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.drafters import heads, hydras, mtps, peagle, speculators
+from training import ahead, guesses
+from training.batches import Batch
+from training.draft import DraftRecipe
+from training.eagle import PUBLISHED, EagleTask
+from training.eagle import Frozen as FrozenEagle
+from training.medusa import FrozenTarget, MedusaRecipe, MedusaTask
+from training.mtp import MtpRecipe, MtpTask
+from training.parallel_draft import ParallelDraftTask
+from training.parallel_eagle import PARALLEL, ParallelEagleTask
+from training.slots import SlotRecipe
+from training.stages import StagesRecipe, StagesTask
+from training.task import Frozen
+
+TARGET = tiny.TARGET.config
+EVERY = SlotRecipe(depths=2, retention=1.0)
+
+# A window of two conversations: what the user says is 0-3, 7-9 and 10; answers are 4-6, of which 6
+# ends the turn, and 11-14, which the window cuts off. And a window of one, with padding behind.
+ANSWERED = np.zeros((2, 15), np.float32)
+ANSWERED[0, [4, 5, 6, 11, 12, 13, 14]] = ANSWERED[1, [2, 3, 4]] = 1
+SEGMENTS = np.array([[1] * 10 + [2] * 5, [1] * 5 + [0] * 10], np.int32)
+CHAT = Batch(np.arange(30, dtype=np.int32).reshape(2, 15), SEGMENTS, ANSWERED)
+
+
+def unrolled(variant: str) -> EagleTask:
+    config = heads.CONFIGS["eagle3" if variant == "eagle3" else "eagle"]
+    recipe = dataclasses.replace(PUBLISHED[variant], unroll=2, noise=0.0)
+    return EagleTask(dataclasses.replace(config, fc_bias=False), TARGET, recipe, "float32")
+
+
+def staged(config) -> StagesTask:
+    return StagesTask(config, TARGET, StagesRecipe(), "float32")
+
+
+TASKS = {
+    "eagle1": lambda: unrolled("eagle1"),
+    "hass": lambda: unrolled("hass"),
+    "eagle3": lambda: unrolled("eagle3"),
+    "p-eagle": lambda: ParallelEagleTask(peagle.CONFIG, TARGET, PARALLEL, "float32", slots=EVERY),
+    "medusa": lambda: MedusaTask(heads.CONFIGS["medusa"], TARGET, MedusaRecipe(), False, "float32"),
+    "hydra": lambda: staged(hydras.CONFIGS["mlp"]),
+    "mlp speculator": lambda: staged(speculators.CONFIGS["tied"]),
+    "mtp": lambda: MtpTask(mtps.CONFIGS["one"], TARGET, MtpRecipe(unroll=2), "float32"),
+    "pard": lambda: ParallelDraftTask(
+        tiny.DRAFT_CONFIG, TARGET, DraftRecipe(), "float32", slots=EVERY, mask_token_id=63
+    ),
+}
+
+
+def counted(name: str, monkeypatch) -> list[list[set[int]]]:
+    """Tokens of each window about which the first and the second guess count."""
+    # Only the weights are looked at, so of the networks nothing is compiled.
+    told = lambda *_, **given: {"loss": jnp.float32(0), "weights": given["weights"]}
+    told_slots = lambda *_, **given: {"loss": jnp.float32(0), "slots": given["slots"]._asdict()}
+    monkeypatch.setattr(ahead, "judge", told)
+    monkeypatch.setattr(guesses, "judge", told_slots)
+    task, frozen = TASKS[name](), Frozen(tiny.params().target)
+    if name == "pard":
+        frozen = frozen.replace(start=tiny.params().drafter)
+    elif isinstance(task, EagleTask):
+        kept = jnp.arange(heads.KEPT) if task.head.reduced else None
+        frozen = FrozenEagle(frozen.target, kept)
+    elif name == "medusa":
+        frozen = FrozenTarget(frozen.target)
+    params = task.init(jax.random.key(0), frozen)
+    _, found = jax.jit(task.loss)(params, frozen, CHAT, jax.random.key(0))
+    if "slots" in found:
+        place, depths = found["slots"]["judges"], found["slots"]["depths"]
+        place = np.where(found["slots"]["weights"] > 0, place + 1, -1)
+        return [[set(row[depths == k].tolist()) - {-1} for k in range(2)] for row in place]
+    weights = np.asarray(found["weights"])  # at j - 1, of what the target's row j says of j + 1
+    return [[set((np.flatnonzero(row[:, k]) + 2).tolist()) for k in range(2)] for row in weights]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_guesses_that_count_are_about_tokens_of_answers_and_no_others(name, monkeypatch):
+    """The first guess of a request is about the first token of its answer: it counts. A feature
+    comes with the token behind it, so that heads guess from a text's third token on."""
+    first, second = counted(name, monkeypatch)
+    if name == "pard":
+        assert first == [{4, 5, 6, 11, 12, 13, 14}, {4, 5, 6, 12, 13, 14}]
+        assert second == [{2, 3, 4}, {2, 3, 4}]
+    else:
+        assert first == [{4, 5, 6, 12, 13, 14}, {4, 5, 6, 13, 14}]
+        assert second == [{2, 3, 4}, {3, 4}]
