@@ -1,10 +1,17 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.drafters import METHODS
+from jspec.models import decoder
+from jspec.models.heads import dflash, eagle, hydra, medusa, mtp
+from tests import tiny
+from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
 from tests.training import toy
-from training.trainer.optim import make_optimizer, make_schedule
+from training.trainer.optim import hidden_matrices, make_optimizer, make_schedule
 
 
 def schedule(name, steps=100, **options):
@@ -108,3 +115,60 @@ def test_gradients_are_cut_by_norm_or_by_value():
 
 def optax_norm(tree) -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree))))
+
+
+NETWORKS = {
+    "decoder": (decoder, tiny.TARGET.config),
+    "tied decoder": (decoder, tiny.DRAFT_CONFIG),
+    "eagle": (eagle, heads.CONFIGS["eagle"]),
+    "eagle3": (eagle, heads.CONFIGS["eagle3"]),
+    "p-eagle": (eagle, peagle.CONFIG),
+    "medusa": (medusa, heads.CONFIGS["medusa"]),
+    **{f"hydra {name}": (hydra, config) for name, config in hydras.CONFIGS.items()},
+    **{f"mtp {name}": (mtp, config) for name, config in mtps.CONFIGS.items()},
+    **{f"dflash {name}": (dflash, config) for name, config in dflashes.CONFIGS.items()},
+    **{
+        f"speculator {name}": (speculators.module_of(name), config)
+        for name, config in speculators.CONFIGS.items()
+    },
+}
+
+
+def shapes_of(network):
+    module, config = network
+    return jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
+
+
+def of_more_tokens(config):
+    """The config with one token more in each of its vocabularies."""
+    changed = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("vocab_size", "target_vocab_size"):
+            changed[field.name] = value + 1
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = of_more_tokens(value)
+    return dataclasses.replace(config, **changed)
+
+
+def test_the_networks_are_those_of_all_methods():
+    known = {type(shapes_of(network)) for network in NETWORKS.values()}
+    drafting = {kind for method in METHODS.values() for kind in getattr(method, "weights", ())}
+    assert drafting <= known
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_matrix_with_an_axis_of_tokens_is_taken_for_an_inner_one(name):
+    """Not of any network: it would decay, and Muon would make its rows as long as each other."""
+    module, config = NETWORKS[name]
+    shapes, wider = shapes_of((module, config)), shapes_of((module, of_more_tokens(config)))
+    inner = hidden_matrices(shapes)
+    outer = jax.tree.map(lambda a, b: a.shape != b.shape, shapes, wider)
+    both = jax.tree.map(lambda a, b: a and b, inner, outer)
+    wrong = [jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(both) if x]
+    assert not wrong
+    missed = jax.tree.map(
+        lambda leaf, hidden, tokens: leaf.ndim == 2 and not hidden and not tokens,
+        shapes, inner, outer,
+    )  # fmt: skip
+    assert not any(jax.tree.leaves(missed))

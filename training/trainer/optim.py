@@ -47,7 +47,7 @@ def make_optimizer(settings: TrainerSettings) -> optax.GradientTransformation:
     else:
         optimizer = optax.adamw(
             schedule, b1=settings.beta1, b2=settings.beta2, weight_decay=settings.weight_decay,
-            mask=_hidden_matrices,
+            mask=hidden_matrices,
         )  # fmt: skip
     clips = {
         "norm": optax.clip_by_global_norm(settings.clip_at),
@@ -57,9 +57,10 @@ def make_optimizer(settings: TrainerSettings) -> optax.GradientTransformation:
     return optax.chain(clips[settings.clip], optimizer)
 
 
-def _hidden_matrices(params):
-    """True for the matrices that neither take tokens in nor give them out."""
-    outer = ("embedding", "embeddings", "head", "heads", "outputs")  # as jspec's networks name them
+def hidden_matrices(params):
+    """Of each weight, whether it is a matrix that neither takes tokens in nor gives them out."""
+    # As jspec's networks name them; the last two are DSpark's.
+    outer = ("embedding", "embeddings", "head", "heads", "outputs", "before", "bias")
 
     def inner(path, leaf) -> bool:
         names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
@@ -71,5 +72,5 @@ def _hidden_matrices(params):
 
 def _muon_leaves(params):
     return jax.tree.map(
-        lambda hidden: MuonDimensionNumbers() if hidden else None, _hidden_matrices(params)
+        lambda hidden: MuonDimensionNumbers() if hidden else None, hidden_matrices(params)
     )
