@@ -17,6 +17,7 @@ from jspec.types import Array
 from training.batches import Batch
 from training.losses import LOSSES, LossName, overlap_of
 from training.objective import loss_chunk, mean_by_chunks, places, take
+from training.task import Metrics, Ratio
 from training.trainer.settings import bad_option
 
 GuessLoss = LossName | Literal["labels"]  # of ``teach``
@@ -97,7 +98,7 @@ def judge(
     normed: Array,
     batch: Batch,
     weights: Array,
-) -> dict[str, Array]:
+) -> Metrics:
     """Means over all B * T rows, a stretch at a time; ``loss`` can be differentiated.
 
     Args:
@@ -113,7 +114,8 @@ def judge(
       weights: [B, T, S], as of ``row_weights``.
 
     Returns:
-      ``loss``, and ``accepted_k``: mean chance that guess k is accepted, over the rows that count.
+      ``loss``, and ``accepted_k``: a ``Ratio``, the mean chance that guess k is accepted over the
+      rows that count.
     """
     steps = weights.shape[-1]
     labels = jnp.pad(batch.tokens[:, 2:], ((0, 0), (0, 1)))
@@ -134,7 +136,7 @@ def judge(
     given = jax.lax.stop_gradient((normed[:, 1:], weights, labels))
     means = mean_by_chunks(score, x, matrix, given, rows=max(loss_chunk() // steps, 1))
     for step in range(steps):
-        means[f"accepted_{step}"] /= jnp.maximum(means.pop(f"rows_{step}"), 1e-9)
+        means[f"accepted_{step}"] = Ratio(means[f"accepted_{step}"], means.pop(f"rows_{step}"))
     return means
 
 
@@ -150,7 +152,7 @@ def teach(
     normed: Array,
     batch: Batch,
     kept: Array | None = None,
-) -> dict[str, Array]:
+) -> Metrics:
     """``judge`` of guesses that learn from the text, or from the target's law.
 
     Args:

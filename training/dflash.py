@@ -26,6 +26,7 @@ from training.block_attention import over_context
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName, overlap_of
 from training.objective import head_of, loss_chunk, mean_by_chunks, packed_states, places, take
+from training.task import Metrics, Ratio
 from training.trainer.settings import bad_option
 
 VARIANTS = ("dflash", "dspark")
@@ -149,11 +150,11 @@ class DFlashTask:
 
     def loss(
         self, params: DFlashParams, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, Metrics]:
         """See ``Task``: means over all blocks, of what is divided by all that its rows could weigh.
 
-        Metrics, means over the rows that count: ``likely_d``, the probability of the label at row
-        d; where the target's law is looked at, also ``accepted_d`` = mean sum(min(p, q)).
+        Metrics, as ``Ratio`` over the rows that count: ``likely_d``, the probability of the label
+        at row d; where the target's law is looked at, also ``accepted_d`` = mean sum(min(p, q)).
         """
         captured, normed = jax.lax.stop_gradient(
             packed_states(
@@ -217,7 +218,7 @@ def _fill_in(
 def _judge(
     task: DFlashTask, params: DFlashParams, frozen: Frozen, normed: Array, blocks: Blocks,
     hidden: Array,
-) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+) -> tuple[Array, Metrics]:  # fmt: skip
     recipe, config, linear = task.recipe, task.head, LINEARS[task.compute]
     depth, kept, output = config.max_depth, frozen.draft_to_target, head_of(frozen.target)
 
@@ -257,9 +258,9 @@ def _judge(
         score, hidden, (params.head, params.spark), given, rows=max(loss_chunk() // depth, 1)
     )
     for row in range(depth):
-        share = jnp.maximum(means.pop(f"rows_{row}"), 1e-9)
+        count = means.pop(f"rows_{row}")
         for name in ("likely", "accepted") if recipe.needs_law else ("likely",):
-            means[f"{name}_{row}"] /= share
+            means[f"{name}_{row}"] = Ratio(means[f"{name}_{row}"], count)
     return means["loss"], means
 
 

@@ -18,7 +18,7 @@ from training.batches import Batch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName, overlap_of
 from training.objective import head_of, mean_by_chunks, packed_states, take
-from training.task import Frozen
+from training.task import Frozen, Metrics, Ratio
 from training.trainer.settings import bad_option
 
 
@@ -80,9 +80,10 @@ class DraftTask:
 
     def loss(
         self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """See ``Task``. Metrics: ``loss``; and over the rows that count ``next_token_loss`` of the
-        text, ``kl``, and ``accepted``, the chance that a drafted token is."""
+    ) -> tuple[Array, Metrics]:
+        """See ``Task``. Metrics: ``loss``; and as ``Ratio`` over the rows that count
+        ``next_token_loss`` of the text, ``kl``, and ``accepted``, the chance that a drafted token
+        is."""
         batch = self._continued(params, batch, key)
         _, x = packed_states(params, self.draft, batch, self.compute, remat=self.remat)
         _, truth = packed_states(frozen.target, self.target, batch, self.compute)
@@ -105,9 +106,9 @@ class DraftTask:
 
         given = jax.lax.stop_gradient((truth[:, :-1], batch.tokens[:, 1:], batch.label_weights))
         means = mean_by_chunks(score, x[:, :-1], head_of(params), given)
-        share = jnp.maximum(means.pop("counts"), 1e-9)
+        count = means.pop("counts")
         for name in ("next_token_loss", "kl", "accepted"):
-            means[name] /= share
+            means[name] = Ratio(means[name], count)
         return means["loss"], means
 
     def _continued(self, params: DecoderParams, batch: Batch, key: Array) -> Batch:

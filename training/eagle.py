@@ -29,6 +29,7 @@ from training.features import TaughtBatch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName
 from training.objective import head_of, packed_states
+from training.task import Metrics
 from training.trainer.settings import bad_option
 
 VARIANTS = ("eagle1", "hass", "eagle3")
@@ -140,7 +141,7 @@ class EagleTask:
 
     def loss(
         self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of step k, over
         the rows that count."""
         taught = taught_by(self, frozen, batch)
@@ -254,7 +255,7 @@ def _unroll(
 def _judge(
     task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
     outputs: list[Array],
-) -> tuple[Array, dict[str, Array]]:  # fmt: skip
+) -> tuple[Array, Metrics]:  # fmt: skip
     """Loss and metrics of the outputs of all steps."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
     x = ahead.align(outputs)

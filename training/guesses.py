@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.types import Array
 from training.losses import overlap_of
 from training.objective import mean_by_chunks
 from training.slots import Slots
+from training.task import Metrics, Ratio
 
 # score(log p, log q, labels) -> values of a stretch of guesses, [B, t] each; "loss" among them
 Score = Callable[[Array, Array, Array], dict[str, Array]]
@@ -26,7 +26,7 @@ def judge(
     labels: Array,
     law: Callable[[Array], tuple[Array, Array]],
     score: Score,
-) -> dict[str, Array]:
+) -> Metrics:
     """Means over all B * M guesses, a stretch at a time; ``loss`` can be differentiated.
 
     Args:
@@ -40,8 +40,8 @@ def judge(
       score: what is measured of a guess; ``loss`` is weighted by the guess's weight.
 
     Returns:
-      ``loss`` by weight; all else of ``score`` and ``accepted_k``, the mean chance that the guess
-      at depth k is accepted, over the guesses that count.
+      ``loss`` by weight; as ``Ratio`` all else of ``score`` and ``accepted_k``, the mean chance
+      that the guess at depth k is accepted, over the guesses that count.
     """
     depths = np.broadcast_to(slots.depths, slots.anchors.shape)
     last = int(slots.depths.max())
@@ -65,8 +65,7 @@ def judge(
         (slots.of_judges(truth), slots.of_judges(labels), slots.weights, depths)
     )
     means = mean_by_chunks(measure, x, matrix, given)
-    share = jnp.maximum(means.pop("counts"), 1e-9)
-    for k in range(last + 1):
-        means[f"accepted_{k}"] /= jnp.maximum(means.pop(f"rows_{k}"), 1e-9)
-    other = [name for name in means if name != "loss" and not name.startswith("accepted_")]
-    return means | {name: means[name] / share for name in other}
+    counts = {f"accepted_{k}": means.pop(f"rows_{k}") for k in range(last + 1)}
+    every = means.pop("counts")
+    others = [name for name in means if name != "loss"]
+    return means | {name: Ratio(means[name], counts.get(name, every)) for name in others}

@@ -18,6 +18,7 @@ from training import ahead
 from training.batches import Batch
 from training.linear import LINEARS
 from training.objective import head_of, mean_by_chunks, packed_states, take
+from training.task import Metrics
 from training.trainer.settings import bad_option
 
 
@@ -103,7 +104,7 @@ class MedusaTask:
 
     def loss(
         self, params: JointParams, frozen: FrozenTarget, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``heads_loss``, ``accepted_i`` of head i, and with ``joint`` the
         target's ``next_token_loss``."""
         states = lambda weights: packed_states(
@@ -121,7 +122,7 @@ class MedusaTask:
 
     def _heads(
         self, heads: MedusaParams, frozen: FrozenTarget, batch: Batch, normed: Array, truth: Array
-    ) -> dict[str, Array]:
+    ) -> Metrics:
         linear = LINEARS[self.compute]
         given = normed[:, :-1].astype(jnp.float32)
         return ahead.teach(

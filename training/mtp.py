@@ -25,7 +25,7 @@ from training.attention import causal
 from training.batches import Batch
 from training.linear import LINEARS
 from training.objective import feature_scale, head_of, packed_states
-from training.task import Frozen
+from training.task import Frozen, Metrics
 from training.trainer.settings import bad_option
 
 
@@ -100,7 +100,7 @@ class MtpTask:
 
     def loss(
         self, params: MtpParams, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of step k, over
         the rows that count."""
         del key

@@ -19,7 +19,7 @@ from training.linear import LINEARS
 from training.losses import LOSSES
 from training.objective import head_of, packed_states, take
 from training.slots import SlotRecipe, Slots, attend_to, choose
-from training.task import Frozen
+from training.task import Frozen, Metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ParallelDraftTask(DraftTask):
 
     def loss(
         self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``; and over the guesses that count ``next_token_loss`` of
         the text, ``kl``, and ``accepted_k``, the chance that a guess at depth k is."""
         batch = self._continued(params, batch, key)

@@ -21,6 +21,7 @@ from training.linear import LINEARS
 from training.losses import LOSSES
 from training.objective import head_of
 from training.slots import SlotRecipe, Slots, attend_to, choose
+from training.task import Metrics
 from training.trainer.settings import bad_option
 
 PARALLEL = Recipe(unroll=1, loss="kl")  # as published; one pass has no steps
@@ -52,7 +53,7 @@ class ParallelEagleTask(EagleTask):
 
     def loss(
         self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k``: mean sum(min(p, q)) of the guesses
         at depth k that count."""
         taught = taught_by(self, frozen, batch)

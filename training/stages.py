@@ -25,7 +25,7 @@ from training.attention import attend_within
 from training.batches import Batch
 from training.linear import LINEARS
 from training.objective import feature_scale, head_of, packed_states
-from training.task import Frozen
+from training.task import Frozen, Metrics
 from training.trainer.settings import bad_option
 
 HeadConfig = HydraConfig | MlpSpeculatorConfig | LstmSpeculatorConfig
@@ -113,9 +113,7 @@ class StagesTask:
             return params
         return early_exit(params, frozen, self.target)
 
-    def loss(
-        self, params: Any, frozen: Frozen, batch: Batch, key: Array
-    ) -> tuple[Array, dict[str, Array]]:
+    def loss(self, params: Any, frozen: Frozen, batch: Batch, key: Array) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of stage k,
         over the rows that count."""
         del key

@@ -9,17 +9,41 @@ from jspec.types import Array
 from training.batches import Batch
 
 
+@struct.dataclass
+class Ratio:
+    """A metric over those rows that count, which the parts of a batch hold unlike numbers of.
+
+    Both numbers are means over all rows, so that they can be averaged over parts, batches and
+    steps like any metric; they are divided once, at the end.
+
+    Attributes:
+      total: float32 [], what the rows that count add up to, for each of all rows.
+      count: float32 [], how many count, for each of all rows.
+    """
+
+    total: Array
+    count: Array
+
+    @property
+    def mean(self) -> Array:
+        """The metric itself; nan where no row counts."""
+        return self.total / self.count
+
+
+Metrics = dict[str, Array | Ratio]
+
+
 class Task(Protocol):
     """A network and its loss. A frozen dataclass of settings, which holds no weights."""
 
     def init(self, key: Array, frozen: Any) -> Any:
         """Float32 weights to be trained, a pytree; ``frozen`` may lend some of their values."""
 
-    def loss(self, params: Any, frozen: Any, batch: Batch, key: Array) -> tuple[Array, dict]:
-        """The objective [] and metrics, a dict of float32 []; pure and jittable.
+    def loss(self, params: Any, frozen: Any, batch: Batch, key: Array) -> tuple[Array, Metrics]:
+        """The objective [] and metrics, a dict of float32 [] or ``Ratio``; pure and jittable.
 
-        Both are means over all rows of the batch, those of weight 0 included: so the mean over
-        parts of a batch is that of the whole.
+        All are means over all rows of the batch, those of weight 0 included: so the mean over
+        parts of a batch is that of the whole. A metric over the rows that count is a ``Ratio``.
 
         Args:
           params: weights, differentiated.

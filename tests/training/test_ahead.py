@@ -2,16 +2,20 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import tiny
-from tests.drafters import heads, hydras, mtps, peagle, speculators
+from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
 from training import ahead, guesses
 from training.batches import Batch
-from training.draft import DraftRecipe
+from training.dflash import PUBLISHED as DFLASH_PUBLISHED
+from training.dflash import DFlashTask
+from training.dflash import Frozen as FrozenDFlash
+from training.draft import DraftRecipe, DraftTask
 from training.eagle import PUBLISHED, EagleTask
 from training.eagle import Frozen as FrozenEagle
 from training.medusa import FrozenTarget, MedusaRecipe, MedusaTask
@@ -20,7 +24,7 @@ from training.parallel_draft import ParallelDraftTask
 from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.slots import SlotRecipe
 from training.stages import StagesRecipe, StagesTask
-from training.task import Frozen
+from training.task import Frozen, Ratio
 
 TARGET = tiny.TARGET.config
 EVERY = SlotRecipe(depths=2, retention=1.0)
@@ -56,6 +60,28 @@ TASKS = {
         tiny.DRAFT_CONFIG, TARGET, DraftRecipe(), "float32", slots=EVERY, mask_token_id=63
     ),
 }
+OTHERS = {
+    "draft": lambda: DraftTask(tiny.DRAFT_CONFIG, TARGET, DraftRecipe(), "float32"),
+    "dspark": lambda: DFlashTask(
+        dflashes.CONFIGS["vanilla"], TARGET, DFLASH_PUBLISHED["dspark"], "float32"
+    ),
+}
+
+
+def weights_of(task):
+    """First weights, and those that are not trained."""
+    target = tiny.params().target
+    if isinstance(task, DraftTask):
+        frozen = Frozen(target, tiny.params().drafter)
+    elif isinstance(task, EagleTask):
+        frozen = FrozenEagle(target, jnp.arange(heads.KEPT) if task.head.reduced else None)
+    elif isinstance(task, MedusaTask):
+        frozen = FrozenTarget(target)
+    elif isinstance(task, DFlashTask):
+        frozen = FrozenDFlash(target)
+    else:
+        frozen = Frozen(target)
+    return task.init(jax.random.key(0), frozen), frozen
 
 
 def counted(name: str, monkeypatch) -> list[list[set[int]]]:
@@ -65,15 +91,8 @@ def counted(name: str, monkeypatch) -> list[list[set[int]]]:
     told_slots = lambda *_, **given: {"loss": jnp.float32(0), "slots": given["slots"]._asdict()}
     monkeypatch.setattr(ahead, "judge", told)
     monkeypatch.setattr(guesses, "judge", told_slots)
-    task, frozen = TASKS[name](), Frozen(tiny.params().target)
-    if name == "pard":
-        frozen = frozen.replace(start=tiny.params().drafter)
-    elif isinstance(task, EagleTask):
-        kept = jnp.arange(heads.KEPT) if task.head.reduced else None
-        frozen = FrozenEagle(frozen.target, kept)
-    elif name == "medusa":
-        frozen = FrozenTarget(frozen.target)
-    params = task.init(jax.random.key(0), frozen)
+    task = TASKS[name]()
+    params, frozen = weights_of(task)
     _, found = jax.jit(task.loss)(params, frozen, CHAT, jax.random.key(0))
     if "slots" in found:
         place, depths = found["slots"]["judges"], found["slots"]["depths"]
@@ -94,3 +113,19 @@ def test_the_guesses_that_count_are_about_tokens_of_answers_and_no_others(name, 
     else:
         assert first == [{4, 5, 6, 12, 13, 14}, {4, 5, 6, 13, 14}]
         assert second == [{2, 3, 4}, {3, 4}]
+
+
+@pytest.mark.parametrize("name", (*TASKS, *OTHERS))
+def test_what_parts_of_a_batch_say_adds_up_to_what_the_whole_says(name):
+    """Although they hold unlike numbers of rows that count."""
+    task = (TASKS | OTHERS)[name]()
+    given = weights_of(task)
+    compute = jax.jit(lambda batch: task.loss(*given, batch, jax.random.key(0)))
+    part = lambda row: jax.tree.map(lambda x: np.stack([x[row], x[row]]), CHAT)
+    whole, first, second = compute(CHAT), compute(part(0)), compute(part(1))
+    chex.assert_trees_all_close(
+        whole, jax.tree.map(lambda a, b: (a + b) / 2, first, second), rtol=2e-5, atol=1e-7
+    )
+    ratios = [x for x in whole[1].values() if isinstance(x, Ratio)]
+    assert len(ratios) >= 2 and all(x.mean > 0 for x in ratios if x.count)
+    assert any(x.count and x.mean < 1 for x in ratios)

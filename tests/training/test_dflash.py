@@ -164,7 +164,7 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
             truth = np.asarray(out.logits[0])[rows]
             total += block_loss(recipe, logits, chances, truth, labels, counts, kept)
     np.testing.assert_allclose(got, total / blocks.anchors.size, rtol=5e-5)
-    assert 0 < metrics["likely_0"] < 1
+    assert 0 < metrics["likely_0"].mean < 1
 
 
 def test_blocks_begin_where_something_is_before_and_the_next_token_is_learned(batch):

@@ -106,7 +106,7 @@ def test_the_loss_is_that_of_the_guesses_that_serving_makes(loss, config, value,
     frozen = FrozenTarget(target, None, kept)
     got, metrics = jax.jit(task.loss)(JointParams(heads), frozen, batch, jax.random.key(0))
     np.testing.assert_allclose(got, expected(heads, config, target, batch, value), rtol=2e-5)
-    assert 0 < metrics["accepted_0"] < 1
+    assert 0 < metrics["accepted_0"].mean < 1
 
 
 def test_fresh_heads_say_what_the_target_says(target):

@@ -12,6 +12,7 @@ import pytest
 from tests.training import toy
 from training import data, trainer
 from training.locks import alone
+from training.task import Ratio
 from training.trainer import TrainingError, loop
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Means, read_log
@@ -113,7 +114,8 @@ def test_parts_of_a_step_add_up_to_the_whole(tmp_path, whole):
     for accumulate in (1, 4):
         out = tmp_path / str(accumulate)
         toy.run(out, toy.Bigrams(noise=0.0), accumulate=accumulate, steps=4, held_out=())
-        curves.append([entry["loss"] for entry in read_log(out / "metrics.jsonl")])
+        log = read_log(out / "metrics.jsonl")
+        curves.append([[entry[name] for entry in log] for name in ("loss", "likely")])
     np.testing.assert_allclose(*curves, rtol=2e-5)
 
 
@@ -248,6 +250,20 @@ def test_metrics_are_read_one_step_late():
     assert means.add({"loss": jax.numpy.float32(4.0)}, weight=3.0) == {"loss": 2.0}
     assert means.flush() == {"loss": 4.0} and means.flush() is None
     assert means.take() == {"loss": 3.5}
+
+
+def test_ratios_are_divided_once_all_is_added_up():
+    means, ratio = Means(), lambda total, count: Ratio(np.float32(total), np.float32(count))
+    means.add({"loss": np.float32(2.0), "likely": ratio(0.25, 0.5)})
+    means.add({"loss": np.float32(4.0), "likely": ratio(0.125, 0.125)}, weight=2.0)
+    assert means.flush() == {"loss": 4.0, "likely": 1.0}
+    assert means.take() == {"loss": 10 / 3, "likely": 0.5 / 0.75}
+
+
+def test_a_ratio_of_no_rows_is_left_out():
+    means, none = Means(), Ratio(np.float32(0.0), np.float32(0.0))
+    means.add({"loss": np.float32(2.0), "likely": none})
+    assert means.flush() == means.take() == {"loss": 2.0}
 
 
 def test_a_run_that_stops_for_a_reason_says_so_in_one_line(capsys):

@@ -8,6 +8,7 @@ import numpy as np
 
 from training import data, trainer
 from training.batches import Batch
+from training.task import Ratio
 from training.trainer import TrainerSettings
 
 VOCAB, WIDTH, LENGTH = 16, 8, 12
@@ -32,8 +33,10 @@ class Bigrams:
         x = x + self.noise * jax.random.normal(key, x.shape)
         log_p = jax.nn.log_softmax(jnp.tanh(x @ params["layers"]) @ params["head"])
         taken = jnp.take_along_axis(log_p, batch.tokens[:, 1:, None], -1)[..., 0]
-        loss = -(batch.weights[:, 1:] * taken).mean()
-        return loss, {"loss": loss}
+        weights = batch.weights[:, 1:]
+        loss = -(weights * taken).mean()
+        likely = Ratio((weights * jnp.exp(taken)).mean(), weights.mean())
+        return loss, {"loss": loss, "likely": likely}
 
 
 FROZEN = {"table": np.random.default_rng(1).normal(size=(VOCAB, WIDTH)).astype(np.float32)}

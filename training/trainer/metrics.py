@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 
+from training.task import Ratio
+
 
 class Means:
     """Weighted means of metrics, read from the device one step late.
 
     The host waits for the metrics of a step only once the next one runs, so the device never waits
-    for the host, and the host never runs further ahead than that.
+    for the host, and the host never runs further ahead than that. A ``Ratio`` is divided once what
+    is averaged has been added up; where no row counted, it is left out.
 
     Args:
       ahead: whether it runs ahead at all.
@@ -20,11 +23,10 @@ class Means:
     def __init__(self, ahead: bool = True):
         self._ahead = ahead
         self._waiting: tuple[dict, float] | None = None
-        self._sums: dict[str, float] = {}
-        self._weight = 0.0
+        self._sums: dict[str, tuple[float, float]] = {}  # totals, and what they are divided by
 
     def add(self, metrics: dict[str, Any], weight: float = 1.0) -> dict[str, float] | None:
-        """Takes in scalars still on the device; returns the values of the ``add`` before."""
+        """Takes in metrics still on the device; returns the values of the ``add`` before."""
         before = self.flush()
         self._waiting = metrics, weight
         if not self._ahead:
@@ -36,17 +38,27 @@ class Means:
         if self._waiting is None:
             return None
         (metrics, weight), self._waiting = self._waiting, None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + weight * value
-        self._weight += weight
-        return values
+        parts = {name: _parts(value) for name, value in jax.device_get(metrics).items()}
+        for name, (total, count) in parts.items():
+            total_before, count_before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total_before + weight * total, count_before + weight * count
+        return _divided(parts)
 
     def take(self) -> dict[str, float]:
         """The means since the last ``take``, of what has been read."""
-        means = {name: value / self._weight for name, value in self._sums.items()}
-        self._sums, self._weight = {}, 0.0
+        means, self._sums = _divided(self._sums), {}
         return means
+
+
+def _parts(value: Any) -> tuple[float, float]:
+    """What a metric is a fraction of: numerator and denominator."""
+    if isinstance(value, Ratio):
+        return float(value.total), float(value.count)
+    return float(value), 1.0
+
+
+def _divided(parts: dict[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in parts.items() if count}
 
 
 class Log:
