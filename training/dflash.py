@@ -4,9 +4,9 @@ A window holds many blocks at once, each as it will be drafted: an anchor token,
 the target's hidden states of everything before the anchor, and no other block. Row d of a block
 guesses the token d + 1 places behind the anchor; of DSpark it also reads the true token before it.
 
-Anchors are drawn anew in every step among the tokens that have something before them and whose
-next one is learned from. The authors' programs also want the anchor itself to be learned from, and
-so never train the draft behind a prompt.
+Anchors are drawn anew in every step (on held-out text always the same ones) among the tokens that
+have something before them and whose next one is learned from. The authors' programs also want the
+anchor itself to be learned from, and so never train the draft behind a prompt.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from training.block_attention import over_context
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName, overlap_of
 from training.objective import head_of, loss_chunk, mean_by_chunks, packed_states, places, take
-from training.task import Metrics, Ratio
+from training.task import Metrics, Ratio, drawing_key
 from training.trainer.settings import bad_option
 
 VARIANTS = ("dflash", "dspark")
@@ -149,7 +149,7 @@ class DFlashTask:
         return params.replace(head=wide(output if kept is None else output[:, kept]))
 
     def loss(
-        self, params: DFlashParams, frozen: Frozen, batch: Batch, key: Array
+        self, params: DFlashParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """See ``Task``: means over all blocks, of what is divided by all that its rows could weigh.
 
@@ -167,11 +167,11 @@ class DFlashTask:
         return _judge(self, params, frozen, normed, blocks, hidden)
 
 
-def pick(batch: Batch, key: Array, anchors: int, depth: int) -> Blocks:
+def pick(batch: Batch, key: Array | None, anchors: int, depth: int) -> Blocks:
     """Draws the blocks of every window."""
     length = batch.tokens.shape[1] - 1
     candidate = (batch.label_weights > 0) & (batch.positions[:, :-1] > 0)
-    noise = jax.random.uniform(key, candidate.shape)
+    noise = jax.random.uniform(drawing_key(key), candidate.shape)
     heights, drawn = lax.top_k(jnp.where(candidate, noise, -1), min(anchors, length))
     drawn = jnp.sort(jnp.where(heights >= 0, drawn, length))
     there, drawn = drawn < length, jnp.where(drawn < length, drawn, 0)

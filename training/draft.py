@@ -79,11 +79,11 @@ class DraftTask:
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32), frozen.start)
 
     def loss(
-        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array
+        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``; and as ``Ratio`` over the rows that count
-        ``next_token_loss`` of the text, ``kl``, and ``accepted``, the chance that a drafted token
-        is."""
+        ``next_token_loss`` of the text (where the draft model continued it, of what it wrote),
+        ``kl``, and ``accepted``, the chance that a drafted token is."""
         batch = self._continued(params, batch, key)
         _, x = packed_states(params, self.draft, batch, self.compute, remat=self.remat)
         _, truth = packed_states(frozen.target, self.target, batch, self.compute)
@@ -111,10 +111,10 @@ class DraftTask:
             means[name] = Ratio(means[name], count)
         return means["loss"], means
 
-    def _continued(self, params: DecoderParams, batch: Batch, key: Array) -> Batch:
-        """The batch, its first windows continued by the draft model itself."""
+    def _continued(self, params: DecoderParams, batch: Batch, key: Array | None) -> Batch:
+        """The batch; in training its first windows are continued by the draft model itself."""
         count = round(self.recipe.on_policy * len(batch.tokens))
-        if not count:
+        if key is None or not count:
             return batch
         kept = min(self.recipe.on_policy_prompt, batch.tokens.shape[1] - 1)
         written = sample_continuations(

@@ -140,7 +140,7 @@ class EagleTask:
         return params.replace(draft_to_target=None)
 
     def loss(
-        self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array
+        self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of step k, over
         the rows that count."""
@@ -202,9 +202,9 @@ def teach(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, .
     return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
 
 
-def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array) -> tuple[Array, ...]:
-    """The features [B, T, D] with the recipe's noise."""
-    if not recipe.noise:
+def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array | None) -> tuple[Array, ...]:
+    """The features [B, T, D] with the recipe's noise; without on held-out text."""
+    if key is None or not recipe.noise:
         return features
     width = recipe.noise * 512 / features[0].shape[1]
     keys = jax.random.split(key, len(features))
@@ -215,8 +215,9 @@ def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array) -> tuple[Arra
 
 
 def _unroll(
-    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught, key: Array
-) -> list[Array]:
+    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
+    key: Array | None,
+) -> list[Array]:  # fmt: skip
     """Outputs f' [B, T, D] of each step, rows in the order of step 0."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
     length = batch.tokens.shape[1] - 1

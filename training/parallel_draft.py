@@ -41,7 +41,7 @@ class ParallelDraftTask(DraftTask):
         self.slots.check_windows(self.draft.windows)
 
     def loss(
-        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array
+        self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``; and over the guesses that count ``next_token_loss`` of
         the text, ``kl``, and ``accepted_k``, the chance that a guess at depth k is."""

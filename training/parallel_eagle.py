@@ -52,7 +52,7 @@ class ParallelEagleTask(EagleTask):
         self.slots.check_windows(self.head.network.windows)
 
     def loss(
-        self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array
+        self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """See ``Task``. Metrics: ``loss``, and ``accepted_k``: mean sum(min(p, q)) of the guesses
         at depth k that count."""
@@ -84,7 +84,7 @@ class ParallelEagleTask(EagleTask):
 
     def _states(
         self, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
-        chosen: Slots, key: Array,
+        chosen: Slots, key: Array | None,
     ) -> Array:  # fmt: skip
         """What stands before the output matrix, [B, M, D], for all guesses."""
         config, linear = self.head, LINEARS[self.compute]

@@ -18,6 +18,7 @@ import numpy as np
 from jspec.models.decoder import Attend
 from jspec.types import Array
 from training.attention import anchored, causal
+from training.task import drawing_key
 from training.trainer.settings import bad_option
 
 
@@ -80,8 +81,9 @@ class Slots(NamedTuple):
 
 
 def choose(
-    recipe: SlotRecipe, segments: Array, weights: Array, length: int, offset: int, key: Array
-) -> Slots:
+    recipe: SlotRecipe, segments: Array, weights: Array, length: int, offset: int,
+    key: Array | None,
+) -> Slots:  # fmt: skip
     """Draws the rows that each depth keeps: those whose second guess counts, before all others.
 
     Args:
@@ -90,7 +92,7 @@ def choose(
       weights: float32 [B, R], of a guess that the target's row judges.
       length: T, rows that guess.
       offset: the target's row that judges the first guess of row 0.
-      key: of the draws.
+      key: of the draws; None on held-out text.
     """
     batch, size = segments.shape
 
@@ -104,7 +106,7 @@ def choose(
 
     every = jnp.broadcast_to(jnp.arange(length), (batch, length))
     idle = judged(every, 1)[1] <= 0
-    order = jnp.argsort(jax.random.uniform(key, every.shape) + idle, -1)
+    order = jnp.argsort(jax.random.uniform(drawing_key(key), every.shape) + idle, -1)
     counts = recipe.counts(length)
     anchors = jnp.concatenate([every, *(order[:, :count] for count in counts[1:])], 1)
     depths = np.repeat(np.arange(recipe.depths, dtype=np.int32), counts)

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import jax
 from flax import struct
 
 from jspec.models.decoder import DecoderParams
@@ -39,7 +40,9 @@ class Task(Protocol):
     def init(self, key: Array, frozen: Any) -> Any:
         """Float32 weights to be trained, a pytree; ``frozen`` may lend some of their values."""
 
-    def loss(self, params: Any, frozen: Any, batch: Batch, key: Array) -> tuple[Array, Metrics]:
+    def loss(
+        self, params: Any, frozen: Any, batch: Batch, key: Array | None
+    ) -> tuple[Array, Metrics]:
         """The objective [] and metrics, a dict of float32 [] or ``Ratio``; pure and jittable.
 
         All are means over all rows of the batch, those of weight 0 included: so the mean over
@@ -49,8 +52,15 @@ class Task(Protocol):
           params: weights, differentiated.
           frozen: weights that are not, of a target or teacher.
           batch: windows.
-          key: of this step's noise; the same step of a resumed run gets the same key.
+          key: of this step's noise; the same step of a resumed run gets the same key. None on
+            held-out text: then the text stays as it is and nothing is added to what the network
+            reads, as when it serves.
         """
+
+
+def drawing_key(key: Array | None) -> Array:
+    """The key of what must be drawn on held-out text, too: the same ones at every evaluation."""
+    return jax.random.key(0) if key is None else key
 
 
 @struct.dataclass

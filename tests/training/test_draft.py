@@ -1,5 +1,6 @@
 """Distilling draft models: the loss in numpy, and what a draft model writes by itself."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +142,15 @@ def test_on_policy_windows_are_learned_from_behind_their_prompts_alone(weights, 
     assert same != loss(weights.start, weights, batch, jax.random.key(1))[0]
     behind = batch.replace(tokens=np.where(np.arange(19) >= 12, 0, batch.tokens))
     assert same == loss(weights.start, weights, behind, jax.random.key(0))[0]
+
+
+def test_held_out_windows_are_judged_as_they_are_written(weights, batch):
+    measured = []
+    for share in (0.0, 1.0):
+        recipe = DraftRecipe(on_policy=share, on_policy_prompt=12)
+        task = DraftTask(DRAFT, TARGET, recipe, compute="float32")
+        measured.append(jax.jit(task.loss)(weights.start, weights, batch, None))
+    chex.assert_trees_all_equal(*measured)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_gradients_stop_between_the_passes_of_hass_alone(target, batch):
     assert float(jnp.abs(grads[True].fc - grads[False].fc).max()) > 1e-3
 
 
-def test_noise_reaches_the_features_and_depends_on_the_key(target, batch):
+def test_noise_reaches_the_features_and_depends_on_the_key_but_not_on_held_out_text(target, batch):
     config, frozen = head_config(1), Frozen(target)
     params = loud_head(config, frozen)
     task = EagleTask(config, TARGET, PUBLISHED["eagle1"], compute="float32")
@@ -247,6 +247,11 @@ def test_noise_reaches_the_features_and_depends_on_the_key(target, batch):
     first, again, other = loss(jax.random.key(0)), loss(jax.random.key(0)), loss(jax.random.key(1))
     assert first == again
     assert first != other
+    quiet = EagleTask(
+        config, TARGET, dataclasses.replace(PUBLISHED["eagle1"], noise=0.0), "float32"
+    )
+    held_out = jax.jit(lambda key: quiet.loss(params, frozen, batch, key)[0])(jax.random.key(0))
+    assert loss(None) == held_out
 
 
 def test_a_new_head_hands_on_the_deepest_feature(target, batch):

@@ -30,7 +30,8 @@ class Bigrams:
 
     def loss(self, params, frozen, batch, key):
         x = frozen["table"][batch.tokens[:, :-1]] * params["norm"]
-        x = x + self.noise * jax.random.normal(key, x.shape)
+        if key is not None:
+            x = x + self.noise * jax.random.normal(key, x.shape)
         log_p = jax.nn.log_softmax(jnp.tanh(x @ params["layers"]) @ params["head"])
         taken = jnp.take_along_axis(log_p, batch.tokens[:, 1:, None], -1)[..., 0]
         weights = batch.weights[:, 1:]

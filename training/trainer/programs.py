@@ -40,7 +40,7 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
     """Programs of ``task`` on ``mesh``; nothing is compiled before it is first called."""
     optimizer, schedule = make_optimizer(settings), make_schedule(settings)
     key = jax.random.key(settings.seed)
-    weights_key, noise_key, held_out_key = jax.random.split(key, 3)
+    weights_key, noise_key = jax.random.split(key)
 
     def init(frozen) -> TrainState:
         params = task.init(weights_key, frozen)
@@ -63,7 +63,7 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     def metrics(params, frozen, batch: Batch) -> dict:
-        return task.loss(used(params, mesh), used(frozen, mesh), batch, held_out_key)[1]
+        return task.loss(used(params, mesh), used(frozen, mesh), batch, None)[1]
 
     def is_finite(state: TrainState) -> Array:
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
