@@ -86,11 +86,14 @@ def tvd_plus(log_p: Array, log_q: Array) -> Array:
     """Total variation as a policy gradient with a normalised reward (arXiv 2403.00858, TVD++).
 
     The gradient of total variation is E_q[-r grad log q] with the reward r = 1{p > q}; here r has
-    its mean taken off and is divided by its deviation, both over all rows given and under q.
+    its mean taken off and is divided by its deviation. Both are a row's own, under its q, where the
+    paper takes those of a batch: so a row's loss depends on no other, be it padding or one that
+    does not count. Under q no mean changes the gradient, so what is left of the paper's rule is how
+    much a row weighs: more, the surer its reward is.
     """
     q = jax.lax.stop_gradient(jnp.exp(log_q))
     reward = (log_p > log_q).astype(q.dtype)
-    mean = (q * reward).sum(-1).mean()
+    mean = (q * reward).sum(-1, keepdims=True)
     deviation = jnp.sqrt(mean * (1 - mean) + 1e-6)
     return -(q * (reward - mean) / deviation * log_q).sum(-1)
 

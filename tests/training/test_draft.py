@@ -121,6 +121,16 @@ def test_a_normalised_reward_points_where_total_variation_does():
     np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=1e-4)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_rows_loss_and_gradient_depend_on_no_other_row(loss):
+    """Nor, so, on rows that do not count, on padding, or on where a batch is cut."""
+    rng = np.random.default_rng(0)
+    p, logits = rng.dirichlet(np.ones(12), size=3), rng.normal(size=(3, 12))
+    for row in range(3):
+        alone = gradient(loss, p[row : row + 1], logits[row : row + 1])[0]
+        np.testing.assert_allclose(gradient(loss, p, logits)[row], alone, rtol=1e-4, atol=1e-7)
+
+
 def test_a_draft_model_continues_prompts_by_its_own_law(weights):
     """Almost without temperature it writes what greedy decoding does."""
     prompts = np.random.default_rng(2).integers(0, SHORT, (3, 5)).astype(np.int32)
