@@ -171,6 +171,13 @@ def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:
         return None
 
 
+def text_ends(model: LoadedModel) -> tuple[int, ...]:
+    """Ids that end a text, ascending: by the checkpoint, and by its tokenizer if there is one."""
+    tokenizer = tokenizer_if_any(model)
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(sorted({*model.eos_token_ids, own} - {None}))
+
+
 def _path(model: Any) -> str | os.PathLike:
     if not isinstance(model, str | os.PathLike):
         raise ValueError(f"model={shown(model)} must be a local directory or an id on the hub.")

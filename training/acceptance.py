@@ -1,7 +1,7 @@
 """Acceptance length while training, by the loop that serves."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class AcceptanceSettings:
       num_speculative_tokens: K, drafted in a chain
       acceptance_prompts: prompts, from the held-out data (0: do not measure)
       prompt_tokens: tokens of a prompt at most
-      max_new_tokens: tokens generated for each
+      max_new_tokens: tokens generated for each at most; a text ends where the target ends it
       temperatures: one acceptance length each; that of the first decides which weights are best
 
     Raises:
@@ -46,20 +46,23 @@ class AcceptanceSettings:
 
 
 def acceptance_meter(
-    settings: AcceptanceSettings, target: Target, drafter: Drafter, rows: Rows
-) -> Callable[[Any, Any], dict[str, float]]:
+    settings: AcceptanceSettings, target: Target, drafter: Drafter, rows: Rows,
+    stop_token_ids: Sequence[int],
+) -> Callable[[Any, Any], dict[str, float]]:  # fmt: skip
     """A function from weights of target and drafter to acceptance lengths, rule ``rejection``.
 
     ``acceptance_length`` is that of the first temperature, ``acceptance_length_t0`` that of
-    temperature 0, and so on; each counts the token that the target adds. ``distinct_tokens`` is the
-    mean number of different ids in a text of the last temperature: a target that loops flatters
-    every drafter.
+    temperature 0, and so on: tokens over rounds of all its texts, so that each counts the token
+    that the target adds, and what would stand behind a text's end counts for nothing.
+    ``distinct_tokens`` is the mean number of different ids in a text of the last temperature, of
+    ``text_tokens`` that it is long in the mean: a target that loops flatters every drafter.
 
     Args:
       settings: prompts and temperatures.
       target: what verifies.
       drafter: what drafts; its ``num_speculative_tokens`` should be the settings'.
       rows: held-out windows, of which the prompts are taken.
+      stop_token_ids: that end a text, as they do when it is served.
 
     Raises:
       ValueError: the target has no positions left for a prompt.
@@ -70,11 +73,12 @@ def acceptance_meter(
         remedy = f"the target has {target.max_positions} positions, prompt included"
         raise bad_option("max_new_tokens", settings.max_new_tokens, remedy)
     prompts = held_out_prompts(rows, settings.acceptance_prompts, min(settings.prompt_tokens, room))
+    stops = tuple(stop_token_ids)
 
     def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:
         # All temperatures in one batch: one program to compile, one loop to run.
         asked = [
-            Row(prompt, settings.max_new_tokens, temperature, stream=index)
+            Row(prompt, settings.max_new_tokens, temperature, stream=index, stop_token_ids=stops)
             for temperature in settings.temperatures
             for index, prompt in enumerate(prompts)
         ]
@@ -87,7 +91,10 @@ def acceptance_meter(
             name = "acceptance_length" + (f"_t{temperature:g}" if place else "")
             found[name] = round(length, 4)
         distinct = np.mean([len(set(answer.tokens.tolist())) for answer in here])
-        return found | {"distinct_tokens": round(float(distinct), 1)}
+        return found | {
+            "distinct_tokens": round(float(distinct), 1),
+            "text_tokens": round(tokens / len(here), 1),
+        }
 
     return measure
 

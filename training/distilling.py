@@ -245,7 +245,9 @@ def distil(
     """
     measure = None
     if settings.measures:
-        meter = acceptance_meter(settings.acceptance, target.target, drafter, data.held_out)
+        meter = acceptance_meter(
+            settings.acceptance, target.target, drafter, data.held_out, loading.text_ends(target)
+        )
         weights_of = weights_of or (lambda params: (target.params, params))
         measure = lambda params: meter(*weights_of(params))
     described = {"data": data.description}

@@ -73,9 +73,7 @@ def workload(
     """
     least = max(least, _DRAWN_ANSWERS if case.temperature else 0)
     prompts = (request.token_ids for request in filled(made, case.batch_size, least))
-    tokenizer = loading.tokenizer_if_any(target)
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return Workload(case, tuple(prompts), tuple(sorted({*target.eos_token_ids, own} - {None})))
+    return Workload(case, tuple(prompts), loading.text_ends(target))
 
 
 def generate(plan: Plan, params: Params, work: Workload) -> tuple[list[Answer], Shared]:
