@@ -1,7 +1,6 @@
 """What the distilling scripts share: their options, and the run around a task."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,6 +18,7 @@ from training.acceptance import AcceptanceSettings, acceptance_meter
 from training.data.loader import batches, held_out
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings, open_data
+from training.digests import weights_digest
 from training.export import check, save
 from training.objective import head_of
 from training.slots import SlotRecipe
@@ -257,7 +257,7 @@ def distil(
             out=Path(settings.output), measure=measure, bar=bar, stop_after=stop_after,
             identity=dict(identity) | {
                 "data": f"sha256 {data.description['sha256'][:16]}",
-                "target": f"sha256 {_digest(target.params)}",
+                "target": f"sha256 {weights_digest(target.params)}",
                 "acceptance_prompts": "some" if measure else 0,  # they decide what is the best
             },
             facts=trainer.provenance(module, argv) | described,
@@ -277,16 +277,7 @@ def distil(
 
 def described(config: Any, start: Any | None) -> str:
     """Sizes of what is trained and the weights it starts from, to tell a run from another."""
-    return repr(config) if start is None else f"{config!r} from sha256 {_digest(start)}"
-
-
-def _digest(params: Any) -> str:
-    """What tells weights from others of their shapes, in whichever dtype they were loaded."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        row = leaf[(0,) * max(leaf.ndim - 1, 0)]
-        found.update(np.asarray(row.astype(jnp.bfloat16)).tobytes())
-    return found.hexdigest()[:16]
+    return repr(config) if start is None else f"{config!r} from sha256 {weights_digest(start)}"
 
 
 def _fed(settings: DistillSettings, data: Data) -> dict[str, Any]:

@@ -10,6 +10,7 @@ has noise of its own, so that it depends neither on the others nor on when the r
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -27,9 +28,11 @@ from jspec.naming import shown
 from jspec.outputs import RequestOutput
 from jspec.params import SamplingParams
 from training.data import readers
+from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
+from training.digests import weights_digest
 from training.locks import alone
 from training.trainer.command import run_command
 from training.trainer.provenance import provenance, without_folders
@@ -165,16 +168,18 @@ def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
         sources, encoder, bad, max_positions=sizes.max_positions, every_turn=settings.every_turn,
         prompt_tokens=settings.prompt_tokens, stride=stride,
     )  # fmt: skip
-    done = _resume(Path(settings.output), settings, encoder, argv)
+    facts = _facts(settings, encoder)
+    _refuse_another_run(Path(settings.output), facts)  # before the weights are read
+    target = loading.load(settings.target, settings.dtype)
+    facts |= {"weights": f"sha256 {weights_digest(target.params)}"}
+    done = _resume(Path(settings.output), facts, argv)
     todo = [group for group in _groups(prompts, settings.batch)
             if any(prompt.key not in done for prompt in group)]  # fmt: skip
     count = sum(prompt.key not in done for group in todo for prompt in group)
     if not count:
         print(f"all {len(prompts)} prompts are answered", file=sys.stderr)
         return 0
-    llm = LLM(
-        settings.target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch
-    )
+    llm = LLM(target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch)
     with Path(settings.output).open("ab") as file, _progress(len(prompts)) as shown:
         shown(len(prompts) - count, 0)
         for group in todo:
@@ -242,35 +247,57 @@ def _groups(prompts: list[Prompt], size: int) -> Iterator[list[Prompt]]:
             yield block[first : first + size]
 
 
-def _resume(
-    path: Path, settings: GenerateSettings, encoder: Encoder, argv: Sequence[str]
-) -> set[str]:
+def _facts(settings: GenerateSettings, encoder: Encoder) -> dict[str, Any]:
+    """What all answers of a file share, but for the target's weights."""
+    template = template_source(encoder.tokenizer, settings.chat_template)
+    return {
+        "settings": settings.identity(),
+        "vocabulary": vocabulary_digest(encoder.tokenizer),
+        "template": f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:16]}",
+    }
+
+
+def _resume(path: Path, facts: dict[str, Any], argv: Sequence[str]) -> set[str]:
     """Keys of the prompts that ``path`` answers whole; what stands behind them is cut off.
 
     Raises:
-      ValueError: it is of a run with other settings, or damaged before its last line.
+      ValueError: it is of another run than ``facts`` say, or damaged before its last line.
     """
-    beside = readers.provenance_of(path)
-    facts = {"settings": settings.identity(), "vocabulary": vocabulary_digest(encoder.tokenizer)}
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts |= provenance("training.generate_data", argv)
-        beside.write_text(json.dumps(facts, indent=2) + "\n")
+        facts = facts | provenance("training.generate_data", argv)
+        readers.provenance_of(path).write_text(json.dumps(facts, indent=2) + "\n")
         return set()
-    before = readers.written_beside(beside) if beside.exists() else {}
-    settings_then = before.get("settings")
-    settings_then = settings_then if isinstance(settings_then, dict) else {}
-    was = {**settings_then, "vocabulary": before.get("vocabulary")}
-    now = {**facts["settings"], "vocabulary": facts["vocabulary"]}
-    changed = [f"{name} {now[name]!r} (was {shown(was.get(name))})" for name in now
-               if now[name] != was.get(name)]  # fmt: skip
-    if changed:
-        remedy = f"it holds the answers of another run: {', '.join(changed)}; give a new one"
-        raise bad_option("output", path.name, remedy)
+    _refuse_another_run(path, facts)
     done, whole = _whole_answers(path)
     with path.open("r+b") as file:
         file.truncate(whole)
     return done
+
+
+def _refuse_another_run(path: Path, facts: dict[str, Any]) -> None:
+    """Refuses to go on with a file whose provenance is not ``facts``."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    beside = readers.provenance_of(path)
+    before = readers.written_beside(beside) if beside.exists() else {}
+    settings_then = before.get("settings")
+    was = {**before, **(settings_then if isinstance(settings_then, dict) else {})}
+    now = {**facts, **facts["settings"]}
+    del now["settings"]
+    # Earlier versions wrote down neither: only who ran them knows.
+    untold = {key: now[key] for key in ("weights", "template") if key in now and key not in was}
+    changed = [f"{name} {now[name]!r} (was {shown(was.get(name))})" for name in now
+               if name not in untold and now[name] != was.get(name)]  # fmt: skip
+    if changed:
+        remedy = f"it holds the answers of another run: {', '.join(changed)}; give a new one"
+        raise bad_option("output", path.name, remedy)
+    if "weights" in untold:
+        raise bad_option(
+            "output", path.name,
+            f"{beside.name} does not say whose answers it holds; give a new one, or, if target "
+            f"and template are those of then, add {json.dumps(untold)[1:-1]} to that file",
+        )  # fmt: skip
 
 
 def _answer_of(text: bytes) -> dict:

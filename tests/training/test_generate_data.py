@@ -1,15 +1,18 @@
 """The target's answers: its own, whoever stops the run and whatever runs beside them."""
 
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import jspec
-from jspec import SamplingParams
+from jspec import SamplingParams, checkpoint
 from tests import llm_fixtures
 from training import generate_data
 from training.data.settings import DataSettings, open_data
@@ -188,6 +191,43 @@ def test_another_run_is_not_continued_by_mistake(target, chats, whole, capsys):
     said = capsys.readouterr().err
     assert "holds the answers of another run: seed 1 (was 0); give a new one" in said
     assert whole.read_bytes() == before
+
+
+def test_a_target_of_the_same_name_or_an_edited_template_does_not_go_on_with_a_file(
+    target, chats, tmp_path, capsys
+):
+    template, path = tmp_path / "template.jinja", tmp_path / "answers.jsonl"
+    template.write_text(jspec.load(target).tokenizer.chat_template)
+    run = arguments(target, chats, path, "--chat-template", str(template))
+    assert generate_data.main(run) == 0
+    before = path.read_bytes()
+    model = jspec.load(target)
+    other = shutil.copytree(target, tmp_path / Path(target).name)
+    again = jax.tree.map(lambda leaf: -leaf, model.params)
+    checkpoint.save_pretrained(other, model.config, again, model.raw_config)
+    assert generate_data.main([*run, "--target", str(other)]) == 2
+    message = r"holds the answers of another run: weights 'sha256 \w+' \(was 'sha256 \w+'\); give"
+    assert re.search(message, capsys.readouterr().err)
+    template.write_text(template.read_text() + " ")
+    assert generate_data.main(run) == 2
+    assert re.search(message.replace("weights", "template"), capsys.readouterr().err)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_does_not_say_whose_answers_it_holds_goes_on_once_it_does(
+    target, chats, whole, tmp_path, capsys
+):
+    path = tmp_path / "early.jsonl"
+    path.write_bytes(whole.read_bytes())
+    facts = json.loads(whole.with_name("whole.jsonl.provenance.json").read_text())
+    told = {name: facts.pop(name) for name in ("weights", "template")}
+    beside = path.with_name("early.jsonl.provenance.json")
+    beside.write_text(json.dumps(facts))
+    assert generate_data.main(arguments(target, chats, path)) == 2
+    said = capsys.readouterr().err
+    assert f"of then, add {json.dumps(told)[1:-1]} to that file" in said and said.count("\n") == 1
+    beside.write_text(json.dumps(facts | told))
+    assert generate_data.main(arguments(target, chats, path)) == 0
 
 
 def test_two_processes_do_not_write_one_file(target, chats, whole, capsys):

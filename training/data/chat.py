@@ -161,13 +161,23 @@ def open_template(tokenizer: Any, path: str = "") -> ChatTemplate:
             f"{type(tokenizer).__name__} is no fast tokenizer, and cannot say where in a text its "
             "tokens lie; save it with a tokenizer.json"
         )
-    if path:
-        if not Path(path).is_file():
-            raise ValueError(f"--chat-template {path!r} is no file; give one that holds Jinja")
-        return ChatTemplate(tokenizer, Path(path).read_text(encoding="utf-8"))
-    if not tokenizer.chat_template:
+    source = template_source(tokenizer, path)
+    if not source:
         raise ValueError(
             "the data are conversations, but the tokenizer has no chat template; give one with "
             "--chat-template FILE (Jinja), or give plain text"
         )
-    return ChatTemplate(tokenizer, tokenizer.get_chat_template())
+    return ChatTemplate(tokenizer, source)
+
+
+def template_source(tokenizer: Any, path: str = "") -> str:
+    """The Jinja of file ``path``, or the tokenizer's own; "" where there is none.
+
+    Raises:
+      ValueError: there is no such file.
+    """
+    if path:
+        if not Path(path).is_file():
+            raise ValueError(f"--chat-template {path!r} is no file; give one that holds Jinja")
+        return Path(path).read_text(encoding="utf-8")
+    return tokenizer.get_chat_template() if tokenizer.chat_template else ""
