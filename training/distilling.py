@@ -250,17 +250,17 @@ def distil(
         )
         weights_of = weights_of or (lambda params: (target.params, params))
         measure = lambda params: meter(*weights_of(params))
-    described = {"data": data.description}
+    criterion = _criterion(settings, data)
     with trainer.progress(settings.trainer.steps) as bar:
         result = trainer.train(
             task, frozen, **_fed(settings, data), settings=settings.trainer,
             out=Path(settings.output), measure=measure, bar=bar, stop_after=stop_after,
-            identity=dict(identity) | {
+            identity=dict(identity) | criterion | {
                 "data": f"sha256 {data.description['sha256'][:16]}",
                 "target": f"sha256 {weights_digest(target.params)}",
-                "acceptance_prompts": "some" if measure else 0,  # they decide what is the best
             },
-            facts=trainer.provenance(module, argv) | described,
+            passed_over=lambda before: _untold(criterion, before),
+            facts=trainer.provenance(module, argv) | {"data": data.description},
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
         )  # fmt: skip
     if not result.finished:
@@ -278,6 +278,22 @@ def distil(
 def described(config: Any, start: Any | None) -> str:
     """Sizes of what is trained and the weights it starts from, to tell a run from another."""
     return repr(config) if start is None else f"{config!r} from sha256 {weights_digest(start)}"
+
+
+def _criterion(settings: DistillSettings, data: Data) -> dict[str, Any]:
+    """Options that decide which weights are best: with others, numbers would not compare."""
+    if settings.measures:
+        return dataclasses.asdict(settings.acceptance)
+    apart = {} if data.held_out is None else {"eval_windows": settings.eval_windows}
+    return {"acceptance_prompts": 0} | apart
+
+
+def _untold(criterion: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
+    """Which options of the criterion a record of an earlier version does not tell: it holds whether
+    acceptance was measured, and not how."""
+    untold = criterion.keys() - before.keys()
+    measured = criterion["acceptance_prompts"] and before.get("acceptance_prompts") == "some"
+    return untold | ({"acceptance_prompts"} if measured else set())
 
 
 def _fed(settings: DistillSettings, data: Data) -> dict[str, Any]:

@@ -139,6 +139,44 @@ def test_a_run_goes_on_with_its_own_target_and_measure_alone(words, target, tmp_
         assert f"holds another run: --{option} " in capsys.readouterr().err
 
 
+def recorded(run):
+    """The file in which the newest checkpoint of a run says which run it is."""
+    step = max((run / "checkpoints").glob("[0-9]*"), key=lambda folder: int(folder.name))
+    return step / "record" / "metadata"
+
+
+def test_what_decides_which_weights_are_best_stays_as_it_is(words, target, tmp_path, capsys):
+    measured, plain = ([*words, "--steps", "2", "--output", str(tmp_path / name)]
+                       for name in ("measured", "plain"))  # fmt: skip
+    plain += ["--acceptance-prompts", "0"]
+    assert distill_medusa.main(measured) == distill_medusa.main(plain) == 0
+    others = ["--acceptance-prompts", "1", "--num-speculative-tokens", "1", "--prompt-tokens", "4",
+              "--max-new-tokens", "4", "--temperatures", "0.5"]  # fmt: skip
+    assert distill_medusa.main([*measured, *others]) == 2
+    said = capsys.readouterr().err
+    assert "holds another run: " in said and "--temperatures (0.5,) (was [1.0, 0.0])" in said
+    assert all(f"{option} " in said for option in others[::2])
+    assert distill_medusa.main([*plain, "--eval-windows", "1"]) == 2
+    assert "holds another run: --eval-windows 1 (was 2)" in capsys.readouterr().err
+    assert distill_medusa.main([*measured, "--eval-windows", "1"]) == 0  # a number beside others
+
+
+def test_a_run_goes_on_whose_record_does_not_tell_how_acceptance_was_measured(
+    words, tmp_path, capsys
+):
+    run = [*words, "--steps", "2", "--output", str(tmp_path)]
+    assert distill_medusa.main(run) == 0
+    record = json.loads(recorded(tmp_path).read_text())
+    how = ("num_speculative_tokens", "prompt_tokens", "max_new_tokens", "temperatures")
+    for name in how:
+        del record["identity"][name]
+    record["identity"]["acceptance_prompts"] = "some"
+    recorded(tmp_path).write_text(json.dumps(record))
+    assert distill_medusa.main([*run, "--acceptance-prompts", "0"]) == 2
+    assert "--acceptance-prompts 0 (was 'some')" in capsys.readouterr().err
+    assert distill_medusa.main(run) == 0
+
+
 def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path, capsys):
     layers, more = ["--draft-layers", "0", "2"], ["--on-policy", "0.5", "--on-policy-prompt", "8"]
     run = [*words, "--output", str(tmp_path), *more]

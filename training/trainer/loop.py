@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,7 @@ def train(
     held_out: Iterable[Batch] = (),
     measure: Callable[[Any], dict[str, float]] | None = None,
     identity: Mapping[str, Any] | None = None,
+    passed_over: Callable[[dict], Collection[str]] = lambda _: (),
     free: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     best: tuple[str, Literal["min", "max"]] = ("heldout_loss", "min"),
@@ -78,6 +79,8 @@ def train(
       measure: host function of the weights, run at every evaluation by all processes; its values
         are logged by name (the bar shows ``acceptance_length``).
       identity: options of the script that a resumed run must share, in JSON.
+      passed_over: from the identity of a run in ``out`` to those names in which a run that resumes
+        it may differ all the same.
       free: options of the script that it may change.
       facts: what ``provenance.json`` says beside what the trainer knows.
       best: metric of an evaluation by which the best checkpoint is kept.
@@ -95,7 +98,7 @@ def train(
         if jax.process_index() == 0:
             held.enter_context(alone(out))
         checkpoints = held.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
-        _refuse_another_run(checkpoints, known, out)
+        _refuse_another_run(checkpoints, known, out, passed_over)
         checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.place()):
             frozen = meshes.place(frozen, mesh)
@@ -127,16 +130,22 @@ def _result(run: Run, facts: dict[str, Any]) -> Result:
     )  # fmt: skip
 
 
-def _refuse_another_run(checkpoints: Checkpoints, identity: dict, out: Path) -> None:
+def _refuse_another_run(
+    checkpoints: Checkpoints,
+    identity: dict,
+    out: Path,
+    passed_over: Callable[[dict], Collection[str]],
+) -> None:
     if checkpoints.latest is None:
         return
     before = checkpoints.record()["identity"]
+    compared = [name for name in identity | before if name not in passed_over(before)]
     plain = lambda value: (
         list(value) if isinstance(value, tuple) else value
     )  # as JSON gives it back
     changed = [
         f"--{name.replace('_', '-')} {identity.get(name)!r} (was {before.get(name)!r})"
-        for name in identity | before
+        for name in compared
         if plain(identity.get(name)) != before.get(name)
     ]
     if changed:
