@@ -48,7 +48,7 @@ class GenerateSettings:
 
     Attributes:
       target: the model that answers: a folder in Hugging Face layout, or a hub id
-      prompts: files or globs of text or JSON lines, folders of sources, stdlib, package:NAME,
+      prompts: files or globs of text or JSON lines, folders of them, stdlib, package:NAME,
         hf:NAME[:SPLIT], or folders saved by datasets
       output: file of JSON lines, appended to
       max_new_tokens: most tokens of an answer
@@ -63,7 +63,7 @@ class GenerateSettings:
         max_new_tokens of the text (0: a text is one prompt)
       data_format: what lines of JSON hold; auto goes by their keys
       package_paths: more folders in which package:NAME is searched
-      held_out_modules: top-level modules of source trees of which nothing is asked
+      held_out_modules: top-level modules of folders and packages of which nothing is asked
       chat_template: file with the Jinja template of conversations (default: the tokenizer's own)
       max_bad_lines: lines to skip before giving up
 

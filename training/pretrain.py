@@ -236,7 +236,9 @@ def _describe(corpus: data.Corpus) -> dict[str, Any]:
         for source in map(trainer.without_folders, request["sources"])
     ]
     return {"sources": sources, "heldout_modules": request["holdout"]} | {
-        part: corpus.description[part] for part in ("train", "holdout")
+        part: corpus.description[part]
+        for part in ("left_out", "train", "holdout")
+        if part in corpus.description
     }
 
 

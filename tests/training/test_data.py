@@ -1,3 +1,6 @@
+import collections
+import json
+
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -24,14 +27,65 @@ def test_a_copy_of_a_held_out_file_is_dropped_wherever_it_lies(sources, tmp_path
     assert sorted(document.module for document in found) == ["alpha", "beta", HELD_OUT]
 
 
-def test_tables_tests_and_licence_headers_are_left_out(tmp_path):
+def test_tables_tests_and_licence_headers_of_packages_are_left_out(tmp_path, capsys):
     body = "\n".join(f"def function_{word}(): return None" for word in "abcdefghijklmnopqrstuvwxyz")
-    (tmp_path / "kept.py").write_text("# Copyright 1999 Nobody\n# All wrongs reserved\n\n" + body)
-    (tmp_path / "table.py").write_text("ROWS = [\n" + "  12345, 67890, 13579,\n" * 40 + "]\n")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "helper.py").write_text(body.replace("function", "other"))
-    (found,) = data.find_documents([str(tmp_path)])
+    package = tmp_path / "wordy"
+    (package / "tests").mkdir(parents=True)
+    (package / "kept.py").write_text("# Copyright 1999 Nobody\n# All wrongs reserved\n\n" + body)
+    (package / "table.py").write_text("ROWS = [\n" + "  12345, 67890, 13579,\n" * 40 + "]\n")
+    (package / "tests" / "helper.py").write_text(body.replace("function", "other"))
+    (found,) = data.find_documents(["package:wordy"], [str(tmp_path)])
     assert found.module == "kept" and found.text == body
+    said = capsys.readouterr().err
+    assert said == "left out of the data: 1 named as tests, tables or copies, 1 tables\n"
+
+
+FOLDER = {
+    "notes/today.md": "# Licence\n\nshort\n",
+    "russian.txt": "Съешь же ещё этих мягких французских булок\n" * 20,
+    "tests/numbers.txt": "31415926535\t8979323846\n" * 30,
+    "data/line.py": "x = '" + "word " * 200 + "'\n",
+    "data/again.py": "x = '" + "word " * 200 + "'\n",
+    "long.rst": "a line of a long text\n" * 12_000,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of the user's, of which a package would keep nothing."""
+    folder = tmp_path / "texts"
+    for name, text in FOLDER.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_folder_is_taken_whole_and_what_is_no_text_is_told(folder, capsys):
+    find = lambda: data.find_documents([str(folder)], left_out=left_out)
+    left_out = collections.Counter()
+    assert sorted(document.text for document in find()) == sorted(FOLDER.values())
+    assert not left_out and not capsys.readouterr().err
+    (folder / ".git").mkdir()
+    (folder / ".git" / "log.txt").write_text("words\n")
+    (folder / "table.csv").write_text("1,2\n")
+    (folder / "latin.txt").write_bytes("grüße\n".encode("latin-1"))
+    (folder / "empty.txt").write_text("\n")
+    assert len(find()) == len(FOLDER)
+    assert left_out == {"hidden": 1, "*.csv": 1, "not UTF-8": 1, "empty": 1}
+    said = capsys.readouterr().err
+    assert said.startswith("left out of the data: 1 ") and "1 *.csv" in said
+    assert said.count("\n") == 1
+
+
+def test_a_corpus_of_an_earlier_version_is_not_taken_for_the_whole_folder(folder, tmp_path):
+    (folder / "table.csv").write_text("1,2\n")
+    build = lambda: data.prepare(tmp_path / "corpus", [str(folder)], ["notes"], vocab_size=300)
+    made = build().description
+    assert made["left_out"] == {"*.csv": 1} and made["train"]["files"] == len(FOLDER) - 1
+    assert made["request"].pop("files") == "whole"
+    made["train"]["files"] = 1  # as little as was kept of it
+    (tmp_path / "corpus" / "corpus.json").write_text(json.dumps(made))
+    assert build().description["train"]["files"] == len(FOLDER) - 1
 
 
 def test_windows_hold_every_input_and_its_target_once():

@@ -156,6 +156,30 @@ def test_source_trees_are_read_without_their_held_out_modules(opened, sources):
         opened(str(sources), held_out_modules=("secret", "alpha", "beta"))
 
 
+def test_a_folder_gives_what_its_files_would_give_if_each_were_named(opened, tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    (folder / "test").mkdir(parents=True)
+    write(folder / "test" / "chat.jsonl", {"prompt": "hi", "response": "bye"})
+    write(folder / "text.txt", "how are you")
+    write(folder / "table.jsonl", {"rows": 1})
+    write(folder / "settings.json", {"text": "hi"})
+    data = opened(str(folder))
+    assert sorted(text for text, _ in documents(data.train)) == [
+        "<user>hi<end>\n<assistant>bye<end>\n", "how are you\n<end>",
+    ]  # fmt: skip
+    assert data.description["left_out"] == {"*.jsonl": 1, "*.json": 1}
+    held = opened(str(folder), held_out_modules=("test",))
+    assert [text for text, _ in documents(held.train)] == ["how are you\n<end>"]
+    assert len(list(documents(held.held_out))) == 1
+    monkeypatch.setattr(readers.sources, "MAX_BYTES", 10)
+    monkeypatch.setattr(readers, "_SECTION", 8)
+    write(folder / "text.txt", "hi", "how are you", "fine")  # longer than is tokenised in one go
+    source = readers.find([str(folder)])[0][0]
+    texts = [record for _, record in source.read(readers.BadLines())]
+    assert [record.text for record in texts] == ["hi\n", "how are you\n", "fine\n"]
+    assert [record.ends for record in texts] == [False, False, True]
+
+
 def test_bad_lines_are_named_counted_and_skipped_up_to_the_limit(opened, tmp_path, capsys):
     lines = [{"text": "hi"}, "{hi", {"text": "bye"}, {"messages": [USER, ANSWER]}, {"words": 1}]
     path = write(tmp_path / "mixed.jsonl", *lines)

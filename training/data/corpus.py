@@ -7,6 +7,7 @@ alone, so a resumed run sees exactly the data that an uninterrupted one would ha
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from training.batches import Batch
-from training.data.sources import Document, find_documents
+from training.data.sources import Document, find_documents, is_package
 from training.data.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 
 
@@ -53,10 +54,13 @@ def prepare(
         "sources": list(sources), "holdout": sorted(holdout), "vocab_size": vocab_size,
         "source_megabytes": source_megabytes, "seed": seed,
     }  # fmt: skip
+    if not all(map(is_package, sources)):
+        request["files"] = "whole"  # earlier versions cleaned them as packages are
     record = directory / "corpus.json"
     if not record.exists() or json.loads(record.read_text())["request"] != request:
         record.unlink(missing_ok=True)  # what it speaks of is about to be replaced
-        documents = find_documents(sources, package_paths, first=holdout)
+        left_out: Counter[str] = Counter()
+        documents = find_documents(sources, package_paths, holdout, left_out)
         parts = _split(documents, holdout, seed)
         if source_megabytes:
             parts["train"] = _capped(parts["train"], 1e6 * source_megabytes)
@@ -68,7 +72,9 @@ def prepare(
             for name, part in parts.items()
         }
         modules = sorted({document.module for document in parts["train"]})
-        description = {"request": request, "train_modules": modules, **counts}
+        description = {
+            "request": request, "train_modules": modules, "left_out": dict(left_out), **counts
+        }  # fmt: skip
         record.write_text(json.dumps(description, indent=2) + "\n")  # last: marks a whole corpus
     return open_corpus(directory)
 

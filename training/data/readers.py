@@ -1,4 +1,4 @@
-"""Where records come from: JSON lines, plain text, source trees, Hugging Face datasets.
+"""Where records come from: JSON lines, text, folders, packages, Hugging Face datasets.
 
 A file's format is recognised by its content. What cannot be used is counted by ``BadLines``, which
 fails once there are too many.
@@ -6,7 +6,9 @@ fails once there are too many.
 
 import dataclasses
 import hashlib
+import io
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from jspec import checks
 from training.data import sources
 from training.data.records import Record, Text, kinds, read_record
 
-_JSON = (".jsonl", ".ndjson", ".json")
+_LINES = (".jsonl", ".ndjson")
+_JSON = (*_LINES, ".json")
 _SECTION = 1 << 16  # characters of plain text tokenised in one go
 _EXAMPLE = 1 << 10  # bytes that an example of a dataset counts for in a progress bar
 
@@ -76,15 +79,20 @@ def find(
     data_format: str = "auto",
     package_paths: Sequence[str] = (),
     held_out_modules: Sequence[str] = (),
+    left_out: Counter[str] | None = None,
 ) -> tuple[list[Source], list[Source]]:
-    """Opens ``data``, and of its source trees the held-out modules apart.
+    """Opens ``data``, and of its folders and packages the held-out modules apart.
+
+    Of a folder the files of text, and those of lines of JSON that hold records, are read as if each
+    were named; packages are cleaned. What is left out is told on stderr.
 
     Args:
-      data: each one of ``stdlib``, ``package:NAME``, ``hf:NAME[:SPLIT]``, a folder (a source tree,
-        or a dataset saved by ``datasets``), a file or a glob of files.
+      data: each one of ``stdlib``, ``package:NAME``, ``hf:NAME[:SPLIT]``, a folder (of files, or a
+        dataset saved by ``datasets``), a file or a glob of files.
       data_format: one of ``records.FORMATS``, for lines of JSON.
       package_paths: more folders in which packages are searched.
-      held_out_modules: top-level modules of the trees.
+      held_out_modules: top-level modules of folders and packages.
+      left_out: gets the number of files that are left out by reason.
 
     Returns:
       What to train on, and what not to.
@@ -101,17 +109,44 @@ def find(
             trees.append(name)
         else:
             train += [_file(path, data_format) for path in found]
-    parts: tuple[list, list] = ([], [])
-    if trees:
-        for document in sources.find_documents(trees, package_paths, first=held_out_modules):
-            parts[document.module in held_out_modules].append(document)
-    missing = set(held_out_modules) - {document.module for document in parts[1]}
+    inside = _inside(trees, data_format, package_paths, held_out_modules, left_out)
+    return train + inside[0], inside[1]
+
+
+def _inside(
+    trees: Sequence[str],
+    data_format: str,
+    package_paths: Sequence[str],
+    held_out_modules: Sequence[str],
+    left_out: Counter[str] | None,
+) -> tuple[list[Source], list[Source]]:
+    """What folders and packages hold, and of it the held-out modules apart."""
+    left_out = Counter() if left_out is None else left_out
+    texts: tuple[list, list] = ([], [])
+    lines: tuple[list, list] = ([], [])
+    modules = set()
+
+    def takes(module: str, path: Path) -> bool:
+        if path.suffix not in _LINES or not _looks_like_json(_first_line(path)):
+            return False
+        lines[module in held_out_modules].append(_file(path, data_format))
+        modules.add(module)
+        return True
+
+    found = sources.collect(trees, package_paths, held_out_modules, left_out, takes)
+    sources.say_left_out(left_out)
+    for document in found:
+        texts[document.module in held_out_modules].append(document)
+        modules.add(document.module)
+    if trees and not modules:
+        raise ValueError(f"data {list(trees)} holds no usable text; give other files or folders")
+    missing = set(held_out_modules) - modules
     if missing:
         raise ValueError(
             f"--held-out-modules {sorted(missing)} are in no source tree of --data; name modules "
             "of them"
         )
-    return train + _documents(parts[0]), _documents(parts[1])
+    return _documents(texts[0]) + lines[0], _documents(texts[1]) + lines[1]
 
 
 def _files_of(name: str) -> list[Path]:
@@ -130,7 +165,7 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _documents(documents: list[sources.Document]) -> list[Source]:
-    """Cleaned files of source trees."""
+    """Files of folders and packages."""
     if not documents:
         return []
     names = sorted({Path(document.source).name for document in documents})
@@ -138,10 +173,13 @@ def _documents(documents: list[sources.Document]) -> list[Source]:
     for document in documents:
         digest.update(hashlib.sha256(document.text.encode()).digest())
 
-    def read(_: BadLines) -> Iterator[tuple[int, Record]]:
+    def read(bad: BadLines) -> Iterator[tuple[int, Record]]:
         for number, document in enumerate(documents, 1):
             where = f"file {number} of {document.module} in {Path(document.source).name}"
-            yield len(document.text), Text(where, document.text)
+            if len(document.text) <= sources.MAX_BYTES:
+                yield len(document.text), Text(where, document.text)
+            else:
+                yield from _sections(where, io.StringIO(document.text), bad)
 
     size = sum(len(document.text) for document in documents)
     return [Source(", ".join(names), size, digest.hexdigest(), read)]
@@ -154,18 +192,23 @@ def _file(path: Path, data_format: str) -> Source:
         raise ValueError(f"data {path.name!r} is empty; leave it out")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(0)
-        first = next((line for line in file if line.strip()), b"")
+    first = _first_line(path)
     if path.suffix in _JSON or _looks_like_json(first):
         is_list = path.suffix == ".json" and first.lstrip().startswith(b"[")
         entries = lambda bad: _list(path) if is_list else _lines(path, bad)
         read = lambda bad: _recognised(entries(bad), data_format, bad)
     else:
-        read = lambda bad: _sections(path, bad)
+        read = lambda bad: _text(path, bad)
     beside, vocabulary = provenance_of(path), ""
     if beside.exists() and data_format in ("auto", "tokens"):
         vocabulary = written_beside(beside).get("vocabulary", "")
     return Source(path.name, size, f"{data_format} {digest}", read, vocabulary)
+
+
+def _first_line(path: Path) -> bytes:
+    """The first line that is not blank."""
+    with path.open("rb") as file:
+        return next((line for line in file if line.strip()), b"")
 
 
 def written_beside(path: Path) -> dict:
@@ -235,21 +278,26 @@ def _recognised(
         yield size, record
 
 
-def _sections(path: Path, bad: BadLines) -> Iterator[tuple[int, Record]]:
-    """A text of any length, cut at the ends of lines."""
-    begins, lines, size, number, first = True, [], 0, 0, 1
+def _text(path: Path, bad: BadLines) -> Iterator[tuple[int, Record]]:
+    """The one document of a file of text."""
     with path.open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if size + len(line) > _SECTION and size:
-                    yield size, Text(f"{path.name}:{first}", "".join(lines), begins, ends=False)
-                    begins, lines, size, first = False, [], 0, number
-                lines.append(line)
-                size += len(line)
-        except UnicodeDecodeError as error:
-            bad.add(f"{path.name}:{number + 1}", f"no UTF-8 ({error.reason}); nothing after it")
+        yield from _sections(path.name, file, bad)
+
+
+def _sections(name: str, text: Iterable[str], bad: BadLines) -> Iterator[tuple[int, Record]]:
+    """The lines of a text of any length, cut at the ends of lines."""
+    begins, lines, size, number, first = True, [], 0, 0, 1
+    try:
+        for number, line in enumerate(text, 1):
+            if size + len(line) > _SECTION and size:
+                yield size, Text(f"{name}:{first}", "".join(lines), begins, ends=False)
+                begins, lines, size, first = False, [], 0, number
+            lines.append(line)
+            size += len(line)
+    except UnicodeDecodeError as error:
+        bad.add(f"{name}:{number + 1}", f"no UTF-8 ({error.reason}); nothing after it")
     if size:
-        yield size, Text(f"{path.name}:{first}", "".join(lines), begins, ends=True)
+        yield size, Text(f"{name}:{first}", "".join(lines), begins, ends=True)
 
 
 def _is_saved(path: Path) -> bool:

@@ -1,8 +1,10 @@
 """What a run trains on: options of every distilling script, and the rows that they make."""
 
 import dataclasses
+import functools
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +23,7 @@ class DataSettings:
     """The data of a run. Every field is an option of the command line: ``--length 1024``.
 
     Attributes:
-      data: files or globs of text or JSON lines, folders of sources, stdlib, package:NAME,
+      data: files or globs of text or JSON lines, folders of them, stdlib, package:NAME,
         hf:NAME[:SPLIT], or folders saved by datasets
       data_format: what lines of JSON hold; auto goes by their keys
       package_paths: more folders in which package:NAME is searched
@@ -32,7 +34,7 @@ class DataSettings:
       long_documents: longer than a window: cut into pieces, truncate to the first one, or drop
       held_out_share: share of the documents that is kept out of training
       held_out_data: more data, kept out of training even where --data holds it too
-      held_out_modules: top-level modules of source trees that are kept out of training
+      held_out_modules: top-level modules of folders and packages that are kept out of training
       cache: folder of tokenised data (default: in the user's cache)
 
     Raises:
@@ -94,15 +96,15 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     Raises:
       ValueError: data cannot be read, hold too many bad lines, or leave one side of a split empty.
     """
-    sources, apart = readers.find(
-        settings.data, data_format=settings.data_format, package_paths=settings.package_paths,
-        held_out_modules=settings.held_out_modules,
-    )  # fmt: skip
+    left_out, more = Counter(), Counter()
+    find = functools.partial(
+        readers.find, data_format=settings.data_format, package_paths=settings.package_paths
+    )
+    sources, apart = find(
+        settings.data, held_out_modules=settings.held_out_modules, left_out=left_out
+    )
     if settings.held_out_data:
-        apart += readers.find(
-            settings.held_out_data, data_format=settings.data_format,
-            package_paths=settings.package_paths,
-        )[0]  # fmt: skip
+        apart += find(settings.held_out_data, left_out=more)[0]
     if not sources:
         remedy = "it leaves nothing to train on; name fewer"
         raise bad_option("held_out_modules", settings.held_out_modules, remedy)
@@ -122,7 +124,8 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     )  # fmt: skip
     train = rows(file, np.flatnonzero(kept))
     held_out = rows(other, held) if len(held) else None
-    return Data(train, held_out, _describe(settings, train, held_out))
+    told = {"left_out": dict(left_out + more)} if left_out or more else {}
+    return Data(train, held_out, _describe(settings, train, held_out) | told)
 
 
 def _check_split(settings: DataSettings, kept: int, held: int) -> None:
