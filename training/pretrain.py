@@ -128,6 +128,9 @@ class Settings:
         longest = self.model.max_positions
         if self.text.length > longest:
             raise bad_option("length", self.text.length, f"at most --max-positions {longest}")
+        if self.text.data and not self.text.holdout:
+            remedy = "name a module (a file or folder at the top of --data) for the held-out loss"
+            raise bad_option("holdout", (), remedy)
 
     @property
     def corpus_dir(self) -> Path:
@@ -210,15 +213,32 @@ def run(
 
 
 def open_corpus(settings: Settings) -> data.Corpus:
-    """The run's tokenised data, built on first use."""
+    """The run's tokenised data, built on first use.
+
+    Raises:
+      ValueError: the data cannot be read, or the corpus holds none or another vocabulary.
+    """
     text = settings.text
     if not text.data:
-        return data.open_corpus(settings.corpus_dir)
+        return _given_corpus(settings)
     return data.prepare(
         settings.corpus_dir, text.data, text.holdout, vocab_size=settings.model.vocab_size,
         package_paths=text.package_paths, source_megabytes=text.source_megabytes,
         max_length=settings.model.max_positions,
     )  # fmt: skip
+
+
+def _given_corpus(settings: Settings) -> data.Corpus:
+    folder, given = settings.corpus_dir, settings.text.corpus
+    files = [folder / name for name in ("corpus.json", "train.bin", "holdout.bin")]
+    if not all(file.is_file() and file.stat().st_size for file in files):
+        raise bad_option("corpus", given, "it holds no corpus; name --data to build one there")
+    corpus = data.open_corpus(folder)
+    known, tokens = settings.model.vocab_size, corpus.tokenizer.get_vocab_size()
+    if tokens > known:
+        remedy = f"the corpus {folder.name!r} has {tokens} tokens; take as many"
+        raise bad_option("vocab_size", known, remedy)
+    return corpus
 
 
 def _identity(settings: Settings, corpus: data.Corpus) -> dict[str, Any]:

@@ -25,6 +25,15 @@ def test_a_run_is_not_resumed_on_other_data_or_sizes(with_options, sources, tmp_
         pretrain.run(with_options(batch=2, intermediate_size=32))
 
 
+def test_a_corpus_that_is_none_or_of_more_tokens_is_refused_before_the_work(with_options, tmp_path):
+    nothing = with_options(corpus=str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"--corpus '.*nothing' does not work; it holds no corpus"):
+        pretrain.run(nothing)
+    with pytest.raises(ValueError, match=r"--vocab-size 299 does not work; .* has 300 tokens"):
+        pretrain.run(with_options(vocab_size=299))
+    assert not (tmp_path / "run").exists()
+
+
 def test_cut_windows_keep_every_input_and_its_target():
     windows = jax.numpy.arange(66).reshape(2, 33)
     parts = pretrain.cut(windows, 8)
@@ -64,6 +73,8 @@ def test_bad_options_give_one_line_and_exit_code_2(capsys, options, message):
 def test_a_run_needs_a_folder_and_data(capsys):
     assert pretrain.main(["--data", "stdlib"]) == 2 and "--out" in capsys.readouterr().err
     assert pretrain.main(["--out", "run"]) == 2 and "--data" in capsys.readouterr().err
+    assert pretrain.main(["--out", "run", "--data", "x"]) == 2
+    assert "--holdout () does not work; name a module" in capsys.readouterr().err
     assert pretrain.main(["--out", "run", "--data", "x", "--batch", "y"]) == 2
     assert "--batch" in capsys.readouterr().err
 
