@@ -359,16 +359,12 @@ def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0; 2 with one line on bad input; 130 where it was stopped by hand."""
-    try:
-        return run_command(
-            GenerateSettings, run, argv, module="training.generate_data",
-            description="Has the target answer prompts, for a drafter to learn from; run it again "
-            "with the same options to resume.",
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        print("stopped; run the same command to resume", file=sys.stderr)
-        return 130
+    """The command; see ``trainer.run_command`` for its exit code."""
+    return run_command(
+        GenerateSettings, run, argv, module="training.generate_data",
+        description="Has the target answer prompts, for a drafter to learn from; run it again "
+        "with the same options to resume.",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

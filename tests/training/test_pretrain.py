@@ -79,6 +79,16 @@ def test_a_run_needs_a_folder_and_data(capsys):
     assert "--batch" in capsys.readouterr().err
 
 
+def test_ctrl_c_before_the_first_step_ends_in_one_line(capsys, monkeypatch, tmp_path):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "open_corpus", interrupted)
+    words = ["--out", str(tmp_path / "run"), "--data", "stdlib", "--holdout", "json"]
+    assert pretrain.main(words) == 130
+    assert capsys.readouterr().err == "stopped; run the same command to resume\n"
+
+
 def test_every_setting_is_an_option_and_explained(capsys):
     assert pretrain.main(["--help"]) == 0
     said = capsys.readouterr().out

@@ -32,8 +32,8 @@ def run_command(
       description: what ``--help`` says first.
 
     Returns:
-      The exit code: 0; 1 where training stopped for a reason, 2 on bad input, with one line on
-      stderr for each.
+      The exit code: 0; 1 where training stopped for a reason, 2 on bad input, 130 on Ctrl-C where
+      nothing waits for it (as before the first step), with one line on stderr for each.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -46,6 +46,9 @@ def run_command(
     except TrainingError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; run the same command to resume", file=sys.stderr)
+        return 130
     return 0
 
 
