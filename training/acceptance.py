@@ -102,8 +102,10 @@ def acceptance_meter(
 def held_out_prompts(rows: Rows, count: int, length: int) -> list[tuple[int, ...]]:
     """At most ``count`` prompts of ``length`` tokens or less, from windows spread evenly.
 
-    Of each window its longest document, cut before the first token that was learned from, where
-    that comes later than its second (an assistant's answer), and at ``length``.
+    Of each window its longest document: what leads to the first token that was learned from, where
+    that comes later than its second (an assistant's answer), else its first ``length`` tokens. Of a
+    longer question the first token stays, since models lean on it, and the end, where the answer is
+    opened.
     """
     picked = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))
     prompts = []
@@ -112,6 +114,8 @@ def held_out_prompts(rows: Rows, count: int, length: int) -> list[tuple[int, ...
         used = row.segments[row.segments > 0]
         inside = row.segments == np.bincount(used).argmax()
         tokens, learned = row.tokens[inside], np.flatnonzero(row.weights[inside])
-        end = learned[0] if len(learned) and learned[0] > 1 else len(tokens)
-        prompts.append(tuple(tokens[: min(end, length)].tolist()))
+        asked = tokens[: learned[0]] if len(learned) and learned[0] > 1 else tokens[:length]
+        if len(asked) > length:
+            asked = np.concatenate([asked[: length > 1], asked[len(asked) - max(length - 1, 1) :]])
+        prompts.append(tuple(asked.tolist()))
     return prompts

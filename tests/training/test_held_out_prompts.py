@@ -1,0 +1,28 @@
+"""What a drafter is measured on while it is trained."""
+
+import numpy as np
+import pytest
+
+from training.acceptance import held_out_prompts
+from training.batches import Batch
+
+
+def window(question, answer, padding=2):
+    """Ids from 1 on, of which the answer's are learned."""
+    length = question + answer
+    row = np.repeat([1, 0], [length, padding]).astype(np.int32)
+    weights = np.concatenate([np.zeros(question), np.ones(answer), np.zeros(padding)])
+    return Batch(np.arange(1, length + padding + 1), row, weights.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("question", "length", "prompt"),
+    [(6, 8, (1, 2, 3, 4, 5, 6)), (6, 6, (1, 2, 3, 4, 5, 6)), (6, 3, (1, 5, 6)), (6, 1, (6,))],
+)
+def test_a_prompt_ends_where_the_answer_begins_however_long_the_question(question, length, prompt):
+    assert held_out_prompts([window(question, 5)], 1, length) == [prompt]
+
+
+def test_a_text_is_gone_on_from_its_beginning():
+    assert held_out_prompts([window(0, 9)], 1, 4) == [(1, 2, 3, 4)]
+    assert held_out_prompts([window(1, 2)], 1, 4) == [(1, 2, 3)]
