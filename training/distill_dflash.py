@@ -96,15 +96,33 @@ class Settings(DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_used(self)
         deepest = self.head.block_size - (self.variant == "dflash")
-        depth = self.acceptance.num_speculative_tokens
-        if self.measures and not self.head.head and depth > deepest:
+        depth = self.depth
+        if not self.head.head and depth > deepest:
             remedy = f"a block of --block-size {self.head.block_size} drafts {deepest} tokens"
             raise bad_option("num_speculative_tokens", depth, remedy)
         if self.format == "dflash" and self.head.draft_vocab_size:
             remedy = "the authors' layout knows all tokens; take --format dflash-speculators"
             raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
+        del head["head"]
+        head = head if self.head.head else {}
+        if not self.head.markov_rank:
+            head["markov"] = "a token of --markov-rank 0 is not read; leave it out"
+        recipe, weighing = {}, self.recipe.weighing
+        unused = "gamma" if weighing == "dpace" else "dpace_alpha"
+        recipe[unused] = f"--weighing {weighing} does not use it; leave it out"
+        if not self.recipe.loss_weight:
+            recipe["loss"] = "it weighs nothing: give --loss-weight too"
+        if self.variant == "dflash":
+            remedy = "only dspark heads have it; leave it out"
+            head |= dict.fromkeys(("markov", "markov_rank"), remedy)
+            remedy = "only dspark heads guess chances of acceptance; leave it out"
+            recipe["confidence_weight"] = remedy
+        return super().idle() | {"head": head, "recipe": recipe}
 
 
 # Rate, schedule, warm-up and clipping of SpecForge's recipes; the numbers of steps are ours.
@@ -114,35 +132,6 @@ _TRAINER = TrainerSettings(
     eval_every=1000,
 )  # fmt: skip
 _HEADS = {"dflash": HeadSettings(), "dspark": HeadSettings(block_size=7)}
-
-
-def _check_used(settings: Settings) -> None:
-    """Refuses options that would change nothing.
-
-    Raises:
-      ValueError: the message names one, its value and the remedy.
-    """
-    head, recipe = settings.head, settings.recipe
-    usual, published = _HEADS[settings.variant], PUBLISHED[settings.variant]
-    idle = {name: "leave it out: --head decides it" for name in vars(head) if head.head}
-    if settings.variant == "dflash":
-        idle |= dict.fromkeys(("markov", "markov_rank"), "only dspark heads have it; leave it out")
-    if not head.markov_rank:
-        idle["markov"] = "a token of --markov-rank 0 is not read; leave it out"
-    for name, remedy in idle.items():
-        given = getattr(head, name)
-        if name != "head" and given != getattr(usual, name):
-            raise bad_option(name, given, remedy)
-    idle = {"gamma": "dpace", "dpace_alpha": "decay"}
-    for name, weighing in idle.items():
-        given = getattr(recipe, name)
-        if recipe.weighing == weighing and given != getattr(published, name):
-            raise bad_option(name, given, f"--weighing {weighing} does not use it; leave it out")
-    if recipe.loss != published.loss and not recipe.loss_weight:
-        raise bad_option("loss", recipe.loss, "it weighs nothing: give --loss-weight too")
-    if recipe.confidence_weight and settings.variant == "dflash":
-        remedy = "only dspark heads guess chances of acceptance; leave it out"
-        raise bad_option("confidence_weight", recipe.confidence_weight, remedy)
 
 
 def settings_of(variant: str) -> type[Settings]:
@@ -197,8 +186,9 @@ def run(
     config, start, kept = _head(settings, target, data)
     finished = lambda params: params.replace(draft_to_target=kept)
     export = export_of(settings, target, config, settings.format, finished)
-    depth = settings.acceptance.num_speculative_tokens if settings.measures else 1
-    drafter = _DRAFTERS[settings.variant](config, target.target, num_speculative_tokens=depth)
+    drafter = _DRAFTERS[settings.variant](
+        config, target.target, num_speculative_tokens=settings.depth
+    )
     task = DFlashTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )

@@ -74,7 +74,7 @@ class Settings(DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        self.parallel.check(self.acceptance.num_speculative_tokens)
+        self.parallel.check(self.depth)
         if bool(self.draft) == bool(self.draft_layers):
             given = self.draft if self.draft else ""
             raise bad_option("draft", given, "give either --draft DIR or --draft-layers 0 3 ...")
@@ -85,6 +85,16 @@ class Settings(DistillSettings):
         if self.recipe.on_policy and self.recipe.on_policy_prompt >= self.data.length:
             remedy = f"keep fewer than --length {self.data.length}"
             raise bad_option("on_policy_prompt", self.recipe.on_policy_prompt, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        recipe = {}
+        if self.recipe.text_weight == 1:
+            recipe["loss"] = "--text-weight 1 learns from the text alone; leave one out"
+        if not self.recipe.on_policy:
+            remedy = "the draft model writes nothing without --on-policy; leave it out"
+            recipe |= dict.fromkeys(("on_policy_prompt", "on_policy_temperature"), remedy)
+        return super().idle() | {"recipe": recipe}
 
 
 def start_of(settings: Settings, target: LoadedModel) -> tuple[DecoderConfig, DecoderParams, dict]:
@@ -130,7 +140,7 @@ def run(
     task = DraftTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
-    depth = settings.acceptance.num_speculative_tokens
+    depth = settings.depth
     drafter = DraftModel(config, depth, vocab_size=target.config.vocab_size)
     if settings.parallel.parallel:
         mask = _mask(settings, data, config, raw)

@@ -79,10 +79,6 @@ class HeadSettings:
     head: str = ""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self) if self.head else ():
-            given = getattr(self, field.name)
-            if field.name != "head" and given != field.default:
-                raise bad_option(field.name, given, "leave it out: --head decides it")
         if self.fc_norm and self.norm_before_fc:
             raise bad_option("norm_before_fc", True, "--fc-norm norms them already; leave one out")
         for name, least in (("draft_vocab_size", 0), ("head_layers", 0), ("intermediate_size", 0)):
@@ -119,7 +115,7 @@ class Settings(DistillSettings):
         if not self.feature_cache_gigabytes > 0:
             remedy = "it must be above 0"
             raise bad_option("feature_cache_gigabytes", self.feature_cache_gigabytes, remedy)
-        self.parallel.check(self.acceptance.num_speculative_tokens)
+        self.parallel.check(self.depth)
         if self.parallel.parallel:
             self._check_parallel()
         if self.variant == "eagle3":
@@ -141,10 +137,24 @@ class Settings(DistillSettings):
         if self.head.head and self.parallel.mask_token >= 0:
             remedy = "leave it out: --head decides it"
             raise bad_option("mask_token", self.parallel.mask_token, remedy)
-        for name, only in (("unroll", 1), ("through_steps", True)):
-            if getattr(self.recipe, name) != only:
-                remedy = "one pass has no steps on its own outputs; leave it out"
-                raise bad_option(name, getattr(self.recipe, name), remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
+        del head["head"]
+        if self.parallel.parallel:
+            remedy = "one pass has no steps on its own outputs; leave it out"
+            recipe = dict.fromkeys(("unroll", "through_steps"), remedy)
+        else:
+            remedy = "--unroll 1 has no step after the first; leave it out"
+            names = ("step_decay", "through_steps") if self.recipe.unroll == 1 else ()
+            recipe = dict.fromkeys(names, remedy)
+        if not self.recipe.loss_weight:
+            recipe["loss"] = "it weighs nothing: give --loss-weight too"
+        remedy = "only --feature-cache DIR takes them; leave it out"
+        cache = {} if self.feature_cache else {"feature_cache_gigabytes": remedy}
+        parts = {"head": head if self.head.head else {}, "recipe": recipe, "": cache}
+        return super().idle() | parts
 
 
 # Rates, betas and clipping of the authors' programs; the numbers of steps are ours.
@@ -242,7 +252,7 @@ def run(
     if settings.parallel.parallel:
         kind, slots = ParallelEagle, dataclasses.asdict(settings.parallel.slots)
         task = ParallelEagleTask(**vars(task), slots=settings.parallel.slots)
-    frozen, depth = Frozen(target.params, kept, start), settings.acceptance.num_speculative_tokens
+    frozen = Frozen(target.params, kept, start)
     if settings.feature_cache:
         data = _with_features(settings, task, frozen, data)
 
@@ -253,7 +263,7 @@ def run(
         | {"variant": settings.variant, "head": described(config, start)}
         | {"start": settings.head.start}
         | slots,
-        drafter=kind(config, target.target, num_speculative_tokens=depth),
+        drafter=kind(config, target.target, num_speculative_tokens=settings.depth),
         weights_of=lambda params: (target.params, finished(params)),
     )  # fmt: skip
 

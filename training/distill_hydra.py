@@ -82,14 +82,17 @@ class Settings(DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        usual, depth = _HEADS[self.variant], self.acceptance.num_speculative_tokens
-        for name in ("num_heads", "head_layers") if self.head.heads else ():
-            given = getattr(self.head, name)
-            if given != getattr(usual, name):
-                raise bad_option(name, given, "leave it out: --heads decides it")
+        depth = self.depth
         if not self.head.heads and depth > self.head.num_heads:
             remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
             raise bad_option("num_speculative_tokens", depth, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        decided, one = "leave it out: --heads decides it", "there is one head; leave it out"
+        head = dict.fromkeys(("num_heads", "head_layers"), decided) if self.head.heads else {}
+        recipe = {"stage_decay": one} if not head and self.head.num_heads == 1 else {}
+        return super().idle() | {"head": head, "recipe": recipe}
 
 
 def settings_of(variant: str) -> type[Settings]:
@@ -141,13 +144,12 @@ def run(
     task = StagesTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
-    depth = settings.acceptance.num_speculative_tokens
     return distil(
         settings, task, Frozen(target.params, start), target, data,
         module="training.distill_hydra", argv=argv, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"heads": described(config, start)},
-        drafter=Hydra(config, target.target, num_speculative_tokens=depth),
+        drafter=Hydra(config, target.target, num_speculative_tokens=settings.depth),
         export=export_of(settings, target, config),
     )  # fmt: skip
 

@@ -83,10 +83,22 @@ class Settings(DistillSettings):
         if self.format == "medusa" and self.head.draft_vocab_size:
             remedy = "the authors' layout has no reduced vocabulary; take --format medusa-vllm"
             raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
-        depth = self.acceptance.num_speculative_tokens
+        depth = self.depth
         if not self.head.heads and depth > self.head.num_heads:
             remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
             raise bad_option("num_speculative_tokens", depth, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        recipe, head = {}, {}
+        if self.head.heads:
+            names = ("num_heads", "head_layers", "draft_vocab_size")
+            head = dict.fromkeys(names, "leave it out: --heads decides it")
+        elif self.head.num_heads == 1:
+            recipe["head_decay"] = "there is one head; leave it out"
+        if not self.joint:
+            recipe["heads_weight"] = "only --joint has another loss beside theirs; leave it out"
+        return super().idle() | {"head": head, "recipe": recipe}
 
 
 def heads_config(settings: HeadSettings, target: DecoderConfig) -> MedusaConfig:
@@ -146,13 +158,12 @@ def run(
             )  # fmt: skip
             target.tokenizer.save_pretrained(directory / "target")
 
-    depth = settings.acceptance.num_speculative_tokens
     return distil(
         settings, task, FrozenTarget(target.params, heads, kept), target, data,
         module="training.distill_medusa", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"joint": settings.joint, "heads": described(config, heads)},
-        drafter=Medusa(config, target.target, num_speculative_tokens=depth),
+        drafter=Medusa(config, target.target, num_speculative_tokens=settings.depth),
         weights_of=lambda params: (
             target.params if params.target is None else trainer.gather(params.target),
             finished(params),

@@ -77,10 +77,6 @@ class HeadSettings:
     head: str = ""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self) if self.head else ():
-            given = getattr(self, field.name)
-            if field.name != "head" and given != field.default:
-                raise bad_option(field.name, given, "leave it out: --head decides it")
         for name, least in (("n_predict", 1), ("inner_dim", 0)):
             if getattr(self, name) < least:
                 raise bad_option(name, getattr(self, name), f"it must be at least {least}")
@@ -116,10 +112,21 @@ class Settings(DistillSettings):
         if not lstm and not head.head and head.tie_weights and head.n_predict < 2:
             remedy = "one stage shares no weights: add --no-tie-weights"
             raise bad_option("n_predict", head.n_predict, remedy)
-        depth, stages = self.acceptance.num_speculative_tokens, head.n_predict
+        depth, stages = self.depth, head.n_predict
         if not head.head and depth > stages and (depth % stages or not head.tie_weights):
             remedy = f"there are --n-predict {stages} stages; take as many tokens or fewer"
             raise bad_option("num_speculative_tokens", depth, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        head = {name: "leave it out: --head decides it" for name in vars(self.head)}
+        del head["head"]
+        recipe = {}
+        if not self.head.head:
+            head = {}
+            if self.head.n_predict == 1:
+                recipe["stage_decay"] = "there is one stage; leave it out"
+        return super().idle() | {"head": head, "recipe": recipe}
 
 
 def settings_of(variant: str) -> type[Settings]:
@@ -172,13 +179,12 @@ def run(
     task = StagesTask(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
-    depth = settings.acceptance.num_speculative_tokens
     return distil(
         settings, task, Frozen(target.params, start), target, data,
         module="training.distill_mlp_speculator", argv=argv, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": described(config, start)},
-        drafter=MlpSpeculator(config, target.target, num_speculative_tokens=depth),
+        drafter=MlpSpeculator(config, target.target, num_speculative_tokens=settings.depth),
         export=export_of(settings, target, config, _LAYOUTS[settings.variant]),
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from training.export import check, save
 from training.objective import head_of
 from training.slots import SlotRecipe
 from training.task import Task
-from training.trainer import TrainerSettings, bad_option
+from training.trainer import TrainerSettings, bad_option, refuse_idle
 
 Kind = TypeVar("Kind")
 
@@ -55,12 +55,25 @@ class DistillSettings:
     export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
 
     def __post_init__(self):
+        for part, names in self.idle().items():
+            usual = _usual(type(self), part)
+            if usual is not None:
+                refuse_idle(getattr(self, part) if part else self, usual, names)
         if self.eval_windows < 1:
             raise bad_option("eval_windows", self.eval_windows, "it must be at least 1")
         apart = self.data.held_out_share or self.data.held_out_data or self.data.held_out_modules
         if self.measures and not apart:
             remedy = "no data is held out: give --held-out-share 0.02, say, or do not measure (0)"
             raise bad_option("acceptance_prompts", self.acceptance.acceptance_prompts, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """By part ("" for none): options that change nothing beside the others, with the remedy."""
+        return {"trainer": self.trainer.idle()}
+
+    @property
+    def depth(self) -> int:
+        """Tokens drafted to measure acceptance; 1 where it is not."""
+        return self.acceptance.num_speculative_tokens if self.measures else 1
 
     @property
     def export_dir(self) -> Path:
@@ -96,11 +109,10 @@ class ParallelSettings:
         """
         if self.mask_token < -1:
             raise bad_option("mask_token", self.mask_token, "it must be a token's id")
-        given = {"mask_token": self.mask_token} | dataclasses.asdict(self.slots)
-        usual = {"mask_token": -1} | dataclasses.asdict(SlotRecipe())
-        for name, value in given.items():
-            if not self.parallel and value != usual[name]:
-                raise bad_option(name, value, "only drafters trained with --parallel have it")
+        if not self.parallel:
+            remedy = "only drafters trained with --parallel have it"
+            refuse_idle(self, ParallelSettings(), {"mask_token": remedy})
+            refuse_idle(self.slots, SlotRecipe(), dict.fromkeys(vars(self.slots), remedy))
         if self.parallel and depth > self.slots.depths:
             remedy = f"no more than --depths {self.slots.depths} tokens are guessed in one pass"
             raise bad_option("num_speculative_tokens", depth, remedy)
@@ -129,6 +141,16 @@ def with_defaults(kind: type[Kind], **values: Any) -> type[Kind]:
         kind.__name__, parts, bases=(kind,), frozen=True, kw_only=True,
         namespace={"__doc__": kind.__doc__},
     )  # fmt: skip
+
+
+def _usual(kind: type[DistillSettings], part: str) -> Any:
+    """A part as the command has it where nobody says otherwise; None where all must be said."""
+    if not part:
+        return kind
+    [field] = [field for field in dataclasses.fields(kind) if field.name == part]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 def open_target(settings: DistillSettings) -> tuple[LoadedModel, Data]:
@@ -250,7 +272,7 @@ def distil(
         )
         weights_of = weights_of or (lambda params: (target.params, params))
         measure = lambda params: meter(*weights_of(params))
-    criterion = _criterion(settings, data)
+    criterion, idle = _criterion(settings, data), settings.idle().get("recipe", ())
     with trainer.progress(settings.trainer.steps) as bar:
         result = trainer.train(
             task, frozen, **_fed(settings, data), settings=settings.trainer,
@@ -259,7 +281,7 @@ def distil(
                 "data": f"sha256 {data.description['sha256'][:16]}",
                 "target": f"sha256 {weights_digest(target.params)}",
             },
-            passed_over=lambda before: _untold(criterion, before),
+            passed_over=lambda before: {*idle, *_untold(criterion, before)},
             facts=trainer.provenance(module, argv) | {"data": data.description},
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
         )  # fmt: skip

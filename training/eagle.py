@@ -71,6 +71,9 @@ class Recipe:
         for name in ("step_decay", "loss_weight", "feature_weight", "top_k_weight", "noise"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise bad_option(name, getattr(self, name), "it must be at least 0")
+        if not self.loss_weight + self.feature_weight + self.top_k_weight:
+            remedy = "nothing is left to learn; give it or --feature-weight a value above 0"
+            raise bad_option("loss_weight", self.loss_weight, remedy)
         if self.loss not in LOSSES:
             raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
 

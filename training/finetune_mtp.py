@@ -73,6 +73,12 @@ class Settings(DistillSettings):
     recipe: MtpRecipe = dataclasses.field(default_factory=MtpRecipe)
     stitch: bool = False
 
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        names = ("step_decay", "through_steps") if self.recipe.unroll == 1 else ()
+        remedy = "--unroll 1 has no step after the first; leave it out"
+        return super().idle() | {"recipe": dict.fromkeys(names, remedy)}
+
 
 def modules_of(settings: ModuleSettings, target: LoadedModel) -> tuple[MtpConfig, MtpParams | None]:
     """Sizes of the modules, and those to start from in float32, None for fresh ones.
@@ -127,13 +133,12 @@ def run(
                 directory / "target", target.path, config, params, dtype=settings.export_dtype
             )
 
-    depth = settings.acceptance.num_speculative_tokens
     return distil(
         settings, task, Frozen(target.params, start), target, data,
         module="training.finetune_mtp", argv=argv, export=export, stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"modules": described(config, start), "fresh": fresh},
-        drafter=Mtp(config, target.target, num_speculative_tokens=depth),
+        drafter=Mtp(config, target.target, num_speculative_tokens=settings.depth),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from jspec.types import Array
 from training import data, objective, trainer
 from training.batches import Batch
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer
-from training.trainer import TrainerSettings, bad_option
+from training.trainer import TrainerSettings, bad_option, refuse_idle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +125,7 @@ class Settings:
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self):
+        refuse_idle(self.trainer, TrainerSettings(), self.trainer.idle())
         longest = self.model.max_positions
         if self.text.length > longest:
             raise bad_option("length", self.text.length, f"at most --max-positions {longest}")

@@ -177,6 +177,33 @@ def test_a_run_goes_on_whose_record_does_not_tell_how_acceptance_was_measured(
     assert distill_medusa.main(run) == 0
 
 
+@pytest.mark.parametrize(
+    ("script", "few"),
+    [
+        (distill_medusa, ["--num-heads", "1"]),
+        (distill_hydra, ["--num-heads", "1"]),
+        (distill_mlp_speculator, ["--n-predict", "1", "--no-tie-weights"]),
+        (distill_eagle, ["--parallel", "--depths", "1"]),
+    ],
+    ids=["medusa", "hydra", "mlp", "p-eagle"],
+)
+def test_a_depth_that_is_not_measured_asks_for_nothing(script, few, words, tmp_path, capsys):
+    argv = [*words, "--output", str(tmp_path), *few, "--acceptance-prompts", "0"]
+    assert script.main([*argv, "--target", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err  # it came to be looked for
+
+
+def test_an_option_that_did_nothing_then_is_not_asked_for_now(words, tmp_path, capsys):
+    run = [*words, "--steps", "2", "--output", str(tmp_path), "--num-heads", "2"]
+    assert distill_medusa.main(run) == 0
+    record = json.loads(recorded(tmp_path).read_text())
+    record["identity"] |= {"heads_weight": 3.0, "learning_rate_floor": 0.7}
+    recorded(tmp_path).write_text(json.dumps(record))
+    assert distill_medusa.main(run) == 2  # the floor did something
+    said = capsys.readouterr().err
+    assert "another run: --learning-rate-floor 0.0 (was 0.7); give" in said
+
+
 def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path, capsys):
     layers, more = ["--draft-layers", "0", "2"], ["--on-policy", "0.5", "--on-policy-prompt", "8"]
     run = [*words, "--output", str(tmp_path), *more]
@@ -384,6 +411,24 @@ def test_they_are_trained_on_from_their_files(
         (distill_mlp_speculator, ["--head", "x", "--inner-dim", "8"], "--head decides it"),
         (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
          "no reduced vocabulary"),
+        (distill_medusa, ["--heads", "x", "--num-heads", "3"], "--heads decides it"),
+        (distill_medusa, ["--heads-weight", "3"], "only --joint has another loss beside theirs"),
+        (distill_draft, ["--draft", "x", "--parallel", "--loss", "tvd"],
+         "--loss 'tvd' does not work; --text-weight 1 learns from the text alone"),
+        (distill_draft, ["--draft", "x", "--on-policy-prompt", "3"], "nothing without --on-policy"),
+        (distill_eagle, ["--variant", "eagle1", "--loss-weight", "0", "--loss", "tvd"],
+         "it weighs nothing: give --loss-weight too"),
+        (distill_eagle, ["--variant", "eagle1", "--no-through-steps"],
+         "--through-steps False does not work; --unroll 1 has no step after the first"),
+        (distill_eagle, ["--variant", "eagle1", "--loss-weight", "0", "--feature-weight", "0"],
+         "--loss-weight 0.0 does not work; nothing is left to learn"),
+        (distill_eagle, ["--feature-cache-gigabytes", "3"], "only --feature-cache DIR takes them"),
+        (distill_eagle, ["--head", "x", "--head-layers", "2"], "--head decides it"),
+        (finetune_mtp, ["--unroll", "1", "--step-decay", "0.2"], "--unroll 1 has no step after"),
+        (distill_medusa, ["--schedule", "wsd", "--decay", "2", "--learning-rate-floor", "0.5"],
+         "--learning-rate-floor 0.5 does not work; --schedule wsd has none"),
+        (distill_dflash, ["--decay", "3"], "--decay 3 does not work; only --schedule wsd has it"),
+        (distill_hydra, ["--clip", "none", "--clip-at", "5"], "--clip none cuts nothing"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_said_in_one_line(script, more, message, words, tmp_path, capfd):

@@ -99,6 +99,13 @@ def test_parts_and_length_of_a_run_may_change_when_it_goes_on(tmp_path):
     assert result.finished and result.record["segments"][1]["accumulate"] == 4
 
 
+def test_options_that_change_nothing_do_not_tell_runs_apart(tmp_path):
+    toy.run(tmp_path, stop_after=1, learning_rate_floor=0.5, clip="none", clip_at=3.0)
+    assert toy.run(tmp_path, stop_after=1, clip="none").step == 2
+    with pytest.raises(ValueError, match=r"--clip 'norm' \(was 'none'\)"):
+        toy.run(tmp_path)
+
+
 def test_another_run_is_not_resumed_by_mistake(tmp_path):
     toy.run(tmp_path, stop_after=1, schedule="cosine", identity={"head_layers": 1})
     with pytest.raises(ValueError) as refused:

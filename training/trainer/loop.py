@@ -98,7 +98,8 @@ def train(
         if jax.process_index() == 0:
             held.enter_context(alone(out))
         checkpoints = held.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
-        _refuse_another_run(checkpoints, known, out, passed_over)
+        unlike = lambda before: {*settings.idle(), *passed_over(before)}
+        _refuse_another_run(checkpoints, known, out, unlike)
         checkpoints.drop_unfinished()
         with explained(settings, lambda: "at the start" if run is None else run.place()):
             frozen = meshes.place(frozen, mesh)

@@ -1,6 +1,8 @@
 """Settings that every training script shares, and which of them a resumed run may change."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 # What a resumed run may change: it stays the same run. All else is its identity.
@@ -85,11 +87,13 @@ class TrainerSettings:
         for least, names in ((1, _COUNTS), (0, _AMOUNTS)):
             for name in names:
                 value = getattr(self, name)
-                if value < least:
+                if not least <= value < math.inf:
                     raise bad_option(name, value, f"it must be at least {least}")
         for name in ("learning_rate", "clip_at", "save_minutes"):
             if not getattr(self, name) > 0:
                 raise bad_option(name, getattr(self, name), "it must be above 0")
+        if self.learning_rate == math.inf:
+            raise bad_option("learning_rate", self.learning_rate, "take a finite one")
         if not 0 <= self.learning_rate_floor <= 1:
             raise bad_option("learning_rate_floor", self.learning_rate_floor, "take 0 to 1")
         for name in ("beta1", "beta2"):
@@ -110,6 +114,17 @@ class TrainerSettings:
             remedy = f"count from 0 to --num-processes {self.num_processes} less one"
             raise bad_option("process_id", self.process_id, remedy)
 
+    def idle(self) -> dict[str, str]:
+        """Options that change nothing beside the others, with the remedy; see ``refuse_idle``."""
+        found = {}
+        if self.schedule in ("wsd", "constant"):
+            found["learning_rate_floor"] = f"--schedule {self.schedule} has none; leave it out"
+        if self.schedule != "wsd":
+            found["decay"] = "only --schedule wsd has it; leave it out"
+        if self.clip == "none":
+            found["clip_at"] = "--clip none cuts nothing; leave it out"
+        return found
+
     def identity(self) -> dict[str, Any]:
         """The options that must stay as they are for a resumed run to be the same run."""
         given = dataclasses.asdict(self)
@@ -125,6 +140,22 @@ class TrainerSettings:
         given = dataclasses.asdict(self)
         machines = {"coordinator", "num_processes", "process_id"}
         return {k: v for k, v in given.items() if k not in self.identity().keys() | machines}
+
+
+def refuse_idle(given: Any, usual: Any, idle: Mapping[str, str]) -> None:
+    """Refuses options that were given and would change nothing.
+
+    Args:
+      given: options, a dataclass.
+      usual: the same where nobody said otherwise.
+      idle: names of such options, with the remedy.
+
+    Raises:
+      OptionError: one of them is not as usual.
+    """
+    for name, remedy in idle.items():
+        if getattr(given, name) != getattr(usual, name):
+            raise bad_option(name, getattr(given, name), remedy)
 
 
 class OptionError(ValueError):
