@@ -38,7 +38,9 @@ def bench(
     batch_size: Annotated[list[int] | None, typer.Option(help="1.", **_MANY)] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0: greedy.", **_MANY)] = None,
     max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="Cut prompts to so many; 0 does not.")] = 0,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Cut first turns to so many, leave longer ones out; 0: no limit.")
+    ] = 0,
     num_questions: Annotated[int, typer.Option(min=0, help="Of each category; 0 for all.")] = 0,
     repeats: Annotated[int, typer.Option(help="Undisturbed samples of everyone.")] = 5,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",

@@ -73,35 +73,36 @@ def requests(
     prompt_tokens: int = 0,
     longest: int,
 ) -> tuple[list[Request], int]:
-    """Every turn of every question as a prompt, and how many did not fit and were left out.
+    """Every turn of every question as a prompt, and how many turns were left out.
 
     Later turns follow the answers of ``answer``, which maps prompts to texts: the same for all who
-    are measured, so that they are given equal prompts.
+    are measured, so that they are given equal prompts. Only first turns are cut: cut to their
+    common beginning, all turns of a question would be the same prompt, and what learns from answers
+    would recite the first. After a turn that was cut or does not fit, later ones are left out.
 
     Args:
       questions: at least one.
       tokenizer: with or without a chat template; without one turns are joined by blank lines.
       answer: of the target by itself.
-      prompt_tokens: prompts are cut to so many tokens (0: not cut).
+      prompt_tokens: most tokens of a prompt; first turns are cut to them (0: no limit).
       longest: tokens of a prompt that still fits.
     """
     made: list[Request] = []
-    left_out = 0
     said: list[list[str]] = [[] for _ in questions]
     running = list(range(len(questions)))
     for turn in range(max(len(question.turns) for question in questions)):
-        running = [index for index in running if len(questions[index].turns) > turn]
         prompts = {index: _encode(questions[index], said[index], tokenizer) for index in running}
-        if prompt_tokens:
-            prompts = {index: ids[:prompt_tokens] for index, ids in prompts.items()}
-        running = [index for index in running if 0 < len(prompts[index]) <= longest]
-        left_out += len(prompts) - len(running)
-        made += [Request(questions[index].category, tuple(prompts[index])) for index in running]
-        more = [index for index in running if len(questions[index].turns) > turn + 1]
-        texts = answer([prompts[index] for index in more]) if more else []
-        for index, text in zip(more, texts, strict=True):
+        cut = {i for i, ids in prompts.items() if 0 < prompt_tokens < len(ids)}
+        if turn:  # only first ones are cut
+            prompts = {i: ids for i, ids in prompts.items() if i not in cut}
+        prompts = {i: ids[: prompt_tokens or None] for i, ids in prompts.items()}
+        fitting = {i: ids for i, ids in prompts.items() if 0 < len(ids) <= longest}
+        made += [Request(questions[index].category, tuple(ids)) for index, ids in fitting.items()]
+        running = [i for i in fitting if i not in cut and len(questions[i].turns) > turn + 1]
+        texts = answer([fitting[index] for index in running]) if running else []
+        for index, text in zip(running, texts, strict=True):
             said[index].append(text)
-    return made, left_out
+    return made, sum(len(question.turns) for question in questions) - len(made)
 
 
 def answered_by(

@@ -82,14 +82,21 @@ def markdown(results: dict[str, Any]) -> str:
 def notes(results: dict[str, Any]) -> list[str]:
     """What stands below the tables."""
     lines = [results["definition"], about(results)]
-    if results["left_out"]:
-        lines.append(f"{results['left_out']} prompts did not fit the model and were left out.")
+    lines += left_out(results)
     if results["interrupted"]:
         lines.append("The run was interrupted: there are fewer samples than were asked for.")
     busy = sum(len(row["seconds"]) - row["quiet_samples"] for row in results["rows"])
     if busy:
         lines.append(f"Other processes were busy during {busy} of the samples.")
     return lines
+
+
+def left_out(results: dict[str, Any]) -> list[str]:
+    """How many prompts were not asked, and why; nothing where all were."""
+    if not results["left_out"]:
+        return []
+    cut = " or, as later turns, --prompt-tokens" if results["setting"]["prompt_tokens"] else ""
+    return [f"{results['left_out']} prompts were left out: they do not fit the model{cut}."]
 
 
 def about(results: dict[str, Any]) -> str:

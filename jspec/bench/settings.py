@@ -47,7 +47,8 @@ class Settings:
       batch_sizes: requests that run together; every one is a table.
       temperatures: likewise.
       max_tokens: most tokens of an answer.
-      prompt_tokens: prompts are cut to so many tokens (0: not cut).
+      prompt_tokens: first turns are cut to so many tokens, and longer later ones left out (0: no
+        limit).
       per_category: questions of each category (0: all).
       repeats: undisturbed samples of every contender.
       patience: further turns to wait for such samples while others use the machine.

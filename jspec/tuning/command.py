@@ -43,7 +43,9 @@ def tune(
         int, typer.Option(help="Shapes whose rounds are timed for a batch size, at most.")
     ] = 12,
     max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="Cut prompts to so many; 0 does not.")] = 0,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Cut first turns to so many, leave longer ones out; 0: no limit.")
+    ] = 0,
     num_questions: Annotated[int, typer.Option(min=0, help="Of each category; 0 for all.")] = 0,
     repeats: Annotated[int, typer.Option(help="Undisturbed samples of all that is timed.")] = 5,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",

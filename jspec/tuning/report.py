@@ -24,8 +24,7 @@ def terminal(results: dict[str, Any]) -> Iterator[Table]:
 def notes(results: dict[str, Any]) -> list[str]:
     """What stands below the tables: the winners, and what is to be doubted."""
     lines = [results["definition"], report.about(results | {"peer": "none"})]
-    if results["left_out"]:
-        lines.append(f"{results['left_out']} prompts did not fit the model and were left out.")
+    lines += report.left_out(results)
     if results["left_out_methods"]:
         lines.append(
             f"Left out: {', '.join(results['left_out_methods'])}; the answers are too short for "

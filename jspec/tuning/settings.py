@@ -22,7 +22,8 @@ class Settings:
       max_speculative_tokens: largest K.
       max_tree_size: most nodes of a tree, root included; 0 searches chains alone.
       max_tokens: most tokens of an answer.
-      prompt_tokens: prompts are cut to so many tokens (0: not cut).
+      prompt_tokens: first turns are cut to so many tokens, and longer later ones left out (0: no
+        limit).
       per_category: questions of each category (0: all).
       repeats: undisturbed samples of whatever is timed.
       patience: further turns to wait for such samples while others use the machine.

@@ -6,6 +6,7 @@ import json
 import jinja2
 import pytest
 
+from jspec.bench import report
 from jspec.bench.questions import Question, read, requests
 
 FORMS = {
@@ -144,3 +145,18 @@ def test_prompts_that_do_not_fit_are_counted_or_cut():
     assert [each.category for each in made] == ["plain"] and left_out == 1
     made, left_out = requests([long], Words(), lambda _: [], prompt_tokens=3, longest=3)
     assert len(made[0].token_ids) == 3 and left_out == 0
+
+
+def test_turns_after_one_that_was_cut_are_left_out():
+    """Cut to the same beginning they would be the first prompt again, whose answer is known."""
+    short, long = (Question("two", (first, "End.")) for first in ("a", "a b c d e"))
+    for answered, prompts in (("f", ["a b c d", "a", "a f End."]), ("f g h", ["a b c d", "a"])):
+        words = Words()
+        made, left_out = requests(
+            [long, short], words, lambda asked, said=answered: [said] * len(asked),
+            prompt_tokens=4, longest=99,
+        )  # fmt: skip
+        assert [words.text(each.token_ids) for each in made] == prompts
+        assert left_out == 4 - len(prompts)
+    [note] = report.left_out({"left_out": left_out, "setting": {"prompt_tokens": 4}})
+    assert note.startswith("2 prompts were left out") and "as later turns, --prompt-tokens" in note
