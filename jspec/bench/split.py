@@ -24,7 +24,7 @@ from jspec.plan import Plan
 from jspec.types import Array, Params, Request, Shared
 
 _ROUNDS, _REPEATS = 6, 4  # that are looked at; runs of each part, of which the best counts
-_WARM_UP = 2  # rounds before: a drafter may still be taking in the prompt
+_WARM_UP = 2  # rounds before, if there are more: a drafter may still be taking in the prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,17 @@ def split(
     done = read(advance(plan, params, begun()))
     rounds = max(max(answer.rounds for answer in done), 1)
     host = _best(lambda _: generate(), forget) - prompt - whole
-    parts = (share * whole / rounds for share in _shares(plan, params, begun))
+    parts = (share * whole / rounds for share in _shares(plan, params, begun, rounds))
     return Split(prompt, *parts, whole / rounds, max(host, 0.0))
 
 
-def _shares(plan: Plan, params: Params, begun: Callable[[], Batch]) -> list[float]:
-    """What drafting, the target's pass, and the rest take of a round, adding up to 1."""
-    batch, totals = advance(plan, params, begun(), _WARM_UP), np.zeros(3)
+def _shares(plan: Plan, params: Params, begun: Callable[[], Batch], rounds: int) -> list[float]:
+    """What drafting, the target's pass, and the rest take of a round, adding up to 1.
+
+    However few ``rounds`` there are, the last of them is looked at.
+    """
+    before = min(_WARM_UP, rounds - 1)
+    batch, totals = advance(plan, params, begun(), before), np.zeros(3)
     for _ in range(_ROUNDS):
         if bool(batch.state.done.all()):
             break

@@ -63,6 +63,17 @@ def test_each_method_has_a_row_of_figures_that_agree_with_each_other(results):
     assert memory["peak"] > memory["target"] > memory["drafter"] > 0
 
 
+def test_texts_of_two_rounds_are_taken_apart_as_well(root):
+    """Of two tokens plain decoding has two rounds, as many as are passed over in longer texts."""
+    both = llm_fixtures.loaded(root)
+    asked = settings(both, configs=({"method": "none"},), max_tokens=2, repeats=1)
+    found = bench(both["target"], QUESTIONS[:1], asked)
+    for row in found["rows"]:
+        parts = row["split_ms"]
+        assert parts["target"] > 0
+        assert sum(parts[name] for name in report.PARTS) == pytest.approx(parts["round"])
+
+
 def test_acceptance_is_counted_by_category(root, results):
     """Beside a generation of the same requests by hand."""
     both = llm_fixtures.loaded(root)
