@@ -24,9 +24,17 @@ def check_whole(settings: Any, **least: int) -> None:
 
 
 def check_batch_sizes(sizes: Sequence[int]) -> None:
-    """Raises ValueError where there is none, or one is no whole number of at least 1."""
+    """Raises ValueError where there is none, or one is no whole number of at least 1, or twice."""
     if not sizes or not all(is_whole(size, 1) for size in sizes):
         raise ValueError(f"batch_sizes={shown(sizes)} must be at least 1 each.")
+    check_once("batch_sizes", sizes)
+
+
+def check_once(name: str, values: Sequence[float]) -> None:
+    """Raises ValueError where a value stands twice: it would be measured twice, as one table."""
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise ValueError(f"{name}={shown(values)} has {shown(value)} twice; leave one out.")
 
 
 def check_seed(seed: int) -> None:
@@ -82,6 +90,7 @@ class Settings:
         check_seed(self.seed)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
+        check_once("temperatures", self.temperatures)
         if not self.temperatures:
             raise ValueError("temperatures=() must hold at least one.")
 

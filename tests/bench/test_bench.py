@@ -335,6 +335,9 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
     (["--config", "ngram", "-k", "3", "--repeats", "0"], "repeats=0 must be a whole number"),
     (["--config", "ngram", "-k", "3", "--temperature", "-1"], "temperature=-1"),
     (["--config", "ngram", "-k", "3", "--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
+    (["--config", "ngram", "-k", "3", *("--batch-size", "2") * 2], "batch_sizes=(2, 2) has 2 twice"),
+    (["--config", "ngram", "-k", "3", "--temperature", "0", "--temperature", "-0.0"],
+     "temperatures=(0.0, -0.0) has -0.0 twice; leave one out"),
     (["--config", "ngram", "-k", "3", "--seed", "-1"], "seed=-1 must be a whole number from 0"),
     (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
 ])  # fmt: skip

@@ -90,6 +90,7 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
     (["--max-tokens", "4"], "max_tokens=4 must be a whole number of at least 8"),
     (["--max-speculative-tokens", "0"], "max_speculative_tokens=0"),
     (["--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
+    (["--batch-size", "8", "--batch-size", "8"], "batch_sizes=(8, 8) has 8 twice; leave one out"),
     (["--temperature", "-1"], "temperature=-1"),
     (["--seed", "-1"], "seed=-1 must be a whole number from 0"),
     (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
