@@ -121,3 +121,25 @@ def check_output(option: str, path: Path | None, *, folder: bool = False) -> Non
     for each in (place, written):
         if each.exists() and not os.access(each, os.W_OK):
             raise ValueError(f"{option} {path}: {each} may not be written; name another place.")
+
+
+def check_apart(*outputs: tuple[str, Path | None]) -> None:
+    """Whether results that are written beside each other have files of their own.
+
+    Args:
+      *outputs: an option's name and its path, or None. Streams take anything.
+
+    Raises:
+      ValueError: two are one place, in which the second would take the place of the first.
+    """
+    taken: dict[str, str] = {}
+    for option, path in outputs:
+        if path is None or whole_file.is_stream(path):
+            continue
+        place = os.path.realpath(path)
+        if place in taken:
+            raise ValueError(
+                f"{option} {path} is the place of {taken[place]}, too, and would be written over "
+                "it; name another."
+            )
+        taken[place] = option

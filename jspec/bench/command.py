@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from jspec.checks import check_output
+from jspec.checks import check_apart, check_output
 
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
 _LOG_WIDTH = 200
@@ -64,6 +64,9 @@ def bench(
 
     check_output("--output", output, folder=True)
     check_output("--json", json_file)
+    if output is not None:  # its results.json would be the same
+        taken = (output, *(output / f"results.{kind}" for kind in ("md", "png", "html")))
+        check_apart(*(("--output", path) for path in taken), ("--json", json_file))
     if model is None:
         model, questions = str(demo.ASSETS / "target"), questions or [demo.PROMPT]
         if not config:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.bench.command import configs_of, finish
-from jspec.checks import check_output
+from jspec.checks import check_apart, check_output
 
 _MANY = {"rich_help_panel": "What is searched (each may be repeated)"}
 _LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -59,8 +59,10 @@ def tune(
     ] = None,
 ) -> None:  # fmt: skip
     """Find the speculative_config that serves your prompts fastest; Ctrl-C keeps what is done."""
-    for name, path in (("--output", output), ("--json", json_file)):
+    outputs = ("--output", output), ("--json", json_file)
+    for name, path in outputs:
         check_output(name, path)
+    check_apart(*outputs)
     from jspec import demo, loading
     from jspec.bench import environment, files
     from jspec.bench.questions import read

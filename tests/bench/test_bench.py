@@ -339,6 +339,12 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
     (["--config", "ngram", "-k", "3", "--temperature", "0", "--temperature", "-0.0"],
      "temperatures=(0.0, -0.0) has -0.0 twice; leave one out"),
     (["--config", "ngram", "-k", "3", "--seed", "-1"], "seed=-1 must be a whole number from 0"),
+    (["--config", "ngram", "-k", "3", "--output", "new", "--json", "new"],
+     "--json new is the place of --output, too"),
+    (["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.md"],
+     "--json results.md is the place of --output, too"),
+    (["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.json"],
+     "there is no question in the files given"),
     (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):

@@ -94,6 +94,8 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
     (["--temperature", "-1"], "temperature=-1"),
     (["--seed", "-1"], "seed=-1 must be a whole number from 0"),
     (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
+    (["--output", "both.json", "--json", "./both.json"], "is the place of --output, too"),
+    (["--output", "/dev/null", "--json", "/dev/null"], "there is no question in the files given"),
     ([], "there is no question in the files given"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
