@@ -61,10 +61,14 @@ def numbers(option: str, given: str, example: str) -> list[int]:
 
 
 def json(option: str, given: str | None, example: str) -> Any:
-    """What JSON says; None where nothing was given."""
+    """What JSON says; None where nothing was given.
+
+    Raises:
+      ValueError: it is not JSON, or an object has a key twice, of which one would not count.
+    """
     try:
-        return None if given is None else checks.json_of(given)
+        return None if given is None else checks.json_of(given, unique=True)
     except ValueError as error:
         raise ValueError(
-            f"{option} is not JSON ({error}); quote it whole, such as '{example}'."
+            f"{option} is not JSON ({error}); quote it whole, each key once, such as '{example}'."
         ) from None

@@ -126,6 +126,10 @@ def _complaint(ran):
         (["TARGET", "--token-ids", "999999"], "999999"),
         (["TARGET", ""], "empty"),
         (["TARGET", "x", "--speculative-config", "{method: ngram}"], "not JSON"),
+        (
+            ["TARGET", "x", "--speculative-config", '{"method": "suffix", "method": "ngram"}'],
+            "the key 'method' stands twice",
+        ),
         (["TARGET", "x", "--speculative-config", "[]"], "must be a dict"),
         (["TARGET", "x", "--speculative-config", '{"method": "ngrams"}'], "did you mean 'ngram'"),
         (["TARGET", "x", "--temperature", "-1"], "temperature=-1.0"),

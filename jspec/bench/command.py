@@ -9,11 +9,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from jspec import arguments
 from jspec.checks import check_apart, check_output
+from jspec.naming import shown
 
 _MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
 _LOG_WIDTH = 200
 _DEPTH = 4  # of the demo's
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 def bench(
@@ -115,18 +118,14 @@ def configs_of(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
     """Every config, at every K where it names none.
 
     Raises:
-      ValueError: one is no JSON object, or all name a K and ``depths`` are given as well.
+      ValueError: one is not JSON or has a key twice, or all name a K and ``depths`` are given.
     """
     found: list[dict[str, Any]] = []
     all_apart = bool(given and depths)
     for text in given:
-        try:
-            config = json.loads(text) if text.lstrip().startswith("{") else {"method": text}
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--config {text!r} is not JSON ({error}); quote it whole, such as "
-                '\'{"method": "ngram", "num_speculative_tokens": 4}\'.'
-            ) from None
+        option = f"--config {shown(text)}"
+        is_json = text.lstrip().startswith("{")
+        config = arguments.json(option, text, _EXAMPLE) if is_json else {"method": text}
         apart = "num_speculative_tokens" in config or not depths
         all_apart = all_apart and apart
         some = [config] if apart else [config | {"num_speculative_tokens": k} for k in depths]
