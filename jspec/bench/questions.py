@@ -7,11 +7,12 @@ Known by what a line holds: Spec-Bench (``turns``, ``category``), HumanEval (``t
 
 import dataclasses
 import gzip
-import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec.checks import json_of
 from jspec.llm import LLM
 from jspec.naming import shown
 from jspec.params import SamplingParams
@@ -158,7 +159,7 @@ def _read_file(path: Path) -> Iterator[Question]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if suffixes[-1:] == [".gz"] else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not set(suffixes) & set(_JSON):
         if not text.strip():
@@ -187,8 +188,8 @@ def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json_of(text)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}).") from None
 
 

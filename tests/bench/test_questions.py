@@ -70,6 +70,9 @@ def test_any_other_file_is_one_text(tmp_path):
     ('{"turns": []}', "line 1: there is nothing to answer; it needs turns, messages"),
     ('{"prompt": "x"}\n{"turns": ["a", 5]}', "line 2: 5 must be a text that is not empty"),
     ('{"prompt": "x"}\n{oops}', "line 2: not JSON"),
+    ('{"prompt": "x"}\n{"prompt": "y", "id": 1' + "0" * 5000 + "}",
+     "line 2: not JSON .*5001 digits"),
+    ('{"prompt": ' + "[" * 9000, "line 1: not JSON .nested too deeply"),
     ('["text"]', "item 1: 'text' is no object with turns"),
     ('{"messages": "x"}', "line 1: messages must be a list of objects"),
     ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
@@ -103,8 +106,11 @@ def test_conversations_in_which_no_human_speaks_are_passed_over(tmp_path):
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "x.jsonl.gz").write_bytes(b"no gzip")
+    whole = gzip.compress(b'{"prompt": "x"}')
+    (tmp_path / "damaged.jsonl.gz").write_bytes(whole[:10] + b"\xff" * 40)
+    (tmp_path / "short.jsonl.gz").write_bytes(whole[:-9])
     (tmp_path / "empty.txt").write_text(" ")
-    for name in ("missing.jsonl", "x.jsonl.gz"):
+    for name in ("missing.jsonl", "x.jsonl.gz", "damaged.jsonl.gz", "short.jsonl.gz"):
         with pytest.raises(ValueError, match=f"{name} cannot be read"):
             read([tmp_path / name])
     with pytest.raises(ValueError, match=r"empty\.txt is empty"):
