@@ -19,7 +19,8 @@ from jspec.params import SamplingParams
 from jspec.prompts import encodes, rendered
 
 _JSON = (".json", ".jsonl")
-_USER = ("user", "human")
+_SYSTEM, _USER = ("system", "developer"), ("user", "human")  # who speaks, in public files
+_OTHERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "tool", "function")
 _KINDS = "turns, messages, conversations, question, prompt or text"
 
 
@@ -167,11 +168,11 @@ def _read_file(path: Path) -> Iterator[Question]:
         yield Question(path.stem, (text,), is_chat=False)
         return
     items = list(_items(path, text))
-    asked = [(where, item) for where, item in items if not _is_unasked(item)]
-    if items and not asked:
+    stem = path.name.split(".")[0]
+    asked = [_question(item, stem, f"{path}, {where}") for where, item in items]
+    if items and not any(asked):
         raise ValueError(f"{path} holds no conversation in which a human speaks; name another.")
-    for where, item in asked:
-        yield _question(item, path.name.split(".")[0], f"{path}, {where}")
+    yield from (question for question in asked if question is not None)
 
 
 def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -193,18 +194,8 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where}: not JSON ({error}).") from None
 
 
-def _is_unasked(item: Any) -> bool:
-    """Whether it is one of the conversations of ShareGPT in which no human says anything."""
-    if not isinstance(item, dict) or "turns" in item or "messages" in item:
-        return False
-    said = item.get("conversations")
-    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
-        return False
-    texts = [each.get("value") for each in said if each.get("from") in _USER]
-    return not texts or (isinstance(texts[0], str) and not texts[0].strip())
-
-
-def _question(item: Any, stem: str, where: str) -> Question:
+def _question(item: Any, stem: str, where: str) -> Question | None:
+    """What an object asks; None where it is a conversation in which no human says anything."""
     if not isinstance(item, dict):
         raise ValueError(f"{where}: {shown(item)} is no object with {_KINDS}.")
     category = item.get("category", stem)
@@ -212,7 +203,10 @@ def _question(item: Any, stem: str, where: str) -> Question:
     if "turns" in item:  # Spec-Bench, MT-bench
         turns = item["turns"]
     elif "messages" in item or "conversations" in item:
-        system, turns = _said_by_user(item, where)
+        system, turns = _asked_in(item, where)
+        silent = not turns or (isinstance(turns[0], str) and not turns[0].strip())
+        if silent and "messages" not in item:
+            return None
     elif "question" in item:  # GSM8K
         turns = (item["question"],)
     elif "prompt" in item or "text" in item:  # HumanEval, and texts to go on with
@@ -231,16 +225,32 @@ def _question(item: Any, stem: str, where: str) -> Question:
     return Question(category, tuple(turns), is_chat, system)
 
 
-def _said_by_user(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
-    """What the system says, and the user's first message.
+def _asked_in(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
+    """What the system says, and the user's first message after it; none where no user speaks.
 
     Later ones answer what another model said; put to this one they would make no sense.
     """
-    messages = item.get("messages", item.get("conversations"))
-    fields = ("role", "content") if "messages" in item else ("from", "value")
+    system: list[str] = []
+    for role, text in _messages(item, where):
+        if role in _USER:
+            return "\n\n".join(system), (text,)
+        if role in _SYSTEM and isinstance(text, str):
+            system += [text] if text.strip() else []
+        elif role in _SYSTEM:
+            raise ValueError(f"{where}: the {role} says {shown(text)}; it must be a text.")
+        elif role not in _OTHERS:
+            known = ", ".join((*_SYSTEM, *_USER, *_OTHERS))
+            raise ValueError(f"{where}: role {shown(role)} is unknown; known are {known}.")
+    return "\n\n".join(system), ()
+
+
+def _messages(item: dict, where: str) -> list[tuple[Any, Any]]:
+    """Role and text of each message, by OpenAI's names or ShareGPT's, in a list of either name."""
+    name = "messages" if "messages" in item else "conversations"
+    messages = item[name]
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise ValueError(f"{where}: messages must be a list of objects.")
-    said = [(each.get(fields[0]), each.get(fields[1])) for each in messages]
-    system = next((text for role, text in said if role == "system"), "")
-    user = [text for role, text in said if role in _USER][:1]
-    return system if isinstance(system, str) else "", tuple(user)
+        raise ValueError(f"{where}: {name} must be a list of objects.")
+    names = [("role", "content") if "role" in each else ("from", "value") for each in messages]
+    return [
+        (each.get(role), each.get(text)) for each, (role, text) in zip(messages, names, strict=True)
+    ]

@@ -76,6 +76,14 @@ def test_any_other_file_is_one_text(tmp_path):
     ('["text"]', "item 1: 'text' is no object with turns"),
     ('{"messages": "x"}', "line 1: messages must be a list of objects"),
     ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
+    ('{"messages": [{"role": "user", "content": " "}]}', "line 1: ' ' must be a text"),
+    ('{"messages": [{"role": "assistant", "content": "Hi."}]}',
+     "line 1: there is nothing to answer"),
+    ('{"prompt": "x"}\n{"messages": [{"role": "usr", "content": "Hi."}]}',
+     "line 2: role 'usr' is unknown; known are system, developer, user, human, assistant"),
+    ('{"conversations": [{"value": "Hi."}]}', "line 1: role None is unknown"),
+    ('{"messages": [{"role": "system", "content": 5}]}', "line 1: the system says 5; it must be"),
+    ('{"conversations": 5}', "line 1: conversations must be a list of objects"),
     ('{"conversations": []}', "holds no conversation in which a human speaks"),
     ("", "there is no question in the files given; name one with --questions"),
 ])  # fmt: skip
@@ -102,6 +110,20 @@ def test_conversations_in_which_no_human_speaks_are_passed_over(tmp_path):
     items = [{"id": "a", "conversations": each} for each in silent]
     (tmp_path / "sharegpt.json").write_text(json.dumps([*items, FORMS["sharegpt"]]))
     assert read([tmp_path / "sharegpt.json"]) == [READ["sharegpt"]]
+
+
+def test_messages_are_read_by_the_names_that_they_have(tmp_path):
+    """A list called conversations may hold OpenAI's messages, beside others with ShareGPT's."""
+    messages = [
+        {"role": "developer", "content": "In French."}, {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi."}, {"role": "critic", "content": "Hm."},
+        {"role": "user", "content": "No."},
+    ]  # fmt: skip
+    for name in ("messages", "conversations"):
+        path = tmp_path / "openai.json"
+        path.write_text(json.dumps([{name: messages}, FORMS["sharegpt"]]))
+        first = Question("openai", ("Hi.",), system="In French.\n\nBe brief.")
+        assert read([path]) == [first, Question("openai", ("Hi.",))]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
