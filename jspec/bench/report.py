@@ -84,7 +84,8 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [results["definition"], about(results)]
     lines += left_out(results)
     if results["interrupted"]:
-        lines.append("The run was interrupted: there are fewer samples than were asked for.")
+        missing = "; ".join(_missing(results)) or "nothing"
+        lines.append(f"The run was interrupted; missing: {missing}.")
     busy = sum(len(row["seconds"]) - row["quiet_samples"] for row in results["rows"])
     if busy:
         lines.append(f"Other processes were busy during {busy} of the samples.")
@@ -97,6 +98,25 @@ def left_out(results: dict[str, Any]) -> list[str]:
         return []
     cut = " or, as later turns, --prompt-tokens" if results["setting"]["prompt_tokens"] else ""
     return [f"{results['left_out']} prompts were left out: they do not fit the model{cut}."]
+
+
+def _missing(results: dict[str, Any]) -> Iterator[str]:
+    """What an interrupted run was asked for and has not, in the order in which it is measured."""
+    setting, tables = results["setting"], [rows for _, rows in titles(results)]
+    for rows in tables[-1:]:
+        # Of ours alone: which modes of transformers can run is not known before they do.
+        ours = [row for row in rows if "acceptance_length" in row]
+        asked = 1 + len(setting["configs"])
+        if len(ours) < asked:
+            yield f"{asked - len(ours)} of {asked} methods of the last table"
+        if any(len(row["seconds"]) < setting["repeats"] for row in rows):
+            yield "samples of the last table"
+        whole = sum("split_ms" not in row for row in ours)
+        if whole:
+            yield f"where the time of {whole} methods of the last table goes"
+    asked = len(setting["batch_sizes"]) * len(setting["temperatures"])
+    if len(tables) < asked:
+        yield f"{asked - len(tables)} of {asked} tables"
 
 
 def about(results: dict[str, Any]) -> str:

@@ -301,7 +301,8 @@ def test_a_run_that_is_interrupted_before_its_first_sample_has_nothing_to_write(
     both, seen = llm_fixtures.loaded(root), []
     found = bench(both["target"], QUESTIONS[:1], settings(both), on_case=seen.append)
     assert found["interrupted"] and not (seen or found["rows"])
-    assert not list(report.terminal(ABOUT | found)) and report.notes(ABOUT | found)
+    assert not list(report.terminal(ABOUT | found))
+    assert "The run was interrupted; missing: 1 of 1 tables." in report.notes(ABOUT | found)
 
 
 @pytest.mark.parametrize("last", [7, 10], ids=["while it races", "while it is taken apart"])
@@ -323,7 +324,10 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
     assert found["interrupted"] and seen == [found]
     assert [row["batch_size"] for row in found["rows"]] == [1, 1]
     assert [len(row["seconds"]) for row in found["rows"]] == ([1, 2] if last == 7 else [2, 2])
-    assert "interrupted" in report.markdown(ABOUT | found)
+    missing = "where the time of 2 methods of the last table goes; 1 of 2 tables"
+    missing = f"samples of the last table; {missing}" if last == 7 else missing
+    said = f"The run was interrupted; missing: {missing}."
+    assert said in report.notes(ABOUT | found) and said in report.markdown(ABOUT | found)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
