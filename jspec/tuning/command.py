@@ -37,7 +37,7 @@ def tune(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     max_speculative_tokens: Annotated[int, typer.Option(help="Largest K.")] = 8,
     max_tree_size: Annotated[
-        int, typer.Option(help="Most nodes of a tree, root included; 0: chains alone.")
+        int, typer.Option(help="Most nodes of a tree, root included, 4 or more; 0: chains alone.")
     ] = 32,
     max_programs: Annotated[
         int, typer.Option(help="Shapes whose rounds are timed for a batch size, at most.")

@@ -12,7 +12,7 @@ from jspec.drafters.adaptive import Adaptive
 from jspec.drafting import shapes
 from jspec.loading import LoadedModel
 from jspec.topology import Shape
-from jspec.tuning.settings import Settings
+from jspec.tuning.settings import TREE_STEP, Settings
 
 PLAIN = {"method": "none"}
 _DEPTHS = ("num_speculative_tokens", "tree", "tree_size", "tree_depth", "tree_top_k")
@@ -23,7 +23,6 @@ _SAYS_ALL = (
 )  # fmt: skip
 _TOP_K = 4  # most children of a node
 _PROBE_NODES = 40  # of the tree by which acceptance is measured
-_SIZE_STEP = 4  # of trees: devices pad the rows of a product to as many, or more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +143,7 @@ def says_all(given: Mapping[str, Any]) -> bool:
 
 def tree_sizes(most: int) -> Sequence[int]:
     """Sizes of the trees that are looked at."""
-    return [*range(_SIZE_STEP, most, _SIZE_STEP), most] if most >= _SIZE_STEP else []
+    return [*range(TREE_STEP, most, TREE_STEP), most] if most >= TREE_STEP else []
 
 
 def _spread_out(given: Mapping[str, Any], settings: Settings) -> Iterator[Mapping[str, Any]]:

@@ -9,6 +9,10 @@ from jspec.bench.contenders import Case
 from jspec.bench.settings import check_batch_sizes, check_seed, check_whole
 from jspec.params import SamplingParams
 
+# Nodes of the smallest tree that is searched, and from one to the next: devices pad the rows of a
+# product to as many, or more.
+TREE_STEP = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -20,7 +24,7 @@ class Settings:
       batch_sizes: requests that run together; each has a winner of its own.
       temperature: 0 is greedy.
       max_speculative_tokens: largest K.
-      max_tree_size: most nodes of a tree, root included; 0 searches chains alone.
+      max_tree_size: most nodes of a tree, root included, at least 4; 0 searches chains alone.
       max_tokens: most tokens of an answer.
       prompt_tokens: first turns are cut to so many tokens, and longer later ones left out (0: no
         limit).
@@ -60,6 +64,11 @@ class Settings:
             if getattr(self, name) > topology.MOST_NODES:
                 given = getattr(self, name)
                 raise ValueError(f"{name}={given} must be at most {topology.MOST_NODES}.")
+        if 0 < self.max_tree_size < TREE_STEP:
+            raise ValueError(
+                f"max_tree_size={self.max_tree_size} must be 0, for chains alone, or at least "
+                f"{TREE_STEP}."
+            )
         SamplingParams(temperature=self.temperature, seed=self.seed)
         if not self.configs:
             raise ValueError("there is no method to tune; name one with --config.")

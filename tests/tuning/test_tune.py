@@ -89,6 +89,7 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
     (["--config", '{"method": "suffix", "tree_top_k": 2}'], "tree_top_k=2 is not used"),
     (["--max-tokens", "4"], "max_tokens=4 must be a whole number of at least 8"),
     (["--max-speculative-tokens", "0"], "max_speculative_tokens=0"),
+    (["--max-tree-size", "3"], "max_tree_size=3 must be 0, for chains alone, or at least 4."),
     (["--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
     (["--batch-size", "8", "--batch-size", "8"], "batch_sizes=(8, 8) has 8 twice; leave one out"),
     (["--temperature", "-1"], "temperature=-1"),
