@@ -61,7 +61,7 @@ def _positions(axes, rows: list[dict[str, Any]]) -> None:
         shares = row.get("acceptance_per_position")
         if shares:
             axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.04, 1.04)  # the frame would hide lines along 0 and 1
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("accepted, of all drafts")

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jspec import checks, cli
-from jspec.bench import command, files, names, report
+from jspec.bench import chart, command, files, names, report
 from jspec.bench.contenders import Case, Ours
 from jspec.bench.peer import PeerError
 from jspec.bench.questions import Question, Request
@@ -205,6 +205,21 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     assert page.open == [] and "one <of> them" in page.text
     assert all(address.startswith("data:") for address in page.addresses)
     assert len(list(report.terminal(results))) == 2
+
+
+def test_no_line_of_the_picture_lies_under_its_frame(monkeypatch, tmp_path, results):
+    """As that of a drafter that is always right, or always wrong, would."""
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path: (drawn.append(self), save(self, path))
+    )
+    rows = [results["rows"][1] | {"acceptance_per_position": [float(at)] * 3} for at in range(2)]
+    chart.draw(results | {"rows": rows}, tmp_path / "drawn.png")
+    positions = drawn[0].axes[1]
+    least, most = positions.get_ylim()
+    assert [least < line.get_ydata()[0] < most for line in positions.lines] == [True, True]
 
 
 def test_configs_of_one_method_are_told_apart_by_their_models():
