@@ -61,6 +61,13 @@ def _verdict(batch: dict[str, Any]) -> Iterator[str]:
     predicted = max(batch["rows"], key=lambda row: row["predicted_tokens_per_second"])
     if predicted["speculative_config"] != winner["speculative_config"]:  # names may be equal
         yield f"{title}: predicted was {predicted['name']}; the faster of the two counts."
+    best = predicted["predicted_tokens_per_second"]
+    if any(
+        each["predicted_tokens_per_second"] > best
+        for each in batch["candidates"]
+        if not each["round_was_measured"]
+    ):
+        yield f"{title}: what was not measured may be faster; raise --max-programs."
     if second["tokens_per_second"]["most"] >= speed["least"]:
         yield f"{title}: the best two are within each other's spread."
     if not batch["within_tolerance"]:

@@ -112,8 +112,10 @@ class Search:
         """What was measured and predicted, for the results."""
         table = self._costs[0]
         lines = []
-        for entry in self._ranked()[:_ROWS_OF_TABLE]:
+        for place, entry in enumerate(self._ranked()):
             measured = self._measured.get(entry.candidate)
+            if place >= _ROWS_OF_TABLE and measured is None:
+                continue
             lines.append({
                 "name": entry.candidate.name,
                 "predicted_tokens_per_second": self.tokens_per_second(entry),

@@ -10,7 +10,7 @@ import jspec
 from jspec import cli
 from jspec.bench import names as naming
 from jspec.bench.questions import Question
-from jspec.tuning import clocks, report, verification
+from jspec.tuning import clocks, report, search, verification
 from jspec.tuning.families import families_of
 from jspec.tuning.run import tune
 from jspec.tuning.settings import Settings
@@ -136,6 +136,24 @@ def test_a_method_whose_drafts_are_too_long_for_the_answers_is_left_out(root):
     alone = dataclasses.replace(asked, configs=asked.configs[:1])
     with pytest.raises(ValueError, match="too short for the drafts of suffix: raise --max-tokens"):
         tune(target, QUESTIONS[:1], alone)
+
+
+def test_what_was_measured_is_listed_beside_what_may_be_faster(root, monkeypatch):
+    """However many of those that were not measured look better, and that is said."""
+    monkeypatch.setattr(search, "_ROWS_OF_TABLE", 1)
+    lookups = tuple({"method": "ngram", "prompt_lookup_max": most} for most in (1, 2))
+    asked = Settings(
+        lookups, max_speculative_tokens=2, max_programs=1, max_tokens=17, repeats=1, patience=0
+    )
+    found = tune(llm_fixtures.loaded(root)["target"], QUESTIONS[:1], asked)
+    [batch] = found["batches"]
+    listed = {each["name"]: each["round_was_measured"] for each in batch["candidates"]}
+    assert {row["name"] for row in batch["rows"]} <= {name for name in listed if listed[name]}
+    said = "batch 1, greedy: what was not measured may be faster; raise --max-programs."
+    for speed, is_said in ((1e9, True), (0.0, False)):
+        other = {"predicted_tokens_per_second": speed, "round_was_measured": False}
+        batch["candidates"] = [other]
+        assert (said in report.notes(ABOUT | found)) == is_said
 
 
 def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
