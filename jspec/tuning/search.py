@@ -275,7 +275,8 @@ class Search:
     def _seconds(self, entry: Entry) -> float:
         """What all prompts are predicted to take."""
         more = self._firsts.get(entry.candidate.family, self._firsts[0]) - self._firsts[0]
-        calls = len(self._work.groups) * (self._call + more)
+        # Differences of clocks: what a busy machine makes of them may be less than nothing.
+        calls = len(self._work.groups) * max(self._call + more, 0.0)
         times = self._times(entry)
         return calls + entry.passes.drafted * times.with_draft + entry.passes.plain * times.without
 
