@@ -40,6 +40,10 @@ class Logprobs:
         """Of the first tokens of one row [n]."""
         return jax.tree.map(lambda part: part[:count], self)
 
+    def behind(self, count: int) -> "Logprobs":
+        """Of the tokens of one row [n] but the first."""
+        return jax.tree.map(lambda part: part[count:], self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:

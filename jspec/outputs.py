@@ -96,6 +96,9 @@ class Transcript:
         if params.detokenize:
             self._detokenizer = text.Detokenizer(tokenizer, prompt, params.skip_special_tokens)
         self._num_read = 0
+        self._listed: list[dict[int, Logprob]] = []  # of the tokens, as far as they were wanted
+        self._listed_prompt: list[dict[int, Logprob] | None] = []
+        self._spelled: dict[int, str] = {}  # texts of tokens by themselves
         self.answer: Answer | None = None
         self.text = ""
         self.finish_reason: str | None = None
@@ -129,9 +132,20 @@ class Transcript:
         count = self._params.prompt_logprobs
         if count is None or self.answer is None:
             return None
-        return [None, *self._listed(self._prompt[1:], self.answer.prompt_logprobs, count)]
+        if not self._listed_prompt:
+            scores = self.answer.prompt_logprobs
+            self._listed_prompt = [None, *self._list(self._prompt[1:], scores, count)]
+        return self._listed_prompt.copy()
 
-    def _listed(self, ids: Sequence[int], scores: Logprobs, count: int) -> list[dict[int, Logprob]]:
+    def _logprobs(self) -> list[dict[int, Logprob]]:
+        """Of the tokens so far. A stream asks after every slice: only new ones are listed."""
+        answer, known = self.answer, len(self._listed)
+        self._listed += self._list(
+            answer.tokens[known:], answer.logprobs.behind(known), self._params.logprobs
+        )
+        return self._listed[: len(answer.tokens)]
+
+    def _list(self, ids: Sequence[int], scores: Logprobs, count: int) -> list[dict[int, Logprob]]:
         """For each of ``ids`` itself and the ``count`` likeliest; -1 for all there are."""
         count = scores.count if count == -1 else count
         listed = []
@@ -147,7 +161,11 @@ class Transcript:
         return listed
 
     def _text_of(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token])
+        if self._tokenizer is None:
+            return None
+        if token not in self._spelled:
+            self._spelled[token] = self._tokenizer.decode([token])
+        return self._spelled[token]
 
     def _read_text(self, answer: Answer) -> bool:
         hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
@@ -178,11 +196,7 @@ class Transcript:
         return CompletionOutput(
             index=index,
             cumulative_logprob=self.cumulative_logprob if scored else None,
-            logprobs=(
-                self._listed(self.answer.tokens, self.answer.logprobs, self._params.logprobs)
-                if scored
-                else None
-            ),
+            logprobs=self._logprobs() if scored else None,
             text=shown,
             token_ids=[] if self.answer is None else self.answer.tokens.tolist(),
             finish_reason=self.finish_reason,

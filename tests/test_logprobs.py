@@ -88,6 +88,27 @@ def test_a_text_cut_at_a_stop_string_has_as_many_as_tokens(root):
     assert [*cut.logprobs[-1]] == [*whole.logprobs[len(cut.token_ids) - 1]]
 
 
+def test_a_stream_lists_and_spells_each_token_once(root, monkeypatch):
+    llm = llm_fixtures.llm(root, "draft_model")
+    asked = dataclasses.replace(ASKED[0], prompt_logprobs=1)
+    tokenizer, spelled = llm.get_tokenizer(), []
+    decode = tokenizer.decode
+
+    def watched(ids, **settings):
+        spelled.extend([] if settings else ids)  # texts are made with settings
+        return decode(ids, **settings)
+
+    monkeypatch.setattr(tokenizer, "decode", watched)
+    *_, last_but_one, last = llm.stream(PROMPTS[0], asked, rounds=1)
+    assert len(spelled) == len(set(spelled))
+    before, after = last_but_one.outputs[0].logprobs, last.outputs[0].logprobs
+    assert len(before) < len(after)
+    assert all(old is new for old, new in zip(before, after, strict=False))
+    after.clear()  # whoever reads a stream may do with its lists as he likes
+    assert len(before) == len(last_but_one.outputs[0].token_ids)
+    assert llm.generate(PROMPTS[0], asked)[0].prompt_logprobs == last.prompt_logprobs
+
+
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
 def test_modes_are_before_and_after_what_the_request_changes(root, mode):
     target = llm_fixtures.loaded(root)["target"]
