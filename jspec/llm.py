@@ -13,6 +13,7 @@ from rich.progress import track
 
 from jspec import config, jobs, loading, logprobs, metrics, prompts, tracing
 from jspec.assembly import assemble
+from jspec.buckets import bucket
 from jspec.calibration import CostTable
 from jspec.checks import is_whole
 from jspec.decode import init_shared, retire
@@ -378,9 +379,9 @@ class LLM:
         if not self._detailed and not any(job.params.stop for job in todo):
             return self._plan
         longest = max(row.max_tokens for job in todo for row in job.rows)
-        # A power of two, so that calls of similar length share a program.
-        rounds = 1 << (longest - 1).bit_length()
-        return dataclasses.replace(self._plan, record_rounds=rounds, record_nodes=self._detailed)
+        return dataclasses.replace(
+            self._plan, record_rounds=bucket(longest), record_nodes=self._detailed
+        )
 
 
 def _flag(name: str, value: Any) -> bool:

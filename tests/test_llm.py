@@ -13,6 +13,7 @@ import jspec
 from jspec import SamplingParams, config, loading, metrics
 from jspec import llm as llm_module
 from jspec.assembly import assemble
+from jspec.drafters.ngram import NGram
 from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
@@ -140,6 +141,25 @@ def assert_ends_after(completion, entire, count):
     assert accepted[:-1] == long["per_step_accepted"][: steps - 1]
     assert short["per_step_drafted"] == long["per_step_drafted"][:steps]
     assert short["num_draft_tokens"] == sum(long["per_step_drafted"][:steps])
+
+
+def test_the_most_tokens_of_a_text_with_stop_strings_or_of_a_trace_compile_nothing_new(
+    open_llm, monkeypatch
+):
+    llm, traced = open_llm("ngram"), []
+    asked = SamplingParams(temperature=0.0, max_tokens=24, stop="*", ignore_eos=True)
+    llm.generate(PROMPTS[1], asked)
+    llm.trace(PROMPTS[1], asked)
+    for name in ("init", "absorb", "propose"):
+        known = getattr(NGram, name)
+        monkeypatch.setattr(
+            NGram, name, lambda *given, known=known: traced.append(1) or known(*given)
+        )
+    for max_tokens in (4, 8, 16, 20, 40):
+        other = dataclasses.replace(asked, max_tokens=max_tokens)
+        text = llm.generate(PROMPTS[1], other)[0].outputs[0].text
+        assert llm.trace(PROMPTS[1], other).text == text
+    assert not traced
 
 
 def test_the_stop_string_is_shown_on_request(open_llm, whole):

@@ -15,6 +15,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sampling, shaping, topology, verify
+from jspec.buckets import bucket
 from jspec.decode import retire
 from jspec.drafting import branching
 from jspec.generate import Batch, advance, read, start
@@ -174,8 +175,7 @@ def record(
       ValueError: the row does not fit the model.
     """
     # A stop string is cut by what the rounds emitted.
-    rounds = 1 << (row.max_tokens - 1).bit_length()
-    plan = dataclasses.replace(plan, record_rounds=rounds, record_nodes=False)
+    plan = dataclasses.replace(plan, record_rounds=bucket(row.max_tokens), record_nodes=False)
     looking = dataclasses.replace(plan, drafter=recorder(plan))
     # Rounds consume a copy: a trace that is interrupted teaches nothing, and nothing is lost.
     batch = start(looking, params, [row]).replace(shared=jax.tree.map(jnp.copy, shared))

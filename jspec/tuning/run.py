@@ -9,6 +9,7 @@ from jspec import loading
 from jspec.bench import questions as reading
 from jspec.bench.names import portable
 from jspec.bench.questions import Question, Request
+from jspec.buckets import bucket
 from jspec.llm import LLM
 from jspec.loading import LoadedModel
 from jspec.tuning import acceptance
@@ -120,8 +121,7 @@ def _record(family: Family, work: Workload, num_prompts: int, settings: Settings
     assembly, shape = family.made(family.probe.config), family.probe.shape
     every = acceptance.by_position(assembly.plan, settings.temperature)
     plan = acceptance.one_by_one(assembly.plan) if every else assembly.plan
-    longest = 1 << (settings.max_tokens - 1).bit_length()
-    plan = dataclasses.replace(plan, record_rounds=longest)
+    plan = dataclasses.replace(plan, record_rounds=bucket(settings.max_tokens))
     answers, _ = generate(plan, assembly.params, work)
     rounds = [acceptance.rounds_of(answer, shape, every) for answer in answers]
     counts = None
