@@ -305,11 +305,11 @@ def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None)
 
 def cancel(batch: Batch, rows: Sequence[int]) -> Batch:
     """Ends rows early, as when the host finds a stop string; where they are is their limit then."""
-    index = np.array(rows, np.int32)
-    limit = batch.request.max_length.at[index].set(batch.state.history.length[index])
+    request, state = batch.request, batch.state
+    ended = np.isin(np.arange(len(state.done)), rows)  # [B]: of one shape, however many they are
+    limit = jnp.where(ended, state.history.length, request.max_length)
     return batch.replace(
-        request=batch.request.replace(max_length=limit),
-        state=batch.state.replace(done=batch.state.done.at[index].set(True)),
+        request=request.replace(max_length=limit), state=state.replace(done=state.done | ended)
     )
 
 

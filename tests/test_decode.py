@@ -92,6 +92,21 @@ def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
     assert len(traced) == 1
 
 
+def test_ending_rows_from_outside_compiles_nothing_for_how_many_they_are(caplog):
+    batch = host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows())
+    host.cancel(batch, [1])
+    groups = ([0, 2], [2, 0, 1])
+    with jax.log_compiles():
+        ended = [host.cancel(batch, group) for group in groups]
+    assert "Compiling" not in caplog.text
+    state, limits = batch.state, np.asarray(batch.request.max_length)
+    for one, group in zip(ended, groups, strict=True):
+        assert sorted(group) == np.flatnonzero(one.state.done & ~state.done).tolist()
+        expected = limits.copy()
+        expected[group] = np.asarray(state.history.length)[group]
+        np.testing.assert_array_equal(one.request.max_length, expected)
+
+
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_the_ladder_changes_no_text(name):
     drafter = DRAFTERS[name]
