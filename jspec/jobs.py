@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jspec import grammar
+from jspec.buckets import bucket
 from jspec.generate import Row
 from jspec.logprobs import Mode, Scoring
 from jspec.outputs import RequestOutput, Transcript
@@ -109,13 +110,12 @@ def spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ..
 
 
 def check_logprobs(params: SamplingParams, mode: Mode, most: int, vocab_size: int) -> None:
-    """Raises ValueError if more ``logprobs`` are asked for than ``most`` (-1: no limit) allows."""
+    """Raises ValueError if more ``logprobs`` are asked for than ``most`` allows."""
     if params.num_texts > params.n and mode.endswith("logits"):
         raise ValueError(
             f"best_of={params.best_of} compares log-probabilities, but logprobs_mode={mode!r} has "
             "none; leave one of the two out."
         )
-    most = vocab_size if most == -1 else most
     for name in ("logprobs", "prompt_logprobs"):
         given = getattr(params, name)
         if given is not None and (vocab_size if given == -1 else given) > most:
@@ -126,8 +126,12 @@ def check_logprobs(params: SamplingParams, mode: Mode, most: int, vocab_size: in
             )
 
 
-def scoring_of(todo: Sequence[Job], vocab_size: int, mode: Mode) -> Scoring | None:
-    """What must be known of tokens for all of these requests; None for nothing."""
+def scoring_of(todo: Sequence[Job], vocab_size: int, most: int, mode: Mode) -> Scoring | None:
+    """What must be known of tokens for all of these requests; None for nothing.
+
+    The count comes in few sizes, since each is a program: powers of two, and the ``most`` that any
+    request may ask for. Transcripts list no more than was asked for.
+    """
     counts, prompts = [], []
     for job in todo:
         counts += [job.params.logprobs] + [0] * (job.params.num_texts > job.params.n)
@@ -136,7 +140,8 @@ def scoring_of(todo: Sequence[Job], vocab_size: int, mode: Mode) -> Scoring | No
     wanted = known([*counts, *prompts])
     if not wanted:
         return None
-    return Scoring(min(max(wanted), vocab_size), bool(known(prompts)), mode)
+    count = bucket(max(wanted), smallest=1) if max(wanted) else 0
+    return Scoring(min(count, most, vocab_size), bool(known(prompts)), mode)
 
 
 def one_each(params: Any, count: int) -> list[SamplingParams]:

@@ -95,7 +95,7 @@ class LLM:
             raise ValueError(
                 f"max_logprobs={shown(max_logprobs)} must be a whole number, or -1 for no limit."
             )
-        self._logprobs_mode, self._max_logprobs = logprobs_mode, max_logprobs
+        self._logprobs_mode = logprobs_mode
         self._detailed = per_request_stats == "detailed"
         if not is_whole(seed, 0, 2**64 - 1):
             raise ValueError(
@@ -112,6 +112,8 @@ class LLM:
         self.max_model_len = assembly.max_model_len
         self._tokenizer = assembly.tokenizer
         self._model, self._plan, self._params = assembly.model, assembly.plan, assembly.params
+        size = self._plan.target.vocab_size
+        self._max_logprobs = size if max_logprobs == -1 else max_logprobs
         self._shared = init_shared(self._plan)
         self._costs = CostTable()
         self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
@@ -336,7 +338,8 @@ class LLM:
         if not rows:
             return
         plan, warps = self._recording_plan(todo), warps_of(rows)
-        scoring = jobs.scoring_of(todo, plan.target.vocab_size, self._logprobs_mode)
+        size = plan.target.vocab_size
+        scoring = jobs.scoring_of(todo, size, self._max_logprobs, self._logprobs_mode)
         parts = list(groups(rows, self._max_num_seqs))
         if show_progress:  # not where texts may be printed
             parts = track(parts, "Generating", console=Console(stderr=True))

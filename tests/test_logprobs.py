@@ -8,8 +8,10 @@ import pytest
 import scipy.special
 
 import jspec
-from jspec import SamplingParams
+from jspec import SamplingParams, jobs
+from jspec.drafters.ngram import NGram
 from jspec.logprobs import Scoring, score
+from jspec.prompts import Prompt
 from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
@@ -132,6 +134,43 @@ def test_modes_are_before_and_after_what_the_request_changes(root, mode):
         if mode == "processed_logprobs":
             row = scipy.special.log_softmax(row)
         np.testing.assert_allclose(found, row, atol=1e-4)
+
+
+def test_how_many_are_asked_for_compiles_nothing_within_a_power_of_two(root, monkeypatch):
+    llm, traced = llm_fixtures.llm(root, "ngram"), []
+    asked = dataclasses.replace(ASKED[0], logprobs=8, prompt_logprobs=8)
+    most = llm.generate(PROMPTS[0], asked)[0]
+    for name in ("init", "absorb", "propose"):
+        known = getattr(NGram, name)
+        monkeypatch.setattr(
+            NGram, name, lambda *given, known=known: traced.append(1) or known(*given)
+        )
+    for count, others in ((5, 0), (0, 7), (6, 1)):
+        some = dataclasses.replace(asked, logprobs=count, prompt_logprobs=others)
+        fewer = llm.generate(PROMPTS[0], some)[0]
+        check_fewer(fewer.outputs[0].logprobs, most.outputs[0].logprobs, count)
+        check_fewer(fewer.prompt_logprobs[1:], most.prompt_logprobs[1:], others)
+    assert not traced
+
+
+def check_fewer(fewer, more, count):
+    """The token itself, and of the likeliest the first ``count``."""
+    for one, all_of_them in zip(fewer, more, strict=True):
+        (token, *_), found = all_of_them, all_of_them.items()
+        assert one == {each: at for each, at in found if each == token or at.rank <= count}
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "counted"),
+    [(0, 20, 0), (1, 20, 1), (3, 20, 4), (16, 20, 16), (17, 20, 20), (17, 320, 32), (-1, 320, 320),
+     (300, 1000, 320)],
+)  # fmt: skip
+def test_counts_come_in_powers_of_two_up_to_the_most_there_may_be(asked, most, counted):
+    job = jobs.make(
+        0, Prompt((1, 2)), SamplingParams(prompt_logprobs=asked, detokenize=False),
+        room=9, seed=0, eos=frozenset(), tokenizer=None, vocab_size=320,
+    )  # fmt: skip
+    assert jobs.scoring_of([job], 320, most, "raw_logits") == Scoring(counted, True, "raw_logits")
 
 
 def test_the_best_of_several_texts_are_those_of_largest_sum(root):
