@@ -105,7 +105,7 @@ class LLM:
         self._seed = int(seed)
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         loading.keep_compiled_programs()
-        assembly = assemble(
+        self.assembly = assembly = assemble(
             model, speculative, dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer,
             deterministic=_flag("deterministic", deterministic),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """The results as one picture."""
 
 import importlib.util
-from pathlib import Path
+import io
 from typing import Any
 
 from jspec.bench.contenders import PLAIN
@@ -19,8 +19,8 @@ def check() -> None:
         )
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Speed-up, acceptance by position and a round's time, a line of three for each case."""
+def draw(results: dict[str, Any]) -> bytes:
+    """A PNG: speed-up, acceptance by position and a round's time, a line of three a case."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,7 +33,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
         _speedups(axes[0], title, rows)
         _positions(axes[1], rows)
         _rounds(axes[2], rows)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def _names(rows: list[dict[str, Any]]) -> list[str]:

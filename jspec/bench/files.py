@@ -17,10 +17,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
     folder = whole_file.followed(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=1, default=str)
-    drawing = folder / ".results.png"
-    chart.draw(results, drawing)
-    picture = drawing.read_bytes()
-    drawing.unlink()
+    picture = chart.draw(results)
     contents = {
         "results.json": text.encode() + b"\n",
         "results.md": report.markdown(results).encode(),

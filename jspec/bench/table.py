@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jspec import config
-from jspec.assembly import Assembly, assemble
+from jspec.assembly import Assembly
 from jspec.bench.contenders import (
     PEER_MODES,
     PLAIN,
@@ -75,10 +74,9 @@ class CaseTable:
                 self._target, given, dtype=self._settings.dtype,
                 max_num_seqs=self._case.batch_size,
             )  # fmt: skip
-            made = assemble(self._target, config.read(given), dtype=self._settings.dtype)
             while name in self._assemblies:
                 name += "'"
-            self._assemblies[name] = given, made
+            self._assemblies[name] = given, llm.assembly  # its own: no network is opened twice
             yield name, Ours(llm, self._case, self._requests)
         for mode, name in PEER_MODES.items() if self._peer else ():
             same = peer_settings(mode, self._settings.configs)

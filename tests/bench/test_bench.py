@@ -6,13 +6,14 @@ import os
 
 import pytest
 
-from jspec import checks, cli
+from jspec import checkpoint, checks, cli
 from jspec.bench import chart, command, files, names, report
 from jspec.bench.contenders import Case, Ours
 from jspec.bench.peer import PeerError
 from jspec.bench.questions import Question, Request
 from jspec.bench.run import bench
 from jspec.bench.settings import Settings
+from jspec.bench.table import CaseTable
 from tests import browser, llm_fixtures
 
 QUESTIONS = [
@@ -106,6 +107,18 @@ def test_what_learns_from_answers_knows_none_of_the_sample_before(root):
     )
     assert once().passes == once().passes
     assert twice().passes == twice().passes < 2 * once().passes
+
+
+def test_the_network_of_a_contender_is_opened_once(root, monkeypatch):
+    paths, target = llm_fixtures.checkpoints(root), llm_fixtures.loaded(root)["target"]
+    load, opened = checkpoint.load_pretrained, []
+    monkeypatch.setattr(
+        checkpoint, "load_pretrained", lambda path, *a: opened.append(path) or load(path, *a)
+    )
+    asked = settings({"draft": str(paths["draft"])})
+    table = CaseTable(target, asked, asked.cases[0], {}, None)
+    assert [name for name, _ in table._contenders()] == ["autoregressive", "draft, K=3"]
+    assert opened == [str(paths["draft"])]
 
 
 def test_batches_are_filled_with_questions_once_more(root, monkeypatch):
@@ -207,19 +220,30 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     assert len(list(report.terminal(results))) == 2
 
 
-def test_no_line_of_the_picture_lies_under_its_frame(monkeypatch, tmp_path, results):
+def test_no_line_of_the_picture_lies_under_its_frame(monkeypatch, results):
     """As that of a drafter that is always right, or always wrong, would."""
     from matplotlib.figure import Figure
 
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, path: (drawn.append(self), save(self, path))
+        Figure, "savefig", lambda self, *to, **how: (drawn.append(self), save(self, *to, **how))
     )
     rows = [results["rows"][1] | {"acceptance_per_position": [float(at)] * 3} for at in range(2)]
-    chart.draw(results | {"rows": rows}, tmp_path / "drawn.png")
+    chart.draw(results | {"rows": rows})
     positions = drawn[0].axes[1]
     least, most = positions.get_ylim()
     assert [least < line.get_ydata()[0] < most for line in positions.lines] == [True, True]
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_nothing_behind(results, tmp_path, monkeypatch):
+    def failing(self, place, **_):
+        place.write(b"half") if hasattr(place, "write") else place.write_bytes(b"half")
+        raise OSError("no memory left")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", failing)
+    with pytest.raises(OSError, match="no memory left"):
+        files.write(results, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_configs_of_one_method_are_told_apart_by_their_models():
