@@ -185,14 +185,16 @@ def init_shared(plan: Plan) -> Shared:
     return plan.drafter.init_shared() if isinstance(plan.drafter, Sharing) else ()
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="shared")
 def retire(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
     """Hands the drafter the rows that were ended from outside and will run no more.
 
     ``shared`` is consumed. Rows that ended by themselves were handed over in that round.
     """
-    if not isinstance(plan.drafter, Sharing):
-        return shared
+    return _retire(plan, shared, state) if isinstance(plan.drafter, Sharing) else shared
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="shared")
+def _retire(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
     return plan.drafter.retire(shared, state.memory, state.history)
 
 

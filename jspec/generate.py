@@ -233,28 +233,29 @@ def start(
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)
     history = History(prompts, lengths, shaping.first_state(asked[0].sampling.shaping))
-    request, state = _allocate(plan, params, asked, history, done)
-    scores = None if scoring is None else scoring.empty(size, capacity)
-    wanted = scores if scoring is not None and scoring.prompt else None
+    request, state = _allocate(plan, scoring, params, asked, history, done)
+    wanted = state.logprobs if scoring is not None and scoring.prompt else None
     # Scores need logits of every position, as many numbers as there are tokens in the vocabulary.
     width = _chunk_width(int(lengths.max()) - 1, PREFILL_CHUNK if wanted is None else _SCORED_CHUNK)
     cache, memory, asked_for = _take_in(
         plan, params, state.cache, state.memory, prompts, lengths, width, wanted
     )
-    scores = scores if asked_for is None else asked_for
+    scores = state.logprobs if asked_for is None else asked_for
     state = state.replace(cache=cache, memory=memory, logprobs=scores)
     return Batch(request, state, lengths[: len(rows)], scoring=scoring)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames=("plan", "scoring"))
 def _allocate(
-    plan: Plan, params: Params, asked: tuple[Request, Array], history: History, done: Array
-) -> tuple[Request, DecodeState]:
+    plan: Plan, scoring: Scoring | None, params: Params, asked: tuple[Request, Array],
+    history: History, done: Array,
+) -> tuple[Request, DecodeState]:  # fmt: skip
     """Everything that a batch starts with, in one launch instead of one a buffer."""
     request, streams = asked
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
     request = request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams))
-    return request, _empty(plan, params, request, history, done)
+    scores = None if scoring is None else scoring.empty(*history.tokens.shape)
+    return request, _empty(plan, params, request, history, done).replace(logprobs=scores)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -298,7 +299,7 @@ def elsewhere(
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
     """Decodes up to ``rounds`` more rounds (None: to the end). Consumes ``batch``."""
     state = batch.state
-    until = jnp.int32(_FOREVER) if rounds is None else state.round + rounds
+    until = _FOREVER if rounds is None else state.round + rounds
     shared, state = decode(plan, params, batch.request, batch.shared, state, until)
     return batch.replace(shared=shared, state=state)
 

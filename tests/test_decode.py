@@ -11,6 +11,7 @@ import pytest
 
 from jspec import kv, topology
 from jspec.drafters import DraftModel
+from jspec.logprobs import Scoring
 from jspec.models import decoder
 from jspec.plan import Plan
 from jspec.types import Params
@@ -90,6 +91,15 @@ def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
         some = rows(max_tokens, temperature=0.5 * seed, seed=seed)
         host.generate_rows(plan, tiny.params(), some)
     assert len(traced) == 1
+
+
+def test_a_group_of_rows_launches_three_programs_and_no_small_ones(caplog):
+    plan, params, some = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), rows()
+    jax.clear_caches()
+    with jax.log_compiles():
+        host.generate_rows(plan, params, some, scoring=Scoring(2))
+    launched = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
+    assert sorted(launched) == ["_allocate", "decode", "prefill"]
 
 
 def test_ending_rows_from_outside_compiles_nothing_for_how_many_they_are(caplog):
