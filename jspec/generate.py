@@ -24,7 +24,7 @@ from jspec.kv import KVCache
 from jspec.logprobs import Logprobs, Scoring
 from jspec.naming import did_you_mean, shown
 from jspec.plan import Plan
-from jspec.rows import Row, check_prompt, check_token_ids, request_of, warps_of
+from jspec.rows import Row, check_fit, check_rows, request_of, warps_for, warps_of
 from jspec.types import Array, Drafter, History, Memory, Params, Request, Shared, Target
 from jspec.verify import Rule
 
@@ -171,6 +171,7 @@ def generate_sharing(
     ``shared`` comes from ``jspec.decode.init_shared`` or an earlier call, and is consumed: pass
     what is returned to the next call.
     """
+    check_rows(rows)
     answers: list[Answer | None] = [None] * len(rows)
     for group in groups(rows, max_num_seqs):
         batch = start(
@@ -187,7 +188,7 @@ def stream_rows(
     plan: Plan, params: Params, rows: Sequence[Row], *, rounds: int = 4
 ) -> Iterator[list[Answer]]:
     """Generates the rows as one batch and yields their answers so far every ``rounds`` rounds."""
-    batch = start(plan, params, rows, warps=warps_of(rows)).replace(shared=init_shared(plan))
+    batch = start(plan, params, rows).replace(shared=init_shared(plan))
     while True:
         batch = advance(plan, params, batch, rounds)
         answers = read(batch)
@@ -218,17 +219,19 @@ def start(
     it such a drafter does what it can for the rows by themselves.
 
     Raises:
-      ValueError: a row does not fit the model, or the weights are of another one.
+      ValueError: there is no row, one does not fit the model or needs more ``warps``, more tokens
+        are to be scored than there are, or the weights are of another model.
     """
     contracts.check_params(plan.target, plan.drafter, params)
-    for index, row in enumerate(rows):
-        _check_fits(plan.target, index, row)
-    check_token_ids(rows, plan.target.vocab_size)
+    check_rows(rows, 1)
+    check_fit(rows, plan.target)
+    warps = warps_for(rows, warps)
+    if scoring is not None:
+        scoring.check_fit(plan.target.vocab_size)
     size = bucket(len(rows), smallest=1)
     longest = max(len(row.prompt) + row.max_tokens for row in rows)
     needed = bucket(longest) + plan.drafter.max_depth + 1
     capacity = -(-needed // _TILE_SLOTS) * _TILE_SLOTS
-    warps = warps_of(rows) if warps is None else warps
     asked = request_of(rows, size, warps, plan.target.vocab_size)
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)
@@ -359,17 +362,6 @@ def _answer(host, row: int, prompt_length: int, has_prompt: bool) -> Answer:
         logprobs=None if scores is None else part(prompt_length, history.length[row]),
         prompt_logprobs=part(1, prompt_length) if has_prompt else None,
     )  # fmt: skip
-
-
-def _check_fits(target: Target, index: int, row: Row) -> None:
-    total = len(row.prompt) + row.max_tokens
-    if total > target.max_positions:
-        raise ValueError(
-            f"prompt {index} has {len(row.prompt)} tokens and max_tokens={row.max_tokens}, "
-            f"together {total}, but the model has {target.max_positions} positions; "
-            "shorten one of them."
-        )
-    check_prompt(index, row.prompt, target.vocab_size)
 
 
 def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:

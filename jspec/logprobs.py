@@ -13,6 +13,7 @@ from flax import struct
 from jax import lax
 
 from jspec import sampling, shaping, tokens
+from jspec.checks import is_whole
 from jspec.naming import shown
 from jspec.types import Array, Draft, History, Sampling, Tree, Verdict
 
@@ -63,9 +64,16 @@ class Scoring:
     mode: Mode = "raw_logprobs"
 
     def __post_init__(self):
-        if self.count < 0:
-            raise ValueError(f"count={self.count} must be 0 or more.")
+        if not is_whole(self.count, 0):
+            raise ValueError(f"count={shown(self.count)} must be a whole number, 0 or more.")
         check_mode(self.mode)
+
+    def check_fit(self, vocab_size: int) -> None:
+        """Raises ValueError if more tokens are wanted beside each than there are."""
+        if self.count > vocab_size:
+            raise ValueError(
+                f"count={self.count} of Scoring must be at most {vocab_size}, the vocabulary."
+            )
 
     def empty(self, batch: int, size: int) -> Logprobs:
         """Room for ``size`` tokens a row."""

@@ -14,12 +14,13 @@ from jspec.grammar import Grammar
 from jspec.naming import shown
 from jspec.sampling import WARPS
 from jspec.shaping import LogitsProcessor, Penalties, Shaping
-from jspec.types import Request, Sampling
+from jspec.types import Request, Sampling, Target
 
 # Past these, float32 logits overflow: the law would be lost.
 COLDEST, HOTTEST = 1e-5, 1e30
 LEAST_REPETITION = 1e-6
 _LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # less is 0 on a device, and keeps no token
+_EVERY_WARP = (*shaping.KINDS, *WARPS)
 _LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids",
           "bad_words", "logits_processors")  # fmt: skip
 
@@ -107,6 +108,8 @@ class Row:
             ("bad_words", all(map(_is_run, self.bad_words)), "runs of at least one token"),
             ("logits_processors", all(map(is_function, self.logits_processors)),
              "functions that can be hashed"),
+            ("grammar", self.grammar is None or isinstance(self.grammar, Grammar),
+             "what jspec.grammar.compiled(...) makes of a pattern, or None"),
         )  # fmt: skip
         for name, holds, wanted in checks:
             if not holds:
@@ -176,6 +179,28 @@ def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
     )
 
 
+def check_rows(rows: Sequence[Row], least: int = 0) -> None:
+    """Raises ValueError if it is not a list of at least ``least`` rows."""
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Row) for row in rows):
+        raise ValueError(f"rows={shown(rows, 60)} must be a list of jspec.generate.Row.")
+    if len(rows) < least:
+        raise ValueError("rows=[] are none; give at least one jspec.generate.Row.")
+
+
+def check_fit(rows: Sequence[Row], target: Target) -> None:
+    """Raises ValueError if a row is too long for the target, or names a token that it has not."""
+    for index, row in enumerate(rows):
+        total = len(row.prompt) + row.max_tokens
+        if total > target.max_positions:
+            raise ValueError(
+                f"prompt {index} has {len(row.prompt)} tokens and max_tokens={row.max_tokens}, "
+                f"together {total}, but the model has {target.max_positions} positions; "
+                "shorten one of them."
+            )
+        check_prompt(index, row.prompt, target.vocab_size)
+    check_token_ids(rows, target.vocab_size)
+
+
 def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:
     """Raises ValueError if a row changes the logits of a token that there is not."""
     for index, row in enumerate(rows):
@@ -190,7 +215,28 @@ def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:
 def warps_of(rows: Sequence[Row]) -> tuple[str, ...]:
     """The warps that any of the rows needs, in order."""
     used = {name for row in rows for name in row.warps}
-    return tuple(name for name in (*shaping.KINDS, *WARPS) if name in used)
+    return tuple(name for name in _EVERY_WARP if name in used)
+
+
+def warps_for(rows: Sequence[Row], warps: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Those that a program for the rows is to have: all of ``warps``, in order.
+
+    Raises:
+      ValueError: one is unknown, or one that a row needs is missing.
+    """
+    needed = warps_of(rows)
+    if warps is None:
+        return needed
+    if not isinstance(warps, tuple | list) or not all(name in _EVERY_WARP for name in warps):
+        known = ", ".join(map(repr, _EVERY_WARP))
+        raise ValueError(f"warps={shown(warps)} must be a tuple of names among {known}.")
+    missing = [name for name in needed if name not in warps]
+    if missing:
+        raise ValueError(
+            f"warps={shown(warps)} lack {', '.join(map(repr, missing))}, which the rows ask for; "
+            "add what is missing, or leave warps out."
+        )
+    return tuple(name for name in _EVERY_WARP if name in warps)
 
 
 def request_of(

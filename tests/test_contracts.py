@@ -12,6 +12,8 @@ import jspec
 from jspec import topology
 from jspec.drafters import Hybrid, ParallelDraftModel
 from jspec.drafters.adaptive import Adaptive
+from jspec.generate import Row, generate_rows, start
+from jspec.logprobs import Scoring
 from jspec.models.decoder import Decoder
 from jspec.verify import RULES
 from tests import tiny
@@ -19,6 +21,8 @@ from tests.drafters import heads
 
 PROMPT = [3, 1, 4]
 WEIGHTS = tiny.params()
+PLAIN = jspec.Plan(tiny.TARGET, tiny.NONE)
+PICKY = Row((1,), 2, temperature=0.8, allowed_token_ids=(1, 2))
 EAGLE = heads.drafter("eagle", 4)
 
 
@@ -123,11 +127,8 @@ def test_weights_of_another_drafter_are_refused(drafter, params, words):
 
 
 def test_weights_that_are_no_params_are_refused_by_generate_rows():
-    from jspec.generate import Row, generate_rows
-
-    plan = jspec.Plan(tiny.TARGET, tiny.NONE)
     with pytest.raises(ValueError, match=r"params is a DecoderParams; pass jspec\.Params\("):
-        generate_rows(plan, WEIGHTS.target, [Row((1,))])
+        generate_rows(PLAIN, WEIGHTS.target, [Row((1,))])
 
 
 # --- Prompts and settings -----------------------------------------------------------------------
@@ -148,6 +149,49 @@ def test_settings_that_generate_has_not_are_named_and_not_overruled():
     refused("no setting 'temprature'; did you mean 'temperature'?", temprature=0.8)
     refused("no setting 'max_tokens'; give max_new_tokens", max_tokens=3)
     refused("no setting 'stream'", stream=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: start(PLAIN, WEIGHTS, []), "rows=[] are none; give at least one"),
+        (lambda: start(PLAIN, WEIGHTS, Row((1,))), "rows=Row(prompt=(1,), "),
+        (lambda: generate_rows(PLAIN, WEIGHTS, Row((1,))), "must be a list of jspec.generate.Row"),
+        (lambda: generate_rows(PLAIN, WEIGHTS, [(1,)]), "rows=[(1,)] must be a list of jspec."),
+        (lambda: Row((1,), grammar="[a-z]"), "grammar='[a-z]' must be what jspec.grammar.compiled"),
+        (lambda: Scoring(1.5), "count=1.5 must be a whole number, 0 or more"),
+        (lambda: start(PLAIN, WEIGHTS, [PICKY], scoring=Scoring(65)), "count=65 of Scoring must"),
+    ],
+)
+def test_rows_and_what_is_to_be_known_of_them_are_told_what_they_should_be(call, words):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value)
+
+
+def test_no_rows_have_no_answers():
+    assert generate_rows(PLAIN, WEIGHTS, []) == []
+
+
+@pytest.mark.parametrize(
+    ("warps", "words"),
+    [
+        ((), "warps=() lack 'allowed_token_ids', 'temperature', which the rows ask for; add"),
+        (("temperature",), "lack 'allowed_token_ids', which"),
+        (("temprature",), "warps=('temprature',) must be a tuple of names among 'structured_out"),
+        ("temperature", "warps='temperature' must be a tuple of names among"),
+        (3, "warps=3 must be a tuple"),
+    ],
+)
+def test_warps_without_one_that_a_row_asks_for_are_refused(warps, words):
+    with pytest.raises(ValueError) as error:
+        start(PLAIN, WEIGHTS, [PICKY], warps=warps)
+    assert words in str(error.value)
+
+
+def test_warps_in_any_order_are_those_of_one_program():
+    names = start(PLAIN, WEIGHTS, [PICKY], warps=["top_k", "temperature", "allowed_token_ids"])
+    assert names.request.sampling.names == ("temperature", "top_k")
 
 
 # --- What a drafter of one's own gives ----------------------------------------------------------

@@ -226,5 +226,5 @@ def test_more_than_allowed_and_unknown_modes_are_refused(root):
         jspec.LLM(target).generate(PROMPTS[0], SamplingParams(prompt_logprobs=-1))
     with pytest.raises(ValueError, match="logprobs_mode='raw' must be one of 'raw_logprobs'"):
         jspec.LLM(target, logprobs_mode="raw")
-    with pytest.raises(ValueError, match="count=-1 must be 0 or more"):
+    with pytest.raises(ValueError, match="count=-1 must be a whole number, 0 or more"):
         Scoring(-1)
