@@ -99,8 +99,8 @@ def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> K
 
     def put(buffer: Array, fresh: Array) -> Array:
         def one(buffer: Array, fresh: Array, rows: Array, start: Array) -> Array:
-            return lax.dynamic_update_slice(buffer, fresh[:, rows].astype(buffer.dtype),
-                                            (0, start, 0))  # fmt: skip
+            fresh = fresh[:, rows].astype(buffer.dtype)
+            return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
 
         return jax.vmap(one)(buffer, fresh, rows, start)
 

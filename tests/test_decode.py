@@ -117,6 +117,15 @@ def test_ending_rows_from_outside_compiles_nothing_for_how_many_they_are(caplog)
         np.testing.assert_array_equal(one.request.max_length, expected)
 
 
+def test_under_jax_enable_x64_a_chain_that_shares_noise_gives_the_text_of_plain_decoding():
+    some = rows(max_tokens=8, temperature=0.8)
+    plans = Plan(tiny.TARGET, tiny.NONE), Plan(tiny.TARGET, tiny.DRAFT, "coupled")
+    with jax.enable_x64(True):
+        plain, drafted = (host.generate_rows(plan, tiny.params(), some) for plan in plans)
+    assert texts(drafted) == texts(plain)
+    assert sum(answer.drafted for answer in drafted) > 0
+
+
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_the_ladder_changes_no_text(name):
     drafter = DRAFTERS[name]

@@ -152,8 +152,8 @@ class Cascade(ChainedDrafter):
         branches = _behind(now.history, fed) if request.sampling.shaping is not None else None
         drawn, laws = self._draws(params, request, history, hidden, now.count, branches)
         agrees = found.valid[:, 1:] & (fed[:, 1:] == drawn[:, :-1])
-        kept = 1 + jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1)  # tokens that this pass adds
-        kept = jnp.minimum(kept, self.max_depth - now.count)
+        agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+        kept = jnp.minimum(1 + agreeing, self.max_depth - now.count)  # tokens this pass adds
         new = place < kept[:, None]
         where = jnp.where(new, now.count[:, None] + place, self.max_depth + 1)
         rows = jnp.arange(len(fed))[:, None]
@@ -209,4 +209,4 @@ def _appended(request: Request, history: History, new: Array, valid: Array) -> H
     place = jnp.where(valid, place, history.tokens.shape[1])
     text = history.tokens.at[jnp.arange(len(new))[:, None], place].set(new, mode="drop")
     state = shaping.state_after(request.sampling.shaping, history, new, valid)
-    return History(text, history.length + valid.sum(1), state)
+    return History(text, history.length + valid.sum(1, dtype=jnp.int32), state)

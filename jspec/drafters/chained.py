@@ -190,7 +190,7 @@ class ChainedDrafter:
         said = jnp.take_along_axis(history.tokens, first[:, None] + place, 1, mode="clip")
         own = memory.drafted[:, : self.max_depth - 1]  # the memory may be made for longer drafts
         agrees = (said == own) & (place < verdict.num_emitted[:, None] - 1)
-        agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1)
+        agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
         ran = (verdict.num_emitted > 0) & (memory.taken > 0)
         count = jnp.where(ran, memory.taken + agreeing, 0)
         cache = kv.append(memory.cache, memory.side, self._fed(memory), count)

@@ -246,11 +246,12 @@ def _open(corpus: Corpus, size: Array, new: Array) -> Corpus:
 def _append(corpus: Corpus, row: Array, length: Array, count: Array, part: Array) -> Corpus:
     """Writes chunk ``part`` of a request: a separator and the last ``count`` tokens of ``row``."""
     slots = corpus.tokens.shape[0]
-    nth = part * _CHUNK + jnp.arange(_CHUNK)  # of the request; 0 is the separator
+    step = jnp.arange(_CHUNK, dtype=jnp.int32)
+    nth = part * _CHUNK + step  # of the request; 0 is the separator
     exists = nth <= count
     before = _before(row, length - count + nth, corpus.index.groups[-1])
     before = jnp.where(nth[:, None] > jnp.arange(before.shape[1]), before, BEFORE)
-    written = corpus.end + jnp.arange(_CHUNK)
+    written = corpus.end + step
     tokens = jnp.where(nth > 0, before[:, 0], NOTHING)
     slot = jnp.where(exists, written & (slots - 1), slots)
     return corpus.replace(

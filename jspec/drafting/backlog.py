@@ -49,7 +49,7 @@ def push(waiting: Waiting, missing: Array, out: TargetOutput, verdict: Verdict) 
 
     def put(buffer: Array, feature: Array) -> Array:
         fresh = jnp.take_along_axis(feature, verdict.path[..., None], 1).astype(buffer.dtype)
-        one = lambda buffer, fresh, slot: lax.dynamic_update_slice(buffer, fresh, (slot, 0))
+        one = lambda buffer, fresh, slot: lax.dynamic_update_slice_in_dim(buffer, fresh, slot, 0)
         return jax.vmap(one)(buffer, fresh, missing)
 
     return Waiting(tuple(map(put, waiting.features, out.features)))

@@ -67,7 +67,7 @@ def learn(known: Experience, draft: Draft, verdict: Verdict) -> Experience:
 
 def rest(known: Experience, rounds: Array | int) -> Experience:
     """What is known after ``rounds`` ([] int32) without a draft of any row."""
-    keep = jnp.where(known.tried > _FAINT, _FADING**rounds, 1)  # the ratio stays
+    keep = jnp.where(known.tried > _FAINT, jnp.float32(_FADING) ** rounds, 1)  # the ratio stays
     return known.replace(
         accepted=keep * known.accepted, tried=keep * known.tried, idle=known.idle + rounds
     )

@@ -175,7 +175,7 @@ def _levels(
             carry, level = step(carry, depth)
             found.append(level)
         return jax.tree.map(lambda *levels: jnp.concatenate(levels, 1), *found)
-    _, later = scan_likely(step, carry, jnp.arange(1, max_depth), least)
+    _, later = scan_likely(step, carry, jnp.arange(1, max_depth, dtype=jnp.int32), least)
     flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
     return jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
 
@@ -286,7 +286,7 @@ def dynamic(
             said = said.at[:, :, depth - 1].set(fed.tokens)
         scores, drafted = likeliest(logits, said)
         flat = lambda x: jnp.broadcast_to(x, (batch, top_k, top_k)).reshape(batch, -1)
-        order = jnp.arange(top_k**2).reshape(top_k, top_k)
+        order = jnp.arange(top_k**2, dtype=jnp.int32).reshape(top_k, top_k)
         looked_at = Candidates(
             flat(drafted), flat(fed.scores[..., None] + scores), flat(fed.index[..., None]),
             flat(top_k + (depth - 1) * top_k**2 + order),
@@ -298,7 +298,7 @@ def dynamic(
     if drawing.shapes:
         said = jnp.full((batch, top_k, budget.max_depth), -1, jnp.int32)
     scores, drafted = (x[:, 0] for x in likeliest(logits, said))
-    order = jnp.broadcast_to(jnp.arange(top_k), (batch, top_k))
+    order = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, top_k))
     first = Candidates(drafted, scores, jnp.full_like(order, -1), order)
     carry = (frontier, first, jnp.zeros_like(order), said)
     every = _levels(step, carry, first, budget.max_depth, unrolled)
