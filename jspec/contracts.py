@@ -3,6 +3,7 @@
 Checked when a plan is built and when a batch starts; what they give is checked in ``round_checks``.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -58,6 +59,27 @@ def check_drafter(drafter: Drafter) -> None:
         if not holds:
             value = shown(getattr(drafter, member))
             raise ValueError(f"{type(drafter).__name__}.{member}={value} must be {wanted}.")
+
+
+def sharing_noise(drafter: Drafter) -> Drafter:
+    """The drafter as it draws with the target's noise, which rule ``coupled`` is for.
+
+    Point masses are not drawn.
+
+    Raises:
+      ValueError: it draws, but has no field to be told so.
+    """
+    if drafter.proposal == "point":
+        return drafter
+    name, is_dataclass = type(drafter).__name__, dataclasses.is_dataclass(drafter)
+    fields = dataclasses.fields(drafter) if is_dataclass else ()
+    if not any(field.name == "noise" and field.init for field in fields):
+        raise ValueError(
+            f"rule='coupled' has drafts drawn with the target's noise, but {name} has no field "
+            "noise: Literal['own', 'target'] = 'own' to be told so; add it to the frozen "
+            "dataclass, and draw with jspec.sampling.draw_target where it is 'target'."
+        )
+    return dataclasses.replace(drafter, noise="target")
 
 
 def _check_members(role: str, given: Any, members: Iterable[str], hint: str) -> None:

@@ -26,6 +26,7 @@ _BFLOAT16_ROWS = 4
 # Slots of a cache that ``ordered_attention`` reads come in whole blocks.
 ORDERED_BLOCK = ordered.BLOCK
 
+IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
 REJECTION_SAMPLING_RULES = ("rejection", "block")
 
 
@@ -163,11 +164,9 @@ def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays:
     """The module of an implementation. Pallas is imported by those who ask for it only."""
     if name in (None, "reference"):
         return reference
-    if name not in ("pallas_tpu", "pallas_gpu"):
-        raise ValueError(
-            f"implementation={name!r} is not known; use None, 'reference', 'pallas_tpu' or "
-            "'pallas_gpu'."
-        )
+    if name not in IMPLEMENTATIONS:
+        known = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"implementation={name!r} is not known; use None or one of {known}.")
     kernel = importlib.import_module(f"jspec.kernels.{operation}.{name}")
     refusal = kernel.refusal(*arrays)
     if refusal:

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 from jspec import contracts, verify
+from jspec.checks import are_whole, is_whole, listed
 from jspec.drafting import shapes
 from jspec.naming import shown
 from jspec.types import (
@@ -39,7 +41,8 @@ class Plan:
     Raises:
       ValueError: the target or the drafter is none, the rule is unknown, or not exact for the
         drafter's proposals, or its settings are for other depths, or it names a kernel that these
-        proposals never reach, or the ladder does not end at ``tree_size``.
+        proposals never reach, or noise that the drafter cannot share; or the ladder does not end at
+        ``tree_size``, or rounds to record are no number of them.
     """
 
     target: Target
@@ -61,17 +64,20 @@ class Plan:
                 "jspec.verify.Rule: a walk of your own with what it is exact for."
             )
         contracts.check_hashable("rule", self._rule)
+        if self._rule.point_rule is not None and self._rule.point_rule not in verify.RULES:
+            raise ValueError(
+                f"point_rule={shown(self._rule.point_rule)} of rule={self._rule.name!r} must be "
+                f"one of {', '.join(verify.RULES)}, or None."
+            )
         _check_pair(self._rule, self.drafter)
         _check_kernel(self._rule, self.drafter)
-        if self._rule.shares_noise and self.drafter.proposal != "point":
-            object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, noise="target"))
-        size = self.drafter.tree_size
-        ladder = self.ladder or getattr(self.drafter, "rungs", shapes.rungs(size))
-        if ladder[-1] != size or list(ladder) != sorted(set(ladder)) or ladder[0] < 1:
+        if self._rule.shares_noise:
+            object.__setattr__(self, "drafter", contracts.sharing_noise(self.drafter))
+        if not is_whole(self.record_rounds, 0):
             raise ValueError(
-                f"ladder={self.ladder} must ascend from 1 or more to tree_size={size}."
+                f"record_rounds={shown(self.record_rounds)} must be a whole number, 0 for none."
             )
-        object.__setattr__(self, "ladder", ladder)
+        object.__setattr__(self, "ladder", _ladder(self.drafter, self.ladder))
 
     def in_gear(self, gear: Gear) -> "Plan":
         """The plan of rounds that ``gear`` drafts for, one of a ``Geared`` drafter's.
@@ -101,6 +107,19 @@ class Plan:
     ) -> Verdict:
         """Judges a draft by the target's raw logits; see ``jspec.verify``."""
         return verify.verify(self.effective_rule, request, draft, tree, logits, history)
+
+
+def _ladder(drafter: Drafter, asked: Any) -> tuple[int, ...]:
+    """The node counts that were ``asked`` for, or else the drafter's."""
+    size = drafter.tree_size
+    own = tuple(getattr(drafter, "rungs", ()))
+    ladder = listed("ladder", asked) or own or shapes.rungs(size)
+    if not are_whole(ladder, 1) or ladder[-1] != size or list(ladder) != sorted(set(ladder)):
+        raise ValueError(
+            f"ladder={shown(ladder)} must ascend from 1 or more to tree_size={size}, in whole "
+            "numbers."
+        )
+    return ladder
 
 
 def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:

@@ -332,12 +332,26 @@ def likeliest(law, draft, tree, _):
     return *RULES["match"].walk(law, draft, tree, draws)[:2], law
 
 
+@dataclasses.dataclass
+class Listed:
+    """A walk with a setting that is a list."""
+
+    setting: list
+
+    def __call__(self, *given):
+        return likeliest(*given)
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
         (likeliest, ["rule=<function likeliest", "jspec.verify.Rule", "what it is exact for"]),
         (3, ["rule=3 must be a name in jspec.RULES"]),
-        (ruled("match", likeliest, exact_for={"chain"}), ["rule=Rule must be hashable", "frozen"]),
+        (
+            ruled("match", Listed([]), exact_for=frozenset({"chain"})),
+            ["rule=Rule must be hashable", "frozen"],
+        ),
+        (ruled("match", likeliest, point_rule="matchh"), ["point_rule='matchh' of rule='mine'"]),
         (
             ruled("match", lambda *given: given[0]),
             ["the walk of rule 'mine' must return (path, num_accepted, next_logits), not "],

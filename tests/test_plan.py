@@ -6,15 +6,15 @@ from typing import get_args
 import pytest
 
 from jspec import verify
-from jspec.drafters import Eagle
+from jspec.drafters import Eagle, Hybrid
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.plan import Plan
 from jspec.types import Proposal
 from jspec.verify import RULES
 from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter
+from tests.tiny import NGRAM, VOCAB
 from tests.tiny import TARGET as DECODER
-from tests.tiny import VOCAB
 
 TARGET = ToyTarget(4)
 CHAIN = TableDrafter(2)
@@ -133,3 +133,58 @@ def test_a_kernel_is_refused_to_a_dynamic_tree():
     forced = dataclasses.replace(RULES["rejection"], implementation="pallas_gpu")
     with pytest.raises(ValueError, match=r"Eagle are point masses \(as are all dynamic trees\)"):
         Plan(DECODER, drafter, forced)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noiseless(TreeTableDrafter):
+    """A tree that is drawn, and cannot be told with which noise."""
+
+
+def test_a_drafter_that_cannot_be_told_to_share_noise_is_refused_by_a_rule_that_shares_it():
+    drafter = Noiseless(2, TREE.parents)
+    with pytest.raises(ValueError, match=r"but Noiseless has no field noise: Literal\['own', "):
+        Plan(TARGET, drafter, "coupled")
+    with pytest.raises(ValueError, match="but Noiseless has no field noise"):
+        Hybrid((NGRAM, drafter), "choose", noise="target")
+    assert Plan(TARGET, drafter, "match").drafter == drafter
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ladder": (2.5, 3)}, "ladder=(2.5, 3) must ascend from 1 or more to tree_size=3, in"),
+        ({"ladder": (1, 2)}, "ladder=(1, 2) must ascend from 1 or more to tree_size=3, in"),
+        ({"ladder": 3}, "ladder=3 must be a list"),
+        ({"record_rounds": -1}, "record_rounds=-1 must be a whole number, 0 for none"),
+        ({"record_rounds": 1.5}, "record_rounds=1.5 must be a whole number"),
+    ],
+)
+def test_a_setting_that_no_plan_can_have_is_refused(settings, message):
+    with pytest.raises(ValueError) as error:
+        Plan(TARGET, CHAIN, **settings)
+    assert message in str(error.value)
+
+
+def test_a_ladder_may_be_a_list():
+    assert hash(Plan(TARGET, CHAIN, ladder=[1, 3])) == hash(Plan(TARGET, CHAIN, ladder=(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"name": 3}, "name=3 of a Rule must be a string"),
+        ({"coins": "targets"}, "coins='targets' of a Rule must be one of 'target', 'round', "),
+        ({"exact_for": "chain"}, "exact_for='chain' of a Rule must be a frozenset of laws among "),
+        ({"exact_for": {"chain"}}, "exact_for={'chain'} of a Rule must be a frozenset"),
+        ({"exact_for": frozenset({"iit"})}, "exact_for=frozenset({'iit'}) of a Rule must be a fr"),
+        ({"walk": None}, "walk=None of a Rule must be a function of (warped logits, draft, tree"),
+        ({"walk_replaced": 3}, "walk_replaced=3 of a Rule must be a function of"),
+        ({"depths": 3}, "depths=3 of a Rule must be a pair, at least and at most or None"),
+        ({"depths": (3, 2)}, "depths=(3, 2) of a Rule must be a pair"),
+        ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or one of '"),
+    ],
+)
+def test_a_setting_that_no_rule_can_have_is_refused_when_the_rule_is_made(mistake, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(RULES["rejection"], **mistake)
+    assert message in str(error.value)

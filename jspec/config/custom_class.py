@@ -129,7 +129,8 @@ def build(
             f"{drafter.__name__}.capture_layers={made.capture_layers!r} must be at most "
             f"{target.config.num_layers}, the layers of the target."
         )
-    _check_noise(drafter, made, verify.RULES[rule] if isinstance(rule, str) else rule)
+    if (verify.RULES[rule] if isinstance(rule, str) else rule).shares_noise:
+        contracts.sharing_noise(made)  # raises where it cannot be told
     return made
 
 
@@ -182,20 +183,10 @@ def _complaint(drafter: type, protocol: type, method: str) -> str | None:
     return None
 
 
-def _check_noise(drafter: type, made: Drafter, rule: verify.Rule) -> None:
-    fields = {field.name for field in _fields(drafter, noise=True)}
-    if rule.shares_noise and made.proposal != "point" and "noise" not in fields:
-        raise ValueError(
-            f"rule={rule.name!r} has drafts drawn with the target's noise, but {drafter.__name__} "
-            "has no field noise: Literal['own', 'target'] = 'own' to be told so; add it, and draw "
-            "with jspec.sampling.draw_target where it is 'target'."
-        )
-
-
-def _fields(drafter: type, noise: bool = False) -> list[dataclasses.Field]:
+def _fields(drafter: type) -> list[dataclasses.Field]:
     """What the constructor takes; ``noise`` is set by ``Plan`` alone."""
     fields = dataclasses.fields(drafter)
-    return [field for field in fields if field.init and (noise or field.name != "noise")]
+    return [field for field in fields if field.init and field.name != "noise"]
 
 
 def _frozen(value: Any) -> Any:

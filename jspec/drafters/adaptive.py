@@ -79,10 +79,9 @@ class Adaptive:
                     f"batch_sizes hold ({least}, {last}, {length}), but must be of 1 or more rows "
                     f"and of one of the lengths {self.lengths}."
                 )
-        asked = {}
-        if self.noise == "target" and self.drafter.proposal != "point":
-            asked["noise"] = "target"
-        object.__setattr__(self, "drafter", dataclasses.replace(self.drafter, **asked))
+        own = dataclasses.replace(self.drafter)
+        shares = self.noise == "target"
+        object.__setattr__(self, "drafter", contracts.sharing_noise(own) if shares else own)
 
     def check_params(self, params):
         """Refuses weights that are not the drafter's."""

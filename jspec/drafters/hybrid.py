@@ -94,8 +94,8 @@ class Hybrid:
                 "or use combine='choose'."
             )
         asked = {}
-        if self.noise == "target" and second.proposal != "point":
-            asked["noise"] = "target"
+        if self.noise == "target":
+            second = contracts.sharing_noise(second)
         if getattr(second, "backlog", self._backlog) < self._backlog:
             asked["backlog"] = self._backlog
         object.__setattr__(self, "parts", (first, dataclasses.replace(second, **asked)))

@@ -12,17 +12,20 @@ A rule of your own is a ``Rule``, which ``Plan`` takes in place of a name.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
 from jspec import ops, round_checks, sampling, shaping, topology
+from jspec.checks import is_whole
+from jspec.naming import shown
 from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
 from jspec.verify import block, rejection
 from jspec.verify.synthetic import Synthetic
 from jspec.verify.target_only import match
 from jspec.verify.typical import Typical
 
+Coins = Literal["target", "round", "none"]
 _HUGE = 1e25  # logits beyond it are counted from the largest before kernels see them
 
 
@@ -49,12 +52,12 @@ class Rule:
       summary: one line.
 
     Raises:
-      ValueError: there is no kernel for this rule.
+      ValueError: a value is none that it can have, or there is no kernel for this rule.
     """
 
     name: str
     walk: Walk
-    coins: Literal["target", "round", "none"]
+    coins: Coins
     exact_for: frozenset[Proposal]
     walk_replaced: Walk | None = None
     walk_points_last: Walk | None = None
@@ -67,6 +70,24 @@ class Rule:
     summary: str = ""
 
     def __post_init__(self):
+        coins, laws, kernels = get_args(Coins), get_args(Proposal), ops.IMPLEMENTATIONS
+        exact_for = self.exact_for
+        walk = "a function of (warped logits, draft, tree, coins)"
+        for field, holds, wanted in (
+            ("name", isinstance(self.name, str), "a string"),
+            ("walk", callable(self.walk), walk),
+            ("walk_replaced", _may_be_called(self.walk_replaced), f"{walk}, or None"),
+            ("walk_points_last", _may_be_called(self.walk_points_last), f"{walk}, or None"),
+            ("coins", self.coins in coins, f"one of {_quoted(coins)}"),
+            ("exact_for", isinstance(exact_for, frozenset) and exact_for <= set(laws),
+             f"a frozenset of laws among {_quoted(laws)}"),
+            ("depths", _is_span(self.depths), "a pair, at least and at most or None"),
+            ("implementation", self.implementation in (None, *kernels),
+             f"None or one of {_quoted(kernels)}"),
+        ):  # fmt: skip
+            if not holds:
+                value = shown(getattr(self, field), 60)
+                raise ValueError(f"{field}={value} of a Rule must be {wanted}.")
         if self.implementation is not None and self.name not in ops.REJECTION_SAMPLING_RULES:
             known = " and ".join(map(repr, ops.REJECTION_SAMPLING_RULES))
             raise ValueError(
@@ -80,6 +101,20 @@ class Rule:
             return RULES[self.point_rule]
         others = {"iid": self.walk_replaced, "points_last": self.walk_points_last}
         return dataclasses.replace(self, walk=others.get(proposal) or self.walk)
+
+
+def _may_be_called(walk: Walk | None) -> bool:
+    return walk is None or callable(walk)
+
+
+def _is_span(depths: tuple[int, int | None]) -> bool:
+    if not isinstance(depths, tuple) or len(depths) != 2 or not is_whole(depths[0], 0):
+        return False
+    return depths[1] is None or is_whole(depths[1], depths[0])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
