@@ -108,6 +108,19 @@ def check_hashable(role: str, given: Any) -> None:
         ) from None
 
 
+def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str = "") -> None:
+    """Refuses indices of hidden states that a target of ``num_layers`` has not.
+
+    Raises:
+      ValueError: there are such in ``capture_layers``, of the drafter ``name``.
+    """
+    if max(capture_layers, default=0) > num_layers:
+        raise ValueError(
+            f"{name and f'{name}.'}capture_layers={capture_layers!r} must be at most {num_layers}, "
+            "the layers of the target."
+        )
+
+
 def check_params(target: Target, drafter: Drafter, params: Params) -> None:
     """Refuses weights that are not those of target and drafter, where these can tell.
 

@@ -228,11 +228,13 @@ def prefill(
     tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
     out = _forward(plan, params, chunk[:, :-1], tree, cache)
     rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    memory = plan.drafter.absorb(params, memory, chunk, out.features, start, valid)
+    absorbed = plan.drafter.absorb(params, memory, chunk, out.features, start, valid)
+    forms = {"memory": memory}, {"memory": absorbed}
+    round_checks.check_kept(plan.drafter, *forms, prompt=True)
     if scores is not None:
         fresh = logprobs.score(out.logits, chunk[:, 1:], scores.count, scores.mode)
         scores = logprobs.write(scores, fresh, jnp.broadcast_to(start + 1, (batch,)))
-    return kv.append(cache, out.tree_kv, rows, valid), memory, scores
+    return kv.append(cache, out.tree_kv, rows, valid), absorbed, scores
 
 
 def _verify(
@@ -267,7 +269,7 @@ def _forward(
     """The target's pass over ``nodes`` [B, N]."""
     layers = plan.drafter.capture_layers
     out = plan.target.forward(params.target, nodes, tree, cache, layers)
-    return round_checks.check_scored(plan.target, out, nodes.shape, layers)
+    return round_checks.check_scored(plan.target, out, nodes.shape, cache, layers)
 
 
 def _first_nodes(draft: Draft, count: int) -> Draft:

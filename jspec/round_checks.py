@@ -37,7 +37,14 @@ def check_proposed(
     check = functools.partial(_check_array, name, nodes)
     check("tokens", draft.tokens, nodes, jnp.integer)
     check("valid", draft.valid, nodes, jnp.bool_)
-    shape = nodes if jnp.ndim(draft.parents) == 2 else nodes[1:]
+    shape = nodes if np.ndim(draft.parents) == 2 else nodes[1:]
+    if not isinstance(draft.parents, np.ndarray) and (
+        len(shape) == 1 or not isinstance(draft.parents, jax.Array)
+    ):
+        raise ValueError(
+            f"{name} gave parents as {kind_of(draft.parents)}; parents of all rows are static: a "
+            "NumPy array [N], as of jspec.topology.chain, or else an array [B, N]."
+        )
     check("parents", draft.parents, shape, jnp.integer)
     if draft.sampled is not None:
         check("sampled", draft.sampled, nodes, jnp.bool_)
@@ -45,6 +52,7 @@ def check_proposed(
         width = vocab_size if draft.draft_to_target is None else len(draft.draft_to_target)
         rows = min((*jnp.shape(draft.logits)[1:2], nodes[1]))  # the last may be missing
         check("logits", draft.logits, (batch, rows, width), jnp.floating)
+    _check_law(name, drafter, draft)
     if draft.max_depth != drafter.max_depth:
         raise ValueError(
             f"{name} drafted with max_depth={draft.max_depth}, but the drafter has "
@@ -55,7 +63,11 @@ def check_proposed(
 
 
 def check_scored(
-    target: Target, out: TargetOutput, nodes: tuple[int, int], capture_layers: tuple[int, ...]
+    target: Target,
+    out: TargetOutput,
+    nodes: tuple[int, int],
+    cache: Any,
+    capture_layers: tuple[int, ...],
 ) -> TargetOutput:
     """What ``forward`` gave, if it may be.
 
@@ -63,10 +75,12 @@ def check_scored(
       target: that gave it.
       out: its output.
       nodes: B and N.
+      cache: of the target, whose entries say what those of the nodes are like.
       capture_layers: of the drafter.
 
     Raises:
-      ValueError: it is no ``TargetOutput`` of these nodes, or lacks hidden states.
+      ValueError: it is no ``TargetOutput`` of these nodes, lacks hidden states, or has entries that
+        the cache cannot take.
     """
     name = f"{type(target).__name__}.forward"
     if not isinstance(out, TargetOutput):
@@ -77,7 +91,31 @@ def check_scored(
             f"{name} gave {len(out.features)} features, but the drafter captures "
             f"capture_layers={capture_layers}: one [B, N, D] of each."
         )
+    for index, feature in enumerate(out.features):
+        shape = (*nodes, *jnp.shape(feature)[-1:])
+        _check_array(name, nodes, f"features[{index}]", feature, shape, jnp.floating)
+    _check_entries(name, nodes, out.tree_kv, cache.layers)
     return out
+
+
+def _check_entries(
+    name: str, nodes: tuple[int, int], given: tuple[Any, ...], layers: tuple[Any, ...]
+) -> None:
+    """Refuses what ``kv.append`` would not write, or write wrongly: one slot in place of N."""
+    if jax.tree.structure(given) != jax.tree.structure(layers):
+        raise ValueError(
+            f"{name} gave tree_kv={_kinds(given)} for a cache of layers={_kinds(layers)}; give an "
+            "entry of the cache's own kind for each layer."
+        )
+    held = jax.tree.leaves(layers)
+    for (path, leaf), like in zip(jax.tree_util.tree_leaves_with_path(given), held, strict=True):
+        wanted = (*like.shape[:2], nodes[1], *like.shape[3:])
+        if jnp.shape(leaf) != wanted:
+            raise ValueError(
+                f"{name} gave tree_kv{jax.tree_util.keystr(path)} of shape "
+                f"{list(jnp.shape(leaf))} in place of {list(wanted)}: as the cache's, with a slot "
+                f"for each of the N={nodes[1]} nodes."
+            )
 
 
 def check_judged(
@@ -120,31 +158,41 @@ def check_learned(drafter: Rounds, learned: tuple[Memory, Shared]) -> tuple[Memo
     return learned
 
 
-def check_kept(drafter: Rounds, before: dict[str, Any], after: dict[str, Any]) -> None:
+def check_kept(
+    drafter: Rounds, before: dict[str, Any], after: dict[str, Any], prompt: bool = False
+) -> None:
     """Refuses what cannot go round a loop, as its form changes.
 
     Args:
       drafter: whose round it was.
       before: memory and what is shared, by name, as the round began.
       after: as it ended.
+      prompt: whether it was no round, but a part of the prompt that was taken in.
 
     Raises:
       ValueError: their structures, shapes or dtypes differ.
     """
     old, new = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (before, after))
+    changed = functools.partial(_changed, drafter, prompt)
     if old.keys() != new.keys():
-        raise _changed(drafter, ", ".join(map(_name, new)), ", ".join(map(_name, old)))
+        raise changed(", ".join(map(_name, new)), ", ".join(map(_name, old)))
     for path, leaf in old.items():
         kinds = [(jnp.shape(x), x.dtype) for x in map(jnp.asarray, (leaf, new[path]))]
         if kinds[0] != kinds[1]:
             was, became = (f"{_name(path)} of {dtype}{list(shape)}" for shape, dtype in kinds)
-            raise _changed(drafter, became, was)
+            raise changed(became, was)
+    forms = [jax.tree.structure(tree) for tree in (after, before)]
+    if forms[0] != forms[1]:  # the same arrays, or none, in other containers
+        raise changed(*map(str, forms))
 
 
-def _changed(drafter: Rounds, became: str, was: str) -> ValueError:
+def _changed(drafter: Rounds, prompt: bool, became: str, was: str) -> ValueError:
+    name = type(drafter).__name__
+    where = f"{name}.absorb" if prompt else f"a round of {name}"
     return ValueError(
-        f"a round of {type(drafter).__name__} ends with {became or 'nothing'}, but began with "
-        f"{was or 'nothing'}; propose and update must hand on what init allocated in its form."
+        f"{where} ends with {became or 'nothing'}, but began with {was or 'nothing'}; "
+        f"{'absorb' if prompt else 'propose and update'} must hand on what init allocated in its "
+        "form."
     )
 
 
@@ -161,6 +209,20 @@ def _check_array(
         raise ValueError(
             f"{name} gave {field} of {dtype}{list(found)} in place of {wanted}{list(shape)}: there "
             f"are B={nodes[0]} rows of N={nodes[1]} nodes, the root included."
+        )
+
+
+def _check_law(name: str, drafter: Rounds, draft: Draft) -> None:
+    """Refuses laws that nobody would read, and nodes that were drawn from none."""
+    if draft.logits is not None and drafter.proposal == "point":
+        raise ValueError(
+            f"{name} recorded logits, the laws that its drafts were drawn from, but the drafter "
+            "has proposal='point', by which nothing is drawn; say how, as in proposal = 'chain'."
+        )
+    if draft.logits is None and draft.sampled is not None:
+        raise ValueError(
+            f"{name} says by sampled which nodes were drawn, but gives no logits, their laws; give "
+            "both or neither."
         )
 
 

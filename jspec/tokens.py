@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jspec import automaton
@@ -22,10 +23,14 @@ def rooted(draft: Draft, history: History) -> Draft:
 def trim(request: Request, history: History, draft: Draft, tree: Tree, done: Array) -> Draft:
     """Drops nodes that could never be emitted: past a row's limit, or in a row that is done.
 
-    A test of depth alone, blind to the values drawn: no rule loses its exactness by it.
+    So are those of a traced tree, which cannot be refused, that are deeper than ``max_depth`` or do
+    not hang under the root. A test of shape alone, blind to the values drawn: no rule loses its
+    exactness by it.
     """
     room = request.max_length - history.length  # tokens still wanted; the last is never drafted
     useful = (tree.depth < room[:, None]) & ~done[:, None]
+    if not isinstance(tree.depth, np.ndarray):
+        useful &= (tree.depth <= tree.max_depth) & (tree.ancestors[..., 0] & 1 > 0)
     return draft.replace(valid=draft.valid & useful)
 
 

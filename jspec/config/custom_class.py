@@ -124,11 +124,7 @@ def build(
     filled = {"target": target, "vocab_size": target.vocab_size}
     made = drafter(**{name: filled[name] for name in names & filled.keys()} | dict(chosen))
     contracts.check_drafter(made)
-    if max(made.capture_layers, default=0) > target.config.num_layers:
-        raise ValueError(
-            f"{drafter.__name__}.capture_layers={made.capture_layers!r} must be at most "
-            f"{target.config.num_layers}, the layers of the target."
-        )
+    contracts.check_captured(made.capture_layers, target.config.num_layers, drafter.__name__)
     if (verify.RULES[rule] if isinstance(rule, str) else rule).shares_noise:
         contracts.sharing_noise(made)  # raises where it cannot be told
     return made

@@ -250,6 +250,7 @@ def trunk(
       ``capture_layers``: index i is the input of block i, as in Hugging Face's ``hidden_states``;
       index ``num_layers`` is the output of the final norm.
     """
+    contracts.check_captured(capture_layers, config.num_layers)
     cos, sin = rope_lib.cos_sin(config.rope, config.rope_dim, positions)
     stream = [x]
 
