@@ -302,7 +302,7 @@ def elsewhere(
 def advance(plan: Plan, params: Params, batch: Batch, rounds: int | None = None) -> Batch:
     """Decodes up to ``rounds`` more rounds (None: to the end). Consumes ``batch``."""
     state = batch.state
-    until = _FOREVER if rounds is None else state.round + rounds
+    until = jax.device_put(_FOREVER) if rounds is None else state.round + rounds
     shared, state = decode(plan, params, batch.request, batch.shared, state, until)
     return batch.replace(shared=shared, state=state)
 

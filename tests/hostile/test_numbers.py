@@ -181,5 +181,6 @@ def test_what_is_drawn_of_any_numbers_is_a_token_that_has_weight(logits, heat, k
     if not usable.any():
         assert jnp.isneginf(law).all() or settings.greedy
         return
-    token = int(sampling.argmax(law)[0] if settings.greedy else sampling.draw(law, one(coin))[0])
+    draw = sampling.argmax if settings.greedy else lambda law: sampling.draw(law, one((coin, 0)))
+    token = int(draw(law)[0])
     assert usable[0, token] and law[0, token] > -jnp.inf
