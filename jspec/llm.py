@@ -46,8 +46,8 @@ class LLM:
         checkpoint says. Has no say over models that are loaded already; beside such a target None
         is its own.
       max_model_len: longest sequence, prompt included; None for all that the target can take.
-      seed: 0 or more; with the request's number, the noise of requests whose own seed is None. Two
-        ``LLM``s of one seed draw the same; as in vLLM, there is none without.
+      seed: 0 or more; with the request's number, the noise of requests whose own seed is None. Of
+        one seed every ``LLM`` draws the same; as in vLLM, there is none without.
       max_num_seqs: sequences that run together. Texts do not depend on it.
       per_request_stats: "summary" (as None) or "detailed", which adds what every round drafted and
         accepted to ``speculative_decoding_stats``.
