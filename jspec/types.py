@@ -107,10 +107,16 @@ class Draft:
 
     @property
     def drawn(self) -> Array:
-        """Which nodes were drawn from a recorded law, bool [B, N]; all others are point masses."""
-        if self.sampled is not None:
-            return self.sampled
-        return jax.numpy.full(self.tokens.shape, self.logits is not None)
+        """Which nodes were drawn from a recorded law, bool [B, N]; all others are point masses.
+
+        Raises:
+          ValueError: nodes are said to be drawn, but no law is recorded.
+        """
+        if self.sampled is None:
+            return jax.numpy.full(self.tokens.shape, self.logits is not None)
+        if self.logits is None:
+            raise ValueError("a draft with `sampled` must record the laws: give `logits` as well.")
+        return self.sampled
 
 
 @struct.dataclass

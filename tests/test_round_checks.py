@@ -143,6 +143,12 @@ def test_nodes_of_a_traced_tree_that_are_too_deep_or_off_the_root_are_not_drafte
     assert 0 < answer.drafted <= 2 * answer.rounds
 
 
+def test_nodes_that_are_said_to_be_drawn_need_the_laws_whoever_asks():
+    draft = _draft(sampled=jnp.ones((1, 5), bool))
+    with pytest.raises(ValueError, match="must record the laws: give `logits`"):
+        _ = draft.drawn
+
+
 def test_update_must_give_back_memory_and_what_is_shared():
     memory_alone = Own(learn=lambda memory, _: memory)
     refused("Own.update must return (memory, shared), not a dict", drafter=memory_alone)
