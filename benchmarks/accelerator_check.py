@@ -27,8 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jspec import demo
-from jspec.bench import files
+from jspec.cli import demo
+from jspec.tools.bench import files
 
 _PYTHON = sys.executable
 _MODEL, _SPEC = str(demo.ASSETS / "target"), json.dumps(demo.EAGLE3)

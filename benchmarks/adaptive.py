@@ -24,12 +24,14 @@ from rich.table import Table
 import jspec
 from benchmarks import replay
 from benchmarks.methods import Request, Runner, constants
-from jspec import calibration, config, loading
-from jspec.assembly import assemble
-from jspec.bench import environment
-from jspec.bench.timing import Contender, race, ratios
-from jspec.decode import init_shared
-from jspec.generate import Row, start
+from jspec.api import config
+from jspec.api.build import assemble
+from jspec.engine import costs as calibration
+from jspec.engine import loading
+from jspec.engine.batch import Row, start
+from jspec.engine.loop import init_shared
+from jspec.tools.bench import environment
+from jspec.tools.bench.timing import Contender, race, ratios
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")

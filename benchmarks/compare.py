@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.ours import Ours
 from benchmarks.theirs import Theirs
 from benchmarks.workload import Case
-from jspec.bench.timing import Contender, Sample, race
+from jspec.tools.bench.timing import Contender, Sample, race
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jspec import kv, topology
-from jspec.bench import environment
+from jspec.core import kv_cache, trees
 from jspec.models import decoder
+from jspec.tools.bench import environment
 
 SIZES = dict(
     vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=8, num_heads=4,
@@ -31,7 +31,7 @@ STEPS = 16  # in one program, so that its launch does not count
 def run(config, params, cache, tokens):
     """``STEPS`` passes over the nodes ``tokens`` [B, N], each fed the last one's best tokens."""
     depth = tokens.shape[1] - 1
-    tree = topology.from_parents(topology.chain(depth), depth)
+    tree = trees.from_parents(trees.chain(depth), depth)
 
     def step(_, tokens):
         out = decoder.forward(params, config, tokens, tree, cache)
@@ -45,7 +45,7 @@ def contender(nodes: int, length: int, capacity: int):
     config = decoder.DecoderConfig(**SIZES, max_positions=capacity)
     params = decoder.init_params(jax.random.key(0), config)
     cache = decoder.init_cache(config, 1, capacity)
-    cache = kv.KVCache(cache.layers, jnp.array([length], jnp.int32))
+    cache = kv_cache.KVCache(cache.layers, jnp.array([length], jnp.int32))
     tokens = jnp.zeros((1, nodes), jnp.int32)
     return lambda: jax.block_until_ready(run(config, params, cache, tokens))
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import kv, topology
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Tree
 from jspec.models import decoder
-from jspec.types import Array, Tree
 
 _LOOPS = 24  # passes inside one program: long enough to time, short enough to be undisturbed
 _CAPACITY = 512
@@ -65,7 +65,7 @@ def passes(
 
 
 def _program(config: decoder.DecoderConfig, width: int):
-    tree = topology.from_parents(topology.chain(width - 1), width - 1)
+    tree = trees.from_parents(trees.chain(width - 1), width - 1)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(params, cache, tokens):
@@ -77,11 +77,11 @@ def _program(config: decoder.DecoderConfig, width: int):
 def repeat(
     config: decoder.DecoderConfig,
     params: decoder.DecoderParams,
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     tokens: Array,
     tree: Tree,
     count: int,
-) -> tuple[kv.KVCache, Array]:
+) -> tuple[kv_cache.KVCache, Array]:
     """``count`` passes over the nodes ``tokens`` [B, N] of ``tree``, each fed by the last.
 
     Every pass writes the keys of all its nodes, and the prefix keeps its length.
@@ -92,7 +92,7 @@ def repeat(
     def body(_, carry):
         cache, tokens = carry
         out = decoder.forward(params, config, tokens, tree, cache)
-        cache = kv.append(cache, out.tree_kv, rows, none)
+        cache = kv_cache.append(cache, out.tree_kv, rows, none)
         return cache, jnp.argmax(out.logits, -1).astype(jnp.int32)
 
     return jax.lax.fori_loop(0, count, body, (cache, tokens))
@@ -120,7 +120,7 @@ def logit_gap(
     padded = np.zeros((1, -(-length // 64) * 64), np.int32)
     padded[0, :length] = tokens
     size = padded.shape[1]
-    tree = topology.from_parents(topology.chain(size - 1), size - 1)
+    tree = trees.from_parents(trees.chain(size - 1), size - 1)
     cache = decoder.init_cache(config, 1, 1)
     logits = _forward(params, config, jnp.array(padded), tree, cache)[0, length - 1]
     largest = jax.lax.top_k(logits, 2)[0]

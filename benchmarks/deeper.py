@@ -16,9 +16,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jspec import checkpoint, loading
-from jspec.files import head_files
-from jspec.loading import LoadedModel
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, LayerParams
 
 

@@ -25,11 +25,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jspec.bench import environment
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleParams
-from jspec.types import Array
+from jspec.tools.bench import environment
 from training import distill_eagle
 from training.attention import QUERY_BLOCK
 from training.batches import Batch

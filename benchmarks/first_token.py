@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jspec
-from jspec.bench import environment
+from jspec.tools.bench import environment
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")

@@ -24,12 +24,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jspec import loading, ops, sampling, topology
-from jspec.bench import environment, files
+from jspec import ops
+from jspec.core import sampling, trees
+from jspec.core.types import Draft, Sampling
+from jspec.engine import loading
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.rejection_sampling.shapes import Case
 from jspec.kernels.tree_attention.shapes import CASES
-from jspec.types import Draft, Sampling
+from jspec.tools.bench import environment, files
 from jspec.verify import RULES
 
 REFERENCE = "reference"
@@ -80,7 +82,7 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> 
     arrays = dict(
         q=(PEAK * array(queries, case.nodes, features)).astype(dtype),
         tree=(array(kv_heads, case.keys, features), array(kv_heads, case.keys, features)),
-        ancestors=topology.pack_bits(jnp.broadcast_to(near, (batch, *near.shape))),
+        ancestors=trees.pack_bits(jnp.broadcast_to(near, (batch, *near.shape))),
         caches=[(array(kv_heads, slots, features), array(kv_heads, slots, features))
                 for _ in range(layers)],
         length=jnp.full((batch,), length, jnp.int32),
@@ -171,7 +173,7 @@ def _judge(case, implementation, rounds, uniform):
     """``STEPS`` verdicts on all rounds, one after the other: length and token in one, [R, B]."""
     count, nodes = rounds[0][1].shape
     parents = np.array([-1, *case.parents[1:]], np.int32)
-    tree = topology.broadcast(topology.from_parents(parents, case.depth), count)
+    tree = trees.broadcast(trees.from_parents(parents, case.depth), count)
     sampled = None if case.drawn is None else jnp.tile(jnp.array(case.drawn), (count, 1))
     valid = jnp.ones((count, nodes), bool)
     full = lambda value: jnp.full((count,), value)

@@ -4,7 +4,7 @@
 
 Prints a table of methods, batches, temperatures and dtypes with ratios, the cost of a target pass
 over N nodes, and ``draft_model`` by K; writes them as JSON with device, versions and commit. Both
-sides are timed from token ids to token ids, warmed up, in turns; see ``jspec.bench.timing``.
+sides are timed from token ids to token ids, warmed up, in turns; see ``jspec.tools.bench.timing``.
 """
 
 import argparse
@@ -23,9 +23,10 @@ from benchmarks.compare import Setting
 from benchmarks.ours import Ours
 from benchmarks.theirs import Theirs
 from benchmarks.workload import Case
-from jspec import checkpoint, loading
-from jspec.bench import environment
-from jspec.bench.peer import Peer
+from jspec.checkpoints import checkpoint
+from jspec.engine import loading
+from jspec.tools.bench import environment
+from jspec.tools.bench.peer import Peer
 
 _RESULTS = Path(__file__).with_name("results")
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"

@@ -31,14 +31,17 @@ from rich.table import Table
 
 import jspec
 from benchmarks import replay, workload
-from jspec import config, loading, tokens, topology
-from jspec.assembly import assemble
-from jspec.bench import environment
-from jspec.bench.timing import Contender, Sample, race, ratios, spread
-from jspec.decode import init_shared
-from jspec.generate import Batch, Row, advance, read, start
-from jspec.plan import Plan
-from jspec.types import Draft, Params
+from jspec.api import config
+from jspec.api.build import assemble
+from jspec.core import trees
+from jspec.core.history import root_token
+from jspec.core.types import Draft, Params
+from jspec.engine import loading
+from jspec.engine.batch import Batch, Row, advance, read, start
+from jspec.engine.loop import init_shared
+from jspec.engine.plan import Plan
+from jspec.tools.bench import environment
+from jspec.tools.bench.timing import Contender, Sample, race, ratios, spread
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
@@ -99,10 +102,10 @@ class Idle(jspec.NoDrafter):
 
     def propose(self, params, request, shared, memory, history):
         """The root, and nodes that are not valid."""
-        root = tokens.root(history)[:, None]
+        root = root_token(history)[:, None]
         draft = jnp.pad(root, ((0, 0), (0, self.max_depth)))
         valid = jnp.broadcast_to(jnp.arange(self.tree_size) == 0, draft.shape)
-        chain = topology.chain(self.max_depth)
+        chain = trees.chain(self.max_depth)
         return Draft(draft, chain, valid, max_depth=self.max_depth), memory
 
 

@@ -4,10 +4,10 @@ import time
 from pathlib import Path
 
 from benchmarks.workload import Case
-from jspec import loading
-from jspec.bench.timing import Sample
-from jspec.llm import LLM
-from jspec.params import SamplingParams
+from jspec.api.llm import LLM
+from jspec.api.sampling_params import SamplingParams
+from jspec.engine import loading
+from jspec.tools.bench.timing import Sample
 
 
 def sample(

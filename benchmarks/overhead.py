@@ -22,15 +22,15 @@ from rich.console import Console
 
 from benchmarks import curve
 from jspec import ops
-from jspec.bench import environment
+from jspec.core.types import Array, Params
 from jspec.drafters import METHODS
-from jspec.generate import Row, advance, read, start
+from jspec.engine.batch import Row, advance, read, start
+from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
-from jspec.plan import Plan
-from jspec.types import Array, Params
+from jspec.tools.bench import environment
 
 TARGET = DecoderConfig(
     vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_layers=12, num_heads=16,

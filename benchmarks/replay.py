@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec import topology
+from jspec.core import trees
+from jspec.core.types import Array, Params
+from jspec.engine.plan import Plan
 from jspec.models.decoder import Decoder
-from jspec.plan import Plan
-from jspec.types import Array, Params
 
 _CERTAIN = 1e4  # added to the logit of the text's next token
 
@@ -41,7 +41,7 @@ class Replay:
         """One pass of the decoder; the text's tokens are certain."""
         weights, text = params
         out = self.decoder.forward(weights, tokens, tree, cache, capture_layers)
-        tree = topology.broadcast(tree, tokens.shape[0])
+        tree = trees.broadcast(tree, tokens.shape[0])
         after = cache.length[:, None] + tree.depth + 1
         said = jnp.take_along_axis(text, after, 1, mode="clip")
         rows = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1])

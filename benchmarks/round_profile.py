@@ -25,12 +25,13 @@ from rich.table import Table
 
 import jspec
 from benchmarks import workload
-from jspec import assembly, config, loading
-from jspec.bench import environment
-from jspec.decode import decode, init_shared
-from jspec.generate import Batch, Row, advance, read, start
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.api import build, config
+from jspec.core.types import Params
+from jspec.engine import loading
+from jspec.engine.batch import Batch, Row, advance, read, start
+from jspec.engine.loop import decode, init_shared
+from jspec.engine.plan import Plan
+from jspec.tools.bench import environment
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
@@ -161,7 +162,7 @@ def main() -> None:
         [prompt] = workload.source_prompts(target.tokenizer, 1, 128)
         row = Row(prompt, arguments.max_tokens, arguments.temperature, seed=1)
         for name, given in _configs().items():
-            made = assembly.assemble(target, config.read(given), dtype=dtype)
+            made = build.assemble(target, config.read(given), dtype=dtype)
             results["profiles"].append(
                 {"name": name, "dtype": dtype} | profile(made.plan, made.params, row)
             )

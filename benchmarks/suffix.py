@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jspec.bench import environment
-from jspec.drafters import suffix_corpus
-from jspec.drafters.suffix import Suffix, SuffixMemory
-from jspec.types import History
+from jspec.core.types import History
+from jspec.drafters.suffix import corpus as suffix_corpus
+from jspec.drafters.suffix.drafter import Suffix, SuffixMemory
+from jspec.tools.bench import environment
 
 _RESULTS = Path(__file__).with_name("results")
 _VOCAB, _ROW, _RESPONSE, _TURNS, _NEW = 32000, 512, 256, 16, 4

@@ -20,10 +20,11 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import workload
-from jspec import checkpoint
-from jspec.bench import environment
-from jspec.drafters import NGram, Suffix, suffix_corpus
-from jspec.types import History, Request
+from jspec.checkpoints import checkpoint
+from jspec.core.types import History, Request
+from jspec.drafters import NGram, Suffix
+from jspec.drafters.suffix import corpus
+from jspec.tools.bench import environment
 
 _RESULTS = Path(__file__).with_name("results")
 _DEMO = Path(__file__).parents[1] / "jspec" / "assets" / "demo" / "target"
@@ -94,7 +95,7 @@ class Ours:
     def stop(self, response: list[int]) -> None:
         """The request has ended."""
         if self._shared != ():
-            self._shared = suffix_corpus.extend(self._shared, [response])
+            self._shared = corpus.extend(self._shared, [response])
 
 
 class Arctic:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from benchmarks.workload import Case
-from jspec.bench.peer import Peer
-from jspec.bench.timing import Sample
+from jspec.tools.bench.peer import Peer
+from jspec.tools.bench.timing import Sample
 
 
 class Theirs:

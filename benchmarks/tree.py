@@ -4,7 +4,7 @@
     python -m benchmarks.tree --head RUN/export [--out benchmarks/results/tree.json]
 
 Prints acceptance length and tokens/s beside autoregression, greedy and sampled. All contenders of a
-temperature and dtype take turns; see ``jspec.bench.timing``.
+temperature and dtype take turns; see ``jspec.tools.bench.timing``.
 """
 
 import argparse
@@ -21,10 +21,11 @@ import jspec
 from benchmarks import workload
 from benchmarks.compare import Setting, difference
 from benchmarks.ours import sample
-from jspec import LLM, loading
-from jspec.bench import environment
-from jspec.bench.timing import Contender, race
-from jspec.drafting import shapes
+from jspec import LLM
+from jspec.drafters.trees import tree_settings
+from jspec.engine import loading
+from jspec.tools.bench import environment
+from jspec.tools.bench.timing import Contender, race
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
@@ -49,7 +50,7 @@ class Draft:
 def drafts(size: int) -> Iterator[Draft]:
     """What a budget of ``size`` nodes can be spent on."""
     depth, top_k = min(_DEPTH, size - 1), min(_TOP_K, size - 1)
-    static = [list(path) for path in shapes.best(size, depth, top_k).paths]
+    static = [list(path) for path in tree_settings.best(size, depth, top_k).paths]
     drawn = {"tree": "sampled", "tree_size": size, "tree_depth": depth, "tree_top_k": top_k}
     yield Draft("chain", size, {"num_speculative_tokens": size - 1})
     yield Draft("static", size, {"tree": static, "draft_sample_method": "greedy"})

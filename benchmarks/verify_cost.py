@@ -26,13 +26,13 @@ from rich.table import Table
 
 from benchmarks import curve
 from benchmarks.kernels import KERNELS, REFERENCE
-from jspec import kv, topology
-from jspec.bench import environment, files
-from jspec.bench.timing import Contender, Sample, race
-from jspec.drafting import shapes
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Tree
+from jspec.drafters.trees import tree_settings
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from jspec.types import Array, Tree
+from jspec.tools.bench import environment, files
+from jspec.tools.bench.timing import Contender, Sample, race
 
 BAR, BAR_NODES, BAR_BATCH = 1.10, 8, 1
 CONFIGS = {
@@ -79,11 +79,11 @@ def cases(settings: argparse.Namespace, batch: int, lengths: Sequence[int]) -> I
 
 def tree_of(case: Case) -> Tree:
     """The nodes of a case, as arrays that a program takes: chains and trees share one program."""
-    parents = topology.chain(case.nodes - 1)
+    parents = trees.chain(case.nodes - 1)
     if case.draft == "tree":
         depth, top_k = (min(limit, case.nodes - 1) for limit in (_TREE_DEPTH, _TREE_TOP_K))
-        parents = np.array(shapes.best(case.nodes, depth, top_k).parents, np.int32)
-    return topology.broadcast(topology.from_parents(parents, case.nodes - 1), case.batch)
+        parents = np.array(tree_settings.best(case.nodes, depth, top_k).parents, np.int32)
+    return trees.broadcast(trees.from_parents(parents, case.nodes - 1), case.batch)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -101,18 +101,20 @@ def size(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def cache_like(config: DecoderConfig, batch: int, length: int, most_nodes: int) -> kv.KVCache:
+def cache_like(config: DecoderConfig, batch: int, length: int, most_nodes: int) -> kv_cache.KVCache:
     """The cache of ``length`` tokens and a round, without its memory."""
     slots = -(-(length + most_nodes) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
     return jax.eval_shape(functools.partial(decoder.init_cache, config, batch, slots))
 
 
-def random_cache(like: kv.KVCache) -> kv.KVCache:
+def random_cache(like: kv_cache.KVCache) -> kv_cache.KVCache:
     """A cache full of noise, made where it will lie."""
     leaves, form = jax.tree.flatten(like.layers)
     normal = jax.jit(lambda key: jax.random.normal(key, leaves[0].shape, leaves[0].dtype))
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    return kv.KVCache(jax.tree.unflatten(form, map(normal, keys)), jnp.zeros_like(like.length))
+    return kv_cache.KVCache(
+        jax.tree.unflatten(form, map(normal, keys)), jnp.zeros_like(like.length)
+    )
 
 
 def skipped(case: dict, reason: str, needed: int | None = None) -> dict:
@@ -129,7 +131,7 @@ def skipped(case: dict, reason: str, needed: int | None = None) -> dict:
 
 def trace_passes(
     config: DecoderConfig, implementation: str, nodes: int, passes: int,
-    params: DecoderParams, like: kv.KVCache,
+    params: DecoderParams, like: kv_cache.KVCache,
 ) -> jax.stages.Traced:  # fmt: skip
     """``passes`` passes over ``nodes`` nodes: (params, cache, tokens, tree) to (cache, tokens)."""
     config = dataclasses.replace(config, attention=implementation)
@@ -145,7 +147,10 @@ def trace_passes(
 
 
 def programs(
-    config: DecoderConfig, settings: argparse.Namespace, params: DecoderParams, like: kv.KVCache
+    config: DecoderConfig,
+    settings: argparse.Namespace,
+    params: DecoderParams,
+    like: kv_cache.KVCache,
 ) -> tuple[dict[tuple[str, int], jax.stages.Compiled], list[dict]]:
     """Programs by (implementation, nodes), compiled side by side; and those that are left out."""
     found, left_out = {}, []
@@ -175,7 +180,7 @@ def programs(
 class Passes:
     """The passes of one batch size, which share a cache: each leaves it as long as it was."""
 
-    def __init__(self, params: DecoderParams, cache: kv.KVCache):
+    def __init__(self, params: DecoderParams, cache: kv_cache.KVCache):
         self.params, self.cache = params, cache
 
     def run(self, program: jax.stages.Compiled, length: int, tokens: Array, tree: Tree) -> Sample:

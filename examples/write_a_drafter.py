@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jspec
-from jspec import tokens, topology
+from jspec.core import trees
+from jspec.core.history import root_token
 from jspec.models import decoder
 
 
@@ -28,13 +29,13 @@ class Bigram(jspec.NoDrafter):
 
     def propose(self, params, request, shared, memory, history):
         """A chain of K tokens a row under the last committed one; any tree would do."""
-        drafted, valid = [tokens.root(history)], [history.length > 0]
+        drafted, valid = [root_token(history)], [history.length > 0]
         for _ in range(self.max_depth):
             token, seen = jax.vmap(self.follow)(history.tokens, history.length, drafted[-1])
             drafted.append(token)
             valid.append(valid[-1] & seen)
         drafted, valid = jnp.stack(drafted, 1), jnp.stack(valid, 1)
-        parents = topology.chain(self.max_depth)
+        parents = trees.chain(self.max_depth)
         return jspec.Draft(drafted, parents, valid, max_depth=self.max_depth), memory
 
     def follow(self, row, length, token):

@@ -1,48 +1,82 @@
 """jspec: lossless speculative decoding in JAX.
 
-``LLM`` is the front door, with vLLM's names. Below it lies the functional layer: ``load`` a model,
-``generate`` with it, or put together a ``Plan`` and run ``decode`` or ``step`` yourself.
+``LLM`` is the main entry point, with vLLM's names. Below it lies the functional layer: ``load`` a
+model, ``generate`` with it, or build a ``Plan`` and run ``decode`` or ``step`` yourself.
 """
 
-# The functions `certify`, `generate` and `decode` take the place of the modules they come from:
-# import what else those have by name, `from jspec.generate import Row`.
-from jspec.certify import certify
-from jspec.decode import decode, step
-from jspec.drafters import METHODS, DraftModel, Eagle, Medusa, NGram, NoDrafter
-from jspec.generate import generate
-from jspec.llm import LLM
-from jspec.loading import LoadedModel, load
-from jspec.models import adapters
-from jspec.outputs import CompletionOutput, RequestOutput
-from jspec.params import SamplingParams
-from jspec.plan import Plan
-from jspec.types import Draft, Drafter, Params, Request, Target, Verdict
-from jspec.verify import RULES
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LLM",
-    "METHODS",
-    "RULES",
-    "CompletionOutput",
-    "Draft",
-    "DraftModel",
-    "Drafter",
-    "Eagle",
-    "LoadedModel",
-    "Medusa",
-    "NGram",
-    "NoDrafter",
-    "Params",
-    "Plan",
-    "Request",
-    "RequestOutput",
-    "SamplingParams",
-    "Target",
-    "Verdict",
-    "adapters",
-    "certify",
-    "decode",
-    "generate",
-    "load",
-    "step",
-]
+if TYPE_CHECKING:
+    from jspec.api.llm import LLM as LLM
+    from jspec.api.outputs import CompletionOutput as CompletionOutput
+    from jspec.api.outputs import RequestOutput as RequestOutput
+    from jspec.api.sampling_params import SamplingParams as SamplingParams
+    from jspec.core.types import Draft as Draft
+    from jspec.core.types import Drafter as Drafter
+    from jspec.core.types import Params as Params
+    from jspec.core.types import Request as Request
+    from jspec.core.types import Target as Target
+    from jspec.core.types import Verdict as Verdict
+    from jspec.drafters import METHODS as METHODS
+    from jspec.drafters import DraftModel as DraftModel
+    from jspec.drafters import Eagle as Eagle
+    from jspec.drafters import Medusa as Medusa
+    from jspec.drafters import NGram as NGram
+    from jspec.drafters import NoDrafter as NoDrafter
+    from jspec.engine.batch import generate as generate
+    from jspec.engine.loading import LoadedModel as LoadedModel
+    from jspec.engine.loading import load as load
+    from jspec.engine.loop import decode as decode
+    from jspec.engine.loop import step as step
+    from jspec.engine.plan import Plan as Plan
+    from jspec.models import adapters as adapters
+    from jspec.tools.certify import certify as certify
+    from jspec.tools.trace import trace as trace
+    from jspec.verify import RULES as RULES
+
+# The module of every public name. Each is imported at its first use (PEP 562), so that
+# `import jspec.core.trees` loads neither drafters nor transformers.
+_MODULE_OF = {
+    "LLM": "jspec.api.llm",
+    "METHODS": "jspec.drafters",
+    "RULES": "jspec.verify",
+    "CompletionOutput": "jspec.api.outputs",
+    "Draft": "jspec.core.types",
+    "DraftModel": "jspec.drafters",
+    "Drafter": "jspec.core.types",
+    "Eagle": "jspec.drafters",
+    "LoadedModel": "jspec.engine.loading",
+    "Medusa": "jspec.drafters",
+    "NGram": "jspec.drafters",
+    "NoDrafter": "jspec.drafters",
+    "Params": "jspec.core.types",
+    "Plan": "jspec.engine.plan",
+    "Request": "jspec.core.types",
+    "RequestOutput": "jspec.api.outputs",
+    "SamplingParams": "jspec.api.sampling_params",
+    "Target": "jspec.core.types",
+    "Verdict": "jspec.core.types",
+    "adapters": "jspec.models",
+    "certify": "jspec.tools.certify",
+    "decode": "jspec.engine.loop",
+    "generate": "jspec.engine.batch",
+    "load": "jspec.engine.loading",
+    "step": "jspec.engine.loop",
+    "trace": "jspec.tools.trace",
+}
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+    module = importlib.import_module(_MODULE_OF[name])
+    if not hasattr(module, name):  # a module itself, such as `adapters`
+        module = importlib.import_module(f"{_MODULE_OF[name]}.{name}")
+        return globals().setdefault(name, module)
+    return globals().setdefault(name, getattr(module, name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """``python -m jspec`` is the command ``jspec``."""
 
-from jspec.cli import main
+from jspec.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import topology
+from jspec.core import trees
+from jspec.core.types import Array, Draft, Sampling, Tree
 from jspec.kernels.rejection_sampling import laws
 from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
 from jspec.kernels.tree_attention import ordered, reference
-from jspec.types import Array, Draft, Sampling, Tree
 
 # XLA's CPU matmul for bfloat16 reaches its fast path from two rows on, and gives rows that are
 # bit-equal from three rows on; one padded row count makes a token's logits independent of N.
@@ -245,7 +245,7 @@ def _form_of(
             f"draft.logits has {draft.logits.shape[1]} rows for {draft.tokens.shape[1]} nodes; "
             "give every node a row."
         )
-    if rule == "block" and not topology.is_chain(draft.parents):
+    if rule == "block" and not trees.is_chain(draft.parents):
         rule = "traversal"
     if max_children is None and not static:
         raise ValueError(

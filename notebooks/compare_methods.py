@@ -47,9 +47,9 @@ import jax
 import jspec
 import matplotlib.pyplot as plt
 import numpy as np
-from jspec.bench.questions import Question
-from jspec.bench.run import bench
-from jspec.bench.settings import Settings
+from jspec.tools.bench.questions import Question
+from jspec.tools.bench.run import bench
+from jspec.tools.bench.settings import Settings
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 print("on", jax.devices()[0].device_kind)
@@ -78,7 +78,7 @@ DTYPE = "bfloat16"
 #
 # A method that looks up what was said before lives on repetition, one with a network on text that is easy to guess. So questions come in
 # kinds, and every figure is known by kind: *code* to go on with, *prose* (docstrings), and *editing*, where a function is to be written
-# again under another name. All are from modules that the embedded model was not trained on. `jspec.bench.questions.read` reads the
+# again under another name. All are from modules that the embedded model was not trained on. `jspec.tools.bench.questions.read` reads the
 # field's files (Spec-Bench, HumanEval, GSM8K, ShareGPT).
 
 # %%

@@ -45,10 +45,10 @@ import jax.numpy as jnp
 import jspec
 import matplotlib.pyplot as plt
 import numpy as np
-from jspec import sampling, topology
-from jspec.assembly import assemble
-from jspec.config import read as read_config
-from jspec.generate import Row, start
+from jspec.core import sampling, trees
+from jspec.api.build import assemble
+from jspec.api.config import read as read_config
+from jspec.engine.batch import Row, start
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 
@@ -79,7 +79,7 @@ print(
 draft, memory = jax.jit(plan.drafter.propose)(
     params, request, batch.shared, state.memory, state.history
 )
-tree = topology.broadcast(topology.from_parents(draft.parents, draft.max_depth), 1)
+tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), 1)
 tokens, parents = np.asarray(draft.tokens[0]), np.asarray(tree.parents[0])
 depth, valid = np.asarray(tree.depth[0]), np.asarray(draft.valid[0])
 words = [tokenizer.decode([token]).replace(" ", "␣").replace("\n", "↵") for token in tokens]
@@ -125,7 +125,7 @@ draw("what the head drafts")
 # All nodes go through the target at once. A node sees the committed text and its own ancestors, no more: that is the mask.
 
 # %%
-mask = topology.unpack_bits(np.asarray(tree.ancestors[0]), len(tokens))
+mask = trees.unpack_bits(np.asarray(tree.ancestors[0]), len(tokens))
 _, axes = plt.subplots(figsize=(4, 4))
 axes.imshow(mask, cmap="Greens", vmax=1.6)
 axes.set_xticks(range(len(words)), words, rotation=90, family="monospace")
@@ -173,7 +173,7 @@ for node in range(1, len(tokens)):
 # above, and compares what comes out with the target's law. The distance is rounding of float64.
 
 # %%
-from jspec.certify import law
+from jspec.tools.certify import law
 
 finding = law("rejection", "without_replacement")
 print(

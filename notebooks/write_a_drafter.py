@@ -49,7 +49,8 @@ import jax.numpy as jnp
 import jspec
 import matplotlib.pyplot as plt
 import numpy as np
-from jspec import sampling, tokens, topology
+from jspec.core import sampling, trees
+from jspec.core.history import root_token
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 
@@ -131,12 +132,12 @@ class Bigram(jspec.NoDrafter):
 
     def propose(self, params, request, shared, memory, history):
         """A chain in every row of the batch [B, K + 1]."""
-        drafted = [tokens.root(history)]
+        drafted = [root_token(history)]
         for _ in range(self.max_depth):
             drafted.append(sampling.argmax(params.drafter[drafted[-1]]))
         drafted = jnp.stack(drafted, 1)
         valid = jnp.ones(drafted.shape, bool)
-        chain = topology.chain(self.max_depth)
+        chain = trees.chain(self.max_depth)
         return jspec.Draft(drafted, chain, valid, max_depth=self.max_depth), memory
 
 
@@ -145,7 +146,7 @@ class Bigram(jspec.NoDrafter):
 # with prompts made ready before and read back after. At temperature 0 the text must be that of plain decoding.
 
 # %%
-from jspec.generate import Row, generate_rows
+from jspec.engine.batch import Row, generate_rows
 
 ids = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
 rows = [Row(prompt, MAX_TOKENS, temperature=0) for prompt in ids]
@@ -207,7 +208,7 @@ class Drawn(Bigram):
         """A chain, and the laws that it was drawn from."""
         depth = self.max_depth
         coins = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, depth)
-        drafted, laws = [tokens.root(history)], []
+        drafted, laws = [root_token(history)], []
         for i in range(depth):
             row = params.drafter[drafted[-1]]
             laws.append(self.law(row, request))
@@ -216,7 +217,7 @@ class Drawn(Bigram):
         valid = jnp.ones((len(drafted[0]), depth + 1), bool)
         return jspec.Draft(
             jnp.stack(drafted, 1),
-            topology.chain(depth),
+            trees.chain(depth),
             valid,
             jnp.stack(laws, 1),
             max_depth=depth,
@@ -264,7 +265,7 @@ class Wrong(Drawn):
         return row
 
 
-from jspec.certify import drafts
+from jspec.tools.certify import drafts
 
 wrong = Wrong(num_speculative_tokens=2, table=TABLE)
 found = list(
@@ -286,9 +287,9 @@ assert not all(each.passed for each in found)
 # the device waits for weights anyway (an accelerator, or bfloat16 weights on a CPU), more where it is short of arithmetic.
 
 # %%
-from jspec.bench.questions import Question
-from jspec.bench.run import bench
-from jspec.bench.settings import Settings
+from jspec.tools.bench.questions import Question
+from jspec.tools.bench.run import bench
+from jspec.tools.bench.settings import Settings
 
 asked = [Question("code", (prompt,), is_chat=False) for prompt in PROMPTS]
 wanted = Settings(

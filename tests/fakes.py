@@ -29,11 +29,12 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jspec import kv, sampling, tokens, topology
-from jspec.drafting import marginals, shapes
-from jspec.drafting.drawing import Drawing
-from jspec.generate import Answer, advance, read, start
-from jspec.types import Array, Draft, Params, Sampling, TargetOutput
+from jspec.core import kv_cache, sampling, trees
+from jspec.core.history import root_token
+from jspec.core.types import Array, Draft, Params, Sampling, TargetOutput
+from jspec.drafters.trees import marginals, tree_settings
+from jspec.drafters.trees.drawing import Drawing
+from jspec.engine.batch import Answer, advance, read, start
 
 # ---------------------------------------------------------------------------------------- targets
 
@@ -46,7 +47,7 @@ class ToyTarget:
     max_positions: int = 4096
 
     def init_cache(self, batch, capacity):
-        return kv.KVCache((), jnp.zeros((batch,), jnp.int32))
+        return kv_cache.KVCache((), jnp.zeros((batch,), jnp.int32))
 
     def forward(self, params, tokens, tree, cache, capture_layers=()):
         return TargetOutput(params[tokens], (), ())
@@ -67,20 +68,20 @@ class PrefixTarget(ToyTarget):
     """
 
     def init_cache(self, batch, capacity):
-        return kv.allocate(1, batch, 1, capacity, 1, jnp.int32)
+        return kv_cache.allocate(1, batch, 1, capacity, 1, jnp.int32)
 
     def forward(self, params, tokens, tree, cache, capture_layers=()):
-        tree = topology.broadcast(tree, tokens.shape[0])
+        tree = trees.broadcast(tree, tokens.shape[0])
         committed = cache.layers[0].k[:, 0, :, 0]
         slots = jnp.arange(committed.shape[1])
         held = slots < cache.length[:, None]
         prefix = jnp.where(held, _mark(committed, slots), 0).sum(1, dtype=jnp.uint32)
         nodes = _mark(tokens, cache.length[:, None] + tree.depth)
-        above = topology.unpack_bits(tree.ancestors, tokens.shape[1])
+        above = trees.unpack_bits(tree.ancestors, tokens.shape[1])
         own = jnp.where(above, nodes[:, None, :], 0).sum(-1, dtype=jnp.uint32)
         row = _scramble(prefix[:, None] + own) % params.shape[0]
         entry = tokens[:, None, :, None]
-        return TargetOutput(params[row], (), (kv.AttentionKV(entry, entry),))
+        return TargetOutput(params[row], (), (kv_cache.AttentionKV(entry, entry),))
 
 
 def _scramble(x: Array) -> Array:
@@ -136,10 +137,8 @@ class _Chain:
         if length is not None:
             valid = jnp.arange(drafted.shape[1]) < length[:, None]
         return Draft(
-            tokens=jnp.concatenate(
-                [tokens.root(history)[:, None], jnp.where(valid, drafted, 0)], 1
-            ),
-            parents=topology.chain(self.num_speculative_tokens),
+            tokens=jnp.concatenate([root_token(history)[:, None], jnp.where(valid, drafted, 0)], 1),
+            parents=trees.chain(self.num_speculative_tokens),
             valid=jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True),
             logits=logits,
             max_depth=self.num_speculative_tokens,
@@ -173,7 +172,7 @@ class OnePassDrafter(_Chain):
     @property
     def shape(self):
         size = 2 * self.max_depth + 1 if self.tree == "best_first" else None
-        return shapes.requested(self.tree, self.num_speculative_tokens, size, None, None)
+        return tree_settings.requested(self.tree, self.num_speculative_tokens, size, None, None)
 
     @property
     def tree_size(self):
@@ -236,14 +235,14 @@ class BushDrafter(_Chain):
 
     def propose(self, params, request, shared, memory, history):
         parents = np.array(self.parents, np.int32)
-        depth = topology.from_parents(parents, self.max_depth).depth
+        depth = trees.from_parents(parents, self.max_depth).depth
         ranks = np.array([self.parents[:node].count(up) for node, up in enumerate(self.parents)])
         width = int(ranks.max()) + 1
         positions = history.length[:, None] - 1 + depth
         answer = jnp.take_along_axis(params.drafter.tokens, positions, 1, mode="clip")
         right = (_scramble(positions.astype(jnp.uint32)) % (width + 1)).astype(jnp.int32)
         drafted = (answer + ranks - right) % self.vocab_size
-        drafted = drafted.at[:, 0].set(tokens.root(history))
+        drafted = drafted.at[:, 0].set(root_token(history))
         valid = jnp.ones_like(drafted, dtype=bool)
         return Draft(drafted, parents, valid, max_depth=self.max_depth), memory
 
@@ -275,7 +274,7 @@ class TableDrafter(_Chain):
             return token, (token, law)
 
         steps = (jnp.arange(count), jnp.moveaxis(coins, 1, 0))
-        _, (drafted, laws) = lax.scan(draw_one, tokens.root(history), steps)
+        _, (drafted, laws) = lax.scan(draw_one, root_token(history), steps)
         leaf = jnp.zeros_like(laws[:1])
         recorded = None if target_draws else jnp.moveaxis(jnp.concatenate([laws, leaf]), 0, 1)
         length = self._length(request, history) if self.ragged else None
@@ -299,7 +298,7 @@ class TreeTableDrafter(_Chain):
 
     def propose(self, params, request, shared, memory, history):
         place = history.length - 1
-        drafted = [tokens.root(history)] + [None] * (self.tree_size - 1)
+        drafted = [root_token(history)] + [None] * (self.tree_size - 1)
         laws = []
         for node in range(self.tree_size):
             law = sampling.warp(params.drafter[drafted[node]], request.sampling)

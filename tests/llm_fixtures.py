@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jspec
-from jspec import checkpoint
-from jspec.files import head_files
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files
 from jspec.models import decoder
 from jspec.models.heads import eagle
 

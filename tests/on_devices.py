@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.generate import advance, read, start
-from jspec.models.deterministic import DeterministicDecoder
-from jspec.plan import Plan
+from jspec.engine.batch import advance, read, start
+from jspec.engine.plan import Plan
+from jspec.models.batch_invariant import DeterministicDecoder
 from tests import tiny
 from tests.test_reproducibility import rows
 

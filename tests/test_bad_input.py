@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 import jspec
-from jspec import SamplingParams, prompts
+from jspec import SamplingParams
+from jspec.api import prompts
 from tests import llm_fixtures
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

@@ -8,7 +8,6 @@ pairs of (method, tree, rule, rows), ``make conformance`` the full product.
 
 import dataclasses
 import functools
-import importlib
 import itertools
 
 import jax
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import config
-from jspec.config.keys import CUSTOM_CLASS
+from jspec.api import config
+from jspec.api.config.keys import CUSTOM_CLASS
+from jspec.core.types import Params
 from jspec.drafters import (
     METHODS,
     Cascade,
@@ -28,16 +28,14 @@ from jspec.drafters import (
     Suffix,
     TokenRecycling,
 )
-from jspec.drafters.language import translating
+from jspec.drafters.draft_model.language_model import translating
+from jspec.engine import batch as host
+from jspec.engine import loop
+from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.plan import Plan
-from jspec.types import Params
 from jspec.verify import RULES, synthetic
 from tests import tiny
 from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
-
-host = importlib.import_module("jspec.generate")
-loop = importlib.import_module("jspec.decode")
 
 TREES = {
     "chain": dict(num_speculative_tokens=3),

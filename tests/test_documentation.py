@@ -21,10 +21,12 @@ import typer
 from markdown_it import MarkdownIt
 
 import jspec
-from jspec import cli, config, types
+from jspec.api import config
+from jspec.cli import main
+from jspec.core import types
 from jspec.drafters import METHODS, PARALLEL
-from jspec.generate import Row
-from jspec.plan import Plan
+from jspec.engine.batch import Row
+from jspec.engine.plan import Plan
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +52,7 @@ def blocks(language):
 
 
 def test_the_reference_has_every_public_name_and_method():
-    """Their pages are made of docstrings; ``jspec.types`` is there as a whole."""
+    """Their pages are made of docstrings; ``jspec.core.types`` is there as a whole."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page, re.MULTILINE))
     last = {name.rpartition(".")[2] for name in shown} | set(vars(types)) | {"METHODS", "RULES"}
@@ -146,7 +148,7 @@ def commands():
 @pytest.mark.parametrize("line", commands())
 def test_every_command_shown_is_understood(line):
     words = shlex.split(line, comments=True)[1:]
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(main.app)
     command = group.get_command(None, words[0])
     command.make_context(words[0], words[1:])
 
@@ -162,7 +164,7 @@ def test_every_short_command_shown_runs(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [*words[:1], *words[1:]])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == 0 and capsys.readouterr().out.strip()
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import topology
+from jspec.core import trees
+from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.generate import Row, advance, read, start
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.engine.batch import Row, advance, read, start
+from jspec.engine.plan import Plan
 from jspec.verify import RULES
 from tests import fakes
 from tests.fakes import PrefixTarget, ScriptedDrafter, TableDrafter, run_rows, script, table
@@ -73,7 +73,7 @@ def check_counts(answers):
 
 
 def test_the_target_notices_a_single_misplaced_key():
-    tree = topology.from_parents(topology.chain(0), 0)
+    tree = trees.from_parents(trees.chain(0), 0)
     cache = TARGET.init_cache(1, 8).replace(length=jnp.array([3]))
     root = jnp.zeros((1, 1), jnp.int32)
     seen = jax.jit(lambda cache: TARGET.forward(WEIGHTS, root, tree, cache).logits)

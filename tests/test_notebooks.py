@@ -134,7 +134,7 @@ def test_every_notebook_runs(script, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # A rule is counted at the vocabulary of the model, in fewer rounds: elsewhere it is in all.
-    monkeypatch.setattr(importlib.import_module("jspec.certify.sampled"), "_ELEMENTS", 2**21)
+    monkeypatch.setattr(importlib.import_module("jspec.tools.certify.sampled"), "_ELEMENTS", 2**21)
     # As in a kernel, whose module can be imported by name, classes of the notebook with it.
     module = types.ModuleType(f"notebook_{script.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

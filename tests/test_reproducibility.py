@@ -18,9 +18,9 @@ import pytest
 import jspec
 from jspec import ops
 from jspec.drafters import DraftModel, TokenRecycling
-from jspec.generate import Row, generate_rows
-from jspec.models.deterministic import DeterministicDecoder
-from jspec.plan import Plan
+from jspec.engine.batch import Row, generate_rows
+from jspec.engine.plan import Plan
+from jspec.models.batch_invariant import DeterministicDecoder
 from jspec.verify import RULES
 from tests import llm_fixtures, tiny
 

@@ -5,9 +5,9 @@ import functools
 import jax
 import numpy as np
 
+from jspec.core.types import Params
 from jspec.drafters import DraftModel, NGram, NoDrafter
 from jspec.models import decoder
-from jspec.types import Params
 
 VOCAB = 64
 TARGET = decoder.Decoder(

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jspec.generate import Row, generate_rows
-from jspec.plan import Plan
-from jspec.types import Drafter, Params, Target
+from jspec.core.types import Drafter, Params, Target
+from jspec.engine.batch import Row, generate_rows
+from jspec.engine.plan import Plan
 from training.data.loader import Rows
 from training.trainer import bad_option, gather
 

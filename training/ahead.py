@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import Linear
-from jspec.types import Array
 from training.batches import Batch
 from training.losses import LOSSES, LossName, overlap_of
 from training.objective import loss_chunk, mean_by_chunks, places, take

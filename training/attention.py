@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import Array
 from jspec.models.decoder import Attend
-from jspec.types import Array
 
 QUERY_BLOCK = 128  # queries of one block
 _FAR = -1e30  # a score that no exponential survives; finite, so that empty rows stay numbers

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.types import Array
+from jspec.core.types import Array
 
 
 @struct.dataclass

@@ -5,7 +5,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 
-from jspec.types import Array
+from jspec.core.types import Array
 
 QUERIES = 128  # of the blocks that are computed together
 _FAR = -1e30  # a score that no exponential survives; finite, so that empty rows stay numbers

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jspec.core.types import Array
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import dflash, dspark
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
-from jspec.types import Array
 from training.batches import Batch
 from training.block_attention import over_context
 from training.linear import LINEARS

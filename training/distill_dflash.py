@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jspec import loading
+from jspec.checkpoints.heads.dflash import default_capture_layers
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.loading import LoadedModel
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
-from jspec.models.heads.dflash_format import default_capture_layers
 from jspec.models.heads.dspark import SparkConfig
 from training import trainer
 from training.data.settings import Data

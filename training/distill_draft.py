@@ -15,12 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jspec import checkpoint, loading
+from jspec.api.vocabularies import check_same
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads.mask_token import SERVED, mask_token_id
 from jspec.drafters import DraftModel, ParallelDraftModel
-from jspec.loading import LoadedModel
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from jspec.models.heads import masks
-from jspec.vocabularies import check_same
 from training import trainer
 from training.data.settings import Data
 from training.distilling import (
@@ -164,7 +165,7 @@ def run(
 
 def _mask(settings: Settings, data: Data, config: DecoderConfig, raw: dict) -> int:
     """The mask token: the one given, that of the model to start from, or an unused one."""
-    given, known = settings.parallel.mask_token, masks.mask_token_id(raw, masks.SERVED)
+    given, known = settings.parallel.mask_token, mask_token_id(raw, SERVED)
     given = known if given < 0 and known is not None else given
     return mask_token(given, data, config.vocab_size)
 

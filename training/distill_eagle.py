@@ -18,12 +18,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jspec import loading
+from jspec.checkpoints.heads.eagle_layers import default_capture_layers
 from jspec.drafters import Eagle, ParallelEagle
-from jspec.loading import LoadedModel
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
-from jspec.models.heads.eagle_layers import default_capture_layers
 from training import trainer
 from training.data.settings import Data
 from training.distilling import (

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jspec import loading
+from jspec.checkpoints.heads import hydra
 from jspec.drafters import Hydra
-from jspec.loading import LoadedModel
-from jspec.models.heads import hydra_format
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training import trainer
 from training.distilling import (
@@ -119,7 +119,7 @@ def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, Hydr
             num_heads=head.num_heads, num_layers=head.head_layers,
             hidden_size=target.config.hidden_size, vocab_size=target.config.vocab_size,
             capture_layers=(target.config.num_layers,), tie_blocks=head.head_layers > 2,
-            network=hydra_format.network(target.config) if prefixed else None,
+            network=hydra.network(target.config) if prefixed else None,
         ), None  # fmt: skip
     if prefixed:
         network = dataclasses.replace(

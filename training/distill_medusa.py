@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jspec import checkpoint, loading
+from jspec.checkpoints import checkpoint
 from jspec.drafters import Medusa
+from jspec.engine import loading
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.medusa import MedusaConfig
 from training import trainer

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jspec import loading
+from jspec.checkpoints.heads.head_formats import Layout
 from jspec.drafters import MlpSpeculator
-from jspec.files.head_formats import Layout
-from jspec.loading import LoadedModel
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training import trainer

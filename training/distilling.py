@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import loading
-from jspec.files.head_formats import HeadConfig
-from jspec.loading import LoadedModel
-from jspec.types import Array, Drafter
+from jspec.checkpoints.heads.head_formats import HeadConfig
+from jspec.core.types import Array, Drafter
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from training import trainer
 from training.acceptance import AcceptanceSettings, acceptance_meter
 from training.data.loader import batches, held_out

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec import kv, topology
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from jspec.types import Array
 from training.batches import Batch
 from training.linear import LINEARS
 from training.losses import LOSSES, LossName, overlap_of
@@ -141,12 +141,12 @@ def sample_continuations(
     params = jax.lax.stop_gradient(params)
     every = lambda size: jnp.broadcast_to(jnp.arange(size), (batch, size))
 
-    def feed(cache: kv.KVCache, tokens: Array) -> tuple[kv.KVCache, Array]:
+    def feed(cache: kv_cache.KVCache, tokens: Array) -> tuple[kv_cache.KVCache, Array]:
         size = tokens.shape[1]
-        tree = topology.from_parents(topology.chain(size - 1), size - 1)
+        tree = trees.from_parents(trees.chain(size - 1), size - 1)
         out = decoder.forward(params, config, tokens, tree, cache)
         count = jnp.full((batch,), size, jnp.int32)
-        return kv.append(cache, out.tree_kv, every(size), count), out.logits[:, -1]
+        return kv_cache.append(cache, out.tree_kv, every(size), count), out.logits[:, -1]
 
     def step(carry, key):
         cache, logits = carry

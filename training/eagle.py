@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
-from jspec.types import Array
 from training import ahead
 from training.attention import causal
 from training.batches import Batch

@@ -14,15 +14,15 @@ from typing import Literal
 
 import jax
 
-from jspec import loading
-from jspec.files import head_files, stitching
-from jspec.files.head_files import LoadedHead
-from jspec.files.head_formats import FORMATS, HeadConfig
+from jspec.checkpoints.heads import head_files, stitching
+from jspec.checkpoints.heads.head_files import LoadedHead
+from jspec.checkpoints.heads.head_formats import FORMATS, HeadConfig
+from jspec.core.types import Array
+from jspec.engine import loading
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.mtp import MtpConfig
-from jspec.types import Array
 from training import trainer
 from training.objective import head_of
 from training.trainer import bad_option

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import track
 
-from jspec.types import Array
+from jspec.core.types import Array
 from training.batches import Batch
 from training.data.loader import Rows
 from training.locks import alone

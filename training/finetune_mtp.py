@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from jspec import loading
+from jspec.checkpoints.heads import mtp, stitching
 from jspec.drafters import Mtp
-from jspec.files import stitching
-from jspec.loading import LoadedModel
-from jspec.models.heads import mtp_format
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from training import trainer
 from training.distilling import DistillSettings, described, distil, export_of, open_target
@@ -92,8 +91,8 @@ def modules_of(settings: ModuleSettings, target: LoadedModel) -> tuple[MtpConfig
         sizes = dataclasses.replace(
             target.config, activation_dtype="float32", cache_dtype="float32"
         )
-        layout = mtp_format.natural_layout(sizes)
-        return mtp_format.config_for(sizes, layout, settings.num_modules), None
+        layout = mtp.natural_layout(sizes)
+        return mtp.config_for(sizes, layout, settings.num_modules), None
     if settings.num_modules != 1:
         remedy = "the modules to start from decide it; leave it out"
         raise bad_option("num_modules", settings.num_modules, remedy)

@@ -22,11 +22,15 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jspec import checkpoint, checks, config, loading, verify
-from jspec.llm import LLM
-from jspec.naming import shown
-from jspec.outputs import RequestOutput
-from jspec.params import SamplingParams
+from jspec import verify
+from jspec.api import config
+from jspec.api.llm import LLM
+from jspec.api.outputs import RequestOutput
+from jspec.api.sampling_params import SamplingParams
+from jspec.checkpoints import checkpoint
+from jspec.engine import loading
+from jspec.util import values
+from jspec.util.messages import shown
 from training.data import readers
 from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
@@ -123,7 +127,7 @@ class GenerateSettings:
     @property
     def speculation(self) -> dict | None:
         """``speculative_config`` as jspec takes it."""
-        return checks.json_of(self.speculative_config) if self.speculative_config else None
+        return values.json_of(self.speculative_config) if self.speculative_config else None
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
         """How one answer is drawn."""
@@ -302,10 +306,10 @@ def _refuse_another_run(path: Path, facts: dict[str, Any]) -> None:
 
 def _answer_of(text: bytes) -> dict:
     """A line that this script wrote; ValueError where it did not."""
-    line = checks.json_of(text)
+    line = values.json_of(text)
     if not isinstance(line, dict) or not isinstance(line.get("key"), str):
         raise ValueError("no answer")
-    if not checks.are_whole([line.get("turn"), line.get("turns")], 0):
+    if not values.are_whole([line.get("turn"), line.get("turns")], 0):
         raise ValueError("no answer")
     return line
 

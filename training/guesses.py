@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec.types import Array
+from jspec.core.types import Array
 from training.losses import overlap_of
 from training.objective import mean_by_chunks
 from training.slots import Slots

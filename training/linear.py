@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jspec.types import Array
+from jspec.core.types import Array
 
 
 @jax.custom_vjp

@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jspec.types import Array
+from jspec.core.types import Array
 
 Distance = Callable[[Array, Array], Array]
 LK_ETA = 3.0  # how fast the hybrid turns from KL to total variation

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jspec.core.types import Array
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
-from jspec.types import Array
 from training import ahead
 from training.batches import Batch
 from training.linear import LINEARS

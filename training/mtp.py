@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jspec import ops
+from jspec.core.types import Array
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams
-from jspec.types import Array
 from training import ahead
 from training.attention import causal
 from training.batches import Batch

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from jspec.types import Array
 from training.attention import attend_within
 from training.batches import Batch
 from training.linear import LINEARS

@@ -9,9 +9,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderParams
-from jspec.types import Array
 from training import guesses
 from training.batches import Batch
 from training.draft import DraftTask

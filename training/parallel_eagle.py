@@ -10,10 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleParams
-from jspec.types import Array
 from training import ahead, guesses
 from training.batches import Batch
 from training.eagle import EagleTask, Frozen, Recipe, Taught, noisy, taught_by, top_k_loss

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jspec import checkpoint
+from jspec.checkpoints import checkpoint
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from jspec.types import Array
 from training import data, objective, trainer
 from training.batches import Batch
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer

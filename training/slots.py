@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.types import Array
 from jspec.models.decoder import Attend
-from jspec.types import Array
 from training.attention import anchored, causal
 from training.task import drawing_key
 from training.trainer.settings import bad_option

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import arctic, hydra, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
-from jspec.types import Array
 from training import ahead
 from training.attention import attend_within
 from training.batches import Batch

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 import jax
 from flax import struct
 
+from jspec.core.types import Array
 from jspec.models.decoder import DecoderParams
-from jspec.types import Array
 from training.batches import Batch
 
 

@@ -1,8 +1,9 @@
 """Drafting methods, by the names that ``speculative_config`` gives them."""
 
-from jspec.drafters.cascade import Cascade
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.drafters.draft_model import DraftModel
+from jspec.drafters.draft_model.cascade import Cascade
+from jspec.drafters.draft_model.parallel import ParallelDraftModel
+from jspec.drafters.draft_model.sequential import DraftModel
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.hybrid import Hybrid
 from jspec.drafters.hydra import Hydra
@@ -11,9 +12,8 @@ from jspec.drafters.mlp_speculator import MlpSpeculator
 from jspec.drafters.mtp import Mtp
 from jspec.drafters.ngram import NGram
 from jspec.drafters.none import NoDrafter
-from jspec.drafters.parallel_draft_model import ParallelDraftModel
 from jspec.drafters.parallel_eagle import ParallelEagle
-from jspec.drafters.suffix import Suffix
+from jspec.drafters.suffix.drafter import Suffix
 from jspec.drafters.token_recycling import TokenRecycling
 
 METHODS = {

@@ -21,14 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec import kv, tokens, topology
-from jspec.drafters.trees import TreeDrafter, rows
-from jspec.drafting import growth, marginals
-from jspec.drafting.shapes import Dynamic
+from jspec.core import kv_cache, trees
+from jspec.core.history import root_token
+from jspec.core.types import Array
+from jspec.drafters.base.tree_drafter import TreeDrafter, rows
+from jspec.drafters.trees import expand, marginals
+from jspec.drafters.trees.tree_settings import Dynamic
 from jspec.models.heads import dflash as head
 from jspec.models.heads import dspark
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
-from jspec.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class DFlash(TreeDrafter):
     def _block(self, params, cache, history) -> tuple[Array, Array]:
         """What the slots that draft gave out [B, K, D], and their logits [B, K, Vd]."""
         hidden = head.fill_in(
-            params.drafter, self.config, tokens.root(history), self.max_depth, cache, self.target,
+            params.drafter, self.config, root_token(history), self.max_depth, cache, self.target,
             params.target,
         )  # fmt: skip
         return hidden, head.unembed(
@@ -105,7 +106,7 @@ class DFlash(TreeDrafter):
         rows = jnp.broadcast_to(jnp.arange(context.shape[1]), context.shape[:2])
         positions = cache.length[:, None] + rows
         entries = head.inject(params.drafter, self.config, context, positions)
-        return kv.append(cache, entries, rows, count)
+        return kv_cache.append(cache, entries, rows, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ class DSpark(DFlash):
             base = jnp.where(base < least, -jnp.inf, base)
         advance = functools.partial(self._advance, params, hidden, base)
         state = dspark.start(self.config.spark, hidden.shape[0], hidden.dtype)
-        state, logits = advance(state, tokens.root(history)[:, None], 0)
+        state, logits = advance(state, root_token(history)[:, None], 0)
         if isinstance(self.shape, Dynamic):  # which wants the root at its full width
             state = jnp.repeat(state, self.shape.top_k, 1)
 
@@ -164,7 +165,7 @@ class DSpark(DFlash):
             return advance(rows(state, parents), drafted, depth)
 
         drawing = self.drawing(request, history, params)
-        draft = growth.grow(drawing, self.shape, logits, feed, state)
+        draft = expand.grow(drawing, self.shape, logits, feed, state)
         if self.confidence_threshold is not None:
             draft = self._cut(params, hidden, draft)
         return self.limit(draft, history, memory.length > 0), memory
@@ -180,7 +181,7 @@ class DSpark(DFlash):
 
     def _cut(self, params, hidden, draft):
         """Drops nodes whose path is not likely enough to be accepted, by what stands above them."""
-        tree = topology.from_parents(draft.parents, draft.max_depth)
+        tree = trees.from_parents(draft.parents, draft.max_depth)
         depth = jnp.broadcast_to(tree.depth, draft.tokens.shape)
         slot = jnp.minimum(depth, self.max_depth - 1)[..., None]
         chance = dspark.confidence(
@@ -188,6 +189,6 @@ class DSpark(DFlash):
             draft.tokens,
         )  # fmt: skip
         nodes = draft.tokens.shape[1]
-        above = topology.unpack_bits(tree.ancestors, nodes) & ~jnp.eye(nodes, dtype=bool)
+        above = trees.unpack_bits(tree.ancestors, nodes) & ~jnp.eye(nodes, dtype=bool)
         survival = jnp.where(above, jax.nn.log_sigmoid(chance)[:, None], 0).sum(-1)
         return draft.replace(valid=draft.valid & (survival >= jnp.log(self.confidence_threshold)))

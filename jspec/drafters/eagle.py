@@ -1,6 +1,6 @@
 """EAGLE: a head of one block drafts in the space of the target's hidden states.
 
-Which rows the head sees, and which of them it keeps, is told in ``jspec.drafters.cached``. EAGLE-1,
+Which rows the head sees, and which of them it keeps, is told in ``jspec.drafters.base.cached``. EAGLE-1,
 -2 and -3 (arXiv 2401.15077, 2406.16858, 2503.01840) differ in the network, which is the head's own
 affair, and in the tree, which is a setting.
 """
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jspec import kv
-from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory
-from jspec.drafters.trees import last_of, rows
+from jspec.core import kv_cache
+from jspec.core.types import Array
+from jspec.drafters.base.cached import CachedDrafter, own_slots, positions_of
+from jspec.drafters.base.features import CachedMemory
+from jspec.drafters.base.tree_drafter import last_of, rows
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
-from jspec.types import Array
 
 
 class _Frontier(NamedTuple):
@@ -25,7 +25,7 @@ class _Frontier(NamedTuple):
 
     hidden: Array  # [B, F, D], what they gave out
     seen: Array  # [B, F, M], side slots above them, their own included
-    side: tuple[kv.AttentionKV, ...]  # [B, Hkv, M, head_dim] a layer
+    side: tuple[kv_cache.AttentionKV, ...]  # [B, Hkv, M, head_dim] a layer
 
 
 @dataclasses.dataclass(frozen=True)

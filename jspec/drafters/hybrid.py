@@ -4,7 +4,7 @@
 one pass, and a continuation that both have costs its nodes once. ``combine="choose"`` takes one of
 the two for each row and round, by how many tokens it is expected to hold, so that a network that no
 row wants does not run; what is looked up is judged by its own score (Arctic Inference's hybrid,
-``jspec.drafters.suffix``, arXiv 2411.04975) or its length, and both by what became of the drafts
+``jspec.drafters.suffix.drafter``, arXiv 2411.04975) or its length, and both by what became of the drafts
 before. The choice is made before the network draws, so it tells nothing about what will be drawn.
 """
 
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import contracts, tokens
-from jspec.drafting import branching, grafting
-from jspec.naming import shown
-from jspec.types import Array, Draft, Drafter, Geared, History, Params, Sharing, Verdict
+from jspec.core import modes, validation
+from jspec.core.history import is_ended
+from jspec.core.types import Array, Draft, Drafter, Geared, History, Params, Sharing, Verdict
+from jspec.drafters.trees import merge
+from jspec.util.messages import shown
 
 _COMBINE = ("merge", "choose")
 _RATE = 0.9  # a looked-up token's chance before anything is known of it
@@ -95,7 +96,7 @@ class Hybrid:
             )
         asked = {}
         if self.noise == "target":
-            second = contracts.sharing_noise(second)
+            second = validation.sharing_noise(second)
         if getattr(second, "backlog", self._backlog) < self._backlog:
             asked["backlog"] = self._backlog
         object.__setattr__(self, "parts", (first, dataclasses.replace(second, **asked)))
@@ -106,7 +107,7 @@ class Hybrid:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError("pass a pair, one of each of the parts.")
         for part, weights in zip(self.parts, pair, strict=True):
-            contracts.check_weights(part, weights)
+            validation.check_weights(part, weights)
 
     @property
     def _backlog(self) -> int:
@@ -115,7 +116,7 @@ class Hybrid:
         After a round in which none of its own were accepted: K + 1. After rounds that it sat out:
         enough for it to gain on the text.
         """
-        return max(self.max_depth + 1, branching.BACKLOG if self.combine == "choose" else 0)
+        return max(self.max_depth + 1, modes.BACKLOG if self.combine == "choose" else 0)
 
     @property
     def max_depth(self) -> int:
@@ -198,17 +199,17 @@ class Hybrid:
 
         if self.combine == "merge":
             drafted, remembered = draft(memory.parts[1])
-            return grafting.graft(drafted, found), memory.replace(parts=(looked, remembered))
+            return merge.graft(drafted, found), memory.replace(parts=(looked, remembered))
         trust = _weighed(memory.trust, found)
-        wanted = ~trust.looked_up & ~tokens.ended(request, history)
-        drafted, remembered = branching.switch(
-            wanted.any().astype(jnp.int32), [branching.root_alone(history), draft],
+        wanted = ~trust.looked_up & ~is_ended(request, history)
+        drafted, remembered = modes.switch(
+            wanted.any().astype(jnp.int32), [modes.root_alone(history), draft],
             memory.parts[1], own[1],
         )  # fmt: skip
         # A network that is still taking in what it missed drafts nothing.
         trust = trust.replace(looked_up=trust.looked_up | ~drafted.valid[:, 1:].any(1))
         memory = HybridMemory((looked, remembered), trust)
-        return grafting.choose(found, drafted, trust.looked_up), memory
+        return merge.choose(found, drafted, trust.looked_up), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Hands both the verdict; the trust in the one that drafted is its latest success."""

@@ -11,11 +11,11 @@ import functools
 
 import jax.numpy as jnp
 
-from jspec import tokens
-from jspec.drafters.features import CachedMemory, FeatureDrafter
-from jspec.drafters.trees import last_of, rows
-from jspec.drafting import growth
-from jspec.drafting.shapes import Dynamic
+from jspec.core.history import root_token
+from jspec.drafters.base.features import CachedMemory, FeatureDrafter
+from jspec.drafters.base.tree_drafter import last_of, rows
+from jspec.drafters.trees import expand
+from jspec.drafters.trees.tree_settings import Dynamic
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
 from jspec.models.heads.hydra import HydraConfig, HydraParams
@@ -66,13 +66,13 @@ class Hydra(FeatureDrafter):
 
     def propose(self, params, request, shared, memory, history):
         """Drafts from the last hidden state and the root."""
-        root = tokens.root(history)[:, None]
+        root = root_token(history)[:, None]
         cached = isinstance(memory, CachedMemory)
         hidden = memory.hidden if cached else memory.hidden[:, None]
         frontier, logits = self._advance(params, hidden, root, 0)
         if isinstance(self.shape, Dynamic):  # which wants the root at its full width
             frontier = jnp.repeat(frontier, self.shape.top_k, 1)
-        draft = growth.grow(
+        draft = expand.grow(
             self.drawing(request, history, params), self.shape, logits,
             functools.partial(self._feed, params), frontier, unrolled=True,
         )  # fmt: skip

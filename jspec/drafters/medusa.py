@@ -7,8 +7,8 @@ guesses does not depend on what another guessed, so all nodes of one depth share
 
 import dataclasses
 
-from jspec.drafters.features import FeatureDrafter
-from jspec.drafting import marginals
+from jspec.drafters.base.features import FeatureDrafter
+from jspec.drafters.trees import marginals
 from jspec.models.heads import medusa as network
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 

@@ -16,11 +16,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jspec import tokens
-from jspec.drafters.features import FeatureDrafter
-from jspec.drafters.trees import rows
-from jspec.drafting import growth, shapes
-from jspec.drafting.shapes import Dynamic
+from jspec.core.history import root_token
+from jspec.drafters.base.features import FeatureDrafter
+from jspec.drafters.base.tree_drafter import rows
+from jspec.drafters.trees import expand, tree_settings
+from jspec.drafters.trees.tree_settings import Dynamic
 from jspec.models.heads import arctic, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
@@ -47,7 +47,7 @@ class MlpSpeculator(FeatureDrafter):
 
     def __post_init__(self):
         stages = self.config.n_predict
-        any_depth = self.tree in shapes.OF_ANY_DEPTH
+        any_depth = self.tree in tree_settings.OF_ANY_DEPTH
         if any_depth and self.num_speculative_tokens is None and self.tree_depth is None:
             object.__setattr__(self, "num_speculative_tokens", stages)
         super().__post_init__()
@@ -68,11 +68,11 @@ class MlpSpeculator(FeatureDrafter):
     def propose(self, params, request, shared, memory, history):
         """Drafts from the last hidden state and the root."""
         state = self._network.start(self.config, memory.hidden[:, None])
-        root = tokens.root(history)[:, None]
+        root = root_token(history)[:, None]
         frontier, logits = self._advance(params, state, root, 0)
         if isinstance(self.shape, Dynamic):  # which wants the root at its full width
             frontier = jax.tree.map(lambda x: jnp.repeat(x, self.shape.top_k, 1), frontier)
-        draft = growth.grow(
+        draft = expand.grow(
             self.drawing(request, history, params), self.shape, logits,
             functools.partial(self._feed, params), frontier, unrolled=True,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """MTP: modules that the target was trained with draft, each for one token further ahead.
 
-Which rows the first module sees, and which of them it keeps, is told in ``jspec.drafters.cached``.
+Which rows the first module sees, and which of them it keeps, is told in ``jspec.drafters.base.cached``.
 Step k of a round is run by module k, and from there on by the first again: with one module, as
 published targets have, that is a recurrence on its own output. Every module has a cache of its own,
 of rows whose features and tokens were all true: those of module m end m slots before the root, the
@@ -12,14 +12,14 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from jspec import kv
-from jspec.drafters.cached import CachedDrafter, own_slots, positions_of
-from jspec.drafters.features import CachedMemory
-from jspec.drafters.trees import last_of, rows
-from jspec.drafting import shapes
+from jspec.core import kv_cache
+from jspec.core.types import Array
+from jspec.drafters.base.cached import CachedDrafter, own_slots, positions_of
+from jspec.drafters.base.features import CachedMemory
+from jspec.drafters.base.tree_drafter import last_of, rows
+from jspec.drafters.trees import tree_settings
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig, MtpParams
-from jspec.types import Array
 
 
 class _Frontier(NamedTuple):
@@ -27,7 +27,7 @@ class _Frontier(NamedTuple):
 
     hidden: Array  # [B, F, D], what they gave out
     seen: tuple[Array, ...]  # [B, F, S] a module: its side slots above them, their own included
-    side: tuple[tuple[kv.Entry, ...], ...]  # entries of S slots a module
+    side: tuple[tuple[kv_cache.Entry, ...], ...]  # entries of S slots a module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Mtp(CachedDrafter):
 
     def __post_init__(self):
         count = self.config.n_predict
-        any_depth = self.tree in shapes.OF_ANY_DEPTH
+        any_depth = self.tree in tree_settings.OF_ANY_DEPTH
         if any_depth and self.num_speculative_tokens is None and self.tree_depth is None:
             object.__setattr__(self, "num_speculative_tokens", count)
         super().__post_init__()

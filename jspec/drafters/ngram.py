@@ -10,8 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec import tokens, topology
-from jspec.types import Array, Draft
+from jspec.core import trees
+from jspec.core.history import root_token
+from jspec.core.types import Array, Draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +69,10 @@ class NGram:
         index = start[:, None] + jnp.arange(count)
         drafted = jnp.take_along_axis(history.tokens, index, 1, mode="clip")
         valid = found[:, None] & (index < history.length[:, None])
-        root = tokens.root(history)[:, None]
+        root = root_token(history)[:, None]
         return Draft(
             tokens=jnp.concatenate([root, jnp.where(valid, drafted, 0)], 1),
-            parents=topology.chain(count),
+            parents=trees.chain(count),
             valid=jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True),
             max_depth=count,
         ), memory

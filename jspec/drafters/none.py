@@ -4,8 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jspec import tokens, topology
-from jspec.types import Draft
+from jspec.core import trees
+from jspec.core.history import root_token
+from jspec.core.types import Draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +29,9 @@ class NoDrafter:
 
     def propose(self, params, request, shared, memory, history):
         """The root alone."""
-        root = tokens.root(history)[:, None]
+        root = root_token(history)[:, None]
         valid = jnp.ones_like(root, dtype=bool)
-        return Draft(root, topology.chain(0), valid, max_depth=0), memory
+        return Draft(root, trees.chain(0), valid, max_depth=0), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Nothing to learn."""

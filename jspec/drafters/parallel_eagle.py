@@ -18,10 +18,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jspec.drafters.cached import CachedDrafter
-from jspec.drafters.features import CachedMemory
-from jspec.drafters.trees import last_of
-from jspec.drafting import marginals
+from jspec.drafters.base.cached import CachedDrafter
+from jspec.drafters.base.features import CachedMemory
+from jspec.drafters.base.tree_drafter import last_of
+from jspec.drafters.trees import marginals
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec import tokens
-from jspec.drafting import shapes
-from jspec.topology import Shape
-from jspec.types import Array, Draft, History
+from jspec.core.history import root_token
+from jspec.core.trees import Shape
+from jspec.core.types import Array, Draft, History
+from jspec.drafters.trees import tree_settings
 
 UNKNOWN = -1  # in the rows of tokens that no pass has seen
 _DEPTH, _TREE_SIZE, _TOP_K = 6, 81, 8  # the paper's: 80 nodes below the root
@@ -44,7 +44,7 @@ class TokenRecycling:
 
     vocab_size: int
     num_speculative_tokens: int | None = None
-    tree: shapes.Tree | None = None
+    tree: tree_settings.Tree | None = None
     tree_size: int | None = None
     tree_top_k: int | None = None
 
@@ -69,7 +69,7 @@ class TokenRecycling:
                 "not; leave tree out, or give 'chain', a published tree or rank paths."
             )
         if self.tree is not None:
-            return shapes.requested(
+            return tree_settings.requested(
                 self.tree, self.num_speculative_tokens, self.tree_size, None, self.tree_top_k
             )
         given = {"num_speculative_tokens": self.num_speculative_tokens,
@@ -79,7 +79,7 @@ class TokenRecycling:
                 raise ValueError(f"{name}={value} must be at least 1.")
         depth, top_k = self.num_speculative_tokens or _DEPTH, self.tree_top_k or _TOP_K
         full = sum(top_k**level for level in range(depth + 1))
-        return shapes.best(self.tree_size or min(_TREE_SIZE, full), depth, top_k)
+        return tree_settings.best(self.tree_size or min(_TREE_SIZE, full), depth, top_k)
 
     @property
     def width(self) -> int:
@@ -112,7 +112,7 @@ class TokenRecycling:
         parents, ranks, depth = (
             np.array(part) for part in (self.shape.parents, self.shape.ranks, self.shape.depth)
         )
-        drafted = tokens.root(history)[:, None]
+        drafted = root_token(history)[:, None]
         valid = jnp.ones_like(drafted, dtype=bool)
         for level in range(1, self.max_depth + 1):
             nodes = np.flatnonzero(depth == level)

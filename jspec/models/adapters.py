@@ -36,10 +36,10 @@ from flax import errors as flax_errors
 from flax import struct
 from jax import lax
 
-from jspec import kv, topology
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder, probe
 from jspec.models.probe import check
-from jspec.types import Array, TargetOutput, Tree
 
 __all__ = [
     "CachedTarget", "StatelessTarget", "check", "from_function", "from_linen", "from_nnx",
@@ -86,17 +86,17 @@ class CachedTarget(AdaptedTarget):
     scale: float | None
     windows: tuple[int | None, ...]
 
-    def init_cache(self, batch: int, capacity: int) -> kv.KVCache:
+    def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
         """An empty cache of ``capacity`` slots a row."""
         layers = tuple(
-            kv.allocate(1, batch, heads, capacity, size, jnp.dtype(dtype)).layers[0]
+            kv_cache.allocate(1, batch, heads, capacity, size, jnp.dtype(dtype)).layers[0]
             for heads, size, dtype in self.entries
         )
-        return kv.KVCache(layers, jnp.zeros((batch,), jnp.int32))
+        return kv_cache.KVCache(layers, jnp.zeros((batch,), jnp.int32))
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Scores the nodes ``tokens`` [B, N] of ``tree``, placed after the cache's prefix."""
-        tree = topology.broadcast(tree, tokens.shape[0])
+        tree = trees.broadcast(tree, tokens.shape[0])
         mix, tree_kv = decoder.attention_over(cache, tree, scale=self.scale, windows=self.windows)
         attend = lambda layer, q, k, v: mix(layer, q, k, v).astype(q.dtype)
         positions = cache.length[:, None] + tree.depth
@@ -115,18 +115,18 @@ class TokenSlots:
 class StatelessTarget(AdaptedTarget):
     """A causal model that is run from the first token again in every round."""
 
-    def init_cache(self, batch: int, capacity: int) -> kv.KVCache:
+    def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
         """Room for ``capacity`` tokens a row."""
         slots = TokenSlots(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
-        return kv.KVCache((slots,), jnp.zeros((batch,), jnp.int32))
+        return kv_cache.KVCache((slots,), jnp.zeros((batch,), jnp.int32))
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
         """Scores the nodes ``tokens`` [B, N] of ``tree``, placed after the cache's prefix.
 
         One pass for each leaf, over its path from the root: a chain takes one.
         """
-        tree = topology.broadcast(tree, tokens.shape[0])
-        above = topology.unpack_bits(tree.ancestors, tokens.shape[1])  # [B, N, N]
+        tree = trees.broadcast(tree, tokens.shape[0])
+        above = trees.unpack_bits(tree.ancestors, tokens.shape[1])  # [B, N, N]
         is_leaf = above.sum(1) == 1  # an ancestor of itself alone
         leaves = jnp.argsort(~is_leaf, axis=1, stable=True)
         run = lambda leaf: self._run_path(params, tokens, tree, cache, capture_layers, above, leaf)

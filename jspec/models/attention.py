@@ -5,10 +5,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jspec import kv, ops, topology
+from jspec import ops
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Tree
 from jspec.models import rope as rope_lib
 from jspec.models.layers import affine, rows_at
-from jspec.types import Array, Tree
 
 # attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, M, head_dim]
 #
@@ -42,14 +43,14 @@ def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) ->
 
 
 def attention_over(
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     tree: Tree,
     *,
     scale: float | None = None,
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
     wanted: Array | None = None,
-) -> tuple[Attend, list[kv.Entry]]:
+) -> tuple[Attend, list[kv_cache.Entry]]:
     """Attention over a committed prefix and a tree, for any network that calls it once a layer.
 
     Args:
@@ -72,7 +73,7 @@ def attention_over(
         # As the cache will hold them: a token's logits must not depend on what is committed yet.
         fresh[index] = new = entry.holding(k, v)
         window = windows[index] if windows else None
-        near = tree.ancestors if window is None else topology.within(tree, window)
+        near = tree.ancestors if window is None else trees.within(tree, window)
         asking = wanted if index == last else None
         return ops.attention(
             q, new.k, new.v, rows_at(near, asking), entry.k, entry.v, cache.length,
@@ -84,15 +85,15 @@ def attention_over(
 
 
 def attention_beside(
-    cache: kv.KVCache,
-    side: tuple[kv.Entry, ...],
+    cache: kv_cache.KVCache,
+    side: tuple[kv_cache.Entry, ...],
     slot: Array,
     mask: Array,
     positions: Array,
     *,
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
-) -> tuple[Attend, list[kv.Entry]]:
+) -> tuple[Attend, list[kv_cache.Entry]]:
     """Attention over a committed prefix and side buffers, for the steps of a drafting network.
 
     Args:
@@ -107,7 +108,7 @@ def attention_beside(
     Returns:
       ``attend``, and the list of side buffers that it updates, one a layer.
     """
-    side, seen = list(side), topology.pack_bits(mask)
+    side, seen = list(side), trees.pack_bits(mask)
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import contracts, kv, ops, topology
+from jspec import ops
+from jspec.core import kv_cache, trees, validation
+from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
 from jspec.models.attention import Attend, attention, attention_beside, attention_over
@@ -19,7 +21,6 @@ from jspec.models.layers import Linear, affine, gated, normal, rms_norm, rows_at
 from jspec.models.mla import MlaConfig, MlaParams
 from jspec.models.moe import MoeConfig, MoeParams
 from jspec.models.rope import RopeConfig
-from jspec.types import Array, TargetOutput, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ def check_params(params: DecoderParams, config: DecoderConfig) -> None:
     Raises:
       ValueError: they are no decoder's, or of other sizes.
     """
-    contracts.check_kind(params, DecoderParams)
+    validation.check_kind(params, DecoderParams)
     found = *params.embedding.shape, len(params.layers)
     wanted = config.vocab_size, config.hidden_size, config.num_layers
     if found != wanted:
@@ -250,7 +251,7 @@ def trunk(
       ``capture_layers``: index i is the input of block i, as in Hugging Face's ``hidden_states``;
       index ``num_layers`` is the output of the final norm.
     """
-    contracts.check_captured(capture_layers, config.num_layers)
+    validation.check_captured(capture_layers, config.num_layers)
     cos, sin = rope_lib.cos_sin(config.rope, config.rope_dim, positions)
     stream = [x]
 
@@ -294,12 +295,12 @@ def mlp(layer, config, x, linear) -> Array:
     return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)
 
 
-def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv.KVCache:
+def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """An empty cache of ``capacity`` slots a row."""
     dtype = jnp.dtype(config.cache_dtype)
     if config.mla:
-        return kv.allocate_latent(config.num_layers, batch, capacity, config.mla.width, dtype)
-    return kv.allocate(
+        return kv_cache.allocate_latent(config.num_layers, batch, capacity, config.mla.width, dtype)
+    return kv_cache.allocate(
         config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype
     )
 
@@ -309,14 +310,14 @@ def forward(
     config: DecoderConfig,
     tokens: Array,
     tree: Tree,
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     capture_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Scores the nodes ``tokens`` [B, N] of ``tree``, placed after the cache's prefix.
 
     Writes nothing: the keys and values of the nodes come back as ``tree_kv``.
     """
-    tree = topology.broadcast(tree, tokens.shape[0])
+    tree = trees.broadcast(tree, tokens.shape[0])
     attend, tree_kv = attention_over(
         cache, tree, windows=config.windows, implementation=config.attention
     )
@@ -333,11 +334,11 @@ def extend(
     config: DecoderConfig,
     tokens: Array,
     positions: Array,
-    cache: kv.KVCache,
-    side: tuple[kv.Entry, ...],
+    cache: kv_cache.KVCache,
+    side: tuple[kv_cache.Entry, ...],
     slot: Array,
     mask: Array,
-) -> tuple[Array, tuple[kv.Entry, ...]]:
+) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
     """A drafting step: feeds ``tokens`` [B, n] and keeps their entries beside the cache.
 
     Args:
@@ -381,7 +382,7 @@ class Decoder:
         """See ``check_params``."""
         check_params(params, self.config)
 
-    def init_cache(self, batch: int, capacity: int) -> kv.KVCache:
+    def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
         """See ``init_cache``."""
         return init_cache(self.config, batch, capacity)
 

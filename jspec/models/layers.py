@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jspec.types import Array
+from jspec.core.types import Array
 
 Linear = Callable[[Array, Array], Array]
 

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jspec.core.types import Array
 from jspec.models import rope as rope_lib
 from jspec.models.layers import normal, product, rms_norm, rows_at
-from jspec.types import Array
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
 

@@ -27,8 +27,8 @@ from flax import struct
 from jax import lax
 
 from jspec import ops
+from jspec.core.types import Array
 from jspec.models.layers import normal
-from jspec.types import Array
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens of one expert that a CPU multiplies at a time
 _SCORES = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}  # of [..., E]

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import kv, topology
-from jspec.types import Array, Target
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Target
 
 # Of the keys and values of one layer: number of heads, head_dim, dtype.
 LayerShape = tuple[int, int, str]
@@ -246,7 +246,7 @@ def _gaps(target: Target, params: Any, seed: Array) -> tuple[Array, Array]:
     """How far later tokens change earlier logits, and a tree differs from plain text."""
     prefix, vocab = jnp.array([3, 1]), target.vocab_size
     tokens = jax.random.randint(jax.random.key(seed), (2, _CHECKED), 0, vocab)
-    chain = topology.from_parents(topology.chain(_CHECKED - 1), _CHECKED - 1)
+    chain = trees.from_parents(trees.chain(_CHECKED - 1), _CHECKED - 1)
     empty = target.init_cache(2, _CHECKED)
     plain = target.forward(params, tokens, chain, empty, ())
     largest = jnp.abs(plain.logits).max()
@@ -259,8 +259,8 @@ def _gaps(target: Target, params: Any, seed: Array) -> tuple[Array, Array]:
 
     # After a ragged prefix, nodes 0, 1 and 3 go on with the text; 2 and 4 are a wrong turn.
     rows = jnp.broadcast_to(jnp.arange(_CHECKED), tokens.shape)
-    cache = kv.append(empty, plain.tree_kv, rows, prefix)
-    tree = topology.from_parents(np.array([-1, 0, 0, 1, 2], np.int32), 2)
+    cache = kv_cache.append(empty, plain.tree_kv, rows, prefix)
+    tree = trees.from_parents(np.array([-1, 0, 0, 1, 2], np.int32), 2)
     place = prefix[:, None] + tree.depth
     drafted = jnp.take_along_axis(tokens, place, 1) + np.array([0, 0, 1, 0, 1])
     branched = target.forward(params, drafted % vocab, tree, cache, ())

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.types import Array
+from jspec.core.types import Array
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

@@ -16,13 +16,14 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 
-from jspec import ops, round_checks, sampling, shaping, topology
-from jspec.checks import is_whole
-from jspec.naming import shown
-from jspec.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
+from jspec import ops
+from jspec.core import logits_processors, sampling, shape_checks, trees
+from jspec.core.types import Array, Draft, History, Proposal, Request, Tree, Verdict, Walk
+from jspec.util.messages import shown
+from jspec.util.values import is_whole
 from jspec.verify import block, rejection
+from jspec.verify.match import match
 from jspec.verify.synthetic import Synthetic
-from jspec.verify.target_only import match
 from jspec.verify.typical import Typical
 
 Coins = Literal["target", "round", "none"]
@@ -167,8 +168,8 @@ def verify(
     The one place where keys become coins.
     """
     if request.sampling.shaping is not None:
-        branches = shaping.of_draft(history, draft, tree)
-        logits = shaping.shape(logits, request.sampling.shaping, branches)
+        branches = logits_processors.of_draft(history, draft, tree)
+        logits = logits_processors.shape(logits, request.sampling.shaping, branches)
     warped = sampling.warp(logits, request.sampling)
     lost = sampling.no_token(logits, request.sampling)
     greedy = request.sampling.greedy
@@ -177,7 +178,7 @@ def verify(
         draws = sampling.draw_target(warped, request.sampling, request.keys, positions)
         walk = rule.walk if rule.coins == "target" else match
         judged = walk(warped, draft, tree, draws)
-        path, num_accepted, _ = round_checks.check_judged(rule.name, judged, draft, None)
+        path, num_accepted, _ = shape_checks.check_judged(rule.name, judged, draft, None)
         end = jnp.take_along_axis(path, num_accepted[:, None], 1)
         next_token = jnp.take_along_axis(draws, end, 1)[:, 0]
     else:
@@ -197,7 +198,7 @@ def verify(
         law = jnp.where(lost[..., None], 0, warped)  # of what comes after, nothing is said
         judged = rule.walk(law, _drawn(draft, tree), tree, coins)
         wanted = len(law), law.shape[-1]
-        path, num_accepted, next_logits = round_checks.check_judged(
+        path, num_accepted, next_logits = shape_checks.check_judged(
             rule.name, judged, draft, wanted
         )
         draw = sampling.argmax if greedy else lambda law: sampling.draw(law, uniform)
@@ -229,7 +230,7 @@ def _drawn(draft: Draft, tree: Tree) -> Draft:
     above = jnp.take_along_axis(broken, tree.parents, 1).at[:, 0].set(False)
     if draft.sampled is not None:
         above &= draft.sampled
-    every = topology.unpack_bits(tree.ancestors, above.shape[1])  # [B, N, N]
+    every = trees.unpack_bits(tree.ancestors, above.shape[1])  # [B, N, N]
     return draft.replace(
         logits=jnp.where(broken[..., None], 0, draft.logits),
         valid=draft.valid & ~(every & above[:, None]).any(-1),

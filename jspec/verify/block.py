@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.types import Array, Draft, Proposal, Tree
+from jspec.core.types import Array, Draft, Proposal, Tree
 from jspec.verify.chain import ChainLaws, chain_laws, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, take
 

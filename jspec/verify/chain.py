@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec import topology
-from jspec.sampling import log_residual
-from jspec.types import Array, Draft, Tree
+from jspec.core import trees
+from jspec.core.sampling import log_residual
+from jspec.core.types import Array, Draft, Tree
 
 
 class ChainLaws(NamedTuple):
@@ -21,7 +21,7 @@ class ChainLaws(NamedTuple):
 
 def is_chain(draft: Draft) -> bool:
     """Whether a draft with laws is known to be a chain when tracing."""
-    return draft.logits is not None and topology.is_chain(draft.parents)
+    return draft.logits is not None and trees.is_chain(draft.parents)
 
 
 def chain_laws(warped: Array, draft: Draft) -> ChainLaws:

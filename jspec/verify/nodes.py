@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec import topology
-from jspec.types import Array, Draft, Proposal, Tree
+from jspec.core import trees
+from jspec.core.types import Array, Draft, Proposal, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +93,14 @@ def reached(passes: Array, tree: Tree) -> tuple[Array, Array]:
 
     The root passes in any case: it is committed already. One reduction in place of a walk.
     """
-    above = topology.unpack_bits(tree.ancestors, tree.depth.shape[1])
+    above = trees.unpack_bits(tree.ancestors, tree.depth.shape[1])
     passes = passes.at[:, 0].set(True)
     return (~above | passes[:, None, :]).all(-1), above
 
 
 def path_to(end: Array, tree: Tree) -> Array:
     """Node ids from the root down to ``end`` [B], 0 below it: [B, max_depth+1]."""
-    above = topology.unpack_bits(take(tree.ancestors, end), tree.depth.shape[1])  # [B, N]
+    above = trees.unpack_bits(take(tree.ancestors, end), tree.depth.shape[1])  # [B, N]
     level = jnp.arange(tree.max_depth + 1)[:, None]
     here = above[:, None, :] & (tree.depth[:, None, :] == level)  # [B, max_depth+1, N]
     return jnp.argmax(here, -1).astype(jnp.int32)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jspec.types import Array, Draft, Tree
+from jspec.core.types import Array, Draft, Tree
 from jspec.verify.nodes import ending_at, take
 
 

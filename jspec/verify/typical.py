@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jspec.sampling import argmax
-from jspec.types import Array, Draft, Tree
+from jspec.core.sampling import argmax
+from jspec.core.types import Array, Draft, Tree
 from jspec.verify.nodes import ending_at, reached
 
 _INSIDE_LOG = 1e-5  # added to p where Medusa's code takes its entropy

@@ -30,7 +30,7 @@ class Warps(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A drafted tree: the fields of ``jspec.types.Draft`` that are judged, over target ids."""
+    """A drafted tree: the fields of ``jspec.core.types.Draft`` that are judged, over target ids."""
 
     tokens: Array  # int32 [B, N]
     parents: Array  # int32 [B, N], the root is its own parent
@@ -179,7 +179,7 @@ class Row(Protocol):
 def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array, Array]:
     """(floor, peak, log_total, first token of the greatest logit) of rows; ``warps`` None for none.
 
-    Warps apply in the order of ``jspec.sampling``: temperature, min_p, top-k, top-p; what ties with
+    Warps apply in the order of ``jspec.core.sampling``: temperature, min_p, top-k, top-p; what ties with
     the last token kept is kept. Thresholds are searched, not sorted for.
     """
     names = () if warps is None else warps.names

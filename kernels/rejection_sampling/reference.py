@@ -59,7 +59,7 @@ def judge(
 
 
 def target_law(logits: Array, warps: Warps) -> Array:
-    """Probabilities of the warped laws [B, N, V]; the order of warps is ``jspec.sampling``'s."""
+    """Probabilities of the warped laws [B, N, V]; the order of warps is ``jspec.core.sampling``'s."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     temperature, min_p, top_k, top_p = (x[:, None, None] for x in warps[:4])

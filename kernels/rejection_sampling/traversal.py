@@ -12,13 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.rejection_sampling.laws import (
-    Form,
-    Proposal,
-    Refusal,
-    from_q_alone,
-    weights,
-)
+from jspec.kernels.rejection_sampling.laws import Form, Proposal, Refusal, from_q_alone, weights
 from jspec.kernels.rejection_sampling.rows import (
     Children,
     Ending,

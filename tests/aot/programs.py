@@ -11,16 +11,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
-from jspec.decode import DecodeState, decode, init_shared, init_stats
+from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
-from jspec.drafters.adaptive import Adaptive
+from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.engine.loop import DecodeState, decode, init_shared, init_stats
+from jspec.engine.plan import Plan
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
-from jspec.models.deterministic import DeterministicDecoder
+from jspec.models.batch_invariant import DeterministicDecoder
 from jspec.models.heads import eagle, medusa
-from jspec.plan import Plan
-from jspec.types import History, Params, Request, Sampling
 from jspec.verify import RULES
 from tests.kernels import drafts
 

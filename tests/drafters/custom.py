@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jspec
-from jspec import sampling, tokens, topology
+from jspec.core import sampling, trees
+from jspec.core.history import root_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Successor(jspec.NoDrafter):
     def propose(self, params, request, shared, memory, history):
         depth, start = self.max_depth, history.length - 1
         coins = sampling.round_noise(request.keys, start, sampling.DRAFT, depth)
-        drafted, laws = [tokens.root(history)], []
+        drafted, laws = [root_token(history)], []
         for i in range(depth):
             laws.append(sampling.warp(params.drafter[drafted[-1]] * self.scale, request.sampling))
             if request.sampling.greedy:
@@ -44,7 +45,7 @@ class Successor(jspec.NoDrafter):
         recorded = self.noise == "own" and not request.sampling.greedy
         return jspec.Draft(
             jnp.stack(drafted, 1),
-            topology.chain(depth),
+            trees.chain(depth),
             jnp.ones((len(start), depth + 1), bool),
             jnp.stack([*laws, jnp.zeros_like(laws[0])], 1) if recorded else None,
             max_depth=depth,
@@ -62,12 +63,12 @@ class Repeat(jspec.NoDrafter):
     tree_size = property(lambda self: self.max_depth + 1)
 
     def propose(self, params, request, shared, memory, history):
-        root = tokens.root(history)[:, None]
+        root = root_token(history)[:, None]
         row = jnp.asarray(self.phrase, jnp.int32) % self.vocab_size
         drafted = jnp.broadcast_to(row, (root.shape[0], row.size)) if self.phrase else root
         drafted = jnp.concatenate([root, drafted], 1)
         return jspec.Draft(
-            drafted, topology.chain(self.max_depth), jnp.ones(drafted.shape, bool),
+            drafted, trees.chain(self.max_depth), jnp.ones(drafted.shape, bool),
             max_depth=self.max_depth,
         ), memory  # fmt: skip
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checkpoints.heads import head_files
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.files import head_files
 from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jspec import topology
+from jspec.checkpoints.heads import head_files
+from jspec.core import trees
+from jspec.core.types import Array
 from jspec.drafters import Eagle, Medusa
-from jspec.files import head_files
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
-from jspec.types import Array
 from tests import tiny
 
 METHODS = ("eagle", "eagle3", "medusa")
@@ -135,7 +135,7 @@ def lessons(capture_layers):
 def hidden_states(texts: Array, capture_layers: tuple[int, ...]):
     """The target's hidden states (one [B, T, D] a layer) and logits, from one full pass."""
     size = texts.shape[1]
-    tree = topology.from_parents(topology.chain(size - 1), size - 1)
+    tree = trees.from_parents(trees.chain(size - 1), size - 1)
     cache = tiny.TARGET.init_cache(texts.shape[0], 0)
     out = tiny.TARGET.forward(tiny.params().target, texts, tree, cache, capture_layers)
     return out.features, out.logits

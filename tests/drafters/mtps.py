@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checkpoints.heads import mtp as mtp_format
 from jspec.drafters import Mtp
-from jspec.models.heads import mtp, mtp_format
+from jspec.models.heads import mtp
 from jspec.models.moe import MoeConfig
 from tests import tiny
 from tests.drafters import heads

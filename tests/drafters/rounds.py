@@ -1,15 +1,14 @@
 """What every round of a greedy answer must have drafted and accepted, found node by node."""
 
 import functools
-import importlib
 
 import numpy as np
 
-from jspec.drafting.shapes import BestFirst, Dynamic
-from jspec.plan import Plan
+from jspec.drafters.trees.tree_settings import BestFirst, Dynamic
+from jspec.engine import batch as host
+from jspec.engine.plan import Plan
 from tests import tiny
 
-host = importlib.import_module("jspec.generate")
 ROWS = [
     host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
     for index, prompt in enumerate(tiny.prompts((1, 9)))

@@ -1,7 +1,6 @@
 """Drafts whose length follows the batch: which lengths run when, and what is said and cached."""
 
 import dataclasses
-import importlib
 import re
 
 import jax
@@ -9,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import calibration, config, verify
+from jspec import verify
+from jspec.api import config
+from jspec.core.types import Params
 from jspec.drafters import Cascade, NGram, ParallelDraftModel, Suffix
-from jspec.drafters.adaptive import Adaptive
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.engine import batch as host
+from jspec.engine import costs as calibration
+from jspec.engine import loop
+from jspec.engine.plan import Plan
 from jspec.verify import rejection
 from tests import shipped, tiny
 from tests.drafters import heads, hydras, speculators
@@ -27,8 +30,6 @@ from tests.fakes import (
     table,
 )
 
-host = importlib.import_module("jspec.generate")
-loop = importlib.import_module("jspec.decode")
 V = 8
 TARGET, WEIGHTS = PrefixTarget(V), table(3, 64, V, scale=3.0)
 ROWS = [host.Row((1 + i,) * 3, max_tokens=(48, 12)[i], stream=i) for i in range(2)]

@@ -1,19 +1,18 @@
 """A draft model that is drafted for: the same drafts, laws and texts, in fewer passes."""
 
 import dataclasses
-import importlib
 
 import jax
 import numpy as np
 import pytest
 
 from jspec.drafters import Cascade, NGram, Suffix
+from jspec.engine import batch as host
+from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.plan import Plan
 from tests import tiny
 from tests.drafters import heads, rounds
 
-host = importlib.import_module("jspec.generate")
 FIRST = NGram(3, 1, 3)
 TEMPERATURES = (0, 0.4, 0)
 ROWS = [

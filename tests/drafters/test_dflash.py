@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import re
 
 import jax
@@ -10,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.types import Params, Request
 from jspec.drafters.dflash import DFlash
-from jspec.plan import Plan
-from jspec.types import Params, Request
+from jspec.engine import batch as host
+from jspec.engine import loop
+from jspec.engine.plan import Plan
 from tests import shipped, tiny
 from tests.drafters import dflashes, heads, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
 
-host = importlib.import_module("jspec.generate")
-loop = importlib.import_module("jspec.decode")
 # Wide enough that something is accepted of what random weights say.
 WIDE = dict(num_speculative_tokens=3, tree="best_first", tree_size=33)
 # The head, the tree, and the least that must be accepted: features of accepted paths are seen, too.

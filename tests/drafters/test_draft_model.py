@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import importlib
 import itertools
 
 import jax
@@ -9,18 +8,19 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jspec import sampling, topology, verify
-from jspec.certify import chains, trees
+from jspec import verify
+from jspec.core import sampling, trees
+from jspec.core.types import History, Params, Request
 from jspec.drafters import DraftModel
-from jspec.drafters.language import translating
+from jspec.drafters.draft_model.language_model import translating
+from jspec.engine import batch as host
+from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.plan import Plan
-from jspec.types import History, Params, Request
+from jspec.tools.certify import chains, drafted_trees
 from tests import fakes, tiny
 from tests.drafters import rounds
 from tests.verify import statistics
 
-host = importlib.import_module("jspec.generate")
 ROWS = [
     host.Row(prompt, max_tokens=24, temperature=temperature, stream=index)
     for index, (prompt, temperature) in enumerate(zip(tiny.prompts(), (0.0, 0.7, 1.0), strict=True))
@@ -122,7 +122,7 @@ def foreign():
 def scores(texts):
     """The draft model's logits over the shared tokens after texts of the target's ids [B, T]."""
     ours = np.array([4, UNKNOWN, 1, 0])[texts]
-    tree = topology.from_parents(topology.chain(ours.shape[1] - 1), ours.shape[1] - 1)
+    tree = trees.from_parents(trees.chain(ours.shape[1] - 1), ours.shape[1] - 1)
     cache = decoder.init_cache(OWN, len(ours), 0)
     forward = jax.jit(decoder.forward, static_argnums=1)
     out = forward(foreign().model, OWN, jnp.asarray(ours), tree, cache)
@@ -132,13 +132,13 @@ def scores(texts):
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_drafts_in_another_vocabulary_leave_the_targets_law_as_it_is_by_enumeration(rule):
     prefixes = [np.array([(0, *p) for p in itertools.product(range(4), repeat=n)])
-                for n in range(trees.DEPTH)]  # fmt: skip
-    target = chains.context_dependent(0, 4, trees.DEPTH + 1)
-    case = trees.TreeCase(
-        tuple(range(-1, trees.DEPTH)), "chain", target,
+                for n in range(drafted_trees.DEPTH)]  # fmt: skip
+    target = chains.context_dependent(0, 4, drafted_trees.DEPTH + 1)
+    case = drafted_trees.TreeCase(
+        tuple(range(-1, drafted_trees.DEPTH)), "chain", target,
         [scores(texts) for texts in prefixes], tuple(SHARED[0].tolist()),
     )  # fmt: skip
-    found = trees.outcome(verify.RULES[rule].judging("chain").walk, case)
+    found = drafted_trees.outcome(verify.RULES[rule].judging("chain").walk, case)
     assert found.distance < 1e-12
     assert found.accepted[1:].sum() > 0.1
 

@@ -1,20 +1,19 @@
 """DSpark: drafts equal to plain torch's in every round, laws of paths, early ends and refusals."""
 
 import functools
-import importlib
 
 import jax
 import numpy as np
 import pytest
 
-from jspec import topology
+from jspec.core import trees
+from jspec.core.types import Params
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.types import Params
+from jspec.engine import batch as host
 from tests import tiny
 from tests.drafters import dflashes, heads, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
 
-host = importlib.import_module("jspec.generate")
 CASES = {
     "chain": ("vanilla", dict(num_speculative_tokens=4)),
     "dynamic": ("gated", dict(num_speculative_tokens=3, tree="eagle2", tree_size=8, tree_top_k=3)),
@@ -99,7 +98,7 @@ def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
     size = {} if tree == "chain" else {"tree_size": 8}
     settings = dict(num_speculative_tokens=3, tree=tree, **size)
     whole = drafted(dflashes.drafter("vanilla", **settings), params, prompt)
-    depths = topology.from_parents(whole.parents, 3).depth
+    depths = trees.from_parents(whole.parents, 3).depth
     nodes, parents = np.asarray(whole.tokens[0]), np.asarray(whole.parents)
     reference = dflashes.torch_reference("vanilla", params.drafter)
     states = states_of(prompt, (1,))[:-1]

@@ -2,19 +2,19 @@
 
 import dataclasses
 import functools
-import importlib
 
 import numpy as np
 import pytest
 
-from jspec import config, tracing
+from jspec.api import config
+from jspec.core.types import Params
 from jspec.drafters import Cascade, DraftModel, NGram
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.engine import batch as host
+from jspec.engine.plan import Plan
+from jspec.tools import trace
 from tests import tiny
 from tests.drafters import dflashes, heads, hydras, mtps, speculators
 
-host = importlib.import_module("jspec.generate")
 K = 4
 DRAFTERS = {
     "draft_model": (tiny.DRAFT, lambda: tiny.params().drafter),
@@ -45,7 +45,7 @@ def test_a_chain_ends_behind_the_first_token_that_makes_it_unlikely(name):
     plan, params = plan_of(name, 0.001)
     row = host.Row(tiny.prompts((9,))[0], max_tokens=60, temperature=0.9)
     lengths = []
-    for one in tracing.of_row(plan, params, row).rounds[1:-5]:  # but for limits of the text
+    for one in trace.of_row(plan, params, row).rounds[1:-5]:  # but for limits of the text
         likely = np.cumprod([node.q for node in one.nodes[1:]])
         assert (likely[:-1] >= 0.001).all()
         assert len(likely) == plan.drafter.max_depth or likely[-1] < 0.001

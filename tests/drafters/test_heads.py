@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import re
 
@@ -11,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.types import Params, Request
 from jspec.drafters import Eagle
+from jspec.engine import batch as host
+from jspec.engine import loop
+from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.plan import Plan
-from jspec.types import Params, Request
 from tests import shipped, tiny
 from tests.drafters import heads, rounds
 
-host = importlib.import_module("jspec.generate")
-loop = importlib.import_module("jspec.decode")
 ROWS = [
     host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
     for index, prompt in enumerate(tiny.prompts((1, 9)))

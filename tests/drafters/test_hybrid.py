@@ -1,16 +1,17 @@
 """Two drafters in one: what each round accepts, the law of texts, and who drafts when."""
 
 import dataclasses
-import importlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core.types import Params
 from jspec.drafters import Hybrid, NGram, Suffix, TokenRecycling
-from jspec.drafters.adaptive import Adaptive
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.engine import batch as host
+from jspec.engine.loop import init_shared
+from jspec.engine.plan import Plan
 from tests import tiny
 from tests.drafters import heads
 from tests.drafters.rounds import plan_of
@@ -26,7 +27,6 @@ from tests.fakes import (
 )
 from tests.verify import test_joint_law as joint_law
 
-host = importlib.import_module("jspec.generate")
 V, K = 8, 3
 TARGET, WEIGHTS = PrefixTarget(V), table(3, 64, V, scale=3.0)
 ROWS = [host.Row((1 + i,) * 3, max_tokens=24, stream=i) for i in range(2)]
@@ -114,7 +114,7 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
         plan = plan_of(Hybrid((first, heads.drafter("eagle", 3))), "rejection")
         params = Params(tiny.params().target, (None, heads.random_params("eagle")))
         rows = [host.Row((5, 9, 11), max_tokens=20, stream=0)]
-        shared = importlib.import_module("jspec.decode").init_shared(plan)
+        shared = init_shared(plan)
         lengths = []
         for _ in range(2):
             answers, shared = host.generate_sharing(plan, params, rows, shared)

@@ -1,7 +1,6 @@
 """Hydra heads: drafts equal to plain torch's in every round, laws, memory, files and refusals."""
 
 import functools
-import importlib
 import json
 import re
 
@@ -10,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.files import head_files, torch_files
-from jspec.plan import Plan
-from jspec.types import Params, Request
+from jspec.checkpoints import torch_files
+from jspec.checkpoints.heads import head_files
+from jspec.core.types import Params, Request
+from jspec.engine import batch as host
+from jspec.engine import loop
+from jspec.engine.plan import Plan
 from tests import shipped, tiny
 from tests.drafters import heads, hydras, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
 
-host = importlib.import_module("jspec.generate")
-loop = importlib.import_module("jspec.decode")
 TARGET = tiny.TARGET.config
 CASES = {
     "paths": ("mlp", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 import re
 from pathlib import Path
@@ -12,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import tokens
-from jspec.files import head_files
-from jspec.types import Params
+from jspec.checkpoints.heads import head_files
+from jspec.core.history import root_token
+from jspec.core.types import Params
+from jspec.engine import batch as host
 from tests import tiny
 from tests.drafters import heads, rounds, speculators
 from tests.drafters.rounds import ROWS, plain, plan_of
 
-host = importlib.import_module("jspec.generate")
-loop = importlib.import_module("jspec.decode")
 CASES = {
     "as deep as it is trained for": ("untied", {}),
     "less deep": ("untied", dict(num_speculative_tokens=2)),
@@ -86,7 +84,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
     draft, _ = propose(params, batch.request, (), memory, history)
     reference = reference_of(name, params.drafter, tmp_path)
     drafted = np.asarray(draft.tokens[0])
-    assert drafted[0] == tokens.root(history)[0] and draft.parents.tolist()[1:] == list(
+    assert drafted[0] == root_token(history)[0] and draft.parents.tolist()[1:] == list(
         range(drafter.max_depth)
     )
     with torch.inference_mode():

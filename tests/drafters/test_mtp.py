@@ -1,7 +1,6 @@
 """MTP drafts as plain torch does in every round, and remembers rows of true features alone."""
 
 import functools
-import importlib
 import itertools
 import json
 
@@ -9,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from jspec.checkpoints.heads import head_files
+from jspec.core.types import Params
 from jspec.drafters import Mtp
-from jspec.files import head_files
-from jspec.types import Params
+from jspec.engine import batch as host
 from tests import tiny
 from tests.drafters import heads, mtps, rounds
 
-host = importlib.import_module("jspec.generate")
 PATHS = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0), (0, 2, 0, 0))
 CASES = {
     "one-chain": ("one", dict(num_speculative_tokens=6)),

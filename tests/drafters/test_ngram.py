@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jspec.core.types import History
 from jspec.drafters import NGram
-from jspec.types import History
 
 CAPACITY = 24
 

@@ -3,7 +3,6 @@ them without a cache, what is remembered of a round, laws of texts, and their fi
 
 import dataclasses
 import functools
-import importlib
 import json
 import shutil
 
@@ -13,18 +12,20 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jspec import LLM, SamplingParams, checkpoint, config, topology
+from jspec import LLM, SamplingParams
+from jspec.api import config
+from jspec.checkpoints import checkpoint
+from jspec.core import trees
+from jspec.core.types import Params
 from jspec.drafters import NoDrafter, ParallelDraftModel
-from jspec.drafters.language import translating
+from jspec.drafters.draft_model.language_model import translating
+from jspec.engine import batch as host
+from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from jspec.plan import Plan
-from jspec.types import Params
 from tests import fakes, llm_fixtures
 from tests.drafters import rounds
 from tests.verify import statistics
-
-host = importlib.import_module("jspec.generate")
 
 VOCAB, MASK, PLACES, DEPTH = 5, 6, 61, 3
 TARGET = fakes.PrefixTarget(VOCAB)
@@ -145,7 +146,7 @@ def test_the_law_of_each_draft_is_transformers_logits(tmp_path):
 def check_memory(state, network):
     """The cache holds what a pass over the text alone gives, and nothing of any mask."""
     texts, last = state.history.tokens, state.history.tokens.shape[1] - 1
-    tree = topology.from_parents(topology.chain(last), last)
+    tree = trees.from_parents(trees.chain(last), last)
     sizes, weights = NETWORKS[network], weights_of(network)
     empty = decoder.init_cache(sizes, len(texts), 0)
     fresh = jax.jit(decoder.forward, static_argnums=1)(weights, sizes, texts, tree, empty).tree_kv

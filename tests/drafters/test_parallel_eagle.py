@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from jspec import config
+from jspec.api import config
+from jspec.checkpoints.heads import head_files
+from jspec.core.types import Params
 from jspec.drafters import Eagle, ParallelEagle
-from jspec.files import head_files
+from jspec.engine.plan import Plan
 from jspec.models.heads import eagle
-from jspec.plan import Plan
-from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads, rounds
 from tests.drafters.peagle import CONFIG, MASK, NETWORK, weights
@@ -22,9 +21,8 @@ from tests.drafters.peagle import CONFIG, MASK, NETWORK, weights
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from jspec.engine import batch as host  # noqa: E402
 from tests.models.torch_heads import Eagle3Ref  # noqa: E402
-
-host = importlib.import_module("jspec.generate")
 
 DEPTH = 3
 TREES = {

@@ -1,5 +1,4 @@
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import jax
@@ -8,16 +7,16 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import config
-from jspec.decode import init_shared, retire
-from jspec.drafters import Suffix, suffix_corpus
-from jspec.plan import Plan
-from jspec.tracing import recording
-from jspec.types import History
+from jspec.api import config
+from jspec.core.types import History
+from jspec.drafters import Suffix
+from jspec.drafters.suffix import corpus as suffix_corpus
+from jspec.engine import batch as host
+from jspec.engine.loop import init_shared, retire
+from jspec.engine.plan import Plan
+from jspec.tools.trace import recording
 from tests import llm_fixtures, shipped, tiny
 from tests.drafters import suffix_oracle
-
-host = importlib.import_module("jspec.generate")
 
 CAPACITY, ROWS, LONGEST = 64, 32, 40
 
@@ -270,7 +269,7 @@ def test_an_interrupted_trace_leaves_what_was_learnt_as_it_was(open_llm, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(recording, "read", interrupt)  # after the first round
         with pytest.raises(KeyboardInterrupt):
-            llm.trace(PROMPTS[0], WHOLE)
+            jspec.trace(llm, PROMPTS[0], WHOLE)
     assert acceptance(llm.generate(PROMPTS, WHOLE)) == acceptance(other.generate(PROMPTS, WHOLE))
 
 

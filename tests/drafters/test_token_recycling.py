@@ -1,17 +1,14 @@
-import importlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import config
-from jspec.decode import init_shared
+from jspec.api import config
+from jspec.core.types import Params, TargetOutput, Verdict
 from jspec.drafters import TokenRecycling
-from jspec.plan import Plan
-from jspec.types import Params, TargetOutput, Verdict
+from jspec.engine import batch as host
+from jspec.engine.loop import init_shared
+from jspec.engine.plan import Plan
 from tests import fakes, tiny
-
-host = importlib.import_module("jspec.generate")
 
 VOCAB = 12
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 2), (2, 1), (0, 0, 0), (2, 1, 1))

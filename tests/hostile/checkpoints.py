@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from jspec import checkpoint
-from jspec.files import head_files
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files
 from tests import llm_fixtures, tiny
+from tests.checkpoints import test_dflash_files, test_head_files, test_speculator_files
 from tests.drafters import hydras, mtps
-from tests.files import test_dflash_files, test_head_files, test_speculator_files
 
 _HEADS = {
     **{name: (test_head_files.save, test_head_files.TARGET) for name in test_head_files.HEADS},

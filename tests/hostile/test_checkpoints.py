@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec import checkpoint, config
-from jspec.files import model_files, tensor_files
-from jspec.models import families
-from jspec.models.families import common
+from jspec.api import config
+from jspec.checkpoints import checkpoint, families, model_files, safetensors_files
+from jspec.checkpoints.families import common
+from tests.checkpoints import test_families
 from tests.hostile import checkpoints
 from tests.hostile.junk import anything, few, refused
-from tests.models import test_families
 
 KEYS = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -120,7 +119,7 @@ def test_weights_that_were_damaged_are_loaded_or_refused(root, tmp_path_factory,
 def test_a_file_cut_within_its_first_bytes_is_refused(tmp_path, size):
     whole = tensor_files_of({"a": np.arange(6, dtype=np.float32)}, tmp_path)
     (tmp_path / "cut").write_bytes(whole[:size])
-    assert "not a whole safetensors file" in refused(tensor_files.read, tmp_path / "cut")
+    assert "not a whole safetensors file" in refused(safetensors_files.read, tmp_path / "cut")
 
 
 def test_a_tiny_file_cut_at_any_byte_is_refused(tmp_path):
@@ -128,12 +127,12 @@ def test_a_tiny_file_cut_at_any_byte_is_refused(tmp_path):
     whole, cut = tensor_files_of(tensors, tmp_path), tmp_path / "cut"
     for size in range(len(whole)):
         cut.write_bytes(whole[:size])
-        assert "not a whole safetensors file" in refused(tensor_files.read, cut)
+        assert "not a whole safetensors file" in refused(safetensors_files.read, cut)
 
 
 def tensor_files_of(tensors, directory):
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-    tensor_files.write(directory / "whole", layout, iter(tensors.values()))
+    safetensors_files.write(directory / "whole", layout, iter(tensors.values()))
     return (directory / "whole").read_bytes()
 
 
@@ -142,7 +141,7 @@ NUMBER = st.integers(-2, 20) | st.sampled_from(
 )
 ENTRY = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from([*tensor_files.DTYPES, "F4", "", None]) | anything(),
+        "dtype": st.sampled_from([*safetensors_files.DTYPES, "F4", "", None]) | anything(),
         "shape": st.lists(NUMBER, max_size=3) | st.just([1] * 100) | anything(),
         "data_offsets": st.lists(NUMBER, min_size=2, max_size=2) | anything(),
     }
@@ -162,7 +161,7 @@ def test_headers_that_lie_are_refused(tmp_path_factory, header, lie, body):
         return
     path.write_bytes(struct.pack("<Q", len(text) if lie is None else lie) + text + body)
     found = []
-    refused(lambda: found.append(tensor_files.read(path)))
+    refused(lambda: found.append(safetensors_files.read(path)))
     for tensor in found[0].values() if found else ():
         assert np.array(tensor).nbytes <= len(body)
 
@@ -185,7 +184,7 @@ def test_headers_that_lie_are_refused(tmp_path_factory, header, lie, body):
 def test_headers_that_no_program_writes_are_refused(tmp_path, text):
     path = tmp_path / "x"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
-    assert "not a whole safetensors file" in refused(tensor_files.read, path)
+    assert "not a whole safetensors file" in refused(safetensors_files.read, path)
 
 
 @pytest.mark.parametrize("names", [[("9" * 5000, "0")], [("0", "99999999")], [("9", "9")]])
@@ -206,7 +205,7 @@ def target(root, tmp_path):
 def shard(directory, name):
     """The weights as one shard of that name in the index."""
     weights = directory / model_files.WEIGHTS
-    names = dict.fromkeys(tensor_files.read(weights), name)
+    names = dict.fromkeys(safetensors_files.read(weights), name)
     (directory / model_files.INDEX).write_text(json.dumps({"weight_map": names}))
     return weights.rename(directory / "shard")
 

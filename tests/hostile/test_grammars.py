@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec import SamplingParams, checkpoint, grammar
-from jspec.naming import shown
+from jspec import SamplingParams
+from jspec.checkpoints import checkpoint
+from jspec.grammar import automata
+from jspec.util.messages import shown
 from tests import llm_fixtures
 from tests.hostile.junk import anything, few, nested, refused
 
@@ -21,7 +23,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(grammar, "_SECONDS", 1)
+    monkeypatch.setattr(automata, "_SECONDS", 1)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def soon(monkeypatch):
     ids=lambda pattern: pattern[:30],
 )  # fmt: skip
 def test_patterns_beyond_bounds_or_sense_are_refused(tokenizer, soon, pattern):
-    assert "structured_outputs" in refused(grammar.compiled, pattern, tokenizer, END, 320)
+    assert "structured_outputs" in refused(automata.compiled, pattern, tokenizer, END, 320)
 
 
 @pytest.mark.parametrize("kind", ["regex", "choice", "json"])
@@ -48,7 +50,7 @@ def test_half_a_character_is_refused(kind):
 @pytest.mark.parametrize("pattern", ["[^a]b", "[^,]+,", ".b", "(.|\n)x", r"[\x00-\x7f]b", "a\0b"])
 def test_a_text_ends_only_where_its_pattern_does(tokenizer, pattern):
     """NUL characters, which close texts inside, are among what such classes match."""
-    rules = grammar.compiled(pattern, tokenizer, END, 320)
+    rules = automata.compiled(pattern, tokenizer, END, 320)
     begin, end = rules.first[rules.start], rules.first[rules.start + 1]
     assert 0 not in rules.tokens[begin:end]
 
@@ -73,14 +75,14 @@ def test_schemas_beyond_bounds_or_sense_are_refused(soon, schema):
 
 
 def test_long_lists_of_values_are_refused_where_they_are_too_long(tokenizer, monkeypatch):
-    monkeypatch.setattr(grammar, "_MOST_STATES", 500)
-    pattern = grammar.pattern_of({"json": {"enum": list(range(5000))}})
-    assert "states" in refused(grammar.compiled, pattern, tokenizer, END, 320)
+    monkeypatch.setattr(automata, "_MOST_STATES", 500)
+    pattern = automata.pattern_of({"json": {"enum": list(range(5000))}})
+    assert "states" in refused(automata.compiled, pattern, tokenizer, END, 320)
 
 
 def test_what_allows_too_many_tokens_in_too_many_places_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(grammar, "_MOST_TRANSITIONS", 1000)
-    message = refused(grammar.compiled, ".{0,100}", tokenizer, END, 320)
+    monkeypatch.setattr(automata, "_MOST_TRANSITIONS", 1000)
+    message = refused(automata.compiled, ".{0,100}", tokenizer, END, 320)
     assert "transitions" in message and "at most 50000 states and 1000" in message
 
 
@@ -108,4 +110,4 @@ def test_schemas_at_random_are_read_or_refused(schema):
 @few(10)
 @given(st.text(st.sampled_from(r"ab.*+?()[]{}|^$\\d1,9:=!<>-P{}x"), min_size=1, max_size=12))
 def test_patterns_at_random_are_compiled_or_refused(tokenizer, pattern):
-    refused(grammar.compiled, pattern, tokenizer, END, 320, names=("structured_outputs",))
+    refused(automata.compiled, pattern, tokenizer, END, 320, names=("structured_outputs",))

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec import sampling, verify
+from jspec import verify
+from jspec.core import sampling
+from jspec.core.types import Params, Sampling
 from jspec.drafters import NoDrafter
-from jspec.generate import Row, generate_rows
+from jspec.engine.batch import Row, generate_rows
+from jspec.engine.plan import Plan
 from jspec.kernels.rejection_sampling import pallas_tpu
-from jspec.plan import Plan
-from jspec.types import Params, Sampling
 from tests import fakes
 from tests.hostile.junk import few
 

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jspec
-from jspec import SamplingParams, cli, config, prompts
-from jspec.config.keys import KEYS, METHOD_ALIASES, RULE_NAMES
+from jspec import SamplingParams
+from jspec.api import config, prompts
+from jspec.api.config.keys import KEYS, METHOD_ALIASES, RULE_NAMES
+from jspec.cli import main
 from jspec.drafters import METHODS
-from jspec.plan import Plan
-from jspec.rows import Row
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import Row
 from tests import llm_fixtures, tiny
 from tests.hostile.junk import anything, few, nested, refused
 
@@ -176,7 +178,7 @@ def test_options_of_the_command_line_are_refused_in_one_line(
     prompt = [] if {"--prompt-file", "--token-ids"} & {*options} else ["hi"]
     monkeypatch.setattr(sys, "argv", ["jspec", "generate", str(tmp_path), *prompt, *options])
     with pytest.raises(SystemExit) as stopped:
-        cli.main()
+        main.main()
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and not printed.out
     assert printed.err.startswith("jspec: ") and printed.err.count("\n") == 1

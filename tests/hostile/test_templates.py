@@ -2,7 +2,7 @@
 
 import pytest
 
-from jspec import checkpoint
+from jspec.checkpoints import checkpoint
 from tests import llm_fixtures
 from tests.hostile.junk import refused
 from training.data.chat import ChatTemplate

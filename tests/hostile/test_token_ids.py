@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec import topology
-from jspec.generate import Row, generate_rows
-from jspec.models.heads import masks, vocabulary
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.checkpoints.heads import mask_token, vocabulary
+from jspec.core import trees
+from jspec.core.types import Params
+from jspec.engine.batch import Row, generate_rows
+from jspec.engine.plan import Plan
 from tests import fakes
 from tests.drafters import dflashes, peagle
 from tests.hostile.junk import anything, few, refused
@@ -80,15 +80,15 @@ def test_rank_paths_are_a_tree_or_refused(paths):
     if not isinstance(paths, list | tuple):
         return
     found = []
-    if refused(lambda: found.append(topology.from_choices(paths)), names=("tree",)) is None:
-        tree = topology.from_parents(np.array(found[0].parents), found[0].max_depth)
+    if refused(lambda: found.append(trees.from_choices(paths)), names=("tree",)) is None:
+        tree = trees.from_parents(np.array(found[0].parents), found[0].max_depth)
         assert (tree.depth[1:] == tree.depth[found[0].parents[1:],] + 1).all()
 
 
 @few(100)
-@given(st.dictionaries(st.sampled_from(masks.KEYS), anything() | st.integers(0, 9)))
+@given(st.dictionaries(st.sampled_from(mask_token.KEYS), anything() | st.integers(0, 9)))
 def test_mask_tokens_are_ids_or_refused(raw):
-    refused(masks.mask_token_id, raw, names=masks.KEYS)
+    refused(mask_token.mask_token_id, raw, names=mask_token.KEYS)
 
 
 @pytest.mark.parametrize("token", [64, 2**31 - 1])

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.files import shared_file, whole_file
+from jspec.checkpoints import shared_file
+from jspec.util import atomic_files
 from tests import tiny
 from tests.drafters import heads
 from tests.hostile.junk import refused
@@ -50,9 +51,9 @@ def test_a_link_to_what_was_learnt_stays_one(tmp_path, there):
 
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     path = tmp_path / "file"
-    with whole_file.aside(path) as slow:
+    with atomic_files.aside(path) as slow:
         slow.write_text("slow")
-        with whole_file.aside(path) as quick:
+        with atomic_files.aside(path) as quick:
             quick.write_text("quick")
         assert path.read_text() == "quick" and slow.read_text() == "slow"
     assert path.read_text() == "slow" and files_under(tmp_path) == ["file"]
@@ -60,7 +61,7 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
 
 def test_a_file_that_is_moved_into_place_may_be_read_by_whom_the_umask_lets(tmp_path):
     (tmp_path / "opened").write_text("")
-    whole_file.write(tmp_path / "moved", b"")
+    atomic_files.write(tmp_path / "moved", b"")
     assert (tmp_path / "moved").stat().st_mode == (tmp_path / "opened").stat().st_mode
 
 
@@ -80,7 +81,7 @@ def test_a_place_that_holds_no_file_is_refused_before_anything_is_fetched(tmp_pa
 def test_errors_name_the_file_that_was_asked_for(tmp_path):
     for path in (tmp_path / "none" / "file", tmp_path):
         with pytest.raises(OSError) as error:
-            whole_file.write(path, b"")
+            atomic_files.write(path, b"")
         assert str(path) in str(error.value) and ".jspec-" not in str(error.value)
     assert files_under(tmp_path) == []
     assert f"{tmp_path} is no file" in refused(shared_file.load, tmp_path, SHARED)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jspec import topology
+from jspec.core import trees
 
 
 def random_case(
@@ -22,7 +22,7 @@ def random_case(
         q=array(batch, heads, nodes, dim),
         tree_k=array(batch, kv_heads, keys, dim),
         tree_v=array(batch, kv_heads, keys, dim),
-        ancestors=topology.pack_bits(mask),
+        ancestors=trees.pack_bits(mask),
         cache_k=array(batch, kv_heads, slots, dim),
         cache_v=array(batch, kv_heads, slots, dim),
         length=length,

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import ops, topology
-from jspec.types import Draft, Sampling
+from jspec import ops
+from jspec.core import trees
+from jspec.core.types import Draft, Sampling
 
 WARPED = dict(  # of four rows of a batch; the second one is greedy
     temperature=[0.8, 0.0, 1.3, 0.6], min_p=[0.0, 0.1, 0.02, 1e-3],
@@ -56,7 +57,7 @@ def random_draft(case, rows=(0, 1, 2, 3), vocab=None, seed=0):
         max_depth=case.depth,
     )  # fmt: skip
     coins, uniform = rng.random(tokens.shape), rng.random((len(rows), 2)) * [1, 2**-24]
-    tree = topology.broadcast(topology.from_parents(parents, case.depth), len(rows))
+    tree = trees.broadcast(trees.from_parents(parents, case.depth), len(rows))
     narrow = lambda x: jnp.array(x, jnp.float32)
     return jnp.array(target), draft, tree, narrow(coins), narrow(uniform)
 
@@ -93,7 +94,7 @@ def trace(case, batch, implementation, put=lambda arrays: arrays):
 
     def judge(logits, warps, tokens, valid, recorded, sampled, coins, uniform):
         draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
-        tree = topology.broadcast(topology.from_parents(parents, case.depth), batch)
+        tree = trees.broadcast(trees.from_parents(parents, case.depth), batch)
         return ops.rejection_sampling(
             logits, warps, draft, tree, coins, uniform, rule=case.rule,
             replaced=case.proposal == "iid", implementation=implementation,

@@ -18,11 +18,12 @@ from jax.experimental.pallas import tpu as pltpu
 from scipy.special import softmax
 from scipy.stats import chisquare
 
-from jspec import ops, sampling, topology
+from jspec import ops
+from jspec.core import sampling, trees
+from jspec.core.types import Draft, History, Request
 from jspec.kernels.rejection_sampling import pallas_gpu, pallas_tpu, reference
 from jspec.kernels.rejection_sampling.laws import DraftLaw, Law, Refusal, Warps
 from jspec.kernels.rejection_sampling.shapes import ALL_WARPS, CASES, VOCABULARIES
-from jspec.types import Draft, History, Request
 from jspec.verify import RULES, verify
 from tests.kernels.drafts import random_draft, settings, trace
 
@@ -135,7 +136,7 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
     narrow = lambda x: jnp.array(x, jnp.float32)
     draft = Draft(jnp.array(tokens), parents, jnp.ones((count, 3), bool), narrow(laws), max_depth=2)
     warps = settings([0] * count, ("temperature",)).replace(temperature=jnp.ones(count))
-    tree = topology.broadcast(topology.from_parents(parents, 2), count)
+    tree = trees.broadcast(trees.from_parents(parents, 2), count)
 
     @jax.jit
     def judge(logits, draft, coins, uniform):

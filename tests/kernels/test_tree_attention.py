@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import ops, topology
+from jspec import ops
+from jspec.core import trees
 from jspec.kernels.tree_attention import reference
 from tests.kernels.attention import dense, random_case
 
@@ -82,7 +83,7 @@ def test_an_implementation_that_is_not_known_is_refused():
 
 def test_a_mask_that_is_not_packed_into_words_is_refused():
     case, _ = small_case(2, 2, 3, 3, 4)
-    case["ancestors"] = topology.unpack_bits(case["ancestors"], 3)
+    case["ancestors"] = trees.unpack_bits(case["ancestors"], 3)
     with pytest.raises(ValueError, match=r"ancestors is bool\[3, 3, 3\].*need uint32\[3, 3, 1\]"):
         ops.attention(*case.values(), scale=1.0)
 

@@ -11,14 +11,14 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from jspec import kv, topology
-from jspec.decode import decode
+from jspec.core import kv_cache, trees
+from jspec.core.history import root_token
+from jspec.core.types import Draft, Params
 from jspec.drafters import NGram, NoDrafter
-from jspec.generate import Row, generate_rows
+from jspec.engine.batch import Row, generate_rows
+from jspec.engine.loop import decode
+from jspec.engine.plan import Plan
 from jspec.models import adapters
-from jspec.plan import Plan
-from jspec.tokens import root
-from jspec.types import Draft, Params
 
 VOCAB, LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 64, 2, 32, 4, 2, 8, 64
 PROMPTS = ((3,), (5, 9, 5, 9, 5, 9, 5), (1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3))  # shortest first
@@ -228,7 +228,7 @@ class WindingTree:
         turn = (place + parents) % 2 == side  # this one of the two siblings is right
         drafted = jnp.where(turn & (place % 5 > 0), right, right + 1 + side) % VOCAB
         valid = jnp.ones_like(drafted, dtype=bool)
-        drafted = drafted.at[:, 0].set(root(history))
+        drafted = drafted.at[:, 0].set(root_token(history))
         return Draft(drafted, parents, valid, max_depth=2), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
@@ -283,7 +283,7 @@ def test_a_text_may_fill_every_position_of_a_model_without_a_cache():
 
 # --- Logits and hidden states ---
 
-CHAIN = topology.from_parents(topology.chain(8), 8)
+CHAIN = trees.from_parents(trees.chain(8), 8)
 TEXT = np.random.default_rng(3).integers(0, VOCAB, (2, 9), np.int32)
 
 
@@ -291,7 +291,7 @@ TEXT = np.random.default_rng(3).integers(0, VOCAB, (2, 9), np.int32)
 def test_captured_states_of_a_tree_are_those_of_the_plain_text(use_cache):
     target, params = model_of("plain")[0](use_cache)
     start = np.array([4, 2])
-    tree = topology.from_parents(np.array([-1, 0, 0, 2, 1, 3]), 3)  # 0, 2, 3, 5 are the text
+    tree = trees.from_parents(np.array([-1, 0, 0, 2, 1, 3]), 3)  # 0, 2, 3, 5 are the text
     nodes, place = np.array([0, 2, 3, 5]), start[:, None] + tree.depth
     drafted = np.take_along_axis(TEXT, place, 1)
     drafted[:, [1, 4]] = 7
@@ -301,7 +301,7 @@ def test_captured_states_of_a_tree_are_those_of_the_plain_text(use_cache):
         empty = target.init_cache(2, 16)
         filled = target.forward(params, jnp.array(TEXT), CHAIN, empty)
         rows = jnp.broadcast_to(jnp.arange(9), TEXT.shape)
-        cache = kv.append(empty, filled.tree_kv, rows, jnp.array(start))
+        cache = kv_cache.append(empty, filled.tree_kv, rows, jnp.array(start))
         out = target.forward(params, jnp.array(drafted), tree, cache, capture_layers=(2, 0))
         logits, hidden = plain_model(params, TEXT)
         return (out.logits, *out.features), (logits, hidden[2], hidden[0])
@@ -509,7 +509,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name(case):
 
 def test_capturing_states_that_a_model_does_not_return_is_refused():
     target, params = model_of("nnx")[0](False)
-    chain = topology.from_parents(topology.chain(1), 1)
+    chain = trees.from_parents(trees.chain(1), 1)
     run = lambda target, params, layers: target.forward(
         params, jnp.zeros((1, 2), jnp.int32), chain, target.init_cache(1, 4), layers
     )

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import kv
-from jspec.files import head_files
+from jspec.checkpoints.heads import head_files
+from jspec.core import kv_cache
 from jspec.models import decoder
 from jspec.models.heads import dflash, dspark
 
@@ -37,7 +37,7 @@ def draft_hidden(params, config, states, root, depth):
         size = chunk[0].shape[1]
         positions = cache.length[:, None] + jnp.arange(size)
         entries = dflash.inject(params, config, dflash.fuse(params, config, chunk), positions)
-        cache = kv.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
+        cache = kv_cache.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
     return dflash.fill_in(params, config, root, depth, cache, MODEL, target_params())
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint, kv, topology
+from jspec.checkpoints import checkpoint
+from jspec.core import kv_cache, trees
 from jspec.models import decoder, layers, moe
 
 torch = pytest.importorskip("torch")
@@ -84,12 +85,12 @@ def prefill_and_verify(params, config, prompt, nodes):
     """Logits and hidden states of a prompt in one pass, and logits of a tree after it."""
     batch, size = prompt.shape
     cache = decoder.init_cache(config, batch, size + nodes.shape[1])
-    chain = topology.from_parents(topology.chain(size - 1), size - 1)
+    chain = trees.from_parents(trees.chain(size - 1), size - 1)
     out = decoder.forward(params, config, prompt, chain, cache, tuple(range(LAYERS + 1)))
     every = jnp.broadcast_to(jnp.arange(size), prompt.shape)
-    cache = kv.append(cache, out.tree_kv, every, jnp.full((batch,), size))
-    shape = topology.from_choices(PATHS)
-    tree = topology.from_parents(np.array(shape.parents, np.int32), shape.max_depth)
+    cache = kv_cache.append(cache, out.tree_kv, every, jnp.full((batch,), size))
+    shape = trees.from_choices(PATHS)
+    tree = trees.from_parents(np.array(shape.parents, np.int32), shape.max_depth)
     return out, decoder.forward(params, config, nodes, tree, cache).logits
 
 
@@ -97,7 +98,7 @@ def test_prompts_and_trees_score_as_in_transformers(case):
     model, config, params, _ = case
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, VOCAB, (2, PROMPT)).astype(np.int32)
-    shape = topology.from_choices(PATHS)
+    shape = trees.from_choices(PATHS)
     nodes = rng.integers(0, VOCAB, (2, shape.size)).astype(np.int32)
     out, tree_logits = prefill_and_verify(params, config, prompt, nodes)
     with torch.no_grad():

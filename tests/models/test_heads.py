@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import kv
-from jspec.files import head_files
+from jspec.checkpoints.heads import head_files
+from jspec.core import kv_cache
 from jspec.models import decoder
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
@@ -41,7 +41,7 @@ def take_in(params, config, states, tokens, cache):
     features = eagle.fuse(params, config, states)
     hidden, entries = eagle.take_in(params, config, embedded, features, cache)
     size = tokens.shape[1]
-    cache = kv.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
+    cache = kv_cache.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
     return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, cache
 
 

@@ -12,7 +12,8 @@ pytest.importorskip("speculators")
 from safetensors.torch import load_file  # noqa: E402
 from speculators.models.eagle3 import Eagle3DraftModel  # noqa: E402
 
-from jspec import checkpoint, head_files  # noqa: E402
+from jspec.checkpoints import checkpoint  # noqa: E402
+from jspec.checkpoints.heads import head_files  # noqa: E402
 from tests.models import head_cases  # noqa: E402
 from tests.models.head_cases import TARGET, VOCAB, WIDTH  # noqa: E402
 from tests.models.test_heads import (  # noqa: E402

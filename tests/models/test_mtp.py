@@ -4,20 +4,20 @@ files."""
 import copy
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import adapters, checkpoint
+from jspec import adapters
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files
+from jspec.core.types import Params
 from jspec.drafters import Mtp
-from jspec.files import head_files
+from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.heads import mtp
-from jspec.plan import Plan
-from jspec.types import Params
 from tests.models import test_experts as targets
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,8 @@ if not hasattr(modeling_layers, "MtpModel"):
     pytest.skip("this transformers has no MTP", allow_module_level=True)
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-host = importlib.import_module("jspec.generate")
+from jspec.engine import batch as host  # noqa: E402
+
 LENGTH = 21
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jspec import checkpoint, kv, topology
-from jspec.models import decoder, families
+from jspec.checkpoints import checkpoint, families
+from jspec.core import kv_cache, trees
+from jspec.models import decoder
 from jspec.models import rope as rope_lib
 
 torch = pytest.importorskip("torch")
@@ -111,7 +112,7 @@ def padded(rows: list[np.ndarray], length: int) -> np.ndarray:
 def whole_prompts(params, config, tokens):
     """One pass over right-padded prompts without a cache, every hidden state captured."""
     batch, length = tokens.shape
-    tree = topology.from_parents(topology.chain(length - 1), length - 1)
+    tree = trees.from_parents(trees.chain(length - 1), length - 1)
     cache = decoder.init_cache(config, batch, 0)
     return decoder.forward(params, config, tokens, tree, cache, tuple(range(LAYERS + 1)))
 
@@ -125,11 +126,11 @@ def greedy(params, config, history, prompt_length):
     batch, total = history.shape
     rows = jnp.arange(batch)
     cache = decoder.init_cache(config, batch, total)
-    chunk = topology.from_parents(topology.chain(CHUNK - 1), CHUNK - 1)
+    chunk = trees.from_parents(trees.chain(CHUNK - 1), CHUNK - 1)
     count = jnp.minimum(prompt_length - 1, CHUNK)
     out = decoder.forward(params, config, history[:, :CHUNK], chunk, cache)
-    cache = kv.append(cache, out.tree_kv, jnp.tile(jnp.arange(CHUNK), (batch, 1)), count)
-    single = topology.from_parents(topology.chain(0), 0)
+    cache = kv_cache.append(cache, out.tree_kv, jnp.tile(jnp.arange(CHUNK), (batch, 1)), count)
+    single = trees.from_parents(trees.chain(0), 0)
 
     def step(_, carry):
         cache, history, logits = carry
@@ -138,7 +139,7 @@ def greedy(params, config, history, prompt_length):
         found = out.logits[:, 0]
         known = history[rows, place + 1]
         token = jnp.where(place + 1 < prompt_length, known, found.argmax(-1))
-        cache = kv.append(cache, out.tree_kv, jnp.zeros((batch, 1), jnp.int32), jnp.int32(1))
+        cache = kv_cache.append(cache, out.tree_kv, jnp.zeros((batch, 1), jnp.int32), jnp.int32(1))
         return (cache, history.at[rows, place + 1].set(token.astype(jnp.int32)),
                 logits.at[rows, place + 1].set(found))  # fmt: skip
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jspec.models import families
-from jspec.models.heads import mtp_format
-from tests.models.test_families import read
+from jspec.checkpoints import families
+from jspec.checkpoints.heads import mtp as mtp_format
+from tests.checkpoints.test_families import read
 
 # As published.
 PUBLISHED = """

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import kv, topology
+from jspec.core import kv_cache, trees
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.mla import MlaConfig
@@ -30,8 +30,8 @@ BATCH, PREFIX, NODES = 3, 5, 6
 @functools.partial(jax.jit, static_argnames="config")
 def run(params, config, tokens, cache, wanted=None):
     """What leaves the last block, and the entries of all nodes: a chain behind the cache."""
-    tree = topology.from_parents(topology.chain(tokens.shape[1] - 1), tokens.shape[1] - 1)
-    tree = topology.broadcast(tree, len(tokens))
+    tree = trees.from_parents(trees.chain(tokens.shape[1] - 1), tokens.shape[1] - 1)
+    tree = trees.broadcast(tree, len(tokens))
     attend, entries = decoder.attention_over(cache, tree, windows=config.windows, wanted=wanted)
     x, _ = decoder.trunk(
         params, config, decoder.embed(params, config, tokens), cache.length[:, None] + tree.depth,
@@ -49,7 +49,7 @@ def test_rows_that_are_wanted_are_as_among_all_and_every_row_leaves_its_keys(nam
     cache = decoder.init_cache(config, BATCH, PREFIX)
     _, entries = run(params, config, said, cache)
     kept = np.array([PREFIX, 2, 0])  # a row without a prefix too
-    cache = kv.append(cache, entries, np.tile(np.arange(PREFIX), (BATCH, 1)), kept)
+    cache = kv_cache.append(cache, entries, np.tile(np.arange(PREFIX), (BATCH, 1)), kept)
 
     whole, all_entries = run(params, config, tokens, cache)
     wanted = np.array([[5, 0], [2, 3], [0, 4]])

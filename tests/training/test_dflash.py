@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import topology
-from jspec.files import head_files
+from jspec.checkpoints.heads import head_files
+from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import dflash
@@ -151,7 +151,7 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
                 continue
             start = FIRST * int(anchor >= FIRST)
             text = batch.tokens[row, start : FIRST if start == 0 else FIRST + SECOND]
-            chain = topology.from_parents(topology.chain(len(text) - 1), len(text) - 1)
+            chain = trees.from_parents(trees.chain(len(text) - 1), len(text) - 1)
             out = module.forward(
                 target, text[None], chain, module.init_cache(1, 0), config.capture_layers
             )

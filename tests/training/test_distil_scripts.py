@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import LLM, SamplingParams, checkpoint
-from jspec.files import head_files
+from jspec import LLM, SamplingParams
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from training import (

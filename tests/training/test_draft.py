@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import topology
+from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from training.batches import Batch
@@ -47,7 +47,7 @@ def batch():
 
 
 def laws(params, config, tokens):
-    chain = topology.from_parents(topology.chain(len(tokens) - 1), len(tokens) - 1)
+    chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
     cache = decoder.init_cache(config, 1, len(tokens))
     logits = np.asarray(decoder.forward(params, config, tokens[None], chain, cache).logits[0])
     common = logits[:, : TARGET.vocab_size]

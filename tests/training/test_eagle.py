@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import kv, topology
+from jspec.core import kv_cache, trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
@@ -75,7 +75,7 @@ def serve(params, config, target, tokens, steps):
 def _serve(params, config, target, tokens, steps):
     """Row i's cache holds the rows of true features up to i and nothing else."""
     module, rows = Decoder(TARGET), tokens.shape[0] - 1
-    chain = topology.broadcast(topology.from_parents(topology.chain(rows), rows), 1)
+    chain = trees.broadcast(trees.from_parents(trees.chain(rows), rows), 1)
     attend, _ = decoder.attention_over(decoder.init_cache(TARGET, 1, rows + 1), chain)
     x, captured = decoder.trunk(
         target, TARGET, decoder.embed(target, TARGET, tokens[None]), jnp.arange(rows + 1)[None],
@@ -89,7 +89,7 @@ def _serve(params, config, target, tokens, steps):
         params, config, vectors(tokens[None, 1:]), fused, eagle.init_cache(config, 1, rows)
     )
     each = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))
-    cache = kv.KVCache(jax.tree.map(each, entries), jnp.arange(1, rows + 1, dtype=jnp.int32))
+    cache = kv_cache.KVCache(jax.tree.map(each, entries), jnp.arange(1, rows + 1, dtype=jnp.int32))
     room = lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]))
     side, hidden = jax.tree.map(room, entries), [hidden[0][:, None]]
     for step in range(1, steps):
@@ -261,7 +261,7 @@ def test_a_new_head_hands_on_the_deepest_feature(target, batch):
     params = task.init(jax.random.key(0), frozen)
     tokens = batch.tokens[0, :FIRST]
     drafted, _, _ = serve(params, config, target, tokens, 1)
-    chain = topology.from_parents(topology.chain(FIRST - 1), FIRST - 1)
+    chain = trees.from_parents(trees.chain(FIRST - 1), FIRST - 1)
     out = decoder.forward(
         target, TARGET, tokens[None], chain, decoder.init_cache(TARGET, 1, FIRST), (3,)
     )

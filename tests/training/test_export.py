@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint
-from jspec.files import head_files
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files
+from jspec.checkpoints.heads import mtp as mtp_format
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator, mtp, mtp_format
+from jspec.models.heads import dflash, dspark, eagle, medusa, mlp_speculator, mtp
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 import jspec
-from jspec import SamplingParams, checkpoint
+from jspec import SamplingParams
+from jspec.checkpoints import checkpoint
 from tests import llm_fixtures
 from training import generate_data
 from training.data.settings import DataSettings, open_data

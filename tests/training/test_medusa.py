@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import topology
+from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import medusa
@@ -61,7 +61,7 @@ def expected(heads, config, target, batch, value):
     """Sum of 0.8^i value over every guess of every document alone, over all rows of the batch."""
     module, total = Decoder(TARGET), 0.0
     for tokens, weights in documents(batch):
-        chain = topology.from_parents(topology.chain(len(tokens) - 1), len(tokens) - 1)
+        chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
         cache = module.init_cache(1, len(tokens))
         out = module.forward(target, tokens[None], chain, cache, (TARGET.num_layers,))
         guesses = log_softmax(
@@ -130,7 +130,7 @@ def test_joint_training_moves_the_target_and_keeps_its_own_loss_apart(target, ba
     assert float(jnp.abs(grads.target.layers[0].qkv).max()) > 1e-5
     plain = 0.0
     for tokens, weights in documents(batch):
-        chain = topology.from_parents(topology.chain(len(tokens) - 1), len(tokens) - 1)
+        chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
         cache = decoder.init_cache(TARGET, 1, len(tokens))
         log_p = log_softmax(
             np.asarray(decoder.forward(target, TARGET, tokens[None], chain, cache).logits[0])

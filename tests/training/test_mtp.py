@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jspec import topology
-from jspec.files import head_files
+from jspec.checkpoints.heads import head_files
+from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.heads import eagle
 from jspec.models.mla import MlaConfig
@@ -89,7 +89,7 @@ def test_norms_around_zero_are_trained_as_they_are_used():
     np.testing.assert_allclose(begun.modules[0].norm, 0.5, rtol=1e-6)
     tokens = np.arange(12, dtype=np.int32)[None]
     found = objective.hidden_states(target, sizes, tokens, "float32")
-    tree = topology.from_parents(topology.chain(11), 11)
+    tree = trees.from_parents(trees.chain(11), 11)
     cache = decoder.init_cache(sizes, 1, 0)
     out = decoder.forward(target, sizes, tokens, tree, cache, (sizes.num_layers,))
     np.testing.assert_allclose(found, out.features[0], atol=1e-5)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import checkpoint
+from jspec.checkpoints import checkpoint
 from training import objective, pretrain
 from training.trainer import without_folders
 

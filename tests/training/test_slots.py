@@ -2,20 +2,20 @@
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import topology
+from jspec.core import trees
+from jspec.core.types import Params
 from jspec.drafters import ParallelEagle
+from jspec.engine import batch as host
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.network import embed
-from jspec.types import Params
 from tests import tiny
 from tests.drafters import heads, peagle, rounds
 from training import slots
@@ -27,8 +27,6 @@ from training.parallel_draft import ParallelDraftTask
 from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.slots import SlotRecipe
 from training.task import Frozen as FrozenTeacher
-
-host = importlib.import_module("jspec.generate")
 
 SIZES = DecoderConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -137,7 +135,7 @@ def test_queries_in_order_see_what_causal_ones_do():
 @functools.partial(jax.jit, static_argnums=1)
 def _forward(params, config, tokens):
     last = tokens.shape[1] - 1
-    tree = topology.from_parents(topology.chain(last), last)
+    tree = trees.from_parents(trees.chain(last), last)
     cache = decoder.init_cache(config, tokens.shape[0], 0)
     layers = (1, 2, 3, 4) if config == SIZES else ()
     return decoder.forward(params, config, tokens, tree, cache, layers)

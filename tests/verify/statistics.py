@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import shaping
-from jspec.certify.statistics import excess as excess  # what the package measures with, too
-from jspec.decode import DecodeState, decode, init_stats
-from jspec.types import History, Params, Request, Sampling
+from jspec.core import logits_processors
+from jspec.core.types import History, Params, Request, Sampling
+from jspec.engine.loop import DecodeState, decode, init_stats
+from jspec.tools.certify.statistics import excess as excess  # what the package measures with, too
 
 # Many rows take longer to run than a program to compile, if LLVM leaves all as it is.
 _OPTIONS = {"xla_backend_optimization_level": 1}
@@ -60,7 +60,7 @@ def texts(
 
 def _start(plan, params, request):
     batch = request.max_length.shape[0]
-    states = shaping.first_state(request.sampling.shaping)
+    states = logits_processors.first_state(request.sampling.shaping)
     capacity = _LONGEST + plan.drafter.max_depth + 1  # the same for all: programs are shared
     return DecodeState(
         history=History(

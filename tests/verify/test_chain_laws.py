@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from jspec.certify.chains import (
+from jspec.tools.certify.chains import (
     Case,
     context_dependent,
     context_free,

@@ -14,9 +14,9 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from jspec import sampling, topology
-from jspec.plan import Plan
-from jspec.types import Draft, Params
+from jspec.core import sampling, trees
+from jspec.core.types import Draft, Params
+from jspec.engine.plan import Plan
 from jspec.verify import RULES
 from tests import shipped
 from tests.fakes import TableDrafter, ToyTarget, settings
@@ -76,7 +76,7 @@ def test_golden_acceptance_of_shared_gumbel_noise():
 
 def test_a_traversal_copies_none_of_the_laws_it_holds():
     batch, depth, vocab, parents = 3, 2, 1000, np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
-    tree = topology.broadcast(topology.from_parents(parents, depth), batch)
+    tree = trees.broadcast(trees.from_parents(parents, depth), batch)
     rows = jax.ShapeDtypeStruct((batch, len(parents), vocab), jnp.float32)
     nodes = lambda dtype: jax.ShapeDtypeStruct((batch, len(parents)), dtype)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jspec import sampling
-from jspec.plan import Plan
-from jspec.types import Params
+from jspec.core import sampling
+from jspec.core.types import Params
+from jspec.engine.plan import Plan
 from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter, settings, table
 from tests.verify import statistics
 

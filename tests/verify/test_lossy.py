@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import topology, verify
-from jspec.certify.chains import context_dependent, softmax
-from jspec.certify.trees import TreeCase, outcome
+from jspec import verify
+from jspec.core import trees as topology
+from jspec.core.types import Draft, Params
 from jspec.drafters import NoDrafter
-from jspec.generate import Row
-from jspec.plan import Plan
-from jspec.types import Draft, Params
+from jspec.engine.batch import Row
+from jspec.engine.plan import Plan
+from jspec.tools.certify.chains import context_dependent, softmax
+from jspec.tools.certify.drafted_trees import TreeCase, outcome
 from jspec.verify import RULES
 from tests.fakes import (
     NeverRightDrafter,

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspec import sampling
-from jspec.certify import trees
-from jspec.certify.chains import Case, context_dependent, judge, outcome, warp_levels
+from jspec.core import sampling
+from jspec.tools.certify import drafted_trees
+from jspec.tools.certify.chains import Case, context_dependent, judge, outcome, warp_levels
 from jspec.verify import RULES
 from tests.fakes import settings
 
@@ -219,8 +219,11 @@ TWO, THREE, UNEVEN = (-1, 0, 0), (-1, 0, 0, 0), (-1, 0, 0, 1, 1)
 
 
 def tree(proposal, parents=TWO, altered=None):
-    target, drafter = context_dependent(32, V, trees.DEPTH + 1), context_dependent(132, V, 3)
-    return trees.TreeCase(parents, proposal, target, drafter, altered=altered)
+    target, drafter = (
+        context_dependent(32, V, drafted_trees.DEPTH + 1),
+        context_dependent(132, V, 3),
+    )
+    return drafted_trees.TreeCase(parents, proposal, target, drafter, altered=altered)
 
 
 def says_drawn(draft):
@@ -294,7 +297,7 @@ WRONG_TREES = {
 @pytest.mark.parametrize("mistake", WRONG_TREES)
 def test_trees_that_are_off_are_caught(mistake, rule):
     walk, case = WRONG_TREES[mistake](rule)
-    assert trees.outcome(walk, case).distance > CAUGHT
+    assert drafted_trees.outcome(walk, case).distance > CAUGHT
 
 
 def test_siblings_pruned_by_value_are_exact_under_the_target_only_walk_alone():
@@ -303,7 +306,7 @@ def test_siblings_pruned_by_value_are_exact_under_the_target_only_walk_alone():
     # For it all children are point masses: that is what it comes to.
     as_points = lambda draft: says_certain(pruned_by_their_own_probability(draft))
     case = tree("without_replacement", UNEVEN, as_points)
-    assert trees.outcome(rejection, case).distance < EXACT
+    assert drafted_trees.outcome(rejection, case).distance < EXACT
 
 
 # ---------------------------------------------------------------- what only a single coin can show

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jspec import grammar
-from jspec.plan import Plan
-from jspec.rows import Row, request_of
-from jspec.types import Params
+from jspec.core.types import Params
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import Row, request_of
+from jspec.grammar import automata
 from tests.fakes import TableDrafter, ToyTarget, table
 from tests.plain_shaping import Spelling, plainly
 from tests.verify import statistics
@@ -23,7 +23,7 @@ PATTERN = "a(b|ca)*b?c{0,2}"
 SETTINGS = {
     "penalties": dict(presence_penalty=0.4, frequency_penalty=0.7, repetition_penalty=1.5),
     "phrases": dict(bad_words=((1, 2), (3,), (2, 2)), logit_bias=((2, 0.7), (0, -0.5))),
-    "a grammar": dict(grammar=grammar.compiled(PATTERN, TOKENIZER, frozenset({0}), V)),
+    "a grammar": dict(grammar=automata.compiled(PATTERN, TOKENIZER, frozenset({0}), V)),
 }
 
 

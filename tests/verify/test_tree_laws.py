@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from jspec.certify import chains
-from jspec.certify.chains import context_dependent, context_free
-from jspec.certify.trees import CHILDREN, DEPTH, TreeCase, outcome
+from jspec.tools.certify import chains
+from jspec.tools.certify.chains import context_dependent, context_free
+from jspec.tools.certify.drafted_trees import CHILDREN, DEPTH, TreeCase, outcome
 from jspec.verify import RULES
 
 EXACT = 1e-12

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec import checks
+from jspec.util import values
 from training.data import sources
 from training.data.records import Record, Text, kinds, read_record
 
@@ -218,7 +218,7 @@ def written_beside(path: Path) -> dict:
       ValueError: the file is damaged.
     """
     try:
-        found = checks.json_of(path.read_bytes())
+        found = values.json_of(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged ({error}); remove it with its answers") from None
     if not isinstance(found, dict):
@@ -229,7 +229,7 @@ def written_beside(path: Path) -> dict:
 def _looks_like_json(line: bytes) -> bool:
     """Whether a file that begins with ``line`` holds records, whatever it is called."""
     try:
-        entry = checks.json_of(line)
+        entry = values.json_of(line)
     except ValueError:
         return False
     return isinstance(entry, dict) and bool(kinds(entry))
@@ -242,7 +242,7 @@ def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
             if line.strip():
                 where = f"{path.name}:{number}"
                 try:
-                    yield len(line), where, checks.json_of(line)
+                    yield len(line), where, values.json_of(line)
                 except ValueError as error:  # not JSON, or not UTF-8
                     bad.add(where, f"no JSON ({error})")
 
@@ -250,7 +250,7 @@ def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
 def _list(path: Path) -> Iterator[tuple[int, str, Any]]:
     """(bytes, place, object) of every entry of a file that is one list, as ShareGPT's is."""
     try:
-        entries = checks.json_of(path.read_bytes())
+        entries = values.json_of(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"data {path.name!r} is damaged ({error}); fetch it again") from None
     size = path.stat().st_size // max(len(entries), 1)

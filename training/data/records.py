@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.checks import is_whole
-from jspec.naming import shown
+from jspec.util.messages import shown
+from jspec.util.values import is_whole
 
 FORMATS = ("auto", "text", "chat", "tokens")
 

@@ -9,7 +9,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.types import Array
+from jspec.core.types import Array
 from training.batches import Batch
 from training.task import Task
 from training.trainer.mesh import BATCH, shardings, used

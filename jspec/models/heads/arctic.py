@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import ops
+from jspec.core.types import Array
 from jspec.models.decoder import Linear
 from jspec.models.heads import mlp_speculator
 from jspec.models.heads.mlp_speculator import NormParams, activate, init_norm
-from jspec.types import Array
 
 GATES = ("forget", "input", "output", "cell")  # in the order of the columns of P
 

@@ -28,14 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jspec import kv, ops, topology
+from jspec import ops
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
 from jspec.models.heads import dspark
 from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.models.heads.network import NetworkSizes, embed
-from jspec.types import Array, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32
     )
 
 
-def init_cache(config: DFlashConfig, batch: int, capacity: int) -> kv.KVCache:
+def init_cache(config: DFlashConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """An empty cache of ``capacity`` slots a row; slot i is for the target's position i."""
     return decoder.init_cache(config.network, batch, capacity)
 
@@ -154,7 +155,7 @@ def inject(
     positions: Array,
     *,
     linear: Linear = ops.linear,
-) -> tuple[kv.AttentionKV, ...]:
+) -> tuple[kv_cache.AttentionKV, ...]:
     """What every layer makes of context [B, n, D] at int32 positions [B, n].
 
     Returns:
@@ -164,13 +165,13 @@ def inject(
     cos, sin = rope_lib.cos_sin(network.rope, network.head_dim, positions)
     queries = network.qkv_sizes[0]
 
-    def entry(layer: LayerParams) -> kv.AttentionKV:
+    def entry(layer: LayerParams) -> kv_cache.AttentionKV:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[queries:]
         both = decoder.affine(context, layer.qkv[:, queries:], bias, linear)
         k, v = jnp.split(both.reshape(*context.shape[:-1], -1, network.head_dim), 2, axis=2)
         if network.qk_norm:
             k = rms_norm(k, layer.k_norm, network.norm_eps)
-        return kv.AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
+        return kv_cache.AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
 
     return tuple(entry(layer) for layer in params.layers)
 
@@ -205,7 +206,7 @@ def fill_in(
     config: DFlashConfig,
     root: Array,
     depth: int,
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     target: Target,
     target_params: object,
 ) -> Array:
@@ -232,7 +233,7 @@ def fill_in(
     return hidden[:, slots - depth :]
 
 
-def _over(config: DFlashConfig, cache: kv.KVCache, positions: Array) -> Attend:
+def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> Attend:
     """Attention of a block's slots over the context and over each other."""
     network, (batch, slots) = config.network, positions.shape
 
@@ -241,7 +242,7 @@ def _over(config: DFlashConfig, cache: kv.KVCache, positions: Array) -> Attend:
         seen = (
             np.tri(slots, dtype=bool) if is_causal(config, index) else np.ones((slots,) * 2, bool)
         )
-        words = topology.pack_bits(seen)
+        words = trees.pack_bits(seen)
         return ops.attention(
             q, k.astype(entry.k.dtype), v.astype(entry.v.dtype),
             jnp.broadcast_to(words, (batch, *words.shape)), entry.k, entry.v, cache.length,

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import ops
+from jspec.core.types import Array
 from jspec.models.decoder import Linear, affine
-from jspec.types import Array
 
 MARKOV = ("vanilla", "gated", "rnn")
 

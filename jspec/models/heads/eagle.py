@@ -31,13 +31,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import kv, ops, topology
+from jspec import ops
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
 from jspec.models.heads.network import NetworkSizes
 from jspec.models.layers import rows_at
-from jspec.types import Array, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,7 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
     )
 
 
-def init_cache(config: EagleConfig, batch: int, capacity: int) -> kv.KVCache:
+def init_cache(config: EagleConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """An empty cache of ``capacity`` slots a row; slot i is for row i of the head."""
     return decoder.init_cache(config.network, batch, capacity)
 
@@ -227,9 +228,9 @@ def take_in(
     config: EagleConfig,
     embedded: Array,
     features: Array,
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     wanted: Array | None = None,
-) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
     """Runs n rows of true features that come next after those in the cache, in order.
 
     Args:
@@ -246,7 +247,7 @@ def take_in(
       a layer [B, Hkv, n, head_dim].
     """
     batch, size, _ = embedded.shape
-    tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
+    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
     attend, entries = decoder.attention_over(
         cache, tree, windows=config.network.windows, implementation=config.network.attention,
         wanted=wanted,
@@ -262,11 +263,11 @@ def extend(
     embedded: Array,
     features: Array,
     positions: Array,
-    cache: kv.KVCache,
-    side: tuple[kv.AttentionKV, ...],
+    cache: kv_cache.KVCache,
+    side: tuple[kv_cache.AttentionKV, ...],
     slot: Array,
     mask: Array,
-) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
     """A drafting step: runs n rows and keeps their entries beside the cache.
 
     Args:

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import kv, ops, topology
+from jspec import ops
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, LayerParams, Linear
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import BlockParams
-from jspec.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +138,9 @@ def take_in(
     params: HydraParams,
     config: HydraConfig,
     hidden: Array,
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     wanted: Array | None = None,
-) -> tuple[Array, tuple[kv.AttentionKV, ...]]:
+) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
     """Runs the prefix layer over n hidden states [B, n, D] that come after those in the cache.
 
     Returns:
@@ -147,8 +148,8 @@ def take_in(
       entries of all n for ``kv.append``.
     """
     network, size = config.network, hidden.shape[1]
-    tree = topology.from_parents(topology.chain(size - 1), size - 1)
-    tree = topology.broadcast(tree, hidden.shape[0])
+    tree = trees.from_parents(trees.chain(size - 1), size - 1)
+    tree = trees.broadcast(tree, hidden.shape[0])
     attend, entries = decoder.attention_over(
         cache, tree, windows=network.windows, implementation=network.attention, wanted=wanted
     )

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import ops
+from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.decoder import Linear
-from jspec.types import Array, Target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jspec import ops
+from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import Linear
-from jspec.types import Array
 
 EPS = 1e-6  # of every norm; no file says it
 

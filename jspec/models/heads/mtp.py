@@ -27,12 +27,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec import kv, ops, topology
+from jspec import ops
+from jspec.core import kv_cache, trees
+from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads.network import NetworkSizes
-from jspec.types import Array, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -
     )
 
 
-def init_cache(config: MtpConfig, batch: int, capacity: int) -> kv.KVCache:
+def init_cache(config: MtpConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """An empty cache of one module, of ``capacity`` slots a row."""
     return decoder.init_cache(dataclasses.replace(config.network, num_layers=1), batch, capacity)
 
@@ -155,9 +156,9 @@ def take_in(
     module: int,
     embedded: Array,
     features: Array,
-    cache: kv.KVCache,
+    cache: kv_cache.KVCache,
     wanted: Array | None = None,
-) -> tuple[Array, tuple[kv.Entry, ...]]:
+) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
     """Runs n rows of a module that come next after those in its cache, in order.
 
     Args:
@@ -175,7 +176,7 @@ def take_in(
       ``kv.append``.
     """
     batch, size, _ = embedded.shape
-    tree = topology.broadcast(topology.from_parents(topology.chain(size - 1), size - 1), batch)
+    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
     attend, entries = decoder.attention_over(
         cache, tree, implementation=config.network.attention, wanted=wanted
     )
@@ -191,11 +192,11 @@ def extend(
     embedded: Array,
     features: Array,
     positions: Array,
-    cache: kv.KVCache,
-    side: tuple[kv.Entry, ...],
+    cache: kv_cache.KVCache,
+    side: tuple[kv_cache.Entry, ...],
     slot: Array,
     mask: Array,
-) -> tuple[Array, tuple[kv.Entry, ...]]:
+) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
     """A drafting step: runs n rows of a module and keeps their entries beside its cache.
 
     Args:

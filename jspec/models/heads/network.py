@@ -3,8 +3,8 @@
 from typing import Any
 
 from jspec import ops
+from jspec.core.types import Array, Target
 from jspec.models.decoder import DecoderConfig
-from jspec.types import Array, Target
 
 
 class NetworkSizes:

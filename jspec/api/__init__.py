@@ -1,0 +1,1 @@
+"""The interface that users touch, with vLLM's names."""

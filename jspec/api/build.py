@@ -1,0 +1,186 @@
+"""From a target and a ``speculative_config`` to a plan and its weights.
+
+All that can be wrong is found before the target's weights are loaded, which may take minutes.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+from jspec.api import config, vocabularies
+from jspec.api.config import SpeculativeConfig, custom_class
+from jspec.api.config.keys import CASCADE, HYBRID
+from jspec.api.vocabularies import SharedVocabulary
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
+from jspec.core.types import Drafter, Params
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from jspec.engine.plan import Plan
+from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.util.messages import shown
+from jspec.util.values import plain
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assembly:
+    """A target with its drafter, ready to run. Made by ``assemble``."""
+
+    model: LoadedModel
+    tokenizer: Any  # of texts; None where only the model's own may have one
+    max_model_len: int
+    plan: Plan
+    params: Params
+
+
+def assemble(
+    model: str | os.PathLike | LoadedModel,
+    speculative: SpeculativeConfig,
+    *,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    tokenizer: Any = None,
+    deterministic: bool = False,
+) -> Assembly:
+    """Loads a target and what drafts for it; arguments as for ``jspec.LLM``.
+
+    Raises:
+      ValueError: a setting is out of range, the models do not fit each other, or a checkpoint
+        cannot be read.
+    """
+    sizes = loading.sizes(model)
+    max_model_len = _length_limit(max_model_len, sizes.max_positions)
+    if isinstance(tokenizer, str | os.PathLike):
+        try:
+            tokenizer = checkpoint.load_tokenizer(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"tokenizer={shown(str(tokenizer))}: {error}") from None
+    if not (tokenizer is None or hasattr(tokenizer, "encode")):
+        raise ValueError(
+            f"tokenizer={shown(tokenizer)} must be a directory, or a tokenizer of transformers."
+        )
+    if tokenizer is None and speculative.needs_model:
+        tokenizer = loading.tokenizer_if_any(model)
+    drafting = dtype
+    if isinstance(model, LoadedModel) and dtype in (None, "auto"):
+        # Who made a target float32 wants exact draws, and the drafter's are among them.
+        drafting = model.params.embedding.dtype.name
+    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), drafting)
+    _plan(part, sizes, deterministic)  # raises before weights are moved
+    loaded = loading.load(model, dtype)
+    part, weights = _load(part, loaded, drafting)
+    plan = _plan(part, loaded.config, deterministic)
+    weights = _own_weights(part, plan.drafter, weights, loaded)
+    return Assembly(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """What a drafter must fit."""
+
+    model: str | os.PathLike | LoadedModel
+    sizes: DecoderConfig
+    max_model_len: int
+    tokenizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A drafter that fits its target, and the network that it drafts with, if any."""
+
+    speculative: SpeculativeConfig
+    network: DecoderConfig | HeadConfig | None = None
+    head: LoadedHead | None = None
+    vocabulary: SharedVocabulary | None = None  # where the draft model has one of its own
+    parts: tuple["_Part", ...] = ()  # of a hybrid
+
+    @property
+    def networks(self) -> Any:
+        """What ``SpeculativeConfig.drafter`` is to be told of."""
+        return tuple(part.networks for part in self.parts) if self.parts else self.network
+
+
+def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) -> _Part:
+    """Reads the sizes of the drafter's network, once it is found to fit the target."""
+    if speculative.parts:
+        parts = tuple(_open(part, target, dtype) for part in speculative.parts)
+        own = tuple(part.speculative for part in parts)
+        return _Part(dataclasses.replace(speculative, parts=own), parts=parts)
+    if speculative.needs_head:  # small beside the target, and so loaded at once
+        limits = target.sizes.max_positions, target.max_model_len
+        config.check_lengths(speculative, *limits)
+        place = speculative.model
+        if place is None:  # in the target's own files
+            place = getattr(target.model, "path", target.model)
+        head = loading.load_head(place, target.sizes, kind=speculative.method, dtype=dtype)
+        return _Part(speculative, head.config, head)
+    if not speculative.needs_model:
+        return _Part(speculative)
+    draft = loading.sizes(speculative.model)
+    config.check_lengths(speculative, draft.max_positions, target.max_model_len)
+    if speculative.parallel:
+        mask = {"mask_token_id": loading.mask_token_id(speculative.model)}
+        speculative = dataclasses.replace(speculative, settings={**speculative.settings, **mask})
+    pair = target.tokenizer, loading.tokenizer_if_any(speculative.model)
+    if speculative.translates and not vocabularies.are_same(*pair):
+        sizes = target.sizes.vocab_size, draft.vocab_size
+        return _Part(speculative, draft, vocabulary=vocabularies.share(*pair, *sizes))
+    vocabularies.check_same(target.sizes.vocab_size, draft.vocab_size, *pair)
+    if speculative.translates:  # the two have one vocabulary
+        same = {**speculative.settings, "use_heterogeneous_vocab": False}
+        speculative = dataclasses.replace(speculative, settings=same)
+    return _Part(speculative, draft)
+
+
+def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, Any]:
+    """The part as its loaded network is, and the network's weights."""
+    if part.parts:
+        parts, weights = zip(*(_load(each, target, dtype) for each in part.parts), strict=True)
+        cascade = part.speculative.method == CASCADE  # what drafts for a draft model has none
+        return dataclasses.replace(part, parts=parts), weights[1] if cascade else weights
+    if part.head:
+        head = loading.sharing(part.head, target.params.embedding)
+        return dataclasses.replace(part, network=head.config, head=head), head.params
+    if not part.speculative.needs_model:
+        return part, None
+    draft = loading.load(part.speculative.model, dtype)
+    weights = draft.params
+    if part.vocabulary:
+        weights = part.vocabulary.translating(weights, target.config.vocab_size)
+    return dataclasses.replace(part, network=draft.config), weights
+
+
+def _own_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:
+    """The weights, where a class of the user's makes its own."""
+    if part.speculative.method == HYBRID:
+        every = zip(part.parts, drafter.parts, weights, strict=True)
+        return tuple(_own_weights(*one, target) for one in every)
+    if part.speculative.drafter_class:
+        return custom_class.params_of(drafter, target.params)
+    return weights
+
+
+def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
+    target = DeterministicDecoder(sizes) if deterministic else Decoder(sizes)
+    drafter = part.speculative.drafter(part.networks, target)
+    if deterministic and drafter.tree_size != drafter.max_depth + 1:
+        raise ValueError(
+            f"deterministic=True takes chains, but method={part.speculative.method!r} is set to "
+            f"draft trees of {drafter.tree_size} nodes; leave its tree out, or deterministic."
+        )
+    return Plan(target, drafter, part.speculative.rule)
+
+
+def _length_limit(asked: int | None, max_positions: int) -> int:
+    if asked is None:
+        return max_positions
+    asked = plain(asked)
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        raise ValueError(f"max_model_len={shown(asked)} must be a whole number of at least 1.")
+    if asked > max_positions:
+        raise ValueError(
+            f"max_model_len={shown(asked)} is more than the {max_positions} positions of the "
+            "model; lower it or leave it out."
+        )
+    return asked

@@ -1,0 +1,409 @@
+"""``LLM``: prompts in, texts out, with vLLM's names and meanings."""
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from jspec.api import config, metrics, prompts, requests
+from jspec.api.build import assemble
+from jspec.api.outputs import RequestOutput
+from jspec.api.requests import Job
+from jspec.api.sampling_params import SamplingParams
+from jspec.checkpoints import shared_file
+from jspec.core import logprobs
+from jspec.core.logprobs import Scoring
+from jspec.engine import loading
+from jspec.engine.batch import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
+from jspec.engine.costs import CostTable
+from jspec.engine.loading import LoadedModel
+from jspec.engine.loop import init_shared, retire
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import check_prompt, check_token_ids
+from jspec.util.buckets import bucket
+from jspec.util.messages import did_you_mean, shown
+from jspec.util.values import is_whole
+
+STREAM_ROUNDS = 4  # rounds between two outputs of a stream
+STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
+_STATS = (None, "summary", "detailed")
+
+Settings = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A target, loaded with its drafter, that continues prompts.
+
+    Args:
+      model: of the target: a local directory, a hub id, or what ``jspec.load`` returned.
+      speculative_config: vLLM's keys; see docs/speculative_config.md. None decodes plainly.
+      dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for what each
+        checkpoint says. Has no say over models that are loaded already; beside such a target None
+        is its own.
+      max_model_len: longest sequence, prompt included; None for all that the target can take.
+      seed: 0 or more; with the request's number, the noise of requests whose own seed is None. Of
+        one seed every ``LLM`` draws the same; as in vLLM, there is none without.
+      max_num_seqs: sequences that run together. Texts do not depend on it.
+      per_request_stats: "summary" (as None) or "detailed", which adds what every round drafted and
+        accepted to ``speculative_decoding_stats``.
+      tokenizer: a path, or a tokenizer of ``transformers``; None for the model's own.
+      logprobs_mode: what ``logprobs`` are: "raw_logprobs" or "raw_logits" of the model itself, or
+        "processed_logprobs" or "processed_logits" of what is drawn from. Those of prompts are raw.
+      deterministic: whether a token's logits are to be the same, to the bit, however tokens are put
+        into passes: so greedy texts are those of plain decoding in bfloat16 too, and in batches of
+        any size. For chains of drafts; slower (docs/reproducibility.md).
+      max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
+
+    Raises:
+      ValueError: a setting is out of range or not supported, the models do not fit each other, or
+        a checkpoint cannot be read. Settings are checked before weights are loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | LoadedModel,
+        speculative_config: Mapping[str, Any] | None = None,
+        *,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        per_request_stats: str | None = None,
+        tokenizer: Any = None,
+        logprobs_mode: str = "raw_logprobs",
+        max_logprobs: int = 20,
+        deterministic: bool = False,
+        **unknown: Any,
+    ):
+        for name in unknown:
+            guess = did_you_mean(name, inspect.signature(LLM).parameters)
+            remedy = "; leave it out: one device, one compiled program, no paged cache."
+            raise ValueError(f"LLM has no {shown(name)}{guess or remedy}")
+        speculative = config.read(speculative_config)
+        if per_request_stats not in _STATS:
+            raise ValueError(
+                f"per_request_stats={shown(per_request_stats)} must be None, 'summary' or "
+                "'detailed'."
+            )
+        logprobs.check_mode(logprobs_mode)
+        if not is_whole(max_logprobs, -1):
+            raise ValueError(
+                f"max_logprobs={shown(max_logprobs)} must be a whole number, or -1 for no limit."
+            )
+        self._logprobs_mode = logprobs_mode
+        self._detailed = per_request_stats == "detailed"
+        if not is_whole(seed, 0, 2**64 - 1):
+            raise ValueError(
+                f"seed={shown(seed)} must be a whole number from 0 to 2**64 - 1; for other texts "
+                "every time draw one, as by secrets.randbits(64)."
+            )
+        self._seed = int(seed)
+        self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
+        loading.keep_compiled_programs()
+        self.assembly = assembly = assemble(
+            model, speculative, dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer,
+            deterministic=_flag("deterministic", deterministic),
+        )  # fmt: skip
+        self.max_model_len = assembly.max_model_len
+        self._tokenizer = assembly.tokenizer
+        self._model, self._plan, self._params = assembly.model, assembly.plan, assembly.params
+        size = self._plan.target.vocab_size
+        self._max_logprobs = size if max_logprobs == -1 else max_logprobs
+        self._shared = init_shared(self._plan)
+        self._costs = CostTable()
+        self._counts = metrics.Counts.none(self._plan.drafter.max_depth)
+        self._seconds = 0.0
+        self._num_prompt_tokens = 0
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Any, sampling_params: Settings = None, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """Continues every prompt; results come in the order of the prompts.
+
+        Args:
+          prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of these.
+          sampling_params: one for all or a list of one each; None for ``SamplingParams()``.
+          use_tqdm: show a progress bar.
+
+        Raises:
+          ValueError: a prompt is empty, does not fit the model, or needs a tokenizer that is not
+            there; nothing has run then.
+        """
+        return self._finish(self._jobs(prompts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Settings = None,
+        use_tqdm: bool = False,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of a list of conversations.
+
+        Args:
+          messages: as in ``chat_prompts``.
+          sampling_params: as in ``generate``.
+          use_tqdm: as in ``generate``.
+          chat_template: as in ``chat_prompts``.
+          add_generation_prompt: as in ``chat_prompts``.
+          chat_template_kwargs: as in ``chat_prompts``.
+
+        Raises:
+          ValueError: as ``generate`` and ``chat_prompts``.
+        """
+        rendered = self.chat_prompts(
+            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        return self.generate(rendered, sampling_params, use_tqdm)
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The prompts that ``chat`` continues, one a conversation, for ``stream`` or ``jspec.trace``.
+
+        Args:
+          messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
+          chat_template: Jinja; None for the tokenizer's own.
+          add_generation_prompt: whether the text ends with the opening of the assistant's turn.
+          chat_template_kwargs: more variables for the template, ``tools``, ``documents`` and
+            ``continue_final_message`` (without ``add_generation_prompt``) among them.
+
+        Raises:
+          ValueError: there is no tokenizer or no chat template, it refuses the messages, or
+            ``chat_template_kwargs`` has what is no template's.
+        """
+        variables = prompts.variables_of(chat_template_kwargs)
+        variables["add_generation_prompt"] = add_generation_prompt
+        return prompts.of_chat(messages, self.get_tokenizer(), chat_template, variables)
+
+    def stream(
+        self, prompts: Any, sampling_params: Settings = None, *, rounds: int = STREAM_ROUNDS
+    ) -> Iterator[RequestOutput]:
+        """Continues the prompts and yields a request each time it has grown, whole texts so far.
+
+        The last output of a request is what ``generate`` would have returned. Arguments as in
+        ``generate``; ``rounds`` of the loop run between two looks. Bad input raises at once.
+        """
+        _at_least_one("rounds", rounds)
+        todo = self._jobs(prompts, sampling_params)
+        for job in todo:
+            if job.params.num_texts > job.params.n:
+                raise ValueError(
+                    f"best_of={job.params.best_of} cannot be streamed: which texts are the best is "
+                    "known at the end; use generate, or leave best_of out."
+                )
+        return self._stream(todo, rounds)
+
+    def run_one(
+        self, prompt: Any, sampling_params: SamplingParams | None, run: Callable[..., Any]
+    ) -> Any:
+        """Run one request through `run`, a decoding loop that also observes its rounds.
+
+        Args:
+          prompt: as in `generate`.
+          sampling_params: as in `generate`.
+          run: called with (requests, plan, params, shared, price, tokenizer, model); returns
+            (result, metrics.Counts, shared). `price` maps (plan, params, batch) to `shared` with
+            measured costs.
+
+        Raises:
+          ValueError: as `generate`, or as `run` raises.
+        """
+        todo = self._jobs(prompt, sampling_params)
+        begin = perf_counter()
+        result, counts, self._shared = run(
+            todo, self._plan, self._params, self._shared, self._costs.price,
+            tokenizer=self._tokenizer or loading.tokenizer_if_any(self._model),
+            model=str(self._model.path),
+        )  # fmt: skip
+        self._seconds += perf_counter() - begin
+        self._counts += counts
+        self._num_prompt_tokens += sum(len(each.prompt.token_ids) for each in todo)
+        return result
+
+    def get_metrics(self) -> list[metrics.Metric]:
+        """Counts of all requests that finished, under vLLM's names.
+
+        Tokens a second are those of the time spent generating, compilation included.
+        """
+        labels = {"model_name": str(self._model.path), "engine": "0"}
+        prompt_tokens = metrics.Counter("vllm:prompt_tokens", labels, self._num_prompt_tokens)
+        return [*metrics.entries(self._counts, self._seconds, labels), prompt_tokens]
+
+    def save_shared(self, path: str | os.PathLike) -> None:
+        """Writes what the drafter has learnt from all requests so far, such as past responses.
+
+        Raises:
+          ValueError: the method learns nothing from requests, or no file can be written there.
+        """
+        shared_file.save(path, self._shared)
+
+    def load_shared(self, path: str | os.PathLike | None) -> None:
+        """Goes on from what ``save_shared`` wrote, in place of what was learnt; None: from nothing.
+
+        Raises:
+          ValueError: the file is missing, damaged, or of another method or other settings.
+        """
+        fresh = init_shared(self._plan)
+        self._shared = fresh if path is None else shared_file.load(path, fresh)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of texts.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return self._model.tokenizer if self._tokenizer is None else self._tokenizer
+
+    def _jobs(self, given: Any, sampling_params: Settings) -> list[Job]:
+        """Checks everything that is asked for, before any of it runs."""
+        items = prompts.read(given, lambda text: self.get_tokenizer().encode(text))
+        settings = requests.one_each(sampling_params, len(items))
+        for index, (item, params) in enumerate(zip(items, settings, strict=True)):
+            self._check_fits(index, item.token_ids)
+            requests.check_logprobs(
+                params, self._logprobs_mode, self._max_logprobs, self._plan.target.vocab_size
+            )
+        reads = [
+            each.detokenize or bool(each.bad_words or each.structured_outputs) for each in settings
+        ]
+        decoder = self._decoder() if any(reads) else None
+        made = [
+            requests.make(
+                self._num_requests + index, item, params,
+                room=self.max_model_len - len(item.token_ids), seed=self._seed,
+                eos=self._eos_token_ids, tokenizer=decoder if has_text else None,
+                vocab_size=self._plan.target.vocab_size,
+            )
+            for index, (item, params, has_text) in enumerate(
+                zip(items, settings, reads, strict=True)
+            )
+        ]  # fmt: skip
+        check_token_ids([job.rows[0] for job in made], self._plan.target.vocab_size)
+        self._num_requests += len(made)
+        return made
+
+    def _check_fits(self, index: int, prompt: Sequence[int]) -> None:
+        if len(prompt) >= self.max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens, but max_model_len={self.max_model_len} "
+                "must hold it and at least one more; shorten it or raise max_model_len."
+            )
+        check_prompt(index, prompt, self._plan.target.vocab_size)
+
+    def _decoder(self) -> Any:
+        try:
+            return self.get_tokenizer()
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; without a tokenizer ask for SamplingParams(detokenize=False)"
+            ) from None
+
+    @functools.cached_property
+    def _eos_token_ids(self) -> frozenset[int]:
+        """What the checkpoint and the tokenizer, if there is one, call the end of a text."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            tokenizer = loading.tokenizer_if_any(self._model)
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        return frozenset({*self._model.eos_token_ids, own} - {None})
+
+    def _finish(self, todo: list[Job], show_progress: bool) -> list[RequestOutput]:
+        rounds = STOP_ROUNDS if any(job.params.stop for job in todo) else None
+        for _ in self._run(todo, rounds, show_progress):
+            pass
+        return [job.output(self._detailed) for job in todo]
+
+    def _stream(self, todo: list[Job], rounds: int) -> Iterator[RequestOutput]:
+        seen: dict[Job, RequestOutput] = {}
+        for running in self._run(todo, rounds):
+            for job in running:
+                output = job.output(self._detailed)
+                if output != seen.get(job):
+                    seen[job] = output
+                    yield output
+
+    def _run(
+        self, todo: list[Job], rounds: int | None, show_progress: bool = False
+    ) -> Iterator[Iterable[Job]]:
+        """Generates group by group; yields the group's jobs after every slice of ``rounds``."""
+        work = [(job, *one) for job in todo for one in zip(job.rows, job.transcripts, strict=True)]
+        rows = [row for _, row, _ in work]
+        if not rows:
+            return
+        plan, warps = self._recording_plan(todo), warps_of(rows)
+        size = plan.target.vocab_size
+        scoring = requests.scoring_of(todo, size, self._max_logprobs, self._logprobs_mode)
+        parts = list(groups(rows, self._max_num_seqs))
+        if show_progress:  # not where texts may be printed
+            parts = track(parts, "Generating", console=Console(stderr=True))
+        for part in parts:
+            one = [work[index] for index in part]
+            yield from self._run_group(plan, warps, scoring, one, rounds)
+        self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
+
+    def _run_group(
+        self,
+        plan: Plan,
+        warps: tuple[str, ...],
+        scoring: Scoring | None,
+        work: list[tuple],
+        rounds: int | None,
+    ) -> Iterator[Iterable[Job]]:
+        owners, rows, transcripts = zip(*work, strict=True)
+        begin = perf_counter()
+        batch, was_cut = start(plan, self._params, rows, warps=warps, scoring=scoring), False
+        while not all(transcript.finish_reason for transcript in transcripts):
+            # Another stream may have taken its turn: what is shared is never kept in a batch.
+            batch = batch.replace(shared=self._shared)
+            batch = batch.replace(shared=self._costs.price(plan, self._params, batch))
+            batch = advance(plan, self._params, batch, rounds)
+            self._shared = batch.shared
+            answers = enumerate(zip(transcripts, read(batch), strict=True))
+            cut = [index for index, (transcript, answer) in answers if transcript.read(answer)]
+            if cut:
+                batch, was_cut = cancel(batch, cut), True
+            self._seconds += perf_counter() - begin
+            yield dict.fromkeys(owners)
+            begin = perf_counter()  # whoever reads a stream may take his time
+        if was_cut:
+            self._shared = retire(plan, self._shared, batch.state)
+        for transcript in transcripts:
+            self._counts += metrics.Counts.of(transcript.answer)
+
+    def _recording_plan(self, todo: list[Job]) -> Plan:
+        """The plan; where details or stop strings need it, one that records every round."""
+        if not self._detailed and not any(job.params.stop for job in todo):
+            return self._plan
+        longest = max(row.max_tokens for job in todo for row in job.rows)
+        return dataclasses.replace(
+            self._plan, record_rounds=bucket(longest), record_nodes=self._detailed
+        )
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} must be True or False.")
+    return value
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if not is_whole(value, 1):
+        raise ValueError(f"{name}={shown(value)} must be a whole number of at least 1.")
+    return value

@@ -1,0 +1,1 @@
+"""Everything that knows a file format."""

@@ -1,0 +1,199 @@
+"""Checkpoints in the layout of Hugging Face ``transformers``: config.json and safetensors files.
+
+Files of torch (``pytorch_model.bin``) are read, too, by a reader that executes nothing.
+
+``path`` is a local directory or the id of a model on the hub (fetched through huggingface_hub into
+its cache). Loading lists everything that does not fit and raises once; saving replaces the old
+files whole or not at all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.checkpoints import families, model_files
+from jspec.checkpoints.families.names import EMBEDDING, HEAD, assemble, mtp_prefixes
+from jspec.checkpoints.model_files import PathLike
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.util import staging
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
+    """The decoder that ``path``'s config.json describes, and config.json itself.
+
+    Raises:
+      ValueError: no such checkpoint, damaged JSON, or an architecture or setting not supported.
+    """
+    directory = model_files.locate(path)
+    raw = model_files.read_json(directory / "config.json")
+    config = _read_config(directory / "config.json", raw)
+    dtype = model_files.known_dtype(model_files.stated_dtype(raw) or "float32")
+    return model_files.with_precision(config, dtype), raw
+
+
+def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
+    """Loads a checkpoint: the decoder's configuration, its weights, and the raw config.json.
+
+    Args:
+      path: a local directory or a hub id.
+      dtype: float32, bfloat16 or float16; None takes what config.json says, else the file.
+
+    Raises:
+      ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
+    """
+    directory = model_files.locate_weights(path)
+    raw = model_files.read_json(directory / "config.json")
+    config = _read_config(directory / "config.json", raw)
+    entries = families.find(raw).table(config)
+    tensors = model_files.open_tensors(directory)
+    repeated, wrong = _repeated_head(config, tensors)
+    beside = tuple(name for name in tensors if name.startswith(mtp_prefixes(config, raw)))
+    model_files.check_fit(directory, entries, tensors, (*repeated, *beside), wrong)
+    dtype = model_files.known_dtype(
+        dtype or model_files.stated_dtype(raw) or tensors[EMBEDDING].dtype
+    )
+    arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
+    return model_files.with_precision(config, dtype), assemble(entries, arrays), raw
+
+
+def save_pretrained(
+    directory: PathLike,
+    config: DecoderConfig,
+    params: DecoderParams,
+    raw_config: dict | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes config.json and safetensors files, which ``transformers`` reads too.
+
+    Other files of the directory (a tokenizer, say) stay. An interrupted call leaves the old
+    checkpoint whole: everything is written aside, then takes effect in one rename.
+
+    Args:
+      directory: made if it does not exist.
+      config: the decoder of ``params``.
+      params: weights.
+      raw_config: config.json to write; must describe ``config``. None makes one up (see
+        ``hf_config``). Only its dtype is changed, and the number of modules for tokens after the
+        next, which are no part of ``params``: none.
+      dtype: float32, bfloat16 or float16; None keeps that of the weights, if they share one.
+      max_shard_bytes: a larger model is cut into several files with an index.
+
+    Raises:
+      ValueError: ``raw_config`` describes another model, or ``params`` do not fit ``config``.
+    """
+    raw = dict(hf_config(config) if raw_config is None else raw_config)
+    differing = families.different_fields(_read_config("raw_config", raw), config)
+    if differing:
+        raise ValueError(
+            f"raw_config does not describe config: {', '.join(differing)} differ; "
+            "pass raw_config=None to have one made up"
+        )
+    entries = families.find(raw).table(config)
+    model_files.check_params(entries, params)
+    kept = [entry.pick(params) for entry in entries if not entry.float32]
+    dtype = model_files.known_dtype(dtype or model_files.common_dtype(kept))
+    raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    if raw.get("num_nextn_predict_layers"):
+        raw["num_nextn_predict_layers"] = 0
+    with staging.replace_files(directory, model_files.ANY_WEIGHTS) as aside:
+        model_files.write_json(aside / "config.json", raw)
+        model_files.write_weights(aside, entries, params, dtype, max_shard_bytes)
+
+
+def hf_config(config: DecoderConfig) -> dict:
+    """A config.json for ``config``, of the first family that can express it; token ids are null.
+
+    Raises:
+      ValueError: no known architecture can express it.
+    """
+    return families.describe(config)
+
+
+def load_tokenizer(path: PathLike):
+    """The tokenizer of a checkpoint, the one that ``transformers.AutoTokenizer`` gives.
+
+    Raises:
+      ValueError: there is none, or it cannot be read.
+    """
+    directory = model_files.locate(path)
+    # Without any of these, transformers makes up an empty tokenizer for some architectures.
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
+        raise ValueError(
+            f"{directory} has no tokenizer (none of {', '.join(_VOCABULARIES)}); copy that of the "
+            "original model, tokenizer_config.json included, or pass token ids"
+        )
+    try:
+        return _tokenizer_class(directory).from_pretrained(directory)
+    except Exception as error:  # whatever transformers raises, its first line says it
+        raise ValueError(
+            f"transformers cannot read the tokenizer in {directory}: "
+            f"{model_files.first_line(error)}; download or save it again"
+        ) from None
+
+
+def _tokenizer_class(directory: Path):
+    """AutoTokenizer, or the class that it would choose, where a Llama's files settle which.
+
+    Weights need neither, and both take a second to import; AutoTokenizer brings torch with it
+    where that is installed, which takes two more.
+    """
+    names = "tokenizer_config.json", "config.json"
+    if all((directory / name).is_file() for name in (*names, "tokenizer.json")):
+        stated, config = (model_files.read_json(directory / name) for name in names)
+        plain = stated.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if plain and "auto_map" not in stated and config.get("model_type") == "llama":
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
+    """Every token that ends a text, by config.json and generation_config.json together.
+
+    ``source`` is a checkpoint's path, or a raw config.json alone.
+
+    Raises:
+      ValueError: an id is not a whole number.
+    """
+    configs = [source]
+    if not isinstance(source, dict):
+        directory = model_files.locate(source)
+        configs = [model_files.read_json(directory / "config.json")]
+        if (directory / "generation_config.json").is_file():
+            configs.append(model_files.read_json(directory / "generation_config.json"))
+    family = families.find(configs[0])
+    found: set[int] = set()
+    for raw in (family.defaults | configs[0], *configs[1:]):
+        ids = raw.get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids}")
+        found.update(ids)
+    return tuple(sorted(found))
+
+
+# Reading.
+
+
+def _read_config(source: PathLike, raw: dict) -> DecoderConfig:
+    try:
+        return families.find(raw).read(raw)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _repeated_head(config: DecoderConfig, tensors: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A tied model's file may repeat the embedding as its head: (its name, complaints)."""
+    if not config.tie_embeddings or not {HEAD, EMBEDDING} <= set(tensors):
+        return (), ()
+    if np.array_equal(tensors[HEAD], tensors[EMBEDDING]):
+        return (HEAD,), ()
+    return (HEAD,), (f"{HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true",)

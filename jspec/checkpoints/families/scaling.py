@@ -1,0 +1,183 @@
+"""Rotary scalings between Hugging Face's config.json and ``RopeConfig``.
+
+Two spellings exist: ``rope_theta`` and ``rope_scaling`` beside the sizes (transformers up to 4),
+and one ``rope_parameters`` that holds both (5 and later). Files may carry either or both.
+"""
+
+import math
+
+from jspec.models.rope import KINDS, RopeConfig
+from jspec.util.messages import shown
+from jspec.util.values import INT32, is_real
+
+# What each kind reads besides its name and theta; True marks what it cannot do without.
+_KEYS = {
+    "default": {},
+    "linear": {"factor": True},
+    "dynamic": {"factor": True},
+    "llama3": {"factor": True, "low_freq_factor": True, "high_freq_factor": True,
+               "original_max_position_embeddings": False},
+    "yarn": {"factor": False, "original_max_position_embeddings": False, "beta_fast": False,
+             "beta_slow": False, "truncate": False, "attention_factor": False, "mscale": False,
+             "mscale_all_dim": False},
+    "longrope": {"factor": False, "original_max_position_embeddings": False,
+                 "short_factor": True, "long_factor": True, "attention_factor": False},
+}  # fmt: skip
+_DEFAULT_THETA = 10000.0
+
+
+def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
+    """The scaling that config.json asks for, and the longest sequence that it is good for.
+
+    Args:
+      raw: config.json.
+      rotary_dim: features of a head that are rotated; ``partial_rotary_factor`` is read elsewhere.
+
+    Raises:
+      ValueError: an unknown kind, a missing or unknown key, or two spellings that disagree.
+    """
+    rope, max_positions = _read(raw, rotary_dim)
+    if max_positions >= INT32:
+        raise ValueError(
+            f"max_position_embeddings and the rotary scaling make {shown(max_positions)} "
+            f"positions, more than {INT32 - 1}"
+        )
+    return rope, max_positions
+
+
+def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
+    trained = raw["max_position_embeddings"]
+    given = merged(raw)
+    given.pop("partial_rotary_factor", None)
+    kind = given.pop("rope_type")
+    theta = positive("rope_theta", given.pop("rope_theta"))
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"rope_type {shown(kind)} is not supported; known: {', '.join(KINDS)}")
+    _check_keys(kind, given)
+    key = "original_max_position_embeddings"
+    original = raw.get(key)  # Phi-3's place for it; it wins
+    original = given.get(key, trained) if original is None else original
+    if type(original) is not int or original < 2:
+        raise ValueError(f"{key} must be a whole number of tokens, got {shown(original)}")
+    if kind in ("default", "linear", "dynamic"):
+        factor = float(given.get("factor", 1.0))
+        length = trained if kind == "dynamic" else 0
+        return RopeConfig(theta, kind, factor, length), int(trained * factor)
+    factor = float(given.get("factor") or trained / original)
+    if kind == "llama3":
+        low, high = given["low_freq_factor"], given["high_freq_factor"]
+        return RopeConfig(theta, kind, factor, original, float(low), float(high)), trained
+    if kind == "yarn":
+        rope = RopeConfig(
+            theta, kind, factor, original,
+            beta_fast=float(given.get("beta_fast", 32)),
+            beta_slow=float(given.get("beta_slow", 1)),
+            truncate=given.get("truncate", True),
+            amplitude=_yarn_amplitude(given, factor),
+        )  # fmt: skip
+        return rope, max(trained, int(original * factor))
+    return _longrope(given, theta, factor, original, rotary_dim), trained
+
+
+def write(rope: RopeConfig, max_positions: int) -> dict:
+    """The keys of config.json that ``read`` turns into ``rope`` again, in both spellings."""
+    scaling: dict = {"rope_type": rope.kind}
+    stretched = rope.kind in ("linear", "dynamic")
+    trained = round(max_positions / rope.factor) if stretched else max_positions
+    if rope.kind != "default":
+        scaling["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn", "longrope"):
+        scaling["original_max_position_embeddings"] = rope.original_length
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor,
+                    "high_freq_factor": rope.high_freq_factor}  # fmt: skip
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow,
+                    "truncate": rope.truncate}  # fmt: skip
+    if rope.kind == "longrope":
+        scaling |= {"short_factor": list(rope.short_factors),
+                    "long_factor": list(rope.long_factors)}  # fmt: skip
+    if rope.kind in ("yarn", "longrope"):
+        scaling["attention_factor"] = rope.amplitude
+    return {
+        "max_position_embeddings": trained,
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+        "rope_parameters": {**scaling, "rope_theta": rope.theta},
+    }
+
+
+def merged(raw: dict) -> dict:
+    """All rotary keys of both spellings in one dict without Nones, rope_type and rope_theta set."""
+    found: dict = {}
+    top = {"rope_theta": raw.get("rope_theta")}
+    for place in (top, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
+        if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
+            raise ValueError(f"rotary parameters by layer type are not supported: {shown(place)}")
+        for key, value in place.items():
+            key = "rope_type" if key == "type" else key  # the name before transformers 4.43
+            if value is not None and found.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{key} is given as {shown(found[key])} and as {shown(value)} in rope_theta, "
+                    "rope_scaling and rope_parameters; keep one of them"
+                )
+    found.setdefault("rope_type", "default")
+    found.setdefault("rope_theta", _DEFAULT_THETA)
+    if found["rope_type"] == "default" and found.get("factor") == 1:
+        del found["factor"]
+    return found
+
+
+def _check_keys(kind: str, given: dict) -> None:
+    """Every needed key is there, no other is, and numbers are positive."""
+    missing = [key for key, needed in _KEYS[kind].items() if needed and key not in given]
+    unknown = [key for key in given if key not in _KEYS[kind]]
+    if missing or unknown:
+        raise ValueError(
+            f"rope_type {kind!r} takes {', '.join(_KEYS[kind]) or 'nothing more'}; missing: "
+            f"{', '.join(missing) or 'none'}; not understood: "
+            f"{shown(unknown)[1:-1] if unknown else 'none'}"
+        )
+    for key, value in given.items():
+        if key in ("short_factor", "long_factor"):
+            for each in value if isinstance(value, list) else [value]:
+                positive(key, each)
+        elif key == "truncate" and not isinstance(value, bool):
+            raise ValueError(f"truncate must be true or false, got {shown(value)}")
+        elif key != "truncate":
+            positive(key, value)
+
+
+def positive(key: str, value: object) -> float:
+    """``value`` if it is a positive number."""
+    if not is_real(value) or value <= 0:
+        raise ValueError(f"{key} must be a positive number, got {shown(value)}")
+    return float(value)
+
+
+def _yarn_amplitude(given: dict, factor: float) -> float:
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if "attention_factor" in given:
+        return float(given["attention_factor"])
+    if "mscale" in given and "mscale_all_dim" in given:
+        return growth(given["mscale"]) / growth(given["mscale_all_dim"])
+    return growth(1.0)
+
+
+def _longrope(
+    given: dict, theta: float, factor: float, original: int, head_dim: int
+) -> RopeConfig:  # fmt: skip
+    for key in ("short_factor", "long_factor"):
+        if not isinstance(given[key], list) or len(given[key]) != head_dim // 2:
+            raise ValueError(f"{key} must be a list of {head_dim // 2} numbers (head_dim / 2)")
+    amplitude = given.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
+    return RopeConfig(
+        theta, "longrope", factor, original,
+        amplitude=float(amplitude),
+        short_factors=tuple(map(float, given["short_factor"])),
+        long_factors=tuple(map(float, given["long_factor"])),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Which hidden states of the target an EAGLE-3 head reads, and how files say so.
+
+``eagle_aux_hidden_state_layer_ids`` at the top of config.json are indices into ``hidden_states``.
+Inside ``eagle_config`` a list that begins with 1 counts outputs of layers, one less, and a list
+that begins with 2 counts hidden states (SGLang's rule); others could be either and are refused.
+Without a list: hidden states 2, n // 2 and n - 3 of n layers.
+"""
+
+import itertools
+from typing import Any
+
+from jspec.util.messages import shown
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def default_capture_layers(num_layers: int) -> tuple[int, ...]:
+    """The hidden states that EAGLE-3 reads of a target with ``num_layers`` layers."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def read(raw: dict, nested: dict, num_layers: int) -> tuple[int, ...]:
+    """Indices into ``hidden_states``, from config.json and its ``eagle_config``.
+
+    Raises:
+      ValueError: the list is ambiguous, contradicted, or not of the target's layers.
+    """
+    top, inside = (_ids(source) for source in (raw, nested))
+    if inside is None:
+        layers = default_capture_layers(num_layers) if top is None else top
+    elif top is not None and top in (inside, _after(inside)):
+        layers = top
+    elif top is not None or inside[0] not in (1, 2):
+        other = "" if top is None else f", and {list(top)} at the top of config.json fits neither"
+        raise ValueError(
+            f"eagle_config.{LAYER_IDS} {list(inside)} may count hidden states or outputs of layers"
+            f"{other}; state them as indices into hidden_states, in {LAYER_IDS} at the top alone"
+        )
+    else:
+        layers = _after(inside) if inside[0] == 1 else inside
+    count = raw.get("num_aux_hidden_states")
+    if count not in (None, len(layers)):
+        raise ValueError(f"num_aux_hidden_states is {count}, but {LAYER_IDS} are {list(layers)}")
+    check(layers, num_layers)
+    return layers
+
+
+def check(layers: tuple[int, ...], num_layers: int) -> None:
+    """The last hidden state is left out: with the final norm to some readers, without to others."""
+    ascending = all(a < b for a, b in itertools.pairwise(layers))
+    if not ascending or not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ValueError(
+            f"the head reads hidden states {list(layers)}, which must ascend and lie below the "
+            f"target's {num_layers} layers; state others in {LAYER_IDS}, or use the head's target"
+        )
+
+
+def _ids(source: dict) -> tuple[int, ...] | None:
+    ids = source.get(LAYER_IDS) or None
+    if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
+        raise ValueError(f"{LAYER_IDS} must be a list of whole numbers, got {shown(ids)}")
+    return ids and tuple(ids)
+
+
+def _after(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The hidden states that are the outputs of layers ``ids``."""
+    return tuple(i + 1 for i in ids)
+
+
+def describe(layers: tuple[int, ...], num_layers: int) -> dict:
+    """Keys for hidden states that are not the default ones, as vLLM and as SGLang count them."""
+    if layers == default_capture_layers(num_layers):
+        return {}
+    keys: dict[str, Any] = {LAYER_IDS: list(layers)}
+    if layers[0] == 2:
+        keys["eagle_config"] = {LAYER_IDS: [layer - 1 for layer in layers]}
+    elif layers[0] > 2:
+        keys["eagle_config"] = {LAYER_IDS: list(layers)}
+    return keys

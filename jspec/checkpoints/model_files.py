@@ -1,0 +1,349 @@
+"""Directories of model files: finding them, reading and writing their JSON and their tensors.
+
+What a checkpoint of a whole model and one of a draft head have in common.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec import ops
+from jspec.checkpoints import safetensors_files, torch_files
+from jspec.checkpoints.families.names import HARMLESS, Entry
+from jspec.models.decoder import DecoderConfig
+from jspec.util import staging, values
+from jspec.util.messages import printable, shown
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = "model-{:05d}-of-{:05d}.safetensors"
+ANY_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_DTYPES = ("float32", "bfloat16", "float16")
+_MOST_JSON = 100_000_000  # bytes; the index of a thousand files has a hundredth of that
+_MOST_NAMES = 100  # in one message
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+
+_INDEX_END = ".index.json"
+
+PathLike = str | Path
+Reader = Callable[[Path], dict[str, np.ndarray]]
+
+# Files of weights, or indices of several, in the order in which they are looked for, and what reads
+# them: published directories often hold a .bin beside.
+READERS: dict[str, Reader] = {
+    WEIGHTS: safetensors_files.read,
+    INDEX: safetensors_files.read,
+    "pytorch_model.bin": torch_files.read,
+    "pytorch_model.bin.index.json": torch_files.read,
+}
+
+
+# Places.
+
+
+def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
+    """The local directory of a checkpoint, fetched from the hub if ``path`` is no directory.
+
+    Args:
+      path: a directory or a hub id.
+      patterns: what to fetch besides small files.
+
+    Raises:
+      ValueError: there is no such directory, and the hub has no such model or is out of reach.
+    """
+    directory = Path(path)
+    if path != "" and os.path.isdir(directory):  # of Path, names that are too long raise
+        staging.finish_interrupted(directory, ANY_WEIGHTS)
+        return directory
+    if os.path.exists(directory) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
+        raise ValueError(
+            f"model {shown(str(path))} is neither a directory nor an id on the hub; give a "
+            "directory with config.json, or an id such as Qwen/Qwen3-0.6B"
+        )
+    import huggingface_hub
+
+    wanted = [*_SMALL_FILES, *patterns]
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
+    except Exception as error:  # network, permissions, unknown id: one line with the remedy
+        raise ValueError(
+            f"model {shown(str(path))} is not a local directory and cannot be fetched from the hub "
+            f"({first_line(error)}); check the name and the connection, log in with "
+            "`hf auth login` if it is gated, or give a local directory"
+        ) from None
+
+
+def locate_weights(path: PathLike) -> Path:
+    """``locate`` with the files of weights that ``open_tensors`` reads, and no others.
+
+    Raises:
+      ValueError: as ``locate``; or an index is malformed.
+    """
+    directory = locate(path, (WEIGHTS,))  # and indices, which are small
+    there = [file for file in READERS if os.path.isfile(directory / file)]
+    if there and not there[0].endswith(_INDEX_END):
+        return directory
+    shards = set(_weight_map(directory / there[0]).values()) if there else ("pytorch_model.bin",)
+    return locate(path, tuple(sorted(shards)))
+
+
+def first_line(error: Exception) -> str:
+    """An exception's type and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
+
+
+# Precision.
+
+
+def stated_dtype(raw: dict) -> str | None:
+    """The dtype that a config.json names, under its new or its old key."""
+    stated = raw.get("dtype") or raw.get("torch_dtype")
+    return stated and str(stated).removeprefix("torch.")
+
+
+def known_dtype(dtype: Any) -> np.dtype:
+    """The dtype by name or type.
+
+    Raises:
+      ValueError: weights are not kept in it.
+    """
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        pass
+    else:
+        if dtype.name in _DTYPES:
+            return dtype
+    raise ValueError(
+        f"dtype {shown(getattr(dtype, 'name', dtype))} is not supported; pass one of "
+        f"{', '.join(_DTYPES)}"
+    )
+
+
+def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:
+    """The dtypes to work in: on a CPU float32, on accelerators that of the weights."""
+    working = "float32" if ops.default_backend() == "cpu" else weights_dtype.name
+    return dataclasses.replace(config, cache_dtype=working, activation_dtype=working)
+
+
+def common_dtype(params: Any) -> np.dtype:
+    """The one dtype of all floating-point arrays of ``params``.
+
+    Raises:
+      ValueError: there are several.
+    """
+    found = {leaf.dtype for leaf in jax.tree.leaves(params) if is_float(leaf)}
+    if len(found) > 1:
+        names = ", ".join(sorted(dtype.name for dtype in found))
+        raise ValueError(f"params mix {names}; pass the dtype to save them in")
+    return found.pop()
+
+
+def is_float(tensor: Any) -> bool:
+    """Whether an array holds floating-point numbers."""
+    return jnp.issubdtype(tensor.dtype, jnp.floating)
+
+
+# Reading.
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file.
+
+    Raises:
+      ValueError: there is no such file, or it holds something else.
+    """
+    if not os.path.isfile(path):  # nor may it be a pipe, which would be waited for
+        raise ValueError(f"{path} does not exist; a checkpoint is a directory with {path.name}")
+    if path.stat().st_size > _MOST_JSON:
+        raise ValueError(f"{path} has more than {_MOST_JSON} bytes; download or save it again")
+    try:
+        content = values.json_of(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download or save it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object; download or save it again")
+    return content
+
+
+def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> dict[str, np.ndarray]:
+    """Views of every tensor of a checkpoint, whose files are the first of ``readers`` there is.
+
+    Raises:
+      ValueError: there is none, or a file is missing or damaged.
+    """
+    for file, read in readers.items():
+        if os.path.isfile(directory / file):
+            sharded = file.endswith(_INDEX_END)
+            return _open_shards(directory, file, read) if sharded else read(directory / file)
+    raise ValueError(
+        f"{directory} has none of {', '.join(readers)}; a checkpoint is a directory with "
+        "config.json and one of these"
+    )
+
+
+def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndarray]:
+    """Views of every tensor of the files that ``index`` names, opened by ``read``."""
+    weight_map = _weight_map(directory / index)
+    files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not os.path.isfile(directory / file)]
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {_some(missing)} of the {len(files)} files that {index} names; "
+            "download or save it again"
+        )
+    tensors: dict[str, np.ndarray] = {}
+    for file in files:
+        for name, tensor in read(directory / file).items():
+            # A tensor that the index places elsewhere shows up as unexpected under this name.
+            tensors[name if weight_map.get(name, file) == file else f"{file}:{name}"] = tensor
+    return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file beside an index that each tensor is in."""
+    weight_map = read_json(index).get("weight_map")
+    plain = isinstance(weight_map, dict) and all(
+        isinstance(file, str) and Path(file).name == file and file.isprintable()
+        for file in weight_map.values()
+    )
+    if not plain:
+        raise ValueError(
+            f"{index} has no weight_map of names to files beside it; download or save it again"
+        )
+    return weight_map
+
+
+def _some(names: list[str]) -> str:
+    """Names for a message: all of them, unless somebody made up thousands."""
+    rest = f", … and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(printable, names[:_MOST_NAMES])) + rest
+
+
+def check_fit(
+    source: PathLike,
+    entries: tuple[Entry, ...],
+    tensors: Mapping[str, np.ndarray],
+    ignored: tuple[str, ...] = (),
+    wrong: tuple[str, ...] = (),
+) -> None:
+    """Raises one error that lists every tensor that is missing, unexpected or misshapen.
+
+    Args:
+      source: names the files in the error.
+      entries: what there should be.
+      tensors: what there is.
+      ignored: names that are neither needed nor unexpected.
+      wrong: other complaints for the list.
+
+    Raises:
+      ValueError: something does not fit.
+    """
+    wanted = {name: shape for entry in entries
+              for name, shape in zip(entry.names, entry.shapes, strict=True)}  # fmt: skip
+    missing = [name for name in wanted if name not in tensors]
+    extra = [
+        name
+        for name in tensors
+        if name not in wanted and name not in ignored and not name.endswith(HARMLESS)
+    ]
+    misshapen = [
+        f"{name} is {tensors[name].dtype}{list(tensors[name].shape)}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and (tensors[name].shape != shape or not is_float(tensors[name]))
+    ]
+    problems = [
+        f"{len(names)} {what}: {_some(names)}"
+        for what, names in (
+            ("missing", missing), ("unexpected", extra), ("misshapen", [*misshapen, *wrong])
+        )
+        if names
+    ]  # fmt: skip
+    if problems:
+        head = any(name.split(".")[-2:] == ["fc", "weight"] for name in extra)
+        hint = ". It looks like an EAGLE head; is method='eagle' or 'eagle3' meant?" if head else ""
+        raise ValueError(f"the tensors of {source} do not fit its config.json: "
+                         f"{'; '.join(problems)}{hint}")  # fmt: skip
+
+
+# Writing.
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Writes a JSON object, keys sorted."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_params(entries: tuple[Entry, ...], params: Any) -> None:
+    """Raises one error that lists every array of ``params`` that does not fit its entry.
+
+    Raises:
+      ValueError: something does not fit.
+    """
+    wrong = []
+    for entry in entries:
+        array = entry.pick(params)
+        shape = None if array is None else array.shape
+        if shape != entry.shape:
+            wrong.append(f"{entry.label} is {shape}, not {entry.shape}")
+    if wrong:
+        raise ValueError(f"params do not fit config: {'; '.join(wrong)}")
+
+
+def write_weights(
+    directory: Path,
+    entries: tuple[Entry, ...],
+    params: Any,
+    dtype: np.dtype,
+    max_shard_bytes: int = 5 * 10**9,
+    extra: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Writes safetensors files, several with an index where one would be too large.
+
+    ``extra`` tensors are written as they are, with the first file.
+    """
+    extra = extra or {}
+    shards: list[list[Entry]] = [[]]
+    room = max_shard_bytes - sum(tensor.nbytes for tensor in extra.values())
+    for entry in entries:
+        size = entry.size * entry.dtype(dtype).itemsize
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(entry)
+        room -= size
+    if len(shards) == 1:
+        return _write_shard(directory / WEIGHTS, shards[0], params, dtype, extra)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = SHARD.format(number, len(shards))
+        more = extra if number == 1 else {}
+        _write_shard(directory / file, shard, params, dtype, more)
+        names = (*more, *(name for entry in shard for name in entry.names))
+        weight_map |= dict.fromkeys(names, file)
+    count = sum(entry.size for entry in entries)
+    size = sum(entry.size * entry.dtype(dtype).itemsize for entry in entries)
+    size += sum(tensor.nbytes for tensor in extra.values())
+    count += sum(tensor.size for tensor in extra.values())
+    metadata = {"total_parameters": count, "total_size": size}
+    return write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
+
+
+def _write_shard(path: Path, shard: list[Entry], params: Any, dtype: np.dtype, extra) -> None:
+    layout = [(name, tensor.shape, tensor.dtype) for name, tensor in extra.items()]
+    layout += [(name, shape, entry.dtype(dtype)) for entry in shard
+               for name, shape in zip(entry.names, entry.shapes, strict=True)]  # fmt: skip
+
+    def pieces():
+        yield from extra.values()
+        for entry in shard:
+            yield from entry.split(np.asarray(entry.pick(params)), dtype)
+
+    safetensors_files.write(path, layout, pieces())

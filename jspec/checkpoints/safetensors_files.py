@@ -1,0 +1,156 @@
+"""Reading and writing ``.safetensors`` files: an 8-byte length, a JSON header, raw tensors.
+
+Our own reader, because it maps every dtype to NumPy without torch (bfloat16 and float8 through
+ml_dtypes), never loads what nobody looks at, and names what is wrong with a damaged file.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jspec.util import values
+from jspec.util.messages import printable, shown
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_PREFIX = 8  # bytes of the header's length, little endian
+_MAX_HEADER = 100_000_000  # the format's own limit
+_MOST_DIMENSIONS = 32  # NumPy's limit, before 2.0
+
+Layout = Iterable[tuple[str, tuple[int, ...], np.dtype]]  # name, shape and dtype, in file order
+
+
+def read(path: str | Path) -> dict[str, np.ndarray]:
+    """The tensors of a file as read-only views of the mapped file; nothing is copied.
+
+    Raises:
+      ValueError: the file is missing, truncated or corrupt; the message names the file and why.
+    """
+    path = Path(path)
+    header, data = _split(path)
+    header.pop("__metadata__", None)
+    tensors = {name: _view(path, name, entry, data) for name, entry in header.items()}
+    _check_cover(path, header, data.size)
+    return tensors
+
+
+def write(path: str | Path, layout: Layout, tensors: Iterator[np.ndarray]) -> None:
+    """Writes ``tensors`` in the order of ``layout``, holding one of them at a time.
+
+    Raises:
+      ValueError: a tensor differs from its place in the layout, or a dtype has no code.
+    """
+    layout = list(layout)
+    header, offset = {"__metadata__": {"format": "pt"}}, 0  # `transformers` insists on the format
+    for name, shape, dtype in layout:
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _code(name, dtype),
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors start aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(_PREFIX, "little") + text)
+        for (name, shape, dtype), tensor in zip(layout, tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(
+                    f"tensor {name} is {tensor.dtype}{list(tensor.shape)}, "
+                    f"its layout says {dtype}{list(shape)}"
+                )
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+
+
+def _code(name: str, dtype: np.dtype) -> str:
+    if dtype not in _CODES:
+        raise ValueError(f"tensor {name} is {dtype}, which a safetensors file cannot hold")
+    return _CODES[dtype]
+
+
+def _split(path: Path) -> tuple[dict, np.ndarray]:
+    """The parsed header and the bytes after it."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} {'is no file' if os.path.exists(path) else 'does not exist'}")
+    size = path.stat().st_size
+    if size < _PREFIX:
+        raise _corrupt(path, f"it holds {size} bytes, fewer than the {_PREFIX} of its first field")
+    data = np.memmap(path, np.uint8, mode="r")
+    length = int.from_bytes(data[:_PREFIX].tobytes(), "little")
+    if length > min(size - _PREFIX, _MAX_HEADER):
+        raise _corrupt(path, f"its header claims {length} bytes, the file holds {size}")
+    try:
+        header = values.json_of(data[_PREFIX : _PREFIX + length].tobytes(), unique=True)
+    except ValueError as error:
+        raise _corrupt(path, f"its header is not JSON ({shown(str(error))})") from None
+    if not isinstance(header, dict):
+        raise _corrupt(path, "its header is not a JSON object")
+    return header, data[_PREFIX + length :]
+
+
+def _view(path: Path, name: str, entry: object, data: np.ndarray) -> np.ndarray:
+    try:
+        code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end))
+        whole = whole and len(shape) <= _MOST_DIMENSIONS
+    except (TypeError, KeyError, ValueError):
+        whole = False
+    if not whole or not isinstance(code, str):
+        raise _corrupt(
+            path, f"the header's entry of {printable(name)} is malformed: {shown(entry)}"
+        )
+    if code not in DTYPES:
+        raise _corrupt(
+            path, f"{printable(name)} has dtype {shown(code)}; known: {', '.join(DTYPES)}"
+        )
+    name, dtype = printable(name), DTYPES[code]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise _corrupt(path, f"{name} {code}{list(shape)} does not fill its {end - begin} bytes")
+    if end > data.size:
+        raise _corrupt(
+            path, f"it is truncated: {name} ends at byte {end} of the data, {data.size} are there"
+        )
+    try:
+        return data[begin:end].view(dtype).reshape(shape)
+    except ValueError as error:  # no numbers, but dimensions beyond NumPy's
+        raise _corrupt(path, f"{name} has the shape {list(shape)}: {error}") from None
+
+
+def _check_cover(path: Path, header: dict, size: int) -> None:
+    """The tensors must lie side by side and reach the end of the file, as the format demands."""
+    reached = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if begin != reached:
+            what = "overlaps its neighbour" if begin < reached else "leaves a gap before it"
+            raise _corrupt(path, f"{printable(name)} at bytes {begin} to {end} {what}")
+        reached = end
+    if reached != size:
+        raise _corrupt(path, f"{size - reached} bytes follow its last tensor")
+
+
+def _corrupt(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is not a whole safetensors file: {why}; download or save it again")

@@ -1,0 +1,1 @@
+"""The command line: parsing and printing. Only this package reads the environment."""

@@ -1,0 +1,222 @@
+"""``jspec demo``: the embedded model continues a prompt with and without speculation, compared."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from jspec.api.llm import LLM
+from jspec.api.metrics import Counts
+from jspec.api.outputs import RequestOutput
+from jspec.api.sampling_params import SamplingParams
+from jspec.cli import show
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+
+ASSETS = Path(__file__).parents[1] / "assets" / "demo"
+PROMPT = ASSETS / "prompt.txt"
+DTYPES = ("float32", "bfloat16")
+# By method, the folder of the drafter.
+DRAFTERS = {"draft_model": "draft", "eagle": "eagle1", "eagle3": "eagle3"}
+EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": 4}
+Gap = Callable[[str, Sequence[int]], float]  # dtype, token ids -> the target's gap after them
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One row of the table. Rows of equal dtype and temperature are compared with each other."""
+
+    method: str
+    dtype: str
+    temperature: float
+    config: dict | None
+
+    @property
+    def words(self) -> str:
+        """The row in one line."""
+        return f"{self.method}, {self.group}"
+
+    @property
+    def group(self) -> str:
+        """What a row shares with the autoregression that it is measured against."""
+        drawn = f"T = {self.temperature:g}" if self.temperature else "greedy"
+        return f"{self.dtype}, {drawn}"
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the text, not only its law, is that of autoregression."""
+        rule = (self.config or {}).get("rejection_sample_method")
+        return self.temperature == 0 or rule != "block"
+
+
+@dataclasses.dataclass
+class Run:
+    """What a setting generated, how to do it again, and the seconds of the best repetition."""
+
+    setting: Setting
+    output: RequestOutput
+    again: Callable[[], object]
+    seconds: float = float("inf")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The generated ids."""
+        return self.output.outputs[0].token_ids
+
+    def time(self) -> None:
+        """Generates once more, from the prompt on, and keeps the time if it is the best."""
+        begin = perf_counter()
+        self.again()
+        self.seconds = min(self.seconds, perf_counter() - begin)
+
+
+def _settings() -> Iterator[Setting]:
+    """Each method, greedy and sampled, in both dtypes."""
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    for temperature, dtype in itertools.product((0.0, 0.8), DTYPES):
+        yield Setting("autoregressive", dtype, temperature, None)
+        ngram = {"method": "ngram", "num_speculative_tokens": 5} | lookup
+        yield Setting("ngram", dtype, temperature, ngram)
+        # Sampled text is compared where it can be, in float32; where it is about speed, it is fast.
+        rule = "coupled" if dtype == "float32" else "block"
+        for method in DRAFTERS:
+            chain = {"method": method, "num_speculative_tokens": 4, "rejection_sample_method": rule}
+            yield Setting(method, dtype, temperature, chain)
+
+
+SETTINGS = tuple(_settings())
+# Greedy text of a small model repeats itself, and so is easy to look up; sampled text is not.
+_SHOWN = ("ngram, float32, greedy", "draft_model, float32, T = 0.8")
+
+
+def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
+    """Generates with every setting, then times them in turns, and prints texts and a table.
+
+    Raises:
+      ValueError: the assets are not there, or a number is out of range.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1.")
+    SamplingParams(max_tokens=max_tokens)  # raises before weights are read
+    loading.keep_compiled_programs()
+    prompt = PROMPT.read_text(encoding="utf-8")
+    runs: list[Run] = []
+    models: dict[tuple[str, str], LoadedModel] = {}
+    with console.status("loading") as status:
+        for dtype in DTYPES:
+            for name in ("target", DRAFTERS["draft_model"]):
+                models[name, dtype] = loading.load(assets / name, dtype)
+        console.print(Text.assemble("The prompt, and what the model adds: ", show.legend(), "."))
+        console.print(Padding(Text(prompt, style="dim"), (1, 0, 1, 2)))
+        for setting in SETTINGS:
+            status.update(f"compiling and generating: {setting.words}")
+            runs.append(_first_run(setting, assets, models, prompt, max_tokens))
+            if setting.words in _SHOWN:
+                _print_text(console, models["target", setting.dtype].tokenizer, runs[-1])
+        for turn in range(repeats):  # in turns, so that a busy moment hits every row alike
+            for each in runs:
+                status.update(f"timing, {turn + 1} of {repeats}: {each.setting.words}")
+                each.time()
+        targets = {dtype: models["target", dtype] for dtype in DTYPES}
+        result = table(runs, lambda dtype, ids: _gap(targets[dtype], ids))
+    console.print(result)
+    console.print(_footnote(runs, repeats))
+
+
+def _first_run(setting: Setting, assets: Path, models: dict, prompt: str, max_tokens: int) -> Run:
+    config = setting.config
+    if setting.method in DRAFTERS:
+        name = DRAFTERS[setting.method]
+        config = config | {"model": models.get((name, setting.dtype), str(assets / name))}
+    llm = LLM(models["target", setting.dtype], config, per_request_stats="detailed")
+    params = SamplingParams(
+        temperature=setting.temperature, max_tokens=max_tokens, seed=1, ignore_eos=True
+    )
+    again = lambda: llm.generate(prompt, params)
+    return Run(setting, again()[0], again)
+
+
+def _print_text(console: Console, tokenizer: Any, done: Run) -> None:
+    text = show.colored(tokenizer, done.output.prompt_token_ids, done.output.outputs[0])
+    drafted = sum(show.drafted_tokens(done.tokens, done.output.speculative_decoding_stats))
+    count = f"{drafted} of {len(done.tokens)} tokens were drafted and accepted"
+    console.print(Text(f"{done.setting.words}: {count}", style="bold"))
+    console.print(Padding(text, (1, 0, 1, 2)))
+
+
+def table(runs: Sequence[Run], gap: Gap) -> Table:
+    """One row a run, each beside the autoregression of its dtype and temperature."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    result.add_column("method", no_wrap=True)
+    for heading in ("acceptance\nlength", "accepted by\nposition, %", "tokens/s", "speed-up"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("text")
+    for group, members in itertools.groupby(runs, key=lambda done: done.setting.group):
+        base, *rest = members
+        result.add_row(Text(group, style="bold"))
+        for done in (base, *rest):
+            result.add_row(
+                f"  {done.setting.method}", *_acceptance(done),
+                f"{len(done.tokens) / done.seconds:.0f}", f"{base.seconds / done.seconds:.2f}",
+                Text("") if done is base else verdict(done, base, gap),
+            )  # fmt: skip
+        result.add_section()
+    return result
+
+
+def _acceptance(done: Run) -> tuple[str, str]:
+    """Tokens a pass of the target, and how often the 1st, 2nd, ... drafted token was accepted."""
+    stats = done.output.speculative_decoding_stats
+    histogram = stats["acceptance_histogram"]
+    accepted = tuple(histogram.get(str(n), 0) for n in range(stats["num_spec_tokens"] + 1))
+    by_position = Counts(accepted).acceptance_per_pos
+    length = len(done.tokens) / len(stats["per_step_accepted"])
+    return f"{length:.2f}", " ".join(f"{100 * rate:.0f}" for rate in by_position)
+
+
+def verdict(done: Run, base: Run, gap: Gap) -> Text:
+    """Whether the text is that of autoregression, compared token for token."""
+    if not done.setting.comparable:
+        return Text("same law")
+    if done.tokens == base.tokens:
+        return Text("identical", style="bold green")
+    same = (a == b for a, b in zip(done.tokens, base.tokens, strict=True))
+    place = sum(1 for _ in itertools.takewhile(bool, same))
+    words = f"parts at token {place}"
+    if done.setting.temperature == 0:
+        ids = base.output.prompt_token_ids + base.tokens[:place]
+        words += f", gap {gap(done.setting.dtype, ids):.2g}"
+    return Text(words, style="bold red" if done.setting.dtype == "float32" else "yellow")
+
+
+def _gap(target: LoadedModel, token_ids: Sequence[int]) -> float:
+    """How far the target's best logit after ``token_ids`` is above the second, by a plain pass."""
+    second, first = np.sort(np.asarray(target.logits([token_ids])[0, -1]))[-2:]
+    return float(first - second)
+
+
+def _footnote(runs: Sequence[Run], repeats: int) -> Text:
+    """What was run, and what the columns mean."""
+    first, sampled = runs[0], runs[-1]
+    return Text(
+        f"{len(first.tokens)} tokens after a prompt of {len(first.output.prompt_token_ids)}; "
+        f"distinct: {len(set(first.tokens))} greedy, {len(set(sampled.tokens))} sampled.\n"
+        f"Best of {repeats} runs, prefill included, on {jax.devices()[0].device_kind}. "
+        "T: temperature.\n"
+        "acceptance length: tokens a pass of the target, its own included; 1 is no gain.\n"
+        "text: compared token for token with autoregression of the same dtype and T; gap:\n"
+        "between the target's two best logits where texts part. Sampled, all but ngram\n"
+        "have the rule `coupled` in float32 (the same text) and `block` in bfloat16\n"
+        "(the same law).",
+        style="dim",
+    )

@@ -1,0 +1,104 @@
+"""``jspec tune``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from jspec.cli.bench import configs_of, finish
+from jspec.util.values import check_apart, check_output
+
+_MANY = {"rich_help_panel": "What is searched (each may be repeated)"}
+_LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+# Need no weights of their own.
+DEFAULT = (_LOOKUP, {"method": "suffix"}, {"method": "token_recycling"})
+
+
+def tune(
+    model: Annotated[
+        str | None, typer.Argument(help="A local directory, or an id on the hub. The demo's.")
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A method's name, or a speculative_config as JSON; of one without K and tree both "
+            "are searched. If left out, the methods that need no weights.", **_MANY,
+        ),
+    ] = None,
+    questions: Annotated[
+        list[Path] | None,
+        typer.Option(help="Your prompts, in files as jspec bench takes them.", **_MANY),
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="1. Each has a winner of its own.", **_MANY)
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    max_speculative_tokens: Annotated[int, typer.Option(help="Largest K.")] = 8,
+    max_tree_size: Annotated[
+        int, typer.Option(help="Most nodes of a tree, root included, 4 or more; 0: chains alone.")
+    ] = 32,
+    max_programs: Annotated[
+        int, typer.Option(help="Shapes whose rounds are timed for a batch size, at most.")
+    ] = 12,
+    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Cut first turns to so many, leave longer ones out; 0: no limit.")
+    ] = 0,
+    num_questions: Annotated[int, typer.Option(min=0, help="Of each category; 0 for all.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Undisturbed samples of all that is timed.")] = 5,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File for the speculative_config; by batch size, if there are several."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for all that was measured and predicted.")
+    ] = None,
+) -> None:  # fmt: skip
+    """Find the speculative_config that serves your prompts fastest; Ctrl-C keeps what is done."""
+    outputs = ("--output", output), ("--json", json_file)
+    for name, path in outputs:
+        check_output(name, path)
+    check_apart(*outputs)
+    from jspec.cli import demo
+    from jspec.engine import loading
+    from jspec.tools.bench import environment, files
+    from jspec.tools.bench.questions import read
+    from jspec.tools.tune import report
+    from jspec.tools.tune.run import tune as search
+    from jspec.tools.tune.settings import Settings
+
+    configs = configs_of(config or [], []) or list(DEFAULT)
+    if model is None:
+        model = str(demo.ASSETS / "target")
+        if not config:
+            configs += [
+                {"method": method, "model": str(demo.ASSETS / folder)}
+                for method, folder in demo.DRAFTERS.items()
+            ]
+        questions = questions or [demo.PROMPT]
+    settings = Settings(
+        tuple(configs), tuple(batch_size or [1]), temperature,
+        max_speculative_tokens=max_speculative_tokens, max_tree_size=max_tree_size,
+        max_programs=max_programs, max_tokens=max_tokens, prompt_tokens=prompt_tokens,
+        per_category=num_questions, repeats=repeats, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    asked = read(questions or [], num_questions)
+    about = environment.describe("jspec")
+    loading.keep_compiled_programs()
+
+    def keep(results: dict[str, Any]) -> None:
+        if json_file is not None:
+            files.write_json(about | results, json_file)
+        if output is not None and report.output(results) is not None:
+            files.write_json(report.output(results), output)
+
+    with Console(stderr=True).status("reading") as status:
+        results = about | search(
+            model, asked, settings, on_batch=keep, on_step=lambda words: status.update(Text(words))
+        )
+    keep(results)
+    finish(results, report)

@@ -1,0 +1,234 @@
+"""Trees of drafted nodes: from parents to depths and ancestor sets.
+
+Node 0 is the root and parents precede their children, so a chain is ``[-1, 0, ..., K-1]``.
+Ancestor sets are bits in uint32 words, node j in bit ``j % 32`` of word ``j // 32``: N = 64 nodes
+need two words a row where a dense mask over the cache would need thousands of entries.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core.types import Array, Tree
+from jspec.util.messages import shown
+
+WORD = 32
+MOST_NODES = 1024  # of a tree that is asked for: its nodes see each other through an N x N mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A static tree of ranks: node i holds its parent's child of rank ``ranks[i]``.
+
+    Nodes are sorted by (depth, path), so parents precede children, siblings ascend by rank and
+    every level is one run of nodes. Hashable: a setting of drafters.
+
+    Attributes:
+      parents: -1 at the root, then one a node.
+      ranks: 0 for the likeliest (or first drawn) child of a parent; 0 at the root.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """N, the root included."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def depth(self) -> tuple[int, ...]:
+        """Edges above each node."""
+        depth = [0]
+        for parent in self.parents[1:]:
+            depth.append(depth[parent] + 1)
+        return tuple(depth)
+
+    @property
+    def max_depth(self) -> int:
+        """Edges from the root to the deepest leaf."""
+        return self.depth[-1]
+
+    @functools.cached_property
+    def num_children(self) -> tuple[int, ...]:
+        """Children of each node."""
+        return tuple(np.bincount(np.array(self.parents[1:], int), minlength=self.size).tolist())
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """One more than the highest rank among the children of each node."""
+        widths = [0] * self.size
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            widths[parent] = max(widths[parent], rank + 1)
+        return tuple(widths)
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rank path of every drafted node: what ``from_choices`` takes."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths[1:])
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the children of every node have the ranks 0, 1, 2, ... without a gap."""
+        return self.widths == self.num_children
+
+
+def from_choices(paths: Iterable[Sequence[int]]) -> Shape:
+    """The tree of a list of rank paths, as Medusa and EAGLE publish theirs.
+
+    A path names a node by the ranks that lead to it: ``(0, 1)`` is the second child of the root's
+    first. The root is not listed.
+
+    >>> from_choices([(0,), (1,), (0, 0), (0, 1)])
+    Shape(parents=(-1, 0, 0, 1, 1), ranks=(0, 0, 1, 0, 1))
+    >>> from_choices([(1,), (0,), (0, 1)]).paths
+    ((0,), (1,), (0, 1))
+
+    Raises:
+      ValueError: a path is no list of ranks, stands twice, or lacks its parent; or there is none.
+    """
+    given = [_path(path) for path in paths]
+    if not 1 <= len(given) < MOST_NODES:
+        raise ValueError(
+            f"a tree needs at least one path, such as (0,), and has {MOST_NODES - 1} at most; got "
+            f"{len(given)}."
+        )
+    ordered = sorted(set(given), key=lambda path: (len(path), path))
+    if len(ordered) < len(given):
+        twice = next(path for path in ordered if given.count(path) > 1)
+        raise ValueError(f"path {shown(list(twice))} of the tree is listed twice.")
+    index = {(): 0} | {path: node for node, path in enumerate(ordered, 1)}
+    for path in ordered:
+        if path[:-1] not in index:
+            raise ValueError(
+                f"path {shown(list(path))} of the tree has no parent: list "
+                f"{shown(list(path[:-1]))} as well."
+            )
+    parents = (-1, *(index[path[:-1]] for path in ordered))
+    return Shape(parents, (0, *(path[-1] for path in ordered)))
+
+
+def _path(path: Sequence[int]) -> tuple[int, ...]:
+    is_path = isinstance(path, Sequence) and not isinstance(path, str) and len(path) > 0
+    if not is_path or not all(
+        isinstance(rank, Integral) and not isinstance(rank, bool) and rank >= 0 for rank in path
+    ):
+        raise ValueError(f"path {shown(path)} of a tree must be a list of ranks, such as [0, 1].")
+    return tuple(int(rank) for rank in path)
+
+
+def chain(depth: int) -> np.ndarray:
+    """Parents of a chain of ``depth`` drafted nodes under a root: int32 [depth + 1].
+
+    >>> chain(3)
+    array([-1,  0,  1,  2], dtype=int32)
+    """
+    return np.arange(-1, depth, dtype=np.int32)
+
+
+def is_chain(parents: Array | np.ndarray) -> bool:
+    """Whether ``parents`` are known to be a chain's: static, each node behind the one before it.
+
+    >>> is_chain(chain(3)), is_chain(np.array([-1, 0, 0]))
+    (True, False)
+    """
+    static = isinstance(parents, np.ndarray) and parents.ndim == 1
+    return static and np.array_equal(parents, chain(len(parents) - 1))
+
+
+def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
+    """The tree of ``parents`` ([N] or [B, N], -1 at the root), at most ``max_depth`` edges deep.
+
+    A NumPy array gives NumPy constants, which XLA folds; a traced array gives traced values.
+
+    >>> tree = from_parents(np.array([-1, 0, 0, 1]), max_depth=2)
+    >>> tree.depth
+    array([0, 1, 1, 2], dtype=int32)
+    >>> tree.ancestors[..., 0]
+    array([ 1,  3,  5, 11], dtype=uint32)
+    """
+    xp = np if isinstance(parents, np.ndarray) else jnp
+    above = xp.maximum(parents, 0)  # the root is its own parent
+    reach = _reach_static(above) if xp is np else _reach_traced(above, max_depth)
+    depth = (reach.sum(-1) - 1).astype(xp.int32)
+    return Tree(above.astype(xp.int32), depth, pack_bits(reach), max_depth)
+
+
+def _reach_static(above: np.ndarray) -> np.ndarray:
+    """bool [..., N, N]: row by row, a node reaches itself and what its parent reaches."""
+    reach = np.zeros((*above.shape, above.shape[-1]), bool)
+    reach[..., 0, 0] = True
+    for node in range(1, above.shape[-1]):
+        parent = above[..., node, None, None]
+        reach[..., node, :] = np.take_along_axis(reach, parent, -2)[..., 0, :]
+        reach[..., node, node] = True
+    return reach
+
+
+def _reach_traced(above: Array, max_depth: int) -> Array:
+    """The same in few operations: squaring the reach of i edges gives that of 2 i edges."""
+    num_nodes = above.shape[-1]
+    reach = jnp.eye(num_nodes, dtype=bool) | (above[..., None] == jnp.arange(num_nodes))
+    span = 1
+    while span < max_depth:
+        reach = jnp.matmul(reach.astype(jnp.int32), reach.astype(jnp.int32)) > 0
+        span *= 2
+    return reach
+
+
+def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:
+    """Packs bool [..., N] into uint32 words [..., W]."""
+    xp = np if isinstance(mask, np.ndarray) else jnp
+    num_words = -(-mask.shape[-1] // WORD)
+    missing = num_words * WORD - mask.shape[-1]
+    padded = xp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+    words = padded.reshape(*mask.shape[:-1], num_words, WORD).astype(xp.uint32)
+    return (words << xp.arange(WORD, dtype=xp.uint32)).sum(-1, dtype=xp.uint32)
+
+
+def unpack_bits(words: Array | np.ndarray, num_nodes: int) -> Array | np.ndarray:
+    """Inverse of ``pack_bits``: uint32 [..., W] to bool [..., num_nodes]."""
+    xp = np if isinstance(words, np.ndarray) else jnp
+    bits = (words[..., None] >> xp.arange(WORD, dtype=xp.uint32)) & xp.uint32(1)
+    return bits.reshape(*words.shape[:-1], -1)[..., :num_nodes] > 0
+
+
+def within(tree: Tree, window: int) -> Array | np.ndarray:
+    """Ancestor words [..., N, W] of a sliding window: a node sees fewer than ``window`` edges up.
+
+    >>> within(from_parents(chain(3), max_depth=3), window=2)[..., 0]
+    array([ 1,  3,  6, 12], dtype=uint32)
+    """
+    if tree.max_depth < window:
+        return tree.ancestors
+    return tree.ancestors & pack_bits(tree.depth[..., :, None] - tree.depth[..., None, :] < window)
+
+
+def broadcast(tree: Tree, batch: int) -> Tree:
+    """Gives every array of ``tree`` a leading axis of ``batch`` rows, if it has none.
+
+    NumPy constants stay such.
+    """
+    if tree.depth.ndim == 2:
+        return tree
+    xp = np if isinstance(tree.depth, np.ndarray) else jnp
+    lead = lambda x: xp.broadcast_to(x, (batch, *x.shape))
+    return Tree(lead(tree.parents), lead(tree.depth), lead(tree.ancestors), tree.max_depth)
+
+
+def first_nodes(tree: Tree, count: int) -> Tree:
+    """The tree of the first ``count`` nodes (parents precede children, so it is closed)."""
+    words = -(-count // WORD)
+    return Tree(
+        tree.parents[..., :count],
+        tree.depth[..., :count],
+        tree.ancestors[..., :count, :words],
+        min(tree.max_depth, count - 1),
+    )

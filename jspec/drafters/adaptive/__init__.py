@@ -1,0 +1,1 @@
+"""Draft length that follows the batch."""

@@ -1,0 +1,1 @@
+"""Shared code of drafters that have a network."""

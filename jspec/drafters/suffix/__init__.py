@@ -1,0 +1,1 @@
+"""Suffix decoding (arXiv 2411.04975)."""

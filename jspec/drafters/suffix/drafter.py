@@ -1,0 +1,195 @@
+"""Suffix decoding: what followed the last tokens most often, in the text and in past responses.
+
+The rule is that of arXiv 2411.04975 as vLLM runs it (ArcticInference): for every match length, the
+continuations of all occurrences are counted, a draft follows the likeliest while the product of its
+count ratios is at least ``suffix_decoding_min_token_prob``, and it is the longer the longer the
+match is. The draft with the highest sum of probabilities is proposed; a row's own text, prompt
+included, wins ties against past responses. Of more occurrences than
+``suffix_decoding_max_occurrences`` the latest are counted. All of it happens on the device.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.core import trees
+from jspec.core.history import is_ended, root_token
+from jspec.core.types import Array, Draft, History
+from jspec.drafters.suffix import corpus, growth
+from jspec.drafters.suffix.corpus import Corpus, OwnText
+from jspec.drafters.suffix.growth import Occurrences
+from jspec.util.messages import shown
+
+TREES = ("chain", "best_first")
+_TREE_SIZE = 16  # nodes of a tree that says nothing else, root included
+
+
+@struct.dataclass
+class SuffixMemory:
+    """The rows' own texts, and what is still to be stored of each."""
+
+    own: OwnText
+    start: Array  # [B] int32, where the response starts: the prompt's length
+    stored: Array  # [B] bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Suffix:
+    """Suffix decoding. ``shared`` is a ``Corpus`` of past responses, or () for none.
+
+    A response is looked up by its own row as it grows, beside past ones: so it outweighs a prompt
+    from which it departs. It enters the corpus in the round in which its row ends, and then serves
+    all rows.
+
+    Attributes:
+      num_speculative_tokens: drafted tokens at most, or edges below the root of a tree; None for
+        ``suffix_decoding_max_tree_depth``, as in vLLM.
+      tree: "chain", or "best_first": the most probable continuations until the nodes are used up.
+      tree_size: N, nodes of a tree, root included; None for 16, or for those of the chain.
+      suffix_decoding_max_tree_depth: tokens of a match and its continuation together, at most.
+      suffix_decoding_max_cached_requests: responses kept; 0 keeps none.
+      suffix_decoding_max_spec_factor: drafted tokens for every token of the match, at most.
+      suffix_decoding_min_token_prob: least probability, by counts, of a drafted token.
+      suffix_decoding_max_cached_tokens: tokens kept of all responses, one more for each response;
+        the oldest responses make room.
+      suffix_decoding_max_occurrences: M, occurrences of a match that are counted, the latest.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+
+    num_speculative_tokens: int | None = None
+    tree: str = "chain"
+    tree_size: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_cached_tokens: int = 1 << 20
+    suffix_decoding_max_occurrences: int = 32
+
+    capture_layers = ()
+    proposal = "point"
+    noise = "own"
+
+    def __post_init__(self):
+        self._check()
+        if self.tree == "chain" and self.tree_size not in (None, self.rule.size + 1):
+            raise ValueError(
+                f"tree_size={self.tree_size}, but the longest chain of these settings has "
+                f"{self.rule.size + 1} nodes; leave tree_size out, or use tree='best_first'."
+            )
+        object.__setattr__(self, "tree_size", self.rule.size + 1)
+
+    def _check(self) -> None:
+        given = vars(self)
+        prefix, most = "suffix_decoding_", trees.MOST_NODES
+        checks = (
+            ("num_speculative_tokens", lambda x: x is None or 1 <= x <= most, f"in [1, {most}]"),
+            ("tree_size", lambda x: x is None or 2 <= x <= most, f"2 to {most}, root included"),
+            (f"{prefix}max_tree_depth", lambda x: 1 <= x <= most, f"in [1, {most}]"),
+            (f"{prefix}max_cached_requests", lambda x: x >= 0, ">= 0"),
+            (f"{prefix}max_spec_factor", lambda x: 0 <= x < float("inf"), ">= 0"),
+            (f"{prefix}min_token_prob", lambda x: 0 <= x <= 1, "in [0, 1]"),
+            (f"{prefix}max_cached_tokens", lambda x: 2 <= x <= 1 << 30, "in [2, 2**30]"),
+            (f"{prefix}max_occurrences", lambda x: 1 <= x <= 1024, "in [1, 1024]"),
+        )
+        for name, holds, wanted in checks:
+            if not holds(given[name]):
+                raise ValueError(f"{name}={shown(given[name])} must be {wanted}")
+        if self.tree not in TREES:
+            raise ValueError(f"tree={shown(self.tree)} of suffix must be {' or '.join(TREES)}.")
+
+    @functools.cached_property
+    def rule(self) -> growth.Rule:
+        """How far continuations are followed."""
+        depth = self.num_speculative_tokens or self.suffix_decoding_max_tree_depth
+        branching = self.tree != "chain"
+        return growth.Rule(
+            max_tokens=(self.tree_size or _TREE_SIZE) - 1 if branching else depth,
+            max_depth=depth,
+            max_tree_depth=self.suffix_decoding_max_tree_depth,
+            max_spec_factor=self.suffix_decoding_max_spec_factor,
+            min_token_prob=self.suffix_decoding_min_token_prob,
+            branching=branching,
+        )
+
+    @property
+    def max_depth(self) -> int:
+        """K, as deep as a draft of these settings can ever be."""
+        return self.rule.depth
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Node counts worth a program: drafts are as long as the match, mostly short."""
+        return tuple(sorted({1, -(-self.tree_size // 3), self.tree_size}))
+
+    def init_shared(self) -> Corpus | tuple:
+        """An empty corpus; () where none is kept."""
+        if not (self.suffix_decoding_max_cached_requests and self.rule.depth):
+            return ()
+        # A request takes two slots at least: of more requests there is never room for the start.
+        most = self.suffix_decoding_max_cached_tokens
+        return corpus.no_responses(
+            min(self.suffix_decoding_max_cached_requests, most // 2), most, self.rule.groups
+        )
+
+    def init(self, params, request, capacity):
+        """Nothing taken in yet: a prompt has one token more than is taken in."""
+        batch = request.max_length.shape[0]
+        own = corpus.no_texts(batch, capacity, self.rule.groups)
+        return SuffixMemory(own, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), bool))
+
+    def absorb(self, params, memory, tokens, features, start, valid):
+        """Counts the prompt."""
+        return memory.replace(start=memory.start + valid)
+
+    def propose(self, params, request, shared, memory, history):
+        """What followed most often."""
+        rule, root = self.rule, root_token(history)[:, None]
+        if not rule.depth:
+            return Draft(root, trees.chain(0), jnp.ones_like(root, dtype=bool)), memory
+        memory = memory.replace(own=corpus.take_in(memory.own, history))
+        found = self._occurrences(shared, memory, history)
+        grown = growth.best(growth.grow(rule, found, history.length))
+        valid = jnp.arange(rule.size) < grown.size[:, None]
+        lead = lambda x, fill: jnp.pad(x, ((0, 0), (1, 0)), constant_values=fill)
+        above = lead(jnp.where(valid, grown.parents, 0), -1)
+        return Draft(
+            tokens=jnp.concatenate([root, jnp.where(valid, grown.tokens, 0)], 1),
+            parents=above if rule.branching else trees.chain(rule.size),
+            valid=lead(valid, True),
+            score=grown.score,
+            max_depth=rule.depth,
+        ), memory
+
+    def update(self, params, request, shared, memory, history, draft, verdict, out):
+        """Stores the responses of rows that have ended."""
+        # A row that emits nothing was done before, as one that came to a law without any token.
+        done = is_ended(request, history) | (verdict.num_emitted == 0)
+        return self._store(shared, memory, history, done)
+
+    def retire(self, shared: Any, memory: SuffixMemory, history: History) -> Any:
+        """Stores the responses of all rows that were not stored yet; returns ``shared``."""
+        return self._store(shared, memory, history, jnp.ones_like(memory.stored))[1]
+
+    def _store(self, shared, memory, history, rows):
+        if shared == ():
+            return memory, shared
+        shared = corpus.store(shared, history, memory.start, rows & ~memory.stored)
+        return memory.replace(stored=memory.stored | rows), shared
+
+    def _occurrences(self, shared: Any, memory: SuffixMemory, history: History) -> Occurrences:
+        """In the rows' own texts and, where there is a corpus, in responses: past and own."""
+        rule, wanted = self.rule, self.suffix_decoding_max_occurrences
+        last = corpus.last_tokens(history, rule.longest_match)
+        place, found = corpus.in_history(memory.own, history, last, wanted, rule.depth)
+        if shared == ():
+            return found
+        past = corpus.in_corpus(shared, last, wanted, rule.depth)
+        past = corpus.with_response(past, found, place, memory.start, rule.groups)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), found, past)

@@ -1,0 +1,1 @@
+"""Trees of draft tokens: settings, expansion, drawing, merging."""

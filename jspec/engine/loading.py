@@ -1,0 +1,197 @@
+"""Opening a model for use: its network, weights, tokenizer and end-of-text tokens in one value."""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import platformdirs
+
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files, mask_token
+from jspec.checkpoints.heads.head_files import LoadedHead
+from jspec.core import trees
+from jspec.core.types import Array
+from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
+from jspec.util.messages import shown
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model and its weights. Made by ``load``.
+
+    Attributes:
+      path: where it came from: a directory or a hub id.
+      config: sizes of the network.
+      params: weights.
+      raw_config: config.json.
+    """
+
+    path: str | os.PathLike
+    config: DecoderConfig
+    params: DecoderParams = dataclasses.field(repr=False)
+    raw_config: dict = dataclasses.field(repr=False)
+
+    @property
+    def target(self) -> Decoder:
+        """The network as the ``Target`` of a ``Plan``."""
+        return Decoder(self.config)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, read when first asked for.
+
+        Raises:
+          ValueError: the checkpoint has none, or it cannot be read.
+        """
+        return checkpoint.load_tokenizer(self.path)
+
+    @functools.cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, by config.json and generation_config.json."""
+        return checkpoint.eos_token_ids(self.path)
+
+    def logits(self, token_ids: Any) -> Array:
+        """The plain forward pass: token ids [B, T] to float32 logits [B, T, V].
+
+        Raises:
+          ValueError: ``token_ids`` are not a [B, T] block of ids of the vocabulary, or too long.
+        """
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"token_ids must be whole numbers [B, T], got {tokens.dtype}{list(tokens.shape)}; "
+                "score texts of unlike length one by one."
+            )
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise ValueError(
+                f"token_ids hold {wrong}, outside the vocabulary of {self.config.vocab_size}."
+            )
+        if tokens.shape[1] > self.config.max_positions:
+            raise ValueError(
+                f"token_ids are {tokens.shape[1]} long, but the model has "
+                f"{self.config.max_positions} positions."
+            )
+        return _logits(self.target, self.params, jnp.asarray(tokens, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="target")
+def _logits(target: Decoder, params: DecoderParams, tokens: Array) -> Array:
+    """A text is a chain of nodes after an empty prefix."""
+    batch, length = tokens.shape
+    tree = trees.from_parents(trees.chain(length - 1), length - 1)
+    return target.forward(params, tokens, tree, target.init_cache(batch, 0)).logits
+
+
+def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
+    """Loads a checkpoint in the Hugging Face layout; a loaded model is returned as it is.
+
+    Args:
+      model: a local directory or a hub id.
+      dtype: "float32", "bfloat16" or "float16"; None or "auto" for the checkpoint's own.
+
+    Raises:
+      ValueError: it cannot be read; the message says what is wrong and where.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
+    return LoadedModel(model, *checkpoint.load_pretrained(_path(model), chosen))
+
+
+def load_head(
+    head: str | os.PathLike | LoadedHead,
+    target: DecoderConfig,
+    *,
+    kind: str | None = None,
+    dtype: str | None = None,
+) -> LoadedHead:
+    """Loads a draft head; a loaded one is returned as it is.
+
+    Args:
+      head: a local directory or a hub id.
+      target: sizes of the target that it drafts for.
+      kind: the method it must be of, such as "eagle3" or "mlp_speculator"; None for any.
+      dtype: as in ``load``.
+
+    Raises:
+      ValueError: it cannot be read, is of another method or was made for another target.
+    """
+    if not isinstance(head, LoadedHead):
+        chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
+        return head_files.load_head(_path(head), target, kind=kind, dtype=chosen)
+    if kind not in (None, head.kind):
+        raise ValueError(
+            f"the head is of method {head.kind!r}, not {kind!r}; ask for {head.kind!r}."
+        )
+    width = getattr(head.config, "target_hidden_size", head.config.hidden_size)
+    fits = (head.config.target_vocab_size, width) == (target.vocab_size, target.hidden_size)
+    if not fits or max(head.config.capture_layers) > target.num_layers:
+        raise ValueError("the head was made for another target.")
+    return head
+
+
+def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
+    """The head without its embedding where that is the target's: one copy in memory will do."""
+    own = getattr(head.params, "embedding", None)
+    if own is None or own.shape != embedding.shape or not (own == embedding).all():
+        return head
+    config = dataclasses.replace(head.config, own_embedding=False)
+    return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))
+
+
+def sizes(model: str | os.PathLike | LoadedModel) -> DecoderConfig:
+    """The network of a model, without loading its weights."""
+    if isinstance(model, LoadedModel):
+        return model.config
+    return checkpoint.load_config(_path(model))[0]
+
+
+def mask_token_id(model: str | os.PathLike | LoadedModel) -> int | None:
+    """The token behind which a draft model guesses several at once; None if it has none.
+
+    Raises:
+      ValueError: config.json names it twice, or not by a number.
+    """
+    loaded = isinstance(model, LoadedModel)
+    raw = model.raw_config if loaded else checkpoint.load_config(_path(model))[1]
+    return mask_token.mask_token_id(raw, mask_token.SERVED)
+
+
+def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:
+    """A model's tokenizer, or None where it has none that can be read."""
+    try:
+        loaded = isinstance(model, LoadedModel)
+        return model.tokenizer if loaded else checkpoint.load_tokenizer(model)
+    except ValueError:
+        return None
+
+
+def text_ends(model: LoadedModel) -> tuple[int, ...]:
+    """Ids that end a text, ascending: by the checkpoint, and by its tokenizer if there is one."""
+    tokenizer = tokenizer_if_any(model)
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(sorted({*model.eos_token_ids, own} - {None}))
+
+
+def _path(model: Any) -> str | os.PathLike:
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(f"model={shown(model)} must be a local directory or an id on the hub.")
+    return model
+
+
+def keep_compiled_programs() -> None:
+    """Turns on JAX's persistent compilation cache, in the user's cache directory.
+
+    Leaves it alone where the user has chosen a directory (jax_compilation_cache_dir) already, or
+    has turned the cache off (jax_enable_compilation_cache).
+    """
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        directory = platformdirs.user_cache_path("jspec") / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        # Small programs too: the first call runs dozens, and they add up to seconds.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -1,1 +1,0 @@
-"""What lies on disk: tensor files, model directories, draft heads, and writing them whole."""

@@ -1,0 +1,1 @@
+"""Structured output on the host: grammars to token automata."""

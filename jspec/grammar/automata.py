@@ -1,0 +1,363 @@
+"""Structured output on the host: regular expressions and JSON schemas to automata over tokens.
+
+``outlines-core`` builds the automata: over the bytes of every token, so that a token may end in the
+middle of what the grammar names, and characters may be spread over several tokens.
+"""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from jspec.core.token_fsm import FREE, Automaton
+from jspec.grammar import schemas
+from jspec.util.buckets import bucket
+from jspec.util.messages import shown
+
+KINDS = ("json", "regex", "choice", "json_object")
+# Closes every text, so that none matches before its end: where one does, and one that goes on does
+# later, the index of outlines-core loses ways between the two.
+_END = b"\x00"
+_SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grammar:
+    """An automaton over token ids; states are 0 to S - 1, each with transitions in order of ids.
+
+    Attributes:
+      first: [S + 1], where each state's transitions begin.
+      tokens: [E] ids.
+      following: [E] states.
+      start: the state before anything is said.
+      listed: for each state the ids that it allows, or those that it forbids if they are fewer.
+      forbids: [S] bool, which of the two.
+    """
+
+    first: np.ndarray
+    tokens: np.ndarray
+    following: np.ndarray
+    start: int
+    listed: tuple[np.ndarray, ...]
+    forbids: np.ndarray
+
+
+def pattern_of(asked: Mapping[str, Any] | Any) -> str:
+    """The regular expression of a ``structured_outputs``.
+
+    Args:
+      asked: {"json": schema, as a dict or text}, {"regex": text}, {"choice": [texts]} or
+        {"json_object": True}; or an object with one such attribute, as vLLM's
+        ``StructuredOutputsParams``.
+
+    Raises:
+      ValueError: it is none of these, or the schema cannot be read.
+    """
+    if not isinstance(asked, Mapping) and hasattr(asked, "__dict__"):
+        asked = vars(asked)
+    if not isinstance(asked, Mapping):
+        raise ValueError(
+            f"structured_outputs={shown(asked)} must be a dict with one of {', '.join(KINDS)}."
+        )
+    given = {key: value for key, value in asked.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= set(KINDS):
+        raise ValueError(
+            f"structured_outputs={shown(asked)} must hold one of {', '.join(KINDS)}; other kinds "
+            "are not supported."
+        )
+    ((kind, value),) = given.items()
+    if kind == "regex" and isinstance(value, str) and value:
+        return _encodable(value)
+    if kind == "choice" and _are_texts(value):
+        return _encodable("|".join(map(_literally, value)))
+    if kind == "json_object" and value is True:
+        return _of_schema({"type": "object"})
+    if kind == "json" and isinstance(value, str | Mapping):
+        return _of_schema(value)
+    raise ValueError(
+        f"structured_outputs={{{kind!r}: {shown(value)}}} must be a schema (json), a text that is "
+        "not empty (regex), a list of such texts (choice), or True (json_object)."
+    )
+
+
+def _encodable(pattern: str) -> str:
+    try:
+        pattern.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"structured_outputs holds half a character: {error}.") from None
+    return pattern
+
+
+def _are_texts(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return listed and len(value) > 0 and all(isinstance(each, str) and each for each in value)
+
+
+def _literally(text: str) -> str:
+    return "".join(f"\\{char}" if char in _SYMBOLS else char for char in text)
+
+
+def _of_schema(schema: str | Mapping) -> str:
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        schemas.check(text)
+        pattern = _pattern_of_schema(_encodable(text))
+        if pattern in ("", "()"):
+            raise ValueError("it allows nothing")
+        return pattern
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
+
+
+# A schema of a hundred levels stands for a pattern beyond memory, and who runs out of it in there
+# is ended: another process finds out.
+_SCHEMA_READER = """
+import sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)
+except ImportError:
+    pass
+from outlines_core import json_schema
+try:
+    said = "+" + json_schema.build_regex_from_schema(sys.stdin.buffer.read().decode())
+except (ValueError, TypeError, OverflowError) as error:
+    said = "-" + str(error)[:300]
+sys.stdout.buffer.write(said.encode())
+"""
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern_of_schema(text: str) -> str:
+    said = _run(_SCHEMA_READER, text.encode()).decode()
+    if not said.startswith("+"):
+        raise ValueError(said[1:] or "it stands for more than memory or time allow; nest it less")
+    return said[1:]
+
+
+def _run(script: str, asked: bytes) -> bytes:
+    """What a script prints in a process of its own; nothing if it takes too long or dies."""
+    command = [sys.executable, "-c", script]
+    try:
+        return subprocess.run(
+            command, input=asked, capture_output=True, timeout=_SECONDS, check=False
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return b""
+
+
+# Some short patterns stand for automata beyond bounds. So another process makes them, bounded:
+# first over single bytes, which is quick, then over the tokens. Prints a line of JSON, then int32
+# arrays: the states' numbers of transitions, the tokens, and the states that they lead to.
+_COMPILER = """
+import json, sys
+from array import array
+asked = json.loads(sys.stdin.buffer.read())
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (asked["memory"],) * 2)
+except ImportError:
+    pass
+from outlines_core import Index, Vocabulary
+
+def over(words, eos):
+    return Index(asked["pattern"], Vocabulary(eos, words))
+
+try:
+    states = len(over({bytes([byte]): [byte] for byte in range(256)}, 256).get_transitions())
+    if states > asked["most_states"]:
+        sys.exit(print(json.dumps({"states": states})))
+    index = over({text.encode("latin-1"): ids for text, ids in asked["words"]}, asked["eos"])
+except ValueError as error:
+    sys.exit(print(json.dumps({"error": " ".join(str(error).split())[:300]})))
+rows = index.get_transitions()
+if sum(map(len, rows.values())) > asked["most_transitions"]:
+    sys.exit(print(json.dumps({"transitions": sum(map(len, rows.values()))})))
+print(json.dumps({"start": index.get_initial_state(), "states": list(rows),
+                  "final": list(index.get_final_states())}), flush=True)
+for part in (map(len, rows.values()), (x for row in rows.values() for x in row),
+             (x for row in rows.values() for x in row.values())):
+    array("I", part).tofile(sys.stdout.buffer)
+"""
+_SECONDS, _MEMORY = 60, 6 << 30
+_MOST_STATES, _MOST_TRANSITIONS = 50_000, 1 << 24
+
+
+def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[dict, np.ndarray]:
+    """The automaton of a pattern over tokens, as ``_COMPILER`` prints it.
+
+    Raises:
+      ValueError: the pattern cannot be read, no tokens spell it, or it is too large to use.
+    """
+    asked = {
+        "pattern": pattern, "eos": eos, "memory": _MEMORY, "most_states": _MOST_STATES,
+        "most_transitions": _MOST_TRANSITIONS,
+        "words": [(text.decode("latin-1"), ids) for text, ids in words.items()],
+    }  # fmt: skip
+    line, _, arrays = _run(_COMPILER, json.dumps(asked).encode()).partition(b"\n")
+    said = json.loads(line) if line else {}
+    if "error" in said:
+        raise ValueError(f"structured_outputs cannot be compiled: {said['error']}")
+    if "start" not in said:
+        counted = [f"{count} {what}" for what, count in said.items()]
+        raise ValueError(
+            "structured_outputs cannot be compiled: its automaton has "
+            f"{counted[0] if counted else 'more than memory or time allow'}, and may have at most "
+            f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound what repeats, or "
+            "make the pattern simpler."
+        )
+    return said, np.frombuffer(arrays, np.uint32)
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int) -> Grammar:
+    """The automaton of texts that match ``pattern`` and then end.
+
+    Such texts hold no NUL character.
+
+    Args:
+      pattern: a regular expression over the whole text, in the syntax of Rust's ``regex``.
+      tokenizer: whose tokens spell the text.
+      ends: tokens that end it, allowed where the pattern is complete.
+      vocab_size: V.
+
+    Raises:
+      ValueError: there is no token to end with, the pattern cannot be read or stands for too large
+        an automaton, or no tokens spell it.
+    """
+    ends = frozenset(token for token in ends if token < vocab_size)  # others are never said
+    if not ends:
+        raise ValueError(
+            "structured_outputs needs a token that ends the text, and the model names none; give "
+            "stop_token_ids."
+        )
+    spelled = token_bytes(tokenizer, vocab_size, ends)
+    spelled = {text: ids for text, ids in spelled.items() if _END not in text}
+    complete, eos = vocab_size, vocab_size + 1  # ids that no token has
+    said, arrays = _index(f"(?:{pattern}){_END.decode()}", spelled | {_END: [complete]}, eos)
+    return _over_tokens(said, arrays, complete, np.array(sorted(ends)), vocab_size)
+
+
+def _over_tokens(
+    said: dict, arrays: np.ndarray, complete: int, ends: np.ndarray, vocab_size: int
+) -> Grammar:
+    """The grammar of what ``_COMPILER`` printed, states numbered from 0 on.
+
+    A text is complete where ``complete`` leads to a final state: elsewhere it is a NUL character of
+    the text, as ``.`` and ``[^a]`` allow it.
+    """
+    states = np.array(said["states"], np.int64)
+    counts, (tokens, following) = arrays[: len(states)], arrays[len(states) :].reshape(2, -1)
+    owner = np.repeat(states, counts)
+    final = np.array(said["final"], np.int64)
+    number = np.sort(states[~np.isin(states, final)])
+    ended = len(number)
+    closes = owner[(tokens == complete) & np.isin(following, final)]
+    closes = np.searchsorted(number, np.unique(closes[~np.isin(closes, final)]))
+    kept = (tokens < complete) & ~np.isin(owner, final)
+    closes = np.append(closes, ended)  # where ends are ignored
+    parts = (
+        np.append(np.searchsorted(number, owner[kept]), np.repeat(closes, len(ends))),
+        np.append(tokens[kept], np.tile(ends, len(closes))),
+        np.append(
+            np.searchsorted(number, following[kept]), np.full(len(ends) * len(closes), ended)
+        ),
+    )
+    order = np.lexsort(parts[1::-1])
+    owner, tokens, following = (part[order].astype(np.int32) for part in parts)
+    first = np.searchsorted(owner, np.arange(ended + 2)).astype(np.int32)
+    forbids = 2 * np.diff(first) > vocab_size
+    return Grammar(
+        first, tokens, following, int(np.searchsorted(number, said["start"])),
+        tuple(map(_listed, np.split(tokens, first[1:-1]), forbids, repeat(vocab_size))), forbids,
+    )  # fmt: skip
+
+
+def _listed(allowed: np.ndarray, forbids: bool, vocab_size: int) -> np.ndarray:
+    if not forbids:
+        return allowed
+    others = np.ones(vocab_size, bool)
+    others[allowed] = False
+    return np.flatnonzero(others).astype(np.int32)
+
+
+def token_bytes(
+    tokenizer: Any, vocab_size: int, without: frozenset[int] = frozenset()
+) -> dict[bytes, list[int]]:
+    """The bytes that each token writes, and the ids that write them; special tokens write none."""
+    skipped = {*tokenizer.all_special_ids, *without}
+    skipped |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = None if backend is None else json.loads(backend.to_str())["decoder"]
+    spell = _byte_level if "ByteLevel" in json.dumps(decoder) else _with_metaspace
+    found: dict[bytes, list[int]] = {}
+    for token, id in tokenizer.get_vocab().items():
+        if id < vocab_size and id not in skipped and (spelled := spell(token)):
+            found.setdefault(spelled, []).append(id)
+    return found
+
+
+@functools.cache
+def _alphabet() -> dict[str, int]:
+    """GPT-2's printable characters for the 256 bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+def _byte_level(token: str) -> bytes:
+    alphabet = _alphabet()
+    if all(char in alphabet for char in token):
+        return bytes(alphabet[char] for char in token)
+    return token.encode()  # a token that was added
+
+
+def _with_metaspace(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
+    """The automaton of a batch of ``size`` rows, those without a grammar being free."""
+    unique = list(dict.fromkeys(grammar for grammar in grammars if grammar is not None))
+    none = np.empty(0, np.int32)
+    first, tokens, following = [np.zeros(1, np.int32)], [none], [none]
+    listed, forbids, begin = [none], [True], {}
+    states = transitions = 0
+    for grammar in unique:
+        begin[grammar] = states + 1 + grammar.start
+        first.append(grammar.first[:-1] + transitions)
+        tokens.append(grammar.tokens)
+        following.append(grammar.following + states + 1)
+        listed += grammar.listed
+        forbids += grammar.forbids.tolist()
+        states += grammar.first.size - 1
+        transitions += grammar.tokens.size
+    rows = np.diff(np.append(np.concatenate(first), transitions))
+    lengths = [part.size for part in listed]
+    start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
+    count = bucket(states + 1)
+    grown = lambda parts, length, fill: np.pad(
+        np.concatenate(parts), (0, length - sum(map(len, parts))), constant_values=fill
+    ).astype(np.int32)
+    return Automaton(
+        first=grown([*first], count + 1, transitions),
+        tokens=grown(tokens, bucket(transitions), -1),
+        following=grown(following, bucket(transitions), FREE),
+        first_listed=grown([np.cumsum([0, *lengths])], count + 1, sum(lengths)),
+        listed=grown(listed, bucket(sum(lengths)), -1),
+        forbids=np.pad(np.array(forbids), (0, count - len(forbids))),
+        start=np.array(start + [FREE] * (size - len(start)), np.int32),
+        longest=bucket(max(lengths), 1),
+        steps=bucket(int(rows.max()), 1).bit_length(),
+    )

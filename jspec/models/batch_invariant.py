@@ -1,0 +1,103 @@
+"""A decoder whose logits, to the bit, do not depend on how tokens were put into passes.
+
+A token's logits are then a matter of the tokens before it alone: verified with K others, decoded by
+itself or taken in with a prompt, in whatever batch and cache. So greedy text, and the text of rule
+``coupled``, is that of plain decoding even in bfloat16, where ordinary passes differ by rounding.
+
+It costs speed: every matmul runs in tiles of one shape, and attention adds up in the order of
+positions. Chains only: the nodes of a tree that share a position have no one order.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jspec import ops
+from jspec.core import kv_cache
+from jspec.core.types import Array, TargetOutput, Tree
+from jspec.models import decoder
+from jspec.models.attention import Attend
+from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiled(DecoderConfig):
+    """The sizes of a decoder, with norms that run in tiles."""
+
+    def norm(self, x: Array, weight: Array) -> Array:
+        """See ``DecoderConfig``."""
+        return ops.in_tiles(lambda rows: super(_Tiled, self).norm(rows, weight), x)
+
+
+def _linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
+    return ops.in_tiles(lambda rows: ops.linear(rows, w, transposed=transposed), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeterministicDecoder(Decoder):
+    """A ``Decoder`` with passes that agree to the bit.
+
+    Raises:
+      ValueError: the network has experts or latent attention, or names a kernel for its attention.
+    """
+
+    def __post_init__(self):
+        config = self.config
+        refused = {
+            "experts": config.moe, "latent attention": config.mla,
+            f"attention={config.attention!r}": config.attention,
+        }  # fmt: skip
+        wrong = [words for words, has in refused.items() if has is not None]
+        if wrong:
+            raise ValueError(
+                f"deterministic=True does not reach {' and '.join(wrong)} of this target, whose "
+                "sums depend on what else is in a pass; leave it out."
+            )
+
+    def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
+        """An empty cache of ``capacity`` slots or a few more."""
+        block = ops.ORDERED_BLOCK
+        return super().init_cache(batch, max(1, -(-capacity // block)) * block)
+
+    def forward(
+        self, params: DecoderParams, tokens: Array, tree: Tree, cache: kv_cache.KVCache,
+        capture_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:  # fmt: skip
+        """Scores a chain ``tokens`` [B, N] placed after the cache's prefix; see ``Target``.
+
+        Raises:
+          ValueError: ``tree`` is no static chain.
+        """
+        nodes = tokens.shape[1]
+        static = isinstance(tree.parents, np.ndarray)
+        if not static or (tree.parents[..., 1:] != np.arange(nodes - 1)).any():
+            raise ValueError(
+                "deterministic=True takes chains, but this drafter proposes trees; choose a chain, "
+                "or leave deterministic out."
+            )
+        config, positions = _Tiled(**vars(self.config)), cache.length[:, None] + np.arange(nodes)
+        attend, chain_kv = _attention_over(cache, self.config.windows)
+        x, features = decoder.trunk(
+            params, config, self.embed(params, tokens), positions, attend,
+            linear=_linear, capture_layers=capture_layers,
+        )  # fmt: skip
+        x, tied = config.norm(x, params.norm), params.head is None
+        logits = _linear(x, params.embedding if tied else params.head, transposed=tied)
+        return TargetOutput(logits, features, tuple(chain_kv))
+
+
+def _attention_over(
+    cache: kv_cache.KVCache, windows: tuple[int | None, ...]
+) -> tuple[Attend, list[kv_cache.Entry]]:
+    """``attention_over`` of the ordinary decoder, for chains, in the order of positions."""
+    fresh = list(cache.layers)
+
+    def attend(index: int, q: Array, k: Array, v: Array) -> Array:
+        entry = cache.layers[index]
+        fresh[index] = new = entry.holding(k, v)
+        return ops.ordered_attention(
+            q, new.k, new.v, entry.k, entry.v, cache.length, scale=q.shape[-1] ** -0.5,
+            window=windows[index] if windows else None,
+        )  # fmt: skip
+
+    return attend, fresh

@@ -1,0 +1,1 @@
+"""Libraries over the API: bench, certify, tune, trace."""

@@ -1,0 +1,216 @@
+"""The peer: transformers on torch CPU, as a worker that keeps its models loaded.
+
+    python jspec/tools/bench/peer_transformers.py --model DIR [--draft DIR] [--dtype float32]
+
+Nobody types this: ``jspec.tools.bench.peer.Peer`` starts it, so that torch has a process and an
+environment of its own and never runs while JAX does. The protocol is one JSON object a line, a
+request on stdin and its reply on stdout; the first reply (to nothing) says the models are loaded.
+
+    {"op": "generate", "mode": "eager",      eager | compiled | assisted | prompt_lookup
+     "prompts": [[1, 2], [3, 4]],            token ids; ragged batches are padded on the left
+     "max_new_tokens": 128,                  exactly so many, unless a stop token ends the text
+     "eos_token_ids": [],                    stop tokens; [] for none
+     "temperature": 0.8, "seed": 0,          0 is greedy; no other warp
+     "threads": 2,                           torch.set_num_threads for this call
+     "num_speculative_tokens": 4,            assisted, prompt_lookup: K, the same in every round
+     "ngram_max": 3,                         prompt_lookup: longest n-gram looked for (down to 1)
+     "cpp_wrapper": false,                   compiled: inductor's option of that name
+     "count_passes": false}                  also count the target's passes: not for timed calls
+        -> {"ok": true, "tokens": [[...], ...], "seconds": wall, "cpu_seconds": of all threads,
+            "passes": null or the passes of the target}
+    {"op": "info"} -> {"ok": true, "torch": ..., "transformers": ..., "threads": ...}
+    {"op": "exit"} -> the worker ends
+    failures       -> {"ok": false, "error": "..."}
+
+Seconds cover ``generate`` alone, from token ids to token ids. It runs in ``torch.inference_mode``,
+which few of its users write but which is a tenth faster than its own ``no_grad``.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+# Settings of one runtime must not reach the other: the worker runs with torch's own defaults.
+_FOREIGN = ("JAX_", "XLA_", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH")
+MODES = ("eager", "compiled", "assisted", "prompt_lookup")
+
+
+class Worker:
+    """The loaded models, and one method a request."""
+
+    def __init__(self, model: str, draft: str | None, dtype: str):
+        import torch
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # assisted generation warns of its own inner call
+        self.torch = torch
+        self.target = self._load(model, dtype)
+        self.draft = self._load(draft, dtype) if draft else None
+
+    def _load(self, path: str, dtype: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(self.torch, dtype)).eval()
+        # Without a stop token every answer has max_new_tokens; forbidding it instead
+        # (min_new_tokens) would charge the peer for a logits processor.
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return model
+
+    def info(self) -> dict:
+        """Versions and threads."""
+        import transformers
+
+        return {
+            "torch": self.torch.__version__,
+            "transformers": transformers.__version__,
+            "threads": self.torch.get_num_threads(),
+        }
+
+    def generate(self, request: dict) -> dict:
+        """Runs one call of ``generate`` under the clock."""
+        torch = self.torch
+        threads = request.get("threads")
+        if threads and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        ids, mask = self._batch(request["prompts"])
+        settings = self._settings(request, ids.shape[1])
+        torch.manual_seed(request.get("seed", 0))
+        counter = self._counter() if request.get("count_passes") else contextlib.nullcontext()
+        with counter as passes, torch.inference_mode():
+            start, cpu = time.perf_counter(), time.process_time()
+            out = self.target.generate(ids, attention_mask=mask, **settings)
+            tokens = _ended(out[:, ids.shape[1] :].tolist(), request.get("eos_token_ids", ()))
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "passes": passes and len(passes),
+        }
+
+    def _batch(self, prompts: list[list[int]]) -> tuple[Any, Any]:
+        """Token ids and attention mask; a mask of ones costs nothing."""
+        longest = max(map(len, prompts))
+        ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        return self.torch.tensor(ids), self.torch.tensor(mask)
+
+    def _settings(self, request: dict, prompt_length: int) -> dict:
+        """Keyword arguments of ``generate``; they stay fixed within a case."""
+        mode, temperature = request.get("mode", "eager"), request.get("temperature", 0.0)
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+        settings = {"max_new_tokens": request["max_new_tokens"], "do_sample": temperature > 0}
+        if request.get("eos_token_ids"):
+            settings["eos_token_id"] = request["eos_token_ids"]
+        if temperature > 0:
+            # top_k is 50 unless it is switched off.
+            settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if mode == "compiled":
+            length = prompt_length + request["max_new_tokens"]
+            settings |= self._compiled(length, request.get("cpp_wrapper", False))
+        elif mode == "assisted":
+            settings["assistant_model"] = self._assistant(request["num_speculative_tokens"])
+        elif mode == "prompt_lookup":
+            settings["prompt_lookup_num_tokens"] = request["num_speculative_tokens"]
+            settings["max_matching_ngram_size"] = request["ngram_max"]
+        return settings
+
+    def _compiled(self, length: int, cpp_wrapper: bool) -> dict:
+        """Static cache and a compiled decoding step."""
+        from transformers import CompileConfig
+
+        # Its default mode, "reduce-overhead", adds CUDA graphs and excludes options.
+        options = {"cpp_wrapper": True} if cpp_wrapper else None
+        config = CompileConfig(mode=None if options else "default", options=options)
+        # Without this flag `generate` compiles on accelerators only.
+        config._compile_all_devices = True
+        return {"cache_implementation": "static", "max_cache_len": length, "compile_config": config}
+
+    def _assistant(self, num_tokens: int) -> Any:
+        """The draft model with a K that neither a schedule nor its confidence changes."""
+        if self.draft is None:
+            raise ValueError("mode assisted needs --draft")
+        config = self.draft.generation_config
+        config.num_assistant_tokens = num_tokens
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+        return self.draft
+
+    @contextlib.contextmanager
+    def _counter(self) -> Iterator[list]:
+        """A context that gives a list with an entry for every pass of the target."""
+        passes: list[None] = []
+        hook = self.target.model.register_forward_pre_hook(lambda *_: passes.append(None))
+        try:
+            yield passes
+        finally:
+            hook.remove()
+
+
+def _ended(rows: list[list[int]], stops: Sequence[int]) -> list[list[int]]:
+    """Rows up to their stop token: what follows it is padding."""
+    ends = [next((i + 1 for i, token in enumerate(row) if token in stops), None) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
+    def reply(**fields: Any) -> None:
+        replies.write(json.dumps(fields) + "\n")
+        replies.flush()
+
+    reply(ok=True, **worker.info())
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if request["op"] == "exit":
+                return
+            if request["op"] not in ("generate", "info"):
+                raise ValueError(f"unknown op {request['op']!r}")
+            answer = worker.generate(request) if request["op"] == "generate" else worker.info()
+            reply(ok=True, **answer)
+        except Exception as error:  # the client decides what a failed call means
+            reply(ok=False, error=f"{type(error).__name__}: {error}")
+
+
+def _clean_environment() -> None:
+    """Remove the settings of other runtimes; torch is imported later and reads the rest."""
+    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+        del os.environ[name]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _hide_repository() -> None:
+    """Takes the repository's root off the path.
+
+    Its folder ``kernels`` would otherwise pass for Hugging Face's package of that name.
+    """
+    root = Path(__file__).resolve().parents[3]
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
+
+
+def main() -> None:
+    """Loads the models and serves requests until stdin ends."""
+    parser = argparse.ArgumentParser(description="transformers behind a pipe")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    arguments = parser.parse_args()
+    # What libraries print must not mix with the replies.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _clean_environment()
+    _hide_repository()
+    _serve(Worker(arguments.model, arguments.draft, arguments.dtype), sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A certificate as one page that a person can read."""
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from jspec.tools.certify.report import Finding, Report
+
+_MEANINGS = {
+    "law": "law: total variation between the exact law of four tokens and the target's,\n"
+    "of a vocabulary of three, in float64.",
+    "chi-square": "chi-square: of the tokens of the compiled rule, above its mean, in units of\n"
+    "10 sqrt(2 df); and of how many are drafted too often, in 5 standard errors.",
+    "drafter": "drafter: drafts that are not well formed; chi-square, in its units, of\n"
+    "draws by their place in the recorded law, and beside one another.",
+    "text": "text: the largest gap at which texts part, in units of the rounding noise that\n"
+    "was measured for this dtype; 0 where none do.",
+}
+
+
+def page(report: Report) -> Table:
+    """A line for each finding, and what the numbers mean below."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left",
+                  caption_justify="left", caption=_caption(report))  # fmt: skip
+    for heading in ("check", "of", "measured", "below", ""):
+        is_number = heading in ("measured", "below")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
+    for each in report.findings:
+        verdict = Text("passed", "green") if each.passed else Text("FAILED", "bold red")
+        measured = f"{each.measured:.1e}" if each.measured else "0"
+        table.add_row(each.check, _words(each), measured, f"{each.limit:g}", verdict)
+    return table
+
+
+def _words(finding: Finding) -> Text:
+    """What was checked; and what is to be known of it, where it failed or texts part."""
+    words = Text(finding.subject)
+    if finding.note and (not finding.passed or finding.check == "text"):
+        words.append(f"\n{finding.note}", "yellow" if finding.passed else "red")
+    return words
+
+
+def _caption(report: Report) -> Text:
+    wrong = len(report.failures)
+    verdict = f"{wrong} of {len(report.findings)} FAILED" if wrong else "all passed"
+    checks = {each.check for each in report.findings}
+    lines = [
+        f"{verdict}; " + ", ".join(f"{name} {value}" for name, value in report.setting.items()),
+        *report.remarks,
+        *(meaning for check, meaning in _MEANINGS.items() if check in checks),
+    ]
+    return Text("\n".join(lines))

@@ -1,0 +1,106 @@
+"""One generation, round by round: what was drafted, how likely it was, and why each round stopped.
+
+`jspec.trace` and the command `jspec trace` make a `Trace`. Requests that are not traced run the
+programs that they always ran.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jspec.api.llm import LLM
+from jspec.api.metrics import Counts
+from jspec.api.outputs import Transcript
+from jspec.api.requests import Job
+from jspec.api.sampling_params import SamplingParams
+from jspec.core.types import Params, Shared
+from jspec.engine.batch import Batch
+from jspec.engine.costs import CostTable
+from jspec.engine.loop import init_shared
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import Row
+from jspec.tools.trace.page import frame, html, save
+from jspec.tools.trace.recording import record
+from jspec.tools.trace.rounds import Node, Piece, Round, Trace, trace_of
+from jspec.util.messages import shown
+
+__all__ = ["Node", "Piece", "Round", "Trace", "frame", "html", "of_row", "save", "trace"]
+
+
+def trace(llm: LLM, prompt: Any, sampling_params: SamplingParams | None = None) -> Trace:
+    """Continue one prompt as `LLM.generate` does, and keep what happened in every round.
+
+    The tokens are those of `generate`. `html` renders the trace as a page, `terminal.page` as text.
+
+    Raises:
+      ValueError: as `LLM.generate`, or the request is for more than one text of one prompt.
+    """
+    return llm.run_one(prompt, sampling_params, _run)
+
+
+def _run(
+    todo: Sequence[Job], plan: Plan, params: Params, shared: Shared,
+    price: Callable[[Plan, Params, Batch], Shared], *, tokenizer: Any, model: str,
+) -> tuple[Trace, Counts, Shared]:  # fmt: skip
+    if len(todo) != 1:
+        raise ValueError(f"a trace is of one prompt, but {len(todo)} were given; call it for each.")
+    [job] = todo
+    _check(job.params)
+    [row], [transcript] = job.rows, job.transcripts
+    tokenizer = tokenizer if job.params.detokenize else None
+    seen, shared = record(plan, params, row, transcript, shared, price)
+    traced = trace_of(
+        seen, transcript, tokenizer, job.prompt.text, job.prompt.token_ids,
+        {"model": model} | _setting(plan, row), rule=_asked(plan),
+        skip_special_tokens=job.params.skip_special_tokens,
+    )  # fmt: skip
+    return traced, traced.counts, shared
+
+
+def of_row(plan: Plan, params: Params, row: Row, *, tokenizer: Any = None) -> Trace:
+    """The trace of one row of the functional layer: of targets, drafters and rules of your own.
+
+    Args:
+      plan: target, drafter and rule.
+      params: weights.
+      row: what to continue, as ``jspec.generate.generate_rows`` takes it.
+      tokenizer: names the tokens; None shows their ids.
+
+    Raises:
+      ValueError: the row does not fit the model.
+    """
+    settings = SamplingParams(detokenize=tokenizer is not None)
+    transcript = Transcript(settings, row.prompt, tokenizer, frozenset(row.stop_token_ids))
+    price = CostTable().price
+    seen, _ = record(plan, params, row, transcript, init_shared(plan), price)
+    setting = _setting(plan, row)
+    return trace_of(seen, transcript, tokenizer, None, row.prompt, setting, rule=_asked(plan))
+
+
+def _check(params: SamplingParams) -> None:
+    asked = {"n": params.n if params.n > 1 else None, "best_of": params.best_of}
+    asked |= {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+    for name, value in asked.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={shown(value)} is not for a trace, which is of one text and has "
+                "probabilities of its own; leave it out."
+            )
+
+
+def _setting(plan: Plan, row: Row) -> dict[str, str]:
+    """What ran, as it is shown."""
+    return {
+        "drafter": type(plan.drafter).__name__,
+        "rule": _rule(plan),
+        "temperature": f"{row.temperature:g}" if row.temperature else "0 (greedy)",
+    }
+
+
+def _rule(plan: Plan) -> str:
+    """The rule that was asked for, and what it comes to on these drafts."""
+    asked, runs = _asked(plan), plan.effective_rule.name
+    return asked if runs == asked else f"{asked} (on drafts chosen without chance: {runs})"
+
+
+def _asked(plan: Plan) -> str:
+    return plan.rule if isinstance(plan.rule, str) else plan.rule.name

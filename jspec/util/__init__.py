@@ -1,0 +1,1 @@
+"""Values, messages, buckets and atomic files."""

@@ -1,0 +1,165 @@
+"""Text from token ids: whole characters only, and the same however the tokens arrive."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from jspec.api import detokenizer as text
+from jspec.api.outputs import Transcript
+from jspec.api.sampling_params import SamplingParams
+from jspec.engine.batch import Answer
+
+
+class Bytes:
+    """A tokenizer whose ids are bytes, 256 a special token, and whose first word loses a space."""
+
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        assert not clean_up_tokenization_spaces
+        shown = b"".join(b"<s>" * (not skip_special_tokens) if i == 256 else bytes([i])
+                         for i in ids)  # fmt: skip
+        return shown.decode("utf-8", errors="replace").removeprefix(" ")
+
+
+class Words(Bytes):
+    """A tokenizer whose ids are places in a list of byte strings."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def decode(self, ids, **settings):
+        return super().decode(b"".join(self.words[i] for i in ids), **settings)
+
+
+def pieces(ids, prompt=(65,), **settings):
+    detokenizer = text.Detokenizer(Bytes(), prompt, **settings)
+    return [*(detokenizer.feed(i) for i in ids), detokenizer.flush()]
+
+
+def test_a_character_comes_when_its_last_byte_does():
+    assert pieces("é🙂x".encode()) == ["", "é", "", "", "", "🙂", "x", ""]
+
+
+def test_a_character_that_is_never_completed_comes_at_the_end():
+    assert pieces("ab🙂".encode()[:-1]) == ["a", "b", "", "", "", "\ufffd"]
+
+
+def test_whole_characters_do_not_wait_for_one_that_the_same_token_begins():
+    euro = "€".encode()
+    detokenizer = text.Detokenizer(Words(b"A", b"one" + euro[:1], euro[1:] + b"!"), (0,))
+    assert [detokenizer.feed(1), detokenizer.feed(2), detokenizer.flush()] == ["one", "€!", ""]
+
+
+def test_the_space_before_the_first_word_of_an_answer_is_kept():
+    assert "".join(pieces(b" hello")) == " hello"
+
+
+def test_special_tokens_are_left_out_on_request():
+    assert "".join(pieces([97, 256, 98])) == "ab"
+    assert "".join(pieces([97, 256, 98], skip_special_tokens=False)) == "a<s>b"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([*"aé🙂".encode(), 32, 10]), max_size=20))
+def test_pieces_join_to_the_decoding_of_the_whole(ids):
+    assert "".join(pieces(ids)) == bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_tokenizers_with_marked_spaces_and_byte_tokens_are_read_alike():
+    """As Llama 2's: the decoder drops the first space of whatever it is given."""
+    words = ["<unk>", "\u2581the", "\u2581fox", "s", *(f"<0x{b:02X}>" for b in "🙂".encode())]
+    tokenizer = Tokenizer(models.BPE(dict(zip(words, range(8), strict=True)), [], unk_token="<unk>",
+                                     byte_fallback=True))  # fmt: skip
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    detokenizer = text.Detokenizer(fast, (1, 2))
+    assert [detokenizer.feed(i) for i in (1, 2, 3, 4, 5, 6, 7, 2)] == [
+        " the", " fox", "s", "", "", "", "🙂", " fox",
+    ]  # fmt: skip
+
+
+def first_stop(whole, stops):
+    """The specification: the first end of any stop string, the longest of those that end there."""
+    ends = [(end, -len(stop), stop) for stop in stops for end in range(1, len(whole) + 1)
+            if whole[:end].endswith(stop)]  # fmt: skip
+    if not ends:
+        return None
+    end, _, stop = min(ends)
+    return end - len(stop), end, stop
+
+
+words = st.text("ab", max_size=12)
+some_stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(words, some_stops, st.data())
+def test_the_first_stop_string_is_found_however_the_text_grows(whole, stops, data):
+    known = ""
+    while known != whole:
+        size = data.draw(st.integers(1, len(whole) - len(known)))
+        start, known = len(known), whole[: len(known) + size]
+        found = text.find_stop(known, start, stops)
+        if found:
+            break
+    else:
+        found = None
+    assert found == first_stop(whole, stops)
+
+
+@settings(max_examples=200, deadline=None)
+@given(words, some_stops)
+def test_what_is_shown_early_is_never_taken_back(whole, stops):
+    shown = ""
+    for end in range(1, len(whole) + 1):
+        found = text.find_stop(whole[:end], end - 1, stops)
+        now = whole[: found[0]] if found else whole[: end - text.held_back(whole[:end], stops)]
+        assert now.startswith(shown)
+        shown = now
+        if found:
+            return
+
+
+@pytest.mark.parametrize(("include", "shown"), [(False, "one "), (True, "one two")])
+def test_the_text_ends_before_the_stop_string_or_with_it(include, shown):
+    params = SamplingParams(stop="two", include_stop_str_in_output=include)
+    transcript = Transcript(params, (65,), Bytes(), frozenset())
+    assert transcript.read(answer(b"one two three")) is True
+    assert transcript.text == shown
+    assert transcript.output(0, False).token_ids == list(b"one two")
+    assert (transcript.finish_reason, transcript.stop_reason) == ("stop", "two")
+    assert transcript.read(answer(b"one two three four")) is False
+
+
+def test_a_stop_string_is_found_in_a_last_token_that_begins_another_character():
+    words = Words(b"A", b"one", b"two" + "€".encode()[:1])
+    transcript = Transcript(SamplingParams(stop="two"), (0,), words, frozenset())
+    assert transcript.read(answer([1, 2], finish_reason="length")) is True
+    assert (transcript.text, transcript.finish_reason) == ("one", "stop")
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown", "reason"),
+    [({}, "ab", None), ({"include_stop_str_in_output": True}, "abz", None),
+     ({"ignore_eos": True}, "ab", 122)],
+)  # fmt: skip
+def test_a_stop_token_is_kept_in_the_ids_and_not_in_the_text(settings, shown, reason):
+    eos = frozenset() if settings.get("ignore_eos") else frozenset(b"z")
+    transcript = Transcript(SamplingParams(**settings), (65,), Bytes(), eos)
+    transcript.read(answer(b"abz", finish_reason="stop", stop_token=122))
+    output = transcript.output(0, False)
+    assert (output.text, output.token_ids) == (shown, list(b"abz"))
+    assert (output.finish_reason, output.stop_reason) == ("stop", reason)
+
+
+def answer(tokens, finish_reason=None, stop_token=None):
+    """Tokens that took a round each, none of them drafted."""
+    count = len(tokens)
+    steps = (np.zeros(count, int), np.zeros(count, int))
+    return Answer(np.array(list(tokens)), finish_reason, stop_token, count, 0, 0,
+                  np.zeros(1, int), steps=steps)  # fmt: skip

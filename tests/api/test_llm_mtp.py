@@ -1,0 +1,135 @@
+"""LLM with modules for later tokens, in their target's files and in files of their own."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jspec
+from jspec.checkpoints.heads import head_files, stitching
+from jspec.checkpoints.heads import mtp as mtp_format
+from jspec.engine import loading
+from jspec.models.heads import mtp
+from tests import llm_fixtures
+
+TARGET = llm_fixtures.TARGET
+CONFIG = mtp_format.config_for(TARGET, "mimo")
+PROMPTS = ["the quick", "def add(x", "grüße", "over the lazy dog"]
+GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Where the checkpoints lie."""
+    return tmp_path_factory.getbasetemp() / "llm"
+
+
+@functools.cache
+def modules(seed=3):
+    shapes = jax.eval_shape(lambda: mtp.init_params(jax.random.key(0), CONFIG))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), shapes)
+
+
+@functools.cache
+def stitched(root):
+    """The directory of the target with modules in its files."""
+    source = llm_fixtures.checkpoints(root)["target"]
+    stitching.stitch(root / "stitched", source, CONFIG, modules())
+    return root / "stitched"
+
+
+def test_greedy_text_with_modules_in_the_targets_files_is_that_of_plain_decoding(root):
+    llm = jspec.LLM(str(stitched(root)), {"method": "mimo_mtp", "num_speculative_tokens": 3})
+    found = llm.generate(PROMPTS, GREEDY)
+    plain = jspec.LLM(llm_fixtures.loaded(root)["target"]).generate(PROMPTS, GREEDY)
+    texts = lambda outputs: [output.outputs[0].token_ids for output in outputs]
+    assert texts(found) == texts(plain)
+    stats = found[0].outputs[0].speculative_decoding_stats
+    assert stats["num_draft_tokens"] > 16
+
+
+def test_a_target_keeps_its_tensors_and_other_files_when_modules_are_stitched_in(root, tmp_path):
+    source = llm_fixtures.checkpoints(root)["target"]
+    before = load_file(source / "model.safetensors")
+    after = load_file(stitched(root) / "model.safetensors")
+    assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
+    assert all(name.startswith("model.mtp_layers.0.") for name in after.keys() - before.keys())
+    raw = json.loads((stitched(root) / "config.json").read_text())
+    assert raw["num_nextn_predict_layers"] == 1
+    assert (stitched(root) / "tokenizer.json").is_file()
+    # Other modules replace them.
+    stitching.stitch(tmp_path, stitched(root), CONFIG, modules(seed=4), dtype="bfloat16")
+    again = head_files.load_head(tmp_path, TARGET, kind="mtp")
+    wanted = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), modules(seed=4))
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, wanted))
+    assert loading.load(tmp_path).config == TARGET
+
+
+def test_a_target_without_modules_is_refused_with_what_to_do(root, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=r"has no modules for later tokens .*finetune_mtp"):
+        jspec.LLM(llm_fixtures.loaded(root)["target"], {"method": "mtp"})
+
+
+def test_modules_that_do_not_fit_are_refused(root, tmp_path):
+    wide = dataclasses.replace(TARGET, hidden_size=64)
+    with pytest.raises(ValueError, match="made for another target: they are 32 wide"):
+        head_files.load_head(stitched(root), wide, kind="mtp")
+    raw = json.loads((stitched(root) / "config.json").read_text())
+    tensors = load_file(stitched(root) / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"speculators_model_type": "mtp"}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="of the speculators library are not supported"):
+        head_files.load_head(tmp_path, TARGET, kind="mtp")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file({"mtp.fc.weight": tensors["lm_head.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="their names are those of qwen3_next, and the target's"):
+        head_files.load_head(tmp_path, TARGET, kind="mtp")
+    changed = dataclasses.replace(CONFIG, feeds_normed=False)
+    with pytest.raises(ValueError, match="layout='mimo' cannot say"):
+        stitching.stitch(tmp_path, stitched(root), changed, modules())
+
+
+QWEN = {
+    "vocab_size": llm_fixtures.VOCAB, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "layer_types": ["full_attention"], "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "initializer_range": 0.2,
+    "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+
+
+def test_a_qwen3_next_with_its_modules_says_what_it_says_in_transformers(root, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**QWEN)).eval()
+    theirs.save_pretrained(tmp_path / "target")
+    llm_fixtures.write_tokenizer(tmp_path / "target")
+    sizes = loading.sizes(tmp_path / "target")
+    config = mtp_format.config_for(sizes, "qwen3_next")
+    shapes = jax.eval_shape(lambda: mtp.init_params(jax.random.key(0), config))
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), shapes)
+    stitching.stitch(tmp_path / "whole", tmp_path / "target", config, params)
+    names = load_file(tmp_path / "whole" / "model.safetensors").keys()
+    assert {"mtp.fc.weight", "mtp.layers.0.mlp.shared_expert_gate.weight"} < names
+
+    llm = jspec.LLM(str(tmp_path / "whole"), {"method": "mtp", "num_speculative_tokens": 3})
+    prompts = [[5, 9, 200, 17], [31, 7]]
+    found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY)
+    for output, prompt in zip(found, prompts, strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=17, do_sample=False)
+        assert list(output.outputs[0].token_ids) == expected[0, len(prompt) :].tolist()
+        stats = output.outputs[0].speculative_decoding_stats
+        assert stats["num_draft_tokens"] > 16
+    # Modules that were there are replaced.
+    stitching.stitch(tmp_path / "again", tmp_path / "whole", config, params, dtype="bfloat16")
+    again = head_files.load_head(tmp_path / "again", sizes, kind="mtp")
+    wanted = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.params, wanted))

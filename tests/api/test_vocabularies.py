@@ -1,0 +1,215 @@
+"""What two tokenizers share: against transformers' own mapping, and through the cache on disk."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import jspec
+from jspec.api import vocabularies
+from tests import llm_fixtures
+
+TEXT = [*llm_fixtures.SENTENCES, "the dog says that grey foxes are quick and lazy, too. "]
+
+
+def byte_level(**special):
+    """Spaces are written Ġ."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return trained(tokenizer, 300, special, pre_tokenizers.ByteLevel.alphabet())
+
+
+def metaspace(**special):
+    """Spaces are written ▁, as by SentencePiece."""
+    tokenizer = Tokenizer(models.BPE(unk_token=special.get("unk_token")))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    return trained(tokenizer, 160, special)
+
+
+def trained(tokenizer, size, special, alphabet=()):
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special.values()), show_progress=False,
+        initial_alphabet=list(alphabet),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([text * 8 for text in TEXT], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+TARGET = byte_level(eos_token="<|end|>")
+DRAFT = metaspace(unk_token="<unk>", eos_token="</s>")
+SIZES = len(TARGET), len(DRAFT)
+
+
+class Tokens:
+    """A tokenizer that is its vocabulary."""
+
+    def __init__(self, tokens, unk=0, eos=None):
+        self.tokens, self.unk_token_id, self.eos_token_id = tokens, unk, eos
+
+    def get_vocab(self):
+        return {token: index for index, token in enumerate(self.tokens)}
+
+
+def share(cache, target=TARGET, draft=DRAFT, sizes=SIZES):
+    return vocabularies.share(target, draft, *sizes, cache)
+
+
+def test_the_tokens_in_common_are_those_that_transformers_finds(tmp_path):
+    pytest.importorskip("torch")
+    from transformers.generation.candidate_generator import AssistantToTargetTranslator
+
+    found = share(tmp_path)
+    translator = AssistantToTargetTranslator(TARGET, DRAFT, len(TARGET))
+    pairs = dict(zip(found.target_ids.tolist(), found.draft_ids.tolist(), strict=True))
+    # transformers reads a token's first space only; all spaces of ours are one sign or the other.
+    runs = {i for token, i in TARGET.get_vocab().items() if token.count("Ġ") > 1}
+    theirs = translator.target_to_assistant_input_ids
+    assert {t: d for t, d in pairs.items() if t not in runs} == {
+        t: d for t, d in theirs.items() if t not in runs
+    }
+    assert len(pairs) > 40
+    assert (np.diff(found.target_ids) > 0).all()
+    spelled = lambda tokenizer, index: tokenizer.convert_ids_to_tokens(index)
+    assert any(spelled(TARGET, t) != spelled(DRAFT, d) for t, d in pairs.items())  # Ġ and ▁
+    assert found.unknown == DRAFT.unk_token_id
+
+
+def test_of_tokens_with_one_spelling_the_lowest_id_counts_and_the_other_sign_is_a_letter():
+    target = {"Ġa": 0, "Ġb": 1, "▁a": 2, "c": 3}
+    draft = {" a": 0, "▁a": 1, "▁b": 2, "Ġa": 3, "▁Ġ": 4}
+    ours, theirs = vocabularies.intersection(target, draft)
+    assert (ours.tolist(), theirs.tolist()) == ([0, 1], [0, 2])
+
+
+def test_tokens_that_a_model_has_no_row_for_are_left_out(tmp_path):
+    whole, cut = share(tmp_path), share(tmp_path, sizes=(SIZES[0], 100))
+    kept = whole.draft_ids < 100
+    assert cut.target_ids.tolist() == whole.target_ids[kept].tolist()
+    assert 0 < kept.sum() < kept.size
+
+
+def test_weights_are_given_the_way_to_the_targets_vocabulary_and_back(tmp_path):
+    found = share(tmp_path)
+    params = found.translating({"weight": np.zeros(3)}, 310)  # the target is padded
+    ways = np.asarray(params.target_to_draft)
+    np.testing.assert_array_equal(ways[found.target_ids], found.draft_ids)
+    others = np.setdiff1d(np.arange(310), found.target_ids)
+    assert (ways[others] == DRAFT.unk_token_id).all()
+    np.testing.assert_array_equal(params.draft_to_target, found.target_ids)
+    np.testing.assert_array_equal(params.shared_ids, found.draft_ids)
+
+
+def test_the_mapping_is_made_once(tmp_path, monkeypatch):
+    first = share(tmp_path / "new")
+    assert len(list((tmp_path / "new").iterdir())) == 1
+    monkeypatch.setattr(vocabularies, "intersection", None)  # calling it would fail
+    again = share(tmp_path / "new")
+    np.testing.assert_array_equal(again.target_ids, first.target_ids)
+    np.testing.assert_array_equal(again.draft_ids, first.draft_ids)
+    with pytest.raises(TypeError):
+        share(tmp_path / "new", target=byte_level(eos_token="<|other|>"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "foreign", "empty"])
+def test_a_damaged_file_is_made_again(tmp_path, damage):
+    first = share(tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    bad = {
+        "cut": whole[:-40],
+        "changed": whole.replace(first.draft_ids.tobytes(), first.draft_ids[::-1].tobytes()),
+        "foreign": b"\x02\0\0\0\0\0\0\0{}",
+        "empty": b"",
+    }[damage]
+    assert bad != whole
+    path.write_bytes(bad)
+    np.testing.assert_array_equal(share(tmp_path).draft_ids, first.draft_ids)
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    found = share(tmp_path / "file" / "below")
+    np.testing.assert_array_equal(found.target_ids, share(tmp_path).target_ids)
+
+
+def test_a_cache_that_is_full_keeps_no_part_of_a_file(tmp_path, monkeypatch):
+    def fill(path, *_):
+        path.write_bytes(b"a part")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(vocabularies.tensor_files, "write", fill)
+    share(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "message"),
+    [
+        (None, DRAFT, "but the target has none"),
+        (TARGET, None, "but the draft model has none"),
+        (TARGET, Tokens("abc", unk=None), "neither an unk_token nor an eos_token"),
+        (Tokens("xyz"), Tokens("abc"), "share 0 tokens, of the target's 3 and the draft model's 3; "
+         "at least 1 are needed"),
+        (Tokens([f"t{i}" for i in range(100)]), Tokens(["t5", *(f"d{i}" for i in range(59))]),
+         "share 1 tokens, of the target's 100 and the draft model's 60; at least 3 are needed"),
+    ],
+)  # fmt: skip
+def test_pairs_that_cannot_draft_are_refused_with_numbers(tmp_path, target, draft, message):
+    with pytest.raises(ValueError, match=message):
+        share(tmp_path, target, draft, (512, 512))
+
+
+def test_the_end_of_text_stands_for_what_is_unknown_where_there_is_no_unknown_token(tmp_path):
+    assert share(tmp_path, Tokens("abc"), Tokens("cab", None, 2), (3, 3)).unknown == 2
+
+
+# -------------------------------------------------------------------------------- through ``LLM``
+
+
+@pytest.fixture
+def models_(tmp_path_factory, monkeypatch, tmp_path):
+    """A target and a draft model with another tokenizer; the user's cache is empty."""
+    root = tmp_path_factory.getbasetemp() / "llm"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        vocabularies.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name
+    )
+    target = llm_fixtures.loaded(root)["target"]
+    other = tmp_path / "other"
+    llm_fixtures.write_model(other, llm_fixtures.DRAFT, 1)
+    DRAFT.save_pretrained(other)
+    return target, other, tmp_path / "cache"
+
+
+def test_llm_drafts_with_a_model_of_another_tokenizer(models_):
+    target, other, cache = models_
+    config = {"model": str(other), "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match="should have the same vocabulary size"):
+        jspec.LLM(target, config)
+    config |= {"use_heterogeneous_vocab": True, "rejection_sample_method": "coupled"}
+    llm = jspec.LLM(target, json.loads(json.dumps(config)))
+    assert len(list((cache / "jspec" / "vocabularies").iterdir())) == 1
+    settings = [
+        jspec.SamplingParams(temperature=t, max_tokens=24, seed=5, ignore_eos=True)
+        for t in (0.0, 0.7, 1.0, 0.0)
+    ]
+    prompts = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
+    said = lambda llm: [o.outputs[0].token_ids for o in llm.generate(prompts, settings)]
+    assert said(llm) == said(jspec.LLM(target))
+    counts = {each.name: each for each in llm.get_metrics()}
+    assert counts["vllm:spec_decode_num_draft_tokens"].value > 0
+
+
+def test_a_pair_with_one_vocabulary_drafts_as_without_the_key(models_):
+    target, other, cache = models_
+    llm_fixtures.write_tokenizer(other)
+    config = {"model": str(other), "num_speculative_tokens": 3}
+    plans = [jspec.LLM(target, config | more)._plan
+             for more in ({}, {"use_heterogeneous_vocab": True})]  # fmt: skip
+    assert plans[0] == plans[1]
+    assert not (cache / "jspec" / "vocabularies").exists()

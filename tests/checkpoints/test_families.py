@@ -1,0 +1,365 @@
+"""config.json to DecoderConfig and back: what is read, what is assumed, what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jspec.checkpoints import families
+from jspec.checkpoints.families.names import llama_table
+from jspec.models.decoder import DecoderConfig
+from jspec.models.rope import RopeConfig
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 10}
+MORE = {
+    "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
+    "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # so that scalings count alike
+    "qwen3_next": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24, "partial_rotary_factor": 1.0,
+        "layer_types": ["full_attention"] * 3,
+    },
+}  # fmt: skip
+
+
+def read(model_type: str, **settings) -> DecoderConfig:
+    raw = {"model_type": model_type, **SIZES, **MORE.get(model_type, {}), **settings}
+    return families.find(raw).read(raw)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(families.FAMILIES) - {"mimo"}))  # which it lacks
+def test_defaults_are_those_of_transformers(model_type):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(model_type)
+    ours = families.FAMILIES[model_type].defaults
+    fields = {field.name: field.default for field in dataclasses.fields(type(theirs))}
+    same_default = {key: fields[key] for key in ours if key in fields}
+    assert same_default == {key: ours[key] for key in same_default}
+    undeclared = {"head_dim", "partial_rotary_factor"}  # which Qwen2 and GLM read all the same
+    assert set(ours) - set(fields) <= undeclared
+    assert theirs.default_theta == families.scaling.read({"max_position_embeddings": 8}, 2)[0].theta
+
+
+def test_a_config_without_optional_keys_takes_the_defaults_of_its_family():
+    raw = {"model_type": "llama", **SIZES}
+    del raw["num_key_value_heads"]
+    config = families.find(raw).read(raw)
+    assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 16, 2048)
+    assert (config.tie_embeddings, config.qkv_bias, config.windows) == (False, False, ())
+    assert read("qwen3").head_dim == 128
+    assert read("mistral").windows == (4096,) * 3
+
+
+def test_biases_follow_the_family():
+    fields = lambda config: (config.qkv_bias, config.output_bias, config.mlp_bias)
+    assert fields(read("llama", attention_bias=True)) == (True, True, False)
+    assert fields(read("llama", mlp_bias=True)) == (False, False, True)
+    assert fields(read("qwen2")) == (True, False, False)
+    assert fields(read("qwen3", attention_bias=True)) == (True, True, False)
+
+
+def test_windows_follow_the_four_keys_of_qwen():
+    windows = lambda **keys: read("qwen2", sliding_window=8, **keys).windows
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows() == ()
+    assert windows(max_window_layers=0) == ()  # the switch is off
+    assert windows(use_sliding_window=True, max_window_layers=1) == (None, 8, 8)
+    assert windows(use_sliding_window=True, max_window_layers=28) == ()
+    assert windows(use_sliding_window=True, layer_types=kinds) == (None, 8, None)
+    with pytest.raises(ValueError, match="use_sliding_window is False"):
+        windows(layer_types=kinds)
+    with pytest.raises(ValueError, match="each of 3 layers"):
+        windows(use_sliding_window=True, layer_types=kinds[:2])
+    with pytest.raises(ValueError, match="chunked_attention"):
+        windows(use_sliding_window=True, layer_types=["chunked_attention"] * 3)
+
+
+ROPES = {
+    "default": ({}, RopeConfig(5e5), 256),
+    "linear": ({"factor": 2.0}, RopeConfig(5e5, "linear", 2.0), 512),
+    "dynamic": ({"factor": 2.0}, RopeConfig(5e5, "dynamic", 2.0, 256), 512),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+        RopeConfig(5e5, "llama3", 8.0, 64), 256,
+    ),
+    "yarn": (
+        {"factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+        RopeConfig(5e5, "yarn", 8.0, 64, amplitude=1.5), 512,
+    ),
+    "longrope": (
+        {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.5,
+         "original_max_position_embeddings": 64},
+        RopeConfig(5e5, "longrope", 4.0, 64, amplitude=1.5,
+                   short_factors=(1.0,) * 8, long_factors=(2.0,) * 8), 256,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_old_and_new_spelling_of_a_rotary_scaling_mean_the_same(kind):
+    keys, rope, length = ROPES[kind]
+    new = {"rope_type": kind, "rope_theta": 5e5, **keys}
+    old = {"type": kind, **keys} if keys else None
+    spellings = (
+        {"rope_parameters": new},
+        {"rope_scaling": old, "rope_theta": 5e5},
+        {"rope_scaling": old, "rope_theta": 5e5, "rope_parameters": new},
+    )
+    for spelling in spellings:
+        config = read("llama", max_position_embeddings=256, **spelling)
+        assert (config.rope, config.max_positions) == (rope, length)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("model_type", families.FAMILIES)
+def test_what_a_family_describes_reads_back_the_same(kind, model_type):
+    keys, _, _ = ROPES[kind]
+    settings = {
+        "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5,
+        "max_position_embeddings": 256, "rope_scaling": {"rope_type": kind, **keys},
+    }  # fmt: skip
+    if model_type == "mistral":
+        settings["sliding_window"] = 7  # without one it is a llama
+    config = read(model_type, **settings)
+    raw = json.loads(json.dumps(families.describe(config)))
+    assert raw["model_type"] == ("qwen2" if model_type == "mimo" else model_type)
+    assert families.find(raw).read(raw) == config
+
+
+def test_windows_that_differ_by_layer_read_back_the_same():
+    config = read("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    raw = families.describe(config)
+    assert raw["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
+    assert families.find(raw).read(raw) == config
+
+
+def test_a_decoder_that_no_family_knows_is_refused_with_what_gets_lost():
+    config = dataclasses.replace(read("llama"), qk_norm=True, mlp_bias=True)
+    with pytest.raises(ValueError, match=r"llama loses qk_norm.*qwen3 loses mlp_bias"):
+        families.describe(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, r"hidden_act='gelu' \(only 'silu' or 'swish'\)"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "by layer type"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"sliding_window": 128}, "sliding_window=128"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
+        ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier=12.0"),
+        ("llama", {"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ("llama", {"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple"),
+        ("llama", {"head_dim": 15}, r"head_dim \(15\) even"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps must be a positive number, got None"),
+        ("mistral", {"attention_bias": True}, "attention_bias=True"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        ("qwen2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("qwen3", {"num_experts": 8, "mlp_bias": True}, "num_experts=8.*mlp_bias=True"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*in bfloat16"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts do not make 3 groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "5 experts a token do not fit into 1 of 2"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
+        ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 .* rotates 1"),
+        ("mimo", {"attention_bias": False}, "attention_bias=False"),
+        ("qwen3_5_moe", {}, "recurrent state in place of keys and values"),
+        ("qwen3_next", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_next", {"num_experts": None}, "num_experts must be an integer of at least 0"),
+        ("qwen3_next", {"num_experts_per_tok": 9}, "experts: 9 experts a token do not fit"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 2}, "for each of 3 layers"),
+        (
+            "qwen3_next",
+            {"layer_types": None, "full_attention_interval": 0},
+            "full_attention_interval must be a positive integer",
+        ),
+    ],
+)
+def test_settings_that_are_not_implemented_are_refused_by_name(model_type, settings, message):
+    with pytest.raises(ValueError, match=message):
+        read(model_type, **settings)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "mrope"}, "'mrope' is not supported; known: default, linear"),
+        ({"rope_type": "linear"}, "missing: factor"),
+        ({"rope_type": "default", "factor": 2.0}, "not understood: 'factor'"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}, "not understood: 'alpha'"),
+        ({"rope_type": "linear", "factor": -1.0}, "factor must be a positive number"),
+        ({"rope_type": "llama3", "factor": 8.0}, "missing: low_freq_factor, high_freq_factor"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+            "short_factor must be a list of 8 numbers",
+        ),
+        ({"rope_type": "default", "rope_theta": 7.0}, "rope_theta is given as 10000.0 and as 7.0"),
+    ],
+)
+def test_rotary_scalings_that_are_not_whole_are_refused(rope, message):
+    with pytest.raises(ValueError, match=message):
+        read("llama", rope_theta=10000.0, rope_scaling=rope)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        {"model_type": "llama", "architectures": ["MistralForCausalLM"]},
+        {"architectures": ["Qwen3MoeForCausalLM"]},
+        {},
+    ],
+)
+def test_unsupported_architectures_are_refused_and_the_known_ones_listed(raw):
+    known = "LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, Qwen2ForCausalLM"
+    with pytest.raises(ValueError, match=f"is not supported; known, for text generation: {known}"):
+        families.find(raw)
+
+
+def test_experts_and_latent_attention_survive_a_description():
+    for model_type, settings in (
+        ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2}),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0,
+                                          "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
+                                          "original_max_position_embeddings": 64}}),
+        ("glm4_moe", {"partial_rotary_factor": 0.25, "attention_bias": True}),
+        ("glm4_moe", {"partial_rotary_factor": 1.0, "use_qk_norm": True}),
+    ):  # fmt: skip
+        config = read(model_type, **settings)
+        raw = families.describe(config)
+        assert raw["model_type"] == model_type
+        assert families.find(raw).read(raw) == config
+
+
+def test_mimo_reads_as_qwen2_does():
+    assert read("mimo", head_dim=16, rope_theta=64e4) == read("qwen2", head_dim=16, rope_theta=64e4)
+
+
+# As published, every key that a reader has to live with.
+_PUBLISHED = """
+{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+ "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64,
+ "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+ "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+ "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+ "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0,
+ "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+ "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+ "transformers_version": "4.45.0.dev0", "use_cache": true, "vocab_size": 128256}
+
+{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+ "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+ "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+ "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+ "sliding_window": 4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+ "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000}
+
+{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+ "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+ "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21,
+ "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+ "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+ "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+ "transformers_version": "4.43.1", "use_cache": true, "use_mrope": false,
+ "use_sliding_window": false, "vocab_size": 151936}
+
+{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+ "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+ "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+ "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+ "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+ "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+ "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+ "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}
+
+{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+ "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3,
+ "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+ "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+ "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+ "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128,
+ "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+ "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+ "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1,
+ "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+ "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+ "tie_word_embeddings": false, "topk_group": 4, "topk_method": "noaux_tc",
+ "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": true,
+ "v_head_dim": 128, "vocab_size": 129280}
+
+{"architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+ "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128,
+ "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944,
+ "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+ "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
+ "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+ "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329,
+ "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": null,
+ "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": false,
+ "topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.54.0",
+ "use_cache": true, "use_qk_norm": false, "vocab_size": 151552}
+"""
+_NOT_KEPT = {"rope_scaling", "sliding_window", "max_window_layers", "num_nextn_predict_layers"}
+
+
+@pytest.mark.parametrize("text", _PUBLISHED.split("\n\n"))
+def test_published_configs_are_read_and_described_again(text):
+    raw = json.loads(text)
+    config = families.find(raw).read(raw)
+    assert config.hidden_size == raw["hidden_size"]
+    described = families.describe(config)
+    assert described["model_type"] == raw["model_type"]
+    for key in set(raw) & set(described) - _NOT_KEPT:
+        if not key.endswith("token_id"):
+            assert described[key] == raw[key], key
+
+
+def test_the_architecture_alone_names_the_family():
+    assert families.find({"architectures": ["Qwen2ForCausalLM"]}).model_type == "qwen2"
+
+
+def test_every_tensor_has_one_place():
+    config = read("qwen3", attention_bias=True)
+    names = [name for entry in llama_table(config) for name in entry.names]
+    assert len(names) == len(set(names)) == 3 + 3 * (11 + 4)
+
+
+JUNK = ([], {}, "x", None, -1, 0, 0.5, True, [None], {"a": 1}, ["x"] * 3, float("nan"))
+
+
+@pytest.mark.parametrize("model_type", families.FAMILIES)
+def test_damaged_values_give_a_value_error_and_nothing_else(model_type):
+    whole = {
+        **families.FAMILIES[model_type].defaults, **SIZES, **MORE.get(model_type, {}),
+        "model_type": model_type, "architectures": None, "rope_theta": 1e4,
+        "original_max_position_embeddings": 64, "rope_scaling": None, "rope_parameters": None,
+    }  # fmt: skip
+    cases = [{key: junk} for key in whole for junk in JUNK]
+    for keys, _, _ in ROPES.values():
+        for key in ("rope_type", "rope_theta", *keys):
+            cases += [{"rope_scaling": {**keys, key: junk}} for junk in JUNK]
+    for kind, (keys, _, _) in ROPES.items():
+        for key in keys:
+            cases += [{"rope_scaling": {"rope_type": kind, **keys, key: junk}} for junk in JUNK]
+    refused = 0
+    for case in cases:
+        raw = whole | {"head_dim": 16, "use_sliding_window": True} | case
+        try:
+            families.find(raw).read(raw)
+        except ValueError:
+            refused += 1
+    assert refused > len(cases) / 2

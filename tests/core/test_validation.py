@@ -1,0 +1,191 @@
+"""Researchers' mistakes: each is told by its name and with its remedy, before anything runs."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.core.logprobs import Scoring
+from jspec.drafters import Hybrid, ParallelDraftModel
+from jspec.drafters.adaptive.drafter import Adaptive
+from jspec.engine.batch import Row, generate_rows, start
+from jspec.models.decoder import Decoder
+from tests import tiny
+from tests.drafters import heads
+
+PROMPT = [3, 1, 4]
+WEIGHTS = tiny.params()
+PLAIN = jspec.Plan(tiny.TARGET, tiny.NONE)
+PICKY = Row((1,), 2, temperature=0.8, allowed_token_ids=(1, 2))
+EAGLE = heads.drafter("eagle", 4)
+
+
+def generate(prompts=(PROMPT,), target=tiny.TARGET, params=WEIGHTS.target, **settings):
+    return jspec.generate(target, params, prompts, **{"max_new_tokens": 4, **settings})
+
+
+def refused(*words, **mistake):
+    with pytest.raises(ValueError) as error:
+        generate(**mistake)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in: {error.value}"
+
+
+# --- What is handed over ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing(jspec.NoDrafter):
+    """A setting that is a list: no key of a compiled program."""
+
+    words: list
+
+
+LOADED = SimpleNamespace(target=tiny.TARGET, params=WEIGHTS.target)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (Decoder, ["target=Decoder is a class", "Decoder(...)"]),
+        (WEIGHTS.target, ["has no vocab_size", "jspec.load(...).target"]),
+        (LOADED, ["pass its .target, and its .params as the weights"]),
+        (None, ["target=None has no vocab_size"]),
+    ],
+)
+def test_what_is_no_target_is_told_what_it_lacks(target, words):
+    refused(*words, target=target)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        (jspec.NGram, ["drafter=NGram is a class", "NGram(...)"]),
+        ("ngram", ["drafter='ngram'", "speculative_config", "jspec.NGram(4, 2, 5)"]),
+        ("", ["drafter=''"]),
+        (tiny.TARGET, ["jspec.DraftModel(model.config, num_speculative_tokens)"]),
+        (LOADED, ["jspec.DraftModel(model.config, num_speculative_tokens)", "drafter_params"]),
+        (Listing([1]), ["drafter=Listing must be hashable", "tuples and frozensets"]),
+    ],
+)
+def test_what_is_no_drafter_is_told_what_it_lacks(drafter, words):
+    refused(*words, drafter=drafter)
+
+
+@pytest.mark.parametrize("make", [jspec.DraftModel, lambda c, k: jspec.Eagle(c, tiny.TARGET, k)])
+def test_a_model_in_place_of_its_sizes_is_told_where_they_are(make):
+    with pytest.raises(ValueError, match=r"is a Decoder; pass its \.config\.$"):
+        make(Decoder(tiny.DRAFT_CONFIG), 4)
+
+
+# --- Weights ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (None, ["the weights do not fit Decoder: pass DecoderParams, not None"]),
+        (WEIGHTS, ["pass DecoderParams, not a Params"]),
+        (WEIGHTS.drafter, ["64, 32, 2, but theirs 64, 16, 1", "another checkpoint"]),
+    ],
+)
+def test_weights_of_another_target_are_refused(params, words):
+    refused(*words, params=params)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "params", "words"),
+    [
+        (tiny.DRAFT, None, ["DraftModel: pass DecoderParams, not None"]),
+        (tiny.DRAFT, WEIGHTS.target, ["DraftModel", "64, 16, 1, but theirs 64, 32, 2"]),
+        (
+            dataclasses.replace(tiny.DRAFT, use_heterogeneous_vocab=True),
+            WEIGHTS.drafter,
+            ["pass TranslatingParams, not a DecoderParams"],
+        ),
+        (
+            ParallelDraftModel(tiny.DRAFT_CONFIG, tiny.TARGET, 4, mask_token_id=0),
+            heads.random_params("eagle"),
+            ["ParallelDraftModel: pass DecoderParams, not an EagleParams"],
+        ),
+        (EAGLE, None, ["Eagle: pass EagleParams, not None"]),
+        (EAGLE, heads.random_params("medusa"), ["pass EagleParams, not a MedusaParams"]),
+        (heads.drafter("medusa", 4), heads.random_params("eagle"), ["pass MedusaParams"]),
+        (Adaptive(tiny.DRAFT, (0, 4)), None, ["Adaptive", "DraftModel: pass DecoderParams"]),
+        (Hybrid((tiny.NGRAM, EAGLE)), None, ["Hybrid", "Eagle: pass EagleParams, not None"]),
+        (Hybrid((tiny.NGRAM, EAGLE)), heads.random_params("eagle"), ["pass a pair"]),
+    ],
+)
+def test_weights_of_another_drafter_are_refused(drafter, params, words):
+    refused(*words, drafter=drafter, drafter_params=params)
+
+
+def test_weights_that_are_no_params_are_refused_by_generate_rows():
+    with pytest.raises(ValueError, match=r"params is a DecoderParams; pass jspec\.Params\("):
+        generate_rows(PLAIN, WEIGHTS.target, [Row((1,))])
+
+
+# --- Prompts and settings -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", [[1, 2, 3], ["abc"], "abc", [[1.5]], [["1"]], [np.eye(2)]])
+def test_prompts_that_are_no_lists_of_token_ids_are_refused(prompts):
+    refused("each must be a list of token ids, as in [[1, 2, 3]]", prompts=prompts)
+
+
+def test_prompts_may_be_arrays_of_any_kind():
+    listed = generate()[0].tokens.tolist()
+    for prompts in (np.array([PROMPT]), jnp.array([PROMPT]), [bytes(PROMPT)], (tuple(PROMPT),)):
+        assert generate(prompts)[0].tokens.tolist() == listed
+
+
+def test_settings_that_generate_has_not_are_named_and_not_overruled():
+    refused("no setting 'temprature'; did you mean 'temperature'?", temprature=0.8)
+    refused("no setting 'max_tokens'; give max_new_tokens", max_tokens=3)
+    refused("no setting 'stream'", stream=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: start(PLAIN, WEIGHTS, []), "rows=[] are none; give at least one"),
+        (lambda: start(PLAIN, WEIGHTS, Row((1,))), "rows=Row(prompt=(1,), "),
+        (lambda: generate_rows(PLAIN, WEIGHTS, Row((1,))), "must be a list of jspec.generate.Row"),
+        (lambda: generate_rows(PLAIN, WEIGHTS, [(1,)]), "rows=[(1,)] must be a list of jspec."),
+        (lambda: Row((1,), grammar="[a-z]"), "grammar='[a-z]' must be what jspec.grammar.compiled"),
+        (lambda: Scoring(1.5), "count=1.5 must be a whole number, 0 or more"),
+        (lambda: start(PLAIN, WEIGHTS, [PICKY], scoring=Scoring(65)), "count=65 of Scoring must"),
+    ],
+)
+def test_rows_and_what_is_to_be_known_of_them_are_told_what_they_should_be(call, words):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value)
+
+
+def test_no_rows_have_no_answers():
+    assert generate_rows(PLAIN, WEIGHTS, []) == []
+
+
+@pytest.mark.parametrize(
+    ("warps", "words"),
+    [
+        ((), "warps=() lack 'allowed_token_ids', 'temperature', which the rows ask for; add"),
+        (("temperature",), "lack 'allowed_token_ids', which"),
+        (("temprature",), "warps=('temprature',) must be a tuple of names among 'structured_out"),
+        ("temperature", "warps='temperature' must be a tuple of names among"),
+        (3, "warps=3 must be a tuple"),
+    ],
+)
+def test_warps_without_one_that_a_row_asks_for_are_refused(warps, words):
+    with pytest.raises(ValueError) as error:
+        start(PLAIN, WEIGHTS, [PICKY], warps=warps)
+    assert words in str(error.value)
+
+
+def test_warps_in_any_order_are_those_of_one_program():
+    names = start(PLAIN, WEIGHTS, [PICKY], warps=["top_k", "temperature", "allowed_token_ids"])
+    assert names.request.sampling.names == ("temperature", "top_k")

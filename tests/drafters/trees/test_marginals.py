@@ -1,0 +1,109 @@
+"""Drafts of one pass, whose depths have a law each, against all paths that there are."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core import trees
+from jspec.drafters.trees import expand, marginals, tree_settings
+from jspec.drafters.trees.drawing import Drawing
+from jspec.drafters.trees.tree_settings import BestFirst
+from tests.drafters.trees.test_expand import BUSH, history, paths, request
+
+B, K, V = 6, 3, 5
+LOGITS = np.random.default_rng(2).normal(0, 2, (B, K, V)).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "method", "noise", "stepwise"))
+def grow(asked, logits, shape, method="probabilistic", noise="own", ids=None, stepwise=False):
+    vocab = V if ids is None else 20
+    drawing = Drawing(asked, history(len(logits)), method, noise, vocab, ids)
+    if not stepwise:
+        return marginals.grow(drawing, shape, logits)
+
+    def feed(frontier, drafted, parents, depth, slot):
+        del drafted, parents, slot
+        return frontier, jax.lax.dynamic_slice_in_dim(logits, depth, 1, 1)
+
+    return expand.grow(drawing, shape, logits[:, :1], feed, ())
+
+
+@pytest.mark.parametrize("noise", ["own", "target"])
+@pytest.mark.parametrize("tree", [tree_settings.requested("chain", K), BUSH], ids=["chain", "tree"])
+def test_a_draft_is_what_a_head_that_goes_level_by_level_would_draft(tree, noise):
+    asked = request(B, jnp.array([0.0, 1.0, 0.7, 1.3, 0.0, 0.5]), top_k=4)
+    ids = jnp.array([1, 4, 9, 16, 19], jnp.int32)
+    once, stepwise = (
+        jax.device_get(grow(asked, LOGITS, tree, noise=noise, ids=ids, stepwise=which))
+        for which in (False, True)
+    )
+    assert (once.logits is None) == (noise == "target")
+    for one, other in zip(jax.tree.leaves(once), jax.tree.leaves(stepwise), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def slow_best_first(rows, count):
+    """The ``count`` likeliest paths of at most K tokens, from all that there are."""
+    log_probs = np.asarray(jax.nn.log_softmax(rows, -1), np.float64)
+    scores = {
+        path: sum(log_probs[depth, token] for depth, token in enumerate(path))
+        for length in range(1, K + 1)
+        for path in itertools.product(range(V), repeat=length)
+    }
+    return set(sorted(scores, key=lambda path: -scores[path])[:count])
+
+
+@pytest.mark.parametrize("size", [2, 13, 156])
+def test_the_best_first_tree_holds_the_likeliest_of_all_paths(size):
+    assert tree_settings.full(K, V) == 156
+    draft = jax.device_get(grow(request(B, 0.0), LOGITS, BestFirst(size, K), "greedy"))
+    assert draft.logits is None and draft.valid.all() and draft.max_depth == K
+    for row in range(B):
+        found = list(paths(draft, row).values())[1:]
+        assert len(found) == size - 1
+        assert set(found) == slow_best_first(LOGITS[row], size - 1)
+        assert (draft.parents[row] < np.arange(size)).all()
+
+
+def test_equally_likely_paths_are_kept_from_the_root_down():
+    certain = jnp.where(jnp.arange(V) == 2, 0.0, -1e9)
+    draft = grow(request(1, 0.0), jnp.broadcast_to(certain, (1, K, V)), BestFirst(4, K), "greedy")
+    assert draft.tokens[0].tolist() == [3, 2, 2, 2]
+    assert draft.parents[0].tolist() == [-1, 0, 1, 2]
+
+
+def test_paths_without_probability_are_no_nodes_of_a_best_first_tree():
+    two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
+    ids = jnp.array([3, 5, 7, 11, 13], jnp.int32)
+    logits = jnp.broadcast_to(two, (1, 2, V))
+    draft = jax.device_get(grow(request(1, 0.0), logits, BestFirst(10, 2), "greedy", ids=ids))
+    assert draft.valid[0].sum() == 1 + 2 + 4
+    assert draft.valid[0][draft.parents[0, 1:]].all()
+    assert set(draft.tokens[0, 1:][draft.valid[0, 1:]]) == {3, 5}
+    assert (draft.tokens[0][~draft.valid[0]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(tree_top_k=2), "tree_top_k is not used by tree='best_first'"),
+        (dict(tree_size=1), "tree_size=1 must be at least 2"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tree_settings.requested("best_first", 3, **settings)
+
+
+def test_a_tree_that_drops_nodes_for_their_values_draws_none():
+    shape = tree_settings.requested("best_first", 3)
+    assert shape == BestFirst(16, 3)
+    assert tree_settings.drawn_by("best_first", shape, None) == "greedy"
+    assert tree_settings.proposal(shape, "greedy") == "point"
+    with pytest.raises(ValueError, match="not exact for tree='best_first'"):
+        tree_settings.drawn_by("best_first", shape, "probabilistic")
+    assert isinstance(trees.from_choices([(0,)]), tree_settings.Grown)

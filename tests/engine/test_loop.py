@@ -1,0 +1,309 @@
+"""The loop itself: what is compiled, what is kept, what is never touched."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.core import kv_cache, trees
+from jspec.core.logprobs import Scoring
+from jspec.core.types import Params
+from jspec.drafters import DraftModel
+from jspec.engine import batch as host
+
+# As attributes of the package these names are the functions, not the modules.
+from jspec.engine import loop
+from jspec.engine.plan import Plan
+from jspec.models import decoder
+from tests import shipped, tiny
+
+DRAFTERS = {
+    "none": tiny.NONE, "ngram": tiny.NGRAM, "draft_model": tiny.DRAFT, "greedy": tiny.GREEDY_DRAFT
+}  # fmt: skip
+
+
+def rows(max_tokens=24, temperature=0.0, **settings):
+    return [
+        host.Row(prompt, max_tokens=max_tokens, temperature=temperature, stream=index, **settings)
+        for index, prompt in enumerate(tiny.prompts())
+    ]
+
+
+def texts(answers):
+    return [answer.tokens.tolist() for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("none", 0.0), *((name, 0.9) for name in DRAFTERS)]
+)
+def test_the_loop_copies_no_cache(name, temperature):
+    plan = Plan(tiny.TARGET, DRAFTERS[name])
+    batch = host.start(plan, tiny.params(), rows(temperature=temperature))
+    arguments = (plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
+    compiled = shipped.compiled(loop.decode.lower(*arguments))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(batch.state.cache.layers)}
+    if name in ("draft_model", "greedy"):
+        shapes |= {leaf.shape for leaf in jax.tree.leaves(batch.state.memory.cache.layers)}
+    for shape in shapes:
+        dims = ",".join(map(str, shape))
+        copies = re.findall(rf"f32\[{dims}\]\S* copy(?:-start)?\(", compiled.as_text())
+        assert not copies, f"{len(copies)} copies of a cache of shape {shape}"
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves(batch.state.cache))
+    assert compiled.memory_analysis().alias_size_in_bytes >= donated
+
+
+def test_a_pass_computes_the_cosines_of_its_positions_once_for_all_layers_and_heads():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    batch = host.start(plan, tiny.params(), rows())
+    lowered = loop.decode.lower(plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
+    text = shipped.compiled(lowered).as_text()
+    assert len(re.findall(r" cosine\(", text)) == len(re.findall(r" sine\(", text)) == 1
+
+
+def test_no_embedding_is_widened_or_copied_for_the_sake_of_a_few_rows():
+    narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = Params(*map(narrow, tiny.params()))
+    plan = Plan(tiny.TARGET, DRAFTERS["draft_model"])
+    batch = host.start(plan, params, rows())
+    text = shipped.compiled(
+        loop.decode.lower(plan, params, batch.request, (), batch.state, jnp.int32(9))
+    ).as_text()
+    for table in (params.target.embedding, params.drafter.embedding):
+        dims = ",".join(map(str, table.shape))
+        assert f"bf16[{dims}]" in text
+        assert not re.search(rf"f32\[{dims}\]\S* convert\(", text)
+        assert not re.search(rf"= u16\[{dims}\]\S* (?!bitcast-convert|parameter)", text)
+
+
+def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
+    traced = []
+    propose = DraftModel.propose
+    monkeypatch.setattr(DraftModel, "propose", lambda *a: traced.append(1) or propose(*a))
+    jax.clear_caches()
+    for seed, max_tokens in ((1, 24), (2, 20)):
+        # A plan, a drafter and rows made afresh: equal, not the same objects.
+        drafter = DraftModel(decoder.DecoderConfig(**vars(tiny.DRAFT_CONFIG)), 4)
+        plan = Plan(decoder.Decoder(tiny.TARGET.config), drafter)
+        some = rows(max_tokens, temperature=0.5 * seed, seed=seed)
+        host.generate_rows(plan, tiny.params(), some)
+    assert len(traced) == 1
+
+
+def test_a_group_of_rows_launches_three_programs_and_no_small_ones(caplog):
+    plan, params, some = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), rows()
+    jax.clear_caches()
+    with jax.log_compiles():
+        host.generate_rows(plan, params, some, scoring=Scoring(2))
+    launched = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
+    assert sorted(launched) == ["_allocate", "decode", "prefill"]
+
+
+def test_ending_rows_from_outside_compiles_nothing_for_how_many_they_are(caplog):
+    batch = host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows())
+    host.cancel(batch, [1])
+    groups = ([0, 2], [2, 0, 1])
+    with jax.log_compiles():
+        ended = [host.cancel(batch, group) for group in groups]
+    assert "Compiling" not in caplog.text
+    state, limits = batch.state, np.asarray(batch.request.max_length)
+    for one, group in zip(ended, groups, strict=True):
+        assert sorted(group) == np.flatnonzero(one.state.done & ~state.done).tolist()
+        expected = limits.copy()
+        expected[group] = np.asarray(state.history.length)[group]
+        np.testing.assert_array_equal(one.request.max_length, expected)
+
+
+def test_under_jax_enable_x64_a_chain_that_shares_noise_gives_the_text_of_plain_decoding():
+    some = rows(max_tokens=8, temperature=0.8)
+    plans = Plan(tiny.TARGET, tiny.NONE), Plan(tiny.TARGET, tiny.DRAFT, "coupled")
+    with jax.enable_x64(True):
+        plain, drafted = (host.generate_rows(plan, tiny.params(), some) for plan in plans)
+    assert texts(drafted) == texts(plain)
+    assert sum(answer.drafted for answer in drafted) > 0
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_the_ladder_changes_no_text(name):
+    drafter = DRAFTERS[name]
+    ladders = [(5,), (1, 5), (1, 2, 3, 5)]
+    some = rows(temperature=0.8)
+    found = [
+        texts(host.generate_rows(Plan(tiny.TARGET, drafter, ladder=ladder), tiny.params(), some))
+        for ladder in ladders
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("ladder", [(1, 4), (5, 1), (0, 5), (1, 1, 5)])
+def test_a_ladder_that_does_not_fit_is_refused(ladder):
+    with pytest.raises(ValueError, match="must ascend from 1 or more to tree_size=5"):
+        Plan(tiny.TARGET, tiny.NGRAM, ladder=ladder)
+
+
+def test_a_rule_that_is_not_known_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="rule='tipical' is not known; use one of rejection"):
+        Plan(tiny.TARGET, tiny.NGRAM, rule="tipical")
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
+def test_the_caches_end_as_a_fresh_pass_over_the_text_would_leave_them(name):
+    plan = Plan(tiny.TARGET, DRAFTERS[name])
+    params = tiny.params()
+    batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.7)))
+    history = batch.state.history
+    check_cache(tiny.TARGET.config, params.target, batch.state.cache, history, behind=1)
+    if name == "draft_model":
+        cache = batch.state.memory.cache
+        behind = history.length - cache.length
+        assert ((behind == 1) | (behind == 2)).all()
+        check_cache(tiny.DRAFT_CONFIG, params.drafter, cache, history, behind)
+
+
+def check_cache(config, params, cache, history, behind):
+    length = history.length - behind
+    np.testing.assert_array_equal(cache.length, length)
+    size = history.tokens.shape[1]
+    tree = trees.from_parents(trees.chain(size - 1), size - 1)
+    empty = decoder.init_cache(config, len(length), 0)
+    fresh = jax.jit(lambda tokens: decoder.forward(params, config, tokens, tree, empty).tree_kv)(
+        history.tokens
+    )
+    for row, end in enumerate(length.tolist()):
+        for kept, wanted in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(fresh), strict=True):
+            np.testing.assert_allclose(
+                kept[row, :, :end], wanted[row, :, :end], rtol=2e-4, atol=2e-4
+            )
+
+
+def test_attention_never_reads_the_part_of_the_cache_that_no_row_has_reached():
+    config = tiny.TARGET.config
+    cache = decoder.init_cache(config, 2, 8192)
+    poison = jax.tree.map(lambda x: x.at[:, :, 256:].set(jnp.nan), cache.layers)
+    cache = kv_cache.KVCache(poison, jnp.array([200, 0], jnp.int32))
+    tree = trees.from_parents(trees.chain(4), 4)
+    tokens = jnp.zeros((2, 5), jnp.int32)
+    logits = decoder.forward(tiny.params().target, config, tokens, tree, cache).logits
+    assert jnp.isfinite(logits).all()
+
+
+def test_a_generation_in_slices_is_the_generation_in_one_go():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
+    some = rows(temperature=0.8)
+    whole = texts(host.generate_rows(plan, params, some))
+    slices = list(host.stream_rows(plan, params, some, rounds=2))
+    assert texts(slices[-1]) == whole
+    assert len(slices) > 3
+    for answers in slices:
+        pairs = zip(texts(answers), whole, strict=True)
+        assert all(text == full[: len(text)] for text, full in pairs)
+    assert {answer.finish_reason for answer in slices[0]} == {None}
+
+
+def test_a_cancelled_row_emits_nothing_more_and_the_others_go_on():
+    plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
+    some = rows(temperature=0.8)
+    whole = texts(host.generate_rows(plan, params, some))
+    batch = host.advance(plan, params, host.start(plan, params, some), rounds=2)
+    before = texts(host.read(batch))
+    batch = host.advance(plan, params, host.cancel(batch, [1]))
+    after = host.read(batch)
+    assert texts(after) == [whole[0], before[1], whole[2]]
+    assert after[1].finish_reason == "length"  # nothing is wrong with it
+
+
+def test_the_trace_of_rounds_spells_the_text():
+    plan = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32)
+    for answer in host.generate_rows(plan, tiny.params(), rows(temperature=0.6)):
+        accepted, drafted, parents = answer.trace
+        assert len(accepted) == answer.rounds
+        assert (accepted + 1).sum() == len(answer.tokens)
+        at = 0
+        for count, nodes in zip(accepted, drafted, strict=True):
+            assert nodes[1 : count + 1].tolist() == answer.tokens[at : at + count].tolist()
+            at += count + 1
+        assert (drafted[:, 1:] >= 0).sum() == answer.drafted
+        assert (parents[:, 0] == 0).all()
+
+
+def test_steps_are_kept_without_their_nodes_and_read_as_far_as_they_went(monkeypatch):
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32), tiny.params()
+    whole = host.generate_rows(plan, params, rows(temperature=0.6))
+    plan = dataclasses.replace(plan, record_rounds=1024, record_nodes=False)
+    batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.6)))
+    sizes, get = [], jax.device_get
+    monkeypatch.setattr(
+        jax, "device_get", lambda x: sizes.append(max(map(jnp.size, jax.tree.leaves(x)))) or get(x)
+    )
+    for answer, expected in zip(host.read(batch), whole, strict=True):
+        accepted, nodes, _ = expected.trace
+        np.testing.assert_array_equal(answer.steps[0], accepted)
+        np.testing.assert_array_equal(answer.steps[1], (nodes[:, 1:] >= 0).sum(1))
+        assert answer.trace is None
+    assert max(sizes) < 1024
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_counts_add_up_to_the_text(name):
+    plan = Plan(tiny.TARGET, DRAFTERS[name])
+    for answer in host.generate_rows(plan, tiny.params(), rows()):
+        num_accepted = (answer.accepted * np.arange(5)).sum()
+        assert num_accepted + answer.rounds == len(answer.tokens) == 24
+        assert answer.accepted.sum() == answer.drafts <= answer.rounds
+        assert num_accepted <= answer.drafted <= 4 * answer.drafts
+
+
+def test_text_depends_neither_on_grouping_nor_on_neighbours():
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    some = [*rows(temperature=0.8), host.Row((1, 2, 3), max_tokens=24, temperature=0.5, seed=4)]
+    together = texts(host.generate_rows(plan, params, some))
+    assert texts(host.generate_rows(plan, params, some, max_num_seqs=2)) == together
+    assert texts(host.generate_rows(plan, params, some[::-1])) == together[::-1]
+
+
+def test_a_long_prompt_is_taken_in_by_chunks(monkeypatch):
+    plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
+    some = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
+    whole = texts(host.generate_rows(plan, params, some))
+    monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
+    assert texts(host.generate_rows(plan, params, some)) == whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(prompt=()), "prompt is empty"),
+        (dict(max_tokens=0), "max_tokens=0 must be at least 1"),
+        (dict(temperature=-1.0), "temperature=-1.0 must be 0"),
+        (dict(temperature=float("nan")), "temperature=nan must be"),
+        (dict(top_p=0.0), r"top_p=0.0 must be in \(0, 1\]"),
+        (dict(top_k=-2), "top_k=-2 must be"),
+        (dict(min_p=1.5), "min_p=1.5 must be"),
+    ],
+)
+def test_rows_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        host.Row(**{"prompt": (1,), **settings})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (host.Row((1,) * 500, max_tokens=13), "together 513, but the model has 512 positions"),
+        (host.Row((3, 64)), "token id 64, outside the vocabulary of 64"),
+        (host.Row((-1, 3)), "token id -1, outside"),
+    ],
+)
+def test_rows_that_do_not_fit_the_model_are_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
+
+
+def test_params_of_both_models_are_arguments_and_never_constants():
+    plan = Plan(tiny.TARGET, tiny.DRAFT)
+    some = rows(max_tokens=4)
+    first = texts(host.generate_rows(plan, tiny.params(), some))
+    other = Params(jax.tree.map(lambda x: -x, tiny.params().target), tiny.params().drafter)
+    assert texts(host.generate_rows(plan, other, some)) != first

@@ -1,0 +1,190 @@
+"""A plan is built of what fits together, and says of all else what does not fit and what would."""
+
+import dataclasses
+from typing import get_args
+
+import pytest
+
+from jspec import verify
+from jspec.core.types import Proposal
+from jspec.drafters import Eagle, Hybrid
+from jspec.engine.plan import Plan
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.eagle import EagleConfig
+from jspec.verify import RULES
+from tests.fakes import TableDrafter, ToyTarget, TreeTableDrafter
+from tests.tiny import NGRAM, VOCAB
+from tests.tiny import TARGET as DECODER
+
+TARGET = ToyTarget(4)
+CHAIN = TableDrafter(2)
+TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
+
+# What is exact for what. Point masses and pruned trees: section 3a of the target-only walk; draws:
+# each is enumerated in tests/verify.
+DRAWN = {"chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last"}
+EXACT_FOR = {
+    "rejection": DRAWN | {"point"}, "block": DRAWN | {"point"},
+    "match": DRAWN | {"point", "pruned"}, "coupled": DRAWN | {"point", "pruned"},
+    "typical": set(), "synthetic": set(),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled(TreeTableDrafter):
+    """A tree that says any law of itself."""
+
+    noise: str = "own"
+
+
+def labelled(proposal):
+    return Labelled(2, (-1, 0, 1) if proposal == "chain" else TREE.parents, proposal)
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
+@pytest.mark.parametrize("proposal", get_args(Proposal))
+def test_a_pair_is_planned_if_and_only_if_it_is_exact(rule, proposal):
+    assert RULES[rule].exact_for == EXACT_FOR[rule]
+    if proposal in EXACT_FOR[rule]:
+        plan = Plan(TARGET, labelled(proposal), rule)
+        assert plan.effective_rule.lossless
+        assert (plan.drafter.noise == "target") == (rule == "coupled" and proposal != "point")
+        return
+    with pytest.raises(ValueError) as error:
+        Plan(TARGET, labelled(proposal), rule)
+    assert str(error.value) == (
+        f"rule={rule!r} is not exact for the {proposal!r} drafts of Labelled; use one of match, "
+        "coupled."
+    )
+
+
+def test_point_masses_are_judged_by_the_target_only_walk():
+    for rule in ("rejection", "block"):
+        assert Plan(TARGET, labelled("point"), rule).effective_rule == RULES["match"]
+
+
+def test_laws_that_keep_the_tokens_of_siblings_are_judged_by_walks_of_their_own():
+    for rule in ("rejection", "block"):
+        walks = [Plan(TARGET, labelled(law), rule).effective_rule.walk
+                 for law in ("iid", "points_last", "without_replacement")]  # fmt: skip
+        known = RULES[rule]
+        assert walks == [known.walk_replaced, known.walk_points_last, known.walk]
+
+
+def test_lossy_rules_judge_drafts_of_any_law():
+    for proposal in get_args(Proposal):
+        plan = Plan(TARGET, labelled(proposal), "typical")
+        assert plan.effective_rule == RULES["typical"]
+
+
+def test_a_rule_of_ones_own_is_taken_at_its_word():
+    mine = verify.Rule("mine", RULES["match"].walk, "target", frozenset({"chain"}))
+    assert Plan(TARGET, CHAIN, mine).effective_rule == mine
+    with pytest.raises(ValueError, match="rule='mine' is not exact for the 'without_replacement'"):
+        Plan(TARGET, TREE, mine)
+
+
+def test_plans_with_equal_settings_of_a_rule_are_equal():
+    build = lambda alpha: Plan(TARGET, CHAIN, verify.typical(0.1, alpha))
+    assert build(0.3) == build(0.3)
+    assert hash(build(0.3)) == hash(build(0.3))
+    assert build(0.3) != build(0.4)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule", "message"),
+    [
+        (CHAIN, "rejektion", "rule='rejektion' is not known; use one of rejection, block"),
+        (labelled("greedy"), "rejection", "Labelled.proposal='greedy' must be one of 'point'"),
+        (dataclasses.replace(TREE, proposal="chain"), "rejection",
+         "TreeTableDrafter says proposal='chain', but has tree_size=7 nodes for max_depth=2"),
+        (CHAIN, "synthetic", "rule='synthetic' is set for drafts of depth 0, but TableDrafter "
+         "drafts to depth 2; give Plan a rule made for it, such as rule=jspec.verify.synthetic"),
+        (CHAIN, verify.synthetic(rates=(1, 1, 1)), "is set for drafts of depth 3, but"),
+        (CHAIN, verify.synthetic(length=3.5), "is set for drafts of depth 3 or more, but"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_with_its_remedy(drafter, rule, message):
+    with pytest.raises(ValueError) as error:
+        Plan(TARGET, drafter, rule)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_kernel_that_no_draft_would_reach_is_refused():
+    for name in ("rejection", "block"):
+        forced = dataclasses.replace(RULES[name], implementation="pallas_tpu")
+        for drafter in (CHAIN, TREE, labelled("iid")):
+            assert Plan(TARGET, drafter, forced).effective_rule.implementation == "pallas_tpu"
+        with pytest.raises(ValueError) as error:
+            Plan(TARGET, labelled("point"), forced)
+        assert f"rule={name!r} names implementation='pallas_tpu'" in str(error.value)
+        assert "Labelled are point masses" in str(error.value)
+        assert "comes to 'match', which has no kernel; leave implementation out" in str(error.value)
+
+
+def test_a_kernel_is_refused_to_a_dynamic_tree():
+    network = DecoderConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_positions=512,
+    )  # fmt: skip
+    head = EagleConfig(network, 3, (0, 1, 2), target_hidden_size=32, target_vocab_size=VOCAB)
+    drafter = Eagle(head, DECODER, tree="eagle2", tree_size=8, tree_depth=3, tree_top_k=4)
+    forced = dataclasses.replace(RULES["rejection"], implementation="pallas_gpu")
+    with pytest.raises(ValueError, match=r"Eagle are point masses \(as are all dynamic trees\)"):
+        Plan(DECODER, drafter, forced)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noiseless(TreeTableDrafter):
+    """A tree that is drawn, and cannot be told with which noise."""
+
+
+def test_a_drafter_that_cannot_be_told_to_share_noise_is_refused_by_a_rule_that_shares_it():
+    drafter = Noiseless(2, TREE.parents)
+    with pytest.raises(ValueError, match=r"but Noiseless has no field noise: Literal\['own', "):
+        Plan(TARGET, drafter, "coupled")
+    with pytest.raises(ValueError, match="but Noiseless has no field noise"):
+        Hybrid((NGRAM, drafter), "choose", noise="target")
+    assert Plan(TARGET, drafter, "match").drafter == drafter
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ladder": (2.5, 3)}, "ladder=(2.5, 3) must ascend from 1 or more to tree_size=3, in"),
+        ({"ladder": (1, 2)}, "ladder=(1, 2) must ascend from 1 or more to tree_size=3, in"),
+        ({"ladder": 3}, "ladder=3 must be a list"),
+        ({"record_rounds": -1}, "record_rounds=-1 must be a whole number, 0 for none"),
+        ({"record_rounds": 1.5}, "record_rounds=1.5 must be a whole number"),
+    ],
+)
+def test_a_setting_that_no_plan_can_have_is_refused(settings, message):
+    with pytest.raises(ValueError) as error:
+        Plan(TARGET, CHAIN, **settings)
+    assert message in str(error.value)
+
+
+def test_a_ladder_may_be_a_list():
+    assert hash(Plan(TARGET, CHAIN, ladder=[1, 3])) == hash(Plan(TARGET, CHAIN, ladder=(1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"name": 3}, "name=3 of a Rule must be a string"),
+        ({"coins": "targets"}, "coins='targets' of a Rule must be one of 'target', 'round', "),
+        ({"exact_for": "chain"}, "exact_for='chain' of a Rule must be a frozenset of laws among "),
+        ({"exact_for": {"chain"}}, "exact_for={'chain'} of a Rule must be a frozenset"),
+        ({"exact_for": frozenset({"iit"})}, "exact_for=frozenset({'iit'}) of a Rule must be a fr"),
+        ({"walk": None}, "walk=None of a Rule must be a function of (warped logits, draft, tree"),
+        ({"walk_replaced": 3}, "walk_replaced=3 of a Rule must be a function of"),
+        ({"depths": 3}, "depths=3 of a Rule must be a pair, at least and at most or None"),
+        ({"depths": (3, 2)}, "depths=(3, 2) of a Rule must be a pair"),
+        ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or one of '"),
+    ],
+)
+def test_a_setting_that_no_rule_can_have_is_refused_when_the_rule_is_made(mistake, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(RULES["rejection"], **mistake)
+    assert message in str(error.value)

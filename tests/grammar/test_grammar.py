@@ -1,0 +1,303 @@
+"""Structured output: automata against regular expressions, along branches, in every text."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import regex
+
+import jspec
+from jspec import SamplingParams
+from jspec.core import logits_processors, token_fsm, trees
+from jspec.core.types import Draft, History, Params
+from jspec.engine import batch as host
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import Row
+from jspec.grammar import automata
+from tests import llm_fixtures, tiny
+from tests.drafters.several import DRAFTERS
+from tests.fakes import OnePassDrafter, run_rows, script
+from tests.plain_shaping import Spelling
+
+END = 0
+SPELLED = ("", "a", "b", "ab", "ba", "aa", '"', "1", "2", "12", "{", "}", ":", "x", " ")
+
+
+TOKENIZER = Spelling(SPELLED)
+
+
+def compiled(pattern, vocab_size=64):
+    return automata.compiled(pattern, TOKENIZER, frozenset({END}), vocab_size)
+
+
+def completes(pattern, text):
+    """Whether some text that matches begins with this one."""
+    return regex.fullmatch(pattern, text, partial=True) is not None
+
+
+PATTERNS = [r"(ab)+1?", r"a{2,4}b*", r"(1|2)+x", r"[ab]*1"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_after_every_text_just_the_tokens_are_allowed_that_some_match_goes_on_with(pattern):
+    rules = automata.joined([compiled(pattern), None], 2)
+    rng = np.random.default_rng(0)
+    state, text = jnp.array(rules.start), ""
+    for _ in range(8):
+        free = np.array(token_fsm.allowed(rules, state[:, None], 64))[:, 0]
+        assert free[1].all()  # a row without a grammar
+        wanted = {id for id, token in enumerate(SPELLED) if token
+                  and completes(pattern, text + token)}  # fmt: skip
+        wanted |= {END} if re.fullmatch(pattern, text) else set()
+        assert set(np.flatnonzero(free[0])) == wanted
+        found = token_fsm.find(rules, jnp.full(64, state[0]), jnp.arange(64))[1]
+        np.testing.assert_array_equal(found, free[0])
+        if not wanted - {END}:
+            break
+        token = int(rng.choice(sorted(wanted - {END})))
+        state, text = token_fsm.find(rules, state, jnp.array([token, 5]))[0], text + SPELLED[token]
+
+
+def test_memory_grows_with_what_grammars_allow_and_not_with_the_vocabulary():
+    # Almost everything is allowed in one state: its list is of what is forbidden.
+    rules = automata.joined([compiled('"[^"]*"', 100_000), compiled("(ab){20}", 100_000)], 2)
+    assert sum(part.nbytes for part in jax.tree.leaves(rules)) < 8_000
+
+
+LINES = [r"(ab)+1?", r'\{"(a|b)+":[12]{1,9}\}', None, r"(aa|x )*2"]
+
+
+def requests(temperature):
+    return [
+        Row(prompt, max_tokens=24, temperature=temperature, stream=index, stop_token_ids=(END,),
+            grammar=pattern and compiled(pattern))
+        for index, (prompt, pattern) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), LINES,
+                                                      strict=True))
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain():
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    return {t: host.generate_rows(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
+
+
+def test_what_ends_matches_and_what_is_cut_could_still_match(plain):
+    for answers in plain.values():
+        for pattern, answer in zip(LINES, answers, strict=True):
+            if pattern is None:
+                continue
+            said = answer.tokens.tolist()
+            text = "".join(SPELLED[token] for token in said if token != END)
+            if answer.finish_reason == "stop":
+                assert re.fullmatch(pattern, text), text
+            else:
+                assert len(said) == 24 and completes(pattern, text), text
+    assert any(answer.finish_reason == "stop" for answer in plain[0.9])
+
+
+def test_rows_without_a_grammar_may_be_a_group_of_their_own(plain):
+    plan = Plan(tiny.TARGET, tiny.NONE)
+    alone = host.generate_rows(plan, tiny.params(), requests(0.9), max_num_seqs=1)
+    assert [one.tokens.tolist() for one in alone] == [one.tokens.tolist() for one in plain[0.9]]
+
+
+def test_an_end_that_no_token_is_ends_nothing():
+    ends = frozenset({END, 500})
+    with_it, without = (automata.compiled("ab|b*", TOKENIZER, given, 64)
+                        for given in (ends, frozenset({END})))  # fmt: skip
+    np.testing.assert_array_equal(with_it.tokens, without.tokens)
+    with pytest.raises(ValueError, match="needs a token that ends the text"):
+        automata.compiled("ab", TOKENIZER, frozenset({500}), 64)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("ngram", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
+     for name in DRAFTERS],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_changes_no_structured_text(name, temperature, plain):
+    drafter, weights = DRAFTERS[name]
+    params = Params(tiny.params().target, weights)
+    plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=32)
+    answers = host.generate_rows(plan, params, requests(temperature))
+    for pattern, answer, expected in zip(LINES, answers, plain[temperature], strict=True):
+        assert answer.tokens.tolist() == expected.tokens.tolist()
+        if pattern is None:
+            continue
+        # What could not be accepted was never drafted: the root's children at least.
+        text, said = "", answer.tokens.tolist()
+        for accepted, nodes, parents in zip(*answer.trace, strict=True):
+            for token in nodes[(parents == 0) & (nodes >= 0) & (np.arange(nodes.size) > 0)]:
+                assert token == END or completes(pattern, text + SPELLED[token])
+            text += "".join(SPELLED[token] for token in said[: accepted + 1])
+            said = said[accepted + 1 :]
+
+
+@pytest.mark.parametrize("tree", ["chain", "best_first"])
+def test_a_head_that_guesses_all_at_once_keeps_to_the_grammar_on_every_branch(tree, plain):
+    drafter = OnePassDrafter(4, tiny.VOCAB, tree)
+    asked, texts = requests(0.0), plain[0.0]
+    params = Params(tiny.params().target, script(asked, texts, length=128))
+    plan = Plan(tiny.TARGET, drafter, record_rounds=32)
+    for answer, expected in zip(run_rows(plan, params, asked), texts, strict=True):
+        assert answer.tokens.tolist() == expected.tokens.tolist()
+        assert set(answer.trace[0][:-1].tolist()) == {4}
+
+
+def test_what_must_follow_is_drafted_for_nothing():
+    plan = Plan(tiny.TARGET, tiny.NGRAM, "rejection", record_rounds=16)
+    rows = [Row(prompt, max_tokens=24, temperature=t, stop_token_ids=(END,),
+                grammar=compiled(r"[12](:x){7}(ab|ba)"))
+            for prompt, t in zip(tiny.prompts((9, 5)), (0.0, 1.0), strict=True)]  # fmt: skip
+    for answer in host.generate_rows(plan, tiny.params(), rows):
+        text = "".join(SPELLED[token] for token in answer.tokens.tolist())
+        assert re.fullmatch(r"[12](:x){7}(ab|ba)", text) and answer.finish_reason == "stop"
+        # One token is free, 14 follow from it; then up to two are free, and the end follows.
+        accepted, nodes, _ = answer.trace
+        assert (nodes[1, 1:] >= 0).all() and accepted[1:4].tolist() == [4, 4, 4]
+        assert answer.rounds <= 7
+
+
+def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
+    row = Row((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
+    request, _ = jspec.rows.request_of([row], 1, row.warps, 64)
+    history = History(jnp.ones((1, 8), jnp.int32), jnp.ones(1, jnp.int32), jnp.array(
+        request.sampling.shaping.automaton.start))  # fmt: skip
+    parents = np.array([-1, 0, 0, 1, 2, 4], np.int32)
+    tokens = jnp.array([[1, 1, 2, 2, 1, 2]], jnp.int32)  # a(b) and b(a(b))
+    tree = trees.broadcast(trees.from_parents(parents, 3), 1)
+    draft = Draft(tokens, parents, jnp.ones((1, 6), bool), max_depth=3)
+    kept = logits_processors.prune(request.sampling.shaping, history, draft, tree).valid
+    assert kept.tolist() == [[True, True, False, True, False, False]]
+    drawn = draft.replace(logits=jnp.zeros((1, 6, 64)))
+    assert logits_processors.prune(request.sampling.shaping, history, drawn, tree).valid.all()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "size": {"enum": [1, 22, 333]}},
+    "required": ["name", "size"],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "llm"
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_texts_of_a_model_keep_to_a_schema_a_choice_or_a_pattern(root, method):
+    llm = llm_fixtures.llm(root, method)
+    asked = [{"json": SCHEMA}, {"choice": ["grüße", "a.b"]}, {"regex": r"\d{3}-\d{2}"},
+             {"json": json.dumps(SCHEMA)}]  # fmt: skip
+    params = [
+        SamplingParams(temperature=t, seed=2, max_tokens=60, structured_outputs=each)
+        for t, each in zip((1.0, 1.0, 0.8, 0.0), asked, strict=True)
+    ]
+    outputs = [each.outputs[0] for each in llm.generate(["the", "def", "x", "a"], params)]
+    assert [each.finish_reason for each in outputs] == ["stop"] * 4
+    for each in (outputs[0], outputs[3]):
+        found = json.loads(each.text)
+        assert len(found["name"]) <= 4 and found["size"] in (1, 22, 333)
+    assert outputs[1].text in ("grüße", "a.b")
+    assert re.fullmatch(r"\d{3}-\d{2}", outputs[2].text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "("}, "structured_outputs cannot be compiled: Failed to build DFA"),
+        ({"regex": ""}, "must be a schema (json), a text that is not empty"),
+        ({"choice": []}, "a list of such texts (choice)"),
+        ({"grammar": "root ::= x"}, "must hold one of json, regex, choice, json_object"),
+        ({"regex": "a", "choice": ["b"]}, "must hold one of json, regex, choice, json_object"),
+        ({"json": "{"}, "the JSON schema cannot be followed"),
+        ("a", "structured_outputs='a' must be a dict with one of json, regex, choice"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(root, asked, message):
+    with pytest.raises(ValueError) as error:
+        llm_fixtures.llm(root, "none").generate("a", SamplingParams(structured_outputs=asked))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 3}, "the schema has 'minimum', which is not followed"),
+        ({"type": "array", "items": {"multipleOf": 2}}, "'items' of the schema has 'multipleOf'"),
+        ({"type": "array", "uniqueItems": True}, "has 'uniqueItems'"),
+        ({"type": "string", "minLength": 2, "pattern": "a"}, "has 'pattern' and 'minLength', of"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "has 'allOf' of several"),
+        ({"properties": {"a": {}}, "allOf": [{}]}, "has 'allOf' beside 'properties', which is not"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "requires ['b'], which are no 'properties'"),
+        ({"type": "object", "required": ["a"]}, "has 'required', which is not followed"),
+        ({"type": "integer", "enum": ["x"]}, "allows 'x', which is no integer"),
+        ({"type": "string", "properties": {}}, "has type 'string', but keywords of an object"),
+        ({"prefixItems": [{}], "minItems": 2}, "has 1 'prefixItems', outside minItems"),
+        (
+            {"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": {}}},
+            "has 'maxLength' beside '$ref'",
+        ),
+        ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "'a' of the schema has 'not'"),
+    ],
+)
+def test_a_schema_that_could_not_be_kept_to_the_letter_is_refused_by_keyword(schema, words):
+    with pytest.raises(ValueError, match="the JSON schema cannot be followed") as error:
+        automata.pattern_of({"json": schema})
+    assert words in str(error.value)
+
+
+def test_schemas_as_programs_write_them_are_followed():
+    person = {
+        "$defs": {"Pet": {"properties": {"kind": {"const": "cat", "type": "string"}},
+                          "required": ["kind"], "title": "Pet", "type": "object"}},
+        "properties": {
+            "name": {"title": "Name", "type": "string", "maxLength": 8},
+            "age": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+            "pets": {"items": {"$ref": "#/$defs/Pet"}, "maxItems": 2, "type": "array"},
+            "place": {"prefixItems": [{"type": "number"}, {"type": "number"}], "minItems": 2,
+                      "maxItems": 2, "type": "array"},
+        },
+        "required": ["name", "pets"], "title": "Person", "type": "object",
+    }  # fmt: skip
+    pattern = automata.pattern_of({"json": person})
+    assert re.fullmatch(pattern, '{"name": "Ann", "age": 7, "pets": [{"kind": "cat"}]}')
+    assert not re.fullmatch(pattern, '{"name": "Ann", "pets": [{"kind": "dog"}]}')
+
+
+def test_patterns_made_to_explode_are_refused_in_bounded_time(monkeypatch):
+    monkeypatch.setattr(automata, "_SECONDS", 1)
+    with pytest.raises(ValueError, match="more than memory or time allow, and may have at most"):
+        compiled("[ab]*a[ab]{40}")
+    monkeypatch.setattr(automata, "_SECONDS", 60)
+    monkeypatch.setattr(automata, "_MOST_STATES", 1000)
+    with pytest.raises(ValueError, match="2049 states, and may have at most 1000 states"):
+        compiled("[ab]*a[ab]{10}")
+
+
+def test_what_may_leave_no_token_is_refused():
+    with pytest.raises(ValueError, match="may leave no token at all"):
+        Row((1,), grammar=compiled("a"), min_tokens=1, stop_token_ids=(END,))
+    with pytest.raises(ValueError, match="needs a token that ends the text"):
+        automata.compiled("a", TOKENIZER, frozenset(), 64)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace"])
+def test_tokens_are_the_bytes_that_they_write(kind, tmp_path):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    byte_level = kind == "byte level"
+    words = ["<s>", "Ġa", "Ã¼", "x"] if byte_level else ["<s>", "\u2581a", "<0xC3>", "x"]
+    fast = Fast(models.BPE({word: id for id, word in enumerate(words)}, []))
+    fast.decoder = decoders.ByteLevel() if byte_level else decoders.Metaspace()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>")
+    found = automata.token_bytes(wrapped, 4)
+    assert found == {b" a": [1], ("ü".encode() if byte_level else b"\xc3"): [2], b"x": [3]}

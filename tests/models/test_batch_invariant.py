@@ -1,0 +1,85 @@
+"""A deterministic decoder's logits are the same to the bit, however tokens are put into passes."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec.core import kv_cache, trees
+from jspec.models import decoder
+from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.decoder import Decoder, DecoderConfig
+from jspec.models.mla import MlaConfig
+from jspec.models.moe import MoeConfig
+from tests import fakes, tiny
+
+LENGTH = 90  # more than a block of slots and several tiles of queries
+CONFIG = DecoderConfig(
+    vocab_size=256, hidden_size=128, intermediate_size=344, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=32, max_positions=256, qk_norm=True, windows=(None, 20),
+)  # fmt: skip
+
+
+@functools.cache
+def weights(dtype):
+    params = decoder.init_params(jax.random.key(0), CONFIG, jnp.dtype(dtype))
+    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_pass(target, params, tokens, cache):
+    """Logits of the next tokens of a text, and the cache with them."""
+    batch, size = tokens.shape
+    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
+    out = target.forward(params, tokens, tree, cache)
+    rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    return out.logits, kv_cache.append(cache, out.tree_kv, rows, jnp.full((batch,), size))
+
+
+def logits(kind, dtype, *, sizes, batch=1, capacity=LENGTH):
+    """Logits [LENGTH, V] of the first text of several, ``sizes`` tokens a pass."""
+    text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (8, LENGTH)).astype(np.int32)
+    target = kind(CONFIG)
+    cache, parts, done = target.init_cache(batch, capacity), [], 0
+    for size in itertools.cycle(sizes):
+        chunk = text[:batch, done : done + size]
+        if chunk.shape[1] < size:
+            return np.concatenate(parts)
+        out, cache = run_pass(target, weights(dtype), chunk, cache)
+        parts.append(np.asarray(out[0]))
+        done += size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_equal_to_the_bit_in_passes_of_any_size_batch_and_capacity(dtype):
+    plain = logits(DeterministicDecoder, dtype, sizes=[1])
+    ordinary = logits(Decoder, dtype, sizes=[1])
+    differs = False
+    for changes in ({"sizes": [5]}, {"sizes": [45], "batch": 8}, {"sizes": [90], "capacity": 200}):
+        other = logits(DeterministicDecoder, dtype, **changes)
+        np.testing.assert_array_equal(other, plain[: len(other)])
+        differs |= (logits(Decoder, dtype, **changes) != ordinary[: len(other)]).any()
+    # An ordinary decoder rounds otherwise in some other shape: there is something to be lost.
+    assert differs
+    np.testing.assert_allclose(plain, ordinary, atol=1e-4 if dtype == "float32" else 0.2)
+
+
+def test_what_has_no_order_of_positions_is_refused_by_name():
+    bush = fakes.BushDrafter(2, tiny.VOCAB, parents=(-1, 0, 0))
+    script = fakes.Script(jnp.zeros((1, 64), jnp.int32), jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match="deterministic=True takes chains, but this drafter"):
+        target = DeterministicDecoder(tiny.TARGET.config)
+        jspec.generate(target, tiny.params().target, [[1, 2]], drafter=bush, drafter_params=script)
+    latent = MlaConfig(kv_rank=8, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8)
+    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=8)
+    for name, value, words in (
+        ("mla", latent, "latent attention"), ("moe", experts, "experts"),
+        ("attention", "pallas_tpu", "attention='pallas_tpu'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"deterministic=True does not reach {words} of"):
+            DeterministicDecoder(dataclasses.replace(tiny.TARGET.config, **{name: value}))

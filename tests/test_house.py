@@ -1,0 +1,68 @@
+"""The architecture: imports go down only, whoever writes them and wherever they stand."""
+
+import ast
+import subprocess
+import sys
+
+from tests import house
+
+
+def test_every_file_has_a_floor():
+    assert [n for n in house.trees() if house.room(n) in ("", "jspec")] == ["jspec"]
+
+
+def test_imports_go_down_only():
+    assert house.upward() == []
+
+
+def test_modules_and_folders_import_each_other_in_no_circle():
+    assert house.cycle(house.imports()) == []
+    assert house.cycle(house.folder_imports()) == []
+
+
+def test_a_circle_is_found():
+    assert house.cycle([("a", "b"), ("b", "c"), ("c", "a"), ("a", "d")])
+
+
+def test_the_hall_is_small():
+    assert len(house.rooms_of_jspec()) <= 24
+    assert len(list((house.ROOT / "jspec").glob("*.py"))) <= 4
+
+
+def test_methods_and_rules_never_import_their_siblings():
+    for package in ("jspec.drafters", "jspec.verify"):
+        inside = [(i, n) for i, n in house.imports() if n.startswith(f"{package}.")]
+        # The files that the package's __init__ imports are methods or rules; others are helpers.
+        main = {n for i, n in inside if i == package}
+        assert main and [(i, n) for i, n in inside if i in main and n in main - {i}] == []
+
+
+def test_only_ops_opens_the_door_to_kernels():
+    users = {i for i, n in house.imports() if house.room(n) == "jspec.kernels" != house.room(i)}
+    assert {i for i in users if not i.startswith(("tests.", "benchmarks."))} == {"jspec.ops"}
+
+
+def test_nothing_below_the_command_line_reads_the_environment():
+    floor = house.FLOOR_OF["jspec.cli"]
+    low = [n for n, tree in house.trees().items()
+           if house.FLOOR_OF[house.room(n)] < floor and "__main__" not in ast.dump(tree)]  # fmt: skip
+    words = lambda node: {getattr(node, "attr", ""), getattr(node, "name", "")}  # x.environ, import
+    uses = [n for n in low for x in ast.walk(house.trees()[n]) if words(x) & {"environ", "getenv"}]
+    assert uses == []
+
+
+def test_no_module_shares_a_name_with_a_public_function_of_its_package():
+    jspec = house.ROOT / "jspec"
+    modules = {path.stem for path in jspec.iterdir() if path.suffix == ".py" or path.is_dir()}
+    import jspec as package
+
+    assert modules & set(package.__all__) == set()
+
+
+def test_one_core_module_loads_neither_drafters_nor_transformers():
+    code = (
+        "import sys, jspec.core.trees; "
+        "print([m for m in sys.modules if m.startswith(('jspec.drafters', 'transformers'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,37 @@
+"""Traces made by hand, so that what is drawn of them needs no model."""
+
+from jspec.api.metrics import Counts
+from jspec.tools.trace import Node, Piece, Round, Trace, names
+
+
+def node(index, parent, depth, label, fate, **known):
+    given = {"p": 0.25, "q": 0.5, "chance": 0.5, "coin": 0.125, "draw": None} | known
+    likeliest = ((7, label, 0.5), (8, "b", 0.25), (9, "c", 0.125))
+    return Node(index, parent, depth, 7, label, fate, likeliest=likeliest, **given)
+
+
+def trace(said="a", text=" a", prompt="once"):
+    """Three rounds: refused in a tree, accepted to a leaf, nothing drafted.
+
+    ``said`` is what a tokenizer says of every token.
+    """
+    label = names.spaced(said)
+    root = node(0, -1, 0, label, "accepted", p=None, q=None, chance=None, coin=None)
+    piece = lambda source, index=None: Piece(7, label, text, source, 0.25, index)
+    tree = (
+        root,
+        node(1, 0, 1, label, "refused", coin=0.75),
+        node(2, 0, 1, label, "accepted"),
+        node(3, 1, 2, label, "not reached", chance=None),
+        node(4, 2, 2, label, "refused", coin=0.875),
+    )
+    words = f"refused “{label}”"
+    rounds = (
+        Round(0, 3, tree, (piece("drafted", 2), piece("corrected")), "refused", words),
+        Round(1, 5, (root, node(1, 0, 1, label, "accepted", q=None, chance=None, coin=None)),
+              (piece("drafted", 1), piece("bonus")), "leaf", words),
+        Round(2, 7, (root,), (piece("plain"),), "no draft", words),
+    )  # fmt: skip
+    setting = {"model": said, "drafter": "Eagle", "rule": "rejection", "temperature": "0.8"}
+    counts = Counts((0, 2, 0), 5, 3, 5)
+    return Trace(prompt, (1, 2, 3, 4), rounds, "length", None, counts, setting)

@@ -1,0 +1,386 @@
+"""What a trace says of a generation, beside NumPy's own account of the same tokens and laws."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from jspec import verify
+from jspec.api.sampling_params import SamplingParams
+from jspec.core.types import Params
+from jspec.engine.batch import generate_rows
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import Row
+from jspec.tools import trace as tracing
+from jspec.tools.trace import html, names
+from tests import fakes, llm_fixtures, tiny
+
+PROMPT = "def add(x, y):"
+VOCAB, TEMPERATURE, TOP_P = 12, 0.7, 0.9
+BUSH = (-1, 0, 0, 0, 1, 1, 2, 4)
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    llm_fixtures.write_eagle3_head(root / "eagle3")
+    return {**llm_fixtures.loaded(root), "eagle3": str(root / "eagle3")}
+
+
+def config(models, method, **settings):
+    draws = {"draft_model": models["draft"], "eagle3": models["eagle3"]}
+    named = {"model": draws[method]} if method in draws else {}
+    return {"method": method, "num_speculative_tokens": 3, **named, **settings}
+
+
+CASES = [
+    ("ngram", {"prompt_lookup_max": 1}, {"temperature": 0}),
+    ("draft_model", {}, SAMPLED),
+    ("eagle3", {"tree": "sampled", "tree_size": 8}, SAMPLED),
+]
+MORE = [
+    ("draft_model", {}, {"temperature": 0}),
+    ("draft_model", {"rejection_sample_method": "block"}, SAMPLED),
+    ("draft_model", {"rejection_sample_method": "coupled"}, SAMPLED),
+    ("ngram", {"prompt_lookup_max": 1}, SAMPLED),
+    (
+        "ngram",
+        {"prompt_lookup_max": 1, "num_speculative_tokens_per_batch_size": [(1, 1, 2)]},
+        {"temperature": 0},
+    ),
+    ("eagle3", {"num_speculative_tokens_per_batch_size": [(1, 1, 2)]}, SAMPLED),
+    ("eagle3", {}, {"temperature": 0}),
+    ("eagle3", {}, SAMPLED),
+    ("eagle3", {"tree": "eagle2", "tree_size": 9}, SAMPLED),
+    ("eagle3", {"tree": "sampled", "rejection_sample_method": "block"}, SAMPLED),
+    ("suffix", {}, {"temperature": 0}),
+]
+
+
+def traced_and_generated(models, method, settings, sampling):
+    """The trace of a prompt, and what ``generate`` gives of it with the same settings.
+
+    Of two ``LLM``s, since what one has learnt of a text changes what it drafts the next time.
+    """
+    asked = config(models, method, **settings)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
+    [output] = jspec.LLM(models["target"], asked, per_request_stats="detailed").generate(
+        PROMPT, params
+    )
+    return jspec.trace(jspec.LLM(models["target"], asked), PROMPT, params), output.outputs[0]
+
+
+def assert_same(trace, output, by_the_clock=False):
+    """Token for token and, unless lengths go by the clock, round for round."""
+    assert trace.token_ids == output.token_ids and trace.text == output.text
+    stats = output.speculative_decoding_stats
+    accepted = [each.num_accepted for each in trace.rounds]
+    drafted = [[node.token for node in each.nodes[1:]] for each in trace.rounds]
+    if not by_the_clock:
+        assert accepted == stats["per_step_accepted"]
+        assert drafted == stats["per_step_drafted_token_ids"]
+    assert trace.finish_reason == output.finish_reason
+    assert_paths_are_the_text(trace)
+
+
+def assert_paths_are_the_text(trace):
+    """What is said to be accepted is what was said, from the root down."""
+    for each in trace.rounds:
+        at = 0
+        for piece in each.pieces:
+            if piece.node is not None:
+                node = each.nodes[piece.node]
+                assert (node.parent, node.token, node.fate) == (at, piece.token, "accepted")
+                at = node.index
+        assert at == each.end
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "sampling"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
+def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_models(
+    models, method, settings, sampling
+):
+    trace, output = traced_and_generated(models, method, settings, sampling)
+    assert_same(trace, output)
+    assert_p_is_the_targets(trace, models["target"], sampling)
+    if method == "draft_model" and sampling is SAMPLED and "coupled" not in settings.values():
+        assert_q_is_the_drafters(trace, models["draft"], sampling)
+
+
+def test_a_trace_whose_lengths_go_by_the_clock_is_that_of_the_text(models):
+    settings = {"prompt_lookup_max": 1, "adaptive_length": True}
+    trace, output = traced_and_generated(models, "ngram", settings, {"temperature": 0})
+    assert_same(trace, output, by_the_clock=True)
+
+
+def law(logits, temperature, top_p=1.0):
+    """The warped law of logits [V], in NumPy."""
+    logits = logits.astype(np.float64) / (temperature or 1.0)
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    before = np.cumsum(p[order]) - p[order]
+    kept = np.zeros(len(p), bool)
+    kept[order[before < top_p]] = True
+    return np.where(kept, p, 0) / p[kept].sum()
+
+
+def branches(trace):
+    """Of every round and node: the text before it, down its own branch, with node and round."""
+    text = list(trace.prompt_token_ids)
+    for each in trace.rounds:
+        assert each.nodes[0].token == text[-1] and each.position == len(text) - 1
+        paths = [[]]
+        for node in each.nodes[1:]:
+            paths.append([*paths[node.parent], node.token])
+            yield each, node, text + paths[node.parent]
+        text += [piece.token for piece in each.pieces]
+
+
+def laws_behind(model, texts, sampling):
+    """The law behind each text by one full pass, padded so that all share a program."""
+    width = -(-max(map(len, texts)) // 32) * 32
+    block = np.zeros((len(texts), width), np.int32)
+    for row, text in enumerate(texts):
+        block[row, : len(text)] = text
+    logits = np.concatenate(
+        [np.asarray(model.logits(part)) for part in np.array_split(block, len(block))]
+    )
+    temperature, top_p = sampling["temperature"], sampling.get("top_p", 1.0)
+    return [
+        law(logits[row, len(text) - 1], temperature, top_p if temperature else 1.0)
+        for row, text in enumerate(texts)
+    ]
+
+
+def assert_p_is_the_targets(trace, target, sampling):
+    found = list(branches(trace))
+    laws = laws_behind(target, [text for _, _, text in found], sampling)
+    assert found
+    for (each, node, _), p in zip(found, laws, strict=True):
+        assert node.p == pytest.approx(p[node.token], abs=1e-4)
+        first, _, value = each.nodes[node.parent].likeliest[0]
+        assert value == pytest.approx(p.max(), abs=1e-4) and p[first] > p.max() - 1e-4
+
+
+def assert_q_is_the_drafters(trace, draft, sampling):
+    found = list(branches(trace))
+    for (_, node, _), q in zip(
+        found, laws_behind(draft, [text for *_, text in found], sampling), strict=True
+    ):
+        assert node.q == pytest.approx(q[node.token], abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------- small laws
+
+
+def toy_trace(proposal="without_replacement", lawful=VOCAB, **settings):
+    """Of laws that depend on the token before alone, and their tables.
+
+    Behind tokens from ``lawful`` on, the target has no law.
+    """
+    drafter = fakes.TreeTableDrafter(3, parents=BUSH, proposal=proposal)
+    target = fakes.table(1, VOCAB, VOCAB).at[lawful:].set(np.nan)
+    tables = Params(target, fakes.table(2, VOCAB, VOCAB))
+    row = Row((3, 1), 40, temperature=TEMPERATURE, **settings)
+    return tracing.of_row(Plan(fakes.ToyTarget(VOCAB), drafter), tables, row), tables
+
+
+@pytest.mark.parametrize(
+    "proposal", ["without_replacement", pytest.param("iid", marks=pytest.mark.slow)]
+)
+def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy(proposal):
+    trace, tables = toy_trace(proposal)
+    target, drafter = (np.asarray(table) for table in tables)
+    judged = 0
+    for each in trace.rounds:
+        at, going = 0, True
+        while going:
+            p, q = (law(table[each.nodes[at].token], TEMPERATURE) for table in (target, drafter))
+            going = False
+            for node in [node for node in each.nodes[1:] if node.parent == at]:
+                assert node.p == pytest.approx(
+                    law(target[each.nodes[at].token], TEMPERATURE)[node.token], abs=1e-5
+                )
+                assert node.q == pytest.approx(q[node.token], abs=1e-5)
+                if going:  # a sibling was taken
+                    assert node.chance is None and node.fate == "not reached"
+                else:
+                    chance = min(1, p[node.token] / q[node.token])
+                    assert node.chance == pytest.approx(chance, abs=1e-4)
+                    assert (node.coin < node.chance) == (node.fate in ("accepted", "unsaid"))
+                    judged += 1
+                    going = node.fate in ("accepted", "unsaid")
+                    taken = node.index
+                    p = np.maximum(p - q, 0)
+                    p /= p.sum() or 1
+                if proposal != "iid":
+                    q[node.token] = 0
+                    q /= q.sum()
+            at = taken if going else at
+    assert judged > 20
+    fates = {node.fate for each in trace.rounds for node in each.nodes}
+    assert fates >= {"accepted", "refused", "not reached"}
+
+
+def test_sources_and_reasons_follow_from_the_path_and_its_end():
+    trace, *_ = toy_trace()
+    seen = set()
+    for each in trace.rounds:
+        *drafted, own = each.pieces
+        assert [piece.source for piece in drafted] == ["drafted"] * each.num_accepted
+        children = [node for node in each.nodes if node.parent == each.end]
+        expected = ("refused", "corrected") if children else ("leaf", "bonus")
+        if len(each.nodes) == 1:
+            expected = ("no draft", "plain")
+        assert (each.why, own.source) == expected
+        assert own.label in each.words
+        seen.add(each.why)
+    assert {"refused", "leaf"} <= seen
+    assert trace.finish_reason == "length" and trace.rounds[-1].words.endswith(
+        "limit of tokens is reached"
+    )
+    assert trace.counts.num_tokens == len(trace.token_ids) == 40
+
+
+def test_a_text_that_ends_inside_a_draft_leaves_the_rest_unsaid():
+    whole, *_ = toy_trace()
+    stop, place = next(
+        (piece.token, each.index)
+        for each in whole.rounds
+        for piece in each.pieces[:-2]
+        if piece.token not in {p.token for r in whole.rounds[: each.index] for p in r.pieces}
+        and each.pieces.index(piece) == [p.token for p in each.pieces].index(piece.token)
+    )
+    trace, *_ = toy_trace(stop_token_ids=(stop,))
+    last = trace.rounds[-1]
+    assert trace.rounds[:-1] == whole.rounds[:place]
+    assert (trace.finish_reason, last.why) == ("stop", "ended")
+    assert last.pieces[-1].token == stop and last.pieces[-1].source == "drafted"
+    assert [node.fate for node in last.nodes if node.fate == "unsaid"]
+    assert "stop token" in last.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "match", "typical", verify.synthetic(length=2.5)])
+def test_every_rule_can_be_traced(rule):
+    drafter = fakes.TreeTableDrafter(3, parents=BUSH)
+    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
+    row = Row((3, 1), 40, temperature=TEMPERATURE)
+    trace = tracing.of_row(plan, tables, row)
+    assert trace.token_ids == generate_rows(plan, tables, [row])[0].tokens.tolist()
+    assert_paths_are_the_text(trace)
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 1, 2), BUSH])
+def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
+    """Whatever the coin of a node that was not reached, the round is the same."""
+    given = {"node": 0, "coin": 0.5}
+
+    def walk(warped, draft, tree, coins):
+        instead = jax.pure_callback(
+            lambda: (np.int32(given["node"]), np.float32(given["coin"])),
+            (jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)),
+        )
+        return block(warped, draft, tree, coins.at[:, instead[0]].set(instead[1]))
+
+    block = verify.RULES["block"].walk
+    rule = dataclasses.replace(verify.RULES["block"], walk=walk)
+    proposal = "chain" if len(parents) == 4 else "without_replacement"
+    drafter = fakes.TreeTableDrafter(3, parents=parents, proposal=proposal)
+    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
+
+    def first_round(seed, node=0, coin=0.5):
+        given.update(node=node, coin=coin)
+        trace = tracing.of_row(plan, tables, Row((3, 1), 4, temperature=TEMPERATURE, seed=seed))
+        return trace.rounds[0]
+
+    idle = decisive = 0
+    for seed in range(6):
+        as_is = first_round(seed)
+        for node in as_is.nodes[1:]:
+            if node.fate == "not reached":
+                idle += 1
+                for coin in (0.0, 0.9999):
+                    other = first_round(seed, node.index, coin)
+                    assert [n.fate for n in other.nodes] == [n.fate for n in as_is.nodes]
+            elif node.fate == "refused":
+                other = first_round(seed, node.index, 0.0)
+                decisive += other.nodes[node.index].fate == "accepted"
+    assert decisive > 3 and (idle > 3) == (proposal != "chain")
+
+
+def test_typical_acceptance_tosses_no_coins_and_chooses_among_paths():
+    drafter = fakes.TreeTableDrafter(3, parents=BUSH)
+    plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, "typical"), toy_trace()[1]
+    trace = tracing.of_row(plan, tables, Row((3, 1), 40, temperature=TEMPERATURE))
+    fates = {}
+    for each in trace.rounds:
+        for node in each.nodes[1:]:
+            assert node.coin is None and node.chance is None
+            fates.setdefault(node.fate, []).append(node)
+            assert node.fate != "refused" or node.p <= 0.09
+    assert fates.keys() >= {"accepted", "refused", "not taken"}
+    assert max(node.p for node in fates["not taken"]) > 0.09
+    assert "off the path that was chosen" in html(trace) and "Coin" not in html(trace)
+
+
+def test_a_target_without_any_law_ends_the_trace_and_says_so():
+    trace, _ = toy_trace(lawful=4)
+    last = trace.rounds[-1]
+    assert (trace.finish_reason, last.why) == ("error", "lost")
+    assert trace.token_ids[-1] >= 4 and "no token any weight" in last.words
+    assert all(node.p is None for node in last.nodes[1:] if last.nodes[node.parent].token >= 4)
+    assert "nan" not in html(trace).lower()
+    assert_paths_are_the_text(trace)
+
+
+def test_a_stop_string_cuts_the_trace_where_it_cuts_the_text(models):
+    llm = jspec.LLM(models["target"], config(models, "ngram", prompt_lookup_max=1))
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    whole = llm.generate(PROMPT, params)[0].outputs[0].text
+    params = dataclasses.replace(params, stop=(whole[9:11],))
+    output, trace = llm.generate(PROMPT, params)[0].outputs[0], jspec.trace(llm, PROMPT, params)
+    assert (trace.text, trace.token_ids) == (output.text, output.token_ids)
+    assert trace.stop_reason == whole[9:11] and "the text ends before" in trace.rounds[-1].words
+
+
+def test_a_method_that_drafts_nothing_says_so():
+    row = Row(tiny.prompts()[1], max_tokens=4)
+    trace = tracing.of_row(Plan(tiny.TARGET, tiny.NONE), tiny.params(), row)
+    assert [each.why for each in trace.rounds] == ["no draft"] * 4
+    assert {piece.source for piece in trace.pieces} == {"plain"}
+
+
+def test_every_token_has_a_label_that_can_be_printed(models):
+    tokenizer = models["target"].tokenizer
+    labels = [names.label(tokenizer, token) for token in range(llm_fixtures.VOCAB)]
+    assert all(label and label.isprintable() and "\ufffd" not in label for label in labels)
+    part = tokenizer.convert_tokens_to_ids("Ã")  # the first byte of é, no character by itself
+    assert tokenizer.decode([part]) == "\ufffd" and names.label(tokenizer, part) == "Ã"
+    assert names.label(None, 7) == "7"
+
+
+def test_a_trace_is_of_one_text(models):
+    llm = jspec.LLM(models["target"])
+    for prompts, params, words in [
+        ([PROMPT, PROMPT], SamplingParams(), "2 were given"),
+        (PROMPT, SamplingParams(n=2, temperature=1), "n=2"),
+        (PROMPT, SamplingParams(logprobs=1), "logprobs=1"),
+        ("", SamplingParams(), "empty"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            jspec.trace(llm, prompts, params)
+
+
+def test_a_trace_is_plain_data():
+    trace, *_ = toy_trace()
+    assert (
+        json.loads(json.dumps(dataclasses.asdict(trace)))["rounds"][0]["nodes"][0]["parent"] == -1
+    )

@@ -1,0 +1,183 @@
+"""``jspec tune`` on tiny models: what it writes is what was fastest, and loads."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+import jspec
+from jspec.cli import main
+from jspec.tools.bench import names as naming
+from jspec.tools.bench.questions import Question
+from jspec.tools.tune import clocks, report, search, verification
+from jspec.tools.tune.families import families_of
+from jspec.tools.tune.run import tune
+from jspec.tools.tune.settings import Settings
+from tests import llm_fixtures
+
+QUESTIONS = [Question("fox", ("the quick brown fox",), is_chat=False),
+             Question("code", ("def add(x, y):\n",), is_chat=False)]  # fmt: skip
+ABOUT = {
+    "device": {"kind": "cpu", "cpu": "one of them", "cores": 2}, "time": "now",
+    "versions": {"jax": "0"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    found = tmp_path_factory.getbasetemp() / "llm"
+    head = found / "tuned-eagle3"
+    if not head.exists():
+        llm_fixtures.checkpoints(found)
+        llm_fixtures.write_eagle3_head(head)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch):
+    monkeypatch.setattr(clocks, "_SECONDS", 0.0)
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["jspec", "tune", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    return ended.value.code
+
+
+def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypatch, capsys):
+    """A head whose trees are searched, and lookups of one length."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": q.turns[0]}) + "\n" for q in QUESTIONS))
+    head = {"method": "eagle3", "model": str(root / "tuned-eagle3")}
+    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+    out, results = tmp_path / "config.json", tmp_path / "results.json"
+    code = run(
+        monkeypatch, root / "target", "--config", json.dumps(head), "--config", json.dumps(lookup),
+        "--questions", questions, "--max-speculative-tokens", 2, "--max-tree-size", 4,
+        "--max-programs", 1, "--max-tokens", 17, "--repeats", 1, "--output", out, "--json", results,
+    )  # fmt: skip
+    said, found = capsys.readouterr().out, json.loads(results.read_text())
+    assert code == 0
+    [batch] = found["batches"]
+    rows = batch["rows"]
+    assert json.loads(out.read_text()) == rows[0]["speculative_config"]
+    speeds = [row["tokens_per_second"]["median"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and {"method": "none"} in [
+        row["config"] for row in rows
+    ]
+    for row in rows:
+        assert row["predicted_acceptance_length"] == pytest.approx(row["acceptance_length"])
+        predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]["median"]
+        assert row["error"] == pytest.approx(predicted / measured - 1) and predicted > 0
+        assert f"{row['error']:+.1%}" in said
+        llm = jspec.LLM(str(root / "target"), row["speculative_config"])
+        assert llm.get_metrics() and row["name"] in said
+    names = {each["name"] for each in batch["candidates"]}
+    [tree] = [name for name in names if name.startswith("eagle3, tree of 4 nodes")]
+    lookups = naming.name_of(lookup)
+    assert names == {"plain decoding", lookups, "eagle3, K=1", "eagle3, K=2", tree}
+    assert [line["name"] for line in found["acceptance"]] == ["eagle3", lookups]
+    assert json.dumps(rows[0]["speculative_config"]) in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--config", "{oops"], "--config '{oops' is not JSON"),
+    (["--config", "ngrm"], "ngrm"),
+    (["--config", '{"method": "eagle3"}'], "needs a 'model'"),
+    (["--config", '{"method": "suffix", "tree_top_k": 2}'], "tree_top_k=2 is not used"),
+    (["--max-tokens", "4"], "max_tokens=4 must be a whole number of at least 8"),
+    (["--max-speculative-tokens", "0"], "max_speculative_tokens=0"),
+    (["--max-tree-size", "3"], "max_tree_size=3 must be 0, for chains alone, or at least 4."),
+    (["--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
+    (["--batch-size", "8", "--batch-size", "8"], "batch_sizes=(8, 8) has 8 twice; leave one out"),
+    (["--temperature", "-1"], "temperature=-1"),
+    (["--seed", "-1"], "seed=-1 must be a whole number from 0"),
+    (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
+    (["--output", "both.json", "--json", "./both.json"], "is the place of --output, too"),
+    (["--output", "/dev/null", "--json", "/dev/null"], "there is no question in the files given"),
+    ([], "there is no question in the files given"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+    if arguments[:1] == ["--config"]:
+        monkeypatch.setattr("jspec.tools.bench.questions.read", lambda *_: QUESTIONS)
+    assert run(monkeypatch, "no/such/model", *arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_heads_of_one_method_have_names_of_their_own(root, tmp_path):
+    """Even where one is searched, and might come to the K that is given of the other."""
+    for folder in ("a/export", "b/export"):
+        shutil.copytree(root / "tuned-eagle3", tmp_path / folder)
+    heads = [{"method": "eagle3", "model": str(tmp_path / name / "export")} for name in "ab"]
+    heads[0]["num_speculative_tokens"] = 2
+    asked = Settings((*heads, {"method": "ngram"}), max_speculative_tokens=2, max_tree_size=0)
+    found = families_of(llm_fixtures.loaded(root)["target"], asked)
+    said = [each.name for each in found]
+    assert said == ["plain decoding", "eagle3, a/export, K=2", "eagle3, b/export", "ngram"]
+    assert found[2].chain(2).name == "eagle3, b/export, K=2"
+
+
+def test_a_method_whose_drafts_are_too_long_for_the_answers_is_left_out(root):
+    """What learns from answers is recorded as it runs, with drafts of the largest K."""
+    asked = Settings(
+        ({"method": "suffix"}, {"method": "ngram", "prompt_lookup_max": 1}), max_tokens=8,
+        max_programs=1, repeats=1, patience=0,
+    )  # fmt: skip
+    target = llm_fixtures.loaded(root)["target"]
+    found = tune(target, QUESTIONS[:1], asked)
+    [batch] = found["batches"]
+    methods = {each["name"].split(",")[0] for each in batch["candidates"]}
+    assert methods == {"plain decoding", "ngram"}
+    said = "Left out: suffix; the answers are too short for the drafts, raise --max-tokens."
+    assert said in report.notes(ABOUT | found)
+    alone = dataclasses.replace(asked, configs=asked.configs[:1])
+    with pytest.raises(ValueError, match="too short for the drafts of suffix: raise --max-tokens"):
+        tune(target, QUESTIONS[:1], alone)
+
+
+def test_what_was_measured_is_listed_beside_what_may_be_faster(root, monkeypatch):
+    """However many of those that were not measured look better, and that is said."""
+    monkeypatch.setattr(search, "_ROWS_OF_TABLE", 1)
+    lookups = tuple({"method": "ngram", "prompt_lookup_max": most} for most in (1, 2))
+    asked = Settings(
+        lookups, max_speculative_tokens=2, max_programs=1, max_tokens=17, repeats=1, patience=0
+    )
+    found = tune(llm_fixtures.loaded(root)["target"], QUESTIONS[:1], asked)
+    [batch] = found["batches"]
+    listed = {each["name"]: each["round_was_measured"] for each in batch["candidates"]}
+    assert {row["name"] for row in batch["rows"]} <= {name for name in listed if listed[name]}
+    said = "batch 1, greedy: what was not measured may be faster; raise --max-programs."
+    for speed, is_said in ((1e9, True), (0.0, False)):
+        other = {"predicted_tokens_per_second": speed, "round_was_measured": False}
+        batch["candidates"] = [other]
+        assert (said in report.notes(ABOUT | found)) == is_said
+
+
+def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
+    """The race is left when everyone has a sample; the second batch size is never begun."""
+    race, seen = verification.race, []
+
+    def interrupted(field, repeats, patience):
+        race(field, 1, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "race", interrupted)
+    lookup = {"method": "ngram", "prompt_lookup_max": 1}
+    asked = Settings(
+        (lookup,), batch_sizes=(2, 1), max_speculative_tokens=2, max_programs=1, max_tokens=17,
+        repeats=1, patience=0,
+    )  # fmt: skip
+    target = llm_fixtures.loaded(root)["target"]
+    found = tune(target, QUESTIONS, asked, on_batch=seen.append)
+    assert found["interrupted"] and seen == [found]
+    [batch] = found["batches"]
+    assert batch["batch_size"] == 2 and len(batch["rows"][0]["seconds"]) == 1
+    assert report.output(found) == {"2": batch["rows"][0]["speculative_config"]}
+    assert any("interrupted" in note for note in report.notes(ABOUT | found))
+
+    monkeypatch.setattr(verification, "race", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    found = tune(target, QUESTIONS, asked)
+    assert found["interrupted"] and found["batches"] == [] and report.output(found) is None
