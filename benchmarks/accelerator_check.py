@@ -111,26 +111,67 @@ def _compare(operation: str, seconds: int, *more: str) -> Step:
 # The most telling cases of each come first: a slow compiler leaves out the last.
 STEPS = {
     "attention": _compare(
-        "tree_attention", 110, "--batch", "1", "8", "--lengths", "8192", "--cases",
-        "a chain of 4", "a tree of 61", "a window and a soft cap", "one node", "80 features"),
+        "tree_attention",
+        110,
+        "--batch",
+        "1",
+        "8",
+        "--lengths",
+        "8192",
+        "--cases",
+        "a chain of 4",
+        "a tree of 61",
+        "a window and a soft cap",
+        "one node",
+        "80 features",
+    ),
     "sampling": _compare(
-        "rejection_sampling", 110, "--batch", "8", "--cases",
-        "a chain of 8", "a tree of 64", "a chain of 5 as a whole", "a tree of 13 with repeats",
-        "a chain of 4 over an odd vocabulary", "a tree of 8 as a whole"),
+        "rejection_sampling",
+        110,
+        "--batch",
+        "8",
+        "--cases",
+        "a chain of 8",
+        "a tree of 64",
+        "a chain of 5 as a whole",
+        "a tree of 13 with repeats",
+        "a chain of 4 over an odd vocabulary",
+        "a tree of 8 as a whole",
+    ),
     "rules": Step(_certify(), 60, _certificate),
     "demo, float32": Step(
         _certify("--model", _MODEL, "--speculative-config", _SPEC, "--dtype", "float32"),
-        70, _certificate),
+        70,
+        _certificate,
+    ),
     "demo, bfloat16": Step(
         _certify("--model", _MODEL, "--speculative-config", _SPEC, "--dtype", "bfloat16"),
-        70, _certificate),
+        70,
+        _certificate,
+    ),
     "latency": Step(
         (_PYTHON, "-m", "jspec", "bench", "--repeats", "3", "--no-peers", "--json", "{out}"),
-        70, _bench),
+        70,
+        _bench,
+    ),
     "verifying": Step(
-        (_PYTHON, "-m", "benchmarks.verify_cost", "--fit", "--batch", "1", "8",
-         "--lengths", "8192", "--out", "{out}"), 90, _verify_cost),
-}  # fmt: skip
+        (
+            _PYTHON,
+            "-m",
+            "benchmarks.verify_cost",
+            "--fit",
+            "--batch",
+            "1",
+            "8",
+            "--lengths",
+            "8192",
+            "--out",
+            "{out}",
+        ),
+        90,
+        _verify_cost,
+    ),
+}
 
 
 class NoAccelerator(RuntimeError):
@@ -185,9 +226,13 @@ def run(step: Step, limit: float, platform: str) -> dict[str, Any]:
         begin = time.perf_counter()
         try:
             ran = subprocess.run(
-                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit,
+                words,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=limit,
                 env=_environment(platform),
-            )  # fmt: skip
+            )
             status, said = ran.returncode, ran.stdout
         except subprocess.TimeoutExpired as error:
             status, said = "timeout", (error.stdout or b"").decode(errors="replace")
@@ -199,8 +244,12 @@ def run(step: Step, limit: float, platform: str) -> dict[str, Any]:
     well, words = step.judge(found)
     if status == "timeout":
         words += f"; stopped after {limit:.0f} s"
-    return {"well": well and status in (0, "timeout"), "words": words, "seconds": seconds,
-            "results": found}  # fmt: skip
+    return {
+        "well": well and status in (0, "timeout"),
+        "words": words,
+        "seconds": seconds,
+        "results": found,
+    }
 
 
 def check(

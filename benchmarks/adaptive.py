@@ -25,10 +25,10 @@ import jspec
 from benchmarks import replay
 from benchmarks.methods import Request, Runner, constants
 from jspec.api import config
-from jspec.api.build import assemble
-from jspec.engine import costs as calibration
+from jspec.api.build import build_plan
+from jspec.engine import costs as engine_costs
 from jspec.engine import loading
-from jspec.engine.batch import Row, start
+from jspec.engine.batch import SequenceParams, start
 from jspec.engine.loop import init_shared
 from jspec.tools.bench import environment
 from jspec.tools.bench.timing import Contender, race, ratios
@@ -67,7 +67,7 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
     target = loading.load(_DEMO / "target", arguments.dtype)
     field, costs = [], None
     for label, asked in settings(arguments.method, arguments.lengths).items():
-        made = assemble(target, config.read(asked), dtype=arguments.dtype)
+        made = build_plan(target, config.read(asked), dtype=arguments.dtype)
         shared = _measured(made, requests[0]) if label == "adaptive" else None
         if shared is not None:
             costs = (shared.seconds / shared.seconds[0]).round(3).tolist()
@@ -97,9 +97,9 @@ def _measured(made, request: Request):
     """What is shared, with the costs of rounds on this machine."""
     text = jnp.zeros((1, 1024), jnp.int32)
     plan, params = replay.replaying(made.plan, made.params, text)
-    row = Row(tuple(request.prompt), max_tokens=len(request.answer))
+    row = SequenceParams(tuple(request.prompt), max_tokens=len(request.answer))
     batch = start(plan, params, [row]).replace(shared=init_shared(plan))
-    return jax.device_get(calibration.calibrate(plan, params, batch))
+    return jax.device_get(engine_costs.calibrate(plan, params, batch))
 
 
 def _ratio(one: Contender, other: Contender) -> list[float | None]:
@@ -125,9 +125,12 @@ def table(rows: list[dict]) -> Table:
         beside = (f"{best[0]} ({row['best_fixed']})", best[1])
         own = row["contender"] == "adaptive"
         shown.add_row(
-            row["text"], row["contender"], f"{row['acceptance_length']:.2f}", *plain,
+            row["text"],
+            row["contender"],
+            f"{row['acceptance_length']:.2f}",
+            *plain,
             *(beside if own else ("", "")),
-        )  # fmt: skip
+        )
     return shown
 
 

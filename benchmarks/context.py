@@ -20,9 +20,15 @@ from jspec.models import decoder
 from jspec.tools.bench import environment
 
 SIZES = dict(
-    vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=8, num_heads=4,
-    num_kv_heads=2, head_dim=64, tie_embeddings=True,
-)  # fmt: skip
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    tie_embeddings=True,
+)
 CASES = ((200, 256), (200, 1024), (200, 8192), (2000, 8192), (8000, 8192))  # (length, capacity)
 STEPS = 16  # in one program, so that its launch does not count
 

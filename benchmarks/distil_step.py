@@ -134,9 +134,11 @@ def matmul_seconds(task: EagleTask, head: EagleParams, batch: Batch) -> Callable
             x = _kept(kept, linear, x[:, : layer.down.shape[0]], layer.down)
             chunks = x.reshape(_stretches(x), -1, x.shape[-1])
             zeros = jnp.zeros_like(head.head)
-            kept.append(jax.lax.scan(
-                lambda total, rows: _scored(linear, head.head, total, rows), zeros, chunks
-            ))  # fmt: skip
+            kept.append(
+                jax.lax.scan(
+                    lambda total, rows: _scored(linear, head.head, total, rows), zeros, chunks
+                )
+            )
         return kept
 
     return _timed(jax.jit(step), head, jnp.ones((rows, config.hidden_size)))
@@ -203,9 +205,12 @@ def measure(shape: Shape, unroll: int, arguments: argparse.Namespace) -> dict:
     kept = None if known == shape.target.vocab_size else jnp.arange(known, dtype=jnp.int32)
     frozen, batch = Frozen(target, kept), random_batch(shape)
     settings = TrainerSettings(
-        steps=1000, batch=shape.batch, optimizer=arguments.optimizer, accumulate=1,
+        steps=1000,
+        batch=shape.batch,
+        optimizer=arguments.optimizer,
+        accumulate=1,
         compute=arguments.compute,
-    )  # fmt: skip
+    )
     head = task.init(jax.random.key(1), frozen)
     runs = {
         "step": step_seconds(task, frozen, batch, settings),

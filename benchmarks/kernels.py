@@ -83,11 +83,13 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> 
         q=(PEAK * array(queries, case.nodes, features)).astype(dtype),
         tree=(array(kv_heads, case.keys, features), array(kv_heads, case.keys, features)),
         ancestors=trees.pack_bits(jnp.broadcast_to(near, (batch, *near.shape))),
-        caches=[(array(kv_heads, slots, features), array(kv_heads, slots, features))
-                for _ in range(layers)],
+        caches=[
+            (array(kv_heads, slots, features), array(kv_heads, slots, features))
+            for _ in range(layers)
+        ],
         length=jnp.full((batch,), length, jnp.int32),
         nudge=jnp.zeros((), dtype),
-    )  # fmt: skip
+    )
     read = length if case.window is None else min(length, case.window)
     moved = 2 * batch * kv_heads * (read + case.keys) * features * dtype.itemsize
     moved += arrays["q"].size * (dtype.itemsize + 4)
@@ -124,10 +126,17 @@ def _attend(case, implementation, *, q, tree, ancestors, caches, length, nudge):
     def step(_, mixed):
         for cache in caches:
             mixed = ops.attention(
-                q + nudge * mixed.astype(q.dtype), *tree, ancestors, *cache, length,
-                scale=q.shape[-1] ** -0.5, window=case.window, positions=positions,
-                soft_cap=case.soft_cap, implementation=implementation,
-            )  # fmt: skip
+                q + nudge * mixed.astype(q.dtype),
+                *tree,
+                ancestors,
+                *cache,
+                length,
+                scale=q.shape[-1] ** -0.5,
+                window=case.window,
+                positions=positions,
+                soft_cap=case.soft_cap,
+                implementation=implementation,
+            )
         return mixed
 
     return jax.lax.fori_loop(0, STEPS, step, jnp.zeros(q.shape, jnp.float32))
@@ -162,10 +171,10 @@ def _sampling_contest(name: str, batch: int) -> Contest:
 def _draft(case: Case, recorded: jax.Array, key: jax.Array, target: jax.Array) -> tuple:
     """(target logits, tokens, recorded logits, coins): every node drawn from its parent's row."""
     parents = jnp.array(case.parents)
-    key, coins = jax.random.split(key)
+    key, uniforms = jax.random.split(key)
     tokens = jax.random.categorical(key, recorded[:, parents]).astype(jnp.int32)
-    coins = jax.random.uniform(coins, tokens.shape)
-    return target.astype(case.logits), tokens, recorded.astype(case.draft), coins
+    uniforms = jax.random.uniform(uniforms, tokens.shape)
+    return target.astype(case.logits), tokens, recorded.astype(case.draft), uniforms
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -177,26 +186,35 @@ def _judge(case, implementation, rounds, uniform):
     sampled = None if case.drawn is None else jnp.tile(jnp.array(case.drawn), (count, 1))
     valid = jnp.ones((count, nodes), bool)
     full = lambda value: jnp.full((count,), value)
-    warps = Sampling(full(0.8), full(0.01), full(50), full(0.9), names=case.warps)
+    filters = Sampling(full(0.8), full(0.01), full(50), full(0.9), names=case.filters)
     rule = RULES[case.rule].judging(case.proposal)
 
-    def judge(logits, draft, coins, uniform):
+    def judge(logits, draft, uniforms, uniform):
         if implementation == REFERENCE:  # what runs by default
-            _, accepted, law = rule.walk(sampling.warp(logits, warps), draft, tree, coins)
-            token = sampling.draw(law, uniform)
+            _, accepted, distribution = rule.walk(
+                sampling.process_logits(logits, filters), draft, tree, uniforms
+            )
+            token = sampling.draw(distribution, uniform)
         else:
             _, accepted, token = ops.rejection_sampling(
-                logits, warps, draft, tree, coins, uniform, rule=case.rule,
-                replaced=case.proposal == "iid", implementation=implementation,
-            )  # fmt: skip
+                logits,
+                filters,
+                draft,
+                tree,
+                uniforms,
+                uniform,
+                rule=case.rule,
+                replaced=case.proposal == "iid",
+                implementation=implementation,
+            )
         return accepted * case.vocab + token
 
     def step(_, verdicts):
         last, found = verdicts[-1], []
-        for logits, tokens, recorded, coins in rounds:
+        for logits, tokens, recorded, uniforms in rounds:
             draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
             after = jnp.where(last < 0, 0.5, uniform)  # never; the compiler cannot know
-            last = judge(logits, draft, coins, after)
+            last = judge(logits, draft, uniforms, after)
             found.append(last)
         return jnp.stack(found)
 
@@ -291,11 +309,16 @@ def measured(contest: Contest, repeats: int, speed: float) -> dict:
     found, errors = results(contest)
     apart = difference(contest.operation, found)
     return dict(
-        operation=contest.operation, **contest.case, floor=contest.num_bytes / speed,
-        cached=contest.cached, seconds=race(contest, found, repeats), difference=apart,
-        errors=errors, well=not errors and (apart or 0.0) <= LIMITS[contest.operation],
+        operation=contest.operation,
+        **contest.case,
+        floor=contest.num_bytes / speed,
+        cached=contest.cached,
+        seconds=race(contest, found, repeats),
+        difference=apart,
+        errors=errors,
+        well=not errors and (apart or 0.0) <= LIMITS[contest.operation],
         bytes_per_second=speed,
-    )  # fmt: skip
+    )
 
 
 def table(found: list[dict]) -> Table:

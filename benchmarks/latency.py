@@ -126,10 +126,14 @@ def _rows(
         return
     cases = list(
         workload.cases(
-            arguments.methods, arguments.batches, arguments.temperatures, [dtype],
-            arguments.num_speculative_tokens, arguments.ngram_max,
+            arguments.methods,
+            arguments.batches,
+            arguments.temperatures,
+            [dtype],
+            arguments.num_speculative_tokens,
+            arguments.ngram_max,
         )
-    )  # fmt: skip
+    )
     with Peer(arguments.model, arguments.draft, dtype) as peer:
         theirs = Theirs(peer, arguments.threads, arguments.cpp_wrapper)
         reference = compare.references(ours, theirs, setting, dtype)

@@ -32,12 +32,12 @@ from rich.table import Table
 import jspec
 from benchmarks import replay, workload
 from jspec.api import config
-from jspec.api.build import assemble
+from jspec.api.build import build_plan
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.engine import loading
-from jspec.engine.batch import Batch, Row, advance, read, start
+from jspec.engine.batch import Batch, SequenceParams, advance, read, start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.tools.bench import environment
@@ -156,9 +156,11 @@ class Runner:
             if request.answer is not None:
                 assert answers[-1].tokens.tolist() == request.answer, "the text was not said"
         return Sample(
-            spent, time.process_time() - cpu, [answer.tokens.tolist() for answer in answers],
+            spent,
+            time.process_time() - cpu,
+            [answer.tokens.tolist() for answer in answers],
             passes=sum(answer.rounds for answer in answers),
-        )  # fmt: skip
+        )
 
     def begin(
         self, request: Request, index: int = 0, shared: Any = None
@@ -176,8 +178,13 @@ class Runner:
             text[0, : len(whole)] = whole
             plan, params = replay.replaying(plan, params, jnp.asarray(text))
         size = self.max_new_tokens if request.answer is None else len(request.answer)
-        row = Row(tuple(request.prompt), max_tokens=size, seed=index, stream=0,
-                  temperature=self.temperature if request.answer is None else 0.0)  # fmt: skip
+        row = SequenceParams(
+            tuple(request.prompt),
+            max_tokens=size,
+            seed=index,
+            stream=0,
+            temperature=self.temperature if request.answer is None else 0.0,
+        )
         batch = start(plan, params, [row]).replace(shared=jax.tree.map(jnp.asarray, shared))
         return plan, params, jax.block_until_ready(batch)
 
@@ -189,13 +196,13 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
     for method, asked in track(
         configs(arguments.num_speculative_tokens, arguments.heads).items(), name, transient=True
     ):
-        made = assemble(target, config.read(asked), dtype=arguments.dtype)
+        made = build_plan(target, config.read(asked), dtype=arguments.dtype)
         plans[method] = made.plan
         runs = {method: (made.plan, made.params)}
         size = made.plan.drafter.tree_size
         idle = f"target alone, N={size}"
         if size > 1 and idle not in first:
-            plan = Plan(made.plan.target, Idle(tree_size=size), ladder=(size,))
+            plan = Plan(made.plan.target, Idle(tree_size=size), node_buckets=(size,))
             runs[idle] = plan, Params(made.params.target)
         for label, (plan, params) in runs.items():
             run = Runner(plan, params, requests, arguments.max_new_tokens, arguments.temperature)
@@ -210,15 +217,20 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
     for method, plan in plans.items():
         each, size = by_name[method], plan.drafter.tree_size
         alone = plain if size == 1 else by_name[f"target alone, N={size}"]
-        rows.append({
-            "workload": name, "method": method, "nodes": size,
-            "acceptance_length": round(first[method].num_tokens / first[method].passes, 3),
-            "distinct_tokens": sum(len(set(row)) for row in first[method].tokens) / len(requests),
-            "ratio": {end: round(x, 3) for end, x in spread(ratios(each, plain)).items()},
-            "round": round(pass_of(each) / pass_of(plain), 3),
-            "verifying": round(pass_of(alone) / pass_of(plain), 3),
-            **each.summary(),
-        })  # fmt: skip
+        rows.append(
+            {
+                "workload": name,
+                "method": method,
+                "nodes": size,
+                "acceptance_length": round(first[method].num_tokens / first[method].passes, 3),
+                "distinct_tokens": sum(len(set(row)) for row in first[method].tokens)
+                / len(requests),
+                "ratio": {end: round(x, 3) for end, x in spread(ratios(each, plain)).items()},
+                "round": round(pass_of(each) / pass_of(plain), 3),
+                "verifying": round(pass_of(alone) / pass_of(plain), 3),
+                **each.summary(),
+            }
+        )
     return rows
 
 

@@ -24,7 +24,7 @@ from benchmarks import curve
 from jspec import ops
 from jspec.core.types import Array, Params
 from jspec.drafters import METHODS
-from jspec.engine.batch import Row, advance, read, start
+from jspec.engine.batch import SequenceParams, advance, read, start
 from jspec.engine.plan import Plan
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
@@ -33,16 +33,22 @@ from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.tools.bench import environment
 
 TARGET = DecoderConfig(
-    vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_layers=12, num_heads=16,
-    num_kv_heads=4, head_dim=64, max_positions=2048,
-)  # fmt: skip
+    vocab_size=32000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=12,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    max_positions=2048,
+)
 HEAD = EagleConfig(
     network=DecoderConfig(**(vars(TARGET) | {"num_layers": 1, "vocab_size": 8000})),
     generation=3,
     capture_layers=(2, 6, 9),
     target_hidden_size=1024,
     target_vocab_size=32000,
-    own_head=True,
+    separate_head=True,
 )
 _RESULTS = Path(__file__).with_name("results")
 _PROMPT, _ROUNDS, _LOOPS = 192, 24, 24
@@ -51,12 +57,14 @@ _PROMPT, _ROUNDS, _LOOPS = 192, 24, 24
 def round_seconds(params: Params, depth: int):
     """A function that decodes some rounds and returns the seconds of one."""
     drafter = METHODS["eagle3"](
-        HEAD, target=decoder.Decoder(TARGET), num_speculative_tokens=depth,
+        HEAD,
+        target=decoder.Decoder(TARGET),
+        num_speculative_tokens=depth,
         draft_sample_method="greedy",
-    )  # fmt: skip
-    plan = Plan(decoder.Decoder(TARGET), drafter, ladder=(depth + 1,))
+    )
+    plan = Plan(decoder.Decoder(TARGET), drafter, node_buckets=(depth + 1,))
     prompt = tuple(np.random.default_rng(0).integers(0, TARGET.vocab_size, _PROMPT).tolist())
-    row = Row(prompt, max_tokens=512 - _PROMPT - depth - 2)
+    row = SequenceParams(prompt, max_tokens=512 - _PROMPT - depth - 2)
 
     def run() -> float:
         batch = jax.block_until_ready(start(plan, params, [row]))

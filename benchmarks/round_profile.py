@@ -28,7 +28,7 @@ from benchmarks import workload
 from jspec.api import build, config
 from jspec.core.types import Params
 from jspec.engine import loading
-from jspec.engine.batch import Batch, Row, advance, read, start
+from jspec.engine.batch import Batch, SequenceParams, advance, read, start
 from jspec.engine.loop import decode, init_shared
 from jspec.engine.plan import Plan
 from jspec.tools.bench import environment
@@ -117,7 +117,7 @@ def microseconds(work: dict[str, Work], run: Callable[[], None]) -> dict[Work, t
     return {kind: tuple(total) for kind, total in totals.items()}
 
 
-def profile(plan: Plan, params: Params, row: Row) -> dict:
+def profile(plan: Plan, params: Params, row: SequenceParams) -> dict:
     """Microseconds of a round, unwatched and, by kind of work, watched."""
 
     def begun() -> Batch:
@@ -160,7 +160,7 @@ def main() -> None:
     for dtype in arguments.dtypes:
         target = loading.load(_DEMO / "target", dtype)
         [prompt] = workload.source_prompts(target.tokenizer, 1, 128)
-        row = Row(prompt, arguments.max_tokens, arguments.temperature, seed=1)
+        row = SequenceParams(prompt, arguments.max_tokens, arguments.temperature, seed=1)
         for name, given in _configs().items():
             made = build.assemble(target, config.read(given), dtype=dtype)
             results["profiles"].append(
@@ -195,10 +195,11 @@ def table(profiles: Sequence[dict]) -> Table:
         products = sums(lambda kind: kind["multiplies"])
         figures = (each["round_us"], sum(parts), *parts, products, sum(parts) - products)
         shown.add_row(
-            f"{each['name']} {each['dtype']}", f"{each['tokens_per_round']:.2f}",
+            f"{each['name']} {each['dtype']}",
+            f"{each['tokens_per_round']:.2f}",
             *(f"{figure:.0f}" for figure in figures),
             f"{sum(kind['operations'] for kind in each['work']):.0f}",
-        )  # fmt: skip
+        )
     return shown
 
 

@@ -136,8 +136,12 @@ def measure(size: int, batch: int, repeats: int) -> dict:
         best["store"] = min(best["store"], seconds) if repeat else best["store"]
     milliseconds = {name: round(1e3 * seconds, 4) for name, seconds in best.items()}
     size_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(corpus))
-    return {"corpus_tokens": size, "batch": batch, "corpus_bytes": size_bytes,
-            "milliseconds": milliseconds}  # fmt: skip
+    return {
+        "corpus_tokens": size,
+        "batch": batch,
+        "corpus_bytes": size_bytes,
+        "milliseconds": milliseconds,
+    }
 
 
 def main() -> None:

@@ -153,8 +153,11 @@ def replay(proposer: Ours | Arctic, asked: list[tuple[list[int], list[int]]]) ->
             done, rounds, drafted = done + count + 1, rounds + 1, drafted + len(tokens)
         proposer.stop(response)
         emitted += len(response)
-    return {"acceptance_length": round(emitted / rounds, 3), "rounds": rounds,
-            "drafted_per_round": round(drafted / rounds, 3)}  # fmt: skip
+    return {
+        "acceptance_length": round(emitted / rounds, 3),
+        "rounds": rounds,
+        "drafted_per_round": round(drafted / rounds, 3),
+    }
 
 
 def main() -> None:
@@ -162,9 +165,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="acceptance beside ArcticInference")
     parser.add_argument("--out", type=Path, default=_RESULTS / "suffix_peer.json")
     arguments = parser.parse_args()
-    settings = {"chain": {}, "tree": dict(tree="best_first", tree_size=16),
-                "eager chain": dict(num_speculative_tokens=16, suffix_decoding_max_spec_factor=4.0,
-                                    suffix_decoding_max_tree_depth=64)}  # fmt: skip
+    settings = {
+        "chain": {},
+        "tree": dict(tree="best_first", tree_size=16),
+        "eager chain": dict(
+            num_speculative_tokens=16,
+            suffix_decoding_max_spec_factor=4.0,
+            suffix_decoding_max_tree_depth=64,
+        ),
+    }
     rows = []
     for name, asked in requests(checkpoint.load_tokenizer(_DEMO)).items():
         contenders = {"ngram 2-5, K=12": Ours(NGram(12, 2, 5)), "ngram 5-5, K=12": Ours(NGram(12))}

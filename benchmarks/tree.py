@@ -112,13 +112,17 @@ def table(rows: list[dict]) -> Table:
     for row in rows:
         greedy = row["temperature"] == 0
         columns.add_row(
-            row["draft"], str(row["nodes"]), row["dtype"], f"{row['temperature']:g}",
+            row["draft"],
+            str(row["nodes"]),
+            row["dtype"],
+            f"{row['temperature']:g}",
             ("yes" if row["equal_to_plain"]["equal"] else "no") if greedy else "-",
-            f"{row['distinct_tokens']:.0f}", f"{row['acceptance_length']:.2f}",
+            f"{row['distinct_tokens']:.0f}",
+            f"{row['acceptance_length']:.2f}",
             f"{row['tokens_per_second_best']:.0f}",
             f"{row['ratio_best']:.2f} ({row['ratio_median']:.2f})",
             f"{row['quiet_samples']}:{len(row['seconds'])}",
-        )  # fmt: skip
+        )
     return columns
 
 

@@ -130,9 +130,13 @@ def skipped(case: dict, reason: str, needed: int | None = None) -> dict:
 
 
 def trace_passes(
-    config: DecoderConfig, implementation: str, nodes: int, passes: int,
-    params: DecoderParams, like: kv_cache.KVCache,
-) -> jax.stages.Traced:  # fmt: skip
+    config: DecoderConfig,
+    implementation: str,
+    nodes: int,
+    passes: int,
+    params: DecoderParams,
+    like: kv_cache.KVCache,
+) -> jax.stages.Traced:
     """``passes`` passes over ``nodes`` nodes: (params, cache, tokens, tree) to (cache, tokens)."""
     config = dataclasses.replace(config, attention=implementation)
     batch = like.length.shape[0]
@@ -228,10 +232,12 @@ def rows_of(field: dict[Case, Contender], passes: int) -> list[dict]:
     """Best and median milliseconds of a pass of each case, and its ratio to one node's."""
     pick = {"best": min, "median": statistics.median}
     seconds = {
-        case: {name: of([sample.seconds / passes for sample in contender.kept])
-               for name, of in pick.items()}
+        case: {
+            name: of([sample.seconds / passes for sample in contender.kept])
+            for name, of in pick.items()
+        }
         for case, contender in field.items()
-    }  # fmt: skip
+    }
     rows = []
     for case, contender in field.items():
         alone = seconds.get(case.over(1))
@@ -284,9 +290,13 @@ def table(rows: list[dict]) -> Table:
         alone = ratios.get(first.over(1))
         cells = [f"{row['ratio_best']:.3f}" if row and row["ratio_best"] else "-" for row in line]
         shown.add_row(
-            first.implementation, first.draft, str(first.batch), str(first.length),
-            f"{alone['milliseconds_best']:.3f}" if alone else "-", *cells,
-        )  # fmt: skip
+            first.implementation,
+            first.draft,
+            str(first.batch),
+            str(first.length),
+            f"{alone['milliseconds_best']:.3f}" if alone else "-",
+            *cells,
+        )
     return shown
 
 
@@ -306,9 +316,12 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 8, 32))
     parser.add_argument("--lengths", type=int, nargs="+", help="committed tokens of a row")
     parser.add_argument(
-        "--implementations", nargs="+", choices=(REFERENCE, "kernel"),
-        default=(REFERENCE,) if on_cpu else (REFERENCE, "kernel"), help="of attention",
-    )  # fmt: skip
+        "--implementations",
+        nargs="+",
+        choices=(REFERENCE, "kernel"),
+        default=(REFERENCE,) if on_cpu else (REFERENCE, "kernel"),
+        help="of attention",
+    )
     parser.add_argument("--weights", default="bfloat16", help="dtype")
     parser.add_argument("--passes", type=int, default=8, help="in a timed program")
     parser.add_argument("--repeats", type=int, default=5)
@@ -331,9 +344,11 @@ def config_of(settings: argparse.Namespace) -> DecoderConfig:
     config = CONFIGS[settings.shape]
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return dataclasses.replace(
-        config, num_layers=settings.layers or config.num_layers,
-        cache_dtype=dtype, activation_dtype=dtype,
-    )  # fmt: skip
+        config,
+        num_layers=settings.layers or config.num_layers,
+        cache_dtype=dtype,
+        activation_dtype=dtype,
+    )
 
 
 def weights_of(config: DecoderConfig, dtype: str) -> Callable[[], DecoderParams]:
@@ -364,8 +379,13 @@ def main(words: Sequence[str] | None = None) -> None:
             f"{room() / 1e9:.1f} GB are left; take fewer --layers."
         )
     params = jax.block_until_ready(make())
-    facts = {"shape": settings.shape, "layers": config.num_layers, "weights": settings.weights,
-             "cache": config.cache_dtype, "weight_bytes": needed}  # fmt: skip
+    facts = {
+        "shape": settings.shape,
+        "layers": config.num_layers,
+        "weights": settings.weights,
+        "cache": config.cache_dtype,
+        "weight_bytes": needed,
+    }
     rows, left_out = [], []
     for batch in settings.batch:
         more, less = measure(config, settings, params, batch)

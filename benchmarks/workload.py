@@ -12,9 +12,15 @@ import numpy as np
 METHODS = ("autoregressive", "ngram", "draft_model")
 # Modules of the standard library that the demo models are not trained on (see their provenance).
 HELD_OUT = (
-    "argparse", "json.decoder", "heapq", "statistics", "http.client", "logging", "tarfile",
+    "argparse",
+    "json.decoder",
+    "heapq",
+    "statistics",
+    "http.client",
+    "logging",
+    "tarfile",
     "textwrap",
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)

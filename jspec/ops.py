@@ -15,7 +15,7 @@ from jax import lax
 
 from jspec.core import trees
 from jspec.core.types import Array, Draft, Sampling, Tree
-from jspec.kernels.rejection_sampling import laws
+from jspec.kernels.rejection_sampling import distributions
 from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
 from jspec.kernels.tree_attention import ordered, reference
 
@@ -102,9 +102,16 @@ def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
 
 
 def ordered_attention(
-    q: Array, chain_k: Array, chain_v: Array, cache_k: Array, cache_v: Array, length: Array, *,
-    scale: float, window: int | None = None,
-) -> Array:  # fmt: skip
+    q: Array,
+    chain_k: Array,
+    chain_v: Array,
+    cache_k: Array,
+    cache_v: Array,
+    length: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Array:
     """Attention of a chain that adds up in the order of positions; see the kernels' ``ordered``."""
     return ordered.attention(
         q, chain_k, chain_v, cache_k, cache_v, length, scale=scale, window=window
@@ -179,7 +186,7 @@ def rejection_sampling(
     sampling: Sampling,
     draft: Draft,
     tree: Tree,
-    coins: Array,
+    uniforms: Array,
     uniform: Array,
     *,
     rule: str = "rejection",
@@ -220,7 +227,7 @@ def rejection_sampling(
     kernel = _kernel_of(
         "rejection_sampling", rejection_sampling_reference, implementation, logits, draft.logits
     )
-    proposal = laws.Proposal(
+    proposal = distributions.Proposal(
         draft.tokens,
         jnp.broadcast_to(jnp.asarray(tree.parents), draft.tokens.shape),
         draft.valid,
@@ -228,13 +235,15 @@ def rejection_sampling(
         _over_target_ids(draft, logits.shape[-1]),
     )
     temperature = sampling.temperature * (not sampling.greedy)
-    warps = laws.Warps(temperature, sampling.min_p, sampling.top_k, sampling.top_p, sampling.names)
-    return kernel.rejection_sampling(logits, warps, proposal, coins, uniform, form)
+    filters = distributions.Filters(
+        temperature, sampling.min_p, sampling.top_k, sampling.top_p, sampling.names
+    )
+    return kernel.rejection_sampling(logits, filters, proposal, uniforms, uniform, form)
 
 
 def _form_of(
     draft: Draft, tree: Tree, rule: str, replaced: bool, max_children: int | None
-) -> laws.Form:
+) -> distributions.Form:
     static = isinstance(draft.parents, np.ndarray)
     parents = draft.parents if static else np.zeros(draft.tokens.shape[1], int)
     if rule not in REJECTION_SAMPLING_RULES:
@@ -255,7 +264,7 @@ def _form_of(
     if max_children is None:
         max_children = int(np.bincount(parents[1:], minlength=1).max(initial=0))
     mixed = draft.sampled is not None and draft.logits is not None and max_children > 1
-    return laws.Form(rule, tree.max_depth, max_children, replaced, mixed)
+    return distributions.Form(rule, tree.max_depth, max_children, replaced, mixed)
 
 
 def _over_target_ids(draft: Draft, vocab: int) -> Array | None:

@@ -83,9 +83,13 @@ DTYPE = "bfloat16"
 
 # %%
 functions = (
-    textwrap.fill, textwrap.dedent, textwrap.indent, textwrap.shorten,
-    textwrap.TextWrapper.wrap, textwrap.TextWrapper._split,
-)  # fmt: skip
+    textwrap.fill,
+    textwrap.dedent,
+    textwrap.indent,
+    textwrap.shorten,
+    textwrap.TextWrapper.wrap,
+    textwrap.TextWrapper._split,
+)
 questions = []
 for function in functions[:QUESTIONS]:
     source = textwrap.dedent(inspect.getsource(function))

@@ -46,9 +46,9 @@ import jspec
 import matplotlib.pyplot as plt
 import numpy as np
 from jspec.core import sampling, trees
-from jspec.api.build import assemble
+from jspec.api.build import build_plan
 from jspec.api.config import read as read_config
-from jspec.engine.batch import Row, start
+from jspec.engine.batch import SequenceParams, start
 
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 
@@ -60,10 +60,10 @@ DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 # %%
 TREE = {"tree": "sampled", "tree_size": 8, "tree_depth": 3, "tree_top_k": 2}
 config = {"method": "eagle3", "model": str(DEMO / "eagle3"), **TREE}
-made = assemble(DEMO / "target", read_config(config), dtype="float32")
+made = build_plan(DEMO / "target", read_config(config), dtype="float32")
 plan, params, tokenizer = made.plan, made.params, made.model.tokenizer
 prompt = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
-row = Row(tuple(tokenizer.encode(prompt)), max_tokens=32, temperature=0.8, seed=5)
+row = SequenceParams(tuple(tokenizer.encode(prompt)), max_tokens=32, temperature=0.8, seed=5)
 batch = start(plan, params, [row])
 request, state = batch.request, batch.state
 print(
@@ -155,7 +155,7 @@ print(
 )
 
 # %%
-p = np.asarray(jax.nn.softmax(sampling.warp(out.logits, request.sampling), -1))[0]
+p = np.asarray(jax.nn.softmax(sampling.process_logits(out.logits, request.sampling), -1))[0]
 for node in range(1, len(tokens)):
     if valid[node]:
         q = float(jax.nn.softmax(draft.logits[0, parents[node]])[tokens[node]])
@@ -173,9 +173,9 @@ for node in range(1, len(tokens)):
 # above, and compares what comes out with the target's law. The distance is rounding of float64.
 
 # %%
-from jspec.tools.certify import law
+from jspec.tools.certify import distribution
 
-finding = law("rejection", "without_replacement")
+finding = distribution("rejection", "without_replacement")
 print(
     finding.subject, "- total variation", finding.measured, "passed" if finding.passed else "FAILED"
 )
@@ -188,7 +188,7 @@ assert finding.passed
 from jspec.verify import Rule
 
 
-def gullible(logits, draft, tree, coins):
+def gullible(logits, draft, tree, uniforms):
     """Takes the first child, whatever the target says."""
     taken = draft.valid[:, 1]
     path = jnp.zeros((len(taken), tree.max_depth + 1), jnp.int32).at[:, 1].set(taken)
@@ -196,6 +196,6 @@ def gullible(logits, draft, tree, coins):
     return path, taken.astype(jnp.int32), after
 
 
-wrong = law(Rule("gullible", gullible, "round", frozenset({"chain"})), "chain")
+wrong = distribution(Rule("gullible", gullible, "round", frozenset({"chain"})), "chain")
 print(wrong.subject, "- total variation", wrong.measured, "FAILED:", wrong.note)
 assert not wrong.passed

@@ -85,10 +85,10 @@ counts = np.zeros((vocab_size, vocab_size), np.float32)
 for path in sources[:FILES]:
     ids = np.array(tokenizer.encode(path.read_text(encoding="utf-8"), verbose=False))
     np.add.at(counts, (ids[:-1], ids[1:]), 1)
-law = counts + 2 * (counts.sum(0) + 0.1) / counts.sum()
-law /= law.sum(1, keepdims=True)
+distribution = counts + 2 * (counts.sum(0) + 0.1) / counts.sum()
+distribution /= distribution.sum(1, keepdims=True)
 TABLE = str(Path(tempfile.mkdtemp()) / "bigrams.npy")
-np.save(TABLE, np.log(law))
+np.save(TABLE, np.log(distribution))
 print(f"{int(counts.sum()):,} pairs of tokens, {np.count_nonzero(counts):,} of them different")
 
 # %% [markdown]
@@ -98,10 +98,12 @@ print(f"{int(counts.sum()):,} pairs of tokens, {np.count_nonzero(counts):,} of t
 seen = counts.sum(1) > 0
 weight = counts.sum(1)[seen] / counts.sum()
 _, axes = plt.subplots(figsize=(7, 3))
-axes.hist(law.max(1)[seen], bins=40, range=(0, 1), weights=weight, color="#4c78a8")
+axes.hist(distribution.max(1)[seen], bins=40, range=(0, 1), weights=weight, color="#4c78a8")
 axes.set_xlabel("probability of the likeliest next token")
 axes.set_ylabel("share of the text")
-axes.set_title(f"the table: {(law.max(1)[seen] * weight).sum():.2f} on average", loc="left")
+axes.set_title(
+    f"the table: {(distribution.max(1)[seen] * weight).sum():.2f} on average", loc="left"
+)
 plt.show()
 
 # %% [markdown]
@@ -142,19 +144,21 @@ class Bigram(jspec.NoDrafter):
 
 
 # %% [markdown]
-# In the functional layer a `Plan` holds what is static (target, drafter, rule) and `jspec.decode` runs it; `generate_rows` is `decode`
+# In the functional layer a `Plan` holds what is static (target, drafter, rule) and `jspec.decode` runs it; `generate_sequences` is `decode`
 # with prompts made ready before and read back after. At temperature 0 the text must be that of plain decoding.
 
 # %%
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 
 ids = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
-rows = [Row(prompt, MAX_TOKENS, temperature=0) for prompt in ids]
+rows = [SequenceParams(prompt, MAX_TOKENS, temperature=0) for prompt in ids]
 bigram = Bigram(num_speculative_tokens=2, table=TABLE)
-drafted = generate_rows(
+drafted = generate_sequences(
     jspec.Plan(model.target, bigram), jspec.Params(model.params, bigram.load_params(None)), rows
 )
-plain = generate_rows(jspec.Plan(model.target, jspec.NoDrafter()), jspec.Params(model.params), rows)
+plain = generate_sequences(
+    jspec.Plan(model.target, jspec.NoDrafter()), jspec.Params(model.params), rows
+)
 same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
 for answer in drafted:
     print(f"{len(answer.tokens)} tokens in {answer.rounds} passes of the target")
@@ -190,7 +194,7 @@ for output in outputs:
 # At temperature 0.8 the target says the likeliest token only some of the time, and a drafter that always bets on it wins no more often
 # than that. A token that is *drawn* from a law q is accepted with probability Σ min(p, q). Then the rule must know q: row i of `Draft.logits`
 # holds the log-weights that the child of node i was drawn from, **as they were when it was drawn**, so after temperature and the rest
-# (`sampling.warp`). The coins come from `sampling.round_noise`: new in every round, and nobody else's.
+# (`sampling.process_logits`). The coins come from `sampling.round_noise`: new in every round, and nobody else's.
 
 
 # %%
@@ -200,26 +204,28 @@ class Drawn(Bigram):
 
     proposal = "chain"
 
-    def law(self, row, request):
+    def distribution(self, row, request):
         """Log-weights [B, V] to draw from, and to record."""
-        return sampling.warp(row, request.sampling)
+        return sampling.process_logits(row, request.sampling)
 
     def propose(self, params, request, shared, memory, history):
         """A chain, and the laws that it was drawn from."""
         depth = self.max_depth
-        coins = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, depth)
-        drafted, laws = [root_token(history)], []
+        uniforms = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, depth)
+        drafted, distributions = [root_token(history)], []
         for i in range(depth):
             row = params.drafter[drafted[-1]]
-            laws.append(self.law(row, request))
-            drafted.append(sampling.draw(sampling.warp(row, request.sampling), coins[:, i]))
-        laws.append(jnp.zeros_like(laws[0]))  # the last node has no child
+            distributions.append(self.distribution(row, request))
+            drafted.append(
+                sampling.draw(sampling.process_logits(row, request.sampling), uniforms[:, i])
+            )
+        distributions.append(jnp.zeros_like(distributions[0]))  # the last node has no child
         valid = jnp.ones((len(drafted[0]), depth + 1), bool)
         return jspec.Draft(
             jnp.stack(drafted, 1),
             trees.chain(depth),
             valid,
-            jnp.stack(laws, 1),
+            jnp.stack(distributions, 1),
             max_depth=depth,
         ), memory
 
@@ -261,7 +267,7 @@ assert report.passed
 class Wrong(Drawn):
     """Records another law than it draws from."""
 
-    def law(self, row, request):
+    def distribution(self, row, request):
         return row
 
 
@@ -272,7 +278,7 @@ found = list(
     drafts(
         jspec.Plan(model.target, wrong),
         jspec.Params(model.params, wrong.load_params(None)),
-        [Row(prompt, 32, temperature=0.8) for prompt in ids],
+        [SequenceParams(prompt, 32, temperature=0.8) for prompt in ids],
         num_drafts=NUM_DRAFTS,
     )
 )
@@ -330,6 +336,6 @@ plt.show()
 
 # %% [markdown]
 # A table of pairs is a weak drafter: real ones see more than one token. What a drafter keeps from round to round (a cache, hidden
-# states) is its `memory`: `init` allocates it, `absorb` takes in the prompt, `update` what was accepted; `jspec/drafters/ngram.py` and
+# states) is its `memory`: `init` allocates it, `prefill` takes in the prompt, `update` what was accepted; `jspec/drafters/ngram.py` and
 # `examples/write_a_drafter.py` are short ones to start from, `docs/extending.md` has the rest, and `compare_methods` shows how to read
 # the measurements.

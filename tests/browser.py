@@ -21,10 +21,16 @@ def opened(page, folder, *options, fragment="", window="1000,900"):
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
     command = [
-        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        f"--window-size={window}", f"--user-data-dir={folder / 'user'}", *options,
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--window-size={window}",
+        f"--user-data-dir={folder / 'user'}",
+        *options,
         f"{file.as_uri()}{fragment}",
-    ]  # fmt: skip
+    ]
     ran = subprocess.run(command, capture_output=True, timeout=120)
     log = ran.stderr.decode(errors="replace")
     assert ran.returncode == 0, log

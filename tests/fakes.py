@@ -125,7 +125,7 @@ class _Chain:
     def init(self, params, request, capacity):
         return ()
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         return memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
@@ -203,8 +203,8 @@ class ScriptedDrafter(_Chain):
         positions = history.length[:, None] + jnp.arange(self.num_speculative_tokens)
         answer = jnp.take_along_axis(params.drafter.tokens, positions, 1, mode="clip")
         words = jax.random.key_data(request.keys)[:, -1:]
-        coin = _scramble(words + positions.astype(jnp.uint32)) % 2 == 0
-        off = (kind == WRONG) | (kind == RANDOM) & coin
+        uniform = _scramble(words + positions.astype(jnp.uint32)) % 2 == 0
+        off = (kind == WRONG) | (kind == RANDOM) & uniform
         drafted = jnp.where(off, (answer + 1) % self.vocab_size, answer)
         length = jnp.where(
             kind[:, 0] == RANDOM_LENGTH, self._length(request, history), self.max_depth
@@ -260,23 +260,25 @@ class TableDrafter(_Chain):
 
     def propose(self, params, request, shared, memory, history):
         count = self.num_speculative_tokens
-        coins = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, count)
+        uniforms = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, count)
         target_draws = self.noise == "target" or request.sampling.greedy
 
         def draw_one(token, step):
-            index, coin = step
-            law = sampling.warp(params.drafter[token], request.sampling)
+            index, uniform = step
+            distribution = sampling.process_logits(params.drafter[token], request.sampling)
             if target_draws:
                 place = history.length + index
-                token = sampling.draw_target(law, request.sampling, request.keys, place)
+                token = sampling.draw_target(distribution, request.sampling, request.keys, place)
             else:
-                token = sampling.draw(law, coin)
-            return token, (token, law)
+                token = sampling.draw(distribution, uniform)
+            return token, (token, distribution)
 
-        steps = (jnp.arange(count), jnp.moveaxis(coins, 1, 0))
-        _, (drafted, laws) = lax.scan(draw_one, root_token(history), steps)
-        leaf = jnp.zeros_like(laws[:1])
-        recorded = None if target_draws else jnp.moveaxis(jnp.concatenate([laws, leaf]), 0, 1)
+        steps = (jnp.arange(count), jnp.moveaxis(uniforms, 1, 0))
+        _, (drafted, distributions) = lax.scan(draw_one, root_token(history), steps)
+        leaf = jnp.zeros_like(distributions[:1])
+        recorded = (
+            None if target_draws else jnp.moveaxis(jnp.concatenate([distributions, leaf]), 0, 1)
+        )
         length = self._length(request, history) if self.ragged else None
         return self._draft(history, drafted.T, length, recorded), memory
 
@@ -299,30 +301,33 @@ class TreeTableDrafter(_Chain):
     def propose(self, params, request, shared, memory, history):
         place = history.length - 1
         drafted = [root_token(history)] + [None] * (self.tree_size - 1)
-        laws = []
+        distributions = []
         for node in range(self.tree_size):
-            law = sampling.warp(params.drafter[drafted[node]], request.sampling)
-            laws.append(law)
+            distribution = sampling.process_logits(params.drafter[drafted[node]], request.sampling)
+            distributions.append(distribution)
             family = [child for child, up in enumerate(self.parents) if up == node]
-            for child, token in zip(family, self._draw(request, place, node, law, len(family)),
-                                    strict=True):  # fmt: skip
+            for child, token in zip(
+                family, self._draw(request, place, node, distribution, len(family)), strict=True
+            ):
                 drafted[child] = token
         drafted = jnp.stack(drafted, 1)
         return Draft(
             tokens=drafted,
             parents=np.array(self.parents, np.int32),
             valid=jnp.ones_like(drafted, dtype=bool),
-            logits=jnp.stack(laws, 1),
+            logits=jnp.stack(distributions, 1),
             max_depth=self.max_depth,
         ), memory
 
-    def _draw(self, request, place, node, law, count):
+    def _draw(self, request, place, node, distribution, count):
         if self.proposal == "iid":
             nodes = self.tree_size * node + jnp.arange(count)
-            noise = sampling.node_noise(request.keys, place, nodes, law.shape[-1])
-            return list(sampling.argmax(law[:, None] + noise).T)
-        noise = sampling.node_noise(request.keys, place, jnp.array([node]), law.shape[-1])[:, 0]
-        return list(lax.top_k(law + noise, count)[1].T) if count else []
+            noise = sampling.node_noise(request.keys, place, nodes, distribution.shape[-1])
+            return list(sampling.argmax(distribution[:, None] + noise).T)
+        noise = sampling.node_noise(request.keys, place, jnp.array([node]), distribution.shape[-1])[
+            :, 0
+        ]
+        return list(lax.top_k(distribution + noise, count)[1].T) if count else []
 
 
 # ---------------------------------------------------------------------------------------- helpers
@@ -332,19 +337,23 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
     """Sampling settings for ``batch`` rows; each argument is a number or one a row."""
     fill = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))
     used = {
-        "temperature": np.any(np.asarray(temperature) > 0), "min_p": np.any(np.asarray(min_p) > 0),
-        "top_k": np.any(np.asarray(top_k) > 0), "top_p": np.any(np.asarray(top_p) < 1),
-    }  # fmt: skip
+        "temperature": np.any(np.asarray(temperature) > 0),
+        "min_p": np.any(np.asarray(min_p) > 0),
+        "top_k": np.any(np.asarray(top_k) > 0),
+        "top_p": np.any(np.asarray(top_p) < 1),
+    }
     return Sampling(
-        fill(temperature, jnp.float32), fill(min_p, jnp.float32),
-        fill(top_k, jnp.int32), fill(top_p, jnp.float32),
-        names=tuple(name for name in sampling.WARPS if used[name]),
-    )  # fmt: skip
+        fill(temperature, jnp.float32),
+        fill(min_p, jnp.float32),
+        fill(top_k, jnp.int32),
+        fill(top_p, jnp.float32),
+        names=tuple(name for name in sampling.FILTERS if used[name]),
+    )
 
 
-def run_rows(plan, params: Params, rows, rounds=None, warps=None) -> list[Answer]:
+def run_rows(plan, params: Params, rows, rounds=None, filters=None) -> list[Answer]:
     """Decodes ``rows`` as one batch, in their order (a script needs to know its rows)."""
-    batch = start(plan, params, rows, warps=warps)
+    batch = start(plan, params, rows, filters=filters)
     return read(advance(plan, params, batch, rounds))
 
 

@@ -34,9 +34,14 @@ TARGET = decoder.DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, **_SIZES
 )
 DRAFT = decoder.DecoderConfig(
-    vocab_size=VOCAB - 8, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
-    tie_embeddings=True, **_SIZES,
-)  # fmt: skip
+    vocab_size=VOCAB - 8,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    tie_embeddings=True,
+    **_SIZES,
+)
 
 
 def write_tokenizer(directory: Path, *, size: int = 300, chat_template: str | None = None) -> None:
@@ -45,9 +50,11 @@ def write_tokenizer(directory: Path, *, size: int = 300, chat_template: str | No
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[END], show_progress=False,
+        vocab_size=size,
+        special_tokens=[END],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([text * 8 for text in SENTENCES], trainer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -70,7 +77,7 @@ def write_model(directory: Path, config: decoder.DecoderConfig, seed: int) -> No
 def write_eagle3_head(directory: Path) -> None:
     """A random head for ``TARGET``."""
     config = eagle.EagleConfig(
-        TARGET, 3, (0,), TARGET.hidden_size, TARGET.vocab_size, own_head=True
+        TARGET, 3, (0,), TARGET.hidden_size, TARGET.vocab_size, separate_head=True
     )
     params = eagle.init_params(jax.random.key(3), config)
     head_files.save_head(directory, config, params, TARGET, target_name="target")

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.engine.batch import advance, read, start
 from jspec.engine.plan import Plan
-from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.batch_invariant import BatchInvariantDecoder
 from tests import tiny
 from tests.test_reproducibility import rows
 
@@ -34,18 +34,25 @@ def texts(batch):
 
 def main():
     for dtype, target in (
-        ("float32", tiny.TARGET), ("bfloat16", DeterministicDecoder(tiny.TARGET.config)),
-    ):  # fmt: skip
+        ("float32", tiny.TARGET),
+        ("bfloat16", BatchInvariantDecoder(tiny.TARGET.config)),
+    ):
         params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), tiny.params())
         plan, asked = Plan(target, tiny.NGRAM, "coupled"), rows()
         plain = Plan(target, tiny.NONE)
         one = advance(plain, params, start(plain, params, asked))
         cut = spread(start(plan, params, asked), len(asked))
         eight = advance(plan, spread(params, -1), cut)
-        print(json.dumps({
-            "dtype": dtype, "one": texts(one), "eight": texts(eight),
-            "devices": len(eight.state.history.tokens.sharding.device_set),
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "dtype": dtype,
+                    "one": texts(one),
+                    "eight": texts(eight),
+                    "devices": len(eight.state.history.tokens.sharding.device_set),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

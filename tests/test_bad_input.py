@@ -55,8 +55,11 @@ def complaint(call, *arguments, **settings):
         ({"prompt_token_ids": []}, "prompt 0 is empty"),
         (["fine", "caf\udce9"], "half of a surrogate pair; it must be text that UTF-8 can say"),
         ([{"prompt": "fine"}, {}], "prompt 1 is {}; it must be text, {'prompt': text}"),
-        ({"promt": "x"}, "prompt 0 has the key 'promt'; known are prompt, prompt_token_ids; did "
-         "you mean 'prompt'?"),
+        (
+            {"promt": "x"},
+            "prompt 0 has the key 'promt'; known are prompt, prompt_token_ids; did "
+            "you mean 'prompt'?",
+        ),
         ({"prompt": 5}, "prompt 0 is 5; its 'prompt' must be text"),
         ([1, 2, 3], "is a list of numbers; give token ids as {'prompt_token_ids': [...]}"),
         (["fine", [1, 2]], "prompt 1 is [1, 2]; it must be"),
@@ -69,13 +72,19 @@ def complaint(call, *arguments, **settings):
         ({"prompt_token_ids": np.array([True])}, "prompt 0 holds True among"),
         ({"prompt_token_ids": np.array([[1, 2]])}, "prompt 0 holds [1, 2] among"),
         ({"prompt_token_ids": "text"}, "prompt 0 holds 't' among"),
-        ({"prompt_token_ids": [1, 320]}, "prompt 0 holds token id 320, outside the vocabulary of "
-         "320 tokens; was it made by another tokenizer?"),
+        (
+            {"prompt_token_ids": [1, 320]},
+            "prompt 0 holds token id 320, outside the vocabulary of "
+            "320 tokens; was it made by another tokenizer?",
+        ),
         ([{"prompt_token_ids": [1]}, {"prompt_token_ids": [-1]}], "prompt 1 holds token id -1"),
-        ({"prompt_token_ids": [1] * 256}, "prompt 0 has 256 tokens, but max_model_len=256 must "
-         "hold it and at least one more; shorten it"),
+        (
+            {"prompt_token_ids": [1] * 256},
+            "prompt 0 has 256 tokens, but max_model_len=256 must "
+            "hold it and at least one more; shorten it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_that_cannot_run_is_named(llm, given, message):
     assert message in complaint(llm.generate, given)
     assert message in complaint(llm.stream, given)
@@ -84,12 +93,14 @@ def test_a_prompt_that_cannot_run_is_named(llm, given, message):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ([SamplingParams()], "The lengths of prompts and params must be the same: 2 prompts and 1 "
-         "sampling_params."),
+        (
+            [SamplingParams()],
+            "The lengths of prompts and params must be the same: 2 prompts and 1 sampling_params.",
+        ),
         ({"temperature": 0}, "sampling_params must be a SamplingParams, or a list of one a prompt"),
         ([None, None], "sampling_params must be"),
     ],
-)  # fmt: skip
+)
 def test_sampling_params_that_do_not_fit_the_prompts_are_refused(llm, params, message):
     assert message in complaint(llm.generate, ["one", "two"], params)
 
@@ -98,10 +109,13 @@ def test_sampling_params_that_do_not_fit_the_prompts_are_refused(llm, params, me
     ("params", "message"),
     [
         ({"logprobs": 21}, "Requested logprobs of 21, which is greater than max allowed: 20"),
-        ({"prompt_logprobs": -1}, "Requested prompt_logprobs of -1, the whole vocabulary of 320, "
-         "which is greater than max allowed: 20; ask for fewer, or raise LLM(max_logprobs=...)."),
+        (
+            {"prompt_logprobs": -1},
+            "Requested prompt_logprobs of -1, the whole vocabulary of 320, "
+            "which is greater than max allowed: 20; ask for fewer, or raise LLM(max_logprobs=...).",
+        ),
     ],
-)  # fmt: skip
+)
 def test_more_logprobs_than_the_most_are_refused(llm, params, message):
     assert message in complaint(llm.generate, "one", SamplingParams(**params))
 

@@ -42,15 +42,17 @@ TREES = {
     "greedy chain": dict(num_speculative_tokens=3, draft_sample_method="greedy"),
     "eagle2": dict(num_speculative_tokens=3, tree="eagle2", tree_size=9, tree_top_k=3),
     "sampled": dict(num_speculative_tokens=3, tree="sampled", tree_size=8),
-    "top plus one": dict(num_speculative_tokens=3, tree="sampled", tree_size=8,
-                         draft_sample_method="top_plus_one"),
+    "top plus one": dict(
+        num_speculative_tokens=3, tree="sampled", tree_size=8, draft_sample_method="top_plus_one"
+    ),
     "paths": dict(tree=((0,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))),
-}  # fmt: skip
+}
 
 
 def _head(method):
-    trees = {name: settings for name, settings in TREES.items()
-             if (method, name) != ("medusa", "eagle2")}  # fmt: skip
+    trees = {
+        name: settings for name, settings in TREES.items() if (method, name) != ("medusa", "eagle2")
+    }
     return {
         name: (heads.drafter(method, **settings), functools.partial(heads.random_params, method))
         for name, settings in trees.items()
@@ -59,8 +61,14 @@ def _head(method):
 
 def _speculators():
     """Those whose stages share their weights, or not, and the LSTM, a tree each."""
-    names = {"chain": "untied", "greedy chain": "lstm", "eagle2": "lstm", "sampled": "tied scaled",
-             "top plus one": "tied scaled", "paths": "untied"}  # fmt: skip
+    names = {
+        "chain": "untied",
+        "greedy chain": "lstm",
+        "eagle2": "lstm",
+        "sampled": "tied scaled",
+        "top plus one": "tied scaled",
+        "paths": "untied",
+    }
     settings = TREES | {"chain": {}, "sampled": dict(tree="sampled", tree_size=8, tree_top_k=3)}
     return {
         tree: (
@@ -99,10 +107,18 @@ def _dflash():
 def _mtp():
     """One module that hands on what its norm gives, or what its block does, two of either, and
     Qwen3-Next's."""
-    names = {"chain": "one", "greedy chain": "two raw", "eagle2": "raw", "sampled": "two",
-             "top plus one": "gated", "paths": "raw"}  # fmt: skip
-    two = {"greedy chain": dict(num_speculative_tokens=2, draft_sample_method="greedy"),
-           "sampled": dict(num_speculative_tokens=2, tree="sampled", tree_size=7)}  # fmt: skip
+    names = {
+        "chain": "one",
+        "greedy chain": "two raw",
+        "eagle2": "raw",
+        "sampled": "two",
+        "top plus one": "gated",
+        "paths": "raw",
+    }
+    two = {
+        "greedy chain": dict(num_speculative_tokens=2, draft_sample_method="greedy"),
+        "sampled": dict(num_speculative_tokens=2, tree="sampled", tree_size=7),
+    }
     return {
         tree: (
             mtps.drafter(name, **(TREES | two)[tree]),
@@ -153,8 +169,11 @@ def _foreign():
 _parallel = functools.partial(
     ParallelDraftModel, tiny.DRAFT_CONFIG, tiny.TARGET, mask_token_id=tiny.VOCAB - 1
 )
-_FEW = dict(suffix_decoding_max_tree_depth=6, suffix_decoding_max_cached_tokens=64,
-            suffix_decoding_max_occurrences=8)  # fmt: skip
+_FEW = dict(
+    suffix_decoding_max_tree_depth=6,
+    suffix_decoding_max_cached_tokens=64,
+    suffix_decoding_max_occurrences=8,
+)
 
 
 def _hybrids():
@@ -252,16 +271,17 @@ COVER = pairwise(PRODUCT)
 def rows_of(kind):
     """Rows of one token, so that no prompt is taken in, and of unlike lengths."""
     return [
-        host.Row((7 * i + 3,), max_tokens=14 - 4 * i, temperature=temperature, stream=i)
+        host.SequenceParams((7 * i + 3,), max_tokens=14 - 4 * i, temperature=temperature, stream=i)
         for i, temperature in enumerate(TEMPERATURES[kind])
     ]
 
 
 # What is tested is the program, not how fast it runs.
 _decode = jax.jit(
-    loop.decode.__wrapped__, static_argnums=0,
+    loop.decode.__wrapped__,
+    static_argnums=0,
     compiler_options={"xla_backend_optimization_level": 0},
-)  # fmt: skip
+)
 
 
 def run(plan, params, rows, shared=()):
@@ -272,7 +292,7 @@ def run(plan, params, rows, shared=()):
 
 @functools.cache
 def plain(kind):
-    plan = Plan(tiny.TARGET, tiny.NONE, ladder=(1,))
+    plan = Plan(tiny.TARGET, tiny.NONE, node_buckets=(1,))
     return [answer.tokens.tolist() for answer in run(plan, tiny.params(), rows_of(kind))]
 
 
@@ -284,10 +304,10 @@ def check(method, tree, rule, kind):
             Plan(tiny.TARGET, drafter, asked)
         return
     assert drafter.proposal in asked.exact_for or not asked.lossless
-    plan = Plan(tiny.TARGET, drafter, asked, ladder=(drafter.tree_size,))
+    plan = Plan(tiny.TARGET, drafter, asked, node_buckets=(drafter.tree_size,))
     params = Params(tiny.params().target, weights())
     rows = rows_of(kind)
-    same = plan.effective_rule.coins == "target"
+    same = plan.effective_rule.uniforms == "target"
     # Texts of lossy rules follow the drafts, and those that learn from all rows follow neighbours.
     answers = run(plan, params, rows, loop.init_shared(plan) if same else ())
     for row, answer in zip(rows, answers, strict=True):

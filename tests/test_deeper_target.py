@@ -27,7 +27,7 @@ def models(tmp_path_factory):
     llm_fixtures.write_model(plain / "target", CONFIG, 0)
     llm_fixtures.write_tokenizer(plain / "target")
     sizes = (llm_fixtures.TARGET, 3, (0, 1), CONFIG.hidden_size, CONFIG.vocab_size)
-    head = eagle.EagleConfig(*sizes, own_head=True)
+    head = eagle.EagleConfig(*sizes, separate_head=True)
     params = eagle.init_params(jax.random.key(3), head)
     head_files.save_head(plain / "eagle3", head, params, CONFIG, target_name="target")
     run(plain / "target", plain / "eagle3", deep, times=3)

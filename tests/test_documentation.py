@@ -25,7 +25,7 @@ from jspec.api import config
 from jspec.cli import main
 from jspec.core import types
 from jspec.drafters import METHODS, PARALLEL
-from jspec.engine.batch import Row
+from jspec.engine.batch import SequenceParams
 from jspec.engine.plan import Plan
 from tests import tiny
 
@@ -33,9 +33,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEMO = "jspec/assets/demo"
 STANDS_FOR = {
-    "Qwen/Qwen3-8B": f"{DEMO}/target", "Qwen/Qwen3-0.6B": f"{DEMO}/draft", "HEAD": f"{DEMO}/eagle3",
-    "…": f"{DEMO}/eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": f"{DEMO}/eagle3",
-}  # fmt: skip
+    "Qwen/Qwen3-8B": f"{DEMO}/target",
+    "Qwen/Qwen3-0.6B": f"{DEMO}/draft",
+    "HEAD": f"{DEMO}/eagle3",
+    "…": f"{DEMO}/eagle3",
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": f"{DEMO}/eagle3",
+}
 CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # stands for the target with a template, as it has none
 LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; each has tests of its own
 ELSEWHERE = "Qwen3-Next-80B"  # no embedded model is like it
@@ -84,12 +87,14 @@ def test_every_config_shown_is_one_that_works(text):
 def given():
     """What pages leave open: a model of one's own, and a plan with its rows."""
     return {
-        "jspec": jspec, "target": tiny.TARGET, "model": f"{DEMO}/target",
+        "jspec": jspec,
+        "target": tiny.TARGET,
+        "model": f"{DEMO}/target",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
         "plan": Plan(tiny.TARGET, tiny.DRAFT, "coupled"),
         "params": tiny.params(),
-        "rows": [Row(prompt, 12, temperature=0.8) for prompt in tiny.prompts()],
-    }  # fmt: skip
+        "rows": [SequenceParams(prompt, 12, temperature=0.8) for prompt in tiny.prompts()],
+    }
 
 
 def is_long(text):

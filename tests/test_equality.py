@@ -15,7 +15,7 @@ import pytest
 from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import Row, advance, read, start
+from jspec.engine.batch import SequenceParams, advance, read, start
 from jspec.engine.plan import Plan
 from jspec.verify import RULES
 from tests import fakes
@@ -42,11 +42,11 @@ def rows(**changes):
         {"prompt": (3, 1), "temperature": 0.3, "max_tokens": 30},
         {"prompt": (6,), "temperature": 0.0, "max_tokens": 21},
     ]
-    return [Row(**(common | {"stream": index} | row)) for index, row in enumerate(own)]
+    return [SequenceParams(**(common | {"stream": index} | row)) for index, row in enumerate(own)]
 
 
 def greedy_rows():
-    return [Row(row.prompt, row.max_tokens, stream=row.stream) for row in rows()]
+    return [SequenceParams(row.prompt, row.max_tokens, stream=row.stream) for row in rows()]
 
 
 @functools.cache
@@ -55,9 +55,9 @@ def plain(greedy=False):
     return run_rows(Plan(TARGET, NoDrafter()), PARAMS, greedy_rows() if greedy else rows())
 
 
-def one_rung(drafter, rule):
+def one_bucket(drafter, rule):
     """A plan whose target pass is compiled once, which halves what a test costs."""
-    return Plan(TARGET, drafter, rule, ladder=(drafter.tree_size,))
+    return Plan(TARGET, drafter, rule, node_buckets=(drafter.tree_size,))
 
 
 def texts(answers):
@@ -97,9 +97,10 @@ def scripted(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [fakes.RIGHT, fakes.WRONG, fakes.RANDOM, fakes.RANDOM_LENGTH, "mixed"],
+    "kind",
+    [fakes.RIGHT, fakes.WRONG, fakes.RANDOM, fakes.RANDOM_LENGTH, "mixed"],
     ids=["always right", "always wrong", "random", "of random length", "each row another"],
-)  # fmt: skip
+)
 def test_text_does_not_depend_on_a_drafter_that_is(kind):
     assert texts(scripted(kind)) == texts(plain())
     check_counts(scripted(kind))
@@ -117,7 +118,7 @@ def test_a_drafter_that_is_always_wrong_gives_one_token_a_round():
 
 
 def test_text_does_not_depend_on_a_tree():
-    plan = one_rung(fakes.BushDrafter(3, V, BUSH), "coupled")
+    plan = one_bucket(fakes.BushDrafter(3, V, BUSH), "coupled")
     answers = run_rows(plan, Params(WEIGHTS, script(rows(), plain())), rows())
     assert texts(answers) == texts(plain())
     assert max(answer.acceptance_length for answer in answers) > 1.5
@@ -125,7 +126,7 @@ def test_text_does_not_depend_on_a_tree():
 
 
 def test_text_does_not_depend_on_drafts_drawn_with_the_targets_noise():
-    plan = one_rung(TableDrafter(K, ragged=True), "coupled")
+    plan = one_bucket(TableDrafter(K, ragged=True), "coupled")
     answers = run_rows(plan, Params(WEIGHTS, table(1, V, V)), rows())
     assert texts(answers) == texts(plain())
     check_counts(answers)
@@ -137,13 +138,13 @@ def test_text_does_not_depend_on_drafts_drawn_with_the_targets_noise():
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
 def test_greedy_text_is_that_of_plain_decoding_under_every_rule(rule):
     params = Params(WEIGHTS, table(1, V, V))
-    answers = run_rows(one_rung(TableDrafter(K), rule), params, greedy_rows())
+    answers = run_rows(one_bucket(TableDrafter(K), rule), params, greedy_rows())
     assert texts(answers) == texts(plain(greedy=True))
 
 
 @pytest.mark.parametrize("kind", [fakes.RIGHT, fakes.RANDOM, fakes.RANDOM_LENGTH])
 def test_greedy_text_does_not_depend_on_the_rungs_of_the_ladder(kind):
-    plan = Plan(TARGET, ScriptedDrafter(K, V), ladder=(1, 2, 4, 5))
+    plan = Plan(TARGET, ScriptedDrafter(K, V), node_buckets=(1, 2, 4, 5))
     params = Params(WEIGHTS, script(greedy_rows(), plain(greedy=True), kind))
     assert texts(run_rows(plan, params, greedy_rows())) == texts(plain(greedy=True))
 
@@ -157,7 +158,7 @@ def test_greedy_rows_are_the_same_in_a_batch_of_sampled_ones():
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_greedy_rows_keep_their_text_and_sampled_rows_their_noise_beside_any_neighbours(rule):
-    plan = one_rung(TableDrafter(K), rule)
+    plan = one_bucket(TableDrafter(K), rule)
     params = Params(WEIGHTS, table(1, V, V))
     together = run_rows(plan, params, rows())
     for index, row in enumerate(rows()):

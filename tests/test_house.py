@@ -44,8 +44,11 @@ def test_only_ops_opens_the_door_to_kernels():
 
 def test_nothing_below_the_command_line_reads_the_environment():
     floor = house.FLOOR_OF["jspec.cli"]
-    low = [n for n, tree in house.trees().items()
-           if house.FLOOR_OF[house.room(n)] < floor and "__main__" not in ast.dump(tree)]  # fmt: skip
+    low = [
+        n
+        for n, tree in house.trees().items()
+        if house.FLOOR_OF[house.room(n)] < floor and "__main__" not in ast.dump(tree)
+    ]
     words = lambda node: {getattr(node, "attr", ""), getattr(node, "name", "")}  # x.environ, import
     uses = [n for n in low for x in ast.walk(house.trees()[n]) if words(x) & {"environ", "getenv"}]
     assert uses == []

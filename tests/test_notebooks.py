@@ -23,20 +23,38 @@ by_name = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.s
 # What the cell of parameters says is replaced: the same cells, over less text with less of a model.
 SMALLER = {
     "compare_methods": {
-        "TARGET": DEMO / "draft", "QUESTIONS": 1, "MAX_TOKENS": 16, "REPEATS": 1,
-        "DTYPE": "float32", "SWEPT": "ngram", "DEPTHS": (1, 2),
+        "TARGET": DEMO / "draft",
+        "QUESTIONS": 1,
+        "MAX_TOKENS": 16,
+        "REPEATS": 1,
+        "DTYPE": "float32",
+        "SWEPT": "ngram",
+        "DEPTHS": (1, 2),
         "METHODS": {"ngram": {"method": "ngram", "num_speculative_tokens": 2}},
     },
     "train_eagle": {
-        "DATA": ["package:bisect", "package:heapq", "package:textwrap"], "HELD_OUT": ["heapq"],
-        "FIRST_STEPS": 1, "STEPS": 2, "DECAY": 1, "BATCH": 2, "LENGTH": 32, "UNROLL": 1,
-        "EVAL_EVERY": 1, "PROMPTS": 2, "MAX_TOKENS": 8, "SERVED_TOKENS": 16,
+        "DATA": ["package:bisect", "package:heapq", "package:textwrap"],
+        "HELD_OUT": ["heapq"],
+        "FIRST_STEPS": 1,
+        "STEPS": 2,
+        "DECAY": 1,
+        "BATCH": 2,
+        "LENGTH": 32,
+        "UNROLL": 1,
+        "EVAL_EVERY": 1,
+        "PROMPTS": 2,
+        "MAX_TOKENS": 8,
+        "SERVED_TOKENS": 16,
     },
     "write_a_drafter": {
-        "TARGET": DEMO / "draft", "FILES": 10, "MAX_TOKENS": 32, "NUM_DRAFTS": 1024,
-        "DEPTHS": (2,), "REPEATS": 1,
+        "TARGET": DEMO / "draft",
+        "FILES": 10,
+        "MAX_TOKENS": 32,
+        "NUM_DRAFTS": 1024,
+        "DEPTHS": (2,),
+        "REPEATS": 1,
     },
-}  # fmt: skip
+}
 SAID = {
     "compare_methods": "fastest here: K = ",
     "how_it_works": "tokens for one pass",

@@ -74,8 +74,12 @@ def test_the_core_needs_no_torch():
 def test_the_wheel_holds_the_whole_tree_and_nothing_else(tmp_path):
     for path in (ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")):
         shutil.copy(path, tmp_path)
-    tree = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip
+    tree = {
+        path.relative_to(ROOT)
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     for path in tree:  # file by file: a clone has no empty folders either
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)

@@ -18,9 +18,9 @@ import pytest
 import jspec
 from jspec import ops
 from jspec.drafters import DraftModel, TokenRecycling
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
-from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.verify import RULES
 from tests import llm_fixtures, tiny
 
@@ -31,7 +31,7 @@ LENGTHS, TEMPERATURES = (1, 9, 23, 5, 3, 7, 14, 2), (1.0, 0.0, 0.7, 1.3, 0.0, 1.
 def rows(max_tokens=20):
     """Ragged rows, greedy and sampled."""
     return [
-        Row(prompt, max_tokens, temperature=temperature, stream=stream)
+        SequenceParams(prompt, max_tokens, temperature=temperature, stream=stream)
         for stream, (prompt, temperature) in enumerate(
             zip(tiny.prompts(LENGTHS), TEMPERATURES, strict=True)
         )
@@ -40,7 +40,7 @@ def rows(max_tokens=20):
 
 def texts(plan, params, asked, **settings):
     """Texts in the order of the rows' streams."""
-    answers = generate_rows(plan, params, asked, **settings)
+    answers = generate_sequences(plan, params, asked, **settings)
     pairs = sorted(zip([row.stream for row in asked], answers, strict=True), key=lambda x: x[0])
     return [answer.tokens.tolist() for _, answer in pairs]
 
@@ -50,10 +50,16 @@ def plain():
     return texts(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows())
 
 
-@pytest.mark.parametrize("drafter", [
-    tiny.NGRAM, tiny.DRAFT, DraftModel(tiny.DRAFT_CONFIG, 2),
-    TokenRecycling(tiny.VOCAB, num_speculative_tokens=3),
-], ids=["ngram", "draft_model", "a shorter K", "a tree"])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        tiny.NGRAM,
+        tiny.DRAFT,
+        DraftModel(tiny.DRAFT_CONFIG, 2),
+        TokenRecycling(tiny.VOCAB, num_speculative_tokens=3),
+    ],
+    ids=["ngram", "draft_model", "a shorter K", "a tree"],
+)
 def test_coupled_text_is_that_of_plain_sampling_for_every_method_and_order_of_rows(drafter):
     plan = Plan(tiny.TARGET, drafter, "coupled")
     assert texts(plan, tiny.params(), rows()[::-1]) == plain()
@@ -67,7 +73,7 @@ def test_text_of_every_rule_does_not_depend_on_the_batch_at_a_fixed_k(rule):
 
 
 def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_whatever_drafts():
-    target = DeterministicDecoder(tiny.TARGET.config)
+    target = BatchInvariantDecoder(tiny.TARGET.config)
     params = jax.tree.map(lambda x: x.astype("bfloat16"), tiny.params())
     expected = texts(Plan(target, tiny.NONE), params, rows(60), max_num_seqs=1)
     for drafter in (tiny.NGRAM, tiny.DRAFT):
@@ -106,14 +112,17 @@ def test_a_deterministic_llm_takes_chains_alone(tmp_path_factory):
 def on_devices():
     """What tests/on_devices.py prints, run on eight virtual devices."""
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
+    }
     ran = subprocess.run(
         [sys.executable, "-m", "tests.on_devices"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

@@ -12,14 +12,27 @@ from jspec.models import decoder
 VOCAB = 64
 TARGET = decoder.Decoder(
     decoder.DecoderConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, max_positions=512,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=512,
     )
-)  # fmt: skip
+)
 DRAFT_CONFIG = decoder.DecoderConfig(
-    vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
-    num_kv_heads=1, head_dim=8, max_positions=512, tie_embeddings=True,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=512,
+    tie_embeddings=True,
+)
 NONE = NoDrafter()
 NGRAM = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
 DRAFT = DraftModel(DRAFT_CONFIG, 4)

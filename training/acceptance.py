@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jspec.core.types import Drafter, Params, Target
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from training.data.loader import Rows
 from training.trainer import bad_option, gather
@@ -46,9 +46,12 @@ class AcceptanceSettings:
 
 
 def acceptance_meter(
-    settings: AcceptanceSettings, target: Target, drafter: Drafter, rows: Rows,
+    settings: AcceptanceSettings,
+    target: Target,
+    drafter: Drafter,
+    rows: Rows,
     stop_token_ids: Sequence[int],
-) -> Callable[[Any, Any], dict[str, float]]:  # fmt: skip
+) -> Callable[[Any, Any], dict[str, float]]:
     """A function from weights of target and drafter to acceptance lengths, rule ``rejection``.
 
     ``acceptance_length`` is that of the first temperature, ``acceptance_length_t0`` that of
@@ -78,11 +81,13 @@ def acceptance_meter(
     def measure(target_params: Any, drafter_params: Any) -> dict[str, float]:
         # All temperatures in one batch: one program to compile, one loop to run.
         asked = [
-            Row(prompt, settings.max_new_tokens, temperature, stream=index, stop_token_ids=stops)
+            SequenceParams(
+                prompt, settings.max_new_tokens, temperature, stream=index, stop_token_ids=stops
+            )
             for temperature in settings.temperatures
             for index, prompt in enumerate(prompts)
         ]
-        answers = generate_rows(plan, Params(target_params, gather(drafter_params)), asked)
+        answers = generate_sequences(plan, Params(target_params, gather(drafter_params)), asked)
         found = {}
         for place, temperature in enumerate(settings.temperatures):
             here = answers[place * len(prompts) :][: len(prompts)]

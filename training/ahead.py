@@ -70,7 +70,7 @@ def guessed_weights(batch: Batch) -> Array:
     return jnp.pad(batch.label_weights, ((0, 0), (0, 1)))
 
 
-def target_law(logits: Array, kept: Array | None, loss: str) -> tuple[Array, Array]:
+def target_probs(logits: Array, kept: Array | None, loss: str) -> tuple[Array, Array]:
     """Target's logits [..., V] to log p [..., Vd] and whether a row counts, float32 [...].
 
     Over a reduced vocabulary, int32 ``kept`` [Vd], the published losses (``ce``, ``kl`` and their
@@ -93,7 +93,7 @@ def judge(
     matrix: Any,
     logits_of: Callable[[Array, Any], Array],
     *,
-    law: Callable[[Array], tuple[Array, Array]],
+    distribution: Callable[[Array], tuple[Array, Array]],
     values: Callable[[Array, Array, Beside], Array],
     normed: Array,
     batch: Batch,
@@ -123,7 +123,7 @@ def judge(
     def score(x: Array, matrix: Any, given: Any) -> dict[str, Array]:
         normed, weight, labels = given
         log_q = jax.nn.log_softmax(logits_of(x, matrix))
-        log_p, counts = law(normed)
+        log_p, counts = distribution(normed)
         log_p = log_p[:, :, None]
         value = values(log_p, log_q, Beside(x, normed, labels))
         alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
@@ -185,7 +185,12 @@ def teach(
         return -take(log_q, place) * known[:, :, None]
 
     return judge(
-        x, (outputs, biases), logits_of,
-        law=lambda normed: target_law(linear(normed, target_output), kept, loss),
-        values=values, normed=normed, batch=batch, weights=row_weights(batch, steps, decay),
-    )  # fmt: skip
+        x,
+        (outputs, biases),
+        logits_of,
+        distribution=lambda normed: target_probs(linear(normed, target_output), kept, loss),
+        values=values,
+        normed=normed,
+        batch=batch,
+        weights=row_weights(batch, steps, decay),
+    )

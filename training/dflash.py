@@ -74,7 +74,7 @@ class Recipe:
             raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
 
     @property
-    def needs_law(self) -> bool:
+    def needs_distribution(self) -> bool:
         """Whether the target's law is looked at."""
         return self.loss_weight > 0 or self.confidence_weight > 0
 
@@ -158,10 +158,13 @@ class DFlashTask:
         """
         captured, normed = jax.lax.stop_gradient(
             packed_states(
-                frozen.target, self.target, batch, self.compute,
+                frozen.target,
+                self.target,
+                batch,
+                self.compute,
                 capture_layers=self.head.capture_layers,
             )
-        )  # fmt: skip
+        )
         blocks = pick(batch, key, self.recipe.anchors, self.head.max_depth)
         hidden = _fill_in(self, params, frozen, batch, captured, blocks)
         return _judge(self, params, frozen, normed, blocks, hidden)
@@ -185,9 +188,13 @@ def pick(batch: Batch, key: Array | None, anchors: int, depth: int) -> Blocks:
 
 
 def _fill_in(
-    task: DFlashTask, params: DFlashParams, frozen: Frozen, batch: Batch,
-    captured: tuple[Array, ...], blocks: Blocks,
-) -> Array:  # fmt: skip
+    task: DFlashTask,
+    params: DFlashParams,
+    frozen: Frozen,
+    batch: Batch,
+    captured: tuple[Array, ...],
+    blocks: Blocks,
+) -> Array:
     """What the rows of all blocks give out, [B, A, K, D]."""
     config, linear, slots = task.head, LINEARS[task.compute], task.head.block_size
     count = blocks.anchors.shape
@@ -204,9 +211,16 @@ def _fill_in(
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             windows = config.network.windows
             return over_context(
-                q, k, v, entries[layer].k, entries[layer].v, blocks.anchors, batch.segments,
-                causal=dflash.is_causal(config, layer), window=windows[layer] if windows else None,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                entries[layer].k,
+                entries[layer].v,
+                blocks.anchors,
+                batch.segments,
+                causal=dflash.is_causal(config, layer),
+                window=windows[layer] if windows else None,
+            )
 
         embedded = table[tokens].astype(context.dtype)
         return dflash.blocks(params, config, embedded, positions, attend, linear=linear)
@@ -216,13 +230,17 @@ def _fill_in(
 
 
 def _judge(
-    task: DFlashTask, params: DFlashParams, frozen: Frozen, normed: Array, blocks: Blocks,
+    task: DFlashTask,
+    params: DFlashParams,
+    frozen: Frozen,
+    normed: Array,
+    blocks: Blocks,
     hidden: Array,
-) -> tuple[Array, Metrics]:  # fmt: skip
+) -> tuple[Array, Metrics]:
     recipe, config, linear = task.recipe, task.head, LINEARS[task.compute]
     depth, kept, output = config.max_depth, frozen.draft_to_target, head_of(frozen.target)
 
-    def law_at(anchors: Array) -> Array:
+    def distribution_at(anchors: Array) -> Array:
         """The target's log-probabilities [B, a, K, Vd] of what is guessed, not renormalised."""
         rows = (anchors[..., None] + jnp.arange(depth)).reshape(len(anchors), -1, 1)
         truth = jnp.take_along_axis(normed, rows, 1, mode="clip")
@@ -239,8 +257,8 @@ def _judge(
         place, known = places(labels, kept)
         likely = take(log_q, place)
         value, found = -recipe.label_weight * known * likely, {"likely": known * jnp.exp(likely)}
-        if recipe.needs_law:
-            log_p = law_at(anchors)
+        if recipe.needs_distribution:
+            log_p = distribution_at(anchors)
             found["accepted"] = chance = lax.stop_gradient(overlap_of(log_p, log_q))
             value += recipe.loss_weight * LOSSES[recipe.loss](log_p, log_q)
             if recipe.confidence_weight and config.spark and config.spark.confidence:
@@ -259,7 +277,7 @@ def _judge(
     )
     for row in range(depth):
         count = means.pop(f"rows_{row}")
-        for name in ("likely", "accepted") if recipe.needs_law else ("likely",):
+        for name in ("likely", "accepted") if recipe.needs_distribution else ("likely",):
             means[f"{name}_{row}"] = Ratio(means[f"{name}_{row}"], count)
     return means["loss"], means
 

@@ -70,9 +70,13 @@ class HeadSettings:
 
     def __post_init__(self):
         for name, least in (
-            ("block_size", 2), ("head_layers", 1), ("mask_token", -1), ("intermediate_size", 0),
-            ("draft_vocab_size", 0), ("markov_rank", 0),
-        ):  # fmt: skip
+            ("block_size", 2),
+            ("head_layers", 1),
+            ("mask_token", -1),
+            ("intermediate_size", 0),
+            ("draft_vocab_size", 0),
+            ("markov_rank", 0),
+        ):
             if getattr(self, name) < least:
                 raise bad_option(name, getattr(self, name), f"it must be at least {least}")
 
@@ -127,19 +131,32 @@ class Settings(DistillSettings):
 
 # Rate, schedule, warm-up and clipping of SpecForge's recipes; the numbers of steps are ours.
 _TRAINER = TrainerSettings(
-    steps=100_000, batch=32, accumulate=8, schedule="cosine", learning_rate=6e-4, warmup=4000,
-    learning_rate_floor=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, clip="norm", clip_at=1.0,
+    steps=100_000,
+    batch=32,
+    accumulate=8,
+    schedule="cosine",
+    learning_rate=6e-4,
+    warmup=4000,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.999,
+    weight_decay=0.0,
+    clip="norm",
+    clip_at=1.0,
     eval_every=1000,
-)  # fmt: skip
+)
 _HEADS = {"dflash": HeadSettings(), "dspark": HeadSettings(block_size=7)}
 
 
 def settings_of(variant: str) -> type[Settings]:
     """``Settings`` with the variant's published defaults."""
     return with_defaults(
-        Settings, head=_HEADS[variant], recipe=PUBLISHED[variant], trainer=_TRAINER,
+        Settings,
+        head=_HEADS[variant],
+        recipe=PUBLISHED[variant],
+        trainer=_TRAINER,
         variant=variant,
-    )  # fmt: skip
+    )
 
 
 def head_config(
@@ -154,22 +171,34 @@ def head_config(
     if vocab > target.vocab_size:
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
     network = dataclasses.replace(
-        target.with_plain_blocks(), vocab_size=vocab, num_layers=head.head_layers,
-        qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, tie_embeddings=False,
+        target.with_plain_blocks(),
+        vocab_size=vocab,
+        num_layers=head.head_layers,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        tie_embeddings=False,
         intermediate_size=head.intermediate_size or target.intermediate_size,
-        activation_dtype="float32", cache_dtype="float32",
-    )  # fmt: skip
+        activation_dtype="float32",
+        cache_dtype="float32",
+    )
     spark = None
     if variant == "dspark":
         sees = confidence and head.markov_rank > 0
         spark = SparkConfig(head.markov_rank, head.markov, confidence, sees)
     captured = default_capture_layers(target.num_layers, head.head_layers)
     return DFlashConfig(
-        network=network, capture_layers=head.capture_layers or captured,
-        target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size,
-        block_size=head.block_size, mask_token=mask, from_anchor=spark is not None,
-        own_head=vocab != target.vocab_size, spark=spark,
-    )  # fmt: skip
+        network=network,
+        capture_layers=head.capture_layers or captured,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        block_size=head.block_size,
+        mask_token=mask,
+        from_anchor=spark is not None,
+        separate_head=vocab != target.vocab_size,
+        spark=spark,
+    )
 
 
 def run(
@@ -194,13 +223,20 @@ def run(
     )
 
     return distil(
-        settings, task, Frozen(target.params, kept, start), target, data,
-        module="training.distill_dflash", argv=argv, export=export, stop_after=stop_after,
+        settings,
+        task,
+        Frozen(target.params, kept, start),
+        target,
+        data,
+        module="training.distill_dflash",
+        argv=argv,
+        export=export,
+        stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": described(config, start)},
         drafter=drafter,
         weights_of=lambda params: (target.params, finished(params)),
-    )  # fmt: skip
+    )
 
 
 def _head(settings: Settings, target: LoadedModel, data: Data):
@@ -233,10 +269,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     kind = settings_of(variant_of(argv, VARIANTS, Settings.variant))
     return trainer.run_command(
-        kind, run, argv, module="training.distill_dflash",
+        kind,
+        run,
+        argv,
+        module="training.distill_dflash",
         description="Distils a DFlash or DSpark head from a frozen target; run it again with the "
         "same options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

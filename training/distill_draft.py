@@ -40,9 +40,17 @@ from training.task import Frozen
 from training.trainer import TrainerSettings, bad_option
 
 _TRAINER = TrainerSettings(
-    steps=20_000, batch=32, accumulate=1, schedule="cosine", learning_rate=3e-4, warmup=500,
-    beta1=0.9, beta2=0.95, weight_decay=0.1, eval_every=1000,
-)  # fmt: skip
+    steps=20_000,
+    batch=32,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=3e-4,
+    warmup=500,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.1,
+    eval_every=1000,
+)
 
 
 # With --parallel: PARD's (arXiv 2504.18583), which learns from text that the target wrote.
@@ -119,9 +127,12 @@ def start_of(settings: Settings, target: LoadedModel) -> tuple[DecoderConfig, De
         raise bad_option("draft_layers", picked, remedy)
     windows = target.config.windows
     config = dataclasses.replace(
-        target.config, num_layers=len(picked), cache_dtype="float32", activation_dtype="float32",
+        target.config,
+        num_layers=len(picked),
+        cache_dtype="float32",
+        activation_dtype="float32",
         windows=tuple(windows[layer] for layer in picked) if windows else (),
-    )  # fmt: skip
+    )
     params = target.params.replace(layers=tuple(target.params.layers[layer] for layer in picked))
     return config, params, checkpoint.hf_config(config)
 
@@ -154,13 +165,20 @@ def run(
         target.tokenizer.save_pretrained(directory)
 
     return distil(
-        settings, task, Frozen(target.params, start), target, data,
-        module="training.distill_draft", argv=argv, export=export, stop_after=stop_after,
+        settings,
+        task,
+        Frozen(target.params, start),
+        target,
+        data,
+        module="training.distill_draft",
+        argv=argv,
+        export=export,
+        stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"draft": described(config, start)}
         | (dataclasses.asdict(settings.parallel) if settings.parallel.parallel else {}),
         drafter=drafter,
-    )  # fmt: skip
+    )
 
 
 def _mask(settings: Settings, data: Data, config: DecoderConfig, raw: dict) -> int:
@@ -179,10 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     return trainer.run_command(
-        settings_of(asks_for_parallel(argv)), run, argv, module="training.distill_draft",
+        settings_of(asks_for_parallel(argv)),
+        run,
+        argv,
+        module="training.distill_draft",
         description="Distils a draft model from a frozen target; run it again with the same "
         "options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -187,10 +187,12 @@ def settings_of(variant: str, parallel: bool = False) -> type[Settings]:
     """``Settings`` with the variant's published defaults."""
     at_once = parallel and variant == "eagle3"
     return with_defaults(
-        Settings, recipe=PARALLEL if at_once else PUBLISHED[variant],
+        Settings,
+        recipe=PARALLEL if at_once else PUBLISHED[variant],
         trainer=_PARALLEL_TRAINER if at_once else _TRAINERS[variant],
-        parallel=ParallelSettings(parallel=parallel), variant=variant,
-    )  # fmt: skip
+        parallel=ParallelSettings(parallel=parallel),
+        variant=variant,
+    )
 
 
 def head_config(
@@ -207,19 +209,32 @@ def head_config(
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
     captured = head.capture_layers or default_capture_layers(target.num_layers)
     network = dataclasses.replace(
-        target.with_plain_blocks(), vocab_size=vocab, num_layers=head.head_layers or layers,
-        qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
+        target.with_plain_blocks(),
+        vocab_size=vocab,
+        num_layers=head.head_layers or layers,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
         intermediate_size=head.intermediate_size or target.intermediate_size,
-        activation_dtype="float32", cache_dtype="float32",
-    )  # fmt: skip
+        activation_dtype="float32",
+        cache_dtype="float32",
+    )
     return EagleConfig(
-        network=network, generation=3 if third else 1,
+        network=network,
+        generation=3 if third else 1,
         capture_layers=captured if third else (target.num_layers,),
-        target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size,
-        own_head=third, own_embedding=mask is not None, mask_token_id=mask,
-        feature_norms=head.fc_norm, input_norm=head.norm_before_fc,
-        norm_before_residual=head.norm_before_residual, norm_output=head.norm_output,
-    )  # fmt: skip
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        separate_head=third,
+        separate_embedding=mask is not None,
+        mask_token_id=mask,
+        feature_norms=head.fc_norm,
+        input_norm=head.norm_before_fc,
+        norm_before_residual=head.norm_before_residual,
+        norm_output=head.norm_output,
+    )
 
 
 def run(
@@ -245,9 +260,13 @@ def run(
     finished = lambda params: params.replace(draft_to_target=kept)
     export = export_of(settings, target, config, settings.format, finished)
     task = EagleTask(
-        config, target.config, settings.recipe, settings.trainer.compute, settings.head.start,
+        config,
+        target.config,
+        settings.recipe,
+        settings.trainer.compute,
+        settings.head.start,
         settings.trainer.remat,
-    )  # fmt: skip
+    )
     kind, slots = Eagle, {}
     if settings.parallel.parallel:
         kind, slots = ParallelEagle, dataclasses.asdict(settings.parallel.slots)
@@ -257,15 +276,22 @@ def run(
         data = _with_features(settings, task, frozen, data)
 
     return distil(
-        settings, task, frozen, target, data,
-        module="training.distill_eagle", argv=argv, export=export, stop_after=stop_after,
+        settings,
+        task,
+        frozen,
+        target,
+        data,
+        module="training.distill_eagle",
+        argv=argv,
+        export=export,
+        stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": described(config, start)}
         | {"start": settings.head.start}
         | slots,
         drafter=kind(config, target.target, num_speculative_tokens=settings.depth),
         weights_of=lambda params: (target.params, finished(params)),
-    )  # fmt: skip
+    )
 
 
 def _given_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig, EagleParams]:
@@ -293,17 +319,26 @@ def _with_features(settings: Settings, task: EagleTask, frozen: Frozen, data: Da
     """The data, each window with what the target computes of it."""
     leaves = jax.tree.leaves(frozen.target)
     key = [
-        data.description["sha256"], task.head.capture_layers, task.head.generation,
-        repr(task.target), settings.trainer.compute,
+        data.description["sha256"],
+        task.head.capture_layers,
+        task.head.generation,
+        repr(task.target),
+        settings.trainer.compute,
         [float(jnp.abs(leaf.astype(jnp.float32)).sum()) for leaf in leaves],
-    ]  # fmt: skip
+    ]
     compiled = jax.jit(lambda weights, batch: teach(task, Frozen(weights), batch))
-    keep = lambda part, rows: rows and cached(
-        rows, lambda batch: compiled(frozen.target, batch), Path(settings.feature_cache),
-        width=task.target.hidden_size, gigabytes=settings.feature_cache_gigabytes,
-        captured=len(task.head.capture_layers) if task.head.generation == 3 else 0,
-        key=[part, *key],
-    )  # fmt: skip
+    keep = lambda part, rows: (
+        rows
+        and cached(
+            rows,
+            lambda batch: compiled(frozen.target, batch),
+            Path(settings.feature_cache),
+            width=task.target.hidden_size,
+            gigabytes=settings.feature_cache_gigabytes,
+            captured=len(task.head.capture_layers) if task.head.generation == 3 else 0,
+            key=[part, *key],
+        )
+    )
     return data._replace(train=keep("train", data.train), held_out=keep("held out", data.held_out))
 
 
@@ -312,10 +347,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     kind = settings_of(variant_of(argv, VARIANTS, Settings.variant), asks_for_parallel(argv))
     return trainer.run_command(
-        kind, run, argv, module="training.distill_eagle",
+        kind,
+        run,
+        argv,
+        module="training.distill_eagle",
         description="Distils an EAGLE head from a frozen target; run it again with the same "
         "options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

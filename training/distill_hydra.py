@@ -35,9 +35,18 @@ VARIANTS = ("hydra", "hydra++")
 
 # Rate, schedule, warm-up and decay of the authors' program; the number of steps is ours.
 _TRAINER = TrainerSettings(
-    steps=20_000, batch=32, accumulate=1, schedule="cosine", learning_rate=5e-4, warmup=100,
-    learning_rate_floor=0.33, beta1=0.9, beta2=0.999, weight_decay=0.1, eval_every=1000,
-)  # fmt: skip
+    steps=20_000,
+    batch=32,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=5e-4,
+    warmup=100,
+    learning_rate_floor=0.33,
+    beta1=0.9,
+    beta2=0.999,
+    weight_decay=0.1,
+    eval_every=1000,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +124,18 @@ def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, Hydr
             other = VARIANTS[not prefixed]
             raise bad_option("heads", head.heads, f"they are of the other kind: --variant {other}")
     else:
-        config, found = HydraConfig(
-            num_heads=head.num_heads, num_layers=head.head_layers,
-            hidden_size=target.config.hidden_size, vocab_size=target.config.vocab_size,
-            capture_layers=(target.config.num_layers,), tie_blocks=head.head_layers > 2,
-            network=hydra.network(target.config) if prefixed else None,
-        ), None  # fmt: skip
+        config, found = (
+            HydraConfig(
+                num_heads=head.num_heads,
+                num_layers=head.head_layers,
+                hidden_size=target.config.hidden_size,
+                vocab_size=target.config.vocab_size,
+                capture_layers=(target.config.num_layers,),
+                tie_blocks=head.head_layers > 2,
+                network=hydra.network(target.config) if prefixed else None,
+            ),
+            None,
+        )
     if prefixed:
         network = dataclasses.replace(
             config.network, activation_dtype="float32", cache_dtype="float32"
@@ -145,24 +160,31 @@ def run(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
     return distil(
-        settings, task, Frozen(target.params, start), target, data,
-        module="training.distill_hydra", argv=argv, stop_after=stop_after,
-        identity=dataclasses.asdict(settings.recipe)
-        | {"heads": described(config, start)},
+        settings,
+        task,
+        Frozen(target.params, start),
+        target,
+        data,
+        module="training.distill_hydra",
+        argv=argv,
+        stop_after=stop_after,
+        identity=dataclasses.asdict(settings.recipe) | {"heads": described(config, start)},
         drafter=Hydra(config, target.target, num_speculative_tokens=settings.depth),
         export=export_of(settings, target, config),
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     return trainer.run_command(
-        settings_of(variant_of(argv, VARIANTS, Settings.variant)), run, argv,
+        settings_of(variant_of(argv, VARIANTS, Settings.variant)),
+        run,
+        argv,
         module="training.distill_hydra",
         description="Trains Hydra heads on a frozen target; run it again with the same options to "
         "resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

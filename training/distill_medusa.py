@@ -32,9 +32,18 @@ from training.trainer import TrainerSettings, bad_option
 
 # The authors' rate and schedule; the number of steps is ours.
 _TRAINER = TrainerSettings(
-    steps=20_000, batch=32, accumulate=1, schedule="cosine", learning_rate=1e-3, warmup=2000,
-    learning_rate_floor=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, eval_every=1000,
-)  # fmt: skip
+    steps=20_000,
+    batch=32,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=1e-3,
+    warmup=2000,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.999,
+    weight_decay=0.0,
+    eval_every=1000,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +121,14 @@ def heads_config(settings: HeadSettings, target: DecoderConfig) -> MedusaConfig:
     if vocab > target.vocab_size:
         raise bad_option("draft_vocab_size", vocab, f"the target has {target.vocab_size} tokens")
     return MedusaConfig(
-        num_heads=settings.num_heads, num_layers=settings.head_layers,
-        hidden_size=target.hidden_size, vocab_size=vocab, target_vocab_size=target.vocab_size,
-        capture_layers=(target.num_layers,), num_outputs=settings.num_heads,
-    )  # fmt: skip
+        num_heads=settings.num_heads,
+        num_layers=settings.head_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=vocab,
+        target_vocab_size=target.vocab_size,
+        capture_layers=(target.num_layers,),
+        num_outputs=settings.num_heads,
+    )
 
 
 def run(
@@ -154,14 +167,24 @@ def run(
         write(params, directory / "heads" if settings.joint else directory)
         if settings.joint:
             checkpoint.save_pretrained(
-                directory / "target", target.config, params.target, target.raw_config,
+                directory / "target",
+                target.config,
+                params.target,
+                target.raw_config,
                 settings.export_dtype,
-            )  # fmt: skip
+            )
             target.tokenizer.save_pretrained(directory / "target")
 
     return distil(
-        settings, task, FrozenTarget(target.params, heads, kept), target, data,
-        module="training.distill_medusa", argv=argv, export=export, stop_after=stop_after,
+        settings,
+        task,
+        FrozenTarget(target.params, heads, kept),
+        target,
+        data,
+        module="training.distill_medusa",
+        argv=argv,
+        export=export,
+        stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"joint": settings.joint, "heads": described(config, heads)},
         drafter=Medusa(config, target.target, num_speculative_tokens=settings.depth),
@@ -169,16 +192,19 @@ def run(
             target.params if params.target is None else trainer.gather(params.target),
             finished(params),
         ),
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     return trainer.run_command(
-        Settings, run, argv, module="training.distill_medusa",
+        Settings,
+        run,
+        argv,
+        module="training.distill_medusa",
         description="Trains Medusa heads on a target; run it again with the same options to "
         "resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

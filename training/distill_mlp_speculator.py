@@ -46,14 +46,30 @@ VARIANTS = tuple(_LAYOUTS)
 # Rates, schedules and decay of the programs of IBM (fms-fsdp, its first stage) and Snowflake
 # (ArcticTraining), which train on more tokens a step.
 _IBM = TrainerSettings(
-    steps=15_000, batch=64, accumulate=4, schedule="cosine", learning_rate=1e-3, warmup=750,
-    learning_rate_floor=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1, clip="norm", clip_at=1.0,
+    steps=15_000,
+    batch=64,
+    accumulate=4,
+    schedule="cosine",
+    learning_rate=1e-3,
+    warmup=750,
+    learning_rate_floor=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.1,
+    clip="norm",
+    clip_at=1.0,
     eval_every=1000,
-)  # fmt: skip
+)
 _ARCTIC = dataclasses.replace(
-    _IBM, steps=3000, batch=256, accumulate=16, warmup=150, learning_rate_floor=0.0, beta2=0.999,
+    _IBM,
+    steps=3000,
+    batch=256,
+    accumulate=16,
+    warmup=150,
+    learning_rate_floor=0.0,
+    beta2=0.999,
     eval_every=500,
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +148,11 @@ class Settings(DistillSettings):
 def settings_of(variant: str) -> type[Settings]:
     """``Settings`` with the variant's published defaults."""
     return with_defaults(
-        Settings, trainer=_IBM if variant == "ibm" else _ARCTIC, recipe=PUBLISHED[variant],
+        Settings,
+        trainer=_IBM if variant == "ibm" else _ARCTIC,
+        recipe=PUBLISHED[variant],
         variant=variant,
-    )  # fmt: skip
+    )
 
 
 def head_of(settings: Settings, target: LoadedModel):
@@ -180,24 +198,32 @@ def run(
         config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
     )
     return distil(
-        settings, task, Frozen(target.params, start), target, data,
-        module="training.distill_mlp_speculator", argv=argv, stop_after=stop_after,
+        settings,
+        task,
+        Frozen(target.params, start),
+        target,
+        data,
+        module="training.distill_mlp_speculator",
+        argv=argv,
+        stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": described(config, start)},
         drafter=MlpSpeculator(config, target.target, num_speculative_tokens=settings.depth),
         export=export_of(settings, target, config, _LAYOUTS[settings.variant]),
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     return trainer.run_command(
-        settings_of(variant_of(argv, VARIANTS, Settings.variant)), run, argv,
+        settings_of(variant_of(argv, VARIANTS, Settings.variant)),
+        run,
+        argv,
         module="training.distill_mlp_speculator",
         description="Trains an MLP speculator on a frozen target; run it again with the same "
         "options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -138,9 +138,13 @@ def with_defaults(kind: type[Kind], **values: Any) -> type[Kind]:
     types = {field.name: field.type for field in dataclasses.fields(kind)}
     parts = [(name, types[name], value) for name, value in values.items()]
     return dataclasses.make_dataclass(
-        kind.__name__, parts, bases=(kind,), frozen=True, kw_only=True,
+        kind.__name__,
+        parts,
+        bases=(kind,),
+        frozen=True,
+        kw_only=True,
         namespace={"__doc__": kind.__doc__},
-    )  # fmt: skip
+    )
 
 
 def _usual(kind: type[DistillSettings], part: str) -> Any:
@@ -224,10 +228,16 @@ def export_of(
 
     def export(params: Any, directory: Path) -> None:
         save(
-            directory, config, finished(params), target.config, format, target_name=name,
-            embedding=target.params.embedding, output=head_of(target.params),
+            directory,
+            config,
+            finished(params),
+            target.config,
+            format,
+            target_name=name,
+            embedding=target.params.embedding,
+            output=head_of(target.params),
             dtype=settings.export_dtype,
-        )  # fmt: skip
+        )
 
     return export
 
@@ -275,16 +285,24 @@ def distil(
     criterion, idle = _criterion(settings, data), settings.idle().get("recipe", ())
     with trainer.progress(settings.trainer.steps) as bar:
         result = trainer.train(
-            task, frozen, **_fed(settings, data), settings=settings.trainer,
-            out=Path(settings.output), measure=measure, bar=bar, stop_after=stop_after,
-            identity=dict(identity) | criterion | {
+            task,
+            frozen,
+            **_fed(settings, data),
+            settings=settings.trainer,
+            out=Path(settings.output),
+            measure=measure,
+            bar=bar,
+            stop_after=stop_after,
+            identity=dict(identity)
+            | criterion
+            | {
                 "data": f"sha256 {data.description['sha256'][:16]}",
                 "target": f"sha256 {weights_digest(target.params)}",
             },
             passed_over=lambda before: {*idle, *_untold(criterion, before)},
             facts=trainer.provenance(module, argv) | {"data": data.description},
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
-        )  # fmt: skip
+        )
     if not result.finished:
         if jax.process_index() == 0:
             print(f"stopped and saved at step {result.step}; run the same command to resume")

@@ -118,9 +118,14 @@ class DraftTask:
             return batch
         kept = min(self.recipe.on_policy_prompt, batch.tokens.shape[1] - 1)
         written = sample_continuations(
-            params, self.draft, batch.tokens[:count, :kept], batch.tokens.shape[1], key,
-            self.recipe.on_policy_temperature, min(self.draft.vocab_size, self.target.vocab_size),
-        )  # fmt: skip
+            params,
+            self.draft,
+            batch.tokens[:count, :kept],
+            batch.tokens.shape[1],
+            key,
+            self.recipe.on_policy_temperature,
+            min(self.draft.vocab_size, self.target.vocab_size),
+        )
         new = Batch(
             tokens=written,
             segments=jnp.ones_like(written),
@@ -130,9 +135,14 @@ class DraftTask:
 
 
 def sample_continuations(
-    params: DecoderParams, config: DecoderConfig, prompts: Array, length: int, key: Array,
-    temperature: float, vocab_size: int,
-) -> Array:  # fmt: skip
+    params: DecoderParams,
+    config: DecoderConfig,
+    prompts: Array,
+    length: int,
+    key: Array,
+    temperature: float,
+    vocab_size: int,
+) -> Array:
     """int32 prompts [B, P] continued to [B, length] by draws of the model; no gradient flows.
 
     Only the first ``vocab_size`` tokens are drawn: what pads a vocabulary means nothing.

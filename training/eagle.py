@@ -83,12 +83,16 @@ PUBLISHED = {
     "eagle1": Recipe(unroll=1, loss_weight=0.1, feature_weight=1.0, noise=0.1),
     # arXiv 2408.15766, section 3
     "hass": Recipe(
-        unroll=3, loss_weight=0.1, feature_weight=1.0, top_k_weight=1.0, noise=0.1,
+        unroll=3,
+        loss_weight=0.1,
+        feature_weight=1.0,
+        top_k_weight=1.0,
+        noise=0.1,
         through_steps=False,
     ),
     # arXiv 2503.01840, section 3.2
     "eagle3": Recipe(unroll=7, step_decay=0.8),
-}  # fmt: skip
+}
 
 
 @struct.dataclass
@@ -218,9 +222,13 @@ def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array | None) -> tup
 
 
 def _unroll(
-    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
+    task: EagleTask,
+    params: EagleParams,
+    frozen: Frozen,
+    batch: Batch,
+    taught: Taught,
     key: Array | None,
-) -> list[Array]:  # fmt: skip
+) -> list[Array]:
     """Outputs f' [B, T, D] of each step, rows in the order of step 0."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
     length = batch.tokens.shape[1] - 1
@@ -257,9 +265,13 @@ def _unroll(
 
 
 def _judge(
-    task: EagleTask, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
+    task: EagleTask,
+    params: EagleParams,
+    frozen: Frozen,
+    batch: Batch,
+    taught: Taught,
     outputs: list[Array],
-) -> tuple[Array, Metrics]:  # fmt: skip
+) -> tuple[Array, Metrics]:
     """Loss and metrics of the outputs of all steps."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
     x = ahead.align(outputs)
@@ -277,13 +289,17 @@ def _judge(
         return value
 
     means = ahead.judge(
-        x, matrix, lambda x, matrix: linear(x, matrix.get("head", output)),
-        law=lambda normed: ahead.target_law(
+        x,
+        matrix,
+        lambda x, matrix: linear(x, matrix.get("head", output)),
+        distribution=lambda normed: ahead.target_probs(
             linear(normed, output), frozen.draft_to_target, recipe.loss
         ),
-        values=values, normed=taught.normed, batch=batch,
+        values=values,
+        normed=taught.normed,
+        batch=batch,
         weights=ahead.row_weights(batch, recipe.unroll, recipe.step_decay),
-    )  # fmt: skip
+    )
     return means["loss"], means
 
 

@@ -89,9 +89,16 @@ def save(
       ValueError: the format cannot express the head.
     """
     head_files.save_head(
-        directory, config, params, target, layout=layout_of(format, config), dtype=dtype,
-        target_name=target_name, embedding=None if format == "eagle" else embedding, output=output,
-    )  # fmt: skip
+        directory,
+        config,
+        params,
+        target,
+        layout=layout_of(format, config),
+        dtype=dtype,
+        target_name=target_name,
+        embedding=None if format == "eagle" else embedding,
+        output=output,
+    )
 
 
 def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_name: str) -> None:
@@ -101,9 +108,9 @@ def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_
       ValueError: the format cannot express the head.
     """
     if isinstance(config, EagleConfig) and format == "speculators":
-        config = dataclasses.replace(config, own_embedding=True)
+        config = dataclasses.replace(config, separate_embedding=True)
     if isinstance(config, DFlashConfig) and format == "dflash-speculators":
-        config = dataclasses.replace(config, own_embedding=True, own_head=True)
+        config = dataclasses.replace(config, separate_embedding=True, separate_head=True)
     layout = layout_of(format, config)
     head_files.describe_head(config, target, layout=layout, target_name=target_name)
 
@@ -139,9 +146,12 @@ def run(settings: Settings) -> None:
     head = loading.load_head(settings.head, sizes)
     if settings.format == "stitched" and isinstance(head.config, MtpConfig):
         stitching.stitch(
-            settings.output, settings.target, head.config, head.params,
+            settings.output,
+            settings.target,
+            head.config,
+            head.params,
             dtype=settings.dtype or None,
-        )  # fmt: skip
+        )
         print(f"{settings.output}: {settings.target} with {head.config.n_predict} MTP modules")
         return
     name = settings.target_name or settings.target
@@ -154,9 +164,16 @@ def run(settings: Settings) -> None:
     if isinstance(head.config, EagleConfig) and settings.format != "eagle":
         embedding = loading.load(settings.target).params.embedding
     save(
-        Path(settings.output), head.config, head.params, sizes, settings.format,
-        target_name=name, embedding=embedding, output=output, dtype=settings.dtype or None,
-    )  # fmt: skip
+        Path(settings.output),
+        head.config,
+        head.params,
+        sizes,
+        settings.format,
+        target_name=name,
+        embedding=embedding,
+        output=output,
+        dtype=settings.dtype or None,
+    )
     count = sum(leaf.size for leaf in jax.tree.leaves(head.params))
     print(f"{settings.output}: {head.kind} head, {count:,} weights, format {settings.format}")
 
@@ -166,16 +183,19 @@ def _lent(head: LoadedHead, output: Array) -> LoadedHead:
     own = head.params.head
     if own is None or own.shape != output.shape or not (own == output).all():
         return head
-    config = dataclasses.replace(head.config, own_head=False)
+    config = dataclasses.replace(head.config, separate_head=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(head=None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     return trainer.run_command(
-        Settings, lambda settings, _: run(settings), argv, module="training.export",
+        Settings,
+        lambda settings, _: run(settings),
+        argv,
+        module="training.export",
         description="Writes a draft head in another layout of files.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -57,9 +57,12 @@ class CachedRows:
     def __getitem__(self, index: int) -> TaughtBatch:
         row, features = self.rows[index], np.asarray(self.features[index])
         return TaughtBatch(
-            tokens=row.tokens, segments=row.segments, weights=row.weights,
-            captured=features[:, :-1], normed=features[:, -1],
-        )  # fmt: skip
+            tokens=row.tokens,
+            segments=row.segments,
+            weights=row.weights,
+            captured=features[:, :-1],
+            normed=features[:, -1],
+        )
 
 
 def cached(
@@ -91,10 +94,11 @@ def cached(
     needed = 2 * np.prod(shape, dtype=np.float64) / 1e9
     if needed > gigabytes:
         raise bad_option(
-            "feature_cache_gigabytes", gigabytes,
+            "feature_cache_gigabytes",
+            gigabytes,
             f"the features of {len(rows)} windows need {needed:.1f}; allow more, give less data, "
             "or leave --feature-cache out: then the target computes them anew in every step",
-        )  # fmt: skip
+        )
     name = hashlib.sha256(json.dumps([key, shape]).encode()).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
     path, mark = folder / f"{name}.features", folder / f"{name}.json"

@@ -28,10 +28,20 @@ from training.trainer import TrainerSettings, bad_option
 
 # Rates as for other heads; published recipes say them for far larger batches.
 _TRAINER = TrainerSettings(
-    steps=20_000, batch=16, accumulate=1, schedule="cosine", learning_rate=1e-4, warmup=500,
-    learning_rate_floor=0.0, beta1=0.9, beta2=0.95, weight_decay=0.0, clip="norm", clip_at=1.0,
+    steps=20_000,
+    batch=16,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=1e-4,
+    warmup=500,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.0,
+    clip="norm",
+    clip_at=1.0,
     eval_every=1000,
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +131,13 @@ def run(
     write = export_of(settings, target, config)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
     task = MtpTask(
-        config, target.config, settings.recipe, settings.trainer.compute, fresh,
+        config,
+        target.config,
+        settings.recipe,
+        settings.trainer.compute,
+        fresh,
         settings.trainer.remat,
-    )  # fmt: skip
+    )
 
     def export(params: MtpParams, directory: Path) -> None:
         write(params, directory)
@@ -133,21 +147,31 @@ def run(
             )
 
     return distil(
-        settings, task, Frozen(target.params, start), target, data,
-        module="training.finetune_mtp", argv=argv, export=export, stop_after=stop_after,
+        settings,
+        task,
+        Frozen(target.params, start),
+        target,
+        data,
+        module="training.finetune_mtp",
+        argv=argv,
+        export=export,
+        stop_after=stop_after,
         identity=dataclasses.asdict(settings.recipe)
         | {"modules": described(config, start), "fresh": fresh},
         drafter=Mtp(config, target.target, num_speculative_tokens=settings.depth),
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     return trainer.run_command(
-        Settings, run, argv, module="training.finetune_mtp",
+        Settings,
+        run,
+        argv,
+        module="training.finetune_mtp",
         description="Trains modules for later tokens (MTP) on a frozen target; run it again with "
         "the same options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

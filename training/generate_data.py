@@ -120,9 +120,10 @@ class GenerateSettings:
         rule = verify.RULES[rule] if isinstance(rule, str) else rule
         if not rule.lossless:
             raise bad_option(
-                "speculative_config", self.speculative_config,
+                "speculative_config",
+                self.speculative_config,
                 f"rule {rule.name} changes the law of the answers; take a lossless one",
-            )  # fmt: skip
+            )
 
     @property
     def speculation(self) -> dict | None:
@@ -140,8 +141,17 @@ class GenerateSettings:
 
     def identity(self) -> dict[str, Any]:
         """What must stay as it is for a resumed run to be the same run."""
-        names = ("target", "max_new_tokens", "temperature", "top_p", "dtype", "seed", "every_turn",
-                 "prompt_tokens", "chat_template")  # fmt: skip
+        names = (
+            "target",
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "dtype",
+            "seed",
+            "every_turn",
+            "prompt_tokens",
+            "chat_template",
+        )
         given = {name: getattr(self, name) for name in names}
         given |= {name: without_folders(given[name]) for name in ("target", "chat_template")}
         return given | {"temperature": list(self.temperature)}
@@ -163,22 +173,32 @@ def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
     tokenizer = checkpoint.load_tokenizer(settings.target)
     encoder = Encoder(tokenizer, sizes.vocab_size, settings.chat_template)
     sources, _ = readers.find(
-        settings.prompts, data_format=settings.data_format, package_paths=settings.package_paths,
+        settings.prompts,
+        data_format=settings.data_format,
+        package_paths=settings.package_paths,
         held_out_modules=settings.held_out_modules,
-    )  # fmt: skip
+    )
     bad = readers.BadLines(settings.max_bad_lines)
     stride = settings.prompt_tokens + settings.max_new_tokens
     prompts = read_prompts(
-        sources, encoder, bad, max_positions=sizes.max_positions, every_turn=settings.every_turn,
-        prompt_tokens=settings.prompt_tokens, stride=stride,
-    )  # fmt: skip
+        sources,
+        encoder,
+        bad,
+        max_positions=sizes.max_positions,
+        every_turn=settings.every_turn,
+        prompt_tokens=settings.prompt_tokens,
+        stride=stride,
+    )
     facts = _facts(settings, encoder)
     _refuse_another_run(Path(settings.output), facts)  # before the weights are read
     target = loading.load(settings.target, settings.dtype)
     facts |= {"weights": f"sha256 {weights_digest(target.params)}"}
     done = _resume(Path(settings.output), facts, argv)
-    todo = [group for group in _groups(prompts, settings.batch)
-            if any(prompt.key not in done for prompt in group)]  # fmt: skip
+    todo = [
+        group
+        for group in _groups(prompts, settings.batch)
+        if any(prompt.key not in done for prompt in group)
+    ]
     count = sum(prompt.key not in done for group in todo for prompt in group)
     if not count:
         print(f"all {len(prompts)} prompts are answered", file=sys.stderr)
@@ -224,10 +244,16 @@ def _line(prompt: Prompt, said: list[str], output: RequestOutput, params: Sampli
     """What is written of one answer; ``said`` are the answers before it."""
     answer = output.outputs[0]
     line = {
-        "key": prompt.key, "turn": len(said), "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": answer.token_ids, "text": answer.text, "temperature": params.temperature,
-        "top_p": params.top_p, "seed": params.seed, "finish_reason": answer.finish_reason,
-    }  # fmt: skip
+        "key": prompt.key,
+        "turn": len(said),
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "seed": params.seed,
+        "finish_reason": answer.finish_reason,
+    }
     if not prompt.token_ids:
         answered = {"role": "assistant", "content": answer.text}
         line["messages"] = [*prompt.messages(said), answered]
@@ -291,17 +317,21 @@ def _refuse_another_run(path: Path, facts: dict[str, Any]) -> None:
     del now["settings"]
     # Earlier versions wrote down neither: only who ran them knows.
     untold = {key: now[key] for key in ("weights", "template") if key in now and key not in was}
-    changed = [f"{name} {now[name]!r} (was {shown(was.get(name))})" for name in now
-               if name not in untold and now[name] != was.get(name)]  # fmt: skip
+    changed = [
+        f"{name} {now[name]!r} (was {shown(was.get(name))})"
+        for name in now
+        if name not in untold and now[name] != was.get(name)
+    ]
     if changed:
         remedy = f"it holds the answers of another run: {', '.join(changed)}; give a new one"
         raise bad_option("output", path.name, remedy)
     if "weights" in untold:
         raise bad_option(
-            "output", path.name,
+            "output",
+            path.name,
             f"{beside.name} does not say whose answers it holds; give a new one, or, if target "
             f"and template are those of then, add {json.dumps(untold)[1:-1]} to that file",
-        )  # fmt: skip
+        )
 
 
 def _answer_of(text: bytes) -> dict:
@@ -343,9 +373,12 @@ def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, moved by (prompts, tokens); lines where that is no terminal."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[rate]}"),
-    )  # fmt: skip
+    )
     done = tokens = 0
     begun = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -365,10 +398,13 @@ def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     return run_command(
-        GenerateSettings, run, argv, module="training.generate_data",
+        GenerateSettings,
+        run,
+        argv,
+        module="training.generate_data",
         description="Has the target answer prompts, for a drafter to learn from; run it again "
         "with the same options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

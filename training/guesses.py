@@ -24,7 +24,7 @@ def judge(
     slots: Slots,
     truth: Array,
     labels: Array,
-    law: Callable[[Array], tuple[Array, Array]],
+    distribution: Callable[[Array], tuple[Array, Array]],
     score: Score,
 ) -> Metrics:
     """Means over all B * M guesses, a stretch at a time; ``loss`` can be differentiated.
@@ -49,7 +49,7 @@ def judge(
     def measure(x: Array, matrix: Any, given: Any) -> dict[str, Array]:
         truth, labels, weight, depth = given
         log_q = jax.nn.log_softmax(logits_of(x, matrix))
-        log_p, known = law(truth)
+        log_p, known = distribution(truth)
         counts = (weight > 0) * known
         found = {
             name: (weight * known if name == "loss" else counts) * value

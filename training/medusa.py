@@ -127,10 +127,15 @@ class MedusaTask:
         given = normed[:, :-1].astype(jnp.float32)
         return ahead.teach(
             ahead.align([medusa.stream(blocks, given, linear) for blocks in heads.blocks]),
-            heads.outputs, loss=self.recipe.medusa_loss, decay=self.recipe.head_decay,
-            linear=linear, target_output=head_of(frozen.target), normed=truth, batch=batch,
+            heads.outputs,
+            loss=self.recipe.medusa_loss,
+            decay=self.recipe.head_decay,
+            linear=linear,
+            target_output=head_of(frozen.target),
+            normed=truth,
+            batch=batch,
             kept=frozen.draft_to_target,
-        )  # fmt: skip
+        )
 
     def _next_token(self, params: DecoderParams, normed: Array, batch: Batch) -> Array:
         """Cross-entropy of the target itself, weighed by its labels."""

@@ -108,10 +108,15 @@ class MtpTask:
         normed = jax.lax.stop_gradient(normed)
         recipe, outputs = self.recipe, _unroll(self, params, frozen, batch, normed)
         means = ahead.teach(
-            ahead.align(outputs), (), loss=recipe.mtp_loss, decay=recipe.step_decay,
-            linear=LINEARS[self.compute], target_output=head_of(frozen.target), normed=normed,
+            ahead.align(outputs),
+            (),
+            loss=recipe.mtp_loss,
+            decay=recipe.step_decay,
+            linear=LINEARS[self.compute],
+            target_output=head_of(frozen.target),
+            normed=normed,
             batch=batch,
-        )  # fmt: skip
+        )
         whole = sum(recipe.step_decay**step for step in range(recipe.unroll))
         loss = recipe.loss_factor / whole * means["loss"]
         return loss, means | {"loss": loss}

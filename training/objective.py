@@ -46,10 +46,15 @@ def packed_states(
     """A decoder over packed windows: the captured hidden states, one [B, T + 1, D] a layer, and the
     last ones after the norm, [B, T + 1, D]."""
     x, captured = decoder.trunk(
-        params, config, decoder.embed(params, config, batch.tokens), batch.positions,
-        attend_within(batch.segments, config.windows), linear=LINEARS[compute],
-        capture_layers=capture_layers, remat=remat,
-    )  # fmt: skip
+        params,
+        config,
+        decoder.embed(params, config, batch.tokens),
+        batch.positions,
+        attend_within(batch.segments, config.windows),
+        linear=LINEARS[compute],
+        capture_layers=capture_layers,
+        remat=remat,
+    )
     return captured, config.norm(x, params.norm)
 
 

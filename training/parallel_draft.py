@@ -53,7 +53,7 @@ class ParallelDraftTask(DraftTask):
         output, linear, recipe = head_of(frozen.target), LINEARS[self.compute], self.recipe
         common = min(self.draft.vocab_size, self.target.vocab_size)
 
-        def law(truth: Array) -> tuple[Array, Array]:
+        def distribution(truth: Array) -> tuple[Array, Array]:
             log_p = jax.nn.log_softmax(linear(truth, output)[..., :common])
             return log_p, jnp.ones(truth.shape[:-1])
 
@@ -67,9 +67,15 @@ class ParallelDraftTask(DraftTask):
             }
 
         means = guesses.judge(
-            x, head_of(params), lambda x, head: linear(x, head)[..., :common],
-            slots=chosen, truth=truth[:, :-1], labels=batch.tokens[:, 1:], law=law, score=score,
-        )  # fmt: skip
+            x,
+            head_of(params),
+            lambda x, head: linear(x, head)[..., :common],
+            slots=chosen,
+            truth=truth[:, :-1],
+            labels=batch.tokens[:, 1:],
+            distribution=distribution,
+            score=score,
+        )
         return means["loss"], means
 
     def _states(self, params: DecoderParams, batch: Batch, chosen: Slots) -> Array:
@@ -79,7 +85,12 @@ class ParallelDraftTask(DraftTask):
         positions = chosen.of_anchors(batch.positions) + chosen.depths
         attend = attend_to(chosen, batch.segments[:, :-1], self.draft.windows)
         x, _ = decoder.trunk(
-            params, self.draft, decoder.embed(params, self.draft, fed), positions, attend,
-            linear=LINEARS[self.compute], remat=self.remat,
-        )  # fmt: skip
+            params,
+            self.draft,
+            decoder.embed(params, self.draft, fed),
+            positions,
+            attend,
+            linear=LINEARS[self.compute],
+            remat=self.remat,
+        )
         return self.draft.norm(x, params.norm)

@@ -73,19 +73,28 @@ class ParallelEagleTask(EagleTask):
             return {"loss": value}
 
         means = guesses.judge(
-            x, matrix, lambda x, matrix: linear(x, matrix.get("head", output)),
-            slots=chosen, truth=taught.normed, labels=batch.tokens,
-            law=lambda normed: ahead.target_law(
+            x,
+            matrix,
+            lambda x, matrix: linear(x, matrix.get("head", output)),
+            slots=chosen,
+            truth=taught.normed,
+            labels=batch.tokens,
+            distribution=lambda normed: ahead.target_probs(
                 linear(normed, output), frozen.draft_to_target, self.recipe.loss
             ),
             score=score,
-        )  # fmt: skip
+        )
         return means["loss"], means
 
     def _states(
-        self, params: EagleParams, frozen: Frozen, batch: Batch, taught: Taught,
-        chosen: Slots, key: Array | None,
-    ) -> Array:  # fmt: skip
+        self,
+        params: EagleParams,
+        frozen: Frozen,
+        batch: Batch,
+        taught: Taught,
+        chosen: Slots,
+        key: Array | None,
+    ) -> Array:
         """What stands before the output matrix, [B, M, D], for all guesses."""
         config, linear = self.head, LINEARS[self.compute]
         (size, length), count = batch.tokens[:, 1:].shape, chosen.depths.size

@@ -64,11 +64,16 @@ class ModelSettings:
     def config(self) -> DecoderConfig:
         """Llama's layout, tied embeddings."""
         return DecoderConfig(
-            vocab_size=self.vocab_size, hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size, num_layers=self.layers,
-            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            max_positions=self.max_positions, tie_embeddings=True,
-        )  # fmt: skip
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_positions=self.max_positions,
+            tie_embeddings=True,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +190,11 @@ def run(
     """
     trainer.start_processes(settings.trainer)
     task = LanguageModel(
-        settings.model.config(), settings.trainer.compute, settings.text.context,
+        settings.model.config(),
+        settings.trainer.compute,
+        settings.text.context,
         settings.trainer.remat,
-    )  # fmt: skip
+    )
     corpus = trainer.first_process_first(lambda: open_corpus(settings))
     rows, apart = (data.Windows(x, settings.text.length) for x in (corpus.train, corpus.holdout))
     mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
@@ -195,19 +202,27 @@ def run(
     facts = trainer.provenance("training.pretrain", argv) | {"data": _describe(corpus)}
     with trainer.progress(settings.trainer.steps) as bar:
         result = trainer.train(
-            task, (),
+            task,
+            (),
             data.batches(rows, batch=settings.trainer.batch, seed=settings.trainer.seed, **mine),
-            settings.trainer, out=Path(settings.out), bar=bar, stop_after=stop_after, facts=facts,
+            settings.trainer,
+            out=Path(settings.out),
+            bar=bar,
+            stop_after=stop_after,
+            facts=facts,
             held_out=data.held_out(apart, batch=part, limit=settings.text.eval_windows, **mine),
-            identity=_identity(settings, corpus), free={"context": settings.text.context},
-        )  # fmt: skip
+            identity=_identity(settings, corpus),
+            free={"context": settings.text.context},
+        )
     if result.finished:
         whole = result.evaluate(data.held_out(apart, batch=part, **mine))
         tokens = result.step * settings.trainer.batch * settings.text.length
         _export(
-            settings, trainer.gather(result.params), corpus,
+            settings,
+            trainer.gather(result.params),
+            corpus,
             result.provenance | {"tokens_seen": tokens, "heldout": whole},
-        )  # fmt: skip
+        )
     elif jax.process_index() == 0:
         print(f"stopped and saved at step {result.step}; run the same command to resume")
     return result
@@ -223,10 +238,14 @@ def open_corpus(settings: Settings) -> data.Corpus:
     if not text.data:
         return _given_corpus(settings)
     return data.prepare(
-        settings.corpus_dir, text.data, text.holdout, vocab_size=settings.model.vocab_size,
-        package_paths=text.package_paths, source_megabytes=text.source_megabytes,
+        settings.corpus_dir,
+        text.data,
+        text.holdout,
+        vocab_size=settings.model.vocab_size,
+        package_paths=text.package_paths,
+        source_megabytes=text.source_megabytes,
         max_length=settings.model.max_positions,
-    )  # fmt: skip
+    )
 
 
 def _given_corpus(settings: Settings) -> data.Corpus:
@@ -281,10 +300,13 @@ def _export(settings: Settings, params: DecoderParams, corpus: data.Corpus, fact
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see ``trainer.run_command`` for its exit code."""
     return trainer.run_command(
-        Settings, run, argv, module="training.pretrain",
+        Settings,
+        run,
+        argv,
+        module="training.pretrain",
         description="Trains a tokenizer and a small Llama-like language model; run it again with "
         "the same options to resume.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

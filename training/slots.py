@@ -81,9 +81,13 @@ class Slots(NamedTuple):
 
 
 def choose(
-    recipe: SlotRecipe, segments: Array, weights: Array, length: int, offset: int,
+    recipe: SlotRecipe,
+    segments: Array,
+    weights: Array,
+    length: int,
+    offset: int,
     key: Array | None,
-) -> Slots:  # fmt: skip
+) -> Slots:
     """Draws the rows that each depth keeps: those whose second guess counts, before all others.
 
     Args:
@@ -137,10 +141,17 @@ def attend_to(slots: Slots, segments: Array, windows: tuple[int | None, ...] = (
                 (keys[above][..., : counts[depth], :], values[above][..., : counts[depth], :])
                 for above in range(1, depth + 1)
             ]
-            mixed.append(anchored(
-                queries[depth], *true, places[depth], depth,
-                segments=segments, window=window, own=own,
-            ))  # fmt: skip
+            mixed.append(
+                anchored(
+                    queries[depth],
+                    *true,
+                    places[depth],
+                    depth,
+                    segments=segments,
+                    window=window,
+                    own=own,
+                )
+            )
         return jnp.concatenate(mixed, 2)
 
     return attend

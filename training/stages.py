@@ -123,10 +123,16 @@ class StagesTask:
         hidden, normed = jax.lax.stop_gradient((hidden[:, :-1].astype(jnp.float32), normed))
         outputs, biases = self._network.outputs(params)
         means = ahead.teach(
-            ahead.align(self._unroll(params, frozen, batch, hidden)), outputs, biases,
-            loss=self.recipe.loss, decay=self.recipe.stage_decay, linear=LINEARS[self.compute],
-            target_output=head_of(frozen.target), normed=normed, batch=batch,
-        )  # fmt: skip
+            ahead.align(self._unroll(params, frozen, batch, hidden)),
+            outputs,
+            biases,
+            loss=self.recipe.loss,
+            decay=self.recipe.stage_decay,
+            linear=LINEARS[self.compute],
+            target_output=head_of(frozen.target),
+            normed=normed,
+            batch=batch,
+        )
         return means["loss"], means
 
     def _unroll(self, params: Any, frozen: Frozen, batch: Batch, hidden: Array) -> list[Array]:
@@ -150,9 +156,15 @@ class StagesTask:
             return hidden
         attend = attend_within(batch.segments[:, :-1], self._prefix.windows)
         _, (out,) = decoder.trunk(
-            params.prefix, self._prefix, hidden, batch.positions[:, :-1], attend,
-            linear=LINEARS[self.compute], capture_layers=(1,), remat=self.remat,
-        )  # fmt: skip
+            params.prefix,
+            self._prefix,
+            hidden,
+            batch.positions[:, :-1],
+            attend,
+            linear=LINEARS[self.compute],
+            capture_layers=(1,),
+            remat=self.remat,
+        )
         return out
 
     def _step(self, stage: int) -> Callable[[Any, Any, Array], tuple[Any, Array]]:

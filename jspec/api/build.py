@@ -17,15 +17,15 @@ from jspec.core.types import Drafter, Params
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.engine.plan import Plan
-from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.util.messages import shown
 from jspec.util.values import plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Assembly:
-    """A target with its drafter, ready to run. Made by ``assemble``."""
+class Build:
+    """A target with its drafter, ready to run. Made by ``build_plan``."""
 
     model: LoadedModel
     tokenizer: Any  # of texts; None where only the model's own may have one
@@ -34,7 +34,7 @@ class Assembly:
     params: Params
 
 
-def assemble(
+def build_plan(
     model: str | os.PathLike | LoadedModel,
     speculative: SpeculativeConfig,
     *,
@@ -42,7 +42,7 @@ def assemble(
     max_model_len: int | None = None,
     tokenizer: Any = None,
     deterministic: bool = False,
-) -> Assembly:
+) -> Build:
     """Loads a target and what drafts for it; arguments as for ``jspec.LLM``.
 
     Raises:
@@ -71,8 +71,8 @@ def assemble(
     loaded = loading.load(model, dtype)
     part, weights = _load(part, loaded, drafting)
     plan = _plan(part, loaded.config, deterministic)
-    weights = _own_weights(part, plan.drafter, weights, loaded)
-    return Assembly(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
+    weights = _separate_weights(part, plan.drafter, weights, loaded)
+    return Build(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,18 +151,18 @@ def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, A
     return dataclasses.replace(part, network=draft.config), weights
 
 
-def _own_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:
+def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:
     """The weights, where a class of the user's makes its own."""
     if part.speculative.method == HYBRID:
         every = zip(part.parts, drafter.parts, weights, strict=True)
-        return tuple(_own_weights(*one, target) for one in every)
+        return tuple(_separate_weights(*one, target) for one in every)
     if part.speculative.drafter_class:
         return custom_class.params_of(drafter, target.params)
     return weights
 
 
 def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
-    target = DeterministicDecoder(sizes) if deterministic else Decoder(sizes)
+    target = BatchInvariantDecoder(sizes) if deterministic else Decoder(sizes)
     drafter = part.speculative.drafter(part.networks, target)
     if deterministic and drafter.tree_size != drafter.max_depth + 1:
         raise ValueError(

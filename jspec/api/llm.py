@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jspec.api import config, metrics, prompts, requests
-from jspec.api.build import assemble
+from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
 from jspec.api.requests import Job
 from jspec.api.sampling_params import SamplingParams
@@ -20,10 +20,10 @@ from jspec.checkpoints import shared_file
 from jspec.core import logprobs
 from jspec.core.logprobs import Scoring
 from jspec.engine import loading
-from jspec.engine.batch import MAX_NUM_SEQS, advance, cancel, groups, read, start, warps_of
+from jspec.engine.batch import MAX_NUM_SEQS, advance, cancel, filters_of, groups, read, start
 from jspec.engine.costs import CostTable
 from jspec.engine.loading import LoadedModel
-from jspec.engine.loop import init_shared, retire
+from jspec.engine.loop import init_shared, on_finished
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import check_prompt, check_token_ids
 from jspec.util.buckets import bucket
@@ -106,13 +106,17 @@ class LLM:
         self._seed = int(seed)
         self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         loading.keep_compiled_programs()
-        self.assembly = assembly = assemble(
-            model, speculative, dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer,
+        self.build = build = build_plan(
+            model,
+            speculative,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            tokenizer=tokenizer,
             deterministic=_flag("deterministic", deterministic),
-        )  # fmt: skip
-        self.max_model_len = assembly.max_model_len
-        self._tokenizer = assembly.tokenizer
-        self._model, self._plan, self._params = assembly.model, assembly.plan, assembly.params
+        )
+        self.max_model_len = build.max_model_len
+        self._tokenizer = build.tokenizer
+        self._model, self._plan, self._params = build.model, build.plan, build.params
         size = self._plan.target.vocab_size
         self._max_logprobs = size if max_logprobs == -1 else max_logprobs
         self._shared = init_shared(self._plan)
@@ -162,9 +166,11 @@ class LLM:
           ValueError: as ``generate`` and ``chat_prompts``.
         """
         rendered = self.chat_prompts(
-            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
+        )
         return self.generate(rendered, sampling_params, use_tqdm)
 
     def chat_prompts(
@@ -228,10 +234,14 @@ class LLM:
         todo = self._jobs(prompt, sampling_params)
         begin = perf_counter()
         result, counts, self._shared = run(
-            todo, self._plan, self._params, self._shared, self._costs.price,
+            todo,
+            self._plan,
+            self._params,
+            self._shared,
+            self._costs.price,
             tokenizer=self._tokenizer or loading.tokenizer_if_any(self._model),
             model=str(self._model.path),
-        )  # fmt: skip
+        )
         self._seconds += perf_counter() - begin
         self._counts += counts
         self._num_prompt_tokens += sum(len(each.prompt.token_ids) for each in todo)
@@ -286,15 +296,19 @@ class LLM:
         decoder = self._decoder() if any(reads) else None
         made = [
             requests.make(
-                self._num_requests + index, item, params,
-                room=self.max_model_len - len(item.token_ids), seed=self._seed,
-                eos=self._eos_token_ids, tokenizer=decoder if has_text else None,
+                self._num_requests + index,
+                item,
+                params,
+                room=self.max_model_len - len(item.token_ids),
+                seed=self._seed,
+                eos=self._eos_token_ids,
+                tokenizer=decoder if has_text else None,
                 vocab_size=self._plan.target.vocab_size,
             )
             for index, (item, params, has_text) in enumerate(
                 zip(items, settings, reads, strict=True)
             )
-        ]  # fmt: skip
+        ]
         check_token_ids([job.rows[0] for job in made], self._plan.target.vocab_size)
         self._num_requests += len(made)
         return made
@@ -347,7 +361,7 @@ class LLM:
         rows = [row for _, row, _ in work]
         if not rows:
             return
-        plan, warps = self._recording_plan(todo), warps_of(rows)
+        plan, filters = self._recording_plan(todo), filters_of(rows)
         size = plan.target.vocab_size
         scoring = requests.scoring_of(todo, size, self._max_logprobs, self._logprobs_mode)
         parts = list(groups(rows, self._max_num_seqs))
@@ -355,20 +369,20 @@ class LLM:
             parts = track(parts, "Generating", console=Console(stderr=True))
         for part in parts:
             one = [work[index] for index in part]
-            yield from self._run_group(plan, warps, scoring, one, rounds)
+            yield from self._run_group(plan, filters, scoring, one, rounds)
         self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
 
     def _run_group(
         self,
         plan: Plan,
-        warps: tuple[str, ...],
+        filters: tuple[str, ...],
         scoring: Scoring | None,
         work: list[tuple],
         rounds: int | None,
     ) -> Iterator[Iterable[Job]]:
         owners, rows, transcripts = zip(*work, strict=True)
         begin = perf_counter()
-        batch, was_cut = start(plan, self._params, rows, warps=warps, scoring=scoring), False
+        batch, was_cut = start(plan, self._params, rows, filters=filters, scoring=scoring), False
         while not all(transcript.finish_reason for transcript in transcripts):
             # Another stream may have taken its turn: what is shared is never kept in a batch.
             batch = batch.replace(shared=self._shared)
@@ -383,7 +397,7 @@ class LLM:
             yield dict.fromkeys(owners)
             begin = perf_counter()  # whoever reads a stream may take his time
         if was_cut:
-            self._shared = retire(plan, self._shared, batch.state)
+            self._shared = on_finished(plan, self._shared, batch.state)
         for transcript in transcripts:
             self._counts += metrics.Counts.of(transcript.answer)
 

@@ -157,9 +157,11 @@ class Transcript:
             for rank, (other, value) in enumerate(top, 1):
                 found.setdefault(int(other), (value, rank))
             listed.append(
-                {each: Logprob(float(value), int(rank), self._text_of(each))
-                 for each, (value, rank) in found.items()}
-            )  # fmt: skip
+                {
+                    each: Logprob(float(value), int(rank), self._text_of(each))
+                    for each, (value, rank) in found.items()
+                }
+            )
         return listed
 
     def _text_of(self, token: int) -> str | None:

@@ -13,11 +13,23 @@ _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
 # Parameters of apply_chat_template that are no variables of a template: those that ``LLM.chat`` has
 # as its own, under the name that it gives them, and those of making token ids of the text.
-_OF_CHAT = {"conversation": "messages", "messages": "messages", "chat_template": "chat_template",
-            "add_generation_prompt": "add_generation_prompt"}  # fmt: skip
-_OF_IDS = ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-           "return_assistant_tokens_mask", "sanitize_control_tokens",
-           "tokenizer_kwargs")  # fmt: skip
+_OF_CHAT = {
+    "conversation": "messages",
+    "messages": "messages",
+    "chat_template": "chat_template",
+    "add_generation_prompt": "add_generation_prompt",
+}
+_OF_IDS = (
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+    "tokenizer_kwargs",
+)
 
 
 @dataclasses.dataclass(frozen=True)

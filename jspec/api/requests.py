@@ -9,7 +9,7 @@ from jspec.api.outputs import RequestOutput, Transcript
 from jspec.api.prompts import Prompt
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.logprobs import Mode, Scoring
-from jspec.engine.batch import Row
+from jspec.engine.batch import SequenceParams
 from jspec.grammar import automata
 from jspec.util.buckets import bucket
 
@@ -21,7 +21,7 @@ class Job:
     number: int
     prompt: Prompt
     params: SamplingParams
-    rows: tuple[Row, ...]
+    rows: tuple[SequenceParams, ...]
     transcripts: tuple[Transcript, ...]
 
     def output(self, detailed: bool) -> RequestOutput:
@@ -72,7 +72,7 @@ def make(
         rules = automata.compiled(
             pattern, tokenizer, frozenset({*eos, *params.stop_token_ids}), vocab_size
         )
-    row = Row(
+    row = SequenceParams(
         prompt=prompt.token_ids,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         temperature=float(params.temperature),

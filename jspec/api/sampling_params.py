@@ -137,45 +137,87 @@ class SamplingParams:
     def _check(self) -> None:
         whole, real = is_whole, is_real
         checks = (
-            ("n", whole(self.n, 1, _MOST_TEXTS),
-             f"a whole number of at least 1, and at most {_MOST_TEXTS}"),
-            ("temperature", real(self.temperature) and 0 <= self.temperature <= HOTTEST,
-             f"0 (greedy) or more, at most {HOTTEST}"),
+            (
+                "n",
+                whole(self.n, 1, _MOST_TEXTS),
+                f"a whole number of at least 1, and at most {_MOST_TEXTS}",
+            ),
+            (
+                "temperature",
+                real(self.temperature) and 0 <= self.temperature <= HOTTEST,
+                f"0 (greedy) or more, at most {HOTTEST}",
+            ),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
-            ("top_k", whole(self.top_k, -1),
-             "a whole number from 1 to 2**31 - 1, or 0 to turn it off"),
+            (
+                "top_k",
+                whole(self.top_k, -1),
+                "a whole number from 1 to 2**31 - 1, or 0 to turn it off",
+            ),
             ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
-            ("seed", self.seed is None or whole(self.seed, -(2**63), 2**64 - 1),
-             "None or a whole number of at most 64 bits"),
-            ("stop", all(isinstance(text, str) and text for text in self.stop),
-             "a string or a list of strings, none of them empty"),
+            (
+                "seed",
+                self.seed is None or whole(self.seed, -(2**63), 2**64 - 1),
+                "None or a whole number of at most 64 bits",
+            ),
+            (
+                "stop",
+                all(isinstance(text, str) and text for text in self.stop),
+                "a string or a list of strings, none of them empty",
+            ),
             ("stop_token_ids", are_whole(self.stop_token_ids, 0), "a list of token ids"),
-            ("max_tokens", self.max_tokens is None or whole(self.max_tokens, 1),
-             "a whole number from 1 to 2**31 - 1, or None for all the room there is"),
+            (
+                "max_tokens",
+                self.max_tokens is None or whole(self.max_tokens, 1),
+                "a whole number from 1 to 2**31 - 1, or None for all the room there is",
+            ),
             ("min_tokens", whole(self.min_tokens, 0), "a whole number of at least 0"),
-            ("presence_penalty", real(self.presence_penalty) and -2 <= self.presence_penalty <= 2,
-             "in [-2, 2]; 0 turns it off"),
-            ("frequency_penalty",
-             real(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
-             "in [-2, 2]; 0 turns it off"),
-            ("repetition_penalty",
-             real(self.repetition_penalty)
-             and LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION,
-             f"more than 0, {LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 turns it off"),
-            ("allowed_token_ids", self.allowed_token_ids is None
-             or (self.allowed_token_ids and are_whole(self.allowed_token_ids, 0)),
-             "None for all, or a list of at least one token id"),
-            ("bad_words", all(isinstance(word, str) and word.strip() for word in self.bad_words),
-             "a list of strings, none of them empty"),
+            (
+                "presence_penalty",
+                real(self.presence_penalty) and -2 <= self.presence_penalty <= 2,
+                "in [-2, 2]; 0 turns it off",
+            ),
+            (
+                "frequency_penalty",
+                real(self.frequency_penalty) and -2 <= self.frequency_penalty <= 2,
+                "in [-2, 2]; 0 turns it off",
+            ),
+            (
+                "repetition_penalty",
+                real(self.repetition_penalty)
+                and LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION,
+                f"more than 0, {LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 turns it off",
+            ),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids is None
+                or (self.allowed_token_ids and are_whole(self.allowed_token_ids, 0)),
+                "None for all, or a list of at least one token id",
+            ),
+            (
+                "bad_words",
+                all(isinstance(word, str) and word.strip() for word in self.bad_words),
+                "a list of strings, none of them empty",
+            ),
             ("logprobs", _counts(self.logprobs), "None, -1 or a whole number of at least 0"),
-            ("prompt_logprobs", _counts(self.prompt_logprobs),
-             "None, -1 or a whole number of at least 0"),
-            ("best_of", self.best_of is None or (
-                whole(self.best_of, 1, _MOST_TEXTS) and whole(self.n) and self.best_of >= self.n),
-             f"None or a whole number of at least n={shown(self.n)}, and at most {_MOST_TEXTS}"),
-            ("logits_processors", all(map(is_function, self.logits_processors)),
-             "a list of functions that can be hashed"),
-        )  # fmt: skip
+            (
+                "prompt_logprobs",
+                _counts(self.prompt_logprobs),
+                "None, -1 or a whole number of at least 0",
+            ),
+            (
+                "best_of",
+                self.best_of is None
+                or (
+                    whole(self.best_of, 1, _MOST_TEXTS) and whole(self.n) and self.best_of >= self.n
+                ),
+                f"None or a whole number of at least n={shown(self.n)}, and at most {_MOST_TEXTS}",
+            ),
+            (
+                "logits_processors",
+                all(map(is_function, self.logits_processors)),
+                "a list of functions that can be hashed",
+            ),
+        )
         switches = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
         checks += tuple(
             (name, isinstance(getattr(self, name), bool), "a bool") for name in switches
@@ -215,9 +257,10 @@ def _refuse(given: dict[str, Any]) -> None:
             known = [field.name for field in dataclasses.fields(SamplingParams)]
             kind = name.removeprefix("guided_")
             guess = (
-                f'; give structured_outputs={{"{kind}": ...}}' if kind in automata.KINDS
+                f'; give structured_outputs={{"{kind}": ...}}'
+                if kind in automata.KINDS
                 else did_you_mean(name, known)
-            )  # fmt: skip
+            )
             raise ValueError(f"SamplingParams has no {shown(name)}{guess}")
         asks_nothing = value is None or value == NOT_YET[name] or value in ([], {}, ())
         if not asks_nothing:

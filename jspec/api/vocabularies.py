@@ -79,8 +79,10 @@ def check_same(
         if differing is None and target and draft:
             return
         if differing is not None:
-            hint = (f" Their tokenizers differ first at id {differing}: "
-                    f"{target[differing]!r} and {draft[differing]!r}.")  # fmt: skip
+            hint = (
+                f" Their tokenizers differ first at id {differing}: "
+                f"{target[differing]!r} and {draft[differing]!r}."
+            )
     raise ValueError(
         "Target and draft model should have the same vocabulary size. Target model "
         f"vocab_size={target_size}. Draft model vocab_size={draft_size}. Using models with "
@@ -118,9 +120,13 @@ def share(
     target = _within(target_tokenizer.get_vocab(), target_size)
     draft = _within(draft_tokenizer.get_vocab(), draft_size)
     unknown = next(
-        (each for each in (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id)
-         if each is not None and 0 <= each < draft_size), None,
-    )  # fmt: skip
+        (
+            each
+            for each in (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id)
+            if each is not None and 0 <= each < draft_size
+        ),
+        None,
+    )
     if unknown is None:
         raise ValueError(
             "use_heterogeneous_vocab: the draft model's tokenizer has neither an unk_token nor an "
@@ -219,8 +225,11 @@ def _read(
 def _write(path: Path, target_ids: np.ndarray, draft_ids: np.ndarray) -> None:
     """Writes the file whole or not at all, so that no reader sees a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {"target_ids": target_ids, "draft_ids": draft_ids,
-               "checksum": _checksum(target_ids, draft_ids)}  # fmt: skip
+    tensors = {
+        "target_ids": target_ids,
+        "draft_ids": draft_ids,
+        "checksum": _checksum(target_ids, draft_ids),
+    }
     layout = [(name, array.shape, array.dtype) for name, array in tensors.items()]
     with atomic_files.aside(path) as partial:
         safetensors_files.write(partial, layout, iter(tensors.values()))

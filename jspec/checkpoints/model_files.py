@@ -246,8 +246,11 @@ def check_fit(
     Raises:
       ValueError: something does not fit.
     """
-    wanted = {name: shape for entry in entries
-              for name, shape in zip(entry.names, entry.shapes, strict=True)}  # fmt: skip
+    wanted = {
+        name: shape
+        for entry in entries
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+    }
     missing = [name for name in wanted if name not in tensors]
     extra = [
         name
@@ -262,15 +265,18 @@ def check_fit(
     problems = [
         f"{len(names)} {what}: {_some(names)}"
         for what, names in (
-            ("missing", missing), ("unexpected", extra), ("misshapen", [*misshapen, *wrong])
+            ("missing", missing),
+            ("unexpected", extra),
+            ("misshapen", [*misshapen, *wrong]),
         )
         if names
-    ]  # fmt: skip
+    ]
     if problems:
         head = any(name.split(".")[-2:] == ["fc", "weight"] for name in extra)
         hint = ". It looks like an EAGLE head; is method='eagle' or 'eagle3' meant?" if head else ""
-        raise ValueError(f"the tensors of {source} do not fit its config.json: "
-                         f"{'; '.join(problems)}{hint}")  # fmt: skip
+        raise ValueError(
+            f"the tensors of {source} do not fit its config.json: {'; '.join(problems)}{hint}"
+        )
 
 
 # Writing.
@@ -338,8 +344,11 @@ def write_weights(
 
 def _write_shard(path: Path, shard: list[Entry], params: Any, dtype: np.dtype, extra) -> None:
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in extra.items()]
-    layout += [(name, shape, entry.dtype(dtype)) for entry in shard
-               for name, shape in zip(entry.names, entry.shapes, strict=True)]  # fmt: skip
+    layout += [
+        (name, shape, entry.dtype(dtype))
+        for entry in shard
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+    ]
 
     def pieces():
         yield from extra.values()

@@ -37,12 +37,19 @@ _STORAGES = {
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 _ORDERED_DICT, _TENSOR, _PARAMETER = (
-    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
-)  # fmt: skip
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+)
 # What zipfile says to damaged archives, besides what it is documented to say.
 _BAD_ARCHIVE = (
-    zipfile.BadZipFile, NotImplementedError, OSError, EOFError, struct.error, ValueError,
-)  # fmt: skip
+    zipfile.BadZipFile,
+    NotImplementedError,
+    OSError,
+    EOFError,
+    struct.error,
+    ValueError,
+)
 _MOST_INSTRUCTIONS = 1_000_000  # twenty for a tensor
 _MOST_DIMENSIONS = 32
 _MOST_REPEATED = 1 << 20  # numbers of a tensor that is larger than its storage
@@ -287,9 +294,13 @@ class _Machine:
 
 
 _CONSTANTS = {
-    "MARK": lambda: _MARK, "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple,
-}  # fmt: skip
+    "MARK": lambda: _MARK,
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}
 _LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
 
 

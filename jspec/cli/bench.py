@@ -35,7 +35,8 @@ def bench(
         list[Path] | None,
         typer.Option(
             help="Spec-Bench, HumanEval, GSM8K, ShareGPT, JSON lines with messages, prompt or "
-            "text; any other file is one text.", **_MANY,
+            "text; any other file is one text.",
+            **_MANY,
         ),
     ] = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="1.", **_MANY)] = None,
@@ -57,7 +58,7 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for the results alone.")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure methods beside plain decoding, in turns; Ctrl-C keeps what is done."""
     from jspec.cli import demo
     from jspec.engine import loading
@@ -79,10 +80,16 @@ def bench(
             num_speculative_tokens = num_speculative_tokens or [_DEPTH]
     settings = Settings(
         tuple(configs_of(config or [], num_speculative_tokens or [])),
-        batch_sizes=tuple(batch_size or [1]), temperatures=tuple(temperature or [0.0]),
-        max_tokens=max_tokens, prompt_tokens=prompt_tokens, per_category=num_questions,
-        repeats=repeats, dtype=dtype, peers=peers, seed=seed,
-    )  # fmt: skip
+        batch_sizes=tuple(batch_size or [1]),
+        temperatures=tuple(temperature or [0.0]),
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        per_category=num_questions,
+        repeats=repeats,
+        dtype=dtype,
+        peers=peers,
+        seed=seed,
+    )
     asked = read(questions or [], num_questions)
     if output is not None:
         chart.check()

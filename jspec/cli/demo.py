@@ -166,10 +166,12 @@ def table(runs: Sequence[Run], gap: Gap) -> Table:
         result.add_row(Text(group, style="bold"))
         for done in (base, *rest):
             result.add_row(
-                f"  {done.setting.method}", *_acceptance(done),
-                f"{len(done.tokens) / done.seconds:.0f}", f"{base.seconds / done.seconds:.2f}",
+                f"  {done.setting.method}",
+                *_acceptance(done),
+                f"{len(done.tokens) / done.seconds:.0f}",
+                f"{base.seconds / done.seconds:.2f}",
                 Text("") if done is base else verdict(done, base, gap),
-            )  # fmt: skip
+            )
         result.add_section()
     return result
 

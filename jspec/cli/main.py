@@ -160,9 +160,10 @@ def generate(
     """Continue a prompt."""
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
     config = arguments.json(
-        "--speculative-config", speculative_config,
+        "--speculative-config",
+        speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
-    )  # fmt: skip
+    )
     if stream and n > 1:
         raise ValueError(f"--stream prints one text, but -n is {n}; leave one of them out.")
     from jspec.api.llm import LLM
@@ -170,17 +171,31 @@ def generate(
     from jspec.cli import show
 
     params = SamplingParams(
-        n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        seed=seed, stop=stop or (), ignore_eos=ignore_eos, min_tokens=min_tokens,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty, bad_words=bad_words,
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        bad_words=bad_words,
         logit_bias=arguments.json("--logit-bias", logit_bias, '{"5": -1.5}'),
-    )  # fmt: skip
+    )
     with _busy("loading"):
         llm = LLM(
-            model, config, dtype=dtype, max_model_len=max_model_len,
-            per_request_stats="detailed" if stats else None, deterministic=deterministic,
-        )  # fmt: skip
+            model,
+            config,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            per_request_stats="detailed" if stats else None,
+            deterministic=deterministic,
+        )
     if token_ids is not None and show.tokenizer_of(llm) is None:
         params = dataclasses.replace(params, detokenize=False)
     given = arguments.templated(llm, given) if chat else given
@@ -214,9 +229,10 @@ def trace(
 ) -> None:
     """Continue a prompt and show every round: what was drafted, how likely, and why it stopped."""
     config = arguments.json(
-        "--speculative-config", speculative_config,
+        "--speculative-config",
+        speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
-    )  # fmt: skip
+    )
     values.check_output("--html", html)
     from jspec.api.llm import LLM
     from jspec.api.sampling_params import SamplingParams
@@ -231,9 +247,13 @@ def trace(
             prompt_file = str(demo.PROMPT)
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
         seed=seed,
-    )  # fmt: skip
+    )
     with _busy("loading"):
         llm = LLM(model, config, dtype=dtype)
     if token_ids is not None and show.tokenizer_of(llm) is None:
@@ -325,9 +345,10 @@ def certify(
 ) -> None:
     """Prove that speculation leaves the target's distribution alone; exit code 1 if not."""
     config = arguments.json(
-        "--speculative-config", speculative_config,
+        "--speculative-config",
+        speculative_config,
         '{"method": "ngram", "num_speculative_tokens": 4}',
-    )  # fmt: skip
+    )
     texts = [*(prompt or ()), *(arguments.prompt(None, file, None) for file in prompt_file or ())]
     parents = None if tree is None else arguments.numbers("--tree", tree, "-1,0,0,1")
     values.check_output("--json", json_file)
@@ -338,11 +359,23 @@ def certify(
     loading.keep_compiled_programs()
     with Console(stderr=True).status("loading") as status:
         report = certify(
-            rule or (), vocab_size=vocab_size, tree=parents, model=model,
-            speculative_config=config, prompts=texts or None, max_tokens=max_tokens, dtype=dtype,
-            num_drafts=num_drafts, deterministic=deterministic, temperature=temperature,
-            top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, progress=status.update,
-        )  # fmt: skip
+            rule or (),
+            vocab_size=vocab_size,
+            tree=parents,
+            model=model,
+            speculative_config=config,
+            prompts=texts or None,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            num_drafts=num_drafts,
+            deterministic=deterministic,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            progress=status.update,
+        )
     Console().print(page(report))
     if json_file is not None:
         report.save(json_file)

@@ -86,18 +86,20 @@ def methods_table() -> Table:
 def rules_table() -> Table:
     """Every acceptance rule, and the drafts for which it keeps the target's distribution."""
     table = Table(
-        title="speculative_config: rejection_sample_method", title_justify="left",
+        title="speculative_config: rejection_sample_method",
+        title_justify="left",
         caption="exact for: laws of drafts that the rule can judge (jspec.types.Proposal)\n"
         "lossy rules run only where they are asked for by name",
-        caption_justify="left", show_lines=True,
-    )  # fmt: skip
+        caption_justify="left",
+        show_lines=True,
+    )
     for heading in ("name", "rule", "what it does", "exact for", "lossless"):
         table.add_column(heading, no_wrap=heading != "what it does")
     for name, rule_name in config_keys.RULE_NAMES.items():
         rule = verify.RULES[rule_name]
-        laws = _exact_for(rule)
+        distributions = _exact_for(rule)
         lossless = "yes" if rule.lossless else "no"
-        table.add_row(name, rule.name, rule.summary, laws, lossless)
+        table.add_row(name, rule.name, rule.summary, distributions, lossless)
     return table
 
 

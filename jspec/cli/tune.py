@@ -24,7 +24,8 @@ def tune(
         list[str] | None,
         typer.Option(
             help="A method's name, or a speculative_config as JSON; of one without K and tree both "
-            "are searched. If left out, the methods that need no weights.", **_MANY,
+            "are searched. If left out, the methods that need no weights.",
+            **_MANY,
         ),
     ] = None,
     questions: Annotated[
@@ -57,7 +58,7 @@ def tune(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for all that was measured and predicted.")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Find the speculative_config that serves your prompts fastest; Ctrl-C keeps what is done."""
     outputs = ("--output", output), ("--json", json_file)
     for name, path in outputs:
@@ -81,11 +82,19 @@ def tune(
             ]
         questions = questions or [demo.PROMPT]
     settings = Settings(
-        tuple(configs), tuple(batch_size or [1]), temperature,
-        max_speculative_tokens=max_speculative_tokens, max_tree_size=max_tree_size,
-        max_programs=max_programs, max_tokens=max_tokens, prompt_tokens=prompt_tokens,
-        per_category=num_questions, repeats=repeats, dtype=dtype, seed=seed,
-    )  # fmt: skip
+        tuple(configs),
+        tuple(batch_size or [1]),
+        temperature,
+        max_speculative_tokens=max_speculative_tokens,
+        max_tree_size=max_tree_size,
+        max_programs=max_programs,
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        per_category=num_questions,
+        repeats=repeats,
+        dtype=dtype,
+        seed=seed,
+    )
     asked = read(questions or [], num_questions)
     about = environment.describe("jspec")
     loading.keep_compiled_programs()

@@ -48,9 +48,9 @@ def extend_history(
     index = jnp.arange(emitted.shape[1])
     count = jnp.minimum(verdict.num_emitted, request.max_length - history.length)
     lost = jnp.zeros(count.shape, bool)
-    if verdict.num_lawful is not None:
-        lost = verdict.num_lawful < count
-        count = jnp.minimum(count, verdict.num_lawful)
+    if verdict.num_valid is not None:
+        lost = verdict.num_valid < count
+        count = jnp.minimum(count, verdict.num_valid)
     stops = (emitted[:, :, None] == request.stop_tokens[:, None, :]).any(-1)
     stops &= index < count[:, None]
     stopped = stops.any(-1)
@@ -59,7 +59,7 @@ def extend_history(
     write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
     state = history.state
     if state is not None:
-        grammars = request.sampling.shaping.automaton
+        grammars = request.sampling.processors.automaton
         state = token_fsm.advance(grammars, state, emitted, index < count[:, None])
     grown = History(write(history.tokens, emitted, history.length), history.length + count, state)
     ended = stopped | lost | (grown.length >= request.max_length)

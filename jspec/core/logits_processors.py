@@ -22,9 +22,14 @@ from jspec.core.types import Array, Draft, History, Tree
 LogitsProcessor = Callable[[Array, Array, Array], Array]
 
 KINDS = (
-    "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logit_bias",
-    "penalties", "logits_processors",
-)  # fmt: skip
+    "structured_outputs",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "logit_bias",
+    "penalties",
+    "logits_processors",
+)
 
 
 @struct.dataclass
@@ -37,7 +42,7 @@ class Penalties:
 
 
 @struct.dataclass
-class Shaping:
+class LogitsProcessors:
     """Rows that change their logits. What no row of the batch uses is None, and costs nothing."""
 
     prompt_length: Array  # [B] int32
@@ -53,7 +58,7 @@ class Shaping:
     processors: tuple[LogitsProcessor, ...] = struct.field(pytree_node=False, default=())
 
     @property
-    def of_any_branch(self) -> "Shaping":
+    def of_any_branch(self) -> "LogitsProcessors":
         """Without what depends on the last tokens of a branch; the rest hardly differs below."""
         return self.replace(automaton=None, bad_words=None, processes=None, processors=())
 
@@ -86,42 +91,45 @@ def of_draft(history: History, draft: Draft, tree: Tree) -> Branches:
     return Branches(history, tokens.max(2, initial=-1))
 
 
-def shape(logits: Array, shaping: Shaping | None, branches: Branches) -> Array:
+def shape(logits: Array, settings: LogitsProcessors | None, branches: Branches) -> Array:
     """The target's logits [B, F, V] of nodes as the request wants them; None changes nothing.
 
     One row of logits serves several branches, and one branch several rows.
     """
-    if shaping is None:
+    if settings is None:
         return logits
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     nodes = max(logits.shape[1], branches.drafted.shape[1])
     wide = lambda x: jnp.broadcast_to(x, (len(x), nodes, x.shape[-1]))
     logits, branches = wide(logits), branches.replace(drafted=wide(branches.drafted))
-    if shaping.automaton is not None:
-        state = _states(shaping.automaton, branches)
-        free = token_fsm.allowed(shaping.automaton, state, logits.shape[-1])
+    if settings.automaton is not None:
+        state = _states(settings.automaton, branches)
+        free = token_fsm.allowed(settings.automaton, state, logits.shape[-1])
         logits = jnp.where(free, logits, -jnp.inf)
-    if shaping.allowed is not None:
-        logits = jnp.where(shaping.allowed[:, None], logits, -jnp.inf)
-    if shaping.bad_words is not None:
-        logits = _without_bad_words(logits, shaping, branches)
-    if shaping.too_soon is not None:
-        early = branches.length < shaping.least[:, None]
-        logits = _forbid(logits, shaping.too_soon[:, None], early[..., None])
-    if shaping.biased is not None:
-        logits = _add(logits, shaping.biased[:, None], shaping.bias[:, None])
-    if shaping.penalties is not None:
-        logits = _penalised(logits, shaping, branches)
-    for index, processor in enumerate(shaping.processors):
-        wanted = shaping.processes[:, index, None, None]
+    if settings.allowed is not None:
+        logits = jnp.where(settings.allowed[:, None], logits, -jnp.inf)
+    if settings.bad_words is not None:
+        logits = _without_bad_words(logits, settings, branches)
+    if settings.too_soon is not None:
+        early = branches.length < settings.least[:, None]
+        logits = _forbid(logits, settings.too_soon[:, None], early[..., None])
+    if settings.biased is not None:
+        logits = _add(logits, settings.biased[:, None], settings.bias[:, None])
+    if settings.penalties is not None:
+        logits = _penalised(logits, settings, branches)
+    for index, processor in enumerate(settings.processors):
+        wanted = settings.processes[:, index, None, None]
         logits = jnp.where(wanted, _processed(logits, processor, branches), logits)
     return logits
 
 
 def shape_draft(
-    logits: Array, shaping: Shaping | None, branches: Branches, vocab_size: int,
+    logits: Array,
+    settings: LogitsProcessors | None,
+    branches: Branches,
+    vocab_size: int,
     target_ids: Array | None = None,
-) -> Array:  # fmt: skip
+) -> Array:
     """``shape`` of a drafter's logits [B, F, Vd]: what the target forbids needs no drafting.
 
     A drafter that knows no token that is left drafts as it would, in vain.
@@ -133,60 +141,60 @@ def shape_draft(
       vocab_size: V.
       target_ids: of a drafter's own vocabulary, int32 [Vd]; None where that is the target's.
     """
-    if shaping is None:
+    if settings is None:
         return logits
     if target_ids is None:
-        shaped = shape(logits, shaping, branches)
+        shaped = shape(logits, settings, branches)
     else:
         all_of_it = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
         all_of_it = all_of_it.at[..., target_ids].set(logits)
-        shaped = shape(all_of_it, shaping, branches)[..., target_ids]
+        shaped = shape(all_of_it, settings, branches)[..., target_ids]
     return jnp.where((shaped > -jnp.inf).any(-1, keepdims=True), shaped, logits)
 
 
-def first_state(shaping: Shaping | None) -> Array | None:
+def first_state(settings: LogitsProcessors | None) -> Array | None:
     """States of the rows' grammars behind their prompts; None where there are none."""
-    has_grammar = shaping is not None and shaping.automaton is not None
-    return shaping.automaton.start if has_grammar else None
+    has_grammar = settings is not None and settings.automaton is not None
+    return settings.automaton.start if has_grammar else None
 
 
 def state_after(
-    shaping: Shaping | None, history: History, said: Array, valid: Array
+    settings: LogitsProcessors | None, history: History, said: Array, valid: Array
 ) -> Array | None:
     """``history.state`` once the ``valid`` ones of tokens [B, M] are said too."""
     if history.state is None:
         return None
-    return token_fsm.advance(shaping.automaton, history.state, said, valid)
+    return token_fsm.advance(settings.automaton, history.state, said, valid)
 
 
-def prune(shaping: Shaping | None, history: History, draft: Draft, tree: Tree) -> Draft:
+def prune(settings: LogitsProcessors | None, history: History, draft: Draft, tree: Tree) -> Draft:
     """Drops what was looked up and no grammar allows, with all below it.
 
     Such a node could never be accepted. One that was drawn is left alone: it was drawn from a law
     of what is allowed, and to drop it for its value would not be exact.
     """
-    if shaping is None or shaping.automaton is None:
+    if settings is None or settings.automaton is None:
         return draft
-    states = _states(shaping.automaton, of_draft(history, draft, tree))
+    states = _states(settings.automaton, of_draft(history, draft, tree))
     before = jnp.take_along_axis(states, tree.parents, 1)
-    _, fits = token_fsm.find(shaping.automaton, before, draft.tokens)
+    _, fits = token_fsm.find(settings.automaton, before, draft.tokens)
     nodes = draft.tokens.shape[1]
     wrong = ~fits & ~draft.drawn & (jnp.arange(nodes) > 0)
     above = trees.unpack_bits(tree.ancestors, nodes)
     return draft.replace(valid=draft.valid & ~(above & wrong[:, None]).any(-1))
 
 
-def force(shaping: Shaping | None, history: History, draft: Draft) -> Draft:
+def force(settings: LogitsProcessors | None, history: History, draft: Draft) -> Draft:
     """A chain of point masses, gone on with where a grammar allows one token alone: it is certain.
 
     Other drafts stay as they are: laws of what is allowed draft such tokens by themselves.
     """
-    if shaping is None or shaping.automaton is None or draft.logits is not None:
+    if settings is None or settings.automaton is None or draft.logits is not None:
         return draft
     size = draft.tokens.shape[1]
     if not trees.is_chain(draft.parents):
         return draft
-    automata, state = shaping.automaton, history.state
+    automata, state = settings.automaton, history.state
     tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]
     for node in range(1, size):
         only, alone = token_fsm.forced(automata, state)
@@ -217,15 +225,15 @@ def _forbid(logits: Array, ids: Array, where: Array) -> Array:
     return _add(logits, ids, jnp.where(where, -jnp.inf, 0))
 
 
-def _without_bad_words(logits: Array, shaping: Shaping, branches: Branches) -> Array:
+def _without_bad_words(logits: Array, settings: LogitsProcessors, branches: Branches) -> Array:
     """Forbids the last token of each phrase whose other tokens the answer ends with."""
-    words, (batch, nodes, _) = shaping.bad_words, branches.drafted.shape
+    words, (batch, nodes, _) = settings.bad_words, branches.drafted.shape
     width = words.shape[-1] - 1
     history = branches.history
     # The last L - 1 tokens before each node: the end of the history, then the branch.
     places = history.length[:, None] - width + jnp.arange(width)
     said = jnp.take_along_axis(history.tokens, jnp.maximum(places, 0), 1)
-    said = jnp.where(places < shaping.prompt_length[:, None], -2, said)  # which no phrase holds
+    said = jnp.where(places < settings.prompt_length[:, None], -2, said)  # which no phrase holds
     said = jnp.broadcast_to(said[:, None], (batch, nodes, width))
     depth = (branches.drafted >= 0).sum(-1, keepdims=True)
     end = jnp.take_along_axis(
@@ -236,14 +244,18 @@ def _without_bad_words(logits: Array, shaping: Shaping, branches: Branches) -> A
     return _forbid(logits, last, met)
 
 
-def _penalised(logits: Array, shaping: Shaping, branches: Branches) -> Array:
+def _penalised(logits: Array, settings: LogitsProcessors, branches: Branches) -> Array:
     """Penalties by how often each token stands in the text before each node."""
     history, vocab = branches.history, logits.shape[-1]
     column = lambda x: x.astype(logits.dtype)[:, None, None]
     presence, frequency, repetition = (
-        column(x) for x in (shaping.penalties.presence, shaping.penalties.frequency,
-                            shaping.penalties.repetition)
-    )  # fmt: skip
+        column(x)
+        for x in (
+            settings.penalties.presence,
+            settings.penalties.frequency,
+            settings.penalties.repetition,
+        )
+    )
 
     def penalise(logits: Array, seen: Array, times: Array) -> Array:
         divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -252,7 +264,7 @@ def _penalised(logits: Array, shaping: Shaping, branches: Branches) -> Array:
 
     place = jnp.arange(history.tokens.shape[1])
     committed = place < history.length[:, None]
-    answer = committed & (place >= shaping.prompt_length[:, None])
+    answer = committed & (place >= settings.prompt_length[:, None])
     rows = jnp.arange(len(history.tokens))[:, None]
     count = lambda which: (
         jnp.zeros((len(which), vocab), jnp.int32).at[rows, history.tokens].add(which, mode="drop")

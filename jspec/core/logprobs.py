@@ -80,9 +80,12 @@ class Scoring:
         """Room for ``size`` tokens a row."""
         flat, deep = (batch, size), (batch, size, self.count)
         return Logprobs(
-            jnp.zeros(flat), jnp.zeros(flat, jnp.int32), jnp.zeros(deep, jnp.int32),
-            jnp.zeros(deep), self.mode,
-        )  # fmt: skip
+            jnp.zeros(flat),
+            jnp.zeros(flat, jnp.int32),
+            jnp.zeros(deep, jnp.int32),
+            jnp.zeros(deep),
+            self.mode,
+        )
 
 
 def check_mode(mode: str) -> None:
@@ -115,9 +118,14 @@ def score(logits: Array, said: Array, count: int, mode: Mode) -> Logprobs:
 
 
 def record(
-    kept: Logprobs, settings: Sampling, history: History, draft: Draft, tree: Tree,
-    verdict: Verdict, logits: Array,
-) -> Logprobs:  # fmt: skip
+    kept: Logprobs,
+    settings: Sampling,
+    history: History,
+    draft: Draft,
+    tree: Tree,
+    verdict: Verdict,
+    logits: Array,
+) -> Logprobs:
     """``kept`` with the tokens that a verdict emits behind ``history``.
 
     ``logits`` [B, N, V] are the target's raw ones of all nodes.
@@ -127,11 +135,11 @@ def record(
     if kept.mode.startswith("processed"):
         branches = logits_processors.of_draft(history, draft, tree)
         branches = branches.replace(drafted=take(branches.drafted))
-        at_path = logits_processors.shape(at_path, settings.shaping, branches)
+        at_path = logits_processors.shape(at_path, settings.processors, branches)
         # Greedy rows draw no less: their law before the draw is that of temperature 1.
         warm = jnp.where(settings.temperature > 0, settings.temperature, 1)
         names = tuple(dict.fromkeys(("temperature", *settings.names)))
-        at_path = sampling.warp(at_path, settings.replace(temperature=warm, names=names))
+        at_path = sampling.process_logits(at_path, settings.replace(temperature=warm, names=names))
     emitted = emitted_tokens(draft, verdict)
     return write(kept, score(at_path, emitted, kept.count, kept.mode), history.length)
 

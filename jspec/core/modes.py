@@ -61,9 +61,9 @@ def switch(
         leaves[place] = leaf
     if isinstance(like.parents, np.ndarray):
         draft = draft.replace(parents=like.parents)
-    draft = draft.replace(draft_to_target=next(
-        (run.vocabulary for run in runs if run.vocabulary is not None), None
-    ))  # fmt: skip
+    draft = draft.replace(
+        draft_to_target=next((run.vocabulary for run in runs if run.vocabulary is not None), None)
+    )
     return draft, jax.tree.unflatten(structure, leaves)
 
 

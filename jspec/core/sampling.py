@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jspec.core.threefry import threefry
 from jspec.core.types import Array, Sampling
 
-WARPS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, as vLLM's do
+FILTERS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, as vLLM's do
 
 # Purposes of a round's noise, part of its addresses. The ranks of the target's own noise are token
 # ids, below 2**24: purposes start at 1, above them.
@@ -25,7 +25,7 @@ _RANK_BITS = 24
 _BLOCK = 64  # weights summed at a time when drawing by inverse CDF
 
 
-def warp(logits: Array, sampling: Sampling) -> Array:
+def process_logits(logits: Array, sampling: Sampling) -> Array:
     """Warps logits [B, ..., V] to unnormalised log-probabilities of the same shape.
 
     A greedy row becomes a point mass: 0 at its first maximum, -inf elsewhere, and everywhere where
@@ -42,20 +42,22 @@ def warp(logits: Array, sampling: Sampling) -> Array:
     temperature = column(sampling.temperature)
     hot = jnp.where(temperature > 0, temperature, 1)
     certain = jnp.isposinf(logits.max(-1, keepdims=True) / hot)
-    warped = logits / hot
-    warped = jnp.where(certain, jnp.where(jnp.isposinf(warped), 0.0, -jnp.inf), warped)
+    processed = logits / hot
+    processed = jnp.where(certain, jnp.where(jnp.isposinf(processed), 0.0, -jnp.inf), processed)
     if "min_p" in sampling.names:
-        floor = warped.max(-1, keepdims=True) + jnp.log(column(sampling.min_p))
-        warped = jnp.where(warped >= floor, warped, -jnp.inf)
+        floor = processed.max(-1, keepdims=True) + jnp.log(column(sampling.min_p))
+        processed = jnp.where(processed >= floor, processed, -jnp.inf)
     if "top_k" in sampling.names or "top_p" in sampling.names:
-        warped = jnp.where(warped >= _threshold(warped, sampling, column), warped, -jnp.inf)
+        processed = jnp.where(
+            processed >= _threshold(processed, sampling, column), processed, -jnp.inf
+        )
     first = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
     point = first & (logits > -jnp.inf)  # no token at all, where none is allowed
-    return jnp.where(temperature > 0, warped, jnp.where(point, 0.0, -jnp.inf))
+    return jnp.where(temperature > 0, processed, jnp.where(point, 0.0, -jnp.inf))
 
 
 def no_token(logits: Array, sampling: Sampling) -> Array:
-    """Where ``warp`` leaves no token any weight: bool [B, ...].
+    """Where ``process_logits`` leaves no token any weight: bool [B, ...].
 
     Told by the greatest raw logits [B, ..., V], which no warp takes away: were the warped ones read
     for it, XLA would write them all, where it need not otherwise.
@@ -73,14 +75,14 @@ def _numbers(logits: Array) -> Array:
     return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
 
-def _threshold(warped: Array, sampling: Sampling, column) -> Array:
+def _threshold(processed: Array, sampling: Sampling, column) -> Array:
     """The smallest logit that survives top-k, then top-p: [B, ..., 1]."""
-    ordered = jnp.flip(jnp.sort(warped, -1), -1)
+    ordered = jnp.flip(jnp.sort(processed, -1), -1)
     if "top_k" in sampling.names:
-        wanted = jnp.where(sampling.top_k > 0, sampling.top_k, warped.shape[-1])
-        last = jnp.clip(wanted, 1, warped.shape[-1]).astype(jnp.int32) - 1
-        last = last.reshape(-1, *[1] * (warped.ndim - 1))
-        last = jnp.broadcast_to(last, (*warped.shape[:-1], 1))
+        wanted = jnp.where(sampling.top_k > 0, sampling.top_k, processed.shape[-1])
+        last = jnp.clip(wanted, 1, processed.shape[-1]).astype(jnp.int32) - 1
+        last = last.reshape(-1, *[1] * (processed.ndim - 1))
+        last = jnp.broadcast_to(last, (*processed.shape[:-1], 1))
         floor = jnp.take_along_axis(ordered, last, -1)
         ordered = jnp.where(ordered >= floor, ordered, -jnp.inf)
     if "top_p" in sampling.names:
@@ -112,7 +114,7 @@ def log_probs(logits: Array) -> Array:
     return jax.nn.log_softmax(jnp.where(certain.any(-1, keepdims=True), point, logits), -1)
 
 
-def chance(logits: Array, law: Array | None, ids: Array, sampling: Sampling) -> Array:
+def chance(logits: Array, distribution: Array | None, ids: Array, sampling: Sampling) -> Array:
     """Probability of ``ids`` [B, ...] by the law that drew them, log-weights [B, ..., V].
 
     Of rows at temperature 0, and where ``law`` is None as none was drawn: by the softmax of logits.
@@ -122,10 +124,10 @@ def chance(logits: Array, law: Array | None, ids: Array, sampling: Sampling) -> 
         chosen = jnp.take_along_axis(log_weights, ids[..., None], -1)[..., 0]
         return jnp.exp(chosen - jax.nn.logsumexp(log_weights, -1))
 
-    if law is None:
+    if distribution is None:
         return of(logits)
     drawn = (sampling.temperature > 0).reshape(-1, *[1] * (ids.ndim - 1))
-    return jnp.where(drawn, of(law), of(logits))
+    return jnp.where(drawn, of(distribution), of(logits))
 
 
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
@@ -160,14 +162,16 @@ def _gumbel(high: Array, low: Array) -> Array:
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2**-24)))
 
 
-def draw_target(warped: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
+def draw_target(processed: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
     """The target's own draw of the tokens at ``positions`` [B, ...] from [B, ..., V]: int32.
 
     Gumbel-max, so that whoever holds the same noise and nearly the same law draws the same token.
     """
     if not sampling.greedy:
-        warped = warped + target_noise(keys, positions, warped.shape[-1]).astype(warped.dtype)
-    return argmax(warped)
+        processed = processed + target_noise(keys, positions, processed.shape[-1]).astype(
+            processed.dtype
+        )
+    return argmax(processed)
 
 
 def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
@@ -219,8 +223,9 @@ def draw(log_weights: Array, uniform: Array) -> Array:
         )
     peak = log_weights.max(-1, keepdims=True)
     weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(-1, -(-vocab // _BLOCK),
-                                                                       _BLOCK)  # fmt: skip
+    weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(
+        -1, -(-vocab // _BLOCK), _BLOCK
+    )
     sums = weights.sum(-1)
     total = sums.sum(-1, keepdims=True)
     total = jnp.where(total > 0, total, 1)

@@ -52,7 +52,7 @@ def check_proposed(
         width = vocab_size if draft.draft_to_target is None else len(draft.draft_to_target)
         rows = min((*jnp.shape(draft.logits)[1:2], nodes[1]))  # the last may be missing
         check("logits", draft.logits, (batch, rows, width), jnp.floating)
-    _check_law(name, drafter, draft)
+    _check_distribution(name, drafter, draft)
     if draft.max_depth != drafter.max_depth:
         raise ValueError(
             f"{name} drafted with max_depth={draft.max_depth}, but the drafter has "
@@ -212,7 +212,7 @@ def _check_array(
         )
 
 
-def _check_law(name: str, drafter: Rounds, draft: Draft) -> None:
+def _check_distribution(name: str, drafter: Rounds, draft: Draft) -> None:
     """Refuses laws that nobody would read, and nodes that were drawn from none."""
     if draft.logits is not None and drafter.proposal == "point":
         raise ValueError(

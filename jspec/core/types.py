@@ -53,7 +53,9 @@ class Sampling:
     min_p: Array  # [B] float32, 0 is off
     top_k: Array  # [B] int32, 0 is off
     top_p: Array  # [B] float32, 1 is off
-    shaping: Any = None  # ``shaping.Shaping``: what changes the logits before; None: nothing does
+    processors: Any = (
+        None  # ``shaping.LogitsProcessors``: what changes the logits before; None: nothing does
+    )
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @property
@@ -153,7 +155,7 @@ class Verdict:
     num_emitted: Array  # [B] int32, accepted nodes + 1; 0 for a row that is done
     next_token: Array  # [B] int32
     # [B] int32, how many of these tokens come of a law that is one; None for all of them.
-    num_lawful: Array | None = None
+    num_valid: Array | None = None
 
     def hold(self, done: Array) -> "Verdict":
         """Rows that are done emit nothing."""
@@ -205,20 +207,27 @@ class Rounds(Protocol):
         """Drafts up to ``tree_size`` nodes a row, rooted at the last committed token."""
 
     def update(
-        self, params: Params, request: Request, shared: Shared, memory: Memory, history: History,
-        draft: Draft, verdict: Verdict, out: TargetOutput,
-    ) -> tuple[Memory, Shared]:  # fmt: skip
+        self,
+        params: Params,
+        request: Request,
+        shared: Shared,
+        memory: Memory,
+        history: History,
+        draft: Draft,
+        verdict: Verdict,
+        out: TargetOutput,
+    ) -> tuple[Memory, Shared]:
         """Learns the verdict; ``history`` already holds the tokens of this round."""
 
 
 class Drafter(Rounds, Protocol):
     """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
 
-    Some have more: ``Sharing``, ``jspec.drafters.adaptive.backlog.Following``; ``rungs``, node counts worth
-    a program of their own in ``Plan.ladder``; ``backlog``, a setting of how many committed tokens a
+    Some have more: ``Sharing``, ``jspec.drafters.adaptive.backlog.Following``; ``node_buckets``, node counts worth
+    a program of their own in ``Plan.node_buckets``; ``backlog``, a setting of how many committed tokens a
     round takes in at most, which a drafter that combines others raises; ``check_params(weights)``,
     which raises ValueError where ``params.drafter`` are another's (a ``Target`` may have it, too).
-    One whose rounds differ in kind is ``Geared``: it has gears in place of ``propose`` and
+    One whose rounds differ in kind is ``MultiMode``: it has gears in place of ``propose`` and
     ``update``.
     """
 
@@ -227,10 +236,15 @@ class Drafter(Rounds, Protocol):
     def init(self, params: Params, request: Request, capacity: int) -> Memory:
         """Allocates the memory for histories of up to ``capacity`` tokens."""
 
-    def absorb(
-        self, params: Params, memory: Memory, tokens: Array, features: tuple[Array, ...],
-        start: Array, valid: Array,
-    ) -> Memory:  # fmt: skip
+    def prefill(
+        self,
+        params: Params,
+        memory: Memory,
+        tokens: Array,
+        features: tuple[Array, ...],
+        start: Array,
+        valid: Array,
+    ) -> Memory:
         """Takes in a chunk of the prompt, or of text that it missed (``jspec.drafters.adaptive.backlog``).
 
         ``tokens`` [B, C+1] are the chunk and one token of look-ahead, ``features`` hold C rows,
@@ -246,28 +260,30 @@ class Sharing(Protocol):
     def init_shared(self) -> Shared:
         """Allocates what is shared by all rows and all calls."""
 
-    def retire(self, shared: Shared, memory: Memory, history: History) -> Shared:
+    def on_finished(self, shared: Shared, memory: Memory, history: History) -> Shared:
         """Takes in what it would still learn of rows that go on no more."""
 
 
-class Gear(Rounds, Protocol):
+class Mode(Rounds, Protocol):
     """What drafts in rounds of one kind, on the memory that all gears share."""
 
-    def stays(self, request: Request, shared: Shared, memory: Memory, history: History) -> Array:
+    def keeps_mode(
+        self, request: Request, shared: Shared, memory: Memory, history: History
+    ) -> Array:
         """bool []: whether the next round is of this kind, too, should all rows go on."""
 
 
 @runtime_checkable
-class Geared(Protocol):
+class MultiMode(Protocol):
     """What drafts in rounds of several kinds. Each has a loop of its own: no branches, no padding.
 
     A round that returned caches from a branch would copy them. What goes round a loop stays where
     it is, so the rounds of a gear run in a loop until it no longer ``stays`` or a row has ended.
     """
 
-    gears: tuple[Gear, ...]
+    modes: tuple[Mode, ...]
 
-    def shift(
+    def select_mode(
         self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
     ) -> tuple[Memory, Array]:
         """The memory as the next round needs it, and the index [] int32 of that round's gear."""

@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from jspec.core.types import Drafter, Geared, Params, Proposal, Target
+from jspec.core.types import Drafter, MultiMode, Params, Proposal, Target
 from jspec.util.messages import kind_of, shown
 from jspec.util.values import is_whole
 
 _TARGET = ("vocab_size", "max_positions", "init_cache", "forward")
-_DRAFTER = ("max_depth", "tree_size", "capture_layers", "proposal", "noise", "init", "absorb")
+_DRAFTER = ("max_depth", "tree_size", "capture_layers", "proposal", "noise", "init", "prefill")
 _ROUNDS = ("propose", "update")
-_GEARED = ("gears", "shift")
+_MULTI_MODE = ("modes", "select_mode")
 
 
 def check_target(target: Target) -> None:
@@ -43,19 +43,26 @@ def check_drafter(drafter: Drafter) -> None:
             "a model drafts by jspec.DraftModel(model.config, num_speculative_tokens), with its "
             "weights as drafter_params"
         )
-    more = _GEARED if isinstance(drafter, Geared) else _ROUNDS
+    more = _MULTI_MODE if isinstance(drafter, MultiMode) else _ROUNDS
     _check_members("drafter", drafter, (*_DRAFTER, *more), hint)
     least = drafter.max_depth + 1 if is_whole(drafter.max_depth) else 1
-    layers, laws = drafter.capture_layers, get_args(Proposal)
+    layers, distributions = drafter.capture_layers, get_args(Proposal)
     indices = isinstance(layers, tuple) and all(is_whole(layer, 0) for layer in layers)
     for member, holds, wanted in (
         ("max_depth", is_whole(drafter.max_depth, 0), "a whole number of at least 0"),
-        ("tree_size", is_whole(drafter.tree_size, least),
-         f"a whole number of at least {least}, root included"),
+        (
+            "tree_size",
+            is_whole(drafter.tree_size, least),
+            f"a whole number of at least {least}, root included",
+        ),
         ("capture_layers", indices, "a tuple of hidden_states indices, () for none"),
-        ("proposal", drafter.proposal in laws, f"one of {', '.join(map(repr, laws))}"),
+        (
+            "proposal",
+            drafter.proposal in distributions,
+            f"one of {', '.join(map(repr, distributions))}",
+        ),
         ("noise", drafter.noise in ("own", "target"), "'own' or 'target'"),
-    ):  # fmt: skip
+    ):
         if not holds:
             value = shown(getattr(drafter, member))
             raise ValueError(f"{type(drafter).__name__}.{member}={value} must be {wanted}.")

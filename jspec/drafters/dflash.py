@@ -73,7 +73,7 @@ class DFlash(TreeDrafter):
         """Positions before the root whose hidden states are not in the cache."""
         return history.length - 1 - memory.length
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt."""
         return self._take_in(params, memory, features, valid)
 
@@ -93,12 +93,15 @@ class DFlash(TreeDrafter):
     def _block(self, params, cache, history) -> tuple[Array, Array]:
         """What the slots that draft gave out [B, K, D], and their logits [B, K, Vd]."""
         hidden = head.fill_in(
-            params.drafter, self.config, root_token(history), self.max_depth, cache, self.target,
+            params.drafter,
+            self.config,
+            root_token(history),
+            self.max_depth,
+            cache,
+            self.target,
             params.target,
-        )  # fmt: skip
-        return hidden, head.unembed(
-            params.drafter, self.config, hidden, self.target, params.target
-        )  # fmt: skip
+        )
+        return hidden, head.unembed(params.drafter, self.config, hidden, self.target, params.target)
 
     def _take_in(self, params, cache, features, count):
         """Commits the first ``count`` [B] of n rows of hidden states [B, n, D_target]."""
@@ -174,9 +177,7 @@ class DSpark(DFlash):
         """The state and the logits [B, F, Vd] of slots after tokens [B, F] at ``depth``."""
         slot = functools.partial(lax.dynamic_slice_in_dim, start_index=depth, slice_size=1, axis=1)
         wide = jnp.broadcast_to(slot(hidden), (*before.shape, hidden.shape[-1]))
-        state, bias = dspark.advance(
-            params.drafter.spark, self.config.spark, state, wide, before
-        )  # fmt: skip
+        state, bias = dspark.advance(params.drafter.spark, self.config.spark, state, wide, before)
         return state, slot(base) + bias
 
     def _cut(self, params, hidden, draft):
@@ -185,9 +186,11 @@ class DSpark(DFlash):
         depth = jnp.broadcast_to(tree.depth, draft.tokens.shape)
         slot = jnp.minimum(depth, self.max_depth - 1)[..., None]
         chance = dspark.confidence(
-            params.drafter.spark, self.config.spark, jnp.take_along_axis(hidden, slot, 1),
+            params.drafter.spark,
+            self.config.spark,
+            jnp.take_along_axis(hidden, slot, 1),
             draft.tokens,
-        )  # fmt: skip
+        )
         nodes = draft.tokens.shape[1]
         above = trees.unpack_bits(tree.ancestors, nodes) & ~jnp.eye(nodes, dtype=bool)
         survival = jnp.where(above, jax.nn.log_sigmoid(chance)[:, None], 0).sum(-1)

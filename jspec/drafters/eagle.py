@@ -77,9 +77,16 @@ class Eagle(CachedDrafter):
         take = lambda x: rows(x, parents)
         seen = take(frontier.seen) | own_slots(frontier.seen.shape[2], slot, drafted.shape[1])
         hidden, side = head.extend(
-            params.drafter, self.config, self._embed(params, drafted), take(frontier.hidden),
-            positions_of(history, drafted, depth), memory.cache, frontier.side, slot, seen,
-        )  # fmt: skip
+            params.drafter,
+            self.config,
+            self._embed(params, drafted),
+            take(frontier.hidden),
+            positions_of(history, drafted, depth),
+            memory.cache,
+            frontier.side,
+            slot,
+            seen,
+        )
         return _Frontier(hidden, seen, side), self._unembed(params, hidden)
 
     def _embed(self, params, ids):

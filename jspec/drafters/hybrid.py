@@ -17,7 +17,7 @@ from flax import struct
 
 from jspec.core import modes, validation
 from jspec.core.history import is_ended
-from jspec.core.types import Array, Draft, Drafter, Geared, History, Params, Sharing, Verdict
+from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Sharing, Verdict
 from jspec.drafters.trees import merge
 from jspec.util.messages import shown
 
@@ -75,7 +75,7 @@ class Hybrid:
                 "with a network."
             )
         for place, part in zip(("first", "second"), self.parts, strict=True):
-            if isinstance(part, Geared):
+            if isinstance(part, MultiMode):
                 raise ValueError(
                     f"the {place} of parts chooses its K by the round, which no combination passes "
                     "on; give the drafter itself."
@@ -87,8 +87,11 @@ class Hybrid:
                 f"the first of parts must look up what it drafts, but {names[0]} does not; put "
                 "'ngram', 'suffix' or 'token_recycling' first."
             )
-        if self.combine == "merge" and second.proposal not in ("point", "chain",
-                                                               "without_replacement"):  # fmt: skip
+        if self.combine == "merge" and second.proposal not in (
+            "point",
+            "chain",
+            "without_replacement",
+        ):
             raise ValueError(
                 f"combine='merge' is not exact for the {second.proposal!r} drafts of {names[1]}; "
                 "have them drawn without replacement ('probabilistic') or not at all ('greedy'), "
@@ -130,9 +133,9 @@ class Hybrid:
         return first + second - 1 if self.combine == "merge" else max(first, second)
 
     @property
-    def rungs(self) -> tuple[int, ...]:
+    def node_buckets(self) -> tuple[int, ...]:
         """Node counts worth a program of their own: of either draft where there is no other."""
-        own = (getattr(part, "rungs", (part.tree_size,)) for part in self.parts)
+        own = (getattr(part, "node_buckets", (part.tree_size,)) for part in self.parts)
         return tuple(sorted({1, *(size for sizes in own for size in sizes), self.tree_size}))
 
     @property
@@ -143,23 +146,23 @@ class Hybrid:
     @property
     def proposal(self) -> str:
         """The law of siblings, some of which may have been looked up."""
-        law = self.parts[1].proposal
+        distribution = self.parts[1].proposal
         if self.combine == "merge":
-            return "point" if law == "point" else "points_last"
+            return "point" if distribution == "point" else "points_last"
         is_chain = self.tree_size == self.max_depth + 1
-        return "mixed" if law == "chain" and not is_chain else law
+        return "mixed" if distribution == "chain" and not is_chain else distribution
 
     def init_shared(self) -> Any:
         """What either keeps for all calls; () where neither does."""
         kept = tuple(part.init_shared() if isinstance(part, Sharing) else () for part in self.parts)
         return kept if jax.tree.leaves(kept) else ()
 
-    def retire(self, shared: Any, memory: HybridMemory, history: History) -> Any:
+    def on_finished(self, shared: Any, memory: HybridMemory, history: History) -> Any:
         """Hands both the rows that go on no more."""
         if shared == ():
             return ()
         return tuple(
-            part.retire(own, remembered, history) if isinstance(part, Sharing) else own
+            part.on_finished(own, remembered, history) if isinstance(part, Sharing) else own
             for part, own, remembered in zip(self.parts, shared, memory.parts, strict=True)
         )
 
@@ -176,11 +179,11 @@ class Hybrid:
             trust = Trust(rows + _RATE, gain, rows > 0, rows)
         return HybridMemory(parts, trust)
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Hands both the prompt."""
         return memory.replace(
             parts=tuple(
-                part.absorb(
+                part.prefill(
                     own, remembered, tokens, features if part.capture_layers else (), start, valid
                 )
                 for part, own, remembered in zip(
@@ -203,9 +206,11 @@ class Hybrid:
         trust = _weighed(memory.trust, found)
         wanted = ~trust.looked_up & ~is_ended(request, history)
         drafted, remembered = modes.switch(
-            wanted.any().astype(jnp.int32), [modes.root_alone(history), draft],
-            memory.parts[1], own[1],
-        )  # fmt: skip
+            wanted.any().astype(jnp.int32),
+            [modes.root_alone(history), draft],
+            memory.parts[1],
+            own[1],
+        )
         # A network that is still taking in what it missed drafts nothing.
         trust = trust.replace(looked_up=trust.looked_up | ~drafted.valid[:, 1:].any(1))
         memory = HybridMemory((looked, remembered), trust)
@@ -215,13 +220,19 @@ class Hybrid:
         """Hands both the verdict; the trust in the one that drafted is its latest success."""
         learned = [
             part.update(
-                own, request, kept, remembered, history, draft, verdict,
+                own,
+                request,
+                kept,
+                remembered,
+                history,
+                draft,
+                verdict,
                 out if part.capture_layers else out.replace(features=()),
             )
             for part, own, kept, remembered in zip(
                 self.parts, _split(params), _split_shared(shared), memory.parts, strict=True
             )
-        ]  # fmt: skip
+        ]
         parts, kept = zip(*learned, strict=True)
         trust = memory.trust and _learned(memory.trust, draft, verdict)
         return HybridMemory(parts, trust), () if shared == () else kept

@@ -49,18 +49,16 @@ class Hydra(FeatureDrafter):
         cache = decoder.init_cache(self.config.network, len(memory.known), capacity)
         return CachedMemory(cache, memory.hidden[:, None])
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt."""
         if self.config.network is None:
-            return super().absorb(params, memory, tokens, features, start, valid)
+            return super().prefill(params, memory, tokens, features, start, valid)
         return self._take_in(params, memory, features[0], valid)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Takes in the rows of the accepted path, whose features are true."""
         if self.config.network is None:
-            return super().update(
-                params, request, shared, memory, history, draft, verdict, out
-            )  # fmt: skip
+            return super().update(params, request, shared, memory, history, draft, verdict, out)
         features = jnp.take_along_axis(out.features[0], verdict.path[..., None], 1)
         return self._take_in(params, memory, features, verdict.num_emitted), shared
 
@@ -73,9 +71,13 @@ class Hydra(FeatureDrafter):
         if isinstance(self.shape, Dynamic):  # which wants the root at its full width
             frontier = jnp.repeat(frontier, self.shape.top_k, 1)
         draft = expand.grow(
-            self.drawing(request, history, params), self.shape, logits,
-            functools.partial(self._feed, params), frontier, unrolled=True,
-        )  # fmt: skip
+            self.drawing(request, history, params),
+            self.shape,
+            logits,
+            functools.partial(self._feed, params),
+            frontier,
+            unrolled=True,
+        )
         known = memory.cache.length > 0 if cached else memory.known
         return self.limit(draft, history, known), memory
 

@@ -73,9 +73,13 @@ class MlpSpeculator(FeatureDrafter):
         if isinstance(self.shape, Dynamic):  # which wants the root at its full width
             frontier = jax.tree.map(lambda x: jnp.repeat(x, self.shape.top_k, 1), frontier)
         draft = expand.grow(
-            self.drawing(request, history, params), self.shape, logits,
-            functools.partial(self._feed, params), frontier, unrolled=True,
-        )  # fmt: skip
+            self.drawing(request, history, params),
+            self.shape,
+            logits,
+            functools.partial(self._feed, params),
+            frontier,
+            unrolled=True,
+        )
         return self.limit(draft, history, memory.known), memory
 
     def _feed(self, params, frontier, drafted, parents, depth, slot):

@@ -79,9 +79,14 @@ class Mtp(CachedDrafter):
         for module, part in enumerate(memory):
             last, handed_on = last_of(count), module + 1 < len(memory)
             out, entries = head.take_in(
-                params.drafter, self.config, module, embedded, hidden, part.cache,
+                params.drafter,
+                self.config,
+                module,
+                embedded,
+                hidden,
+                part.cache,
                 None if handed_on else last,
-            )  # fmt: skip
+            )
             given = rows(out, last) if handed_on else out
             taken.append(part.take_in(given, entries, count, following.shape[1]))
             if handed_on:
@@ -104,10 +109,17 @@ class Mtp(CachedDrafter):
         seen[module] |= own_slots(seen[module].shape[2], slot, drafted.shape[1])
         side = list(frontier.side)
         hidden, side[module] = head.extend(
-            params.drafter, self.config, module, self._embed(params, drafted),
-            rows(frontier.hidden, parents), positions_of(history, drafted, depth),
-            memory[module].cache, side[module], slot, seen[module],
-        )  # fmt: skip
+            params.drafter,
+            self.config,
+            module,
+            self._embed(params, drafted),
+            rows(frontier.hidden, parents),
+            positions_of(history, drafted, depth),
+            memory[module].cache,
+            side[module],
+            slot,
+            seen[module],
+        )
         frontier = _Frontier(hidden, tuple(seen), tuple(side))
         return frontier, self._unembed(params, module, hidden)
 

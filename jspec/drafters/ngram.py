@@ -58,7 +58,7 @@ class NGram:
         """The history is the only memory."""
         return ()
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Nothing to learn."""
         return memory
 

@@ -23,7 +23,7 @@ class NoDrafter:
         """No memory."""
         return ()
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Nothing to learn."""
         return memory
 

@@ -72,8 +72,11 @@ class TokenRecycling:
             return tree_settings.requested(
                 self.tree, self.num_speculative_tokens, self.tree_size, None, self.tree_top_k
             )
-        given = {"num_speculative_tokens": self.num_speculative_tokens,
-                 "tree_size": self.tree_size, "tree_top_k": self.tree_top_k}  # fmt: skip
+        given = {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "tree_size": self.tree_size,
+            "tree_top_k": self.tree_top_k,
+        }
         for name, value in given.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
@@ -95,7 +98,7 @@ class TokenRecycling:
         """A matrix that knows nothing."""
         return jnp.full((self.vocab_size, self.width), UNKNOWN, jnp.int32)
 
-    def retire(self, shared: Any, memory: Any, history: History) -> Any:
+    def on_finished(self, shared: Any, memory: Any, history: History) -> Any:
         """Nothing is left to learn: every pass was learnt from."""
         return shared
 
@@ -103,7 +106,7 @@ class TokenRecycling:
         """No memory of the rows' own."""
         return ()
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Nothing to learn: a prompt comes without logits."""
         return memory
 
@@ -124,9 +127,7 @@ class TokenRecycling:
             known = valid[:, above] & (found != UNKNOWN)
             drafted = jnp.concatenate([drafted, jnp.where(known, found, 0)], 1)
             valid = jnp.concatenate([valid, known], 1)
-        return Draft(
-            drafted, np.array(parents, np.int32), valid, max_depth=self.max_depth
-        ), memory  # fmt: skip
+        return Draft(drafted, np.array(parents, np.int32), valid, max_depth=self.max_depth), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Renews the rows of all tokens that the target has looked past, accepted or not."""

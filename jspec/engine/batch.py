@@ -23,7 +23,14 @@ from jspec.core.types import Array, Drafter, History, Memory, Params, Request, S
 from jspec.drafters import NoDrafter
 from jspec.engine.loop import DecodeState, Trace, decode, init_shared, init_stats, prefill
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row, check_fit, check_rows, request_of, warps_for, warps_of
+from jspec.engine.sequences import (
+    SequenceParams,
+    check_fit,
+    check_sequences,
+    filters_for,
+    filters_of,
+    request_of,
+)
 from jspec.util.buckets import bucket
 from jspec.util.messages import did_you_mean, shown
 from jspec.verify import Rule
@@ -98,8 +105,8 @@ def generate(
 ) -> list[Answer]:
     """Continues every prompt (token ids) with the target's own distribution.
 
-    Row i draws with noise of ``(seed, i)``. For settings of each row's own build each a ``Row`` and
-    call ``generate_rows``.
+    Row i draws with noise of ``(seed, i)``. For settings of each row's own build each a ``SequenceParams`` and
+    call ``generate_sequences``.
 
     Args:
       target: the language model.
@@ -111,7 +118,7 @@ def generate(
       max_new_tokens: most tokens of each.
       seed: of all noise.
       record_rounds: rounds to keep in ``Answer.trace``.
-      **settings: of ``Row``, such as ``temperature`` and ``stop_token_ids``.
+      **settings: of ``SequenceParams``, such as ``temperature`` and ``stop_token_ids``.
 
     Raises:
       ValueError: a setting is unknown or out of range, a prompt is no list of token ids or does
@@ -122,18 +129,24 @@ def generate(
     plan = Plan(target, drafter, rule, record_rounds=record_rounds)
     settings |= {"max_tokens": max_new_tokens, "seed": seed}
     rows = [
-        Row(_token_ids(prompt), stream=index, **settings) for index, prompt in enumerate(prompts)
+        SequenceParams(_token_ids(prompt), stream=index, **settings)
+        for index, prompt in enumerate(prompts)
     ]
-    return generate_rows(plan, Params(params, drafter_params), rows)
+    return generate_sequences(plan, Params(params, drafter_params), rows)
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(Row)} - {"prompt", "stream", "max_tokens"}
+    known = {field.name for field in dataclasses.fields(SequenceParams)} - {
+        "prompt",
+        "stream",
+        "max_tokens",
+    }
     for name in sorted(settings.keys() - known):
         guess = (
-            "; give max_new_tokens" if name == "max_tokens"
+            "; give max_new_tokens"
+            if name == "max_tokens"
             else did_you_mean(name, [*known, *inspect.signature(generate).parameters])
-        )  # fmt: skip
+        )
         raise ValueError(f"generate has no setting {name!r}{guess or '; see jspec.generate.Row.'}")
 
 
@@ -147,10 +160,14 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
         ) from None
 
 
-def generate_rows(
-    plan: Plan, params: Params, rows: Sequence[Row], *, max_num_seqs: int = MAX_NUM_SEQS,
+def generate_sequences(
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    *,
+    max_num_seqs: int = MAX_NUM_SEQS,
     scoring: Scoring | None = None,
-) -> list[Answer]:  # fmt: skip
+) -> list[Answer]:
     """Generates all rows, ``max_num_seqs`` at a time; answers come in the order of ``rows``."""
     return generate_sharing(
         plan, params, rows, init_shared(plan), max_num_seqs=max_num_seqs, scoring=scoring
@@ -160,22 +177,26 @@ def generate_rows(
 def generate_sharing(
     plan: Plan,
     params: Params,
-    rows: Sequence[Row],
+    rows: Sequence[SequenceParams],
     shared: Shared,
     *,
     max_num_seqs: int = MAX_NUM_SEQS,
     scoring: Scoring | None = None,
 ) -> tuple[list[Answer], Shared]:
-    """``generate_rows`` with what the drafter keeps for all calls, such as past responses.
+    """``generate_sequences`` with what the drafter keeps for all calls, such as past responses.
 
     ``shared`` comes from ``jspec.decode.init_shared`` or an earlier call, and is consumed: pass
     what is returned to the next call.
     """
-    check_rows(rows)
+    check_sequences(rows)
     answers: list[Answer | None] = [None] * len(rows)
     for group in groups(rows, max_num_seqs):
         batch = start(
-            plan, params, [rows[index] for index in group], warps=warps_of(rows), scoring=scoring
+            plan,
+            params,
+            [rows[index] for index in group],
+            filters=filters_of(rows),
+            scoring=scoring,
         )
         batch = advance(plan, params, batch.replace(shared=shared))
         shared = batch.shared
@@ -185,7 +206,7 @@ def generate_sharing(
 
 
 def stream_rows(
-    plan: Plan, params: Params, rows: Sequence[Row], *, rounds: int = 4
+    plan: Plan, params: Params, rows: Sequence[SequenceParams], *, rounds: int = 4
 ) -> Iterator[list[Answer]]:
     """Generates the rows as one batch and yields their answers so far every ``rounds`` rounds."""
     batch = start(plan, params, rows).replace(shared=init_shared(plan))
@@ -197,7 +218,7 @@ def stream_rows(
             return
 
 
-def groups(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
+def groups(rows: Sequence[SequenceParams], size: int) -> Iterator[list[int]]:
     """Indices of rows to run together, rows of like length in one group."""
     if size < 1:
         raise ValueError(f"max_num_seqs={size} must be at least 1.")
@@ -207,35 +228,39 @@ def groups(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
 
 
 def start(
-    plan: Plan, params: Params, rows: Sequence[Row], *, warps: tuple[str, ...] | None = None,
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    *,
+    filters: tuple[str, ...] | None = None,
     scoring: Scoring | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Checks and pads the rows, allocates their state and takes in their prompts.
 
-    ``warps`` are those that the program is for, if more than the rows need; ``scoring`` is what is
+    ``filters`` are those that the program is for, if more than the rows need; ``scoring`` is what is
     to be known of their tokens.
 
     What the drafter keeps for all calls is the caller's: ``batch.replace(shared=shared)``. Without
     it such a drafter does what it can for the rows by themselves.
 
     Raises:
-      ValueError: there is no row, one does not fit the model or needs more ``warps``, more tokens
+      ValueError: there is no row, one does not fit the model or needs more ``filters``, more tokens
         are to be scored than there are, or the weights are of another model.
     """
     validation.check_params(plan.target, plan.drafter, params)
-    check_rows(rows, 1)
+    check_sequences(rows, 1)
     check_fit(rows, plan.target)
-    warps = warps_for(rows, warps)
+    filters = filters_for(rows, filters)
     if scoring is not None:
         scoring.check_fit(plan.target.vocab_size)
     size = bucket(len(rows), smallest=1)
     longest = max(len(row.prompt) + row.max_tokens for row in rows)
     needed = bucket(longest) + plan.drafter.max_depth + 1
     capacity = -(-needed // _TILE_SLOTS) * _TILE_SLOTS
-    asked = request_of(rows, size, warps, plan.target.vocab_size)
+    asked = request_of(rows, size, filters, plan.target.vocab_size)
     prompts, lengths = _pad_prompts(rows, size, capacity)
     done = np.arange(size) >= len(rows)
-    history = History(prompts, lengths, logits_processors.first_state(asked[0].sampling.shaping))
+    history = History(prompts, lengths, logits_processors.first_state(asked[0].sampling.processors))
     request, state = _allocate(plan, scoring, params, asked, history, done)
     wanted = state.logprobs if scoring is not None and scoring.prompt else None
     # Scores need logits of every position, as many numbers as there are tokens in the vocabulary.
@@ -250,9 +275,13 @@ def start(
 
 @functools.partial(jax.jit, static_argnames=("plan", "scoring"))
 def _allocate(
-    plan: Plan, scoring: Scoring | None, params: Params, asked: tuple[Request, Array],
-    history: History, done: Array,
-) -> tuple[Request, DecodeState]:  # fmt: skip
+    plan: Plan,
+    scoring: Scoring | None,
+    params: Params,
+    asked: tuple[Request, Array],
+    history: History,
+    done: Array,
+) -> tuple[Request, DecodeState]:
     """Everything that a batch starts with, in one launch instead of one a buffer."""
     request, streams = asked
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
@@ -356,15 +385,23 @@ def _answer(host, row: int, prompt_length: int, has_prompt: bool) -> Answer:
         steps = kept.accepted, kept.drafted
         trace = None if kept.tokens is None else (kept.accepted, kept.tokens, kept.parents)
     return Answer(
-        tokens=tokens, finish_reason=reason, stop_token=stop_token, rounds=int(stats.rounds[row]),
-        drafts=int(stats.drafts[row]), drafted=int(stats.drafted[row]),
-        accepted=stats.accepted[row].copy(), steps=steps, trace=trace,
+        tokens=tokens,
+        finish_reason=reason,
+        stop_token=stop_token,
+        rounds=int(stats.rounds[row]),
+        drafts=int(stats.drafts[row]),
+        drafted=int(stats.drafted[row]),
+        accepted=stats.accepted[row].copy(),
+        steps=steps,
+        trace=trace,
         logprobs=None if scores is None else part(prompt_length, history.length[row]),
         prompt_logprobs=part(1, prompt_length) if has_prompt else None,
-    )  # fmt: skip
+    )
 
 
-def _pad_prompts(rows: Sequence[Row], size: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad_prompts(
+    rows: Sequence[SequenceParams], size: int, capacity: int
+) -> tuple[np.ndarray, np.ndarray]:
     prompts = np.zeros((size, capacity), np.int32)
     lengths = np.ones((size,), np.int32)  # a padding row holds one token: it has a root
     for index, row in enumerate(rows):
@@ -379,9 +416,15 @@ def _chunk_width(longest: int, most: int = PREFILL_CHUNK) -> int:
 
 
 def _take_in(
-    plan: Plan, params: Params, cache: KVCache, memory: Memory, prompts: np.ndarray,
-    lengths: np.ndarray, width: int, scores: Logprobs | None = None,
-) -> tuple[KVCache, Memory, Logprobs | None]:  # fmt: skip
+    plan: Plan,
+    params: Params,
+    cache: KVCache,
+    memory: Memory,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    width: int,
+    scores: Logprobs | None = None,
+) -> tuple[KVCache, Memory, Logprobs | None]:
     """Prefills all but each prompt's last token, ``width`` tokens at a time."""
     wanted = lengths - 1
     for begin in range(0, int(wanted.max()), width):

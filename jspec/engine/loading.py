@@ -140,7 +140,7 @@ def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
     own = getattr(head.params, "embedding", None)
     if own is None or own.shape != embedding.shape or not (own == embedding).all():
         return head
-    config = dataclasses.replace(head.config, own_embedding=False)
+    config = dataclasses.replace(head.config, separate_embedding=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))
 
 

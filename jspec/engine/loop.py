@@ -14,9 +14,9 @@ from jspec.core.logprobs import Logprobs
 from jspec.core.types import (
     Array,
     Draft,
-    Geared,
     History,
     Memory,
+    MultiMode,
     Params,
     Request,
     Shared,
@@ -106,34 +106,41 @@ def _looped(
 def _turn(
     plan: Plan, params: Params, request: Request, until: Array, shared: Shared, state: DecodeState
 ) -> tuple[Shared, DecodeState]:
-    """One round, or where the drafter is ``Geared`` all that run in the gear of the next one."""
-    if not isinstance(plan.drafter, Geared):
+    """One round, or where the drafter is ``MultiMode`` all that run in the gear of the next one."""
+    if not isinstance(plan.drafter, MultiMode):
         return _round(plan, params, request, shared, state)
     with jax.named_scope("draft"):
-        memory, gear = plan.drafter.shift(params, request, shared, state.memory, state.history)
+        memory, mode = plan.drafter.select_mode(
+            params, request, shared, state.memory, state.history
+        )
     carry = shared, state.replace(memory=memory)
-    for index, drafter in enumerate(plan.drafter.gears):
-        own = plan.in_gear(drafter)
-        carry = _in_gear(own, params, request, until, gear == index, *carry)
+    for index, drafter in enumerate(plan.drafter.modes):
+        own = plan.in_mode(drafter)
+        carry = _in_mode(own, params, request, until, mode == index, *carry)
     return carry
 
 
-def _in_gear(
-    plan: Plan, params: Params, request: Request, until: Array, wanted: Array, shared: Shared,
+def _in_mode(
+    plan: Plan,
+    params: Params,
+    request: Request,
+    until: Array,
+    wanted: Array,
+    shared: Shared,
     state: DecodeState,
-) -> tuple[Shared, DecodeState]:  # fmt: skip
+) -> tuple[Shared, DecodeState]:
     """Rounds of one gear, if it is ``wanted`` (bool []), until it is not or a row has ended."""
     first, done = state.round, state.done
 
-    def stays(carry: tuple[Shared, DecodeState]) -> Array:
+    def keeps_mode(carry: tuple[Shared, DecodeState]) -> Array:
         shared, state = carry
-        more = plan.drafter.stays(request, shared, state.memory, state.history)
+        more = plan.drafter.keeps_mode(request, shared, state.memory, state.history)
         more &= (state.done == done).all()
         more |= state.round == first  # a turn has a round, or there might never be one
         return wanted & more & _running(until, carry)
 
     body = functools.partial(_looped, plan, functools.partial(_round, plan, params, request))
-    return lax.while_loop(stays, body, (shared, state))
+    return lax.while_loop(keeps_mode, body, (shared, state))
 
 
 def _round(
@@ -149,8 +156,8 @@ def _round(
         draft = with_root(draft, state.history)
     tree = trees.from_parents(draft.parents, draft.max_depth)
     tree = trees.broadcast(tree, state.done.shape[0])
-    draft = logits_processors.prune(request.sampling.shaping, state.history, draft, tree)
-    draft = logits_processors.force(request.sampling.shaping, state.history, draft)
+    draft = logits_processors.prune(request.sampling.processors, state.history, draft, tree)
+    draft = logits_processors.force(request.sampling.processors, state.history, draft)
     draft = trim_draft(request, state.history, draft, tree, state.done)
 
     # Verify all nodes in one pass of the target. Rows that are done emit nothing.
@@ -185,17 +192,17 @@ def init_shared(plan: Plan) -> Shared:
     return plan.drafter.init_shared() if isinstance(plan.drafter, Sharing) else ()
 
 
-def retire(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
+def on_finished(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
     """Hands the drafter the rows that were ended from outside and will run no more.
 
     ``shared`` is consumed. Rows that ended by themselves were handed over in that round.
     """
-    return _retire(plan, shared, state) if isinstance(plan.drafter, Sharing) else shared
+    return _on_finished(plan, shared, state) if isinstance(plan.drafter, Sharing) else shared
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="shared")
-def _retire(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
-    return plan.drafter.retire(shared, state.memory, state.history)
+def _on_finished(plan: Plan, shared: Shared, state: DecodeState) -> Shared:
+    return plan.drafter.on_finished(shared, state.memory, state.history)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("cache", "memory", "scores"))
@@ -228,13 +235,13 @@ def prefill(
     tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
     out = _forward(plan, params, chunk[:, :-1], tree, cache)
     rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    absorbed = plan.drafter.absorb(params, memory, chunk, out.features, start, valid)
-    forms = {"memory": memory}, {"memory": absorbed}
+    prefilled = plan.drafter.prefill(params, memory, chunk, out.features, start, valid)
+    forms = {"memory": memory}, {"memory": prefilled}
     shape_checks.check_kept(plan.drafter, *forms, prompt=True)
     if scores is not None:
         fresh = logprobs.score(out.logits, chunk[:, 1:], scores.count, scores.mode)
         scores = logprobs.write(scores, fresh, jnp.broadcast_to(start + 1, (batch,)))
-    return kv_cache.append(cache, out.tree_kv, rows, valid), absorbed, scores
+    return kv_cache.append(cache, out.tree_kv, rows, valid), prefilled, scores
 
 
 def _verify(
@@ -245,7 +252,7 @@ def _verify(
     Branches read the cache, which is free; none may return it, which would copy it.
     """
 
-    def rung(size: int):
+    def bucket_of(size: int):
         def run() -> tuple[TargetOutput, Verdict]:
             part, shape = _first_nodes(draft, size), trees.first_nodes(tree, size)
             with jax.named_scope("target"):
@@ -256,11 +263,11 @@ def _verify(
 
         return run
 
-    if len(plan.ladder) == 1:
-        return rung(plan.ladder[0])()
+    if len(plan.node_buckets) == 1:
+        return bucket_of(plan.node_buckets[0])()
     last = jnp.where(draft.valid, jnp.arange(draft.valid.shape[1]), 0).max()
-    fits = jnp.array(plan.ladder) > last
-    return lax.switch(jnp.argmax(fits), [rung(size) for size in plan.ladder])
+    fits = jnp.array(plan.node_buckets) > last
+    return lax.switch(jnp.argmax(fits), [bucket_of(size) for size in plan.node_buckets])
 
 
 def _forward(

@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec import verify
 from jspec.core import validation
-from jspec.core.types import Array, Draft, Drafter, Gear, History, Request, Target, Tree, Verdict
+from jspec.core.types import Array, Draft, Drafter, History, Mode, Request, Target, Tree, Verdict
 from jspec.drafters.trees import tree_settings
 from jspec.util.messages import shown
 from jspec.util.values import are_whole, is_whole, listed
@@ -20,12 +20,12 @@ class Plan:
 
     Attributes:
       target: the model whose distribution the output has.
-      drafter: what proposes; it may be ``Geared``.
+      drafter: what proposes; it may be ``MultiMode``.
       rule: a name in ``jspec.verify.RULES``, or a ``Rule``: of your own, or with other settings
         than those listed. A lossy rule must be asked for like this; nothing falls back on one.
       ladder: node counts that the target's pass is compiled for, ascending, the last one being the
         drafter's ``tree_size``; a round runs at the smallest that holds its longest draft. () for
-        the default: the drafter's ``rungs`` if it has any, else 1 and ``tree_size``.
+        the default: the drafter's ``node_buckets`` if it has any, else 1 and ``tree_size``.
       record_rounds: rounds whose drafts are kept for inspection, 0 for none.
       record_nodes: whether their nodes are kept, too, or only how many were drafted and accepted.
 
@@ -39,7 +39,7 @@ class Plan:
     target: Target
     drafter: Drafter
     rule: str | verify.Rule = "rejection"
-    ladder: tuple[int, ...] = ()
+    node_buckets: tuple[int, ...] = ()
     record_rounds: int = 0
     record_nodes: bool = True
 
@@ -68,20 +68,24 @@ class Plan:
             raise ValueError(
                 f"record_rounds={shown(self.record_rounds)} must be a whole number, 0 for none."
             )
-        object.__setattr__(self, "ladder", _ladder(self.drafter, self.ladder))
+        object.__setattr__(self, "node_buckets", _node_buckets(self.drafter, self.node_buckets))
 
-    def in_gear(self, gear: Gear) -> "Plan":
-        """The plan of rounds that ``gear`` drafts for, one of a ``Geared`` drafter's.
+    def in_mode(self, mode: Mode) -> "Plan":
+        """The plan of rounds that ``mode`` drafts for, one of a ``MultiMode`` drafter's.
 
         A rule's settings are for the depth of them all: drafts may end before. Where nothing is
         drafted, a rule that is not for point masses has nothing to judge: the target draws.
         """
-        own, size = copy.copy(self), gear.tree_size
-        rungs = getattr(gear, "rungs", tree_settings.rungs(size))
-        object.__setattr__(own, "drafter", gear)
-        if self._rule.lossless and gear.proposal not in self._rule.exact_for:
+        own, size = copy.copy(self), mode.tree_size
+        node_buckets = getattr(mode, "node_buckets", tree_settings.node_buckets(size))
+        object.__setattr__(own, "drafter", mode)
+        if self._rule.lossless and mode.proposal not in self._rule.exact_for:
             object.__setattr__(own, "rule", "match")
-        object.__setattr__(own, "ladder", tuple(n for n in rungs if n == size or n in self.ladder))
+        object.__setattr__(
+            own,
+            "node_buckets",
+            tuple(n for n in node_buckets if n == size or n in self.node_buckets),
+        )
         return own
 
     @property
@@ -100,17 +104,21 @@ class Plan:
         return verify.verify(self.effective_rule, request, draft, tree, logits, history)
 
 
-def _ladder(drafter: Drafter, asked: Any) -> tuple[int, ...]:
+def _node_buckets(drafter: Drafter, asked: Any) -> tuple[int, ...]:
     """The node counts that were ``asked`` for, or else the drafter's."""
     size = drafter.tree_size
-    own = tuple(getattr(drafter, "rungs", ()))
-    ladder = listed("ladder", asked) or own or tree_settings.rungs(size)
-    if not are_whole(ladder, 1) or ladder[-1] != size or list(ladder) != sorted(set(ladder)):
+    own = tuple(getattr(drafter, "node_buckets", ()))
+    node_buckets = listed("node_buckets", asked) or own or tree_settings.node_buckets(size)
+    if (
+        not are_whole(node_buckets, 1)
+        or node_buckets[-1] != size
+        or list(node_buckets) != sorted(set(node_buckets))
+    ):
         raise ValueError(
-            f"ladder={shown(ladder)} must ascend from 1 or more to tree_size={size}, in whole "
+            f"node_buckets={shown(node_buckets)} must ascend from 1 or more to tree_size={size}, in whole "
             "numbers."
         )
-    return ladder
+    return node_buckets
 
 
 def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jspec.core import logits_processors as shaping
-from jspec.core.logits_processors import LogitsProcessor, Penalties, Shaping
-from jspec.core.sampling import WARPS
+from jspec.core import logits_processors as processors
+from jspec.core.logits_processors import LogitsProcessor, LogitsProcessors, Penalties
+from jspec.core.sampling import FILTERS
 from jspec.core.types import Request, Sampling, Target
 from jspec.grammar import automata
 from jspec.grammar.automata import Grammar
@@ -21,13 +21,20 @@ from jspec.util.values import are_whole, is_function, is_real, is_whole, listed
 COLDEST, HOTTEST = 1e-5, 1e30
 LEAST_REPETITION = 1e-6
 _LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # less is 0 on a device, and keeps no token
-_EVERY_WARP = (*shaping.KINDS, *WARPS)
-_LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids",
-          "bad_words", "logits_processors")  # fmt: skip
+_EVERY_FILTER = (*processors.KINDS, *FILTERS)
+_LISTS = (
+    "prompt",
+    "stop_token_ids",
+    "late_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logits_processors",
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SequenceParams:
     """One sequence to generate. Checked when made.
 
     Attributes:
@@ -86,32 +93,48 @@ class Row:
         checks = (
             ("prompt", are_whole(self.prompt), "token ids"),
             ("max_tokens", whole(self.max_tokens, 1), "at least 1"),
-            ("temperature", real(self.temperature) and (
-                self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
-            ), f"0 (greedy), or {COLDEST} to {HOTTEST}"),
+            (
+                "temperature",
+                real(self.temperature)
+                and (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST),
+                f"0 (greedy), or {COLDEST} to {HOTTEST}",
+            ),
             ("top_k", whole(self.top_k, 0), "0 (off) or more"),
             ("top_p", real(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", real(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
             ("stop_token_ids", are_whole(self.stop_token_ids, 0), "token ids"),
             ("seed", whole(self.seed, -(2**63), 2**64 - 1), "a whole number of at most 64 bits"),
             ("stream", whole(self.stream, 0, 2**32 - 1), "a whole number of at least 0"),
-            ("min_tokens", whole(self.min_tokens, 0) and whole(self.max_tokens)
-             and self.min_tokens <= self.max_tokens, "0 to max_tokens"),
+            (
+                "min_tokens",
+                whole(self.min_tokens, 0)
+                and whole(self.max_tokens)
+                and self.min_tokens <= self.max_tokens,
+                "0 to max_tokens",
+            ),
             ("late_token_ids", are_whole(self.late_token_ids, 0), "token ids"),
             ("presence_penalty", real(self.presence_penalty), "a finite number"),
             ("frequency_penalty", real(self.frequency_penalty), "a finite number"),
-            ("repetition_penalty",
-             real(self.repetition_penalty)
-             and LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION,
-             f"{LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 is off"),
+            (
+                "repetition_penalty",
+                real(self.repetition_penalty)
+                and LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION,
+                f"{LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 is off",
+            ),
             ("logit_bias", all(map(_is_bias, self.logit_bias)), "(token id, number) pairs"),
             ("allowed_token_ids", are_whole(self.allowed_token_ids), "token ids"),
             ("bad_words", all(map(_is_run, self.bad_words)), "runs of at least one token"),
-            ("logits_processors", all(map(is_function, self.logits_processors)),
-             "functions that can be hashed"),
-            ("grammar", self.grammar is None or isinstance(self.grammar, Grammar),
-             "what jspec.grammar.compiled(...) makes of a pattern, or None"),
-        )  # fmt: skip
+            (
+                "logits_processors",
+                all(map(is_function, self.logits_processors)),
+                "functions that can be hashed",
+            ),
+            (
+                "grammar",
+                self.grammar is None or isinstance(self.grammar, Grammar),
+                "what jspec.grammar.compiled(...) makes of a pattern, or None",
+            ),
+        )
         for name, holds, wanted in checks:
             if not holds:
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be {wanted}.")
@@ -137,18 +160,22 @@ class Row:
         return (*self.stop_token_ids, *self.late_token_ids) if self.min_tokens else ()
 
     @property
-    def warps(self) -> tuple[str, ...]:
+    def filters(self) -> tuple[str, ...]:
         """The warps this row needs, in order; those of ``jspec.core.logits_processors`` come first."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         shapes = (
-            self.grammar is not None, self.allowed_token_ids, self.bad_words,
-            self.too_soon, self.logit_bias, penalties != (0, 0, 1),
+            self.grammar is not None,
+            self.allowed_token_ids,
+            self.bad_words,
+            self.too_soon,
+            self.logit_bias,
+            penalties != (0, 0, 1),
             self.logits_processors,
-        )  # fmt: skip
+        )
         drawn = self.temperature > 0
-        warps = (drawn, self.min_p > 0, self.top_k > 0, self.top_p < 1)
-        pairs = [*zip(shaping.KINDS, shapes, strict=True)]
-        pairs += [(name, drawn and used) for name, used in zip(WARPS, warps, strict=True)]
+        filters = (drawn, self.min_p > 0, self.top_k > 0, self.top_p < 1)
+        pairs = [*zip(processors.KINDS, shapes, strict=True)]
+        pairs += [(name, drawn and used) for name, used in zip(FILTERS, filters, strict=True)]
         return tuple(name for name, used in pairs if used)
 
     @property
@@ -180,15 +207,15 @@ def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
     )
 
 
-def check_rows(rows: Sequence[Row], least: int = 0) -> None:
+def check_sequences(rows: Sequence[SequenceParams], least: int = 0) -> None:
     """Raises ValueError if it is not a list of at least ``least`` rows."""
-    if not isinstance(rows, Sequence) or not all(isinstance(row, Row) for row in rows):
+    if not isinstance(rows, Sequence) or not all(isinstance(row, SequenceParams) for row in rows):
         raise ValueError(f"rows={shown(rows, 60)} must be a list of jspec.generate.Row.")
     if len(rows) < least:
         raise ValueError("rows=[] are none; give at least one jspec.generate.Row.")
 
 
-def check_fit(rows: Sequence[Row], target: Target) -> None:
+def check_fit(rows: Sequence[SequenceParams], target: Target) -> None:
     """Raises ValueError if a row is too long for the target, or names a token that it has not."""
     for index, row in enumerate(rows):
         total = len(row.prompt) + row.max_tokens
@@ -202,7 +229,7 @@ def check_fit(rows: Sequence[Row], target: Target) -> None:
     check_token_ids(rows, target.vocab_size)
 
 
-def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:
+def check_token_ids(rows: Sequence[SequenceParams], vocab_size: int) -> None:
     """Raises ValueError if a row changes the logits of a token that there is not."""
     for index, row in enumerate(rows):
         for name, token in row.token_ids:
@@ -213,35 +240,35 @@ def check_token_ids(rows: Sequence[Row], vocab_size: int) -> None:
                 )
 
 
-def warps_of(rows: Sequence[Row]) -> tuple[str, ...]:
+def filters_of(rows: Sequence[SequenceParams]) -> tuple[str, ...]:
     """The warps that any of the rows needs, in order."""
-    used = {name for row in rows for name in row.warps}
-    return tuple(name for name in _EVERY_WARP if name in used)
+    used = {name for row in rows for name in row.filters}
+    return tuple(name for name in _EVERY_FILTER if name in used)
 
 
-def warps_for(rows: Sequence[Row], warps: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Those that a program for the rows is to have: all of ``warps``, in order.
+def filters_for(rows: Sequence[SequenceParams], filters: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Those that a program for the rows is to have: all of ``filters``, in order.
 
     Raises:
       ValueError: one is unknown, or one that a row needs is missing.
     """
-    needed = warps_of(rows)
-    if warps is None:
+    needed = filters_of(rows)
+    if filters is None:
         return needed
-    if not isinstance(warps, tuple | list) or not all(name in _EVERY_WARP for name in warps):
-        known = ", ".join(map(repr, _EVERY_WARP))
-        raise ValueError(f"warps={shown(warps)} must be a tuple of names among {known}.")
-    missing = [name for name in needed if name not in warps]
+    if not isinstance(filters, tuple | list) or not all(name in _EVERY_FILTER for name in filters):
+        known = ", ".join(map(repr, _EVERY_FILTER))
+        raise ValueError(f"filters={shown(filters)} must be a tuple of names among {known}.")
+    missing = [name for name in needed if name not in filters]
     if missing:
         raise ValueError(
-            f"warps={shown(warps)} lack {', '.join(map(repr, missing))}, which the rows ask for; "
-            "add what is missing, or leave warps out."
+            f"filters={shown(filters)} lack {', '.join(map(repr, missing))}, which the rows ask for; "
+            "add what is missing, or leave filters out."
         )
-    return tuple(name for name in _EVERY_WARP if name in warps)
+    return tuple(name for name in _EVERY_FILTER if name in filters)
 
 
 def request_of(
-    rows: Sequence[Row], size: int, warps: tuple[str, ...], vocab_size: int
+    rows: Sequence[SequenceParams], size: int, filters: tuple[str, ...], vocab_size: int
 ) -> tuple[Request, np.ndarray]:
     """Arrays of ``size`` rows; padding rows are greedy and done from the start.
 
@@ -256,8 +283,8 @@ def request_of(
         min_p=column(lambda row: row.min_p, 0.0, np.float32),
         top_k=column(lambda row: row.top_k, 0, np.int32),
         top_p=column(lambda row: max(row.top_p, _LEAST_TOP_P), 1.0, np.float32),
-        shaping=_shaping_of(rows, size, set(warps) & set(shaping.KINDS), vocab_size),
-        names=tuple(name for name in warps if name in WARPS),
+        processors=_processors_of(rows, size, set(filters) & set(processors.KINDS), vocab_size),
+        names=tuple(name for name in filters if name in FILTERS),
     )
     limits = column(lambda row: len(row.prompt) + row.max_tokens, 1, np.int32)
     streams = column(lambda row: row.stream, 0, np.uint32)
@@ -265,7 +292,9 @@ def request_of(
     return Request(seeds, sampling, stops, limits), streams
 
 
-def _shaping_of(rows: Sequence[Row], size: int, kinds: set[str], vocab_size: int) -> Shaping | None:
+def _processors_of(
+    rows: Sequence[SequenceParams], size: int, kinds: set[str], vocab_size: int
+) -> LogitsProcessors | None:
     """The arrays of ``kinds``; None where there are none."""
     if not kinds:
         return None
@@ -292,10 +321,10 @@ def _shaping_of(rows: Sequence[Row], size: int, kinds: set[str], vocab_size: int
         )
     if "logits_processors" in kinds:
         parts |= _processors(rows, size)
-    return Shaping(prompt_length=column(lambda row: len(row.prompt), 1, np.int32), **parts)
+    return LogitsProcessors(prompt_length=column(lambda row: len(row.prompt), 1, np.int32), **parts)
 
 
-def _processors(rows: Sequence[Row], size: int) -> dict[str, Any]:
+def _processors(rows: Sequence[SequenceParams], size: int) -> dict[str, Any]:
     """Every (place in a row's order, function) once, and which rows want it."""
     wanted = [list(enumerate(row.logits_processors)) for row in rows]
     pairs = sorted(dict.fromkeys(pair for row in wanted for pair in row), key=lambda pair: pair[0])
@@ -305,7 +334,7 @@ def _processors(rows: Sequence[Row], size: int) -> dict[str, Any]:
     return {"processes": processes, "processors": tuple(function for _, function in pairs)}
 
 
-def _allowed(rows: Sequence[Row], size: int, vocab_size: int) -> np.ndarray:
+def _allowed(rows: Sequence[SequenceParams], size: int, vocab_size: int) -> np.ndarray:
     allowed = np.ones((size, vocab_size), bool)
     for index, row in enumerate(rows):
         if row.allowed_token_ids:
@@ -314,7 +343,7 @@ def _allowed(rows: Sequence[Row], size: int, vocab_size: int) -> np.ndarray:
     return allowed
 
 
-def _bad_words(rows: Sequence[Row], size: int) -> np.ndarray:
+def _bad_words(rows: Sequence[SequenceParams], size: int) -> np.ndarray:
     """int32 [B, W, L], right-aligned."""
     count = bucket(max(len(row.bad_words) for row in rows), smallest=1)
     length = bucket(max((len(word) for row in rows for word in row.bad_words), default=1), 1)
@@ -326,13 +355,20 @@ def _bad_words(rows: Sequence[Row], size: int) -> np.ndarray:
 
 
 def _column(
-    rows: Sequence[Row], size: int, value: Callable[[Row], Any], fill: float, dtype: type
+    rows: Sequence[SequenceParams],
+    size: int,
+    value: Callable[[SequenceParams], Any],
+    fill: float,
+    dtype: type,
 ) -> np.ndarray:
     return np.array([value(row) for row in rows] + [fill] * (size - len(rows)), dtype)
 
 
 def _lists(
-    rows: Sequence[Row], size: int, values: Callable[[Row], Sequence], dtype: type = np.int32
+    rows: Sequence[SequenceParams],
+    size: int,
+    values: Callable[[SequenceParams], Sequence],
+    dtype: type = np.int32,
 ) -> np.ndarray:
     """[B, E], filled up with -1."""
     found = [list(values(row)) for row in rows]

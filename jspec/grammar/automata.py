@@ -197,10 +197,13 @@ def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[di
       ValueError: the pattern cannot be read, no tokens spell it, or it is too large to use.
     """
     asked = {
-        "pattern": pattern, "eos": eos, "memory": _MEMORY, "most_states": _MOST_STATES,
+        "pattern": pattern,
+        "eos": eos,
+        "memory": _MEMORY,
+        "most_states": _MOST_STATES,
         "most_transitions": _MOST_TRANSITIONS,
         "words": [(text.decode("latin-1"), ids) for text, ids in words.items()],
-    }  # fmt: skip
+    }
     line, _, arrays = _run(_COMPILER, json.dumps(asked).encode()).partition(b"\n")
     said = json.loads(line) if line else {}
     if "error" in said:
@@ -275,9 +278,13 @@ def _over_tokens(
     first = np.searchsorted(owner, np.arange(ended + 2)).astype(np.int32)
     forbids = 2 * np.diff(first) > vocab_size
     return Grammar(
-        first, tokens, following, int(np.searchsorted(number, said["start"])),
-        tuple(map(_listed, np.split(tokens, first[1:-1]), forbids, repeat(vocab_size))), forbids,
-    )  # fmt: skip
+        first,
+        tokens,
+        following,
+        int(np.searchsorted(number, said["start"])),
+        tuple(map(_listed, np.split(tokens, first[1:-1]), forbids, repeat(vocab_size))),
+        forbids,
+    )
 
 
 def _listed(allowed: np.ndarray, forbids: bool, vocab_size: int) -> np.ndarray:

@@ -9,10 +9,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_NOTES = frozenset({
-    "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated",
-    "description", "discriminator", "examples", "readOnly", "title", "writeOnly",
-})  # fmt: skip
+_NOTES = frozenset(
+    {
+        "$anchor",
+        "$comment",
+        "$defs",
+        "$id",
+        "$schema",
+        "default",
+        "definitions",
+        "deprecated",
+        "description",
+        "discriminator",
+        "examples",
+        "readOnly",
+        "title",
+        "writeOnly",
+    }
+)
 # The form of a schema is the first of these that it has; with it go the keywords named.
 _FORMS = {
     "properties": {"type", "required", "additionalProperties"},
@@ -28,12 +42,20 @@ _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "array": {"items", "minItems", "maxItems"},
     "object": {"additionalProperties", "minProperties", "maxProperties"},
-    "integer": set(), "number": set(), "boolean": set(), "null": set(),
-}  # fmt: skip
+    "integer": set(),
+    "number": set(),
+    "boolean": set(),
+    "null": set(),
+}
 _KINDS = {
-    "string": str, "array": list, "object": dict, "integer": int, "number": (int, float),
-    "boolean": bool, "null": type(None),
-}  # fmt: skip
+    "string": str,
+    "array": list,
+    "object": dict,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+}
 _MOST_LEVELS = 200
 
 
@@ -119,8 +141,11 @@ def _parts(schema: Mapping) -> list[tuple[str, Any]]:
         inner = schema.get(name)
         listed = isinstance(inner, Sequence) and not isinstance(inner, str)
         found += [(f"{name}[{n}]", part) for n, part in enumerate(inner)] if listed else []
-    found += [(repr(name), schema[name]) for name in ("items", "additionalProperties")
-              if _is_map(schema.get(name))]  # fmt: skip
+    found += [
+        (repr(name), schema[name])
+        for name in ("items", "additionalProperties")
+        if _is_map(schema.get(name))
+    ]
     return found
 
 

@@ -42,8 +42,13 @@ from jspec.models import decoder, probe
 from jspec.models.probe import check
 
 __all__ = [
-    "CachedTarget", "StatelessTarget", "check", "from_function", "from_linen", "from_nnx",
-]  # fmt: skip
+    "CachedTarget",
+    "StatelessTarget",
+    "check",
+    "from_function",
+    "from_linen",
+    "from_nnx",
+]
 
 _INFERENCE = "put it in inference mode: no dropout, running averages, no cache of its own"
 
@@ -323,9 +328,12 @@ def _from_module(module, bind, params, method, options, embed, unembed, settings
         getattr(module, method or "__call__"), settings.get("use_cache", True), None, dict(options)
     )
     return from_function(
-        bind(method, options), params,
-        embed=embed and bind(embed), unembed=unembed and bind(unembed), **settings,
-    )  # fmt: skip
+        bind(method, options),
+        params,
+        embed=embed and bind(embed),
+        unembed=unembed and bind(unembed),
+        **settings,
+    )
 
 
 def _check_kind(module: Any, kind: type, name: str) -> None:

@@ -76,10 +76,18 @@ def attention_over(
         near = tree.ancestors if window is None else trees.within(tree, window)
         asking = wanted if index == last else None
         return ops.attention(
-            q, new.k, new.v, rows_at(near, asking), entry.k, entry.v, cache.length,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window,
-            positions=rows_at(positions, asking), implementation=implementation,
-        )  # fmt: skip
+            q,
+            new.k,
+            new.v,
+            rows_at(near, asking),
+            entry.k,
+            entry.v,
+            cache.length,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window=window,
+            positions=rows_at(positions, asking),
+            implementation=implementation,
+        )
 
     return attend, fresh
 
@@ -116,9 +124,17 @@ def attention_beside(
         window = windows[index] if windows else None
         entry = cache.layers[index]
         return ops.attention(
-            q, near.k, near.v, seen, entry.k, entry.v, cache.length,
-            scale=q.shape[-1] ** -0.5, window=window, positions=positions,
+            q,
+            near.k,
+            near.v,
+            seen,
+            entry.k,
+            entry.v,
+            cache.length,
+            scale=q.shape[-1] ** -0.5,
+            window=window,
+            positions=positions,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     return attend, side

@@ -34,7 +34,7 @@ def _linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeterministicDecoder(Decoder):
+class BatchInvariantDecoder(Decoder):
     """A ``Decoder`` with passes that agree to the bit.
 
     Raises:
@@ -44,9 +44,10 @@ class DeterministicDecoder(Decoder):
     def __post_init__(self):
         config = self.config
         refused = {
-            "experts": config.moe, "latent attention": config.mla,
+            "experts": config.moe,
+            "latent attention": config.mla,
             f"attention={config.attention!r}": config.attention,
-        }  # fmt: skip
+        }
         wrong = [words for words, has in refused.items() if has is not None]
         if wrong:
             raise ValueError(
@@ -60,9 +61,13 @@ class DeterministicDecoder(Decoder):
         return super().init_cache(batch, max(1, -(-capacity // block)) * block)
 
     def forward(
-        self, params: DecoderParams, tokens: Array, tree: Tree, cache: kv_cache.KVCache,
+        self,
+        params: DecoderParams,
+        tokens: Array,
+        tree: Tree,
+        cache: kv_cache.KVCache,
         capture_layers: tuple[int, ...] = (),
-    ) -> TargetOutput:  # fmt: skip
+    ) -> TargetOutput:
         """Scores a chain ``tokens`` [B, N] placed after the cache's prefix; see ``Target``.
 
         Raises:
@@ -78,9 +83,14 @@ class DeterministicDecoder(Decoder):
         config, positions = _Tiled(**vars(self.config)), cache.length[:, None] + np.arange(nodes)
         attend, chain_kv = _attention_over(cache, self.config.windows)
         x, features = decoder.trunk(
-            params, config, self.embed(params, tokens), positions, attend,
-            linear=_linear, capture_layers=capture_layers,
-        )  # fmt: skip
+            params,
+            config,
+            self.embed(params, tokens),
+            positions,
+            attend,
+            linear=_linear,
+            capture_layers=capture_layers,
+        )
         x, tied = config.norm(x, params.norm), params.head is None
         logits = _linear(x, params.embedding if tied else params.head, transposed=tied)
         return TargetOutput(logits, features, tuple(chain_kv))
@@ -96,8 +106,14 @@ def _attention_over(
         entry = cache.layers[index]
         fresh[index] = new = entry.holding(k, v)
         return ops.ordered_attention(
-            q, new.k, new.v, entry.k, entry.v, cache.length, scale=q.shape[-1] ** -0.5,
+            q,
+            new.k,
+            new.v,
+            entry.k,
+            entry.v,
+            cache.length,
+            scale=q.shape[-1] ** -0.5,
             window=windows[index] if windows else None,
-        )  # fmt: skip
+        )
 
     return attend, fresh

@@ -65,9 +65,14 @@ class DecoderConfig:
     def with_plain_blocks(self) -> "DecoderConfig":
         """The same sizes, of blocks with the usual attention and MLP: what heads are made of."""
         return dataclasses.replace(
-            self, mla=None, moe=None, rotary_dim=None, windows=(),
-            attention_gate=False, zero_centred_norms=False,
-        )  # fmt: skip
+            self,
+            mla=None,
+            moe=None,
+            rotary_dim=None,
+            windows=(),
+            attention_gate=False,
+            zero_centred_norms=False,
+        )
 
     def has_experts(self, layer: int) -> bool:
         """Whether block ``layer`` is a mixture of experts."""
@@ -323,9 +328,13 @@ def forward(
     )
     positions = cache.length[:, None] + tree.depth
     x, features = trunk(
-        params, config, embed(params, config, tokens), positions, attend,
+        params,
+        config,
+        embed(params, config, tokens),
+        positions,
+        attend,
         capture_layers=capture_layers,
-    )  # fmt: skip
+    )
     return TargetOutput(unembed(params, config, x), features, tuple(tree_kv))
 
 
@@ -355,9 +364,14 @@ def extend(
       The last residual stream [B, n, D] and the side buffers with the new entries.
     """
     attend, side = attention_beside(
-        cache, side, slot, mask, positions,
-        windows=config.windows, implementation=config.attention,
-    )  # fmt: skip
+        cache,
+        side,
+        slot,
+        mask,
+        positions,
+        windows=config.windows,
+        implementation=config.attention,
+    )
     x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
     return x, tuple(side)
 

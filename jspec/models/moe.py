@@ -147,9 +147,12 @@ def _at_once(gate_up, down, x, token, weight, sizes) -> Array:
 
     def ragged(rows: Array, weights: Array) -> Array:
         return lax.ragged_dot(
-            rows.astype(weights.dtype), weights, sizes, precision=precision,
+            rows.astype(weights.dtype),
+            weights,
+            sizes,
+            precision=precision,
             preferred_element_type=jnp.promote_types(weights.dtype, jnp.float32),
-        )  # fmt: skip
+        )
 
     gate, up = jnp.split(ragged(x[token], gate_up), 2, -1)
     out = ragged(jax.nn.silu(gate) * up, down)

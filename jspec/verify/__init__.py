@@ -26,7 +26,7 @@ from jspec.verify.match import match
 from jspec.verify.synthetic import Synthetic
 from jspec.verify.typical import Typical
 
-Coins = Literal["target", "round", "none"]
+Uniforms = Literal["target", "round", "none"]
 _HUGE = 1e25  # logits beyond it are counted from the largest before kernels see them
 
 
@@ -58,7 +58,7 @@ class Rule:
 
     name: str
     walk: Walk
-    coins: Coins
+    uniforms: Uniforms
     exact_for: frozenset[Proposal]
     walk_replaced: Walk | None = None
     walk_points_last: Walk | None = None
@@ -71,7 +71,11 @@ class Rule:
     summary: str = ""
 
     def __post_init__(self):
-        coins, laws, kernels = get_args(Coins), get_args(Proposal), ops.IMPLEMENTATIONS
+        uniforms, distributions, kernels = (
+            get_args(Uniforms),
+            get_args(Proposal),
+            ops.IMPLEMENTATIONS,
+        )
         exact_for = self.exact_for
         walk = "a function of (warped logits, draft, tree, coins)"
         for field, holds, wanted in (
@@ -79,13 +83,19 @@ class Rule:
             ("walk", callable(self.walk), walk),
             ("walk_replaced", _may_be_called(self.walk_replaced), f"{walk}, or None"),
             ("walk_points_last", _may_be_called(self.walk_points_last), f"{walk}, or None"),
-            ("coins", self.coins in coins, f"one of {_quoted(coins)}"),
-            ("exact_for", isinstance(exact_for, frozenset) and exact_for <= set(laws),
-             f"a frozenset of laws among {_quoted(laws)}"),
+            ("uniforms", self.uniforms in uniforms, f"one of {_quoted(uniforms)}"),
+            (
+                "exact_for",
+                isinstance(exact_for, frozenset) and exact_for <= set(distributions),
+                f"a frozenset of laws among {_quoted(distributions)}",
+            ),
             ("depths", _is_span(self.depths), "a pair, at least and at most or None"),
-            ("implementation", self.implementation in (None, *kernels),
-             f"None or one of {_quoted(kernels)}"),
-        ):  # fmt: skip
+            (
+                "implementation",
+                self.implementation in (None, *kernels),
+                f"None or one of {_quoted(kernels)}",
+            ),
+        ):
             if not holds:
                 value = shown(getattr(self, field), 60)
                 raise ValueError(f"{field}={value} of a Rule must be {wanted}.")
@@ -121,19 +131,29 @@ def _quoted(names: Sequence[str]) -> str:
 def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
     """Medusa's typical acceptance; see ``jspec.verify.typical.Typical``. Lossy."""
     return Rule(
-        "typical", Typical(threshold, alpha), "none", frozenset(), lossless=False,
+        "typical",
+        Typical(threshold, alpha),
+        "none",
+        frozenset(),
+        lossless=False,
         summary="Medusa's: accept what the target finds likely enough, by its entropy; greedy "
         "stays exact",
-    )  # fmt: skip
+    )
 
 
 def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
     """Acceptance by rates, for benchmarks; see ``jspec.verify.synthetic.Synthetic``. Lossy."""
     walk = Synthetic(rates if rates is None else tuple(rates), length)
     return Rule(
-        "synthetic", walk, "round", frozenset(), lossless=False, greedy_is_match=False,
-        depths=walk.depths, summary="for benchmarks: accept whatever is drafted, at given rates",
-    )  # fmt: skip
+        "synthetic",
+        walk,
+        "round",
+        frozenset(),
+        lossless=False,
+        greedy_is_match=False,
+        depths=walk.depths,
+        summary="for benchmarks: accept whatever is drafted, at given rates",
+    )
 
 
 _DRAWN = frozenset({"chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last"})
@@ -143,21 +163,46 @@ RULES = {
     rule.name: rule
     for rule in (
         # On point masses both come to the target-only walk: the same law, and without a residual.
-        Rule("rejection", rejection.rejection, "round", _WITH_POINTS, rejection.with_replacement,
-             rejection.points_last, point_rule="match",
-             summary="token rule with p/q: accept by ratio, else draw from the residual"),
-        Rule("block", block.block, "round", _WITH_POINTS, block.with_replacement,
-             block.points_last, point_rule="match",
-             summary="judges the draft as a whole, accepts at least as much: block verification "
-             "of chains, traversal verification of trees"),
-        Rule("match", match, "target", _WITH_POINTS | {"pruned"},
-             summary="accept while the target's own draw equals the draft"),
-        Rule("coupled", match, "target", _WITH_POINTS | {"pruned"}, shares_noise=True,
-             summary="match, with draft and target sharing noise: the text of plain sampling"),
+        Rule(
+            "rejection",
+            rejection.rejection,
+            "round",
+            _WITH_POINTS,
+            rejection.with_replacement,
+            rejection.points_last,
+            point_rule="match",
+            summary="token rule with p/q: accept by ratio, else draw from the residual",
+        ),
+        Rule(
+            "block",
+            block.block,
+            "round",
+            _WITH_POINTS,
+            block.with_replacement,
+            block.points_last,
+            point_rule="match",
+            summary="judges the draft as a whole, accepts at least as much: block verification "
+            "of chains, traversal verification of trees",
+        ),
+        Rule(
+            "match",
+            match,
+            "target",
+            _WITH_POINTS | {"pruned"},
+            summary="accept while the target's own draw equals the draft",
+        ),
+        Rule(
+            "coupled",
+            match,
+            "target",
+            _WITH_POINTS | {"pruned"},
+            shares_noise=True,
+            summary="match, with draft and target sharing noise: the text of plain sampling",
+        ),
         typical(),
         synthetic(rates=()),  # for drafts of depth 0: rates have no default
     )
-}  # fmt: skip
+}
 
 
 def verify(
@@ -167,49 +212,59 @@ def verify(
 
     The one place where keys become coins.
     """
-    if request.sampling.shaping is not None:
+    if request.sampling.processors is not None:
         branches = logits_processors.of_draft(history, draft, tree)
-        logits = logits_processors.shape(logits, request.sampling.shaping, branches)
-    warped = sampling.warp(logits, request.sampling)
+        logits = logits_processors.shape(logits, request.sampling.processors, branches)
+    processed = sampling.process_logits(logits, request.sampling)
     lost = sampling.no_token(logits, request.sampling)
     greedy = request.sampling.greedy
-    if rule.coins == "target" or (greedy and rule.greedy_is_match):
+    if rule.uniforms == "target" or (greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth  # of the token drawn after each node
-        draws = sampling.draw_target(warped, request.sampling, request.keys, positions)
-        walk = rule.walk if rule.coins == "target" else match
-        judged = walk(warped, draft, tree, draws)
+        draws = sampling.draw_target(processed, request.sampling, request.keys, positions)
+        walk = rule.walk if rule.uniforms == "target" else match
+        judged = walk(processed, draft, tree, draws)
         path, num_accepted, _ = shape_checks.check_judged(rule.name, judged, draft, None)
         end = jnp.take_along_axis(path, num_accepted[:, None], 1)
         next_token = jnp.take_along_axis(draws, end, 1)[:, 0]
     else:
         root = history.length - 1
         count = draft.tokens.shape[1]
-        coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
+        uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         uniform = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)[:, 0]
         if rule.implementation is not None:  # what is warped above is not used, nor computed
             logits, lost = _numbers(logits)
             path, num_accepted, next_token = ops.rejection_sampling(
-                logits, request.sampling, _drawn(draft, tree), tree, coins, uniform,
-                rule=rule.name, replaced=rule.walk is rule.walk_replaced,
+                logits,
+                request.sampling,
+                _drawn(draft, tree),
+                tree,
+                uniforms,
+                uniform,
+                rule=rule.name,
+                replaced=rule.walk is rule.walk_replaced,
                 implementation=rule.implementation,
-            )  # fmt: skip
-            lawful = _lawful(lost, path, num_accepted)
-            return Verdict(path, num_accepted + 1, next_token, lawful)
-        law = jnp.where(lost[..., None], 0, warped)  # of what comes after, nothing is said
-        judged = rule.walk(law, _drawn(draft, tree), tree, coins)
-        wanted = len(law), law.shape[-1]
+            )
+            num_valid = _num_valid(lost, path, num_accepted)
+            return Verdict(path, num_accepted + 1, next_token, num_valid)
+        distribution = jnp.where(
+            lost[..., None], 0, processed
+        )  # of what comes after, nothing is said
+        judged = rule.walk(distribution, _drawn(draft, tree), tree, uniforms)
+        wanted = len(distribution), distribution.shape[-1]
         path, num_accepted, next_logits = shape_checks.check_judged(
             rule.name, judged, draft, wanted
         )
-        draw = sampling.argmax if greedy else lambda law: sampling.draw(law, uniform)
+        draw = (
+            sampling.argmax if greedy else lambda distribution: sampling.draw(distribution, uniform)
+        )
         next_token = draw(next_logits)
-    return Verdict(path, num_accepted + 1, next_token, _lawful(lost, path, num_accepted))
+    return Verdict(path, num_accepted + 1, next_token, _num_valid(lost, path, num_accepted))
 
 
 def _numbers(logits: Array) -> tuple[Array, Array]:
     """Raw logits that kernels can take, and where no token has any weight: bool [B, N].
 
-    What ``sampling.warp`` makes of NaN and inf, and of more than kernels can divide.
+    What ``sampling.process_logits`` makes of NaN and inf, and of more than kernels can divide.
     """
     finite = jnp.minimum(jnp.where(jnp.isnan(logits), -jnp.inf, logits), jnp.finfo(logits).max)
     most = finite.max(-1, keepdims=True)
@@ -237,7 +292,7 @@ def _drawn(draft: Draft, tree: Tree) -> Draft:
     )
 
 
-def _lawful(lost: Array, path: Array, num_accepted: Array) -> Array:
+def _num_valid(lost: Array, path: Array, num_accepted: Array) -> Array:
     """How many tokens of a verdict come before the first of a ``lost`` law [B, N]: int32 [B]."""
     on_path = jnp.arange(path.shape[1]) <= num_accepted[:, None]
     lost = jnp.take_along_axis(lost, path, 1, mode="clip") & on_path

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.core.types import Array, Draft, Proposal, Tree
-from jspec.verify.chain import ChainLaws, chain_laws, conclude, is_chain
+from jspec.verify.chain import ChainDistributions, chain_distributions, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, take
 
 
 def block(
-    warped: Array, draft: Draft, tree: Tree, coins: Array, *, law: Proposal = "mixed"
+    processed: Array, draft: Draft, tree: Tree, uniforms: Array, *, distribution: Proposal = "mixed"
 ) -> tuple[Array, Array, Array]:
     """Accepts the path to one node, the first in post-order that passes its coin.
 
@@ -32,39 +32,43 @@ def block(
     round: keyed by absolute position they bias the text from the second round on.
     """
     if is_chain(draft):
-        return _chain(warped, draft, tree, coins)
-    traversal = _Traversal(warped, draft, tree, coins, law)
+        return _chain(processed, draft, tree, uniforms)
+    traversal = _Traversal(processed, draft, tree, uniforms, distribution)
     end, left = traversal.run()
     return *traversal.path_to(end), jnp.log(left)
 
 
-with_replacement = functools.partial(block, law="iid")
-points_last = functools.partial(block, law="points_last")
+with_replacement = functools.partial(block, distribution="iid")
+points_last = functools.partial(block, distribution="points_last")
 
 
 # ------------------------------------------------------------------------------------- chains
 
 
-def _chain(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:
+def _chain(
+    processed: Array, draft: Draft, tree: Tree, uniforms: Array
+) -> tuple[Array, Array, Array]:
     """P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)): node i passes with probability h_i.
 
     h_i = R_i / (R_i + 1 - P_i), where R_i is the mass of max(P_i p_{i+1} - q_{i+1}, 0), and
     h_i = P_i at the last drafted node.
     """
-    laws = chain_laws(warped, draft)
+    distributions = chain_distributions(processed, draft)
     valid = draft.valid[:, 1:]
-    keep = jnp.where(valid, laws.log_ratio, -jnp.inf)
+    keep = jnp.where(valid, distributions.log_ratio, -jnp.inf)
     log_joint = _clipped_cumsum(keep)  # log P_i, [B, K]
-    rest = _residual_mass(laws, draft, log_joint)  # R_i, [B, K]; the last column is not used
+    rest = _residual_mass(
+        distributions, draft, log_joint
+    )  # R_i, [B, K]; the last column is not used
     joint = jnp.exp(log_joint)
     threshold = _passing(rest, joint)
     is_last = valid & ~jnp.pad(valid[:, 1:], ((0, 0), (0, 1)))
     threshold = jnp.where(is_last, joint, threshold)
-    passed = valid & (coins[:, 1:] < threshold)
+    passed = valid & (uniforms[:, 1:] < threshold)
     num_accepted = jnp.where(passed, jnp.arange(1, passed.shape[1] + 1), 0).max(1, initial=0)
     reached = jnp.pad(log_joint, ((0, 0), (1, 0)))  # log P_0 = 0
     scale = jnp.take_along_axis(reached, num_accepted[:, None], 1)
-    return conclude(laws, draft, tree, num_accepted, scale)
+    return conclude(distributions, draft, tree, num_accepted, scale)
 
 
 def _passing(rest: Array, joint: Array) -> Array:
@@ -82,17 +86,17 @@ def _clipped_cumsum(log_ratio: Array) -> Array:
     return jnp.stack(columns, 1) if columns else log_ratio
 
 
-def _residual_mass(laws: ChainLaws, draft: Draft, log_joint: Array) -> Array:
+def _residual_mass(distributions: ChainDistributions, draft: Draft, log_joint: Array) -> Array:
     """R_i = sum over x of max(P_i p_{i+1}(x) - q_{i+1}(x), 0) for i = 1..K-1, then 0: [B, K]."""
-    log_p, joint = laws.log_p[:, 1:-1], log_joint[:, :-1]
+    log_p, joint = distributions.log_p[:, 1:-1], log_joint[:, :-1]
     if draft.draft_to_target is not None:
         log_p = log_p[:, :, draft.draft_to_target]
     p = jnp.exp(joint[:, :, None] + log_p)
-    mass = jnp.maximum(p - jnp.exp(laws.log_q[:, 1:]), 0).sum(-1)
+    mass = jnp.maximum(p - jnp.exp(distributions.log_q[:, 1:]), 0).sum(-1)
     if draft.draft_to_target is not None:  # q is 0 outside of the draft's vocabulary
         mass += jnp.maximum(jnp.exp(joint) - p.sum(-1), 0)
     if draft.sampled is not None:  # of a point mass: all that is not on its token
-        other = jnp.exp(joint) * -jnp.expm1(laws.log_p_token[:, 1:])
+        other = jnp.exp(joint) * -jnp.expm1(distributions.log_p_token[:, 1:])
         mass = jnp.where(draft.sampled[:, 2:], mass, other)
     return jnp.pad(mass, ((0, 0), (0, 1)))[:, : log_joint.shape[1]]
 
@@ -128,7 +132,7 @@ class _Traversal(Nodes):
         place = lax.while_loop(lambda place: place.going.any(), self._judge, self._start())
         on_top = self._opens(place.node) | (place.node == 0)
         depth = jnp.where(on_top, take(self.tree.depth, place.node), 0)
-        residual, fresh = take(place.stack.p, depth), self.target_law(place.node)
+        residual, fresh = take(place.stack.p, depth), self.target_probs(place.node)
         return place.node, jnp.where(on_top[:, None], residual, fresh)
 
     def _start(self) -> _Place:
@@ -137,7 +141,7 @@ class _Traversal(Nodes):
         below = max(self.tree.max_depth, 1) - 1
         stack = jax.tree.map(
             lambda x: jnp.pad(x[:, None], ((0, 0), (0, below), (0, 0))[: x.ndim + 1]),
-            self._entry(root, jnp.ones(root.shape, self.warped.dtype)),
+            self._entry(root, jnp.ones(root.shape, self.processed.dtype)),
         )
         waiting = self.draft.valid & (jnp.arange(self.tree.parents.shape[1]) > 0)
         return _Place(stack, root, waiting, jnp.ones(root.shape, bool))
@@ -146,11 +150,11 @@ class _Traversal(Nodes):
         """Judges the next leaf below the node, or the node itself where there is none."""
         place = lax.while_loop(lambda place: self._next_to_open(place)[1].any(), self._dive, place)
         leaf, has_leaf, leaf_joint = self._next(place)
-        own_joint = take(place.stack.joint, take(self.tree.depth, place.node))
+        separate_joint = take(place.stack.joint, take(self.tree.depth, place.node))
         subject = jnp.where(has_leaf, leaf, place.node)
-        joint = jnp.where(has_leaf, leaf_joint, own_joint)
+        joint = jnp.where(has_leaf, leaf_joint, separate_joint)
         # Strict, so that P = 0 is never accepted. The root is committed already.
-        accepted = (take(self.coins, subject) < joint) | (subject == 0)
+        accepted = (take(self.uniforms, subject) < joint) | (subject == 0)
         parent = jnp.where(has_leaf, place.node, take(self.tree.parents, place.node))
         refused = place.going & ~accepted
         return _Place(
@@ -193,8 +197,8 @@ class _Traversal(Nodes):
 
     def _entry(self, node: Array, joint: Array) -> _Stack:
         """Of a node that is opened: [B, V] and [B]."""
-        q, q_mass = self.draft_law(node)
-        return _Stack(self.target_law(node), q, joint, joint, q_mass)
+        q, q_mass = self.draft_probs(node)
+        return _Stack(self.target_probs(node), q, joint, joint, q_mass)
 
     def _refuse(self, stack: _Stack, child: Array, parent: Array, where: Array) -> _Stack:
         """What the refusal of ``child`` leaves to its ``parent``, which is on top."""
@@ -205,7 +209,7 @@ class _Traversal(Nodes):
         passing, left = _passing(mass, joint), mass > 0
         # Nothing left: P was 0 and is, or P p = q up to rounding and nothing is refused.
         factor = jnp.where(left, passing / jnp.where(left, mass, 1), passing * factor)
-        token, drops = take(self.draft.tokens, child), where & self.leaves_law(child)
+        token, drops = take(self.draft.tokens, child), where & self.leaves_distribution(child)
         dropped = one_hot(token, q.shape[1]) & drops[:, None]
         q_mass = jnp.where(dropped, 0, q).sum(-1)
         # The mass is never below 0: so the stack is read before it is written, not copied.

@@ -10,7 +10,7 @@ from jspec.core.sampling import log_residual
 from jspec.core.types import Array, Draft, Tree
 
 
-class ChainLaws(NamedTuple):
+class ChainDistributions(NamedTuple):
     """Normalised log-laws of a chain of K drafted tokens, and their ratio at the tokens."""
 
     log_p: Array  # [B, K+1, V], row i is the target's law after node i
@@ -24,14 +24,14 @@ def is_chain(draft: Draft) -> bool:
     return draft.logits is not None and trees.is_chain(draft.parents)
 
 
-def chain_laws(warped: Array, draft: Draft) -> ChainLaws:
+def chain_distributions(processed: Array, draft: Draft) -> ChainDistributions:
     """Normalises warped logits [B, K+1, V] and ``draft.logits``, and gathers them at the tokens.
 
     A token that its own recorded law excludes was not drawn from it; its ratio is set to 0, so
     that it is refused.
     """
     depth = draft.tokens.shape[1] - 1
-    log_p = jax.nn.log_softmax(warped, -1)
+    log_p = jax.nn.log_softmax(processed, -1)
     recorded = draft.logits[:, :depth].astype(log_p.dtype)
     missing = depth - recorded.shape[1]  # of nodes at the end, whose children are point masses
     log_q = jax.nn.log_softmax(jnp.pad(recorded, ((0, 0), (0, missing), (0, 0))), -1)
@@ -41,11 +41,11 @@ def chain_laws(warped: Array, draft: Draft) -> ChainLaws:
         at_q = jnp.where(draft.sampled[:, 1:], at_q, 0)
     drawable = ~jnp.isneginf(at_q)
     log_ratio = jnp.where(drawable, at_p - jnp.where(drawable, at_q, 0), -jnp.inf)
-    return ChainLaws(log_p, log_q, log_ratio, at_p)
+    return ChainDistributions(log_p, log_q, log_ratio, at_p)
 
 
-def _at(log_law: Array, tokens: Array) -> Array:
-    return jnp.take_along_axis(log_law, tokens[..., None], -1)[..., 0]
+def _at(log_distribution: Array, tokens: Array) -> Array:
+    return jnp.take_along_axis(log_distribution, tokens[..., None], -1)[..., 0]
 
 
 def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:
@@ -59,7 +59,7 @@ def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:
 
 
 def conclude(
-    laws: ChainLaws,
+    distributions: ChainDistributions,
     draft: Draft,
     tree: Tree,
     num_accepted: Array,
@@ -70,13 +70,13 @@ def conclude(
     ``scale`` [B, 1] is the log of the factor on p in the residual; None for 1.
     """
     row = num_accepted[:, None, None]
-    log_p = jnp.take_along_axis(laws.log_p, row, 1)[:, 0]
-    if laws.log_q.shape[1]:
+    log_p = jnp.take_along_axis(distributions.log_p, row, 1)[:, 0]
+    if distributions.log_q.shape[1]:
         refused = jnp.take_along_axis(
             jnp.pad(draft.valid[:, 1:], ((0, 0), (0, 1))), num_accepted[:, None], 1
         )
-        last = laws.log_q.shape[1] - 1
-        log_q = jnp.take_along_axis(laws.log_q, jnp.minimum(row, last), 1)[:, 0]
+        last = distributions.log_q.shape[1] - 1
+        log_q = jnp.take_along_axis(distributions.log_q, jnp.minimum(row, last), 1)[:, 0]
         log_q = _judged_against(log_q, draft, num_accepted, log_p)
         scaled = log_p if scale is None else log_p + scale
         log_p = jnp.where(refused, log_residual(scaled, log_q), log_p)
@@ -88,9 +88,11 @@ def conclude(
 def _judged_against(log_q: Array, draft: Draft, num_accepted: Array, like: Array) -> Array:
     """The recorded row [B, Vd] over all target ids; a point mass is all on its token: [B, V]."""
     if draft.draft_to_target is not None:
-        log_q = jnp.full_like(like, -jnp.inf).at[:, draft.draft_to_target].set(
-            log_q, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
-        )  # fmt: skip
+        log_q = (
+            jnp.full_like(like, -jnp.inf)
+            .at[:, draft.draft_to_target]
+            .set(log_q, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
+        )
     if draft.sampled is None:
         return log_q
     node = jnp.minimum(num_accepted + 1, draft.tokens.shape[1] - 1)[:, None]

@@ -12,7 +12,7 @@ from jspec.core.types import Array, Draft, Tree
 from jspec.verify.nodes import ending_at, reached
 
 
-def match(warped: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array, Array, Array]:
+def match(processed: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array, Array, Array]:
     """Accepts the longest path whose every token is the draw of its parent.
 
     Args:
@@ -28,4 +28,4 @@ def match(warped: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array,
     matches = draft.valid & (draft.tokens == drawn_above)
     accepted, _ = reached(matches, tree)  # one text: twins draw the same after them
     end = jnp.argmax(jnp.where(accepted, tree.depth, -1), 1)
-    return ending_at(end, warped, tree)
+    return ending_at(end, processed, tree)

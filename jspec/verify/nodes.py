@@ -17,11 +17,11 @@ class Nodes:
     mass stands beside them where it need not be 1.
     """
 
-    warped: Array
+    processed: Array
     draft: Draft
     tree: Tree
-    coins: Array
-    law: Proposal
+    uniforms: Array
+    distribution: Proposal
 
     def children(self, node: Array) -> Array:
         """The valid children of ``node`` [B]: bool [B, N]."""
@@ -42,25 +42,29 @@ class Nodes:
         )
         return jnp.where(waiting.any(1), jnp.argmin(turn, 1), 0).astype(jnp.int32)
 
-    def target_law(self, node: Array) -> Array:
+    def target_probs(self, node: Array) -> Array:
         """The target's law after ``node`` [B]: [B, V]."""
-        return jax.nn.softmax(take(self.warped, node), -1)
+        return jax.nn.softmax(take(self.processed, node), -1)
 
-    def draft_law(self, node: Array) -> tuple[Array, Array]:
+    def draft_probs(self, node: Array) -> tuple[Array, Array]:
         """The law that the first drawn child of ``node`` [B] came from: weights [B, V], mass [B].
 
         That is the recorded row without the tokens of the point masses among the children, since
         siblings are distinct; but the whole row where point masses came last.
         """
-        shape = (node.shape[0], self.warped.shape[-1])
+        shape = (node.shape[0], self.processed.shape[-1])
         if self.draft.logits is None:
-            return jnp.zeros(shape, self.warped.dtype), jnp.zeros(shape[:1], self.warped.dtype)
-        q = jax.nn.softmax(take(self.draft.logits, node).astype(self.warped.dtype), -1)
+            return jnp.zeros(shape, self.processed.dtype), jnp.zeros(
+                shape[:1], self.processed.dtype
+            )
+        q = jax.nn.softmax(take(self.draft.logits, node).astype(self.processed.dtype), -1)
         if self.draft.draft_to_target is not None:
-            q = jnp.zeros(shape, q.dtype).at[:, self.draft.draft_to_target].set(
-                q, indices_are_sorted=True, unique_indices=True
-            )  # fmt: skip
-        if self.draft.sampled is not None and self.law != "points_last":
+            q = (
+                jnp.zeros(shape, q.dtype)
+                .at[:, self.draft.draft_to_target]
+                .set(q, indices_are_sorted=True, unique_indices=True)
+            )
+        if self.draft.sampled is not None and self.distribution != "points_last":
             fixed = jnp.where(self.children(node) & ~self.draft.drawn, self.draft.tokens, shape[1])
             q = q.at[jnp.arange(shape[0])[:, None], fixed].set(0, mode="drop")
         return q, q.sum(-1)
@@ -79,9 +83,13 @@ class Nodes:
         q = q / jnp.where(q_mass > 0, q_mass, 1)[:, None]
         return jnp.maximum(p - jnp.where(take(self.draft.drawn, child)[:, None], q, is_token), 0)
 
-    def leaves_law(self, child: Array) -> Array:
+    def leaves_distribution(self, child: Array) -> Array:
         """Whether the refusal of ``child`` takes its token out of the law of the next: bool [B]."""
-        return jnp.zeros(child.shape, bool) if self.law == "iid" else take(self.draft.drawn, child)
+        return (
+            jnp.zeros(child.shape, bool)
+            if self.distribution == "iid"
+            else take(self.draft.drawn, child)
+        )
 
     def path_to(self, end: Array) -> tuple[Array, Array]:
         """Node ids from the root down to ``end`` [B], [B, max_depth+1], and its depth [B]."""
@@ -106,9 +114,9 @@ def path_to(end: Array, tree: Tree) -> Array:
     return jnp.argmax(here, -1).astype(jnp.int32)
 
 
-def ending_at(end: Array, warped: Array, tree: Tree) -> tuple[Array, Array, Array]:
+def ending_at(end: Array, processed: Array, tree: Tree) -> tuple[Array, Array, Array]:
     """What a walk gives that ends at node ``end`` [B] with nothing refused: the target's law."""
-    return path_to(end, tree), take(tree.depth, end), take(warped, end)
+    return path_to(end, tree), take(tree.depth, end), take(processed, end)
 
 
 def take(rows: Array, index: Array) -> Array:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.core.types import Array, Draft, Proposal, Tree
-from jspec.verify.chain import chain_laws, conclude, is_chain
+from jspec.verify.chain import chain_distributions, conclude, is_chain
 from jspec.verify.nodes import Nodes, one_hot, take
 
 
 def rejection(
-    warped: Array, draft: Draft, tree: Tree, coins: Array, *, law: Proposal = "mixed"
+    processed: Array, draft: Draft, tree: Tree, uniforms: Array, *, distribution: Proposal = "mixed"
 ) -> tuple[Array, Array, Array]:
     """Accepts a token x where u < p(x) / q(x); a refusal leaves the residual max(p - q, 0).
 
@@ -36,22 +36,24 @@ def rejection(
       or the target's law where the end has no children.
     """
     if is_chain(draft):
-        return _chain(warped, draft, tree, coins)
-    nodes = Nodes(warped, draft, tree, coins, law)
+        return _chain(processed, draft, tree, uniforms)
+    nodes = Nodes(processed, draft, tree, uniforms, distribution)
     end, left = _walk(nodes)
     return *nodes.path_to(end), jnp.log(left)
 
 
-with_replacement = functools.partial(rejection, law="iid")
-points_last = functools.partial(rejection, law="points_last")
+with_replacement = functools.partial(rejection, distribution="iid")
+points_last = functools.partial(rejection, distribution="points_last")
 
 
-def _chain(warped: Array, draft: Draft, tree: Tree, coins: Array) -> tuple[Array, Array, Array]:
-    laws = chain_laws(warped, draft)
+def _chain(
+    processed: Array, draft: Draft, tree: Tree, uniforms: Array
+) -> tuple[Array, Array, Array]:
+    distributions = chain_distributions(processed, draft)
     # u q < p, in logs. Strict, so that p(x) = 0 is never accepted, not even by u = 0.
-    accept = jnp.log(coins[:, 1:]) < laws.log_ratio
+    accept = jnp.log(uniforms[:, 1:]) < distributions.log_ratio
     num_accepted = jnp.cumprod(accept & draft.valid[:, 1:], 1, dtype=jnp.int32).sum(1)
-    return conclude(laws, draft, tree, num_accepted, scale=None)
+    return conclude(distributions, draft, tree, num_accepted, scale=None)
 
 
 def _walk(nodes: Nodes) -> tuple[Array, Array]:
@@ -62,19 +64,21 @@ def _walk(nodes: Nodes) -> tuple[Array, Array]:
     """
 
     def descend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        node, law, going = carry
+        node, distribution, going = carry
         waiting = nodes.children(node) & going[:, None]
-        found = _judge(nodes, _Siblings(nodes.target_law(node), *nodes.draft_law(node), waiting))
+        found = _judge(
+            nodes, _Siblings(nodes.target_probs(node), *nodes.draft_probs(node), waiting)
+        )
         return (
             jnp.where(found.accepted, found.child, node),
-            jnp.where(going[:, None], found.siblings.p, law),
+            jnp.where(going[:, None], found.siblings.p, distribution),
             found.accepted,
         )
 
     root = jnp.zeros_like(nodes.tree.parents[:, 0])
-    start = (root, jnp.zeros_like(nodes.warped[:, 0]), jnp.ones(root.shape, bool))
-    end, law, _ = lax.while_loop(lambda carry: carry[2].any(), descend, start)
-    return end, law
+    start = (root, jnp.zeros_like(nodes.processed[:, 0]), jnp.ones(root.shape, bool))
+    end, distribution, _ = lax.while_loop(lambda carry: carry[2].any(), descend, start)
+    return end, distribution
 
 
 class _Siblings(NamedTuple):
@@ -106,7 +110,7 @@ def _judge(nodes: Nodes, siblings: _Siblings) -> _Judged:
         at_p, at_q = take(siblings.p, token), take(siblings.q, token)
         at_p, at_q = nodes.odds(child, at_p, at_q, siblings.q_mass)
         # Strict, so that p(x) = 0 is never accepted, not even by u = 0.
-        passes = take(nodes.coins, child) * at_q < at_p
+        passes = take(nodes.uniforms, child) * at_q < at_p
         return _Judged(siblings, child, exists & passes, exists & ~passes)
 
     def refuse(judged: _Judged) -> _Judged:
@@ -117,7 +121,7 @@ def _judge(nodes: Nodes, siblings: _Siblings) -> _Judged:
         # Nothing is left only where p = q up to rounding, and then nothing is refused either.
         left = refused[:, None] & (mass > 0)
         # The mass is never below 0: so q is read before it is written, not copied.
-        drops = refused & nodes.leaves_law(child) & (mass[:, 0] >= 0)
+        drops = refused & nodes.leaves_distribution(child) & (mass[:, 0] >= 0)
         token = jnp.where(drops, take(nodes.draft.tokens, child), q.shape[1])
         q = q.at[batch, token].set(0, mode="drop")
         again = toss(

@@ -61,7 +61,7 @@ class Synthetic:
         return tuple(float(min(max(self.length - 1 - i, 0), 1)) for i in range(depth))
 
     def __call__(
-        self, warped: Array, draft: Draft, tree: Tree, coins: Array
+        self, processed: Array, draft: Draft, tree: Tree, uniforms: Array
     ) -> tuple[Array, Array, Array]:
         """Follows the first valid children from the root, the i-th with chance r_i / r_{i-1}.
 
@@ -74,6 +74,6 @@ class Synthetic:
         for rate in self.rates_to(tree.max_depth):
             below = draft.valid & (tree.parents == end[:, None]) & (index > 0)
             child = jnp.argmax(below, 1).astype(end.dtype)
-            going &= below.any(1) & (take(coins, child) < (rate / before if before else 0))
+            going &= below.any(1) & (take(uniforms, child) < (rate / before if before else 0))
             end, before = jnp.where(going, child, end), rate
-        return ending_at(end, warped, tree)
+        return ending_at(end, processed, tree)

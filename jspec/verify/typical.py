@@ -37,25 +37,25 @@ class Typical:
             raise ValueError(f"posterior_alpha={self.alpha!r} must be a number of at least 0.")
 
     def __call__(
-        self, warped: Array, draft: Draft, tree: Tree, coins: Array
+        self, processed: Array, draft: Draft, tree: Tree, uniforms: Array
     ) -> tuple[Array, Array, Array]:
         """The longest path of accepted tokens, and among equals the likeliest.
 
         Arguments and results as for ``jspec.verify.rejection``; the coins and the laws of the
         draft are not used, and the next law is always the target's.
         """
-        del coins
-        log_total = jax.nn.logsumexp(warped, -1)  # [B, N]
-        p = jnp.exp(warped - log_total[..., None])
+        del uniforms
+        log_total = jax.nn.logsumexp(processed, -1)  # [B, N]
+        p = jnp.exp(processed - log_total[..., None])
         entropy = -(p * jnp.log(p + _INSIDE_LOG)).sum(-1)
         floor = jnp.minimum(self.threshold, self.alpha * jnp.exp(-entropy))
         at_parent = lambda x: jnp.take_along_axis(x, tree.parents, 1)
-        rows = jnp.arange(warped.shape[0])[:, None]
-        log_p = warped[rows, tree.parents, draft.tokens] - at_parent(log_total)
+        rows = jnp.arange(processed.shape[0])[:, None]
+        log_p = processed[rows, tree.parents, draft.tokens] - at_parent(log_total)
         accepted, above = reached(draft.valid & (jnp.exp(log_p) > at_parent(floor)), tree)
         log_p = jnp.where(accepted, log_p, 0).at[:, 0].set(0)
         score = jnp.where(above, log_p[:, None, :], 0).sum(-1)
         longest = jnp.where(accepted, tree.depth, -1)
         longest = accepted & (longest == longest.max(1, keepdims=True))
         end = argmax(jnp.where(longest, score, -jnp.inf))
-        return ending_at(end, warped, tree)
+        return ending_at(end, processed, tree)

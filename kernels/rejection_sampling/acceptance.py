@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.rejection_sampling.laws import (
-    DraftLaw,
+from jspec.kernels.rejection_sampling.distributions import (
+    DraftDistribution,
+    Filters,
     Form,
     Proposal,
     Refusal,
-    Warps,
     first_above,
     weights,
 )
@@ -35,45 +35,54 @@ Array = jax.Array
 
 
 def rejection_sampling(
-    kernels: Kernels, logits: Array, warps: Warps, proposal: Proposal, coins: Array,
-    uniform: Array, form: Form,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    kernels: Kernels,
+    logits: Array,
+    filters: Filters,
+    proposal: Proposal,
+    uniforms: Array,
+    uniform: Array,
+    form: Form,
+) -> tuple[Array, Array, Array]:
     """As the reference, in float32, without storing a law."""
     batch, nodes, vocab = logits.shape
     flat = logits.reshape(batch * nodes, vocab)
-    per_node = Warps(*(jnp.repeat(x, nodes) for x in warps[:4]), warps.names)
-    draft = draft_law = None
+    per_node = Filters(*(jnp.repeat(x, nodes) for x in filters[:4]), filters.names)
+    draft = draft_probs = None
     if proposal.logits is not None:
         draft = proposal.logits.reshape(batch * nodes, vocab)
-        found = kernels.laws(draft, None)
-        draft_law = DraftLaw(found.peak, found.log_total)
-    rows = Rows(flat, draft, kernels.laws(flat, per_node), draft_law, nodes, kernels)
-    coins = coins.astype(jnp.float32)
+        found = kernels.distributions(draft, None)
+        draft_probs = DraftDistribution(found.peak, found.log_total)
+    rows = Rows(flat, draft, kernels.distributions(flat, per_node), draft_probs, nodes, kernels)
+    uniforms = uniforms.astype(jnp.float32)
     judge = {"rejection": _walk, "block": _chain_as_a_whole, "traversal": traverse}[form.rule]
-    ending = judge(rows, proposal, coins, form)
+    ending = judge(rows, proposal, uniforms, form)
     return ending.path, ending.num_accepted, _draw(rows, ending, uniform.astype(jnp.float32))
 
 
 # ------------------------------------------------------------------- child by child, down a tree
 
 
-def _walk(rows: Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
+def _walk(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> Ending:
     """Recursive rejection sampling, from the root down, while some row descends."""
     batch = proposal.tokens.shape[0]
 
     def descend(carry):
         depth, going, ending = carry
-        children = children_of(rows, proposal, coins, ending.node, form.max_children)
+        children = children_of(rows, proposal, uniforms, ending.node, form.max_children)
         children = children._replace(exists=children.exists & going[:, None])
         accepted, child, absent, steps = _judge(rows, children, ending.node, form)
         path = ending.path.at[:, depth + 1].set(jnp.where(accepted, child, 0), mode="drop")
         keep = lambda new, old: jnp.where(going, new, old)
-        return depth + 1, accepted, Ending(
-            jnp.where(accepted, child, ending.node),
-            path,
-            ending.num_accepted + accepted,
-            *jax.tree.map(keep, (absent, steps), (ending.absent, ending.steps)),
-        )  # fmt: skip
+        return (
+            depth + 1,
+            accepted,
+            Ending(
+                jnp.where(accepted, child, ending.node),
+                path,
+                ending.num_accepted + accepted,
+                *jax.tree.map(keep, (absent, steps), (ending.absent, ending.steps)),
+            ),
+        )
 
     none = jnp.zeros((batch,), jnp.int32)
     start = Ending(
@@ -93,18 +102,18 @@ def _judge(rows: Rows, children: Children, node: Array, form: Form):
     if form.mixed:  # siblings are distinct: the law of those drawn excludes the point masses
         absent = children.points()
     place = rows.at(node)
-    law, draft_law = rows.laws_at(place, absent)
+    distribution, draft_probs = rows.distributions_at(place, absent)
     mass = remaining = jnp.ones(node.shape, jnp.float32)  # of the target's law, of the draft's
     if form.mixed:
-        remaining = rows.masses(place, law, draft_law, ()).draft.sum(-1)
+        remaining = rows.masses(place, distribution, draft_probs, ()).draft.sum(-1)
     accepted, child, steps = jnp.zeros(node.shape, bool), node, ()
     for rank in range(form.max_children):
         each = children.rank(rank)
-        _, p, q = weights(each.x, each.y, each.token, law, draft_law, steps)
+        _, p, q = weights(each.x, each.y, each.token, distribution, draft_probs, steps)
         q = jnp.where(each.drawn, q / jnp.where(remaining > 0, remaining, 1), 1.0)
         # Strict, so that p(x) = 0 is never accepted, not even by u = 0. A token that its own
         # recorded law excludes was not drawn from it and is refused.
-        passes = (each.coin * q < p / mass) & (q > 0)
+        passes = (each.uniform * q < p / mass) & (q > 0)
         waits = each.exists & ~accepted
         refused = waits & ~passes
         child = jnp.where(waits & passes, each.node, child)
@@ -116,7 +125,7 @@ def _judge(rows: Rows, children: Children, node: Array, form: Form):
             jnp.where(gone, each.token, -1),
         )
         if rank + 1 < form.max_children:
-            found = rows.masses(place, law, draft_law, (*steps, step))
+            found = rows.masses(place, distribution, draft_probs, (*steps, step))
             left, draft_left = found.after.sum(-1), found.draft.sum(-1)
             # Nothing is left only where p = q up to rounding; then the law stays as it was.
             step = choose(left > 0, step, no_refusal(node.shape[0]))
@@ -129,7 +138,7 @@ def _judge(rows: Rows, children: Children, node: Array, form: Form):
 # ------------------------------------------------------------------------------ a chain as a whole
 
 
-def _chain_as_a_whole(rows: Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
+def _chain_as_a_whole(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> Ending:
     """Block verification; the notation is that of ``jspec.verify.block``."""
     del form  # a chain has no other
     batch, nodes = proposal.tokens.shape
@@ -146,9 +155,13 @@ def _chain_as_a_whole(rows: Rows, proposal: Proposal, coins: Array, form: Form) 
     )
     every = jnp.arange(batch * nodes, dtype=jnp.int32)
     step = Refusal(*(x.reshape(-1) for x in refusal))
-    rest = rows.masses(None, *rows.laws_at(every), (step,)).after.sum(-1).reshape(batch, nodes)
+    rest = (
+        rows.masses(None, *rows.distributions_at(every), (step,))
+        .after.sum(-1)
+        .reshape(batch, nodes)
+    )
     passing = jnp.where(has_child, passing_of(rest, joint), joint)[:, 1:]
-    passed = valid & (coins[:, 1:] < passing)
+    passed = valid & (uniforms[:, 1:] < passing)
     num_accepted = jnp.where(passed, jnp.arange(1, nodes, dtype=jnp.int32), 0).max(1, initial=0)
     path = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (batch, nodes))
     last = Refusal(*(jnp.take_along_axis(x, num_accepted[:, None], 1)[:, 0] for x in refusal))
@@ -160,7 +173,7 @@ def _log_joint(rows: Rows, proposal: Proposal) -> Array:
     batch, nodes = proposal.tokens.shape
     parents = rows.at(jnp.tile(jnp.arange(nodes - 1, dtype=jnp.int32), (batch, 1)))
     tokens = proposal.tokens[:, 1:]
-    p, _, q = weights(*rows.entries(parents, tokens), tokens, *rows.laws_at(parents))
+    p, _, q = weights(*rows.entries(parents, tokens), tokens, *rows.distributions_at(parents))
     q = jnp.where(proposal.sampled[:, 1:], q, 1.0)
     drawable = proposal.valid[:, 1:] & (q > 0)
     log_ratio = jnp.where(drawable, jnp.log(p) - jnp.log(jnp.where(drawable, q, 1)), -jnp.inf)
@@ -179,8 +192,8 @@ def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
     ``uniform`` [B, 2] is a coarse and a fine part, which comes in where their sum has room.
     """
     place = rows.at(ending.node)
-    law, draft_law = rows.laws_at(place, ending.absent)
-    found = rows.masses(place, law, draft_law, ending.steps)
+    distribution, draft_probs = rows.distributions_at(place, ending.absent)
+    found = rows.masses(place, distribution, draft_probs, ending.steps)
     # Nothing is left of a refusal only where p = q up to rounding.
     refused = found.after.sum(-1) > 0
     masses = jnp.where(refused[:, None], found.after, found.before)
@@ -194,7 +207,7 @@ def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
     cut = jax.vmap(lambda x, row, at: lax.dynamic_slice(x, (row, at), (1, width))[0], (None, 0, 0))
     streams = [None if x is None else cut(x, place, start) for x in (rows.logits, rows.draft)]
     token = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    columns = jax.tree.map(lambda x: x[:, None], (law, draft_law, ending.steps))
+    columns = jax.tree.map(lambda x: x[:, None], (distribution, draft_probs, ending.steps))
     before, after, _ = weights(*streams, token, *columns)
     inside = jnp.where(refused[:, None], after, before)
     inside = jnp.where(token >= first[:, None], inside, 0.0)

@@ -16,15 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.kernels.rejection_sampling import acceptance
-from jspec.kernels.rejection_sampling import laws as shared
-from jspec.kernels.rejection_sampling.laws import (
-    DraftLaw,
+from jspec.kernels.rejection_sampling import distributions as shared
+from jspec.kernels.rejection_sampling.distributions import (
+    Distribution,
+    DraftDistribution,
+    Filters,
     Form,
-    Law,
     Masses,
     Proposal,
     Refusal,
-    Warps,
 )
 
 Array = jax.Array
@@ -47,13 +47,22 @@ BLOCKS = Blocks()
 
 
 def rejection_sampling(
-    logits: Array, warps: Warps, proposal: Proposal, coins: Array, uniform: Array, form: Form,
-    *, blocks: Blocks = BLOCKS, interpret: object = None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    logits: Array,
+    filters: Filters,
+    proposal: Proposal,
+    uniforms: Array,
+    uniform: Array,
+    form: Form,
+    *,
+    blocks: Blocks = BLOCKS,
+    interpret: object = None,
+) -> tuple[Array, Array, Array]:
     """As the reference, in float32; ``interpret`` takes Mosaic GPU's interpreter parameters."""
     run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
-    kernels = acceptance.Kernels(run(laws), run(masses), blocks.segment)
-    return acceptance.rejection_sampling(kernels, logits, warps, proposal, coins, uniform, form)
+    kernels = acceptance.Kernels(run(distributions), run(masses), blocks.segment)
+    return acceptance.rejection_sampling(
+        kernels, logits, filters, proposal, uniforms, uniform, form
+    )
 
 
 def refusal(logits: Array, draft: Array | None) -> str | None:
@@ -79,22 +88,22 @@ def wrong_device(device: jax.Device) -> str | None:
     )
 
 
-def laws(
-    logits: Array, warps: Warps | None, *, blocks: Blocks = BLOCKS, interpret: object = None
-) -> Law:
-    """The warped law of every row of ``logits`` [R, V]; ``warps`` [R], None for none."""
+def distributions(
+    logits: Array, filters: Filters | None, *, blocks: Blocks = BLOCKS, interpret: object = None
+) -> Distribution:
+    """The warped law of every row of ``logits`` [R, V]; ``filters`` [R], None for none."""
     rows = logits.shape[0]
-    names = None if warps is None else warps.names
-    settings = () if warps is None else warps[:4]
+    names = None if filters is None else filters.names
+    settings = () if filters is None else filters[:4]
     of_rows = lambda dtype: jax.ShapeDtypeStruct((rows,), dtype)
     measured = _kernel(
-        functools.partial(_laws_kernel, names=names, blocks=blocks),
+        functools.partial(_distributions_kernel, names=names, blocks=blocks),
         out_type=(*[of_rows(jnp.float32)] * 3, of_rows(jnp.int32)),
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
     )(logits, *settings)
-    return shared.law_of(warps, *measured)
+    return shared.distribution_of(filters, *measured)
 
 
 def _kernel(body, *, interpret, **options):
@@ -103,10 +112,10 @@ def _kernel(body, *, interpret, **options):
     return plgpu.kernel(body, **options)
 
 
-def _laws_kernel(logits, *refs, names, blocks):
+def _distributions_kernel(logits, *refs, names, blocks):
     row = lax.axis_index("row")
-    warps = None if names is None else Warps(*(ref[row] for ref in refs[:4]), names)
-    measured = shared.measure(_Streamed(logits, row, blocks), warps)
+    filters = None if names is None else Filters(*(ref[row] for ref in refs[:4]), names)
+    measured = shared.measure(_Streamed(logits, row, blocks), filters)
     for ref, value in zip(refs[-4:], measured, strict=True):
         ref[row] = value
 
@@ -158,9 +167,16 @@ class _Streamed:
 
 
 def masses(
-    logits: Array, draft: Array | None, rows: Array | None, law: Law, draft_law: DraftLaw | None,
-    steps: Sequence[Refusal], *, blocks: Blocks = BLOCKS, interpret: object = None,
-) -> Masses:  # fmt: skip
+    logits: Array,
+    draft: Array | None,
+    rows: Array | None,
+    distribution: Distribution,
+    draft_probs: DraftDistribution | None,
+    steps: Sequence[Refusal],
+    *,
+    blocks: Blocks = BLOCKS,
+    interpret: object = None,
+) -> Masses:
     """What ``steps`` leave of the laws of ``rows``, summed over segments of the vocabulary.
 
     Args:
@@ -176,8 +192,8 @@ def masses(
     if rows is None:
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     count, segments = rows.shape[0], pl.cdiv(logits.shape[1], blocks.segment)
-    facts = [jnp.stack(columns, 1) for columns in shared.pack(law, draft_law, steps)]
-    absent = 0 if draft_law is None else len(draft_law.absent)
+    facts = [jnp.stack(columns, 1) for columns in shared.pack(distribution, draft_probs, steps)]
+    absent = 0 if draft_probs is None else len(draft_probs.absent)
     streams = [x for x in (logits, draft) if x is not None]
     found = _kernel(
         functools.partial(
@@ -198,9 +214,9 @@ def _masses_kernel(rows, floats, ints, x, *refs, width, drafted, absent):
     place, segment = lax.axis_index("place"), lax.axis_index("segment")
     row, nominal = rows[place], segment * width
     columns = [[ref[place, i] for i in range(ref.shape[1])] for ref in (floats, ints)]
-    law, draft_law, steps = shared.unpack(*columns, drafted, absent)
+    distribution, draft_probs, steps = shared.unpack(*columns, drafted, absent)
     logits, token = _chunk(x, row, nominal, width)
     log_weights = _chunk(y, row, nominal, width)[0] if drafted else None
-    found = shared.weights(logits, log_weights, token, law, draft_law, steps)
+    found = shared.weights(logits, log_weights, token, distribution, draft_probs, steps)
     for out, values in zip(outs, found, strict=True):
         out[place, segment] = jnp.sum(jnp.where(token >= nominal, values, 0.0))

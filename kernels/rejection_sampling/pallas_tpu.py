@@ -16,15 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jspec.kernels.rejection_sampling import acceptance
-from jspec.kernels.rejection_sampling import laws as shared
-from jspec.kernels.rejection_sampling.laws import (
-    DraftLaw,
+from jspec.kernels.rejection_sampling import distributions as shared
+from jspec.kernels.rejection_sampling.distributions import (
+    Distribution,
+    DraftDistribution,
+    Filters,
     Form,
-    Law,
     Masses,
     Proposal,
     Refusal,
-    Warps,
 )
 
 Array = jax.Array
@@ -48,13 +48,22 @@ BLOCKS = Blocks()
 
 
 def rejection_sampling(
-    logits: Array, warps: Warps, proposal: Proposal, coins: Array, uniform: Array, form: Form,
-    *, blocks: Blocks = BLOCKS, interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    logits: Array,
+    filters: Filters,
+    proposal: Proposal,
+    uniforms: Array,
+    uniform: Array,
+    form: Form,
+    *,
+    blocks: Blocks = BLOCKS,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Array, Array, Array]:
     """As the reference, in float32."""
     run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
-    kernels = acceptance.Kernels(run(laws), run(masses), blocks.segment)
-    return acceptance.rejection_sampling(kernels, logits, warps, proposal, coins, uniform, form)
+    kernels = acceptance.Kernels(run(distributions), run(masses), blocks.segment)
+    return acceptance.rejection_sampling(
+        kernels, logits, filters, proposal, uniforms, uniform, form
+    )
 
 
 def refusal(logits: Array, draft: Array | None) -> str | None:
@@ -67,22 +76,22 @@ def refusal(logits: Array, draft: Array | None) -> str | None:
     return None
 
 
-def laws(
+def distributions(
     logits: Array,
-    warps: Warps | None,
+    filters: Filters | None,
     *,
     blocks: Blocks = BLOCKS,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Law:
-    """The warped law of every row of ``logits`` [R, V]; ``warps`` [R], None for none."""
+) -> Distribution:
+    """The warped law of every row of ``logits`` [R, V]; ``filters`` [R], None for none."""
     rows, vocab = logits.shape
-    names = None if warps is None else warps.names
-    settings = () if warps is None else warps[:4]
+    names = None if filters is None else filters.names
+    settings = () if filters is None else filters[:4]
     tile = min(rows, TILE_ROWS)
     of_row = pl.BlockSpec((tile, 1), lambda i: (i, 0))
     column = lambda dtype: jax.ShapeDtypeStruct((rows, 1), dtype)
     measured = pl.pallas_call(
-        functools.partial(_laws_kernel, names=names, blocks=blocks),
+        functools.partial(_distributions_kernel, names=names, blocks=blocks),
         out_shape=[*[column(jnp.float32)] * 3, column(jnp.int32)],
         grid=(pl.cdiv(rows, tile),),
         in_specs=[pl.BlockSpec((tile, vocab), lambda i: (i, 0)), *[of_row] * len(settings)],
@@ -91,14 +100,14 @@ def laws(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=2 * tile * vocab * logits.dtype.itemsize + OTHER_BYTES,
         ),
-        cost_estimate=_laws_cost(logits, names or (), blocks.pass_bits),
+        cost_estimate=_distributions_cost(logits, names or (), blocks.pass_bits),
         interpret=interpret,
         name="rejection_sampling_laws",
     )(logits, *(x[:, None] for x in settings))
-    return shared.law_of(warps, *(x[:, 0] for x in measured))
+    return shared.distribution_of(filters, *(x[:, 0] for x in measured))
 
 
-def _laws_cost(logits: Array, names: Sequence[str], pass_bits: int) -> pl.CostEstimate:
+def _distributions_cost(logits: Array, names: Sequence[str], pass_bits: int) -> pl.CostEstimate:
     """Of one reading of the logits, and of the passes over what was read."""
     bits = shared.SIGN_AND_EXPONENT_BITS + jnp.finfo(logits.dtype).nmant
     searches = [-(-bits // pass_bits) * (name in names) for name in ("top_k", "top_p")]
@@ -109,9 +118,9 @@ def _laws_cost(logits: Array, names: Sequence[str], pass_bits: int) -> pl.CostEs
     )
 
 
-def _laws_kernel(logits, *refs, names, blocks):
-    warps = None if names is None else Warps(*(ref[...] for ref in refs[:4]), names)
-    measured = shared.measure(_Resident(logits, blocks), warps)
+def _distributions_kernel(logits, *refs, names, blocks):
+    filters = None if names is None else Filters(*(ref[...] for ref in refs[:4]), names)
+    measured = shared.measure(_Resident(logits, blocks), filters)
     for ref, value in zip(refs[-4:], measured, strict=True):
         ref[...] = value
 
@@ -164,10 +173,16 @@ class _Resident:
 
 
 def masses(
-    logits: Array, draft: Array | None, rows: Array | None, law: Law, draft_law: DraftLaw | None,
-    steps: Sequence[Refusal], *, blocks: Blocks = BLOCKS,
+    logits: Array,
+    draft: Array | None,
+    rows: Array | None,
+    distribution: Distribution,
+    draft_probs: DraftDistribution | None,
+    steps: Sequence[Refusal],
+    *,
+    blocks: Blocks = BLOCKS,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Masses:  # fmt: skip
+) -> Masses:
     """What ``steps`` leave of the laws of ``rows``, summed over segments of the vocabulary.
 
     Args:
@@ -186,10 +201,10 @@ def masses(
     count, vocab = streams[0].shape
     tile, width = min(count, TILE_ROWS), min(vocab, blocks.segment)
     segments = pl.cdiv(vocab, width)
-    facts = [jnp.stack(columns, 1) for columns in shared.pack(law, draft_law, steps)]
+    facts = [jnp.stack(columns, 1) for columns in shared.pack(distribution, draft_probs, steps)]
     of_row = lambda size: pl.BlockSpec((tile, size), lambda i, _: (i, 0))
     of_block = pl.BlockSpec((tile, width), lambda i, s: (i, s))
-    absent = 0 if draft_law is None else len(draft_law.absent)
+    absent = 0 if draft_probs is None else len(draft_probs.absent)
     kernel = functools.partial(
         _masses_kernel, vocab=vocab, drafted=draft is not None, absent=absent
     )
@@ -221,8 +236,10 @@ def _masses_kernel(floats, ints, x, *refs, vocab, drafted, absent):
     segment = pl.program_id(1)
     token = segment * x.shape[1] + lax.broadcasted_iota(jnp.int32, x.shape, 1)
     columns = [[ref[:, i : i + 1] for i in range(ref.shape[1])] for ref in (floats, ints)]
-    law, draft_law, steps = shared.unpack(*columns, drafted, absent)
-    found = shared.weights(x[...], y[...] if drafted else None, token, law, draft_law, steps)
+    distribution, draft_probs, steps = shared.unpack(*columns, drafted, absent)
+    found = shared.weights(
+        x[...], y[...] if drafted else None, token, distribution, draft_probs, steps
+    )
     lane = lax.broadcasted_iota(jnp.int32, outs[0].shape, 1)
     for out, values in zip(outs, found, strict=True):
         # The last block reaches past the vocabulary, where memory may hold anything.

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.rejection_sampling.laws import Form, Proposal, Warps
+from jspec.kernels.rejection_sampling.distributions import Filters, Form, Proposal
 
 Array = jax.Array
 
 
 def rejection_sampling(
-    logits: Array, warps: Warps, proposal: Proposal, coins: Array, uniform: Array, form: Form
+    logits: Array, filters: Filters, proposal: Proposal, uniforms: Array, uniform: Array, form: Form
 ) -> tuple[Array, Array, Array]:
     """Judges a draft and draws the token after what was accepted.
 
@@ -32,15 +32,15 @@ def rejection_sampling(
     Returns:
       path int32 [B, max_depth + 1], 0 below its end; num_accepted int32 [B]; token int32 [B].
     """
-    path, num_accepted, law = judge(logits, warps, proposal, coins, form)
-    running = jnp.cumsum(law, -1)
+    path, num_accepted, distribution = judge(logits, filters, proposal, uniforms, form)
+    running = jnp.cumsum(distribution, -1)
     coarse, fine = uniform[:, :1], uniform[:, 1:]
-    above = (running / running[:, -1:] - coarse > fine) & (law > 0)
+    above = (running / running[:, -1:] - coarse > fine) & (distribution > 0)
     return path, num_accepted, jnp.argmax(above, -1).astype(jnp.int32)
 
 
 def judge(
-    logits: Array, warps: Warps, proposal: Proposal, coins: Array, form: Form
+    logits: Array, filters: Filters, proposal: Proposal, uniforms: Array, form: Form
 ) -> tuple[Array, Array, Array]:
     """Path and its length, as above, and the law of the next token: weights [B, V].
 
@@ -50,28 +50,28 @@ def judge(
     replacement. Rule "block" is block verification of a chain (arXiv 2403.10444), "traversal" that
     of a tree (arXiv 2505.12398).
     """
-    p = target_law(logits, warps)
+    p = target_probs(logits, filters)
     q = jnp.zeros_like(p)
     if proposal.logits is not None:
         q = jax.nn.softmax(proposal.logits.astype(p.dtype), -1)
     rule = {"rejection": _tree, "block": _chain, "traversal": _tree_as_a_whole}[form.rule]
-    return jax.vmap(functools.partial(rule, form))(p, q, proposal, coins)
+    return jax.vmap(functools.partial(rule, form))(p, q, proposal, uniforms)
 
 
-def target_law(logits: Array, warps: Warps) -> Array:
+def target_probs(logits: Array, filters: Filters) -> Array:
     """Probabilities of the warped laws [B, N, V]; the order of warps is ``jspec.core.sampling``'s."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    temperature, min_p, top_k, top_p = (x[:, None, None] for x in warps[:4])
+    temperature, min_p, top_k, top_p = (x[:, None, None] for x in filters[:4])
     vocab = logits.shape[-1]
     x = logits / jnp.where(temperature > 0, temperature, 1)
-    if "min_p" in warps.names:
+    if "min_p" in filters.names:
         x = jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(min_p), x, -jnp.inf)
-    if "top_k" in warps.names:
+    if "top_k" in filters.names:
         wanted = jnp.broadcast_to(jnp.where(top_k > 0, top_k, vocab), (*x.shape[:2], 1))
         least = jnp.take_along_axis(jnp.sort(x), vocab - jnp.clip(wanted, 1, vocab), -1)
         x = jnp.where(x >= least, x, -jnp.inf)
-    if "top_p" in warps.names:
+    if "top_p" in filters.names:
         order = jnp.argsort(-x, -1)
         probs = jnp.take_along_axis(jax.nn.softmax(x, -1), order, -1)
         first = (jnp.cumsum(probs, -1) - probs < top_p) | (top_p >= 1)
@@ -82,7 +82,7 @@ def target_law(logits: Array, warps: Warps) -> Array:
     return jnp.where(temperature > 0, jax.nn.softmax(x, -1), greedy)
 
 
-def _tree(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
+def _tree(form: Form, p: Array, q: Array, draft: Proposal, uniforms: Array):
     """The walk of one batch row: p, q [N, V]. As nodes follow their parents, one scan suffices."""
     nodes, vocab = p.shape
     index = jnp.arange(nodes)
@@ -96,31 +96,34 @@ def _tree(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
         return p[node], _normalised(jnp.where(fixed, 0, q[node]))
 
     def meet(carry, node):
-        here, law, law_q, path, depth = carry
+        here, distribution, distribution_q, path, depth = carry
         token = token_mass[node]
-        against = jnp.where(draft.sampled[node], law_q, token)
-        at_p, at_q = (law * token).sum(), (against * token).sum()
+        against = jnp.where(draft.sampled[node], distribution_q, token)
+        at_p, at_q = (distribution * token).sum(), (against * token).sum()
         judged = draft.valid[node] & (draft.parents[node] == here) & (node > 0)
-        accepted = judged & (coins[node] * at_q < at_p) & (at_q > 0)
+        accepted = judged & (uniforms[node] * at_q < at_p) & (at_q > 0)
         refused = judged & ~accepted
-        rest = jnp.maximum(law - against, 0)
-        rest = jnp.where(rest.any(), _normalised(rest), law)
-        rest_q = law_q if form.replaced else _normalised(law_q * (1 - token))
-        law = jnp.where(refused, rest, law)
-        law_q = jnp.where(refused & draft.sampled[node], rest_q, law_q)
+        rest = jnp.maximum(distribution - against, 0)
+        rest = jnp.where(rest.any(), _normalised(rest), distribution)
+        rest_q = distribution_q if form.replaced else _normalised(distribution_q * (1 - token))
+        distribution = jnp.where(refused, rest, distribution)
+        distribution_q = jnp.where(refused & draft.sampled[node], rest_q, distribution_q)
         entered = enter(node)
         depth = depth + accepted
         path = path.at[jnp.where(accepted, depth, form.max_depth + 1)].set(node, mode="drop")
         here = jnp.where(accepted, node, here)
-        law, law_q = (jnp.where(accepted, a, b) for a, b in zip(entered, (law, law_q), strict=True))
-        return (here, law, law_q, path, depth), None
+        distribution, distribution_q = (
+            jnp.where(accepted, a, b)
+            for a, b in zip(entered, (distribution, distribution_q), strict=True)
+        )
+        return (here, distribution, distribution_q, path, depth), None
 
     # Node by node of one parent after the other, drawn children before point masses.
     turns = jnp.lexsort((index, ~draft.sampled, draft.parents)).astype(jnp.int32)
     path = jnp.zeros((form.max_depth + 1,), jnp.int32)
     start = (jnp.int32(0), *enter(jnp.int32(0)), path, jnp.int32(0))
-    (_, law, _, path, depth), _ = lax.scan(meet, start, turns)
-    return path, depth, law
+    (_, distribution, _, path, depth), _ = lax.scan(meet, start, turns)
+    return path, depth, distribution
 
 
 def _normalised(weights: Array) -> Array:
@@ -128,12 +131,12 @@ def _normalised(weights: Array) -> Array:
     return weights / jnp.where(total > 0, total, 1)
 
 
-def _chain(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
+def _chain(form: Form, p: Array, q: Array, draft: Proposal, uniforms: Array):
     """Block verification of one batch row: p, q [K + 1, V]."""
     nodes, vocab = p.shape
     token_mass = jax.nn.one_hot(draft.tokens, vocab, dtype=p.dtype)
     drawn_from = lambda node: jnp.where(draft.sampled[node], q[node - 1], token_mass[node])
-    joint, accepted, law = jnp.ones((), p.dtype), jnp.int32(0), p[0]
+    joint, accepted, distribution = jnp.ones((), p.dtype), jnp.int32(0), p[0]
     for node in range(nodes):
         if node:  # P of the node
             at_p, at_q = ((row * token_mass[node]).sum() for row in (p[node - 1], drawn_from(node)))
@@ -147,10 +150,10 @@ def _chain(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
             ratio = jnp.where(missing > 0, rest.sum() / jnp.where(missing > 0, missing, 1), 1)
             passing = jnp.where(has_child, ratio, joint)
             left = jnp.where(has_child & rest.any(), rest, p[node])
-        passes = (node == 0) | (draft.valid[node] & (coins[node] < passing))
+        passes = (node == 0) | (draft.valid[node] & (uniforms[node] < passing))
         accepted = jnp.where(passes, node, accepted)
-        law = jnp.where(passes, left, law)
-    return jnp.arange(form.max_depth + 1, dtype=jnp.int32), accepted.astype(jnp.int32), law
+        distribution = jnp.where(passes, left, distribution)
+    return jnp.arange(form.max_depth + 1, dtype=jnp.int32), accepted.astype(jnp.int32), distribution
 
 
 class _Tour(NamedTuple):
@@ -162,14 +165,14 @@ class _Tour(NamedTuple):
     here: Array
     entered: Array  # [N] bool
     joint: Array  # [N], P of each node so far
-    law: Array  # [N, V], what refusals left of the target's laws, normalised
-    law_q: Array  # [N, V], laws of the next drawn children, normalised
+    distribution: Array  # [N, V], what refusals left of the target's laws, normalised
+    distribution_q: Array  # [N, V], laws of the next drawn children, normalised
     ended: Array
     end: Array
-    end_law: Array  # [V]
+    end_distribution: Array  # [V]
 
 
-def _tree_as_a_whole(form: Form, p: Array, q: Array, draft: Proposal, coins: Array):
+def _tree_as_a_whole(form: Form, p: Array, q: Array, draft: Proposal, uniforms: Array):
     """Traversal verification of one batch row: p, q [N, V]."""
     nodes, vocab = p.shape
     index = jnp.arange(nodes)
@@ -179,11 +182,15 @@ def _tree_as_a_whole(form: Form, p: Array, q: Array, draft: Proposal, coins: Arr
     turn = index + nodes * ~draft.sampled  # drawn children come first
 
     def against(tour: _Tour, child: Array) -> Array:
-        return jnp.where(draft.sampled[child], tour.law_q[draft.parents[child]], token_mass[child])
+        return jnp.where(
+            draft.sampled[child], tour.distribution_q[draft.parents[child]], token_mass[child]
+        )
 
     def enter(tour: _Tour, node: Array) -> _Tour:
         above = draft.parents[node]
-        at_p, at_q = ((x * token_mass[node]).sum() for x in (tour.law[above], against(tour, node)))
+        at_p, at_q = (
+            (x * token_mass[node]).sum() for x in (tour.distribution[above], against(tour, node))
+        )
         ratio = jnp.where(at_q > 0, tour.joint[above] * at_p / jnp.where(at_q > 0, at_q, 1), 0)
         return tour._replace(
             here=node,
@@ -193,20 +200,24 @@ def _tree_as_a_whole(form: Form, p: Array, q: Array, draft: Proposal, coins: Arr
 
     def leave(tour: _Tour) -> _Tour:
         node, above = tour.here, draft.parents[tour.here]
-        ends = ~tour.ended & ((coins[node] < tour.joint[node]) | (node == 0))
-        rest = jnp.maximum(tour.joint[above] * tour.law[above] - against(tour, node), 0)
+        ends = ~tour.ended & ((uniforms[node] < tour.joint[node]) | (node == 0))
+        rest = jnp.maximum(tour.joint[above] * tour.distribution[above] - against(tour, node), 0)
         mass, missing = rest.sum(), rest.sum() + 1 - tour.joint[above]
         passing = jnp.where(missing > 0, mass / jnp.where(missing > 0, missing, 1), 1)
-        rest_q = _normalised(tour.law_q[above] * (1 - token_mass[node]))
+        rest_q = _normalised(tour.distribution_q[above] * (1 - token_mass[node]))
         drops = draft.sampled[node] & (not form.replaced)
         return tour._replace(
             here=above,
             joint=tour.joint.at[above].set(passing),
-            law=tour.law.at[above].set(jnp.where(mass > 0, _normalised(rest), tour.law[above])),
-            law_q=tour.law_q.at[above].set(jnp.where(drops, rest_q, tour.law_q[above])),
+            distribution=tour.distribution.at[above].set(
+                jnp.where(mass > 0, _normalised(rest), tour.distribution[above])
+            ),
+            distribution_q=tour.distribution_q.at[above].set(
+                jnp.where(drops, rest_q, tour.distribution_q[above])
+            ),
             ended=tour.ended | ends,
             end=jnp.where(ends, node, tour.end),
-            end_law=jnp.where(ends, tour.law[node], tour.end_law),
+            end_distribution=jnp.where(ends, tour.distribution[node], tour.end_distribution),
         )
 
     def move(_, tour: _Tour) -> _Tour:
@@ -216,11 +227,17 @@ def _tree_as_a_whole(form: Form, p: Array, q: Array, draft: Proposal, coins: Arr
         return jax.tree.map(lambda a, b: jnp.where(waiting.any(), a, b), *moved)
 
     start = _Tour(
-        jnp.int32(0), index == 0, jnp.ones((nodes,), p.dtype), p,
-        jax.vmap(_normalised)(jnp.where(fixed, 0, q)), jnp.bool_(False), jnp.int32(0), p[0],
-    )  # fmt: skip
+        jnp.int32(0),
+        index == 0,
+        jnp.ones((nodes,), p.dtype),
+        p,
+        jax.vmap(_normalised)(jnp.where(fixed, 0, q)),
+        jnp.bool_(False),
+        jnp.int32(0),
+        p[0],
+    )
     tour = lax.fori_loop(0, 2 * nodes, move, start)
-    return *_path_to(form, draft.parents, tour.end), tour.end_law
+    return *_path_to(form, draft.parents, tour.end), tour.end_distribution
 
 
 def _path_to(form: Form, parents: Array, end: Array) -> tuple[Array, Array]:

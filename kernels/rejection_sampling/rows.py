@@ -6,7 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec.kernels.rejection_sampling.laws import DraftLaw, Law, Masses, Proposal, Refusal
+from jspec.kernels.rejection_sampling.distributions import (
+    Distribution,
+    DraftDistribution,
+    Masses,
+    Proposal,
+    Refusal,
+)
 
 Array = jax.Array
 
@@ -14,7 +20,7 @@ Array = jax.Array
 class Kernels(NamedTuple):
     """The kernels of a device; see ``pallas_tpu``."""
 
-    laws: Callable[..., Law]
+    distributions: Callable[..., Distribution]
     masses: Callable[..., Masses]
     segment: int  # tokens that a mass is the sum of
 
@@ -34,8 +40,8 @@ class Rows(NamedTuple):
 
     logits: Array  # [B * N, V]
     draft: Array | None
-    law: Law
-    draft_law: DraftLaw | None
+    distribution: Distribution
+    draft_probs: DraftDistribution | None
     nodes: int  # N
     kernels: Kernels
 
@@ -44,20 +50,30 @@ class Rows(NamedTuple):
         first = jnp.arange(node.shape[0], dtype=jnp.int32) * self.nodes
         return first.reshape(-1, *[1] * (node.ndim - 1)) + node
 
-    def laws_at(self, rows: Array, absent: tuple[Array, ...] = ()) -> tuple[Law, DraftLaw | None]:
+    def distributions_at(
+        self, rows: Array, absent: tuple[Array, ...] = ()
+    ) -> tuple[Distribution, DraftDistribution | None]:
         """The laws of ``rows``, in their shape."""
-        law = Law(*(x[rows] for x in self.law))
-        if self.draft_law is None:
-            return law, None
-        return law, DraftLaw(self.draft_law.peak[rows], self.draft_law.log_total[rows], absent)
+        distribution = Distribution(*(x[rows] for x in self.distribution))
+        if self.draft_probs is None:
+            return distribution, None
+        return distribution, DraftDistribution(
+            self.draft_probs.peak[rows], self.draft_probs.log_total[rows], absent
+        )
 
     def entries(self, rows: Array, tokens: Array) -> tuple[Array, Array | None]:
         """Raw logits and draft log-weights of ``tokens``, one a row of ``rows``."""
         return self.logits[rows, tokens], None if self.draft is None else self.draft[rows, tokens]
 
-    def masses(self, rows: Array | None, law: Law, draft_law: DraftLaw | None, steps) -> Masses:
+    def masses(
+        self,
+        rows: Array | None,
+        distribution: Distribution,
+        draft_probs: DraftDistribution | None,
+        steps,
+    ) -> Masses:
         """See ``pallas_tpu.masses``."""
-        return self.kernels.masses(self.logits, self.draft, rows, law, draft_law, steps)
+        return self.kernels.masses(self.logits, self.draft, rows, distribution, draft_probs, steps)
 
 
 class Children(NamedTuple):
@@ -67,7 +83,7 @@ class Children(NamedTuple):
     exists: Array  # bool
     token: Array
     drawn: Array  # bool
-    coin: Array
+    uniform: Array
     x: Array  # raw logit of the token
     y: Array | None  # draft log-weight of the token
 
@@ -87,7 +103,9 @@ class Children(NamedTuple):
         return tuple(points[:, rank] for rank in range(1, points.shape[1]))
 
 
-def children_of(rows: Rows, proposal: Proposal, coins: Array, node: Array, count: int) -> Children:
+def children_of(
+    rows: Rows, proposal: Proposal, uniforms: Array, node: Array, count: int
+) -> Children:
     """The valid children of ``node`` [B]. Drawn ones come first, as in ``jspec.verify``."""
     index = jnp.arange(rows.nodes, dtype=jnp.int32)
     own = proposal.valid & (proposal.parents == node[:, None]) & (index > 0)
@@ -98,7 +116,7 @@ def children_of(rows: Rows, proposal: Proposal, coins: Array, node: Array, count
     token = take(proposal.tokens)
     x, y = rows.entries(rows.at(node)[:, None], token)
     exists = turn < 2 * rows.nodes
-    return Children(child, exists, token, take(proposal.sampled), take(coins), x, y)
+    return Children(child, exists, token, take(proposal.sampled), take(uniforms), x, y)
 
 
 def no_refusal(*shape: int) -> Refusal:

@@ -19,7 +19,7 @@ class Case(NamedTuple):
     parents: tuple[int, ...]  # the root is its own parent
     rule: str = "rejection"
     proposal: str = "chain"
-    warps: tuple[str, ...] = ("temperature",)
+    filters: tuple[str, ...] = ("temperature",)
     logits: str = "float32"  # dtype of the target's
     draft: str = "float32"  # dtype of the draft's
 
@@ -62,29 +62,42 @@ def tree(children: int, nodes: int) -> tuple[int, ...]:
     return (0, *((node - 1) // children for node in range(1, nodes)))
 
 
-ALL_WARPS = ("temperature", "min_p", "top_k", "top_p")
+ALL_FILTERS = ("temperature", "min_p", "top_k", "top_p")
 
 CASES = {
-    "a chain of 1": Case("Llama-2-7B", chain(1), warps=ALL_WARPS),
-    "a chain of 4 over an odd vocabulary":
-        Case("Phi-3-mini", chain(4), warps=("temperature", "top_p"), logits="bfloat16"),
+    "a chain of 1": Case("Llama-2-7B", chain(1), filters=ALL_FILTERS),
+    "a chain of 4 over an odd vocabulary": Case(
+        "Phi-3-mini", chain(4), filters=("temperature", "top_p"), logits="bfloat16"
+    ),
     "a chain of 8": Case("Llama-3.1-8B", chain(8), logits="bfloat16", draft="bfloat16"),
     "a chain of 5 as a whole": Case("Qwen2.5-7B", chain(5), "block", logits="bfloat16"),
-    "a chain of 3 as a whole, warped": Case("Phi-3-mini", chain(3), "block", warps=ALL_WARPS),
-    "a chain of drawn tokens and point masses":
-        Case("Llama-2-7B", chain(6), "block", "mixed"),
+    "a chain of 3 as a whole, warped": Case("Phi-3-mini", chain(3), "block", filters=ALL_FILTERS),
+    "a chain of drawn tokens and point masses": Case("Llama-2-7B", chain(6), "block", "mixed"),
     "a tree of 8": Case("Llama-2-7B", tree(2, 8), proposal="without_replacement"),
     "a tree of 13 with repeats": Case("Phi-3-mini", tree(3, 13), proposal="iid"),
-    "a tree of 21, the likeliest and one drawn":
-        Case("Llama-2-7B", tree(4, 21), proposal="top_plus_one", warps=("temperature", "top_k")),
-    "a tree of 64": Case("Llama-3.1-8B", tree(4, 64), proposal="without_replacement",
-                         logits="bfloat16", draft="bfloat16"),
-    "a tree of 8 as a whole":
-        Case("Llama-2-7B", tree(2, 8), "block", "without_replacement"),
-    "a tree of 13 with repeats as a whole, warped":
-        Case("Phi-3-mini", tree(3, 13), "block", "iid", warps=ALL_WARPS),
-    "a tree of 9 as a whole, the likeliest and one drawn":
-        Case("Phi-3-mini", tree(3, 9), "block", "top_plus_one"),
-    "a tree of 64 as a whole": Case("Llama-3.1-8B", tree(4, 64), "block", "without_replacement",
-                                    logits="bfloat16", draft="bfloat16"),
-}  # fmt: skip
+    "a tree of 21, the likeliest and one drawn": Case(
+        "Llama-2-7B", tree(4, 21), proposal="top_plus_one", filters=("temperature", "top_k")
+    ),
+    "a tree of 64": Case(
+        "Llama-3.1-8B",
+        tree(4, 64),
+        proposal="without_replacement",
+        logits="bfloat16",
+        draft="bfloat16",
+    ),
+    "a tree of 8 as a whole": Case("Llama-2-7B", tree(2, 8), "block", "without_replacement"),
+    "a tree of 13 with repeats as a whole, warped": Case(
+        "Phi-3-mini", tree(3, 13), "block", "iid", filters=ALL_FILTERS
+    ),
+    "a tree of 9 as a whole, the likeliest and one drawn": Case(
+        "Phi-3-mini", tree(3, 9), "block", "top_plus_one"
+    ),
+    "a tree of 64 as a whole": Case(
+        "Llama-3.1-8B",
+        tree(4, 64),
+        "block",
+        "without_replacement",
+        logits="bfloat16",
+        draft="bfloat16",
+    ),
+}

@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.kernels.rejection_sampling.laws import Form, Proposal, Refusal, from_q_alone, weights
+from jspec.kernels.rejection_sampling.distributions import (
+    Form,
+    Proposal,
+    Refusal,
+    from_q_alone,
+    weights,
+)
 from jspec.kernels.rejection_sampling.rows import (
     Children,
     Ending,
@@ -54,9 +60,9 @@ class _Next(NamedTuple):
     opens: Array  # bool: it has children
 
 
-def traverse(rows: Rows, proposal: Proposal, coins: Array, form: Form) -> Ending:
+def traverse(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> Ending:
     """The first node in post-order that passes its coin."""
-    tree = _Traversal(rows, proposal, coins, form)
+    tree = _Traversal(rows, proposal, uniforms, form)
     place = lax.while_loop(lambda place: place.going.any(), tree.judge, tree.start())
     return tree.ending(place)
 
@@ -66,12 +72,12 @@ class _Traversal(NamedTuple):
 
     rows: Rows
     proposal: Proposal
-    coins: Array
+    uniforms: Array
     form: Form
 
     def start(self) -> _Place:
         """Every row at its root."""
-        batch, depths = self.coins.shape[0], max(self.form.max_depth, 1)
+        batch, depths = self.uniforms.shape[0], max(self.form.max_depth, 1)
         zeros = jnp.zeros((batch, depths), jnp.int32)
         ones = jnp.ones((batch, depths), jnp.float32)
         steps = no_refusal(batch, depths, self.form.max_children)
@@ -87,10 +93,10 @@ class _Traversal(NamedTuple):
         found = self.next(place)
         top = _at(place.open, place.depth)
         is_leaf = found.child.exists
-        coin = jnp.where(is_leaf, found.child.coin, _at(self.coins, top.node))
+        uniform = jnp.where(is_leaf, found.child.uniform, _at(self.uniforms, top.node))
         joint = jnp.where(is_leaf, found.joint, top.joint)
         # Strict, so that P = 0 is never accepted. The root is committed already.
-        accepted = (coin < joint) | (~is_leaf & (place.depth == 0))
+        accepted = (uniform < joint) | (~is_leaf & (place.depth == 0))
         refused = place.going & ~accepted
         ends = place.going & accepted & is_leaf
         # A node that was opened is refused by the one above it, which judged it last.
@@ -109,9 +115,9 @@ class _Traversal(NamedTuple):
         children = self.children(top.node)
         child = children.rank(top.judged)
         child = child._replace(exists=child.exists & (top.judged < self.form.max_children))
-        law, draft_law = self.laws(top.node, children)
+        distribution, draft_probs = self.distributions(top.node, children)
         steps = _unstack(top.steps)
-        _, p, q = weights(child.x, child.y, child.token, law, draft_law, steps)
+        _, p, q = weights(child.x, child.y, child.token, distribution, draft_probs, steps)
         # A token that its own recorded law excludes was not drawn from it: it is refused.
         against = jnp.where(child.drawn, q / jnp.where(top.q_mass > 0, top.q_mass, 1), 1.0)
         possible = against > 0
@@ -140,7 +146,7 @@ class _Traversal(NamedTuple):
         top = _at(stack, depth)
         children = self.children(top.node)
         child = children.rank(rank)
-        law, draft_law = self.laws(top.node, children)
+        distribution, draft_probs = self.distributions(top.node, children)
         # A drawn token stays in the law where only its children were refused; q loses it.
         leaves = child.drawn & (not self.form.replaced)
         out_of_q = jnp.where(leaves, from_q_alone(child.token), -1)
@@ -148,7 +154,7 @@ class _Traversal(NamedTuple):
         step = Refusal(top.factor, share, jnp.where(child.drawn, out_of_q, child.token))
         keep = functools.partial(_put, depth=rank, where=where)
         steps = jax.tree.map(keep, top.steps, step)
-        found = self.rows.masses(self.rows.at(top.node), law, draft_law, _unstack(steps))
+        found = self.rows.masses(self.rows.at(top.node), distribution, draft_probs, _unstack(steps))
         mass = found.after.sum(-1)
         passing = passing_of(mass, top.joint)
         # Nothing left: P was 0 and is, or P p = q up to rounding and nothing is refused.
@@ -165,18 +171,20 @@ class _Traversal(NamedTuple):
 
     def children(self, node: Array) -> Children:
         """Those of ``node`` [B]."""
-        return children_of(self.rows, self.proposal, self.coins, node, self.form.max_children)
+        return children_of(self.rows, self.proposal, self.uniforms, node, self.form.max_children)
 
-    def laws(self, node: Array, children: Children):
+    def distributions(self, node: Array, children: Children):
         """The target's at ``node`` [B], and that of its first drawn child."""
-        return self.rows.laws_at(self.rows.at(node), children.points() if self.form.mixed else ())
+        return self.rows.distributions_at(
+            self.rows.at(node), children.points() if self.form.mixed else ()
+        )
 
     def q_mass(self, node: Array) -> Array:
         """The mass of the law of the first drawn child of ``node`` [B]: siblings are distinct."""
         if not self.form.mixed:
             return jnp.ones(node.shape, jnp.float32)
-        laws = self.laws(node, self.children(node))
-        return self.rows.masses(self.rows.at(node), *laws, ()).draft.sum(-1)
+        distributions = self.distributions(node, self.children(node))
+        return self.rows.masses(self.rows.at(node), *distributions, ()).draft.sum(-1)
 
     def ending(self, place: _Place) -> Ending:
         """Where the rows stand, all of them at their end."""

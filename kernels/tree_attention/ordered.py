@@ -85,9 +85,10 @@ def attention(
             )
 
         empty = (
-            jnp.full(rows.shape[:-1], MASKED, dtype), jnp.zeros(rows.shape[:-1], dtype),
+            jnp.full(rows.shape[:-1], MASKED, dtype),
+            jnp.zeros(rows.shape[:-1], dtype),
             jnp.zeros(rows.shape, dtype),
-        )  # fmt: skip
+        )
         # Blocks behind a query change nothing of its sums, not even a bit.
         _, total, mixed = lax.fori_loop(0, at.max() // BLOCK + 1, step, empty)
         return mixed / total[..., None]

@@ -101,8 +101,9 @@ def tree_attention(
     blocks = blocks or choose_blocks(batch, kv_heads, count, slots)
     rows = layout.pad_to(layout.queries(q, kv_heads, scale, cache_k.dtype), 2, TILE_ROWS)
     # Blocks are whole: a cache shorter than one is padded, the last one is pulled back inside.
-    cache = [layout.pad_to(x, 2, blocks.slots) if slots < blocks.slots else x
-             for x in (cache_k, cache_v)]  # fmt: skip
+    cache = [
+        layout.pad_to(x, 2, blocks.slots) if slots < blocks.slots else x for x in (cache_k, cache_v)
+    ]
     tree = [layout.pad_to(x, 2, blocks.slots) for x in (tree_k, tree_v)]
     words = layout.known_bits(ancestors, tree_k.shape[2])
     words = layout.pad_to(words, 2, blocks.slots // WORD)
@@ -142,13 +143,19 @@ def _call(body, arrays, rows, kept, blocks, interpret):
         grid=(kv_heads, batch, padded // TILE_ROWS, blocks.splits),
         grid_names=("head", "row", "tile", "split"),
         scratch_types=[
-            queries, staged, staged, results, plgpu.SMEM((TILE_ROWS,), jnp.float32),
-            plgpu.Barrier(), plgpu.Barrier(num_barriers=blocks.stages),
-            plgpu.Barrier(num_barriers=blocks.stages), *weights,
+            queries,
+            staged,
+            staged,
+            results,
+            plgpu.SMEM((TILE_ROWS,), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=blocks.stages),
+            plgpu.Barrier(num_barriers=blocks.stages),
+            *weights,
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
-    )(*arrays)  # fmt: skip
+    )(*arrays)
 
 
 def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
@@ -160,8 +167,23 @@ def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(first, count, share, length, seen_by_all, tree_k, tree_v, cache_k, cache_v, q, words,
-            *refs, blocks, window, soft_cap):  # fmt: skip
+def _kernel(
+    first,
+    count,
+    share,
+    length,
+    seen_by_all,
+    tree_k,
+    tree_v,
+    cache_k,
+    cache_v,
+    q,
+    words,
+    *refs,
+    blocks,
+    window,
+    soft_cap,
+):
     """One split of one tile of rows; ``refs`` begin with positions if there is a window."""
     del seen_by_all  # every block is masked: it costs little beside the wait for the next one
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)

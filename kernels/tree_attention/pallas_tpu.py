@@ -122,16 +122,19 @@ def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
     out_shape = [(batch, kv_heads, splits, rows, width) for width in widths]
     steps = jnp.maximum(span.share.max(), 1)  # of the longest row
     results = pl.pallas_call(
-        functools.partial(
-            _kernel, slots=blocks.slots, window=window, soft_cap=soft_cap
-        ),
+        functools.partial(_kernel, slots=blocks.slots, window=window, soft_cap=soft_cap),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out_shape],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(span),
             grid=(batch, kv_heads, rows // tile, splits, steps),
             in_specs=[
-                of_queries, of_row(words), *([of_row(1)] if window is not None else []),
-                of_tree, of_tree, of_cache, of_cache,
+                of_queries,
+                of_row(words),
+                *([of_row(1)] if window is not None else []),
+                of_tree,
+                of_tree,
+                of_cache,
+                of_cache,
             ],
             out_specs=[of_split(width) for width in widths],
             scratch_shapes=[pltpu.VMEM((tile, width), jnp.float32) for width in (1, 1, dim)],
@@ -142,7 +145,7 @@ def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
         cost_estimate=_cost(by_row[0], tree[0], cache[0], slots + tree_keys),
         interpret=interpret,
         name="tree_attention",
-    )(*span, *by_row, *tree, *cache)  # fmt: skip
+    )(*span, *by_row, *tree, *cache)
     return results if splits > 1 else (*results, None)
 
 

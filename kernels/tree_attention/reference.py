@@ -112,9 +112,12 @@ def dot(equation: str, rows: Array, stored: Array) -> Array:
         stored = stored.astype(rows.dtype)
     precision = lax.Precision.HIGHEST if stored.dtype == jnp.float32 else None
     return jnp.einsum(
-        equation, rows.astype(stored.dtype), stored,
-        precision=precision, preferred_element_type=rows.dtype,
-    )  # fmt: skip
+        equation,
+        rows.astype(stored.dtype),
+        stored,
+        precision=precision,
+        preferred_element_type=rows.dtype,
+    )
 
 
 def _prefix_visibility(length: Array, window: int | None, positions: Array | None):

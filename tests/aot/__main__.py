@@ -32,8 +32,10 @@ def main() -> int:
     known, comparable = table.load(), True
     if known["jax"] not in (None, jax.__version__) and not arguments.write:
         comparable = False
-        print(f"The table is of JAX {known['jax']}, this is {jax.__version__}: figures are shown, "
-              "not compared.")  # fmt: skip
+        print(
+            f"The table is of JAX {known['jax']}, this is {jax.__version__}: figures are shown, "
+            "not compared."
+        )
     rows, failures = {}, []
     for device in arguments.devices:
         for chips in arguments.chips:
@@ -57,8 +59,11 @@ def compiled(device: str, chips: int, beginning: str, timeout: float) -> Iterato
     command = [sys.executable, "-m", "tests.aot.worker", device, str(chips), beginning]
     worker = subprocess.Popen(
         ["timeout", "--kill-after=10", str(timeout), *command],
-        env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     for line in worker.stdout:
         if line.startswith("{"):
             yield json.loads(line)

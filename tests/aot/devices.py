@@ -19,7 +19,7 @@ class Device:
     """A kind of chip, four of them in a topology."""
 
     platform: str
-    topology: str
+    trees: str
 
     def describe(self, chips: int) -> list:
         """``chips`` described devices (a tpu7x chip has two). Needs the compiler's package."""
@@ -28,10 +28,10 @@ class Device:
         if self.platform == "cuda":
             config = Path(__file__).with_name("h200.textproto").read_text()
             found = topologies.get_topology_desc(
-                platform="cuda", target_config=config, topology=self.topology
+                platform="cuda", target_config=config, trees=self.trees
             )
         else:
-            found = topologies.get_topology_desc(platform="tpu", topology_name=self.topology)
+            found = topologies.get_topology_desc(platform="tpu", topology_name=self.trees)
         return found.devices[: chips * len(found.devices) // 4]
 
 

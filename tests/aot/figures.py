@@ -11,10 +11,20 @@ _AS_GIVEN = ("parameter", "bitcast", *_UPDATES)
 _OPERAND = re.compile(r"%?([\w.\-]+)")
 # What hands an array on, or updates it where it lies.
 _NO_COPY = {
-    "parameter", "get-tuple-element", "tuple", "while", "conditional", "bitcast", "call",
-    "dynamic-update-slice", "scatter", "optimization-barrier", "copy-done", "async-done",
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "conditional",
+    "bitcast",
+    "call",
+    "dynamic-update-slice",
+    "scatter",
+    "optimization-barrier",
+    "copy-done",
+    "async-done",
     "async-update",
-}  # fmt: skip
+}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")

@@ -19,7 +19,7 @@ from jspec.engine.plan import Plan
 from jspec.kernels.rejection_sampling.shapes import CASES as DRAFTS
 from jspec.kernels.tree_attention.shapes import CASES
 from jspec.models import decoder
-from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.heads import eagle, medusa
 from jspec.verify import RULES
 from tests.kernels import drafts
@@ -30,22 +30,45 @@ ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
 
 # Two layers: compilers take their time, and what goes wrong between layers does so between two.
 TARGET = decoder.DecoderConfig(
-    vocab_size=32000, hidden_size=512, intermediate_size=1536, num_layers=2, num_heads=12,
-    num_kv_heads=4, head_dim=128, max_positions=2048, **ACCELERATOR,
-)  # fmt: skip
+    vocab_size=32000,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=2,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=128,
+    max_positions=2048,
+    **ACCELERATOR,
+)
 DRAFT = decoder.DecoderConfig(
-    vocab_size=32000, hidden_size=256, intermediate_size=768, num_layers=1, num_heads=4,
-    num_kv_heads=2, head_dim=128, max_positions=2048, **ACCELERATOR,
-)  # fmt: skip
+    vocab_size=32000,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    max_positions=2048,
+    **ACCELERATOR,
+)
 MEDUSA = medusa.MedusaConfig(
-    num_heads=4, num_layers=1, hidden_size=512, vocab_size=32000, target_vocab_size=32000,
-    capture_layers=(2,), num_outputs=4, activation_dtype="bfloat16",
-)  # fmt: skip
+    num_heads=4,
+    num_layers=1,
+    hidden_size=512,
+    vocab_size=32000,
+    target_vocab_size=32000,
+    capture_layers=(2,),
+    num_outputs=4,
+    activation_dtype="bfloat16",
+)
 EAGLE = eagle.EagleConfig(
     network=dataclasses.replace(TARGET, num_layers=1, vocab_size=8000, num_heads=8, num_kv_heads=2),
-    generation=3, capture_layers=(0, 1, 2), target_hidden_size=512, target_vocab_size=32000,
-    own_head=True,
-)  # fmt: skip
+    generation=3,
+    capture_layers=(0, 1, 2),
+    target_hidden_size=512,
+    target_vocab_size=32000,
+    separate_head=True,
+)
 
 
 class Program(NamedTuple):
@@ -77,8 +100,10 @@ def place(devices: list, batch: int) -> Callable[[Any], Any]:
 def programs(platform: str, num_devices: int) -> dict[str, Program]:
     """All programs of a platform, by name. Kernels are compiled for one device."""
     found = {}
-    kernel, dtypes = {"tpu": ("pallas_tpu", ("bfloat16", "float32")),
-                      "cuda": ("pallas_gpu", ("bfloat16",))}[platform]  # fmt: skip
+    kernel, dtypes = {
+        "tpu": ("pallas_tpu", ("bfloat16", "float32")),
+        "cuda": ("pallas_gpu", ("bfloat16",)),
+    }[platform]
     if num_devices == 1:
         for name in CASES:
             for dtype in dtypes:
@@ -88,7 +113,7 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
             found[f"rejection_sampling, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
-    deterministic = Plan(DeterministicDecoder(TARGET), DraftModel(DRAFT, 7), "coupled")
+    deterministic = Plan(BatchInvariantDecoder(TARGET), DraftModel(DRAFT, 7), "coupled")
     loops["decode, draft_model, deterministic"] = deterministic
     if num_devices == 1:
         with_kernels = plans(kernel)
@@ -106,14 +131,26 @@ def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], A
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((KERNEL_BATCH, *shape), dtype)
     tree, cache = array(kv_heads, case.keys, features), array(kv_heads, KERNEL_SLOTS, features)
     words = array(case.nodes, -(-case.keys // 32), dtype="uint32")
-    arrays = (array(queries, case.nodes, features), tree, tree, words, cache, cache,
-              array(dtype="int32"), array(case.nodes, dtype="int32"))  # fmt: skip
+    arrays = (
+        array(queries, case.nodes, features),
+        tree,
+        tree,
+        words,
+        cache,
+        cache,
+        array(dtype="int32"),
+        array(case.nodes, dtype="int32"),
+    )
 
     def attend(*arrays):
         return ops.attention(
-            *arrays[:-1], positions=arrays[-1], scale=0.1, window=case.window,
-            soft_cap=case.soft_cap, implementation=implementation,
-        )  # fmt: skip
+            *arrays[:-1],
+            positions=arrays[-1],
+            scale=0.1,
+            window=case.window,
+            soft_cap=case.soft_cap,
+            implementation=implementation,
+        )
 
     return jax.jit(attend).trace(*put(arrays))
 
@@ -162,7 +199,7 @@ def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
     until = jax.ShapeDtypeStruct((), jnp.int32)
     return decode.trace(
         plan, put(params, weights=True), put(request), put(shared), put(state), put(until)
-    )  # fmt: skip
+    )
 
 
 def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
@@ -173,9 +210,12 @@ def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
 def _request() -> Request:
     column = lambda dtype: jnp.zeros((BATCH,), dtype)
     sampling = Sampling(
-        temperature=column(jnp.float32), min_p=column(jnp.float32), top_k=column(jnp.int32),
-        top_p=column(jnp.float32), names=("temperature",),
-    )  # fmt: skip
+        temperature=column(jnp.float32),
+        min_p=column(jnp.float32),
+        top_k=column(jnp.int32),
+        top_p=column(jnp.float32),
+        names=("temperature",),
+    )
     keys = jax.vmap(jax.random.key)(jnp.arange(BATCH))
     return Request(keys, sampling, jnp.zeros((BATCH, 1), jnp.int32), column(jnp.int32))
 

@@ -18,8 +18,9 @@ class Bytes:
 
     def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
         assert not clean_up_tokenization_spaces
-        shown = b"".join(b"<s>" * (not skip_special_tokens) if i == 256 else bytes([i])
-                         for i in ids)  # fmt: skip
+        shown = b"".join(
+            b"<s>" * (not skip_special_tokens) if i == 256 else bytes([i]) for i in ids
+        )
         return shown.decode("utf-8", errors="replace").removeprefix(" ")
 
 
@@ -70,23 +71,41 @@ def test_pieces_join_to_the_decoding_of_the_whole(ids):
 def test_tokenizers_with_marked_spaces_and_byte_tokens_are_read_alike():
     """As Llama 2's: the decoder drops the first space of whatever it is given."""
     words = ["<unk>", "\u2581the", "\u2581fox", "s", *(f"<0x{b:02X}>" for b in "🙂".encode())]
-    tokenizer = Tokenizer(models.BPE(dict(zip(words, range(8), strict=True)), [], unk_token="<unk>",
-                                     byte_fallback=True))  # fmt: skip
+    tokenizer = Tokenizer(
+        models.BPE(
+            dict(zip(words, range(8), strict=True)), [], unk_token="<unk>", byte_fallback=True
+        )
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     detokenizer = text.Detokenizer(fast, (1, 2))
     assert [detokenizer.feed(i) for i in (1, 2, 3, 4, 5, 6, 7, 2)] == [
-        " the", " fox", "s", "", "", "", "🙂", " fox",
-    ]  # fmt: skip
+        " the",
+        " fox",
+        "s",
+        "",
+        "",
+        "",
+        "🙂",
+        " fox",
+    ]
 
 
 def first_stop(whole, stops):
     """The specification: the first end of any stop string, the longest of those that end there."""
-    ends = [(end, -len(stop), stop) for stop in stops for end in range(1, len(whole) + 1)
-            if whole[:end].endswith(stop)]  # fmt: skip
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(1, len(whole) + 1)
+        if whole[:end].endswith(stop)
+    ]
     if not ends:
         return None
     end, _, stop = min(ends)
@@ -145,9 +164,12 @@ def test_a_stop_string_is_found_in_a_last_token_that_begins_another_character():
 
 @pytest.mark.parametrize(
     ("settings", "shown", "reason"),
-    [({}, "ab", None), ({"include_stop_str_in_output": True}, "abz", None),
-     ({"ignore_eos": True}, "ab", 122)],
-)  # fmt: skip
+    [
+        ({}, "ab", None),
+        ({"include_stop_str_in_output": True}, "abz", None),
+        ({"ignore_eos": True}, "ab", 122),
+    ],
+)
 def test_a_stop_token_is_kept_in_the_ids_and_not_in_the_text(settings, shown, reason):
     eos = frozenset() if settings.get("ignore_eos") else frozenset(b"z")
     transcript = Transcript(SamplingParams(**settings), (65,), Bytes(), eos)
@@ -161,5 +183,13 @@ def answer(tokens, finish_reason=None, stop_token=None):
     """Tokens that took a round each, none of them drafted."""
     count = len(tokens)
     steps = (np.zeros(count, int), np.zeros(count, int))
-    return Answer(np.array(list(tokens)), finish_reason, stop_token, count, 0, 0,
-                  np.zeros(1, int), steps=steps)  # fmt: skip
+    return Answer(
+        np.array(list(tokens)),
+        finish_reason,
+        stop_token,
+        count,
+        0,
+        0,
+        np.zeros(1, int),
+        steps=steps,
+    )

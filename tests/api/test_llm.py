@@ -13,15 +13,16 @@ import jspec
 from jspec import SamplingParams
 from jspec.api import config, metrics
 from jspec.api import llm as llm_module
-from jspec.api.build import assemble
+from jspec.api.build import build_plan
 from jspec.drafters.ngram import NGram
 from jspec.engine import loading
 from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
-MIXED = [SamplingParams(temperature=t, max_tokens=24, seed=5, ignore_eos=True)
-         for t in TEMPERATURES]  # fmt: skip
+MIXED = [
+    SamplingParams(temperature=t, max_tokens=24, seed=5, ignore_eos=True) for t in TEMPERATURES
+]
 METHODS = ("none", "ngram", "draft_model", "coupled")
 
 
@@ -63,8 +64,10 @@ def test_results_are_shaped_as_request_outputs(open_llm, whole):
         assert output.finished and len(output.outputs) == 1
         completion = output.outputs[0]
         assert (completion.index, completion.finish_reason, completion.stop_reason) == (
-            0, "length", None,
-        )  # fmt: skip
+            0,
+            "length",
+            None,
+        )
         assert completion.finished() and len(completion.token_ids) == 24
         assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         assert completion.cumulative_logprob is None and completion.logprobs is None
@@ -98,8 +101,12 @@ def test_the_order_of_prompts_is_the_order_of_results(open_llm, whole):
 def test_text_ids_and_dicts_say_the_same(open_llm, whole):
     llm = open_llm("none")
     encoded = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
-    mixture = [PROMPTS[0], {"prompt": PROMPTS[1]}, {"prompt_token_ids": np.array(encoded[2])},
-               {"prompt_token_ids": jnp.array(encoded[3])}]  # fmt: skip
+    mixture = [
+        PROMPTS[0],
+        {"prompt": PROMPTS[1]},
+        {"prompt_token_ids": np.array(encoded[2])},
+        {"prompt_token_ids": jnp.array(encoded[3])},
+    ]
     outputs = llm.generate(mixture, MIXED)
     assert texts(outputs) == texts(whole["none"])
     assert [output.prompt for output in outputs] == [PROMPTS[0], PROMPTS[1], None, None]
@@ -107,8 +114,10 @@ def test_text_ids_and_dicts_say_the_same(open_llm, whole):
 
 def stops_inside(texts):
     """For each text two whole characters from its second half, among decoys."""
-    pairs = (next(pair for pair in map("".join, itertools.pairwise(text[8:]))
-                  if "\ufffd" not in pair) for text in texts)  # fmt: skip
+    pairs = (
+        next(pair for pair in map("".join, itertools.pairwise(text[8:])) if "\ufffd" not in pair)
+        for text in texts
+    )
     return [["never met", pair, "nor this"] for pair in pairs]
 
 
@@ -152,7 +161,7 @@ def test_the_most_tokens_of_a_text_with_stop_strings_or_of_a_trace_compile_nothi
     asked = SamplingParams(temperature=0.0, max_tokens=24, stop="*", ignore_eos=True)
     llm.generate(PROMPTS[1], asked)
     jspec.trace(llm, PROMPTS[1], asked)
-    for name in ("init", "absorb", "propose"):
+    for name in ("init", "prefill", "propose"):
         known = getattr(NGram, name)
         monkeypatch.setattr(
             NGram, name, lambda *given, known=known: traced.append(1) or known(*given)
@@ -166,8 +175,10 @@ def test_the_most_tokens_of_a_text_with_stop_strings_or_of_a_trace_compile_nothi
 
 def test_the_stop_string_is_shown_on_request(open_llm, whole):
     full, stops = texts(whole["none"]), stops_inside(texts(whole["none"]))
-    params = [dataclasses.replace(p, stop=s, include_stop_str_in_output=True)
-              for p, s in zip(MIXED, stops, strict=True)]  # fmt: skip
+    params = [
+        dataclasses.replace(p, stop=s, include_stop_str_in_output=True)
+        for p, s in zip(MIXED, stops, strict=True)
+    ]
     for index, text in enumerate(texts(open_llm("none").generate(PROMPTS, params))):
         assert text == full[index][: full[index].index(stops[index][1]) + 2]
 
@@ -175,8 +186,10 @@ def test_the_stop_string_is_shown_on_request(open_llm, whole):
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_a_stop_token_ends_the_text_and_is_not_shown(open_llm, whole, method):
     tokens = ids(whole[method])
-    params = [dataclasses.replace(p, stop_token_ids=[row[9]])
-              for p, row in zip(MIXED, tokens, strict=True)]  # fmt: skip
+    params = [
+        dataclasses.replace(p, stop_token_ids=[row[9]])
+        for p, row in zip(MIXED, tokens, strict=True)
+    ]
     decode = open_llm(method).get_tokenizer().decode
     for row, output in zip(tokens, open_llm(method).generate(PROMPTS, params), strict=True):
         completion, end = output.outputs[0], row.index(row[9])
@@ -197,12 +210,15 @@ def test_nothing_ends_a_text_before_its_least_length(open_llm, method):
     held = open_llm(method).generate(PROMPTS, with_all(min_tokens=24))
     tokens, stops = ids(held), stops_inside(texts(held))
     # Stop strings do not change what is drawn, so texts go on as they did until they may end.
-    params = [dataclasses.replace(p, stop=s, min_tokens=24)
-              for p, s in zip(MIXED, stops, strict=True)]  # fmt: skip
+    params = [
+        dataclasses.replace(p, stop=s, min_tokens=24) for p, s in zip(MIXED, stops, strict=True)
+    ]
     assert ids(open_llm(method).generate(PROMPTS, params)) == tokens
     # Stop tokens are not drawn at all.
-    params = [dataclasses.replace(p, stop_token_ids=row[:10], min_tokens=12)
-              for p, row in zip(MIXED, tokens, strict=True)]  # fmt: skip
+    params = [
+        dataclasses.replace(p, stop_token_ids=row[:10], min_tokens=12)
+        for p, row in zip(MIXED, tokens, strict=True)
+    ]
     for row, output in zip(tokens, open_llm(method).generate(PROMPTS, params), strict=True):
         said = output.outputs[0].token_ids
         assert len(said) >= 12 and not set(said[:12]) & set(row[:10])
@@ -333,8 +349,11 @@ def test_statistics_are_there_without_being_asked_for(root, whole):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
     outputs = jspec.LLM(target, config).generate(PROMPTS, MIXED)
     for output, detailed in zip(outputs, whole["ngram"], strict=True):
-        expected = {name: value for name, value in detailed.speculative_decoding_stats.items()
-                    if not name.startswith("per_step")}  # fmt: skip
+        expected = {
+            name: value
+            for name, value in detailed.speculative_decoding_stats.items()
+            if not name.startswith("per_step")
+        }
         assert output.speculative_decoding_stats == expected
 
 
@@ -365,10 +384,15 @@ def test_chat_answers_the_rendered_conversation(open_llm):
     llm = open_llm("none")
     conversations = [[{"role": "user", "content": word}] for word in ("hi", "fox", "dog", "ça")]
     outputs = llm.chat(conversations, MIXED)
-    assert [output.prompt for output in outputs] == ["[u]hi[a]", "[u]fox[a]", "[u]dog[a]",
-                                                     "[u]ça[a]"]  # fmt: skip
-    assert texts(outputs) == texts(llm.generate(["[u]hi[a]", "[u]fox[a]", "[u]dog[a]", "[u]ça[a]"],
-                                                MIXED))  # fmt: skip
+    assert [output.prompt for output in outputs] == [
+        "[u]hi[a]",
+        "[u]fox[a]",
+        "[u]dog[a]",
+        "[u]ça[a]",
+    ]
+    assert texts(outputs) == texts(
+        llm.generate(["[u]hi[a]", "[u]fox[a]", "[u]dog[a]", "[u]ça[a]"], MIXED)
+    )
 
 
 def test_a_chat_template_sees_the_variables_that_are_meant_for_it(open_llm):
@@ -468,6 +492,6 @@ def test_a_drafter_takes_the_dtype_of_a_target_that_was_loaded_before(root, dtyp
     paths = llm_fixtures.checkpoints(root)
     settings = config.read({"model": str(paths["draft"]), "num_speculative_tokens": 2})
     target = jspec.load(paths["target"], dtype)
-    assert assemble(target, settings).params.drafter.embedding.dtype == dtype
-    other = assemble(target, settings, dtype="float16")
+    assert build_plan(target, settings).params.drafter.embedding.dtype == dtype
+    other = build_plan(target, settings, dtype="float16")
     assert other.params.drafter.embedding.dtype == "float16"

@@ -17,7 +17,7 @@ from tests import llm_fixtures
 
 TARGET = llm_fixtures.TARGET
 EAGLE = eagle.EagleConfig(
-    TARGET, 1, (1,), TARGET.hidden_size, TARGET.vocab_size, own_embedding=True
+    TARGET, 1, (1,), TARGET.hidden_size, TARGET.vocab_size, separate_embedding=True
 )
 MEDUSA = medusa.MedusaConfig(
     3, 1, TARGET.hidden_size, TARGET.vocab_size, TARGET.vocab_size, (1,), 3
@@ -30,10 +30,11 @@ HEADS = {
     "mlp": (mlp_speculator, mlp_speculator.MlpSpeculatorConfig(3, *_SIZES), "mlp_speculator"),
     "lstm": (arctic, arctic.LstmSpeculatorConfig(3, *_SIZES), "mlp_speculator"),
     "hydra": (
-        hydra, hydra.HydraConfig(2, 1, TARGET.hidden_size, TARGET.vocab_size, (1,), network=TARGET),
+        hydra,
+        hydra.HydraConfig(2, 1, TARGET.hidden_size, TARGET.vocab_size, (1,), network=TARGET),
         "hydra",
     ),
-}  # fmt: skip
+}
 NETWORK = dataclasses.replace(TARGET, num_layers=1, qk_norm=True, windows=())
 HEADS["dflash"] = (
     dflash,
@@ -100,9 +101,9 @@ def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, ki
 def test_a_head_with_the_targets_embedding_shares_it(root):
     target = llm_fixtures.loaded(root)["target"]
     own = loading.load_head(head(root, "eagle"), TARGET)
-    assert own.config.own_embedding
+    assert own.config.separate_embedding
     shared = loading.sharing(own, target.params.embedding)
-    assert not shared.config.own_embedding and shared.params.embedding is None
+    assert not shared.config.separate_embedding and shared.params.embedding is None
     other = loading.sharing(own, target.params.embedding + 1)
     assert other is own
 
@@ -110,8 +111,11 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("eagle", {"method": "eagle3", "num_speculative_tokens": 2},
-         "holds a head of method 'eagle', not 'eagle3'"),
+        (
+            "eagle",
+            {"method": "eagle3", "num_speculative_tokens": 2},
+            "holds a head of method 'eagle', not 'eagle3'",
+        ),
         ("medusa", {"num_speculative_tokens": 4}, "the tree is 4 deep, but there are 3 heads"),
         ("medusa", {"num_speculative_tokens": 2, "tree": "eagle2"}, "and this one does not"),
         ("mlp", {"num_speculative_tokens": 4}, "has weights for n_predict=3 tokens"),
@@ -120,10 +124,13 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
         ("dspark", {"num_speculative_tokens": 3, "confidence_threshold": 2}, "must be 0 to 1"),
         ("dflash", {"num_speculative_tokens": 4}, "a block of 4 slots drafts 3 tokens"),
         ("hydra", {}, "`num_speculative_tokens` was not provided"),
-        ("eagle", {"num_speculative_tokens": 2, "max_model_len": 300},
-         "speculative_max_model_len=300 cannot be larger than"),
+        (
+            "eagle",
+            {"num_speculative_tokens": 2, "max_model_len": 300},
+            "speculative_max_model_len=300 cannot be larger than",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_head_that_does_not_fit_is_refused_before_the_target_is_loaded(
     root, kind, settings, message, monkeypatch
 ):

@@ -8,8 +8,11 @@ from tests.api.test_llm_heads import head
 
 PROMPTS = ["the quick", "def add(x"]
 GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
-SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_tokens": 128,
-          "suffix_decoding_max_tree_depth": 8}  # fmt: skip
+SUFFIX = {
+    "method": "suffix",
+    "suffix_decoding_max_cached_tokens": 128,
+    "suffix_decoding_max_tree_depth": 8,
+}
 
 
 @pytest.fixture(scope="module")

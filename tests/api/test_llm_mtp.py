@@ -96,12 +96,23 @@ def test_modules_that_do_not_fit_are_refused(root, tmp_path):
 
 
 QWEN = {
-    "vocab_size": llm_fixtures.VOCAB, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 1, "layer_types": ["full_attention"], "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "initializer_range": 0.2,
-    "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
-}  # fmt: skip
+    "vocab_size": llm_fixtures.VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 
 
 def test_a_qwen3_next_with_its_modules_says_what_it_says_in_transformers(root, tmp_path):

@@ -17,15 +17,20 @@ def answer(parents=CHAIN):
     """Five rounds: 3 + 1 + 0 + 1 + 0 + 1 + 1 + 1 + 1 + 1 = 10 tokens."""
     pad = lambda row, fill: [fill, *row, *[-1] * (3 - len(row))]
     return Answer(
-        tokens=np.arange(10) + 100, finish_reason="length", stop_token=None, rounds=5, drafts=4,
-        drafted=11, accepted=np.array([1, 2, 0, 1]),
+        tokens=np.arange(10) + 100,
+        finish_reason="length",
+        stop_token=None,
+        rounds=5,
+        drafts=4,
+        drafted=11,
+        accepted=np.array([1, 2, 0, 1]),
         steps=(np.array(ACCEPTED), np.array([len(ids) for ids in IDS])),
         trace=(
             np.array(ACCEPTED),
             np.array([pad(ids, 1) for ids in IDS]),
             np.array([pad(parents[: len(ids)], 0) for ids in IDS]),
         ),
-    )  # fmt: skip
+    )
 
 
 COUNTS = Counts.of(answer())

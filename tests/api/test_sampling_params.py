@@ -71,8 +71,16 @@ def test_what_vllm_has_beyond_jspec_raises_when_it_asks_for_something(given, mes
 
 def test_asking_for_nothing_is_accepted_in_every_way_to_say_so():
     assert SamplingParams(bad_words=[], logit_bias={}, structured_outputs={}) == SamplingParams()
-    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-             "logit_bias", "bad_words", "allowed_token_ids", "logits_processors")  # fmt: skip
+    names = (
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+        "logits_processors",
+    )
     assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
 
 
@@ -85,9 +93,13 @@ def test_biases_are_read_as_json_writes_them_and_stay_within_a_hundred():
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("temprature", "temperature"), ("max_new_tokens", "max_tokens"), ("stop_tokens", "stop"),
-     ("presence_penality", "presence_penalty")],
-)  # fmt: skip
+    [
+        ("temprature", "temperature"),
+        ("max_new_tokens", "max_tokens"),
+        ("stop_tokens", "stop"),
+        ("presence_penality", "presence_penalty"),
+    ],
+)
 def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
     with pytest.raises(ValueError, match=f"has no '{name}'; did you mean '{nearest}"):
         SamplingParams(**{name: 1})

@@ -32,9 +32,11 @@ def metaspace(**special):
 
 def trained(tokenizer, size, special, alphabet=()):
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(special.values()), show_progress=False,
+        vocab_size=size,
+        special_tokens=list(special.values()),
+        show_progress=False,
         initial_alphabet=list(alphabet),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([text * 8 for text in TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
@@ -153,12 +155,18 @@ def test_a_cache_that_is_full_keeps_no_part_of_a_file(tmp_path, monkeypatch):
         (None, DRAFT, "but the target has none"),
         (TARGET, None, "but the draft model has none"),
         (TARGET, Tokens("abc", unk=None), "neither an unk_token nor an eos_token"),
-        (Tokens("xyz"), Tokens("abc"), "share 0 tokens, of the target's 3 and the draft model's 3; "
-         "at least 1 are needed"),
-        (Tokens([f"t{i}" for i in range(100)]), Tokens(["t5", *(f"d{i}" for i in range(59))]),
-         "share 1 tokens, of the target's 100 and the draft model's 60; at least 3 are needed"),
+        (
+            Tokens("xyz"),
+            Tokens("abc"),
+            "share 0 tokens, of the target's 3 and the draft model's 3; at least 1 are needed",
+        ),
+        (
+            Tokens([f"t{i}" for i in range(100)]),
+            Tokens(["t5", *(f"d{i}" for i in range(59))]),
+            "share 1 tokens, of the target's 100 and the draft model's 60; at least 3 are needed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_pairs_that_cannot_draft_are_refused_with_numbers(tmp_path, target, draft, message):
     with pytest.raises(ValueError, match=message):
         share(tmp_path, target, draft, (512, 512))
@@ -209,7 +217,8 @@ def test_a_pair_with_one_vocabulary_drafts_as_without_the_key(models_):
     target, other, cache = models_
     llm_fixtures.write_tokenizer(other)
     config = {"model": str(other), "num_speculative_tokens": 3}
-    plans = [jspec.LLM(target, config | more)._plan
-             for more in ({}, {"use_heterogeneous_vocab": True})]  # fmt: skip
+    plans = [
+        jspec.LLM(target, config | more)._plan for more in ({}, {"use_heterogeneous_vocab": True})
+    ]
     assert plans[0] == plans[1]
     assert not (cache / "jspec" / "vocabularies").exists()

@@ -26,9 +26,11 @@ def writing(good):
 
 
 DEVICE = {
-    "device": {"platform": "cpu", "kind": "a chip"}, "versions": {"jax": "0"}, "commit": "abc",
+    "device": {"platform": "cpu", "kind": "a chip"},
+    "versions": {"jax": "0"},
+    "commit": "abc",
     "uncommitted_changes": False,
-}  # fmt: skip
+}
 STEPS = {
     "good": step(writing(True)),
     "bad": step(writing(False)),
@@ -47,8 +49,12 @@ def test_a_step_that_fails_crashes_or_hangs_is_a_line_of_the_table(tmp_path, con
     out = tmp_path / "check.json"
     found = check(out, list(STEPS), STEPS, DEVICE, console)["steps"]
     assert {name: each["well"] for name, each in found.items()} == {
-        "good": True, "bad": False, "crash": False, "hang": False, "late": True,
-    }  # fmt: skip
+        "good": True,
+        "bad": False,
+        "crash": False,
+        "hang": False,
+        "late": True,
+    }
     assert found["crash"]["words"] == "no device" and found["good"]["results"] == {"good": True}
     assert found["hang"]["words"] == "took more than 1 s"
     assert found["late"]["words"] == "found True; stopped after 2 s"
@@ -129,8 +135,14 @@ def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
 
 
 def test_a_wrong_kernel_is_not_well_whatever_else_is_in_the_table():
-    row = {"case": "a tree", "seconds": {"reference": 2.0, "pallas_tpu": 1.0}, "cached": False,
-           "difference": 0.001, "errors": {}, "well": True}  # fmt: skip
+    row = {
+        "case": "a tree",
+        "seconds": {"reference": 2.0, "pallas_tpu": 1.0},
+        "cached": False,
+        "difference": 0.001,
+        "errors": {},
+        "well": True,
+    }
     judge = lambda *rows: accelerator_check.STEPS["attention"].judge(
         {"rows": rows, "asked": 2, "no_kernels": None}
     )

@@ -12,9 +12,14 @@ from benchmarks import kernels
 from benchmarks.kernels import LIMITS, REFERENCE
 
 SETTINGS = argparse.Namespace(
-    operations=["tree_attention", "rejection_sampling"], batch=[2], lengths=[1024],
-    dtype="bfloat16", cases=["a step over a side buffer", "a chain of 1"], repeats=1, seconds=None,
-)  # fmt: skip
+    operations=["tree_attention", "rejection_sampling"],
+    batch=[2],
+    lengths=[1024],
+    dtype="bfloat16",
+    cases=["a step over a side buffer", "a chain of 1"],
+    repeats=1,
+    seconds=None,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +43,12 @@ def row_of(operation, beside=None, **others):
 def test_attention_in_another_precision_is_well_and_over_half_of_the_cache_is_not():
     single = lambda arrays: jnp.asarray(arrays, jnp.float32)
     wide = row_of(
-        "tree_attention", q=single, nudge=single, tree=lambda pair: tuple(map(single, pair)),
+        "tree_attention",
+        q=single,
+        nudge=single,
+        tree=lambda pair: tuple(map(single, pair)),
         caches=lambda caches: [tuple(map(single, pair)) for pair in caches],
-    )  # fmt: skip
+    )
     assert wide["well"] and 0 < wide["difference"] < LIMITS["tree_attention"] / 2
     half = row_of("tree_attention", length=lambda length: length // 2)
     assert not half["well"] and half["difference"] > 5 * LIMITS["tree_attention"]

@@ -19,9 +19,16 @@ from jspec.checkpoints import checkpoint, model_files, safetensors_files
 from jspec.models.decoder import DecoderConfig, init_params
 
 CONFIG = DecoderConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, max_positions=64, qk_norm=True,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    qk_norm=True,
+)
 DEMO = Path(jspec.__file__).with_name("assets") / "demo" / "target"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -137,8 +144,9 @@ def test_torch_reads_back_what_we_saved(tmp_path, params, dtype, tied, max_shard
 
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     params = params.replace(head=None) if tied else params
-    checkpoint.save_pretrained(tmp_path, config, params, dtype=dtype,
-                               max_shard_bytes=max_shard_bytes)  # fmt: skip
+    checkpoint.save_pretrained(
+        tmp_path, config, params, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     assert model.dtype == getattr(torch, dtype)
@@ -155,8 +163,14 @@ def test_files_of_torch_load_as_they_are(tmp_path, num_files):
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                         num_attention_heads=2, tie_word_embeddings=False)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    )
     model = LlamaForCausalLM(config)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -243,8 +257,11 @@ def test_shards_that_are_missing_or_out_of_place_are_named(tmp_path, params):
     weight_map = json.loads(index.read_text())["weight_map"]
     other = weight_map["model.norm.weight"]
     edit_json(index, weight_map=weight_map | {"model.embed_tokens.weight": other})
-    with pytest.raises(ValueError, match=r"1 missing: model.embed_tokens.weight; 1 unexpected: "
-                       r"model-00001-of-\d+.safetensors:model.embed_tokens.weight"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"1 missing: model.embed_tokens.weight; 1 unexpected: "
+        r"model-00001-of-\d+.safetensors:model.embed_tokens.weight",
+    ):
         checkpoint.load_pretrained(tmp_path)
     (tmp_path / other).unlink()
     with pytest.raises(ValueError, match=f"lacks {other} of the"):
@@ -312,8 +329,10 @@ def test_a_save_leaves_no_stale_weights_and_keeps_other_files(saved, params):
     assert not (saved / model_files.WEIGHTS).exists()
     checkpoint.save_pretrained(saved, CONFIG, params)
     assert sorted(file.name for file in saved.iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
 
 
 # Places, tokenizers and token ids.
@@ -344,13 +363,17 @@ def test_a_hub_id_is_fetched_and_a_failure_says_what_to_do(saved, monkeypatch):
     ("published", "read"),
     [
         (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
-        (["model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"],
-         ["model-1.safetensors", "model-2.safetensors"]),
+        (
+            ["model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"],
+            ["model-1.safetensors", "model-2.safetensors"],
+        ),
         (["pytorch_model.bin"], ["pytorch_model.bin"]),
-        (["part-1.bin", "part-2.bin", "pytorch_model.bin.index.json"],
-         ["part-1.bin", "part-2.bin"]),
+        (
+            ["part-1.bin", "part-2.bin", "pytorch_model.bin.index.json"],
+            ["part-1.bin", "part-2.bin"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_of_the_hub_just_the_weights_that_are_read_are_fetched(
     tmp_path, monkeypatch, published, read
 ):

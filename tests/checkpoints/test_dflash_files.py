@@ -20,9 +20,14 @@ CONFIGS = dflashes.CONFIGS
 def save(directory, name, layout=None, **options):
     config, params = CONFIGS[name], dflashes.random_params(name)
     head_files.save_head(
-        directory, config, params, TARGET, layout=layout or dflashes.LAYOUTS[name],
-        target_name="someone/model", **options,
-    )  # fmt: skip
+        directory,
+        config,
+        params,
+        TARGET,
+        layout=layout or dflashes.LAYOUTS[name],
+        target_name="someone/model",
+        **options,
+    )
     return config, params
 
 
@@ -48,9 +53,13 @@ def test_saved_heads_are_loaded_again_as_they_were(tmp_path, name, dtype):
         theirs = theirs.astype(dtype) if theirs.dtype == np.float32 else theirs
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     head_files.save_head(
-        tmp_path / "b", head.config, head.params, TARGET, layout=head.layout,
+        tmp_path / "b",
+        head.config,
+        head.params,
+        TARGET,
+        layout=head.layout,
         target_name="someone/model",
-    )  # fmt: skip
+    )
     (first, raw), (second, again) = files(tmp_path / "a"), files(tmp_path / "b")
     assert raw == again and list(first) == list(second)
     for tensor, other in zip(first.values(), second.values(), strict=True):
@@ -60,16 +69,24 @@ def test_saved_heads_are_loaded_again_as_they_were(tmp_path, name, dtype):
 def test_names_and_keys_are_those_of_the_authors(tmp_path):
     save(tmp_path, "sliding")
     tensors, raw = files(tmp_path)
-    assert {"fc.weight", "hidden_norm.weight", "norm.weight",
-            "layers.1.self_attn.q_norm.weight"} < set(tensors)  # fmt: skip
+    assert {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        "layers.1.self_attn.q_norm.weight",
+    } < set(tensors)
     assert not {"lm_head.weight", "embed_tokens.weight"} & set(tensors)
     assert tensors["fc.weight"].shape == (32, 32)
     wanted = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 4,
-        "num_target_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 7, "use_sliding_window": True,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 4,
+        "num_target_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 7,
+        "use_sliding_window": True,
         "dflash_config": {"mask_token_id": 63, "target_layer_ids": [0]},
-    }  # fmt: skip
+    }
     assert raw | wanted == raw
 
 
@@ -80,29 +97,41 @@ def test_the_speculators_form_holds_what_the_head_shares(tmp_path):
     np.testing.assert_array_equal(tensors["embed_tokens.weight"], target.embedding)
     np.testing.assert_array_equal(tensors["lm_head.weight"], target.head.T)
     wanted = {
-        "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "block_size": 5,
-        "aux_hidden_state_layer_ids": [0, 1], "mask_token_id": 63, "draft_vocab_size": 64,
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "block_size": 5,
+        "aux_hidden_state_layer_ids": [0, 1],
+        "mask_token_id": 63,
+        "draft_vocab_size": 64,
         "sample_from_anchor": False,
-    }  # fmt: skip
+    }
     assert raw | wanted == raw
     proposal = raw["speculators_config"]["proposal_methods"][0]
     assert proposal["speculative_tokens"] == 4
     head = head_files.load_head(tmp_path, TARGET, embedding=target.embedding)
-    assert head.config.own_head and not head.config.own_embedding
+    assert head.config.separate_head and not head.config.separate_embedding
 
 
 def test_keys_of_dspark_are_those_of_its_trainers(tmp_path):
     save(tmp_path / "a", "gated")
     tensors, raw = files(tmp_path / "a")
-    assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
-            "markov_head.gate_proj.weight", "confidence_head.proj.bias"} < set(tensors)  # fmt: skip
+    assert {
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+        "markov_head.gate_proj.weight",
+        "confidence_head.proj.bias",
+    } < set(tensors)
     assert tensors["confidence_head.proj.weight"].shape == (1, 32)
     assert raw["architectures"] == ["DSparkDraftModel"]
     wanted = {
-        "projector_type": "dspark", "markov_rank": 5, "markov_head_type": "gated",
-        "enable_confidence_head": True, "confidence_head_with_markov": False,
-        "sample_from_anchor": False, "attention_mode": "gqa",
-    }  # fmt: skip
+        "projector_type": "dspark",
+        "markov_rank": 5,
+        "markov_head_type": "gated",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": False,
+        "sample_from_anchor": False,
+        "attention_mode": "gqa",
+    }
     assert raw["dflash_config"] | wanted == raw["dflash_config"]
     save(tmp_path / "b", "rnn")
     tensors, raw = files(tmp_path / "b")
@@ -119,25 +148,53 @@ def _without(name):
 @pytest.mark.parametrize(
     ("name", "change", "keys", "message"),
     [
-        ("dflash", _without("layers.1.mlp.up_proj.weight"), {},
-         "1 missing: layers.1.mlp.up_proj.weight"),
+        (
+            "dflash",
+            _without("layers.1.mlp.up_proj.weight"),
+            {},
+            "1 missing: layers.1.mlp.up_proj.weight",
+        ),
         ("dflash", lambda t: t.update(extra=t["norm.weight"]), {}, "1 unexpected: extra"),
-        ("dflash", lambda t: t.update({"fc.weight": t["fc.weight"][:, :32]}), {},
-         "fc.weight is float32[32, 32], not [32, 64]"),
+        (
+            "dflash",
+            lambda t: t.update({"fc.weight": t["fc.weight"][:, :32]}),
+            {},
+            "fc.weight is float32[32, 32], not [32, 64]",
+        ),
         ("dflash", None, {"vocab_size": 99}, "a vocabulary of 99 where the target has 64"),
         ("dflash", None, {"num_target_layers": 9}, "a number of layers of 9 where the target has"),
         ("dflash", None, {"block_size": 1}, "block_size must be an integer of at least 2, got 1"),
         ("dflash", None, {"mask_token_id": 3}, "mask_token_id is 3 in config.json and 63 in its"),
-        ("dflash", None, {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1]}},
-         "reads hidden states [2], which must ascend and lie below the target's 2 layers"),
-        ("dflash", None, {"dflash_config": {"mask_token_id": 63, "attention_sink_bias": True}},
-         "not supported: attention_sink_bias=True"),
-        ("dflash", None, {"dflash_config": {"mask_token_id": 63, "projector_type": "domino"}},
-         "not supported: projector_type='domino'"),
-        ("dflash", None, {"dflash_config": {"target_layer_ids": [-1, 0]}},
-         "mask_token_id must be an integer"),
-        ("gated", _without("markov_head.gate_proj.bias"), {},
-         "1 missing: markov_head.gate_proj.bias"),
+        (
+            "dflash",
+            None,
+            {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1]}},
+            "reads hidden states [2], which must ascend and lie below the target's 2 layers",
+        ),
+        (
+            "dflash",
+            None,
+            {"dflash_config": {"mask_token_id": 63, "attention_sink_bias": True}},
+            "not supported: attention_sink_bias=True",
+        ),
+        (
+            "dflash",
+            None,
+            {"dflash_config": {"mask_token_id": 63, "projector_type": "domino"}},
+            "not supported: projector_type='domino'",
+        ),
+        (
+            "dflash",
+            None,
+            {"dflash_config": {"target_layer_ids": [-1, 0]}},
+            "mask_token_id must be an integer",
+        ),
+        (
+            "gated",
+            _without("markov_head.gate_proj.bias"),
+            {},
+            "1 missing: markov_head.gate_proj.bias",
+        ),
         ("vanilla", None, {"markov_rank": 9}, "markov_rank is 9 in config.json and 6 in its"),
         ("rnn", None, {"markov_rank": 9}, "markov_rank is 9, but the tensors are those of 4"),
         ("rnn", None, {"markov_head_type": "gated"}, "'gated', but the tensors are those of 'rnn'"),
@@ -145,7 +202,7 @@ def _without(name):
         ("reduced", _without("d2t"), {}, "but the file has no d2t"),
         ("reduced", None, {"aux_hidden_state_layer_ids": None}, "must be a list of whole numbers"),
     ],
-)  # fmt: skip
+)
 def test_files_that_contradict_themselves_are_refused(tmp_path, name, change, keys, message):
     save(tmp_path, name)
     tensors, raw = files(tmp_path)
@@ -176,9 +233,13 @@ def test_what_a_layout_cannot_say_is_not_written(tmp_path, name, layout, changes
     config = dataclasses.replace(CONFIGS[name], **changes)
     with pytest.raises(ValueError, match=message):
         head_files.save_head(
-            tmp_path / "head", config, dflashes.random_params(name), TARGET, layout=layout,
+            tmp_path / "head",
+            config,
+            dflashes.random_params(name),
+            TARGET,
+            layout=layout,
             target_name="someone/model",
-        )  # fmt: skip
+        )
     assert not (tmp_path / "head").exists()
 
 

@@ -11,9 +11,13 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.rope import RopeConfig
 
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 10}
@@ -21,11 +25,14 @@ MORE = {
     "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
     "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # so that scalings count alike
     "qwen3_next": {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 24, "partial_rotary_factor": 1.0,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+        "partial_rotary_factor": 1.0,
         "layer_types": ["full_attention"] * 3,
     },
-}  # fmt: skip
+}
 
 
 def read(model_type: str, **settings) -> DecoderConfig:
@@ -85,21 +92,39 @@ ROPES = {
     "linear": ({"factor": 2.0}, RopeConfig(5e5, "linear", 2.0), 512),
     "dynamic": ({"factor": 2.0}, RopeConfig(5e5, "dynamic", 2.0, 256), 512),
     "llama3": (
-        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 64},
-        RopeConfig(5e5, "llama3", 8.0, 64), 256,
+        {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        RopeConfig(5e5, "llama3", 8.0, 64),
+        256,
     ),
     "yarn": (
         {"factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
-        RopeConfig(5e5, "yarn", 8.0, 64, amplitude=1.5), 512,
+        RopeConfig(5e5, "yarn", 8.0, 64, amplitude=1.5),
+        512,
     ),
     "longrope": (
-        {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.5,
-         "original_max_position_embeddings": 64},
-        RopeConfig(5e5, "longrope", 4.0, 64, amplitude=1.5,
-                   short_factors=(1.0,) * 8, long_factors=(2.0,) * 8), 256,
+        {
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "attention_factor": 1.5,
+            "original_max_position_embeddings": 64,
+        },
+        RopeConfig(
+            5e5,
+            "longrope",
+            4.0,
+            64,
+            amplitude=1.5,
+            short_factors=(1.0,) * 8,
+            long_factors=(2.0,) * 8,
+        ),
+        256,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -122,9 +147,13 @@ def test_old_and_new_spelling_of_a_rotary_scaling_mean_the_same(kind):
 def test_what_a_family_describes_reads_back_the_same(kind, model_type):
     keys, _, _ = ROPES[kind]
     settings = {
-        "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5,
-        "max_position_embeddings": 256, "rope_scaling": {"rope_type": kind, **keys},
-    }  # fmt: skip
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+        "max_position_embeddings": 256,
+        "rope_scaling": {"rope_type": kind, **keys},
+    }
     if model_type == "mistral":
         settings["sliding_window"] = 7  # without one it is a llama
     config = read(model_type, **settings)
@@ -233,12 +262,23 @@ def test_unsupported_architectures_are_refused_and_the_known_ones_listed(raw):
 def test_experts_and_latent_attention_survive_a_description():
     for model_type, settings in (
         ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2}),
-        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0,
-                                          "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
-                                          "original_max_position_embeddings": 64}}),
+        (
+            "deepseek_v3",
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 40,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
         ("glm4_moe", {"partial_rotary_factor": 0.25, "attention_bias": True}),
         ("glm4_moe", {"partial_rotary_factor": 1.0, "use_qk_norm": True}),
-    ):  # fmt: skip
+    ):
         config = read(model_type, **settings)
         raw = families.describe(config)
         assert raw["model_type"] == model_type
@@ -344,10 +384,16 @@ JUNK = ([], {}, "x", None, -1, 0, 0.5, True, [None], {"a": 1}, ["x"] * 3, float(
 @pytest.mark.parametrize("model_type", families.FAMILIES)
 def test_damaged_values_give_a_value_error_and_nothing_else(model_type):
     whole = {
-        **families.FAMILIES[model_type].defaults, **SIZES, **MORE.get(model_type, {}),
-        "model_type": model_type, "architectures": None, "rope_theta": 1e4,
-        "original_max_position_embeddings": 64, "rope_scaling": None, "rope_parameters": None,
-    }  # fmt: skip
+        **families.FAMILIES[model_type].defaults,
+        **SIZES,
+        **MORE.get(model_type, {}),
+        "model_type": model_type,
+        "architectures": None,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": None,
+        "rope_parameters": None,
+    }
     cases = [{key: junk} for key in whole for junk in JUNK]
     for keys, _, _ in ROPES.values():
         for key in ("rope_type", "rope_theta", *keys):

@@ -19,13 +19,19 @@ from jspec.models.heads.medusa import MedusaConfig
 
 VOCAB, REDUCED, WIDTH, LAYERS = 32, 12, 16, 8
 TARGET = DecoderConfig(
-    vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_layers=LAYERS, num_heads=2,
-    num_kv_heads=1, head_dim=8, max_positions=64,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=24,
+    num_layers=LAYERS,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=64,
+)
 NETWORK = dataclasses.replace(TARGET, num_layers=1, norm_eps=1e-5)
 EAGLE1 = EagleConfig(NETWORK, 1, (LAYERS,), WIDTH, VOCAB)
 EAGLE3 = EagleConfig(
-    dataclasses.replace(NETWORK, vocab_size=REDUCED), 3, (2, 4, 5), WIDTH, VOCAB, own_head=True
+    dataclasses.replace(NETWORK, vocab_size=REDUCED), 3, (2, 4, 5), WIDTH, VOCAB, separate_head=True
 )
 MEDUSA = MedusaConfig(3, 2, WIDTH, VOCAB, VOCAB, (LAYERS,), num_outputs=3)
 
@@ -39,31 +45,67 @@ def changed(config, network=(), **changes):
 TWO_LAYERS = {"num_layers": 2, "qk_norm": True, "qkv_bias": True, "output_bias": True}
 HEADS = {
     "eagle": ("eagle", EAGLE1),
-    "eagle, everything": ("eagle", changed(
-        EAGLE1, {"num_layers": 2, "qkv_bias": True},
-        fc_bias=True, norm_inputs=True, own_embedding=True, own_head=True,
-    )),
+    "eagle, everything": (
+        "eagle",
+        changed(
+            EAGLE1,
+            {"num_layers": 2, "qkv_bias": True},
+            fc_bias=True,
+            norm_inputs=True,
+            separate_embedding=True,
+            separate_head=True,
+        ),
+    ),
     "eagle3": ("eagle3", EAGLE3),
-    "eagle3, whole vocabulary": ("eagle3", changed(
-        EAGLE3, {"vocab_size": VOCAB, "head_dim": 16}, own_embedding=True, own_head=False,
-        capture_layers=(2, 5, 7), feature_norms=True,
-    )),
-    "eagle3, narrow": ("eagle3", changed(
-        EAGLE3, {"hidden_size": 8, "qkv_bias": True, "output_bias": True}, own_embedding=True,
-        norm_before_residual=True, norm_output=True, input_norm=True, capture_layers=(1, 4, 5, 6),
-    )),
-    "speculators": ("speculators", changed(EAGLE3, own_embedding=True)),
-    "speculators, everything": ("speculators", changed(
-        EAGLE3, TWO_LAYERS | {"windows": (7, None)}, own_embedding=True, feature_norms=True,
-        norm_before_residual=True, norm_output=True, capture_layers=(0, 3, 6),
-    )),
+    "eagle3, whole vocabulary": (
+        "eagle3",
+        changed(
+            EAGLE3,
+            {"vocab_size": VOCAB, "head_dim": 16},
+            separate_embedding=True,
+            separate_head=False,
+            capture_layers=(2, 5, 7),
+            feature_norms=True,
+        ),
+    ),
+    "eagle3, narrow": (
+        "eagle3",
+        changed(
+            EAGLE3,
+            {"hidden_size": 8, "qkv_bias": True, "output_bias": True},
+            separate_embedding=True,
+            norm_before_residual=True,
+            norm_output=True,
+            input_norm=True,
+            capture_layers=(1, 4, 5, 6),
+        ),
+    ),
+    "speculators": ("speculators", changed(EAGLE3, separate_embedding=True)),
+    "speculators, everything": (
+        "speculators",
+        changed(
+            EAGLE3,
+            TWO_LAYERS | {"windows": (7, None)},
+            separate_embedding=True,
+            feature_norms=True,
+            norm_before_residual=True,
+            norm_output=True,
+            capture_layers=(0, 3, 6),
+        ),
+    ),
     "medusa": ("medusa", MEDUSA),
     "medusa, no outputs": ("medusa", dataclasses.replace(MEDUSA, num_outputs=0)),
     "medusa-vllm": ("medusa-vllm", MEDUSA),
-    "medusa-vllm, reduced": ("medusa-vllm", dataclasses.replace(
-        MEDUSA, vocab_size=REDUCED, num_outputs=1, bias=False,
-    )),
-}  # fmt: skip
+    "medusa-vllm, reduced": (
+        "medusa-vllm",
+        dataclasses.replace(
+            MEDUSA,
+            vocab_size=REDUCED,
+            num_outputs=1,
+            bias=False,
+        ),
+    ),
+}
 
 
 def random_head(config):
@@ -134,9 +176,13 @@ def test_a_loaded_head_is_saved_tensor_for_tensor(tmp_path, name, dtype):
     save(tmp_path / "a", name, dtype=dtype)
     head = head_files.load_head(tmp_path / "a", TARGET)
     head_files.save_head(
-        tmp_path / "b", head.config, head.params, TARGET, layout=head.layout,
+        tmp_path / "b",
+        head.config,
+        head.params,
+        TARGET,
+        layout=head.layout,
         target_name="someone/target",
-    )  # fmt: skip
+    )
     (first, raw), (second, again) = files(tmp_path / "a"), files(tmp_path / "b")
     assert raw == again and list(first) == list(second)
     for tensor, other in zip(first.values(), second.values(), strict=True):
@@ -162,11 +208,19 @@ def test_the_keys_that_servers_need_are_written(tmp_path):
     raw = files(tmp_path / "a")[1]
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
     always = {
-        "rope_theta": 10000.0, "rope_scaling": None, "head_dim": 8, "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
-        "norm_before_residual": False, "attention_bias": False, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "dtype": "bfloat16", "num_hidden_layers": 1,
-    }  # fmt: skip
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "hidden_act": "silu",
+        "norm_before_residual": False,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "num_hidden_layers": 1,
+    }
     assert raw | always == raw
     # vLLM only asks whether these are there; the default layers need no list.
     absent = {"target_hidden_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "bias"}
@@ -175,8 +229,9 @@ def test_the_keys_that_servers_need_are_written(tmp_path):
     save(tmp_path / "b", "speculators")
     raw = files(tmp_path / "b")[1]
     assert raw["speculators_config"]["verifier"] == {
-        "name_or_path": "someone/target", "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
+        "name_or_path": "someone/target",
+        "architectures": ["LlamaForCausalLM"],
+    }
     proposal = raw["speculators_config"]["proposal_methods"][0]
     assert proposal["proposal_type"] == "greedy" and proposal["speculative_tokens"] >= 1
     assert raw["transformer_layer_config"]["model_type"] == "llama"
@@ -185,10 +240,16 @@ def test_the_keys_that_servers_need_are_written(tmp_path):
     save(tmp_path / "c", "medusa-vllm, reduced")
     tensors, raw = files(tmp_path / "c")
     wanted = {
-        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": WIDTH,
-        "vocab_size": VOCAB, "truncated_vocab_size": REDUCED, "num_heads": 3,
-        "num_hidden_layers": 2, "medusa_fc_bias": False, "original_lm_head": True,
-    }  # fmt: skip
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": WIDTH,
+        "vocab_size": VOCAB,
+        "truncated_vocab_size": REDUCED,
+        "num_heads": 3,
+        "num_hidden_layers": 2,
+        "medusa_fc_bias": False,
+        "original_lm_head": True,
+    }
     assert raw | wanted == raw and "token_map" in tensors
 
 
@@ -197,15 +258,21 @@ def test_names_of_layouts_are_those_of_their_authors(tmp_path):
     block = {
         f"midlayer.{name}.weight"
         for name in (
-            "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj",
-            "mlp.up_proj", "mlp.down_proj", *(f"self_attn.{part}_proj" for part in "qkvo"),
+            "input_layernorm",
+            "hidden_norm",
+            "post_attention_layernorm",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+            "mlp.down_proj",
+            *(f"self_attn.{part}_proj" for part in "qkvo"),
         )
-    }  # fmt: skip
+    }
     whole = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
     assert set(files(tmp_path / "a")[0]) == block | whole
     save(tmp_path / "b", "medusa")
-    names = {f"{i}.{l}.linear.{kind}" for i in range(3) for l in range(2)
-             for kind in ("weight", "bias")}  # fmt: skip
+    names = {
+        f"{i}.{l}.linear.{kind}" for i in range(3) for l in range(2) for kind in ("weight", "bias")
+    }
     assert set(files(tmp_path / "b")[0]) == names | {f"{i}.2.weight" for i in range(3)}
 
 
@@ -238,14 +305,15 @@ def test_hidden_states_are_written_as_vllm_and_as_sglang_count_them(tmp_path, la
 def test_an_embedding_that_equals_the_targets_is_shared(tmp_path):
     config, params = save(tmp_path, "speculators")
     head = head_files.load_head(tmp_path, TARGET, embedding=params.embedding)
-    assert head.params.embedding is None and not head.config.own_embedding
+    assert head.params.embedding is None and not head.config.separate_embedding
     other = head_files.load_head(tmp_path, TARGET, embedding=params.embedding + 1)
     assert other.config == config
     # And it is written out again where it is given.
     again = tmp_path / "again"
     options = {"layout": "speculators", "target_name": "someone/target"}
-    head_files.save_head(again, head.config, head.params, TARGET, embedding=params.embedding,
-                         **options)  # fmt: skip
+    head_files.save_head(
+        again, head.config, head.params, TARGET, embedding=params.embedding, **options
+    )
     assert_same(head_files.load_head(again, TARGET).params, params)
 
 
@@ -489,8 +557,14 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
 )
 def test_a_layout_that_cannot_hold_a_head_is_refused(tmp_path, config, layout, message):
     with pytest.raises(ValueError, match=message):
-        head_files.save_head(tmp_path, config, random_head(config), TARGET, layout=layout,
-                             target_name="someone/target")  # fmt: skip
+        head_files.save_head(
+            tmp_path,
+            config,
+            random_head(config),
+            TARGET,
+            layout=layout,
+            target_name="someone/target",
+        )
     assert not list(tmp_path.iterdir())
 
 

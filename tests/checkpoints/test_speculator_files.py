@@ -28,9 +28,14 @@ LAYOUTS = {
 def save(directory, name, layout=None, **options):
     config, params = speculators.CONFIGS[name], speculators.random_params(name)
     head_files.save_head(
-        directory, config, params, TARGET, layout=layout or LAYOUTS[name],
-        target_name="someone/model", **options,
-    )  # fmt: skip
+        directory,
+        config,
+        params,
+        TARGET,
+        layout=layout or LAYOUTS[name],
+        target_name="someone/model",
+        **options,
+    )
     return config, params
 
 
@@ -72,9 +77,13 @@ def test_a_loaded_speculator_is_saved_tensor_for_tensor(tmp_path, name, dtype):
     save(tmp_path / "a", name, dtype=dtype)
     head = head_files.load_head(tmp_path / "a", TARGET)
     head_files.save_head(
-        tmp_path / "b", head.config, head.params, TARGET, layout=head.layout,
+        tmp_path / "b",
+        head.config,
+        head.params,
+        TARGET,
+        layout=head.layout,
         target_name="someone/model",
-    )  # fmt: skip
+    )
     (first, raw), (second, again) = files(tmp_path / "a"), files(tmp_path / "b")
     assert raw == again and list(first) == list(second)
     for tensor, other in zip(first.values(), second.values(), strict=True):
@@ -126,8 +135,14 @@ def test_logits_of_files_that_torch_wrote_are_those_of_torch(tmp_path, layout, t
     safetensors = pytest.importorskip("safetensors.torch")
     torch.manual_seed(0)
     lstm, width = layout == "arctic-lstm", TARGET.hidden_size
-    raw = {"model_type": "mlp_speculator", "vocab_size": VOCAB, "n_predict": 3,
-           "tie_weights": tied or lstm, "scale_input": scaled, "inner_dim": 20}  # fmt: skip
+    raw = {
+        "model_type": "mlp_speculator",
+        "vocab_size": VOCAB,
+        "n_predict": 3,
+        "tie_weights": tied or lstm,
+        "scale_input": scaled,
+        "inner_dim": 20,
+    }
     if layout == "mlp_speculator":
         raw |= {"emb_dim": width}
     else:
@@ -159,15 +174,29 @@ def test_logits_of_files_that_torch_wrote_are_those_of_torch(tmp_path, layout, t
 def test_names_and_keys_are_those_of_their_authors(tmp_path):
     save(tmp_path / "a", "tied scaled", dtype="bfloat16")
     tensors, raw = files(tmp_path / "a")
-    parts = ("emb.0.weight", "proj.0.weight", "proj.1.weight", "ln.0.weight", "ln.0.bias",
-             "head.0.weight")  # fmt: skip
+    parts = (
+        "emb.0.weight",
+        "proj.0.weight",
+        "proj.1.weight",
+        "ln.0.weight",
+        "ln.0.bias",
+        "head.0.weight",
+    )
     assert set(tensors) == {f"speculator.{part}" for part in parts}
     wanted = {
-        "model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "n_predict": 4, "num_lookahead_tokens": 4, "emb_dim": 32, "inner_dim": 24,
-        "vocab_size": 64, "tie_weights": True, "scale_input": True,
-        "top_k_tokens_per_head": [1, 1, 1, 1], "n_candidates": 1, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "mlp_speculator",
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "n_predict": 4,
+        "num_lookahead_tokens": 4,
+        "emb_dim": 32,
+        "inner_dim": 24,
+        "vocab_size": 64,
+        "tie_weights": True,
+        "scale_input": True,
+        "top_k_tokens_per_head": [1, 1, 1, 1],
+        "n_candidates": 1,
+        "torch_dtype": "bfloat16",
+    }
     assert raw | wanted == raw
     save(tmp_path / "b", "lstm")
     tensors, raw = files(tmp_path / "b")
@@ -176,11 +205,18 @@ def test_names_and_keys_are_those_of_their_authors(tmp_path):
     parts |= {f"{ln}.0.{kind}" for ln in ("cell_ln", "state_ln") for kind in ("weight", "bias")}
     assert set(tensors) == parts | {"head.0.weight"}
     wanted = {
-        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "method": "sum_lstm",
-        "model_type": "mlp_speculator", "input_hidden_dim": 32, "inner_dim": "24",
-        "emb_dim": "24", "proj_dim": "24", "tie_weights": True, "tie_lstm_embs": True,
-        "base_model_archs": ["LlamaForCausalLM"], "base_model_name_or_path": "someone/model",
-    }  # fmt: skip
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+        "method": "sum_lstm",
+        "model_type": "mlp_speculator",
+        "input_hidden_dim": 32,
+        "inner_dim": "24",
+        "emb_dim": "24",
+        "proj_dim": "24",
+        "tie_weights": True,
+        "tie_lstm_embs": True,
+        "base_model_archs": ["LlamaForCausalLM"],
+        "base_model_name_or_path": "someone/model",
+    }
     assert raw | wanted == raw
     save(tmp_path / "c", "untied scaled")
     tensors, raw = files(tmp_path / "c")
@@ -217,8 +253,12 @@ def test_an_inner_dim_of_zero_is_the_targets(tmp_path):
         ("untied", None, {"scale_input": "yes"}, "scale_input must be true or false"),
         ("untied", None, {"quantization_config": {"bits": 8}}, "quantization_config is not"),
         ("tied scaled", None, {"tie_weights": False}, "missing: emb.1.weight, emb.2.weight"),
-        ("tied scaled", lambda t: t.update({"speculator.emb.1.weight": t["speculator.emb.0.weight"]
-                                            + 1}), {}, "emb.1.weight differs from emb.0.weight"),
+        (
+            "tied scaled",
+            lambda t: t.update({"speculator.emb.1.weight": t["speculator.emb.0.weight"] + 1}),
+            {},
+            "emb.1.weight differs from emb.0.weight",
+        ),
         ("tied", None, {"n_predict": 1}, "tie_weights needs two stages at least, but n_predict"),
         ("tied", None, {"inner_dim": "24.24"}, "inner_dim='24.24' asks for a stack of layers"),
         ("tied", None, {"proj_dim": "20"}, "must be equal, got inner_dim=24, emb_dim=24, proj_dim"),
@@ -227,11 +267,15 @@ def test_an_inner_dim_of_zero_is_the_targets(tmp_path):
         ("tied", None, {"input_hidden_dim": 16}, "(input_hidden_dim) where the target has 32"),
         ("lstm", None, {"method": "sum_rnn"}, "method is 'sum_rnn', but the tensors are those of"),
         ("lstm", None, {"tie_weights": False}, "'sum_lstm' knows tied weights alone"),
-        ("lstm", lambda t: t.update({"cell_emb.0.weight": t["cell_emb.0.weight"] + 1}), {},
-         "cell_emb.0.weight differs from forget_emb.0.weight"),
+        (
+            "lstm",
+            lambda t: t.update({"cell_emb.0.weight": t["cell_emb.0.weight"] + 1}),
+            {},
+            "cell_emb.0.weight differs from forget_emb.0.weight",
+        ),
         ("lstm untied", lambda t: t.pop("input_proj.1.weight"), {}, "1 missing: input_proj.1.weig"),
     ],
-)  # fmt: skip
+)
 def test_files_that_contradict_themselves_or_the_target_are_refused(
     tmp_path, name, change, keys, message
 ):

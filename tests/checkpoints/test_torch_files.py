@@ -12,8 +12,18 @@ import pytest
 
 from jspec.checkpoints import torch_files
 
-DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int64, np.int32, np.int16,
-          np.int8, np.uint8, np.bool_)  # fmt: skip
+DTYPES = (
+    np.float32,
+    np.float16,
+    ml_dtypes.bfloat16,
+    np.float64,
+    np.int64,
+    np.int32,
+    np.int16,
+    np.int8,
+    np.uint8,
+    np.bool_,
+)
 
 
 def sample():
@@ -67,10 +77,15 @@ def test_what_torch_writes_is_read_exactly(tmp_path, protocol):
     grid = torch.arange(24.0).reshape(4, 6)
     tensors = {name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)) for name in names}
     tensors |= {
-        "bool": torch.tensor([True, False]), "whole": grid, "turned": grid.T[1:3],
-        "every second": grid[1:, ::2], "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4),
-        "parameter": torch.nn.Parameter(torch.ones(2)), "repeated": torch.ones(1).expand(3, 4),
-    }  # fmt: skip
+        "bool": torch.tensor([True, False]),
+        "whole": grid,
+        "turned": grid.T[1:3],
+        "every second": grid[1:, ::2],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "repeated": torch.ones(1).expand(3, 4),
+    }
     torch.save(tensors, tmp_path / "a.bin", pickle_protocol=protocol)
     with zipfile.ZipFile(tmp_path / "a.bin") as file:  # four names, one storage
         storages = [name for name in file.namelist() if "/data/" in name]

@@ -82,9 +82,15 @@ def test_a_message_is_put_into_the_models_chat_template(jspec, models):
 
 def test_stats_follow_the_text_and_carry_the_names_of_vllm(jspec, models):
     code, out, _ = jspec(
-        "generate", models["target"], PROMPT, "--stats", "--max-tokens", 12,
-        "--speculative-config", json.dumps(NGRAM),
-    )  # fmt: skip
+        "generate",
+        models["target"],
+        PROMPT,
+        "--stats",
+        "--max-tokens",
+        12,
+        "--speculative-config",
+        json.dumps(NGRAM),
+    )
     plain = jspec("generate", models["target"], PROMPT, "--max-tokens", 12)[1]
     assert code == 0 and out.startswith(plain)
     assert re.search(r"^mean_acceptance_length +\d\.\d{3} *$", out, re.M)
@@ -213,9 +219,11 @@ def test_the_last_token_of_a_clipped_round_counts_as_drafted():
 
 def test_the_demo_compares_every_setting_with_its_autoregression(jspec, tmp_path, monkeypatch):
     few = {  # the other rows would only compile more
-        "autoregressive, float32, greedy", "eagle3, float32, greedy",
-        "autoregressive, float32, T = 0.8", "draft_model, float32, T = 0.8",
-    }  # fmt: skip
+        "autoregressive, float32, greedy",
+        "eagle3, float32, greedy",
+        "autoregressive, float32, T = 0.8",
+        "draft_model, float32, T = 0.8",
+    }
     kept = [setting for setting in demo.SETTINGS if setting.words in few]
     monkeypatch.setattr(demo, "SETTINGS", kept)
     monkeypatch.setattr(demo, "PROMPT", tmp_path / "prompt.txt")
@@ -318,9 +326,15 @@ def test_a_page_on_standard_output_stands_there_alone(jspec, models):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["trace", "TARGET", "x", "--html"], ["certify", "--json"], ["bench", "--json"],
-     ["bench", "--output"], ["tune", "--output"], ["tune", "--json"]],
-)  # fmt: skip
+    [
+        ["trace", "TARGET", "x", "--html"],
+        ["certify", "--json"],
+        ["bench", "--json"],
+        ["bench", "--output"],
+        ["tune", "--output"],
+        ["tune", "--json"],
+    ],
+)
 def test_where_results_cannot_be_written_is_told_before_the_work(
     jspec, models, tmp_path, monkeypatch, arguments
 ):

@@ -12,10 +12,10 @@ from jspec.core.types import Draft, History, Params
 from jspec.engine import batch as host
 from jspec.engine import loop
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row, request_of, warps_of
+from jspec.engine.sequences import SequenceParams, filters_of, request_of
 from tests import tiny
 from tests.drafters.several import DRAFTERS
-from tests.plain_shaping import plainly
+from tests.plain_processors import plainly
 
 V = 12
 
@@ -35,12 +35,12 @@ PROCESSORS = {
     more_of_the_first: lambda text, token: len(text) / 8 if token == text[0] else 0,
 }
 ROWS = [
-    Row((3, 3, 5), presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=1.7),
-    Row((1, 2), bad_words=((4,), (2, 6), (1, 2, 7)), logit_bias=((3, 2.5), (9, -4.0))),
-    Row((7,), min_tokens=3, stop_token_ids=(2,), late_token_ids=(5,),
+    SequenceParams((3, 3, 5), presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=1.7),
+    SequenceParams((1, 2), bad_words=((4,), (2, 6), (1, 2, 7)), logit_bias=((3, 2.5), (9, -4.0))),
+    SequenceParams((7,), min_tokens=3, stop_token_ids=(2,), late_token_ids=(5,),
         allowed_token_ids=(0, 2, 5, 6, 7, 8, 11)),
-    Row((9, 8), logits_processors=(less_of_the_last, more_of_the_first)),
-    Row((4, 4), repetition_penalty=0.6, logits_processors=(more_of_the_first,), min_tokens=1,
+    SequenceParams((9, 8), logits_processors=(less_of_the_last, more_of_the_first)),
+    SequenceParams((4, 4), repetition_penalty=0.6, logits_processors=(more_of_the_first,), min_tokens=1,
         stop_token_ids=(0,)),
 ]  # fmt: skip
 
@@ -69,10 +69,10 @@ def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
         nodes[index, 0] = (*row.prompt, *ANSWERS[index])[-1]
     draft = Draft(jnp.asarray(nodes, jnp.int32), parents, jnp.ones(nodes.shape, bool), max_depth=4)
     tree = trees.broadcast(trees.from_parents(parents, 4), len(ROWS))
-    request, _ = request_of(ROWS, len(ROWS), warps_of(ROWS), V)
+    request, _ = request_of(ROWS, len(ROWS), filters_of(ROWS), V)
     shaped = logits_processors.shape(
         jnp.asarray(logits),
-        request.sampling.shaping,
+        request.sampling.processors,
         logits_processors.of_draft(history, draft, tree),
     )
     for index, row in enumerate(ROWS):
@@ -96,29 +96,32 @@ LINES = [
 
 def requests(temperature):
     return [
-        Row(prompt, max_tokens=20, temperature=temperature, stream=index, **settings)
-        for index, (prompt, settings) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), LINES,
-                                                       strict=True))
-    ]  # fmt: skip
+        SequenceParams(prompt, max_tokens=20, temperature=temperature, stream=index, **settings)
+        for index, (prompt, settings) in enumerate(
+            zip(tiny.prompts((1, 9, 5, 3)), LINES, strict=True)
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
 def plain():
     plan = Plan(tiny.TARGET, tiny.NONE)
-    return {t: host.generate_rows(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
+    return {t: host.generate_sequences(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("draft_model", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
-     for name in DRAFTERS],
-)  # fmt: skip
+    [
+        name if name in ("draft_model", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in DRAFTERS
+    ],
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_speculation_changes_no_text_of_shaped_requests(name, temperature, plain):
     drafter, weights = DRAFTERS[name]
     plan = Plan(tiny.TARGET, drafter, "coupled")
     params = Params(tiny.params().target, weights)
-    answers = host.generate_rows(plan, params, requests(temperature))
+    answers = host.generate_sequences(plan, params, requests(temperature))
     for answer, expected in zip(answers, plain[temperature], strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
 
@@ -130,19 +133,22 @@ def test_texts_keep_to_what_was_asked(plain):
         assert not {(3, 9), (40, 41)} & set(itertools.pairwise(phrased))
         assert max(ended) < 50 and len(ended) >= 9 and all(token % 3 for token in ended[:8])
         assert all(a != b for a, b in itertools.pairwise(processed))
-    free = host.generate_rows(
-        Plan(tiny.TARGET, tiny.NONE), tiny.params(),
-        [Row(row.prompt, max_tokens=20) for row in requests(0.0)],
-    )  # fmt: skip
+    free = host.generate_sequences(
+        Plan(tiny.TARGET, tiny.NONE),
+        tiny.params(),
+        [SequenceParams(row.prompt, max_tokens=20) for row in requests(0.0)],
+    )
     assert len(set(plain[0.0][0].tokens.tolist())) > len(set(free[0].tokens.tolist()))
 
 
 def test_a_draft_model_that_is_the_target_is_always_right_about_shaped_laws():
     drafter = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)
     params = Params(tiny.params().target, tiny.params().target)
-    rows = [dataclasses.replace(row, max_tokens=16, stop_token_ids=(), min_tokens=0)
-            for row in requests(0.9)]  # fmt: skip
-    answers = host.generate_rows(Plan(tiny.TARGET, drafter, "rejection"), params, rows)
+    rows = [
+        dataclasses.replace(row, max_tokens=16, stop_token_ids=(), min_tokens=0)
+        for row in requests(0.9)
+    ]
+    answers = host.generate_sequences(Plan(tiny.TARGET, drafter, "rejection"), params, rows)
     assert all(answer.accepted[-1] >= 3 and answer.accepted[:3].sum() == 0 for answer in answers)
 
 
@@ -153,21 +159,23 @@ def test_other_values_are_no_new_program():
         for row in rows
     ]
     plan = Plan(tiny.TARGET, tiny.NONE)
-    host.generate_rows(plan, tiny.params(), rows)  # those of earlier tests may be forgotten by now
+    host.generate_sequences(
+        plan, tiny.params(), rows
+    )  # those of earlier tests may be forgotten by now
     before = loop.decode._cache_size()
-    host.generate_rows(plan, tiny.params(), changed)
+    host.generate_sequences(plan, tiny.params(), changed)
     assert loop.decode._cache_size() == before
 
 
 def test_a_drafter_that_knows_no_allowed_token_drafts_in_vain_and_does_no_harm():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 1, 3)), jnp.float32)
-    row = Row((1,), allowed_token_ids=(5, 6))
-    request, _ = request_of([row], 1, row.warps, V)
+    row = SequenceParams((1,), allowed_token_ids=(5, 6))
+    request, _ = request_of([row], 1, row.filters, V)
     branches = logits_processors.at_root(
         History(jnp.ones((1, 4), jnp.int32), jnp.ones(1, jnp.int32))
     )
     shape = lambda ids: logits_processors.shape_draft(
-        logits, request.sampling.shaping, branches, V, jnp.array(ids)
+        logits, request.sampling.processors, branches, V, jnp.array(ids)
     )
     np.testing.assert_array_equal(shape([0, 1, 2]), logits)
     np.testing.assert_array_equal(shape([4, 5, 6])[0, 0], [-np.inf, *logits[0, 0, 1:]])
@@ -186,12 +194,17 @@ def test_a_drafter_that_knows_no_allowed_token_drafts_in_vain_and_does_no_harm()
 )
 def test_values_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError) as error:
-        Row((1,), **settings)
+        SequenceParams((1,), **settings)
     assert message in str(error.value)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused():
-    for settings in (dict(logit_bias=((64, 1.0),)), dict(allowed_token_ids=(-1, 3)),
-                     dict(bad_words=((1, 99),))):  # fmt: skip
+    for settings in (
+        dict(logit_bias=((64, 1.0),)),
+        dict(allowed_token_ids=(-1, 3)),
+        dict(bad_words=((1, 99),)),
+    ):
         with pytest.raises(ValueError, match="outside the vocabulary of 64 tokens"):
-            host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [Row((1,), **settings)])
+            host.start(
+                Plan(tiny.TARGET, tiny.NONE), tiny.params(), [SequenceParams((1,), **settings)]
+            )

@@ -17,10 +17,11 @@ from tests import llm_fixtures
 
 PROMPTS = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
 ASKED = [
-    SamplingParams(temperature=t, max_tokens=20, seed=5, ignore_eos=True, logprobs=k,
-                   prompt_logprobs=p)
+    SamplingParams(
+        temperature=t, max_tokens=20, seed=5, ignore_eos=True, logprobs=k, prompt_logprobs=p
+    )
     for t, k, p in ((0.0, 3, None), (0.7, 0, 2), (1.0, None, 0), (0.9, 5, 1))
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,12 @@ def full_pass(root, ids):
 
 def check(listed, logits, token, count):
     """One position against the logits before it."""
-    law = scipy.special.log_softmax(logits)
+    distribution = scipy.special.log_softmax(logits)
     assert next(iter(listed)) == token
-    assert listed[token].rank == 1 + np.count_nonzero(law > law[token])
+    assert listed[token].rank == 1 + np.count_nonzero(distribution > distribution[token])
     for each, found in listed.items():
-        np.testing.assert_allclose(found.logprob, law[each], atol=2e-5)
-    likeliest = set(np.argsort(-law)[:count].tolist())
+        np.testing.assert_allclose(found.logprob, distribution[each], atol=2e-5)
+    likeliest = set(np.argsort(-distribution)[:count].tolist())
     assert set(listed) == likeliest | {token}
 
 
@@ -141,7 +142,7 @@ def test_how_many_are_asked_for_compiles_nothing_within_a_power_of_two(root, mon
     llm, traced = llm_fixtures.llm(root, "ngram"), []
     asked = dataclasses.replace(ASKED[0], logprobs=8, prompt_logprobs=8)
     most = llm.generate(PROMPTS[0], asked)[0]
-    for name in ("init", "absorb", "propose"):
+    for name in ("init", "prefill", "propose"):
         known = getattr(NGram, name)
         monkeypatch.setattr(
             NGram, name, lambda *given, known=known: traced.append(1) or known(*given)
@@ -163,14 +164,28 @@ def check_fewer(fewer, more, count):
 
 @pytest.mark.parametrize(
     ("asked", "most", "counted"),
-    [(0, 20, 0), (1, 20, 1), (3, 20, 4), (16, 20, 16), (17, 20, 20), (17, 320, 32), (-1, 320, 320),
-     (300, 1000, 320)],
-)  # fmt: skip
+    [
+        (0, 20, 0),
+        (1, 20, 1),
+        (3, 20, 4),
+        (16, 20, 16),
+        (17, 20, 20),
+        (17, 320, 32),
+        (-1, 320, 320),
+        (300, 1000, 320),
+    ],
+)
 def test_counts_come_in_powers_of_two_up_to_the_most_there_may_be(asked, most, counted):
     job = requests.make(
-        0, Prompt((1, 2)), SamplingParams(prompt_logprobs=asked, detokenize=False),
-        room=9, seed=0, eos=frozenset(), tokenizer=None, vocab_size=320,
-    )  # fmt: skip
+        0,
+        Prompt((1, 2)),
+        SamplingParams(prompt_logprobs=asked, detokenize=False),
+        room=9,
+        seed=0,
+        eos=frozenset(),
+        tokenizer=None,
+        vocab_size=320,
+    )
     assert requests.scoring_of([job], 320, most, "raw_logits") == Scoring(
         counted, True, "raw_logits"
     )
@@ -198,8 +213,15 @@ def test_the_best_of_several_texts_are_whole_ones(root):
         return jnp.where((ids[length - 1] < 160) & (length > 12), -jnp.inf, logits)
 
     llm = llm_fixtures.llm(root, "none")
-    params = SamplingParams(n=2, best_of=16, max_tokens=6, seed=1, ignore_eos=True, logprobs=0,
-                            logits_processors=(nothing_after_a_low_token,))  # fmt: skip
+    params = SamplingParams(
+        n=2,
+        best_of=16,
+        max_tokens=6,
+        seed=1,
+        ignore_eos=True,
+        logprobs=0,
+        logits_processors=(nothing_after_a_low_token,),
+    )
     drawn = llm.generate(PROMPTS[0], dataclasses.replace(params, n=16))[0].outputs
     whole = sorted(each.cumulative_logprob for each in drawn if each.finish_reason == "length")
     broken = [each.cumulative_logprob for each in drawn if each.finish_reason == "error"]
@@ -214,10 +236,10 @@ def test_a_broken_logit_says_of_the_others_what_is_drawn_from(bad):
     logits[..., 3] = bad
     said = jnp.array([[3 if bad == np.inf else 5]])
     found = score(jnp.asarray(logits), said, 2, "raw_logprobs")
-    law = scipy.special.log_softmax(np.delete(logits[0, 0], 3).astype(np.float64))
-    expected = 0.0 if bad == np.inf else law[4]
+    distribution = scipy.special.log_softmax(np.delete(logits[0, 0], 3).astype(np.float64))
+    expected = 0.0 if bad == np.inf else distribution[4]
     assert found.chosen[0, 0] == pytest.approx(expected, abs=1e-5)
-    assert found.rank[0, 0] == 1 + (0 if bad == np.inf else (law > law[4]).sum())
+    assert found.rank[0, 0] == 1 + (0 if bad == np.inf else (distribution > distribution[4]).sum())
     assert (found.top_ids[0, 0, 0] == 3) == (bad == np.inf)
 
 

@@ -21,10 +21,13 @@ def chain(depth, change=None, vocabulary=False):
         if change:
             memory = memory | {change: memory[change] + depth}
         return Draft(
-            drafted, trees.chain(depth), jnp.ones_like(drafted, bool),
+            drafted,
+            trees.chain(depth),
+            jnp.ones_like(drafted, bool),
             jnp.ones((1, depth + 1, 5)),
-            draft_to_target=PARAMS.drafter["vocabulary"] if vocabulary else None, max_depth=depth,
-        ), memory  # fmt: skip
+            draft_to_target=PARAMS.drafter["vocabulary"] if vocabulary else None,
+            max_depth=depth,
+        ), memory
 
     return propose
 

@@ -14,8 +14,8 @@ from jspec.core import sampling
 from jspec.core.types import Sampling
 from tests.fakes import settings
 
-warp = jax.jit(sampling.warp)
-draw = jax.jit(lambda law, coarse, fine=0: sampling.draw(law, pair(coarse, fine)))
+process_logits = jax.jit(sampling.process_logits)
+draw = jax.jit(lambda distribution, coarse, fine=0: sampling.draw(distribution, pair(coarse, fine)))
 target_noise = jax.jit(sampling.target_noise, static_argnums=2)
 round_noise = jax.jit(sampling.round_noise, static_argnums=(2, 3))
 draw_target = jax.jit(sampling.draw_target)
@@ -27,7 +27,7 @@ PURPOSES = (sampling.DRAFT, sampling.ACCEPT, sampling.RESIDUAL)
 # ------------------------------------------------------------------------------------------- warp
 
 
-def reference_warp(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
+def reference_process(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
     """One row's law in plain float64 NumPy: temperature, min_p, top-k, top-p, one after another."""
     row = np.where(np.isnan(row), -np.inf, np.asarray(row, np.float64))
     if temperature == 0:
@@ -47,9 +47,11 @@ def reference_warp(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
     return probs
 
 
-def law(logits, sampled: Sampling):
-    """The law that ``warp`` gives to logits [B, V]."""
-    return scipy.special.softmax(np.asarray(warp(jnp.asarray(logits), sampled), np.float64), -1)
+def distribution(logits, sampled: Sampling):
+    """The law that ``process_logits`` gives to logits [B, V]."""
+    return scipy.special.softmax(
+        np.asarray(process_logits(jnp.asarray(logits), sampled), np.float64), -1
+    )
 
 
 def grid_of_settings():
@@ -61,8 +63,8 @@ def grid_of_settings():
 def test_every_combination_of_warps_gives_the_law_of_the_reference():
     columns = grid_of_settings()
     logits = 2 * np.random.default_rng(0).normal(size=(len(columns[0]), 40)).astype(np.float32)
-    found = law(logits, settings(len(logits), *columns))
-    wanted = [reference_warp(*row) for row in zip(logits, *columns, strict=True)]
+    found = distribution(logits, settings(len(logits), *columns))
+    wanted = [reference_process(*row) for row in zip(logits, *columns, strict=True)]
     np.testing.assert_allclose(found, wanted, atol=2e-6)
     np.testing.assert_array_equal(found > 0, np.array(wanted) > 0)
 
@@ -74,11 +76,13 @@ def test_warps_agree_with_those_of_transformers_in_the_order_that_vllm_documents
     logits = 2 * np.random.default_rng(1).normal(size=(50, 100)).astype(np.float32)
     scores = torch.tensor(logits)
     for processor in (
-        hf.TemperatureLogitsWarper(0.7), hf.MinPLogitsWarper(0.02),
-        hf.TopKLogitsWarper(20), hf.TopPLogitsWarper(0.85),
-    ):  # fmt: skip
+        hf.TemperatureLogitsWarper(0.7),
+        hf.MinPLogitsWarper(0.02),
+        hf.TopKLogitsWarper(20),
+        hf.TopPLogitsWarper(0.85),
+    ):
         scores = processor(None, scores)
-    found = warp(logits, settings(50, 0.7, 0.02, 20, 0.85))
+    found = process_logits(logits, settings(50, 0.7, 0.02, 20, 0.85))
     np.testing.assert_array_equal(np.isneginf(found), torch.isinf(scores).numpy())
     np.testing.assert_allclose(
         scipy.special.softmax(found, -1), torch.softmax(scores, -1).numpy(), atol=1e-6
@@ -87,64 +91,68 @@ def test_warps_agree_with_those_of_transformers_in_the_order_that_vllm_documents
 
 def test_top_p_is_applied_after_temperature():
     # Sharpened to T = 0.5 the first token alone holds 0.8; at T = 1 it would take two.
-    found = law(np.log([[0.6, 0.25, 0.15]]), settings(1, 0.5, top_p=0.7))
+    found = distribution(np.log([[0.6, 0.25, 0.15]]), settings(1, 0.5, top_p=0.7))
     np.testing.assert_allclose(found, [[1, 0, 0]])
 
 
 def test_top_p_counts_the_mass_that_top_k_leaves():
     # Of (.4, .3, .2, .1), top-k 2 leaves (.57, .43): half is then reached by the first token.
-    found = law(np.log([[0.4, 0.3, 0.2, 0.1]]), settings(1, 1.0, top_k=2, top_p=0.5))
+    found = distribution(np.log([[0.4, 0.3, 0.2, 0.1]]), settings(1, 1.0, top_k=2, top_p=0.5))
     np.testing.assert_allclose(found, [[1, 0, 0, 0]])
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept():
     tied = np.array([[2.0, 1.0, 1.0, 0.0]], np.float32)
-    assert (law(tied, settings(1, 1.0, top_k=2)) > 0).tolist() == [[True, True, True, False]]
-    assert (law(tied, settings(1, 1.0, top_p=0.6)) > 0).tolist() == [[True, True, True, False]]
-    assert (law(np.zeros((1, 4)), settings(1, 1.0, min_p=1.0)) > 0).all()
+    assert (distribution(tied, settings(1, 1.0, top_k=2)) > 0).tolist() == [
+        [True, True, True, False]
+    ]
+    assert (distribution(tied, settings(1, 1.0, top_p=0.6)) > 0).tolist() == [
+        [True, True, True, False]
+    ]
+    assert (distribution(np.zeros((1, 4)), settings(1, 1.0, min_p=1.0)) > 0).all()
 
 
 def test_a_tiny_top_p_keeps_one_token_and_a_large_top_k_keeps_all():
     logits = np.random.default_rng(2).normal(size=(1, 9)).astype(np.float32)
-    assert (law(logits, settings(1, 1.0, top_p=1e-9)) > 0).sum() == 1
-    assert (law(logits, settings(1, 1.0, top_k=1000)) > 0).all()
+    assert (distribution(logits, settings(1, 1.0, top_p=1e-9)) > 0).sum() == 1
+    assert (distribution(logits, settings(1, 1.0, top_k=1000)) > 0).all()
 
 
 def test_greedy_rows_are_point_masses_at_their_first_maximum_beside_sampled_rows():
     logits = np.array([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0]], np.float32)
-    found = np.asarray(warp(logits, settings(2, np.array([0.0, 1.0]))))
+    found = np.asarray(process_logits(logits, settings(2, np.array([0.0, 1.0]))))
     assert found[0].tolist() == [-np.inf, 0, -np.inf]
     np.testing.assert_array_equal(found[1], logits[1])
 
 
 def test_a_greedy_row_ignores_its_other_warps():
     logits = np.random.default_rng(3).normal(size=(1, 9)).astype(np.float32)
-    found = law(logits, settings(2, np.array([0.0, 1.0]), 0.5, 3, 0.5))[0]
+    found = distribution(logits, settings(2, np.array([0.0, 1.0]), 0.5, 3, 0.5))[0]
     np.testing.assert_array_equal(found, np.eye(9)[logits[0].argmax()])
 
 
 def test_nan_counts_as_impossible_and_an_impossible_row_still_draws_an_id_in_range():
     row = np.array([[0.0, np.nan, 1.0]], np.float32)
-    assert law(row, settings(1, 1.0))[0, 1] == 0
-    assert np.asarray(warp(row, settings(1, 0.0))).argmax() == 2
+    assert distribution(row, settings(1, 1.0))[0, 1] == 0
+    assert np.asarray(process_logits(row, settings(1, 0.0))).argmax() == 2
     for fill in (np.nan, -np.inf):
         hopeless = jnp.full((1, 70), fill)
-        for coin in (0.0, 0.5, 1 - 2**-24):
-            assert 0 <= int(draw(hopeless, jnp.array([coin]))[0]) < 70
+        for uniform in (0.0, 0.5, 1 - 2**-24):
+            assert 0 <= int(draw(hopeless, jnp.array([uniform]))[0]) < 70
 
 
 def test_logits_of_a_narrow_dtype_are_widened_and_float64_stays():
-    assert warp(jnp.zeros((1, 4), jnp.bfloat16), settings(1)).dtype == jnp.float32
+    assert process_logits(jnp.zeros((1, 4), jnp.bfloat16), settings(1)).dtype == jnp.float32
     with jax.enable_x64(True):
-        assert warp(jnp.zeros((1, 4), jnp.float64), settings(1)).dtype == jnp.float64
+        assert process_logits(jnp.zeros((1, 4), jnp.float64), settings(1)).dtype == jnp.float64
 
 
 def test_nodes_of_a_row_share_its_settings():
     logits = np.random.default_rng(4).normal(size=(2, 3, 9)).astype(np.float32)
     sampled = settings(2, np.array([0.5, 2.0]), top_k=np.array([2, 5]))
-    found = warp(logits, sampled)
+    found = process_logits(logits, sampled)
     for node in range(3):
-        np.testing.assert_array_equal(found[:, node], warp(logits[:, node], sampled))
+        np.testing.assert_array_equal(found[:, node], process_logits(logits[:, node], sampled))
 
 
 # ------------------------------------------------------------------------------------------- draw
@@ -215,8 +223,8 @@ def test_a_token_without_weight_is_never_drawn_not_even_next_to_a_boundary():
     rows = np.arange(len(edges))
     for direction in (0, 1):
         edge = edges[rows, rng.integers(0, shape[1], len(edges))].astype(np.float32)
-        coin = np.minimum(np.nextafter(edge, np.float32(direction)), np.float32(1 - 2**-24))
-        assert np.isfinite(log_weights[rows, draw(log_weights, coin)]).all()
+        uniform = np.minimum(np.nextafter(edge, np.float32(direction)), np.float32(1 - 2**-24))
+        assert np.isfinite(log_weights[rows, draw(log_weights, uniform)]).all()
 
 
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_token_of_positive_weight():
@@ -225,12 +233,14 @@ def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_token_of_posi
 
 
 @hypothesis_settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.lists(st.floats(-80, 80) | st.just(-np.inf), min_size=70, max_size=70),
-       st.floats(0, 1, exclude_max=True, width=32))  # fmt: skip
-def test_a_draw_always_has_positive_weight(log_weights, coin):
+@given(
+    st.lists(st.floats(-80, 80) | st.just(-np.inf), min_size=70, max_size=70),
+    st.floats(0, 1, exclude_max=True, width=32),
+)
+def test_a_draw_always_has_positive_weight(log_weights, uniform):
     row = np.array(log_weights, np.float32)
     if np.isfinite(row).any():
-        token = int(draw(row[None], jnp.array([coin], jnp.float32))[0])
+        token = int(draw(row[None], jnp.array([uniform], jnp.float32))[0])
         assert row[token] > -np.inf
 
 
@@ -300,7 +310,9 @@ def test_round_noise_is_uniform_and_target_noise_is_gumbel():
 def test_noise_of_different_purposes_places_and_ranks_is_uncorrelated():
     keys, places = keys_of(20_000), jnp.full(20_000, 3, jnp.int32)
     columns = [
-        round_noise(keys, places + shift, p, 2)[..., 0] for p in PURPOSES for shift in (0, 1)
+        round_noise(keys, places + select_mode, p, 2)[..., 0]
+        for p in PURPOSES
+        for select_mode in (0, 1)
     ]
     target = jnp.exp(-jnp.exp(-target_noise(keys, places, 2)))
     correlation = np.corrcoef(np.concatenate([*columns, target], 1).T)
@@ -320,7 +332,9 @@ def test_a_greedy_row_draws_its_maximum_whatever_the_noise():
     logits = jnp.tile(jnp.array([[0.0, 0.1, 0.05]]), (2, 1))
     sampled = settings(2, np.array([0.0, 1.0]))
     for place in range(20):
-        drawn = draw_target(warp(logits, sampled), sampled, keys_of(2), jnp.full(2, place))
+        drawn = draw_target(
+            process_logits(logits, sampled), sampled, keys_of(2), jnp.full(2, place)
+        )
         assert drawn[0] == 1
 
 

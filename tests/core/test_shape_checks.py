@@ -112,11 +112,11 @@ def test_a_memory_that_changes_its_form_is_refused(mistake):
 
 @dataclasses.dataclass(frozen=True)
 class Absorbing(Own):
-    """As ``absorb`` is mistaken."""
+    """As ``prefill`` is mistaken."""
 
     keep: Callable = lambda memory: memory
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         return self.keep(memory)
 
 
@@ -221,10 +221,10 @@ def ruled(name, walk, **changes):
     return dataclasses.replace(RULES[name], name="mine", walk=walk, **changes)
 
 
-def likeliest(law, draft, tree, _):
+def likeliest(distribution, draft, tree, _):
     """The walk of ``match`` over the likeliest tokens, and a law after every node, not the last."""
-    draws = law.argmax(-1).astype(jnp.int32)
-    return *RULES["match"].walk(law, draft, tree, draws)[:2], law
+    draws = distribution.argmax(-1).astype(jnp.int32)
+    return *RULES["match"].walk(distribution, draft, tree, draws)[:2], distribution
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import jspec
 from jspec.core.logprobs import Scoring
 from jspec.drafters import Hybrid, ParallelDraftModel
 from jspec.drafters.adaptive.drafter import Adaptive
-from jspec.engine.batch import Row, generate_rows, start
+from jspec.engine.batch import SequenceParams, generate_sequences, start
 from jspec.models.decoder import Decoder
 from tests import tiny
 from tests.drafters import heads
@@ -19,7 +19,7 @@ from tests.drafters import heads
 PROMPT = [3, 1, 4]
 WEIGHTS = tiny.params()
 PLAIN = jspec.Plan(tiny.TARGET, tiny.NONE)
-PICKY = Row((1,), 2, temperature=0.8, allowed_token_ids=(1, 2))
+PICKY = SequenceParams((1,), 2, temperature=0.8, allowed_token_ids=(1, 2))
 EAGLE = heads.drafter("eagle", 4)
 
 
@@ -125,7 +125,7 @@ def test_weights_of_another_drafter_are_refused(drafter, params, words):
 
 def test_weights_that_are_no_params_are_refused_by_generate_rows():
     with pytest.raises(ValueError, match=r"params is a DecoderParams; pass jspec\.Params\("):
-        generate_rows(PLAIN, WEIGHTS.target, [Row((1,))])
+        generate_sequences(PLAIN, WEIGHTS.target, [SequenceParams((1,))])
 
 
 # --- Prompts and settings -----------------------------------------------------------------------
@@ -152,10 +152,19 @@ def test_settings_that_generate_has_not_are_named_and_not_overruled():
     ("call", "words"),
     [
         (lambda: start(PLAIN, WEIGHTS, []), "rows=[] are none; give at least one"),
-        (lambda: start(PLAIN, WEIGHTS, Row((1,))), "rows=Row(prompt=(1,), "),
-        (lambda: generate_rows(PLAIN, WEIGHTS, Row((1,))), "must be a list of jspec.generate.Row"),
-        (lambda: generate_rows(PLAIN, WEIGHTS, [(1,)]), "rows=[(1,)] must be a list of jspec."),
-        (lambda: Row((1,), grammar="[a-z]"), "grammar='[a-z]' must be what jspec.grammar.compiled"),
+        (lambda: start(PLAIN, WEIGHTS, SequenceParams((1,))), "rows=Row(prompt=(1,), "),
+        (
+            lambda: generate_sequences(PLAIN, WEIGHTS, SequenceParams((1,))),
+            "must be a list of jspec.generate.Row",
+        ),
+        (
+            lambda: generate_sequences(PLAIN, WEIGHTS, [(1,)]),
+            "rows=[(1,)] must be a list of jspec.",
+        ),
+        (
+            lambda: SequenceParams((1,), grammar="[a-z]"),
+            "grammar='[a-z]' must be what jspec.grammar.compiled",
+        ),
         (lambda: Scoring(1.5), "count=1.5 must be a whole number, 0 or more"),
         (lambda: start(PLAIN, WEIGHTS, [PICKY], scoring=Scoring(65)), "count=65 of Scoring must"),
     ],
@@ -167,25 +176,25 @@ def test_rows_and_what_is_to_be_known_of_them_are_told_what_they_should_be(call,
 
 
 def test_no_rows_have_no_answers():
-    assert generate_rows(PLAIN, WEIGHTS, []) == []
+    assert generate_sequences(PLAIN, WEIGHTS, []) == []
 
 
 @pytest.mark.parametrize(
-    ("warps", "words"),
+    ("filters", "words"),
     [
-        ((), "warps=() lack 'allowed_token_ids', 'temperature', which the rows ask for; add"),
+        ((), "filters=() lack 'allowed_token_ids', 'temperature', which the rows ask for; add"),
         (("temperature",), "lack 'allowed_token_ids', which"),
-        (("temprature",), "warps=('temprature',) must be a tuple of names among 'structured_out"),
-        ("temperature", "warps='temperature' must be a tuple of names among"),
-        (3, "warps=3 must be a tuple"),
+        (("temprature",), "filters=('temprature',) must be a tuple of names among 'structured_out"),
+        ("temperature", "filters='temperature' must be a tuple of names among"),
+        (3, "filters=3 must be a tuple"),
     ],
 )
-def test_warps_without_one_that_a_row_asks_for_are_refused(warps, words):
+def test_warps_without_one_that_a_row_asks_for_are_refused(filters, words):
     with pytest.raises(ValueError) as error:
-        start(PLAIN, WEIGHTS, [PICKY], warps=warps)
+        start(PLAIN, WEIGHTS, [PICKY], filters=filters)
     assert words in str(error.value)
 
 
 def test_warps_in_any_order_are_those_of_one_program():
-    names = start(PLAIN, WEIGHTS, [PICKY], warps=["top_k", "temperature", "allowed_token_ids"])
+    names = start(PLAIN, WEIGHTS, [PICKY], filters=["top_k", "temperature", "allowed_token_ids"])
     assert names.request.sampling.names == ("temperature", "top_k")

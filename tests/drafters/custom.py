@@ -29,25 +29,29 @@ class Successor(jspec.NoDrafter):
 
     def propose(self, params, request, shared, memory, history):
         depth, start = self.max_depth, history.length - 1
-        coins = sampling.round_noise(request.keys, start, sampling.DRAFT, depth)
-        drafted, laws = [root_token(history)], []
+        uniforms = sampling.round_noise(request.keys, start, sampling.DRAFT, depth)
+        drafted, distributions = [root_token(history)], []
         for i in range(depth):
-            laws.append(sampling.warp(params.drafter[drafted[-1]] * self.scale, request.sampling))
+            distributions.append(
+                sampling.process_logits(params.drafter[drafted[-1]] * self.scale, request.sampling)
+            )
             if request.sampling.greedy:
-                drafted.append(sampling.argmax(laws[-1]))
+                drafted.append(sampling.argmax(distributions[-1]))
             elif self.noise == "target":
                 position = history.length + i
                 drafted.append(
-                    sampling.draw_target(laws[-1], request.sampling, request.keys, position)
+                    sampling.draw_target(
+                        distributions[-1], request.sampling, request.keys, position
+                    )
                 )
             else:
-                drafted.append(sampling.draw(laws[-1], coins[:, i]))
+                drafted.append(sampling.draw(distributions[-1], uniforms[:, i]))
         recorded = self.noise == "own" and not request.sampling.greedy
         return jspec.Draft(
             jnp.stack(drafted, 1),
             trees.chain(depth),
             jnp.ones((len(start), depth + 1), bool),
-            jnp.stack([*laws, jnp.zeros_like(laws[0])], 1) if recorded else None,
+            jnp.stack([*distributions, jnp.zeros_like(distributions[0])], 1) if recorded else None,
             max_depth=depth,
         ), memory
 
@@ -68,9 +72,11 @@ class Repeat(jspec.NoDrafter):
         drafted = jnp.broadcast_to(row, (root.shape[0], row.size)) if self.phrase else root
         drafted = jnp.concatenate([root, drafted], 1)
         return jspec.Draft(
-            drafted, trees.chain(self.max_depth), jnp.ones(drafted.shape, bool),
+            drafted,
+            trees.chain(self.max_depth),
+            jnp.ones(drafted.shape, bool),
             max_depth=self.max_depth,
-        ), memory  # fmt: skip
+        ), memory
 
 
 @dataclasses.dataclass(frozen=True)

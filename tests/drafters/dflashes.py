@@ -18,36 +18,56 @@ from jspec.models.heads.dspark import SparkConfig
 from tests import tiny
 
 WIDTH, KEPT, MASK = tiny.TARGET.config.hidden_size, 40, 63
-_NETWORK = dataclasses.replace(
-    tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True
-)  # fmt: skip
+_NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True)
 _SLIDING = dataclasses.replace(_NETWORK, windows=(7, None))
 _REDUCED = dataclasses.replace(_NETWORK, vocab_size=KEPT, num_layers=1)
 CONFIGS = {
     "dflash": DFlashConfig(_NETWORK, (0, 1), WIDTH, tiny.VOCAB, 5, MASK),
     "sliding": DFlashConfig(_SLIDING, (1,), WIDTH, tiny.VOCAB, 4, MASK, causal=(True, False)),
     "reduced": DFlashConfig(
-        _REDUCED, (0, 1), WIDTH, tiny.VOCAB, 4, MASK, from_anchor=True, own_embedding=True,
-        own_head=True,
+        _REDUCED,
+        (0, 1),
+        WIDTH,
+        tiny.VOCAB,
+        4,
+        MASK,
+        from_anchor=True,
+        separate_embedding=True,
+        separate_head=True,
     ),
-}  # fmt: skip
+}
 _SMALL = dataclasses.replace(_NETWORK, num_layers=1)
 SPARKS = {
     "vanilla": DFlashConfig(
-        _SMALL, (1,), WIDTH, tiny.VOCAB, 4, MASK, from_anchor=True,
+        _SMALL,
+        (1,),
+        WIDTH,
+        tiny.VOCAB,
+        4,
+        MASK,
+        from_anchor=True,
         spark=SparkConfig(6, "vanilla", True, True),
     ),
     "gated": DFlashConfig(
         _SMALL, (0, 1), WIDTH, tiny.VOCAB, 5, MASK, spark=SparkConfig(5, "gated", True)
     ),
     "rnn": DFlashConfig(
-        _REDUCED, (1,), WIDTH, tiny.VOCAB, 4, MASK, from_anchor=True, own_embedding=True,
-        own_head=True, spark=SparkConfig(4, "rnn"),
+        _REDUCED,
+        (1,),
+        WIDTH,
+        tiny.VOCAB,
+        4,
+        MASK,
+        from_anchor=True,
+        separate_embedding=True,
+        separate_head=True,
+        spark=SparkConfig(4, "rnn"),
     ),
-}  # fmt: skip
+}
 CONFIGS |= SPARKS
 LAYOUTS = {
-    name: "dflash-speculators" if config.own_head else "dflash" for name, config in CONFIGS.items()
+    name: "dflash-speculators" if config.separate_head else "dflash"
+    for name, config in CONFIGS.items()
 }
 
 
@@ -83,9 +103,13 @@ def torch_reference(name: str, params):
     lent = (torch.tensor(np.asarray(x)) for x in (target.embedding, target.head.T))
     with tempfile.TemporaryDirectory() as directory:
         head_files.save_head(
-            directory, CONFIGS[name], params, tiny.TARGET.config, layout=LAYOUTS[name],
+            directory,
+            CONFIGS[name],
+            params,
+            tiny.TARGET.config,
+            layout=LAYOUTS[name],
             target_name="someone/model",
-        )  # fmt: skip
+        )
         tensors = load_file(Path(directory) / "model.safetensors")
         raw = json.loads((Path(directory) / "config.json").read_text())
     return (DSparkRef if name in SPARKS else DFlashRef)(tensors, raw, *lent)

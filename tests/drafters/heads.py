@@ -28,13 +28,17 @@ CONFIGS = {
         _NETWORK, 1, (LAST,), _NETWORK.hidden_size, tiny.VOCAB, fc_bias=True
     ),
     "eagle3": eagle.EagleConfig(
-        dataclasses.replace(_NETWORK, vocab_size=KEPT), 3, (0, 1), _NETWORK.hidden_size,
-        tiny.VOCAB, own_head=True,
+        dataclasses.replace(_NETWORK, vocab_size=KEPT),
+        3,
+        (0, 1),
+        _NETWORK.hidden_size,
+        tiny.VOCAB,
+        separate_head=True,
     ),
     "medusa": medusa.MedusaConfig(
         4, 1, _NETWORK.hidden_size, tiny.VOCAB, tiny.VOCAB, (LAST,), num_outputs=4
     ),
-}  # fmt: skip
+}
 
 
 def drafter(method: str, num_speculative_tokens: int | None = None, **settings):
@@ -107,10 +111,16 @@ def logits_of(method, params, windows, features):
     mask = jnp.broadcast_to(np.tri(size - 1, dtype=bool), (batch, size - 1, size - 1))
     side = eagle.init_cache(config, batch, size - 1).layers
     hidden, _ = eagle.extend(
-        params, config, embed(params, config, windows[:, 1:], tiny.TARGET, target),
-        eagle.fuse(params, config, tuple(x[:, :-1] for x in features)), positions,
-        eagle.init_cache(config, batch, 0), side, jnp.int32(0), mask,
-    )  # fmt: skip
+        params,
+        config,
+        embed(params, config, windows[:, 1:], tiny.TARGET, target),
+        eagle.fuse(params, config, tuple(x[:, :-1] for x in features)),
+        positions,
+        eagle.init_cache(config, batch, 0),
+        side,
+        jnp.int32(0),
+        mask,
+    )
     return eagle.unembed(params, config, hidden, tiny.TARGET, target), lambda wanted: wanted[:, 1:]
 
 

@@ -22,9 +22,13 @@ from tests.drafters import heads
 _SIZES = tiny.TARGET.config
 # Blocks of Qwen3-Next's that attend; and without experts, whose choice has no gradient.
 GATED_SIZES = dataclasses.replace(
-    _SIZES, rotary_dim=4, qk_norm=True, attention_gate=True, zero_centred_norms=True,
+    _SIZES,
+    rotary_dim=4,
+    qk_norm=True,
+    attention_gate=True,
+    zero_centred_norms=True,
     moe=MoeConfig(8, 3, 12, _SIZES.intermediate_size, scoring="softmax", shared_gate=True),
-)  # fmt: skip
+)
 _DENSE_SIZES = dataclasses.replace(GATED_SIZES, moe=None)
 CONFIGS = {
     "one": mtp_format.config_for(_SIZES, "mimo"),
@@ -233,17 +237,17 @@ def gated_reference():
             q = q.reshape(count, k.shape[1], -1, dim)  # queries of one key head beside each other
             scores = torch.einsum("qgnd,kgd->gnqk", q, k) / dim**0.5
             hidden = positions > positions[:, None]
-            laws = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            mixed = torch.einsum("gnqk,kgd->qgnd", laws, v).reshape(count, heads, dim)
+            distributions = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            mixed = torch.einsum("gnqk,kgd->qgnd", distributions, v).reshape(count, heads, dim)
             return self.blocks.linear((mixed * gate.sigmoid()).flatten(1), f"{name}.o_proj")
 
         def mlp(self, x, prefix):
             x = self.norm(x, f"{prefix}.post_attention_layernorm")
-            laws = self.blocks.linear(x, f"{prefix}.mlp.gate").softmax(-1)
+            distributions = self.blocks.linear(x, f"{prefix}.mlp.gate").softmax(-1)
             every = self.expert(x, f"{prefix}.mlp.shared_expert")
             out = self.blocks.linear(x, f"{prefix}.mlp.shared_expert_gate").sigmoid() * every
-            least = laws.topk(self.chosen).values[:, -1:]
-            shares = torch.where(laws >= least, laws, 0.0)
+            least = distributions.topk(self.chosen).values[:, -1:]
+            shares = torch.where(distributions >= least, distributions, 0.0)
             shares = shares / shares.sum(-1, keepdim=True)
             for expert, share in enumerate(shares.T):
                 found = self.expert(x, f"{prefix}.mlp.experts.{expert}")

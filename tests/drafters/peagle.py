@@ -13,9 +13,16 @@ from tests import tiny
 MASK, KEPT = 63, 40
 NETWORK = dataclasses.replace(tiny.TARGET.config, intermediate_size=48, vocab_size=KEPT)
 CONFIG = eagle.EagleConfig(
-    NETWORK, 3, (0, 1), NETWORK.hidden_size, tiny.VOCAB, own_embedding=True, own_head=True,
-    norm_before_residual=True, mask_token_id=MASK,
-)  # fmt: skip
+    NETWORK,
+    3,
+    (0, 1),
+    NETWORK.hidden_size,
+    tiny.VOCAB,
+    separate_embedding=True,
+    separate_head=True,
+    norm_before_residual=True,
+    mask_token_id=MASK,
+)
 
 
 @functools.cache
@@ -29,6 +36,7 @@ def weights():
     own = tiny.params().target
     size = NETWORK.hidden_size
     return params.replace(
-        draft_to_target=jnp.asarray(kept), head=own.head[:, kept],
+        draft_to_target=jnp.asarray(kept),
+        head=own.head[:, kept],
         fc=params.fc.at[-size:].add(jnp.eye(size)),
-    )  # fmt: skip
+    )

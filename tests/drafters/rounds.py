@@ -10,20 +10,20 @@ from jspec.engine.plan import Plan
 from tests import tiny
 
 ROWS = [
-    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
+    host.SequenceParams(prompt, max_tokens=(16, 64)[index], stream=index)
     for index, prompt in enumerate(tiny.prompts((1, 9)))
 ]
 
 
 def plan_of(drafter, rule="coupled", **settings):
     """A plan for the tiny target that always verifies whole drafts."""
-    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
+    return Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,), **settings)
 
 
 @functools.cache
 def plain():
     """Prompts and texts of ``ROWS`` by plain decoding."""
-    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
+    answers = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
     texts = zip(ROWS, answers, strict=True)
     return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
 
@@ -33,25 +33,26 @@ def likeliest(scores, count):
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
-def static_paths(shape, law):
+def static_paths(shape, distribution):
     """Paths of a static tree; ``law`` of a path gives log-probabilities [V] of what follows."""
     paths = [()]
     for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
-        paths.append((*paths[parent], likeliest(law(paths[parent]), rank + 1)[rank]))
+        paths.append((*paths[parent], likeliest(distribution(paths[parent]), rank + 1)[rank]))
     return paths
 
 
-def dynamic_paths(budget, law):
+def dynamic_paths(budget, distribution):
     """Paths of EAGLE-2's tree."""
-    scores = law(())
+    scores = distribution(())
     looked_at = [((token,), scores[token]) for token in likeliest(scores, budget.top_k)]
     frontier = list(looked_at)
     for _ in range(budget.max_depth - 1):
         children = []
         for path, score in frontier:
-            scores = law(path)
-            children += [((*path, token), score + scores[token])
-                         for token in likeliest(scores, budget.top_k)]  # fmt: skip
+            scores = distribution(path)
+            children += [
+                ((*path, token), score + scores[token]) for token in likeliest(scores, budget.top_k)
+            ]
         looked_at += children
         best = likeliest([score for _, score in children], budget.top_k)
         frontier = [children[i] for i in best]
@@ -59,15 +60,15 @@ def dynamic_paths(budget, law):
     return [(), *(looked_at[i][0] for i in sorted(best))]
 
 
-def best_first_paths(budget, law):
+def best_first_paths(budget, distribution):
     """The likeliest paths, found one after the other; of equal ones the first in rank."""
     taken, found = [()], [((), 0.0)]
     while len(taken) < budget.size:
         scores = {
-            (*path, token): above + law(path)[token]
+            (*path, token): above + distribution(path)[token]
             for path, above in found
             if len(path) < budget.max_depth
-            for token in likeliest(law(path), budget.size)
+            for token in likeliest(distribution(path), budget.size)
             if (*path, token) not in taken
         }
         best = max(scores, key=scores.get)
@@ -76,11 +77,11 @@ def best_first_paths(budget, law):
     return taken
 
 
-def compare(answer, prompt, text, shape, law, first=1):
+def compare(answer, prompt, text, shape, distribution, first=1):
     """Compares each round of an answer, and returns how many drafts were accepted.
 
     Args:
-      answer: of ``generate_rows``, with its trace.
+      answer: of ``generate_sequences``, with its trace.
       prompt: token ids.
       text: token ids of prompt and answer by plain decoding.
       shape: of the tree.
@@ -94,7 +95,7 @@ def compare(answer, prompt, text, shape, law, first=1):
     for accepted, nodes, parents in zip(*answer.trace, strict=True):
         expected = [()]
         if root >= first:
-            expected = paths_of(shape, lambda path: law(root, path))  # noqa: B023
+            expected = paths_of(shape, lambda path: distribution(root, path))  # noqa: B023
         room = len(text) - 1 - root  # tokens still wanted: deeper nodes are dropped
         paths = {0: ()}
         for node in np.flatnonzero(nodes >= 0)[1:]:

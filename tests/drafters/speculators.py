@@ -29,10 +29,8 @@ CONFIGS = {
         4, WIDTH, INNER, tiny.VOCAB, (LAST,), tie_weights=True, scale_input=True
     ),
     "lstm": LstmSpeculatorConfig(3, WIDTH, INNER, tiny.VOCAB, (LAST,), scale_input=True),
-    "lstm untied": LstmSpeculatorConfig(
-        3, WIDTH, INNER, tiny.VOCAB, (LAST,), tie_embeddings=False
-    ),
-}  # fmt: skip
+    "lstm untied": LstmSpeculatorConfig(3, WIDTH, INNER, tiny.VOCAB, (LAST,), tie_embeddings=False),
+}
 
 
 def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> MlpSpeculator:

@@ -14,7 +14,7 @@ from jspec.core.types import Params
 from jspec.drafters import Cascade, NGram, ParallelDraftModel, Suffix
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine import batch as host
-from jspec.engine import costs as calibration
+from jspec.engine import costs as engine_costs
 from jspec.engine import loop
 from jspec.engine.plan import Plan
 from jspec.verify import rejection
@@ -32,7 +32,7 @@ from tests.fakes import (
 
 V = 8
 TARGET, WEIGHTS = PrefixTarget(V), table(3, 64, V, scale=3.0)
-ROWS = [host.Row((1 + i,) * 3, max_tokens=(48, 12)[i], stream=i) for i in range(2)]
+ROWS = [host.SequenceParams((1 + i,) * 3, max_tokens=(48, 12)[i], stream=i) for i in range(2)]
 PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
 
 
@@ -109,7 +109,7 @@ def test_a_prompt_that_ends_as_a_text_does_is_drafted_for_as_any_other():
     drafter = Adaptive(NGram(4, 1, 3), (0, 2, 4))
     plan, found = Plan(ToyTarget(V), drafter), []
     for stops in ((), (V - 1,)):
-        row = host.Row((*range(V - 1), V - 1), max_tokens=80, stop_token_ids=stops)
+        row = host.SequenceParams((*range(V - 1), V - 1), max_tokens=80, stop_token_ids=stops)
         batch = host.start(plan, Params(around, None), [row])
         batch = batch.replace(shared=costs(drafter, 1.0, 1.05, 1.1))
         [answer] = host.read(host.advance(plan, Params(around, None), batch))
@@ -138,24 +138,31 @@ DRAFTERS = {
     "cascade": (Cascade.of(NGram(2, 1, 2), tiny.DRAFT), lambda: tiny.params().drafter),
     "suffix": (Suffix(4, suffix_decoding_max_cached_tokens=64), lambda: None),
     "draft_model": (tiny.DRAFT, lambda: tiny.params().drafter),
-    "parallel": (ParallelDraftModel(tiny.TARGET.config, tiny.TARGET, 4, mask_token_id=3),
-                 lambda: tiny.params().target),
+    "parallel": (
+        ParallelDraftModel(tiny.TARGET.config, tiny.TARGET, 4, mask_token_id=3),
+        lambda: tiny.params().target,
+    ),
     "eagle": (heads.drafter("eagle", 4), lambda: heads.random_params("eagle")),
     "medusa": (heads.drafter("medusa", 4), lambda: heads.random_params("medusa")),
-    "mlp": (speculators.drafter("tied scaled", num_speculative_tokens=4),
-            lambda: speculators.random_params("tied scaled")),
+    "mlp": (
+        speculators.drafter("tied scaled", num_speculative_tokens=4),
+        lambda: speculators.random_params("tied scaled"),
+    ),
     "hydra": (hydras.drafter("mlp", num_speculative_tokens=3), lambda: hydras.random_params("mlp")),
-}  # fmt: skip
-LINES = [host.Row(prompt, max_tokens=20, temperature=t, stream=i)
-         for i, (prompt, t) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), (0, 0.8, 0, 1),
-                                             strict=True))]  # fmt: skip
+}
+LINES = [
+    host.SequenceParams(prompt, max_tokens=20, temperature=t, stream=i)
+    for i, (prompt, t) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), (0, 0.8, 0, 1), strict=True))
+]
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("draft_model", "eagle") else pytest.param(name, marks=pytest.mark.slow)
-     for name in DRAFTERS],
-)  # fmt: skip
+    [
+        name if name in ("draft_model", "eagle") else pytest.param(name, marks=pytest.mark.slow)
+        for name in DRAFTERS
+    ],
+)
 def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
     inner, weights = DRAFTERS[name]
     most = inner.max_depth
@@ -163,28 +170,32 @@ def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
     drafter = Adaptive(inner, (0, 1, most), ((1, 1, most), (2, 2, 0), (3, 3, 1)))
     params = Params(tiny.params().target, weights())
     rows = [dataclasses.replace(row, max_tokens=20 - 5 * i) for i, row in enumerate(LINES)]
-    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
+    plain = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
     plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=64)
-    answers = host.generate_rows(plan, params, rows)
+    answers = host.generate_sequences(plan, params, rows)
     for answer, expected in zip(answers, plain, strict=True):
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
-    assert plan.ladder == tuple(sorted({1, 2, most + 1}))
+    assert plan.node_buckets == tuple(sorted({1, 2, most + 1}))
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("draft_model", "cascade", "parallel") else
-     pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
-)  # fmt: skip
+    [
+        name
+        if name in ("draft_model", "cascade", "parallel")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in DRAFTERS
+    ],
+)
 def test_a_shortened_draft_is_that_of_a_drafter_of_its_length(name):
     inner, weights = DRAFTERS[name]
     shaped = {"tree_size", "tree_depth"} & {field.name for field in dataclasses.fields(inner)}
     short = dataclasses.replace(inner, num_speculative_tokens=1, **dict.fromkeys(shaped))
     shortened = Adaptive(inner, (0, 1, inner.max_depth), ((1, 1, 1),))
     params = Params(tiny.params().target, weights())
-    row = host.Row(tiny.prompts((19,))[0], max_tokens=60)
+    row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=60)
     (one, other) = (
-        host.generate_rows(Plan(tiny.TARGET, drafter, record_rounds=64), params, [row])[0]
+        host.generate_sequences(Plan(tiny.TARGET, drafter, record_rounds=64), params, [row])[0]
         for drafter in (shortened, short)
     )
     assert one.rounds == other.rounds
@@ -198,7 +209,7 @@ def test_a_draft_model_sits_out_and_comes_back_level():
     params = Params(tiny.params().target, tiny.params().target)
     rows = [dataclasses.replace(LINES[i], max_tokens=size) for i, size in ((0, 60), (2, 24))]
     plan = Plan(tiny.TARGET, drafter, record_rounds=64)
-    answer = host.generate_rows(plan, params, rows)[0]
+    answer = host.generate_sequences(plan, params, rows)[0]
     accepted, drafted = answer.trace[0], (answer.trace[1][:, 1:] >= 0).sum(1)
     assert set(drafted[:24]) == {0}  # while both rows run
     first = int(np.argmax(drafted > 0))
@@ -215,7 +226,7 @@ def test_who_sat_out_has_taken_in_all_before_it_drafts(name):
         for length in (0, 4)
     )
     # 32 tokens are taken in together, and the 9 after them before there is a draft.
-    row = host.Row(tiny.prompts((19,))[0], max_tokens=45)
+    row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=45)
     batch = host.advance(rests, params, host.start(rests, params, [row]), 41)
     assert batch.state.stats.drafted[0] == 0
     late = host.advance(drafts, params, batch, 1).state
@@ -236,7 +247,7 @@ def test_who_is_not_wanted_takes_in_what_has_no_room_to_wait_and_no_more(name, t
     inner, weights = DRAFTERS[name]
     plan = Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((1, 1, 0),)))
     params = Params(tiny.params().target, weights())
-    row = host.Row(tiny.prompts((19,))[0], max_tokens=45)
+    row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=45)
     begun = host.start(plan, params, [row])
     before = int(begun.state.memory.inner.cache.length[0])
     rested = host.advance(plan, params, begun, 41).state
@@ -245,13 +256,16 @@ def test_who_is_not_wanted_takes_in_what_has_no_room_to_wait_and_no_more(name, t
 
 def test_a_head_whose_numbers_are_broken_hangs_nothing():
     inner, weights = DRAFTERS["eagle"]
-    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype.kind == "f" else x,
-                          weights())  # fmt: skip
+    broken = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if x.dtype.kind == "f" else x, weights()
+    )
     plan = Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((2, 2, 0),)))
-    rows = [dataclasses.replace(LINES[i], max_tokens=size, temperature=0)
-            for i, size in ((0, 56), (2, 42))]  # fmt: skip
-    answers = host.generate_rows(plan, Params(tiny.params().target, broken), rows)
-    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
+    rows = [
+        dataclasses.replace(LINES[i], max_tokens=size, temperature=0)
+        for i, size in ((0, 56), (2, 42))
+    ]
+    answers = host.generate_sequences(plan, Params(tiny.params().target, broken), rows)
+    plain = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
     for answer, expected in zip(answers, plain, strict=True):
         np.testing.assert_array_equal(answer.tokens, expected.tokens)
 
@@ -327,23 +341,23 @@ def test_one_step_is_one_round_of_whichever_length():
 
 
 def test_a_rule_for_drawn_chains_alone_has_no_say_where_nothing_is_drafted():
-    def walk(warped, draft, tree, coins):
+    def walk(processed, draft, tree, uniforms):
         assert draft.logits is not None, "a chain without its law"
-        return rejection.rejection(warped, draft, tree, coins)
+        return rejection.rejection(processed, draft, tree, uniforms)
 
     rule = verify.Rule("mine", walk, "round", frozenset({"chain"}))
     row = dataclasses.replace(LINES[1], temperature=0.8)
-    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
+    plain = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
     plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 4), ((1, 1, 0),)), rule)
-    (answer,) = host.generate_rows(plan, tiny.params(), [row])
+    (answer,) = host.generate_sequences(plan, tiny.params(), [row])
     np.testing.assert_array_equal(answer.tokens, plain[0].tokens)
     assert answer.drafted == 0
-    assert plan.in_gear(plan.drafter.gears[1]).effective_rule.name == "mine"
+    assert plan.in_mode(plan.drafter.modes[1]).effective_rule.name == "mine"
 
 
 def test_a_ladder_given_is_kept_to_in_every_gear():
-    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)), ladder=(5,))
-    ladders = [plan.in_gear(gear).ladder for gear in plan.drafter.gears]
+    plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)), node_buckets=(5,))
+    ladders = [plan.in_mode(mode).node_buckets for mode in plan.drafter.modes]
     assert ladders == [(1,), (3,), (5,)]
 
 
@@ -353,8 +367,8 @@ def test_a_ladder_given_is_kept_to_in_every_gear():
 )
 def test_a_network_that_is_asked_to_draft_needs_no_program_for_no_draft(inner, ladders):
     plan = Plan(tiny.TARGET, Adaptive(inner, (0, 2, 4)))
-    assert plan.ladder == (1, 3, 5)
-    assert [plan.in_gear(gear).ladder for gear in plan.drafter.gears] == ladders
+    assert plan.node_buckets == (1, 3, 5)
+    assert [plan.in_mode(mode).node_buckets for mode in plan.drafter.modes] == ladders
 
 
 def test_costs_are_measured_in_the_program_that_decodes():
@@ -362,7 +376,7 @@ def test_costs_are_measured_in_the_program_that_decodes():
     plan = Plan(tiny.TARGET, drafter)
     batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
     before = loop.decode._cache_size()
-    shared = calibration.calibrate(plan, tiny.params(), batch)
+    shared = engine_costs.calibrate(plan, tiny.params(), batch)
     batch = batch.replace(shared=shared)
     assert (shared.seconds > 0).all() and np.isfinite(shared.seconds).all()
     assert shared.seconds[1] > shared.seconds[0]  # four passes of a draft model more
@@ -372,31 +386,34 @@ def test_costs_are_measured_in_the_program_that_decodes():
 
 def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):
     plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 4)))
-    rows = [host.Row((5, 6, 7), max_tokens=200), host.Row((8, 9), max_tokens=100)]
+    rows = [
+        host.SequenceParams((5, 6, 7), max_tokens=200),
+        host.SequenceParams((8, 9), max_tokens=100),
+    ]
     batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
     places = []
     monkeypatch.setattr(
-        calibration,
+        engine_costs,
         "_round",
         lambda _plan, _params, batch, _rounds: places.append(batch.state) or 1.0,
     )
-    calibration.calibrate(plan, tiny.params(), batch)
+    engine_costs.calibrate(plan, tiny.params(), batch)
     history = places[0].history
     assert history.length.tolist() == [103, 52]
     assert places[0].cache.length.tolist() == places[0].memory.inner.cache.length.tolist()
     assert places[0].cache.length.tolist() == [102, 51]  # all but the root
     assert history.tokens[:, :5].tolist() == [[5, 6, 7, 5, 6], [8, 9, 8, 9, 8]]
 
-    short = [host.Row((5, 6, 7), max_tokens=40)]  # too short for its middle to matter
+    short = [host.SequenceParams((5, 6, 7), max_tokens=40)]  # too short for its middle to matter
     batch = host.start(plan, tiny.params(), short).replace(shared=loop.init_shared(plan))
-    calibration.calibrate(plan, tiny.params(), batch)
+    engine_costs.calibrate(plan, tiny.params(), batch)
     assert places[-1].history.length.tolist() == [3]
 
 
 def test_a_batch_elsewhere_goes_on_as_one_that_started_there():
     plan = Plan(tiny.TARGET, tiny.DRAFT)
-    batch = host.start(plan, tiny.params(), [host.Row((5, 6, 7), max_tokens=80)])
-    other = host.start(plan, tiny.params(), [host.Row((9, 8) * 15, max_tokens=53)])
+    batch = host.start(plan, tiny.params(), [host.SequenceParams((5, 6, 7), max_tokens=80)])
+    other = host.start(plan, tiny.params(), [host.SequenceParams((9, 8) * 15, max_tokens=53)])
     there = host.elsewhere(
         plan, tiny.params(), batch, other.state.history.tokens, np.array([30], np.int32)
     )
@@ -414,10 +431,11 @@ def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
     batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
     disturbed = {0: 2.0, 1: 3.0, 2: 1.0}  # seconds, by the length that is forced
     monkeypatch.setattr(
-        calibration, "_round",
+        engine_costs,
+        "_round",
         lambda _plan, _params, batch, _rounds: disturbed[int(np.argmin(batch.shared.seconds))],
-    )  # fmt: skip
-    shared = calibration.calibrate(plan, tiny.params(), batch)
+    )
+    shared = engine_costs.calibrate(plan, tiny.params(), batch)
     assert shared.seconds.tolist() == [2.0, 3.0, 3.0]
 
 
@@ -433,7 +451,7 @@ def test_a_drafter_that_looks_up_is_timed_as_where_it_finds_something():
 
 def test_batches_of_another_shape_have_costs_of_their_own():
     drafter = Adaptive(tiny.NGRAM, (0, 4))
-    plan, table = Plan(tiny.TARGET, drafter), calibration.CostTable()
+    plan, table = Plan(tiny.TARGET, drafter), engine_costs.CostTable()
     found = []
     for rows in (LINES[:1], LINES, LINES[:1]):
         batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
@@ -447,18 +465,28 @@ def test_batches_of_another_shape_have_costs_of_their_own():
 @pytest.mark.parametrize(
     ("drafter", "settings", "message"),
     [
-        (tiny.NONE, {"lengths": (0,)}, "the length of NoDrafter's drafts cannot be chosen by the "
-         "round: it must draft chains of num_speculative_tokens."),
-        (heads.drafter("eagle", tree="sampled", num_speculative_tokens=2), {"lengths": (0, 2)},
-         "the length of Eagle's drafts cannot be chosen by the round: it must draft chains of "
-         "num_speculative_tokens."),
+        (
+            tiny.NONE,
+            {"lengths": (0,)},
+            "the length of NoDrafter's drafts cannot be chosen by the "
+            "round: it must draft chains of num_speculative_tokens.",
+        ),
+        (
+            heads.drafter("eagle", tree="sampled", num_speculative_tokens=2),
+            {"lengths": (0, 2)},
+            "the length of Eagle's drafts cannot be chosen by the round: it must draft chains of "
+            "num_speculative_tokens.",
+        ),
         (tiny.DRAFT, {"lengths": (0, 2)}, "lengths=(0, 2) must ascend to 4, the drafter's K."),
         (tiny.DRAFT, {"lengths": (-1, 4)}, "lengths=(-1, 4) must be at least 0."),
-        (tiny.DRAFT, {"lengths": (0, 4), "batch_sizes": ((1, 2, 3),)},
-         "batch_sizes hold (1, 2, 3), but must be of 1 or more rows and of one of the lengths "
-         "(0, 4)."),
+        (
+            tiny.DRAFT,
+            {"lengths": (0, 4), "batch_sizes": ((1, 2, 3),)},
+            "batch_sizes hold (1, 2, 3), but must be of 1 or more rows and of one of the lengths "
+            "(0, 4).",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_chosen_is_refused(drafter, settings, message):
     with pytest.raises(ValueError) as error:
         Adaptive(drafter, **settings)
@@ -473,10 +501,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
     [
         ({"adaptive_length": True}, (0, 1, 2, 4, 5), ()),
         ({"adaptive_length": [0, 3]}, (0, 3, 5), ()),
-        ({"num_speculative_tokens_per_batch_size": [[5, 64, 0], [1, 4, 3]]}, (0, 3, 5),
-         ((1, 4, 3), (5, 64, 0))),
+        (
+            {"num_speculative_tokens_per_batch_size": [[5, 64, 0], [1, 4, 3]]},
+            (0, 3, 5),
+            ((1, 4, 3), (5, 64, 0)),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_config_asks_for_lengths(keys, lengths, batch_sizes):
     drafter = config.read(NGRAM | keys).drafter(None, tiny.TARGET)
     assert drafter == Adaptive(NGram(5), lengths, batch_sizes)
@@ -490,12 +521,16 @@ def test_a_config_asks_for_lengths(keys, lengths, batch_sizes):
         ({"adaptive_length": "yes"}, "adaptive_length='yes' must be true or a list of whole"),
         ({"num_speculative_tokens_per_batch_size": [(1, 2)]}, "must be a list of (least, most, K)"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 3), (4, 8, 2)]}, "overlap."),
-        ({"num_speculative_tokens_per_batch_size": [(1, 4, 3)], "adaptive_length": True},
-         "both choose K; give one."),
-        ({"num_speculative_tokens": None, "adaptive_length": True},
-         "num_speculative_tokens must be"),
+        (
+            {"num_speculative_tokens_per_batch_size": [(1, 4, 3)], "adaptive_length": True},
+            "both choose K; give one.",
+        ),
+        (
+            {"num_speculative_tokens": None, "adaptive_length": True},
+            "num_speculative_tokens must be",
+        ),
     ],
-)  # fmt: skip
+)
 def test_lengths_that_do_not_fit_are_refused(keys, message):
     with pytest.raises(ValueError) as error:
         config.read(NGRAM | keys)
@@ -508,7 +543,11 @@ def test_methods_without_a_length_of_their_own_refuse_the_keys():
         config.read(given)
     with pytest.raises(ValueError, match="cannot be chosen by the round"):
         config.read(
-            {"method": "suffix", "num_speculative_tokens": 4, "tree": "best_first",
-             "adaptive_length": True}
-        ).drafter(None, tiny.TARGET)  # fmt: skip
+            {
+                "method": "suffix",
+                "num_speculative_tokens": 4,
+                "tree": "best_first",
+                "adaptive_length": True,
+            }
+        ).drafter(None, tiny.TARGET)
     assert Suffix().tree_size == 13  # its chains follow the match already

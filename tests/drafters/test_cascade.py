@@ -16,7 +16,7 @@ from tests.drafters import heads, rounds
 FIRST = NGram(3, 1, 3)
 TEMPERATURES = (0, 0.4, 0)
 ROWS = [
-    host.Row(prompt, max_tokens=24 - 5 * i, temperature=temperature, stream=i)
+    host.SequenceParams(prompt, max_tokens=24 - 5 * i, temperature=temperature, stream=i)
     for i, (prompt, temperature) in enumerate(
         zip(tiny.prompts((1, 9, 12)), TEMPERATURES, strict=True)
     )
@@ -25,7 +25,7 @@ ROWS = [
 
 def traces(drafter, rule):
     plan = rounds.plan_of(drafter, rule, record_rounds=32)
-    answers = host.generate_rows(plan, tiny.params(), ROWS)
+    answers = host.generate_sequences(plan, tiny.params(), ROWS)
     return [(answer.tokens, *answer.trace) for answer in answers]
 
 
@@ -40,8 +40,10 @@ def test_every_round_drafts_and_accepts_what_the_draft_model_alone_does(rule):
 
 def proposed(drafter, params, rows, temperature):
     """The first draft of texts that repeat themselves."""
-    rows = [host.Row((7, 8, 9, 10) * 4, max_tokens=20, temperature=temperature, stream=i)
-            for i in range(rows)]  # fmt: skip
+    rows = [
+        host.SequenceParams((7, 8, 9, 10) * 4, max_tokens=20, temperature=temperature, stream=i)
+        for i in range(rows)
+    ]
     batch = host.start(Plan(tiny.TARGET, drafter), params, rows)
     state = batch.state
     return jax.jit(drafter.propose)(params, batch.request, (), state.memory, state.history)[0]
@@ -49,8 +51,9 @@ def proposed(drafter, params, rows, temperature):
 
 def test_the_laws_of_a_draft_are_those_of_the_draft_model():
     params = tiny.params()
-    one, other = (proposed(drafter, params, 2, 0.5)
-                  for drafter in (tiny.DRAFT, Cascade.of(FIRST, tiny.DRAFT)))  # fmt: skip
+    one, other = (
+        proposed(drafter, params, 2, 0.5) for drafter in (tiny.DRAFT, Cascade.of(FIRST, tiny.DRAFT))
+    )
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_array_equal(one.valid, other.valid)
     np.testing.assert_allclose(one.logits[:, :-1], other.logits[:, :-1], atol=1e-4)

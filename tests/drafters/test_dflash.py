@@ -26,7 +26,7 @@ CASES = {
     "best first": ("dflash", WIDE, 12),
     "paths": ("sliding", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0))), 0),
     "from anchor": ("reduced", dict(num_speculative_tokens=4), 0),
-}  # fmt: skip
+}
 
 
 def params_of(name):
@@ -43,15 +43,18 @@ def states_of(text, layers):
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
-    "case", [name if least else pytest.param(name, marks=pytest.mark.slow)
-             for name, (_, _, least) in CASES.items()],
-)  # fmt: skip
+    "case",
+    [
+        name if least else pytest.param(name, marks=pytest.mark.slow)
+        for name, (_, _, least) in CASES.items()
+    ],
+)
 def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
     torch = pytest.importorskip("torch")
     name, settings, least = CASES[case]
     drafter = dflashes.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
-    answers = host.generate_rows(plan_of(drafter, record_rounds=64), params, ROWS)
+    answers = host.generate_sequences(plan_of(drafter, record_rounds=64), params, ROWS)
     reference = dflashes.torch_reference(name, params.drafter)
     ids = params.drafter.draft_to_target
     ids = np.arange(tiny.VOCAB) if ids is None else np.asarray(ids)
@@ -63,26 +66,26 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
         @torch.inference_mode()
         def block(root):
             logits = reference.draft_logits(states[:root], text[root], drafter.max_depth)  # noqa: B023
-            laws = np.full((drafter.max_depth, tiny.VOCAB), -np.inf)
-            laws[:, ids] = logits.log_softmax(-1).numpy()
-            return laws
+            distributions = np.full((drafter.max_depth, tiny.VOCAB), -np.inf)
+            distributions[:, ids] = logits.log_softmax(-1).numpy()
+            return distributions
 
-        law = lambda root, path: block(root)[len(path)]
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, law)
+        distribution = lambda root, path: block(root)[len(path)]
+        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
     assert total >= least
 
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
-    "name", ["sliding", *(pytest.param(name, marks=pytest.mark.slow)
-                          for name in ("dflash", "reduced"))],
-)  # fmt: skip
+    "name",
+    ["sliding", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "reduced"))],
+)
 def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
     torch = pytest.importorskip("torch")
     drafter = dflashes.drafter(name, 3)
     params = params_of(name)
     prompt = tiny.prompts((9,))[0]
-    row = host.Row(prompt, max_tokens=20, temperature=1.0)
+    row = host.SequenceParams(prompt, max_tokens=20, temperature=1.0)
     batch = host.start(plan_of(drafter, "rejection"), params, [row])
     state = batch.state
     draft, _ = jax.jit(drafter.propose)(params, batch.request, (), state.memory, state.history)
@@ -99,7 +102,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
 def test_the_context_that_is_remembered_is_what_a_fresh_pass_over_the_text_gives():
     drafter = dflashes.drafter("dflash", **WIDE)
     rows = [
-        host.Row(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
         for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
     ]
     plan, params = plan_of(drafter), params_of("dflash")
@@ -109,24 +112,30 @@ def test_the_context_that_is_remembered_is_what_a_fresh_pass_over_the_text_gives
     features, _ = heads.hidden_states(texts, drafter.capture_layers)
     zeros = jnp.zeros((3,), jnp.int32)
     request = Request(jax.random.split(jax.random.key(0), 3), None, zeros[:, None], zeros)
-    fresh = jax.jit(drafter.absorb)(
-        params, drafter.init(params, request, texts.shape[1]), texts,
-        tuple(x[:, :-1] for x in features), np.int32(0), lengths - 1,
-    )  # fmt: skip
+    fresh = jax.jit(drafter.prefill)(
+        params,
+        drafter.init(params, request, texts.shape[1]),
+        texts,
+        tuple(x[:, :-1] for x in features),
+        np.int32(0),
+        lengths - 1,
+    )
     assert state.memory.length[:3].tolist() == fresh.length.tolist() == (lengths - 1).tolist()
     leaves = (jax.tree.leaves(memory.layers) for memory in (state.memory, fresh))
     for kept, recomputed in zip(*leaves, strict=True):
         for row, length in enumerate(lengths - 1):
             np.testing.assert_allclose(
                 kept[row, :, :length], recomputed[row, :, :length], atol=2e-4
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.slow
 def test_the_loop_copies_neither_the_targets_cache_nor_the_heads():
     plan = Plan(tiny.TARGET, dflashes.drafter("dflash", 2))
     params = params_of("dflash")
-    batch = host.start(plan, params, [host.Row(ROWS[1].prompt, max_tokens=9, temperature=0.9)])
+    batch = host.start(
+        plan, params, [host.SequenceParams(ROWS[1].prompt, max_tokens=9, temperature=0.9)]
+    )
     arguments = (plan, params, batch.request, ())
     lowered = loop.decode.lower(*arguments, batch.state, np.int32(9))
     text = shipped.compiled(lowered).as_text()

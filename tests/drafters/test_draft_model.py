@@ -22,7 +22,7 @@ from tests.drafters import rounds
 from tests.verify import statistics
 
 ROWS = [
-    host.Row(prompt, max_tokens=24, temperature=temperature, stream=index)
+    host.SequenceParams(prompt, max_tokens=24, temperature=temperature, stream=index)
     for index, (prompt, temperature) in enumerate(zip(tiny.prompts(), (0.0, 0.7, 1.0), strict=True))
 ]
 
@@ -30,7 +30,7 @@ ROWS = [
 def answers(drafter, rule="coupled", drafter_params=None, record_rounds=0):
     plan = rounds.plan_of(drafter, rule, record_rounds=record_rounds)
     weights = tiny.params().drafter if drafter_params is None else drafter_params
-    return host.generate_rows(plan, Params(tiny.params().target, weights), ROWS)
+    return host.generate_sequences(plan, Params(tiny.params().target, weights), ROWS)
 
 
 def texts(found):
@@ -99,7 +99,7 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
     drafter = DraftModel(dataclasses.replace(tiny.DRAFT_CONFIG, **narrow), 4)
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params())
     short = [dataclasses.replace(row, max_tokens=6) for row in ROWS[1:2]]
-    plan = Plan(target, drafter, ladder=(5,))
+    plan = Plan(target, drafter, node_buckets=(5,))
     batch = host.advance(plan, weights, host.start(plan, weights, short))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(batch.state.cache.layers)} == {"bfloat16"}
     assert [len(answer.tokens) for answer in host.read(batch)] == [6]
@@ -131,13 +131,18 @@ def scores(texts):
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_drafts_in_another_vocabulary_leave_the_targets_law_as_it_is_by_enumeration(rule):
-    prefixes = [np.array([(0, *p) for p in itertools.product(range(4), repeat=n)])
-                for n in range(drafted_trees.DEPTH)]  # fmt: skip
+    prefixes = [
+        np.array([(0, *p) for p in itertools.product(range(4), repeat=n)])
+        for n in range(drafted_trees.DEPTH)
+    ]
     target = chains.context_dependent(0, 4, drafted_trees.DEPTH + 1)
     case = drafted_trees.TreeCase(
-        tuple(range(-1, drafted_trees.DEPTH)), "chain", target,
-        [scores(texts) for texts in prefixes], tuple(SHARED[0].tolist()),
-    )  # fmt: skip
+        tuple(range(-1, drafted_trees.DEPTH)),
+        "chain",
+        target,
+        [scores(texts) for texts in prefixes],
+        tuple(SHARED[0].tolist()),
+    )
     found = drafted_trees.outcome(verify.RULES[rule].judging("chain").walk, case)
     assert found.distance < 1e-12
     assert found.accepted[1:].sum() > 0.1
@@ -154,14 +159,14 @@ def proposed(noise):
     request = Request(
         keys, fakes.settings(2, temperature=HEAT), jnp.full((2, 1), -1), jnp.full((2,), 20)
     )
-    memory, absorb = drafter.init(params, request, 24), jax.jit(drafter.absorb)
+    memory, prefill = drafter.init(params, request, 24), jax.jit(drafter.prefill)
     tokens = jnp.asarray(PROMPT)
-    memory = absorb(params, memory, tokens, (), jnp.int32(0), jnp.full((2,), 4))
+    memory = prefill(params, memory, tokens, (), jnp.int32(0), jnp.full((2,), 4))
     history = History(jnp.pad(tokens, ((0, 0), (0, 9))), jnp.full((2,), 5))
     return jax.jit(drafter.propose)(params, request, (), memory, history)[0], keys
 
 
-def laws(drafted):
+def distributions(drafted):
     """The warped law of each drafted token, over the shared ones: three of [B, M]."""
     for depth in range(3):
         text = np.concatenate([PROMPT, drafted[:, 1 : depth + 1]], 1)
@@ -173,18 +178,18 @@ def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens():
     np.testing.assert_array_equal(draft.draft_to_target, SHARED[0])
     drafted = np.asarray(draft.tokens)
     assert np.isin(drafted[:, 1:], SHARED[0]).all()
-    for depth, expected in enumerate(laws(drafted)):
-        law = scipy.special.log_softmax(np.asarray(draft.logits[:, depth], np.float64), -1)
-        np.testing.assert_allclose(law, expected, atol=1e-4)
+    for depth, expected in enumerate(distributions(drafted)):
+        distribution = scipy.special.log_softmax(np.asarray(draft.logits[:, depth], np.float64), -1)
+        np.testing.assert_allclose(distribution, expected, atol=1e-4)
 
 
 def test_drafts_that_share_the_targets_noise_take_that_of_their_ids_in_the_target():
     draft, keys = proposed("target")
     assert draft.logits is None and draft.draft_to_target is None
     drafted = np.asarray(draft.tokens)
-    for depth, law in enumerate(laws(drafted)):
+    for depth, distribution in enumerate(distributions(drafted)):
         noise = sampling.target_noise(keys, jnp.full((2,), 5 + depth), 4)
-        likeliest = (law + np.asarray(noise)[:, SHARED[0]]).argmax(-1)
+        likeliest = (distribution + np.asarray(noise)[:, SHARED[0]]).argmax(-1)
         np.testing.assert_array_equal(drafted[:, depth + 1], SHARED[0][likeliest])
 
 
@@ -194,8 +199,10 @@ def test_texts_drafted_in_another_vocabulary_have_the_targets_law(rule):
     drafter = DraftModel(OWN, 2, use_heterogeneous_vocab=True)
     plan = Plan(fakes.ToyTarget(4), drafter, rule)
     found, _ = statistics.texts(plan, Params(target, foreign()), fakes.settings(20_000), 4)
-    law = statistics.joint_law(scipy.special.softmax(np.asarray(target, np.float64), -1), 4)
-    assert statistics.excess(statistics.counts(found, 4), law) < 1
+    distribution = statistics.joint_distribution(
+        scipy.special.softmax(np.asarray(target, np.float64), -1), 4
+    )
+    assert statistics.excess(statistics.counts(found, 4), distribution) < 1
 
 
 def test_a_draft_model_whose_ids_are_shuffled_drafts_what_it_would_have_drafted():

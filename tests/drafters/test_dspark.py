@@ -18,7 +18,7 @@ CASES = {
     "chain": ("vanilla", dict(num_speculative_tokens=4)),
     "dynamic": ("gated", dict(num_speculative_tokens=3, tree="eagle2", tree_size=8, tree_top_k=3)),
     "paths": ("rnn", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
-}  # fmt: skip
+}
 
 
 def params_of(name):
@@ -35,7 +35,7 @@ def states_of(text, layers):
 
 def drafted(drafter, params, prompt):
     """A draft after ``prompt`` of a row at temperature 1."""
-    row = host.Row(prompt, max_tokens=20, temperature=1.0)
+    row = host.SequenceParams(prompt, max_tokens=20, temperature=1.0)
     batch = host.start(plan_of(drafter, "rejection"), params, [row])
     state = batch.state
     propose = jax.jit(drafter.propose)
@@ -44,15 +44,15 @@ def drafted(drafter, params, prompt):
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
-    "case", ["dynamic", *(pytest.param(name, marks=pytest.mark.slow)
-                          for name in ("chain", "paths"))],
-)  # fmt: skip
+    "case",
+    ["dynamic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain", "paths"))],
+)
 def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
     torch = pytest.importorskip("torch")
     name, settings = CASES[case]
     drafter = dflashes.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
-    answers = host.generate_rows(plan_of(drafter, record_rounds=64), params, ROWS[:1])
+    answers = host.generate_sequences(plan_of(drafter, record_rounds=64), params, ROWS[:1])
     reference = dflashes.torch_reference(name, params.drafter)
     kept = params.drafter.draft_to_target
     ids = np.arange(tiny.VOCAB) if kept is None else np.asarray(kept)
@@ -60,21 +60,21 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
 
     @functools.cache
     @torch.inference_mode()
-    def law(root, path):
+    def distribution(root, path):
         tokens = [plain()[0][root], *path]
         logits = reference.path_logits(states[:root], tokens, drafter.max_depth)[-1]
         scores = np.full(tiny.VOCAB, -np.inf)
         scores[ids] = logits.log_softmax(-1).numpy()
         return scores
 
-    rounds.compare(answers[0], ROWS[0].prompt, plain()[0], drafter.shape, law)
+    rounds.compare(answers[0], ROWS[0].prompt, plain()[0], drafter.shape, distribution)
 
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize(
-    "name", ["rnn", *(pytest.param(name, marks=pytest.mark.slow)
-                      for name in ("vanilla", "gated"))],
-)  # fmt: skip
+    "name",
+    ["rnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "gated"))],
+)
 def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
     torch = pytest.importorskip("torch")
     drafter, params, prompt = dflashes.drafter(name, 3), params_of(name), tiny.prompts((9,))[0]
@@ -134,9 +134,9 @@ def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
         base = reference.draft_logits(states, prompt[-1], 3)
         expected = reference.path_logits(states, np.asarray(draft.tokens[0, :3]), 3)
     for row, kept in enumerate(base.topk(5).indices):
-        law = np.asarray(draft.logits[0, row])
-        assert np.flatnonzero(np.isfinite(law)).tolist() == sorted(kept.tolist())
-        gap = law[kept] - expected[row, kept].numpy()
+        distribution = np.asarray(draft.logits[0, row])
+        assert np.flatnonzero(np.isfinite(distribution)).tolist() == sorted(kept.tolist())
+        gap = distribution[kept] - expected[row, kept].numpy()
         np.testing.assert_allclose(gap - gap.mean(), 0, atol=1e-4)
 
 

@@ -20,7 +20,7 @@ from tests import shipped, tiny
 from tests.drafters import heads, rounds
 
 ROWS = [
-    host.Row(prompt, max_tokens=(16, 64)[index], stream=index)
+    host.SequenceParams(prompt, max_tokens=(16, 64)[index], stream=index)
     for index, prompt in enumerate(tiny.prompts((1, 9)))
 ]
 # Method, tree, and N where the tree does not say it.
@@ -29,12 +29,14 @@ CASES = {
     "eagle-paths": ("eagle", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
     "eagle3-chain": ("eagle3", dict(num_speculative_tokens=4)),
     "eagle3-long": ("eagle3", dict(num_speculative_tokens=8)),
-    "eagle3-eagle2": ("eagle3", dict(num_speculative_tokens=3, tree="eagle2", tree_size=14,
-                                     tree_top_k=4)),
+    "eagle3-eagle2": (
+        "eagle3",
+        dict(num_speculative_tokens=3, tree="eagle2", tree_size=14, tree_top_k=4),
+    ),
     "medusa-chain": ("medusa", dict(num_speculative_tokens=3)),
     "medusa-paths": ("medusa", dict(tree=((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)))),
     "medusa-best": ("medusa", dict(num_speculative_tokens=3, tree="best_first", tree_size=9)),
-}  # fmt: skip
+}
 WEIGHTS = {"random": heads.random_params, "trained": heads.trained_params}
 
 
@@ -43,12 +45,12 @@ def params_of(method, weights):
 
 
 def plan_of(drafter, rule="coupled", **settings):
-    return Plan(tiny.TARGET, drafter, rule, ladder=(drafter.tree_size,), **settings)
+    return Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,), **settings)
 
 
 @functools.cache
 def plain():
-    answers = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
+    answers = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
     return [answer.tokens.tolist() for answer in answers]
 
 
@@ -58,7 +60,7 @@ def drafted(case, weights):
     method, settings = CASES[case]
     drafter = heads.drafter(method, **settings, draft_sample_method="greedy")
     plan = plan_of(drafter, record_rounds=64)
-    return drafter, host.generate_rows(plan, params_of(method, weights), ROWS)
+    return drafter, host.generate_sequences(plan, params_of(method, weights), ROWS)
 
 
 # ------------------------------------------------------------------------------------- references
@@ -82,10 +84,10 @@ def reference(method, weights):
         else:
             tokens = [*texts[row][1 : root + 1].tolist(), *path]
             logits = head.draft_logits(features[row][:root], tokens)[-1]
-        law = torch.full((tiny.VOCAB,), -float("inf"))
+        distribution = torch.full((tiny.VOCAB,), -float("inf"))
         ids = head.target_ids() if method == "eagle3" else torch.arange(tiny.VOCAB)
-        law[ids] = logits.float()
-        return law.log_softmax(-1).numpy()
+        distribution[ids] = logits.float()
+        return distribution.log_softmax(-1).numpy()
 
     return texts, log_probs
 
@@ -98,8 +100,10 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
     texts, log_probs = reference(method, weights)
     total = 0
     for row, answer in enumerate(answers):
-        law = functools.partial(log_probs, row)
-        total += rounds.compare(answer, ROWS[row].prompt, texts[row].tolist(), drafter.shape, law)
+        distribution = functools.partial(log_probs, row)
+        total += rounds.compare(
+            answer, ROWS[row].prompt, texts[row].tolist(), drafter.shape, distribution
+        )
     assert weights == "random" or total > 25  # a trained head is right often
 
 
@@ -109,7 +113,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
 def after_rounds(drafter, method, rounds):
     """The state of three rows, two of them sampled, after some rounds."""
     rows = [
-        host.Row(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
         for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
     ]
     plan, params = plan_of(drafter), params_of(method, "trained")
@@ -125,7 +129,7 @@ def test_what_a_head_remembers_is_what_a_fresh_pass_over_the_text_gives(method):
     assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
     features, _ = heads.hidden_states(texts, drafter.capture_layers)
     empty = drafter.init(params, _request(len(texts)), texts.shape[1])
-    fresh = jax.jit(drafter.absorb)(
+    fresh = jax.jit(drafter.prefill)(
         params, empty, texts, tuple(x[:, :-1] for x in features), np.int32(0), lengths - 1
     )
     np.testing.assert_allclose(state.memory.hidden[:3], fresh.hidden, atol=2e-4)
@@ -150,7 +154,7 @@ def _request(batch):
 def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(method, monkeypatch):
     drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
     plan, params = plan_of(drafter), params_of(method, "random")
-    rows = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((1, 17, 40, 33))]
+    rows = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 17, 40, 33))]
     whole = host.start(plan, params, rows).state.memory
     monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
     parts = host.start(plan, params, rows).state.memory
@@ -174,7 +178,7 @@ def test_an_equal_drafter_traces_nothing_new(monkeypatch):
     for seed in (1, 2):
         drafter = heads.drafter("eagle3", 2, tree="eagle2", tree_size=6, tree_top_k=3)
         rows = [dataclasses.replace(row, seed=seed, max_tokens=30 + seed) for row in ROWS]
-        host.generate_rows(plan_of(drafter), params_of("eagle3", "random"), rows)
+        host.generate_sequences(plan_of(drafter), params_of("eagle3", "random"), rows)
     assert len(traced) == 1
 
 
@@ -218,7 +222,7 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
 def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
     drafter = heads.drafter("eagle", 3, tree="sampled", tree_size=8, max_length=30)
     plan = plan_of(drafter, record_rounds=64)
-    answers = host.generate_rows(plan, params_of("eagle", "trained"), ROWS)
+    answers = host.generate_sequences(plan, params_of("eagle", "trained"), ROWS)
     for row, answer in zip(ROWS, answers, strict=True):
         root = len(row.prompt) - 1
         for accepted, nodes, _ in zip(*answer.trace, strict=True):

@@ -25,11 +25,11 @@ from tests.fakes import (
     script,
     table,
 )
-from tests.verify import test_joint_law as joint_law
+from tests.verify import test_joint_distribution as joint_distribution
 
 V, K = 8, 3
 TARGET, WEIGHTS = PrefixTarget(V), table(3, 64, V, scale=3.0)
-ROWS = [host.Row((1 + i,) * 3, max_tokens=24, stream=i) for i in range(2)]
+ROWS = [host.SequenceParams((1 + i,) * 3, max_tokens=24, stream=i) for i in range(2)]
 PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
 SCRIPT = script(ROWS, PLAIN)
 LOOKUP = NGram(4, prompt_lookup_min=1, prompt_lookup_max=3)
@@ -38,7 +38,7 @@ NARROW = dataclasses.replace(tiny.DRAFT_CONFIG, windows=(19,))
 
 def run(parts, combine, rounds=0):
     drafter = Hybrid(parts, combine)
-    plan = Plan(TARGET, drafter, ladder=(drafter.tree_size,), record_rounds=rounds)
+    plan = Plan(TARGET, drafter, node_buckets=(drafter.tree_size,), record_rounds=rounds)
     return run_rows(plan, Params(WEIGHTS, (SCRIPT, SCRIPT)), ROWS)
 
 
@@ -84,7 +84,7 @@ def test_rows_turn_to_the_network_once_look_ups_fail_and_it_alone_runs_then():
 
 def test_a_draft_model_that_sat_out_rounds_catches_up_and_drafts_as_well_as_before():
     own = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)  # the target itself: right
-    rows = [host.Row((3, 4, 5) * 4, max_tokens=48, stream=0)]
+    rows = [host.SequenceParams((3, 4, 5) * 4, max_tokens=48, stream=0)]
     params = Params(tiny.params().target, (SCRIPT, tiny.params().target))
     wrong = NeverRightDrafter(7, tiny.VOCAB)
     text = run_rows(Plan(tiny.TARGET, tiny.NONE), params, rows)
@@ -104,8 +104,11 @@ def test_a_draft_model_that_sat_out_rounds_catches_up_and_drafts_as_well_as_befo
 @pytest.mark.parametrize("combine", ["merge", "choose"])
 def test_sampled_texts_of_several_rounds_have_the_targets_law(rule, combine):
     drafter = Hybrid((NGram(2, 1, 2), TableDrafter(2)), combine)
-    target, own = table(0, joint_law.V, joint_law.V), table(1, joint_law.V, joint_law.V)
-    joint_law.check_texts(rule, drafter, Params(target, (None, own)), chunks=1)
+    target, own = (
+        table(0, joint_distribution.V, joint_distribution.V),
+        table(1, joint_distribution.V, joint_distribution.V),
+    )
+    joint_distribution.check_texts(rule, drafter, Params(target, (None, own)), chunks=1)
 
 
 def test_what_is_shared_is_kept_for_each_of_the_two():
@@ -113,7 +116,7 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
     for first in (suffix, recycling):
         plan = plan_of(Hybrid((first, heads.drafter("eagle", 3))), "rejection")
         params = Params(tiny.params().target, (None, heads.random_params("eagle")))
-        rows = [host.Row((5, 9, 11), max_tokens=20, stream=0)]
+        rows = [host.SequenceParams((5, 9, 11), max_tokens=20, stream=0)]
         shared = init_shared(plan)
         lengths = []
         for _ in range(2):
@@ -125,25 +128,53 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
 @pytest.mark.parametrize(
     ("parts", "settings", "message"),
     [
-        ((LOOKUP,), {}, "parts holds 1 drafters; give two: one that looks up and one with a "
-         "network."),
-        ((tiny.DRAFT, LOOKUP), {}, "the first of parts must look up what it drafts, but DraftModel "
-         "does not; put 'ngram', 'suffix' or 'token_recycling' first."),
+        (
+            (LOOKUP,),
+            {},
+            "parts holds 1 drafters; give two: one that looks up and one with a network.",
+        ),
+        (
+            (tiny.DRAFT, LOOKUP),
+            {},
+            "the first of parts must look up what it drafts, but DraftModel "
+            "does not; put 'ngram', 'suffix' or 'token_recycling' first.",
+        ),
         ((LOOKUP, tiny.DRAFT), {"combine": "both"}, "combine='both' must be 'merge' or 'choose'."),
-        ((LOOKUP, heads.drafter("eagle", tree="sampled", num_speculative_tokens=2,
-                                draft_sample_method="top_plus_one")), {},
-         "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; have them drawn "
-         "without replacement ('probabilistic') or not at all ('greedy'), or use "
-         "combine='choose'."),
-        ((Adaptive(tiny.NGRAM, (0, 4)), tiny.DRAFT), {}, "the first of parts chooses its K by the "
-         "round, which no combination passes on; give the drafter itself."),
-        ((LOOKUP, Adaptive(tiny.DRAFT, (2, 4))), {}, "the second of parts chooses its K by the "
-         "round, which no combination passes on; give the drafter itself."),
-        ((LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)), {"combine": "choose"},
-         "num_speculative_tokens=4 does not fit into the draft model's sliding window of 19, as a "
-         "round takes in 16 tokens before; it must be at most 3."),
+        (
+            (
+                LOOKUP,
+                heads.drafter(
+                    "eagle",
+                    tree="sampled",
+                    num_speculative_tokens=2,
+                    draft_sample_method="top_plus_one",
+                ),
+            ),
+            {},
+            "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; have them drawn "
+            "without replacement ('probabilistic') or not at all ('greedy'), or use "
+            "combine='choose'.",
+        ),
+        (
+            (Adaptive(tiny.NGRAM, (0, 4)), tiny.DRAFT),
+            {},
+            "the first of parts chooses its K by the "
+            "round, which no combination passes on; give the drafter itself.",
+        ),
+        (
+            (LOOKUP, Adaptive(tiny.DRAFT, (2, 4))),
+            {},
+            "the second of parts chooses its K by the "
+            "round, which no combination passes on; give the drafter itself.",
+        ),
+        (
+            (LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)),
+            {"combine": "choose"},
+            "num_speculative_tokens=4 does not fit into the draft model's sliding window of 19, as a "
+            "round takes in 16 tokens before; it must be at most 3.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_combined_is_refused(parts, settings, message):
     with pytest.raises(ValueError) as error:
         Hybrid(parts, **settings)
@@ -152,6 +183,6 @@ def test_what_cannot_be_combined_is_refused(parts, settings, message):
 
 def test_the_ladder_has_a_rung_for_either_draft():
     drafter = Hybrid((LOOKUP, tiny.DRAFT))
-    assert Plan(tiny.TARGET, drafter).ladder == (1, 5, 9)
-    assert Plan(tiny.TARGET, Hybrid((NGram(2), tiny.DRAFT), "choose")).ladder == (1, 3, 5)
+    assert Plan(tiny.TARGET, drafter).node_buckets == (1, 5, 9)
+    assert Plan(tiny.TARGET, Hybrid((NGram(2), tiny.DRAFT), "choose")).node_buckets == (1, 3, 5)
     assert (jnp.array(drafter.tree_size), drafter.max_depth) == (9, 4)

@@ -23,14 +23,19 @@ TARGET = tiny.TARGET.config
 CASES = {
     "paths": ("mlp", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
     "prefix chain": ("prefix", dict(num_speculative_tokens=6)),
-    "prefix dynamic": ("prefix", dict(num_speculative_tokens=3, tree="eagle2", tree_size=8,
-                                      tree_top_k=3)),
-}  # fmt: skip
+    "prefix dynamic": (
+        "prefix",
+        dict(num_speculative_tokens=3, tree="eagle2", tree_size=8, tree_top_k=3),
+    ),
+}
 RAW_TARGET = {
-    "num_attention_heads": TARGET.num_heads, "num_key_value_heads": TARGET.num_kv_heads,
-    "head_dim": TARGET.head_dim, "hidden_size": TARGET.hidden_size, "rms_norm_eps": TARGET.norm_eps,
+    "num_attention_heads": TARGET.num_heads,
+    "num_key_value_heads": TARGET.num_kv_heads,
+    "head_dim": TARGET.head_dim,
+    "hidden_size": TARGET.hidden_size,
+    "rms_norm_eps": TARGET.norm_eps,
     "rope_theta": 10000.0,
-}  # fmt: skip
+}
 
 
 def params_of(name, trained=True):
@@ -62,7 +67,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
     name, settings = CASES[case]
     drafter = hydras.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
-    answers = host.generate_rows(plan_of(drafter, record_rounds=64), params, ROWS)
+    answers = host.generate_sequences(plan_of(drafter, record_rounds=64), params, ROWS)
     reference = reference_of(name, params.drafter, tmp_path)
     total = 0
     for row, text, answer in zip(ROWS, plain(), answers, strict=True):
@@ -71,11 +76,11 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
 
         @functools.cache
         @torch.inference_mode()
-        def law(root, path):
+        def distribution(root, path):
             logits = reference.draft_logits(features[:root], [text[root], *path])  # noqa: B023
             return logits[-1].log_softmax(-1).numpy()
 
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, law)
+        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
     assert total > 15  # so that features of accepted paths are seen, too
 
 
@@ -86,7 +91,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
     drafter = hydras.drafter(name, hydras.CONFIGS[name].num_heads)
     params = params_of(name, trained=False)
     prompt = tiny.prompts((9,))[0]
-    row = host.Row(prompt, max_tokens=20, temperature=1.0)
+    row = host.SequenceParams(prompt, max_tokens=20, temperature=1.0)
     batch = host.start(plan_of(drafter, "rejection"), params, [row])
     state = batch.state
     draft, _ = jax.jit(drafter.propose)(params, batch.request, (), state.memory, state.history)
@@ -104,7 +109,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
 def test_what_a_prefix_layer_remembers_is_what_a_fresh_pass_over_the_text_gives():
     drafter = hydras.drafter("prefix", 3, tree="sampled", tree_size=8)
     rows = [
-        host.Row(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
         for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
     ]
     plan, params = plan_of(drafter), params_of("prefix")
@@ -114,10 +119,14 @@ def test_what_a_prefix_layer_remembers_is_what_a_fresh_pass_over_the_text_gives(
     features, _ = heads.hidden_states(texts, drafter.capture_layers)
     zeros = jnp.zeros((3,), jnp.int32)
     request = Request(jax.random.split(jax.random.key(0), 3), None, zeros[:, None], zeros)
-    fresh = jax.jit(drafter.absorb)(
-        params, drafter.init(params, request, texts.shape[1]), texts,
-        tuple(x[:, :-1] for x in features), np.int32(0), lengths - 1,
-    )  # fmt: skip
+    fresh = jax.jit(drafter.prefill)(
+        params,
+        drafter.init(params, request, texts.shape[1]),
+        texts,
+        tuple(x[:, :-1] for x in features),
+        np.int32(0),
+        lengths - 1,
+    )
     np.testing.assert_allclose(state.memory.hidden[:3], fresh.hidden, atol=2e-4)
     assert state.memory.cache.length[:3].tolist() == (lengths - 1).tolist()
     leaves = (jax.tree.leaves(memory.cache.layers) for memory in (state.memory, fresh))
@@ -125,13 +134,15 @@ def test_what_a_prefix_layer_remembers_is_what_a_fresh_pass_over_the_text_gives(
         for row, length in enumerate(lengths - 1):
             np.testing.assert_allclose(
                 kept[row, :, :length], recomputed[row, :, :length], atol=2e-4
-            )  # fmt: skip
+            )
 
 
 def test_the_loop_copies_neither_the_targets_cache_nor_the_prefix_layers():
     plan = Plan(tiny.TARGET, hydras.drafter("prefix", 2))
     params = params_of("prefix", trained=False)
-    batch = host.start(plan, params, [host.Row(ROWS[1].prompt, max_tokens=9, temperature=0.9)])
+    batch = host.start(
+        plan, params, [host.SequenceParams(ROWS[1].prompt, max_tokens=9, temperature=0.9)]
+    )
     arguments = (plan, params, batch.request, ())
     lowered = loop.decode.lower(*arguments, batch.state, np.int32(9))
     text = shipped.compiled(lowered).as_text()
@@ -178,16 +189,22 @@ def test_names_and_keys_are_those_of_the_authors(tmp_path):
     assert set(tensors) == blocks | first | {f"hydra_lm_head.{i}.{e}" for i in (0, 1) for e in ends}
     assert tensors["hydra_mlp.1.0.linear.weight"].shape == (32, 96)
     wanted = {
-        "hydra_num_heads": 2, "hydra_num_layers": 4, "hydra_head_arch": "mlp",
-        "grounded_heads": True, "hidden_state_offset": 1,
+        "hydra_num_heads": 2,
+        "hydra_num_layers": 4,
+        "hydra_head_arch": "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 1,
         "base_model_name_or_path": "someone/model",
-    }  # fmt: skip
+    }
     assert raw | wanted == raw
     save(tmp_path / "b", "prefix deep")
     tensors, raw = files(tmp_path / "b")
-    assert {"hydra_mlp.1.5.linear.bias", "hydra_lm_head.1.1.weight",
-            "prefix_embeding_layer.layers.0.self_attn.q_proj.weight",
-            "prefix_embeding_layer.norm.weight"} < set(tensors)  # fmt: skip
+    assert {
+        "hydra_mlp.1.5.linear.bias",
+        "hydra_lm_head.1.1.weight",
+        "prefix_embeding_layer.layers.0.self_attn.q_proj.weight",
+        "prefix_embeding_layer.norm.weight",
+    } < set(tensors)
     assert raw["hydra_head_arch"] == "prefix-mlp"
 
 
@@ -221,8 +238,11 @@ def test_files_that_torch_wrote_are_read_as_torch_reads_them(tmp_path, prefixed)
     tensors = module.state_dict()
     if prefixed:
         written = save(tmp_path / "other", "prefix")[1].prefix and files(tmp_path / "other")[0]
-        own = {name: torch.tensor(np.array(tensor)) for name, tensor in written.items()
-               if name.startswith("prefix_")}  # fmt: skip
+        own = {
+            name: torch.tensor(np.array(tensor))
+            for name, tensor in written.items()
+            if name.startswith("prefix_")
+        }
         tensors |= own | {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(64, size)}
     torch.save(tensors, tmp_path / "hydra_lm_head.pt")
     raw = {"hydra_num_heads": 9, "base_model_name_or_path": "someone/model"}
@@ -259,12 +279,20 @@ def _lame(tensors):
         ("mlp", None, {"hydra_head_arch": "prefix-mlp"}, "'prefix-mlp', but the tensors are those"),
         ("mlp", None, {"hidden_state_offset": 5}, "offset is 5, but the target has 2 layers"),
         ("mlp", _lame, {}, "heads that do not see what was drafted (grounded_heads=False)"),
-        ("mlp", lambda t: {n: x for n, x in t.items() if n != "hydra_lm_head.1.weight"}, {},
-         "1 missing: hydra_lm_head.1.weight"),
-        ("prefix", lambda t: {n: x for n, x in t.items() if "q_proj" not in n}, {},
-         "1 missing: prefix_embeding_layer.layers.0.self_attn.q_proj.weight"),
+        (
+            "mlp",
+            lambda t: {n: x for n, x in t.items() if n != "hydra_lm_head.1.weight"},
+            {},
+            "1 missing: hydra_lm_head.1.weight",
+        ),
+        (
+            "prefix",
+            lambda t: {n: x for n, x in t.items() if "q_proj" not in n},
+            {},
+            "1 missing: prefix_embeding_layer.layers.0.self_attn.q_proj.weight",
+        ),
     ],
-)  # fmt: skip
+)
 def test_files_that_contradict_themselves_are_refused(tmp_path, name, change, keys, message):
     save(tmp_path, name)
     tensors, raw = files(tmp_path)

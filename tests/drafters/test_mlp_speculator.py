@@ -26,7 +26,7 @@ CASES = {
     "paths": ("untied", dict(tree=((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 0)))),
     "lstm": ("lstm", {}),
     "lstm dynamic": ("lstm", dict(tree="eagle2", tree_size=10, tree_top_k=3)),
-}  # fmt: skip
+}
 
 
 def params_of(name, trained=True):
@@ -53,7 +53,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
     name, settings = CASES[case]
     drafter = speculators.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
-    answers = host.generate_rows(plan_of(drafter, record_rounds=64), params, ROWS)
+    answers = host.generate_sequences(plan_of(drafter, record_rounds=64), params, ROWS)
     reference = reference_of(name, params.drafter, tmp_path)
     total = 0
     for row, text, answer in zip(ROWS, plain(), answers, strict=True):
@@ -62,12 +62,12 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
 
         @functools.cache
         @torch.inference_mode()
-        def law(root, path):
+        def distribution(root, path):
             fed = [text[root], *path]  # noqa: B023
             logits = reference.draft_logits(features[root - 1], fed)[-1]  # noqa: B023
             return logits.log_softmax(-1).numpy()
 
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, law)
+        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
     assert total > 15  # so that states of accepted paths are seen, too
 
 
@@ -77,7 +77,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
     torch = pytest.importorskip("torch")
     drafter = speculators.drafter(name)
     params = params_of(name, trained=False)
-    row = host.Row(tiny.prompts((9,))[0], max_tokens=20, temperature=1.0)
+    row = host.SequenceParams(tiny.prompts((9,))[0], max_tokens=20, temperature=1.0)
     batch = host.start(plan_of(drafter, "rejection"), params, [row])
     propose = jax.jit(drafter.propose)
     memory, history = batch.state.memory, batch.state.history
@@ -102,7 +102,7 @@ def test_other_draws_follow_where_other_tokens_were_drawn():
     drafter = speculators.drafter("lstm")
     params = params_of("lstm", trained=False)
     prompt = tiny.prompts((9,))[0]
-    rows = [host.Row(prompt, max_tokens=20, temperature=1.0, stream=i) for i in range(4)]
+    rows = [host.SequenceParams(prompt, max_tokens=20, temperature=1.0, stream=i) for i in range(4)]
     batch = host.start(plan_of(drafter, "rejection"), params, rows)
     state = batch.state
     draft, _ = jax.jit(drafter.propose)(params, batch.request, (), state.memory, state.history)
@@ -119,7 +119,7 @@ def test_other_draws_follow_where_other_tokens_were_drawn():
 def test_what_is_remembered_is_the_targets_last_hidden_state_whatever_was_accepted():
     drafter = speculators.drafter("tied", 2, tree="sampled", tree_size=6)
     rows = [
-        host.Row(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
         for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
     ]
     plan, params = plan_of(drafter), params_of("tied")
@@ -145,19 +145,34 @@ def test_a_speculator_drafts_as_deep_as_it_was_trained_if_nothing_is_said():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("untied", dict(num_speculative_tokens=5),
-         "the draft is 5 deep, but the speculator has weights for n_predict=4 tokens"),
-        ("untied scaled", dict(tree=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))),
-         "the draft is 4 deep, but the speculator has weights for n_predict=3 tokens"),
-        ("tied", dict(num_speculative_tokens=5),
-         "num_speculative_tokens:5 must be divisible by n_predict=2"),
-        ("lstm", dict(num_speculative_tokens=4),
-         "num_speculative_tokens:4 must be divisible by n_predict=3"),
-        ("tied", dict(tree="eagle2", draft_sample_method="probabilistic"),
-         "is not exact for tree='eagle2'"),
+        (
+            "untied",
+            dict(num_speculative_tokens=5),
+            "the draft is 5 deep, but the speculator has weights for n_predict=4 tokens",
+        ),
+        (
+            "untied scaled",
+            dict(tree=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))),
+            "the draft is 4 deep, but the speculator has weights for n_predict=3 tokens",
+        ),
+        (
+            "tied",
+            dict(num_speculative_tokens=5),
+            "num_speculative_tokens:5 must be divisible by n_predict=2",
+        ),
+        (
+            "lstm",
+            dict(num_speculative_tokens=4),
+            "num_speculative_tokens:4 must be divisible by n_predict=3",
+        ),
+        (
+            "tied",
+            dict(tree="eagle2", draft_sample_method="probabilistic"),
+            "is not exact for tree='eagle2'",
+        ),
         ("tied", dict(num_speculative_tokens=0), "num_speculative_tokens=0 must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_what_the_weights_do_not_give_is_refused(name, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         speculators.drafter(name, **settings)
@@ -168,7 +183,7 @@ def test_a_speculator_in_bfloat16_drafts_as_it_does_on_an_accelerator():
     config = dataclasses.replace(speculators.CONFIGS["lstm"], activation_dtype="bfloat16")
     drafter = dataclasses.replace(speculators.drafter("lstm"), config=config)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), speculators.random_params("lstm"))
-    rows = [host.Row(ROWS[1].prompt, max_tokens=6)]
+    rows = [host.SequenceParams(ROWS[1].prompt, max_tokens=6)]
     plan, params = plan_of(drafter), Params(tiny.params().target, narrow)
     batch = host.advance(plan, params, host.start(plan, params, rows))
     assert batch.state.memory.hidden.dtype == jnp.bfloat16

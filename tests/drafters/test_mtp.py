@@ -30,10 +30,14 @@ TRAINED = {
     "gated": mtps.trained_gated_params,
 }
 SIZES = {
-    "num_hidden_layers": tiny.TARGET.config.num_layers, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "hidden_size": 32, "rms_norm_eps": 1e-6, "rotated": 4,
+    "num_hidden_layers": tiny.TARGET.config.num_layers,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "rms_norm_eps": 1e-6,
+    "rotated": 4,
     "num_experts_per_tok": 3,
-}  # fmt: skip
+}
 
 
 def params_of(name):
@@ -86,11 +90,11 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
 
         @functools.cache
         @torch.inference_mode()
-        def law(root, path, features=features, text=text):
+        def distribution(root, path, features=features, text=text):
             logits = head.draft_logits(features[:root], [*text[1 : root + 1], *path])
             return logits.log_softmax(-1).numpy()
 
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, law)
+        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
     assert case.split("-")[0] not in TRAINED or total > 20
 
 
@@ -135,7 +139,9 @@ def test_what_is_remembered_is_what_a_fresh_pass_over_the_text_gives(case):
 def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(monkeypatch):
     drafter = mtps.drafter("two", 2)
     params = Params(tiny.params().target, mtps.random_params("two"))
-    rows = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((1, 2, 17, 18, 40))]
+    rows = [
+        host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 2, 17, 18, 40))
+    ]
     whole = host.start(rounds.plan_of(drafter), params, rows).state.memory
     monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
     parts = host.start(rounds.plan_of(drafter), params, rows).state.memory

@@ -30,9 +30,15 @@ from tests.verify import statistics
 VOCAB, MASK, PLACES, DEPTH = 5, 6, 61, 3
 TARGET = fakes.PrefixTarget(VOCAB)
 SIZES = DecoderConfig(
-    vocab_size=VOCAB + 2, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2,
-    num_kv_heads=1, head_dim=8, max_positions=128,
-)  # fmt: skip
+    vocab_size=VOCAB + 2,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_positions=128,
+)
 NETWORKS = {
     "Llama": dataclasses.replace(SIZES, tie_embeddings=True),
     "Qwen2": dataclasses.replace(SIZES, qkv_bias=True),
@@ -66,7 +72,7 @@ def params_of(network):
 
 def rows_of(temperature=0.0):
     return [
-        host.Row(prompt, max_tokens=24, temperature=temperature, stream=index)
+        host.SequenceParams(prompt, max_tokens=24, temperature=temperature, stream=index)
         for index, prompt in enumerate(PROMPTS)
     ]
 
@@ -74,7 +80,7 @@ def rows_of(temperature=0.0):
 @functools.cache
 def plain():
     """Prompts and texts of greedy rows by plain decoding."""
-    answers = host.generate_rows(Plan(TARGET, NoDrafter()), params_of("Llama"), rows_of())
+    answers = host.generate_sequences(Plan(TARGET, NoDrafter()), params_of("Llama"), rows_of())
     texts = zip(PROMPTS, answers, strict=True)
     return [[*prompt, *answer.tokens.tolist()] for prompt, answer in texts]
 
@@ -84,7 +90,7 @@ def greedy(network, tree):
     """Greedy answers with all that was drafted."""
     drafter = drafter_of(network, tree, draft_sample_method="greedy")
     plan = Plan(TARGET, drafter, "coupled", record_rounds=32)
-    return drafter, host.generate_rows(plan, params_of(network), rows_of())
+    return drafter, host.generate_sequences(plan, params_of(network), rows_of())
 
 
 @functools.cache
@@ -112,10 +118,10 @@ def test_every_round_drafts_and_accepts_what_transformers_does(network, tree, tm
     counts = set()
     for text, prompt, answer in zip(plain(), PROMPTS, answers, strict=True):
 
-        def law(root, path, text=tuple(text)):
+        def distribution(root, path, text=tuple(text)):
             return scipy.special.log_softmax(after(text[: root + 1])[len(path)])
 
-        rounds.compare(answer, prompt, text, drafter.shape, law, first=0)
+        rounds.compare(answer, prompt, text, drafter.shape, distribution, first=0)
         counts |= set(answer.trace[0].tolist())
     assert counts >= ({0, 1} if tree == "chain" else {1, 2, 3})
 
@@ -212,7 +218,7 @@ def by_root(prompt, answer):
 
 # ------------------------------------------------------------------------------------------- laws
 
-LAWS = [
+DISTRIBUTIONS = [
     ("chain", "block", {}),
     ("sampled", "rejection", {}),
     ("chain", "rejection", {}),
@@ -224,15 +230,17 @@ LAWS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tree", "rule", "settings"), LAWS)
+@pytest.mark.parametrize(("tree", "rule", "settings"), DISTRIBUTIONS)
 def test_texts_have_the_targets_law(tree, rule, settings):
     target = fakes.ToyTarget(4)
     drafter = dataclasses.replace(drafter_of("Llama", tree, **settings), target=target)
     table = fakes.table(2, 4, 4)
     plan, params = Plan(target, drafter, rule), Params(table, weights_of("Llama"))
     found, _ = statistics.texts(plan, params, fakes.settings(20_000), 4)
-    law = statistics.joint_law(scipy.special.softmax(np.asarray(table, np.float64), -1), 4)
-    assert statistics.excess(statistics.counts(found, 4), law) < 1
+    distribution = statistics.joint_distribution(
+        scipy.special.softmax(np.asarray(table, np.float64), -1), 4
+    )
+    assert statistics.excess(statistics.counts(found, 4), distribution) < 1
 
 
 def test_a_vocabulary_of_its_own_drafts_what_it_would_have_drafted_in_the_targets():
@@ -244,15 +252,19 @@ def test_a_vocabulary_of_its_own_drafts_what_it_would_have_drafted_in_the_target
     other = dataclasses.replace(drafter, use_heterogeneous_vocab=True)
     params = translating(shuffled, np.arange(VOCAB), ours[:VOCAB], ours[:VOCAB])
     plan = Plan(TARGET, other, "coupled", record_rounds=32)
-    found = host.generate_rows(plan, Params(params_of("Llama").target, params), rows_of())
+    found = host.generate_sequences(plan, Params(params_of("Llama").target, params), rows_of())
     for answer, expected in zip(found, answers, strict=True):
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
 
 
 # ------------------------------------------------------------------------------------------ files
 
-ASKED = {"method": "draft_model", "model": "somewhere", "num_speculative_tokens": 3,
-         "parallel_drafting": True}  # fmt: skip
+ASKED = {
+    "method": "draft_model",
+    "model": "somewhere",
+    "num_speculative_tokens": 3,
+    "parallel_drafting": True,
+}
 
 
 def test_the_key_chooses_trees_that_need_no_second_pass():
@@ -273,13 +285,17 @@ def test_the_key_chooses_trees_that_need_no_second_pass():
     [
         (ASKED | {"tree": "eagle2"}, "and this one does not: use 'best_first'"),
         (ASKED | {"parallel_drafting": "yes"}, "parallel_drafting='yes' must be true or false"),
-        (ASKED | {"parallel_drafting": False, "tree": "best_first"},
-         "tree='best_first' is not used"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "parallel_drafting": True},
-         "parallel_drafting=True is not used by method='ngram'"),
+        (
+            ASKED | {"parallel_drafting": False, "tree": "best_first"},
+            "tree='best_first' is not used",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "parallel_drafting": True},
+            "parallel_drafting=True is not used by method='ngram'",
+        ),
         (ASKED, "must have `pard_token` or `ptd_token_id` specified in its config.json"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_with_the_key_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         config.read(given).drafter(SIZES, decoder.Decoder(SIZES))
@@ -294,8 +310,11 @@ def test_a_model_that_names_its_mask_drafts_from_its_files(tmp_path_factory, tmp
     root = tmp_path_factory.getbasetemp() / "models"
     paths, both = llm_fixtures.checkpoints(root), llm_fixtures.loaded(root)
     shutil.copytree(paths["draft"], tmp_path / "draft")
-    asked = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 3,
-             "parallel_drafting": True}  # fmt: skip
+    asked = {
+        "model": str(tmp_path / "draft"),
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
     with pytest.raises(ValueError, match="must have `pard_token` or `ptd_token_id`"):
         LLM(both["target"], asked)
     file = tmp_path / "draft" / "config.json"

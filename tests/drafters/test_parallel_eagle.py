@@ -70,20 +70,20 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(tree, layout, tmp_
     reference = PEagleRef(*files(tmp_path, layout))
     plan = rounds.plan_of(drafter, record_rounds=64)
     params = Params(tiny.params().target, weights())
-    answers = host.generate_rows(plan, params, rounds.ROWS)
+    answers = host.generate_sequences(plan, params, rounds.ROWS)
     ids, total = reference.target_ids(), 0
     for index, (answer, text) in enumerate(zip(answers, rounds.plain(), strict=True)):
 
         @functools.cache
         def guesses(root, index=index, text=tuple(text)):
             found = reference.guesses(features_of(index)[:root], text[1 : root + 1])
-            law = torch.full((DEPTH, tiny.VOCAB), -float("inf"))
-            law[:, ids] = found.float()
-            return law.log_softmax(-1).numpy()
+            distribution = torch.full((DEPTH, tiny.VOCAB), -float("inf"))
+            distribution[:, ids] = found.float()
+            return distribution.log_softmax(-1).numpy()
 
-        law = lambda root, path, guesses=guesses: guesses(root)[len(path)]
+        distribution = lambda root, path, guesses=guesses: guesses(root)[len(path)]
         prompt = rounds.ROWS[index].prompt
-        total += rounds.compare(answer, prompt, text, drafter.shape, law)
+        total += rounds.compare(answer, prompt, text, drafter.shape, distribution)
     assert tree == "chain" or total
 
 
@@ -91,7 +91,7 @@ def test_logits_and_memory_are_those_of_true_rows_and_fresh_masks(tmp_path):
     drafter = ParallelEagle(CONFIG, tiny.TARGET, DEPTH)
     params = Params(tiny.params().target, weights())
     rows = [dataclasses.replace(row, temperature=0.7) for row in rounds.ROWS]
-    plan = Plan(tiny.TARGET, drafter, ladder=(drafter.tree_size,))
+    plan = Plan(tiny.TARGET, drafter, node_buckets=(drafter.tree_size,))
     state = host.advance(plan, params, host.start(plan, params, rows), 6).state
     lengths = np.asarray(state.history.length)
     assert state.memory.cache.length.tolist() == (lengths - 1).tolist()
@@ -155,7 +155,7 @@ def test_what_a_layout_cannot_say_is_refused(tmp_path):
     save = functools.partial(head_files.save_head, tmp_path, target_config=tiny.TARGET.config)
     with pytest.raises(ValueError, match="'eagle3' has no place for a second block, the mask of P"):
         save(CONFIG, weights(), layout="eagle3")
-    sharing = dataclasses.replace(CONFIG, own_embedding=False)
+    sharing = dataclasses.replace(CONFIG, separate_embedding=False)
     with pytest.raises(ValueError, match="layout='peagle' needs an embedding"):
         save(sharing, weights().replace(embedding=None), layout="peagle")
     plain = dataclasses.replace(CONFIG, mask_token_id=None)

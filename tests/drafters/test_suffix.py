@@ -12,7 +12,7 @@ from jspec.core.types import History
 from jspec.drafters import Suffix
 from jspec.drafters.suffix import corpus as suffix_corpus
 from jspec.engine import batch as host
-from jspec.engine.loop import init_shared, retire
+from jspec.engine.loop import init_shared, on_finished
 from jspec.engine.plan import Plan
 from jspec.tools.trace import recording
 from tests import llm_fixtures, shipped, tiny
@@ -90,9 +90,13 @@ SETTINGS = {
     "long chain": dict(num_speculative_tokens=6, **named(max_spec_factor=2.5, min_token_prob=0.3)),
     "half": named(max_spec_factor=0.5, min_token_prob=0.0, max_tree_depth=12),
     "tree": dict(tree="best_first", tree_size=10, **named(max_tree_depth=12)),
-    "wide tree": dict(tree="best_first", tree_size=14, num_speculative_tokens=3,
-                      **named(max_spec_factor=4.0, min_token_prob=0.02)),
-}  # fmt: skip
+    "wide tree": dict(
+        tree="best_first",
+        tree_size=14,
+        num_speculative_tokens=3,
+        **named(max_spec_factor=4.0, min_token_prob=0.02),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -161,7 +165,7 @@ def test_without_a_corpus_only_a_rows_own_text_is_looked_up():
 SMALL = Suffix(**named(max_cached_tokens=512, max_tree_depth=8))
 BUSHY = Suffix(tree="best_first", tree_size=6, **named(max_cached_tokens=512, max_tree_depth=8))
 SOME = [
-    host.Row(prompt, max_tokens=count, temperature=temperature, stream=index)
+    host.SequenceParams(prompt, max_tokens=count, temperature=temperature, stream=index)
     for index, (prompt, count, temperature) in enumerate(
         zip(tiny.prompts((1, 9, 23)), (20, 31, 12), (0.0, 0.8, 0.8), strict=True)
     )
@@ -172,7 +176,7 @@ SOME = [
 def plain():
     return [
         answer.tokens.tolist()
-        for answer in host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), SOME)
+        for answer in host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), SOME)
     ]
 
 
@@ -198,7 +202,7 @@ def test_rows_that_were_cancelled_are_stored_when_they_retire():
     assert sorted(suffix_corpus.responses(batch.shared)) == sorted([cut[0], cut[2]])
     batch = host.cancel(batch, [1])
     rest = host.read(batch)[1].tokens.tolist()
-    shared = retire(plan, batch.shared, batch.state)
+    shared = on_finished(plan, batch.shared, batch.state)
     assert sorted(suffix_corpus.responses(shared)) == sorted([cut[0], cut[2], rest])
 
 
@@ -321,5 +325,5 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 
 def test_short_drafts_have_a_rung_of_their_own():
-    assert Plan(tiny.TARGET, Suffix()).ladder == (1, 5, 13)
-    assert Plan(tiny.TARGET, Suffix(2, suffix_decoding_max_tree_depth=4)).ladder == (1, 3)
+    assert Plan(tiny.TARGET, Suffix()).node_buckets == (1, 5, 13)
+    assert Plan(tiny.TARGET, Suffix(2, suffix_decoding_max_tree_depth=4)).node_buckets == (1, 3)

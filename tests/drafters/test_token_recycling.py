@@ -13,7 +13,7 @@ from tests import fakes, tiny
 VOCAB = 12
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 2), (2, 1), (0, 0, 0), (2, 1, 1))
 TARGET = fakes.ToyTarget(VOCAB)
-LAWS = fakes.table(3, VOCAB, VOCAB)
+DISTRIBUTIONS = fakes.table(3, VOCAB, VOCAB)
 
 
 def told(root, known, ranked):
@@ -28,12 +28,13 @@ def told(root, known, ranked):
 
 def simulated(first, count):
     """Rounds of greedy decoding: what is drafted, by path, and the text."""
-    ranked = np.argsort(-np.asarray(LAWS), axis=1, kind="stable").tolist()
+    ranked = np.argsort(-np.asarray(DISTRIBUTIONS), axis=1, kind="stable").tolist()
     known, text, drafts = set(), [first], []
     while len(text) <= count:
         room = count + 1 - len(text)
-        tree = {path: token for path, token in told(text[-1], known, ranked).items()
-                if len(path) < room}  # fmt: skip
+        tree = {
+            path: token for path, token in told(text[-1], known, ranked).items() if len(path) < room
+        }
         drafts.append([tree[path] for path in sorted(tree, key=lambda path: (len(path), path))])
         known |= set(tree.values())
         path = ()
@@ -50,7 +51,10 @@ def test_drafts_are_what_the_target_last_found_likely(first):
     drafter = TokenRecycling(VOCAB, tree=PATHS)
     plan = Plan(TARGET, drafter, record_rounds=64)
     [answer], _ = host.generate_sharing(
-        plan, Params(LAWS), [host.Row((first,), max_tokens=30)], init_shared(plan)
+        plan,
+        Params(DISTRIBUTIONS),
+        [host.SequenceParams((first,), max_tokens=30)],
+        init_shared(plan),
     )
     drafts, text = simulated(first, 30)
     assert answer.tokens.tolist() == text
@@ -78,10 +82,10 @@ def test_the_last_of_several_nodes_with_one_token_is_kept_and_unseen_ones_teach_
 def test_later_calls_profit_and_no_text_changes():
     plan = Plan(tiny.TARGET, TokenRecycling(tiny.VOCAB, 4, tree_size=12))
     rows = [
-        host.Row(prompt, max_tokens=20, temperature=0.7 * (index % 2), stream=index)
+        host.SequenceParams(prompt, max_tokens=20, temperature=0.7 * (index % 2), stream=index)
         for index, prompt in enumerate(tiny.prompts())
     ]
-    plain = host.generate_rows(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
+    plain = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows)
     shared, rounds = init_shared(plan), []
     for _ in range(2):
         answers, shared = host.generate_sharing(plan, tiny.params(), rows, shared)
@@ -92,7 +96,9 @@ def test_later_calls_profit_and_no_text_changes():
 
 
 def test_without_a_matrix_nothing_is_drafted():
-    batch = host.start(Plan(TARGET, TokenRecycling(VOCAB)), Params(LAWS), [host.Row((1,))])
+    batch = host.start(
+        Plan(TARGET, TokenRecycling(VOCAB)), Params(DISTRIBUTIONS), [host.SequenceParams((1,))]
+    )
     draft, _ = TokenRecycling(VOCAB).propose(None, None, (), (), batch.state.history)
     assert draft.valid[:, 0].all() and not draft.valid[:, 1:].any()
 

@@ -21,13 +21,18 @@ from jspec.models import decoder
 from tests import shipped, tiny
 
 DRAFTERS = {
-    "none": tiny.NONE, "ngram": tiny.NGRAM, "draft_model": tiny.DRAFT, "greedy": tiny.GREEDY_DRAFT
-}  # fmt: skip
+    "none": tiny.NONE,
+    "ngram": tiny.NGRAM,
+    "draft_model": tiny.DRAFT,
+    "greedy": tiny.GREEDY_DRAFT,
+}
 
 
 def rows(max_tokens=24, temperature=0.0, **settings):
     return [
-        host.Row(prompt, max_tokens=max_tokens, temperature=temperature, stream=index, **settings)
+        host.SequenceParams(
+            prompt, max_tokens=max_tokens, temperature=temperature, stream=index, **settings
+        )
         for index, prompt in enumerate(tiny.prompts())
     ]
 
@@ -88,7 +93,7 @@ def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
         drafter = DraftModel(decoder.DecoderConfig(**vars(tiny.DRAFT_CONFIG)), 4)
         plan = Plan(decoder.Decoder(tiny.TARGET.config), drafter)
         some = rows(max_tokens, temperature=0.5 * seed, seed=seed)
-        host.generate_rows(plan, tiny.params(), some)
+        host.generate_sequences(plan, tiny.params(), some)
     assert len(traced) == 1
 
 
@@ -96,7 +101,7 @@ def test_a_group_of_rows_launches_three_programs_and_no_small_ones(caplog):
     plan, params, some = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), rows()
     jax.clear_caches()
     with jax.log_compiles():
-        host.generate_rows(plan, params, some, scoring=Scoring(2))
+        host.generate_sequences(plan, params, some, scoring=Scoring(2))
     launched = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
     assert sorted(launched) == ["_allocate", "decode", "prefill"]
 
@@ -120,7 +125,7 @@ def test_under_jax_enable_x64_a_chain_that_shares_noise_gives_the_text_of_plain_
     some = rows(max_tokens=8, temperature=0.8)
     plans = Plan(tiny.TARGET, tiny.NONE), Plan(tiny.TARGET, tiny.DRAFT, "coupled")
     with jax.enable_x64(True):
-        plain, drafted = (host.generate_rows(plan, tiny.params(), some) for plan in plans)
+        plain, drafted = (host.generate_sequences(plan, tiny.params(), some) for plan in plans)
     assert texts(drafted) == texts(plain)
     assert sum(answer.drafted for answer in drafted) > 0
 
@@ -131,16 +136,20 @@ def test_the_ladder_changes_no_text(name):
     ladders = [(5,), (1, 5), (1, 2, 3, 5)]
     some = rows(temperature=0.8)
     found = [
-        texts(host.generate_rows(Plan(tiny.TARGET, drafter, ladder=ladder), tiny.params(), some))
-        for ladder in ladders
+        texts(
+            host.generate_sequences(
+                Plan(tiny.TARGET, drafter, node_buckets=node_buckets), tiny.params(), some
+            )
+        )
+        for node_buckets in ladders
     ]
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("ladder", [(1, 4), (5, 1), (0, 5), (1, 1, 5)])
-def test_a_ladder_that_does_not_fit_is_refused(ladder):
+@pytest.mark.parametrize("node_buckets", [(1, 4), (5, 1), (0, 5), (1, 1, 5)])
+def test_a_ladder_that_does_not_fit_is_refused(node_buckets):
     with pytest.raises(ValueError, match="must ascend from 1 or more to tree_size=5"):
-        Plan(tiny.TARGET, tiny.NGRAM, ladder=ladder)
+        Plan(tiny.TARGET, tiny.NGRAM, node_buckets=node_buckets)
 
 
 def test_a_rule_that_is_not_known_is_refused_with_the_known_ones():
@@ -192,7 +201,7 @@ def test_attention_never_reads_the_part_of_the_cache_that_no_row_has_reached():
 def test_a_generation_in_slices_is_the_generation_in_one_go():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
     some = rows(temperature=0.8)
-    whole = texts(host.generate_rows(plan, params, some))
+    whole = texts(host.generate_sequences(plan, params, some))
     slices = list(host.stream_rows(plan, params, some, rounds=2))
     assert texts(slices[-1]) == whole
     assert len(slices) > 3
@@ -205,7 +214,7 @@ def test_a_generation_in_slices_is_the_generation_in_one_go():
 def test_a_cancelled_row_emits_nothing_more_and_the_others_go_on():
     plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
     some = rows(temperature=0.8)
-    whole = texts(host.generate_rows(plan, params, some))
+    whole = texts(host.generate_sequences(plan, params, some))
     batch = host.advance(plan, params, host.start(plan, params, some), rounds=2)
     before = texts(host.read(batch))
     batch = host.advance(plan, params, host.cancel(batch, [1]))
@@ -216,7 +225,7 @@ def test_a_cancelled_row_emits_nothing_more_and_the_others_go_on():
 
 def test_the_trace_of_rounds_spells_the_text():
     plan = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32)
-    for answer in host.generate_rows(plan, tiny.params(), rows(temperature=0.6)):
+    for answer in host.generate_sequences(plan, tiny.params(), rows(temperature=0.6)):
         accepted, drafted, parents = answer.trace
         assert len(accepted) == answer.rounds
         assert (accepted + 1).sum() == len(answer.tokens)
@@ -230,7 +239,7 @@ def test_the_trace_of_rounds_spells_the_text():
 
 def test_steps_are_kept_without_their_nodes_and_read_as_far_as_they_went(monkeypatch):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32), tiny.params()
-    whole = host.generate_rows(plan, params, rows(temperature=0.6))
+    whole = host.generate_sequences(plan, params, rows(temperature=0.6))
     plan = dataclasses.replace(plan, record_rounds=1024, record_nodes=False)
     batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.6)))
     sizes, get = [], jax.device_get
@@ -248,7 +257,7 @@ def test_steps_are_kept_without_their_nodes_and_read_as_far_as_they_went(monkeyp
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_counts_add_up_to_the_text(name):
     plan = Plan(tiny.TARGET, DRAFTERS[name])
-    for answer in host.generate_rows(plan, tiny.params(), rows()):
+    for answer in host.generate_sequences(plan, tiny.params(), rows()):
         num_accepted = (answer.accepted * np.arange(5)).sum()
         assert num_accepted + answer.rounds == len(answer.tokens) == 24
         assert answer.accepted.sum() == answer.drafts <= answer.rounds
@@ -257,18 +266,21 @@ def test_counts_add_up_to_the_text(name):
 
 def test_text_depends_neither_on_grouping_nor_on_neighbours():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
-    some = [*rows(temperature=0.8), host.Row((1, 2, 3), max_tokens=24, temperature=0.5, seed=4)]
-    together = texts(host.generate_rows(plan, params, some))
-    assert texts(host.generate_rows(plan, params, some, max_num_seqs=2)) == together
-    assert texts(host.generate_rows(plan, params, some[::-1])) == together[::-1]
+    some = [
+        *rows(temperature=0.8),
+        host.SequenceParams((1, 2, 3), max_tokens=24, temperature=0.5, seed=4),
+    ]
+    together = texts(host.generate_sequences(plan, params, some))
+    assert texts(host.generate_sequences(plan, params, some, max_num_seqs=2)) == together
+    assert texts(host.generate_sequences(plan, params, some[::-1])) == together[::-1]
 
 
 def test_a_long_prompt_is_taken_in_by_chunks(monkeypatch):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
-    some = [host.Row(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
-    whole = texts(host.generate_rows(plan, params, some))
+    some = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
+    whole = texts(host.generate_sequences(plan, params, some))
     monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
-    assert texts(host.generate_rows(plan, params, some)) == whole
+    assert texts(host.generate_sequences(plan, params, some)) == whole
 
 
 @pytest.mark.parametrize(
@@ -285,15 +297,18 @@ def test_a_long_prompt_is_taken_in_by_chunks(monkeypatch):
 )
 def test_rows_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        host.Row(**{"prompt": (1,), **settings})
+        host.SequenceParams(**{"prompt": (1,), **settings})
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (host.Row((1,) * 500, max_tokens=13), "together 513, but the model has 512 positions"),
-        (host.Row((3, 64)), "token id 64, outside the vocabulary of 64"),
-        (host.Row((-1, 3)), "token id -1, outside"),
+        (
+            host.SequenceParams((1,) * 500, max_tokens=13),
+            "together 513, but the model has 512 positions",
+        ),
+        (host.SequenceParams((3, 64)), "token id 64, outside the vocabulary of 64"),
+        (host.SequenceParams((-1, 3)), "token id -1, outside"),
     ],
 )
 def test_rows_that_do_not_fit_the_model_are_refused(row, message):
@@ -304,6 +319,6 @@ def test_rows_that_do_not_fit_the_model_are_refused(row, message):
 def test_params_of_both_models_are_arguments_and_never_constants():
     plan = Plan(tiny.TARGET, tiny.DRAFT)
     some = rows(max_tokens=4)
-    first = texts(host.generate_rows(plan, tiny.params(), some))
+    first = texts(host.generate_sequences(plan, tiny.params(), some))
     other = Params(jax.tree.map(lambda x: -x, tiny.params().target), tiny.params().drafter)
-    assert texts(host.generate_rows(plan, other, some)) != first
+    assert texts(host.generate_sequences(plan, other, some)) != first

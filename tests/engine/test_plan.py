@@ -24,10 +24,13 @@ TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
 # each is enumerated in tests/verify.
 DRAWN = {"chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last"}
 EXACT_FOR = {
-    "rejection": DRAWN | {"point"}, "block": DRAWN | {"point"},
-    "match": DRAWN | {"point", "pruned"}, "coupled": DRAWN | {"point", "pruned"},
-    "typical": set(), "synthetic": set(),
-}  # fmt: skip
+    "rejection": DRAWN | {"point"},
+    "block": DRAWN | {"point"},
+    "match": DRAWN | {"point", "pruned"},
+    "coupled": DRAWN | {"point", "pruned"},
+    "typical": set(),
+    "synthetic": set(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +68,10 @@ def test_point_masses_are_judged_by_the_target_only_walk():
 
 def test_laws_that_keep_the_tokens_of_siblings_are_judged_by_walks_of_their_own():
     for rule in ("rejection", "block"):
-        walks = [Plan(TARGET, labelled(law), rule).effective_rule.walk
-                 for law in ("iid", "points_last", "without_replacement")]  # fmt: skip
+        walks = [
+            Plan(TARGET, labelled(distribution), rule).effective_rule.walk
+            for distribution in ("iid", "points_last", "without_replacement")
+        ]
         known = RULES[rule]
         assert walks == [known.walk_replaced, known.walk_points_last, known.walk]
 
@@ -96,14 +101,21 @@ def test_plans_with_equal_settings_of_a_rule_are_equal():
     [
         (CHAIN, "rejektion", "rule='rejektion' is not known; use one of rejection, block"),
         (labelled("greedy"), "rejection", "Labelled.proposal='greedy' must be one of 'point'"),
-        (dataclasses.replace(TREE, proposal="chain"), "rejection",
-         "TreeTableDrafter says proposal='chain', but has tree_size=7 nodes for max_depth=2"),
-        (CHAIN, "synthetic", "rule='synthetic' is set for drafts of depth 0, but TableDrafter "
-         "drafts to depth 2; give Plan a rule made for it, such as rule=jspec.verify.synthetic"),
+        (
+            dataclasses.replace(TREE, proposal="chain"),
+            "rejection",
+            "TreeTableDrafter says proposal='chain', but has tree_size=7 nodes for max_depth=2",
+        ),
+        (
+            CHAIN,
+            "synthetic",
+            "rule='synthetic' is set for drafts of depth 0, but TableDrafter "
+            "drafts to depth 2; give Plan a rule made for it, such as rule=jspec.verify.synthetic",
+        ),
         (CHAIN, verify.synthetic(rates=(1, 1, 1)), "is set for drafts of depth 3, but"),
         (CHAIN, verify.synthetic(length=3.5), "is set for drafts of depth 3 or more, but"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_named_with_its_remedy(drafter, rule, message):
     with pytest.raises(ValueError) as error:
         Plan(TARGET, drafter, rule)
@@ -125,9 +137,15 @@ def test_a_kernel_that_no_draft_would_reach_is_refused():
 
 def test_a_kernel_is_refused_to_a_dynamic_tree():
     network = DecoderConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4,
-        num_kv_heads=2, head_dim=8, max_positions=512,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=512,
+    )
     head = EagleConfig(network, 3, (0, 1, 2), target_hidden_size=32, target_vocab_size=VOCAB)
     drafter = Eagle(head, DECODER, tree="eagle2", tree_size=8, tree_depth=3, tree_top_k=4)
     forced = dataclasses.replace(RULES["rejection"], implementation="pallas_gpu")
@@ -152,9 +170,12 @@ def test_a_drafter_that_cannot_be_told_to_share_noise_is_refused_by_a_rule_that_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ladder": (2.5, 3)}, "ladder=(2.5, 3) must ascend from 1 or more to tree_size=3, in"),
-        ({"ladder": (1, 2)}, "ladder=(1, 2) must ascend from 1 or more to tree_size=3, in"),
-        ({"ladder": 3}, "ladder=3 must be a list"),
+        (
+            {"node_buckets": (2.5, 3)},
+            "ladder=(2.5, 3) must ascend from 1 or more to tree_size=3, in",
+        ),
+        ({"node_buckets": (1, 2)}, "ladder=(1, 2) must ascend from 1 or more to tree_size=3, in"),
+        ({"node_buckets": 3}, "ladder=3 must be a list"),
         ({"record_rounds": -1}, "record_rounds=-1 must be a whole number, 0 for none"),
         ({"record_rounds": 1.5}, "record_rounds=1.5 must be a whole number"),
     ],
@@ -166,14 +187,16 @@ def test_a_setting_that_no_plan_can_have_is_refused(settings, message):
 
 
 def test_a_ladder_may_be_a_list():
-    assert hash(Plan(TARGET, CHAIN, ladder=[1, 3])) == hash(Plan(TARGET, CHAIN, ladder=(1, 3)))
+    assert hash(Plan(TARGET, CHAIN, node_buckets=[1, 3])) == hash(
+        Plan(TARGET, CHAIN, node_buckets=(1, 3))
+    )
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         ({"name": 3}, "name=3 of a Rule must be a string"),
-        ({"coins": "targets"}, "coins='targets' of a Rule must be one of 'target', 'round', "),
+        ({"uniforms": "targets"}, "coins='targets' of a Rule must be one of 'target', 'round', "),
         ({"exact_for": "chain"}, "exact_for='chain' of a Rule must be a frozenset of laws among "),
         ({"exact_for": {"chain"}}, "exact_for={'chain'} of a Rule must be a frozenset"),
         ({"exact_for": frozenset({"iit"})}, "exact_for=frozenset({'iit'}) of a Rule must be a fr"),

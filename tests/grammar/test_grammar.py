@@ -15,12 +15,12 @@ from jspec.core import logits_processors, token_fsm, trees
 from jspec.core.types import Draft, History, Params
 from jspec.engine import batch as host
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.grammar import automata
 from tests import llm_fixtures, tiny
 from tests.drafters.several import DRAFTERS
 from tests.fakes import OnePassDrafter, run_rows, script
-from tests.plain_shaping import Spelling
+from tests.plain_processors import Spelling
 
 END = 0
 SPELLED = ("", "a", "b", "ab", "ba", "aa", '"', "1", "2", "12", "{", "}", ":", "x", " ")
@@ -49,8 +49,9 @@ def test_after_every_text_just_the_tokens_are_allowed_that_some_match_goes_on_wi
     for _ in range(8):
         free = np.array(token_fsm.allowed(rules, state[:, None], 64))[:, 0]
         assert free[1].all()  # a row without a grammar
-        wanted = {id for id, token in enumerate(SPELLED) if token
-                  and completes(pattern, text + token)}  # fmt: skip
+        wanted = {
+            id for id, token in enumerate(SPELLED) if token and completes(pattern, text + token)
+        }
         wanted |= {END} if re.fullmatch(pattern, text) else set()
         assert set(np.flatnonzero(free[0])) == wanted
         found = token_fsm.find(rules, jnp.full(64, state[0]), jnp.arange(64))[1]
@@ -72,17 +73,24 @@ LINES = [r"(ab)+1?", r'\{"(a|b)+":[12]{1,9}\}', None, r"(aa|x )*2"]
 
 def requests(temperature):
     return [
-        Row(prompt, max_tokens=24, temperature=temperature, stream=index, stop_token_ids=(END,),
-            grammar=pattern and compiled(pattern))
-        for index, (prompt, pattern) in enumerate(zip(tiny.prompts((1, 9, 5, 3)), LINES,
-                                                      strict=True))
-    ]  # fmt: skip
+        SequenceParams(
+            prompt,
+            max_tokens=24,
+            temperature=temperature,
+            stream=index,
+            stop_token_ids=(END,),
+            grammar=pattern and compiled(pattern),
+        )
+        for index, (prompt, pattern) in enumerate(
+            zip(tiny.prompts((1, 9, 5, 3)), LINES, strict=True)
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
 def plain():
     plan = Plan(tiny.TARGET, tiny.NONE)
-    return {t: host.generate_rows(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
+    return {t: host.generate_sequences(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
 
 
 def test_what_ends_matches_and_what_is_cut_could_still_match(plain):
@@ -101,14 +109,15 @@ def test_what_ends_matches_and_what_is_cut_could_still_match(plain):
 
 def test_rows_without_a_grammar_may_be_a_group_of_their_own(plain):
     plan = Plan(tiny.TARGET, tiny.NONE)
-    alone = host.generate_rows(plan, tiny.params(), requests(0.9), max_num_seqs=1)
+    alone = host.generate_sequences(plan, tiny.params(), requests(0.9), max_num_seqs=1)
     assert [one.tokens.tolist() for one in alone] == [one.tokens.tolist() for one in plain[0.9]]
 
 
 def test_an_end_that_no_token_is_ends_nothing():
     ends = frozenset({END, 500})
-    with_it, without = (automata.compiled("ab|b*", TOKENIZER, given, 64)
-                        for given in (ends, frozenset({END})))  # fmt: skip
+    with_it, without = (
+        automata.compiled("ab|b*", TOKENIZER, given, 64) for given in (ends, frozenset({END}))
+    )
     np.testing.assert_array_equal(with_it.tokens, without.tokens)
     with pytest.raises(ValueError, match="needs a token that ends the text"):
         automata.compiled("ab", TOKENIZER, frozenset({500}), 64)
@@ -116,15 +125,17 @@ def test_an_end_that_no_token_is_ends_nothing():
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("ngram", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
-     for name in DRAFTERS],
-)  # fmt: skip
+    [
+        name if name in ("ngram", "eagle2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in DRAFTERS
+    ],
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_speculation_changes_no_structured_text(name, temperature, plain):
     drafter, weights = DRAFTERS[name]
     params = Params(tiny.params().target, weights)
     plan = Plan(tiny.TARGET, drafter, "coupled", record_rounds=32)
-    answers = host.generate_rows(plan, params, requests(temperature))
+    answers = host.generate_sequences(plan, params, requests(temperature))
     for pattern, answer, expected in zip(LINES, answers, plain[temperature], strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         if pattern is None:
@@ -151,10 +162,17 @@ def test_a_head_that_guesses_all_at_once_keeps_to_the_grammar_on_every_branch(tr
 
 def test_what_must_follow_is_drafted_for_nothing():
     plan = Plan(tiny.TARGET, tiny.NGRAM, "rejection", record_rounds=16)
-    rows = [Row(prompt, max_tokens=24, temperature=t, stop_token_ids=(END,),
-                grammar=compiled(r"[12](:x){7}(ab|ba)"))
-            for prompt, t in zip(tiny.prompts((9, 5)), (0.0, 1.0), strict=True)]  # fmt: skip
-    for answer in host.generate_rows(plan, tiny.params(), rows):
+    rows = [
+        SequenceParams(
+            prompt,
+            max_tokens=24,
+            temperature=t,
+            stop_token_ids=(END,),
+            grammar=compiled(r"[12](:x){7}(ab|ba)"),
+        )
+        for prompt, t in zip(tiny.prompts((9, 5)), (0.0, 1.0), strict=True)
+    ]
+    for answer in host.generate_sequences(plan, tiny.params(), rows):
         text = "".join(SPELLED[token] for token in answer.tokens.tolist())
         assert re.fullmatch(r"[12](:x){7}(ab|ba)", text) and answer.finish_reason == "stop"
         # One token is free, 14 follow from it; then up to two are free, and the end follows.
@@ -164,18 +182,21 @@ def test_what_must_follow_is_drafted_for_nothing():
 
 
 def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
-    row = Row((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
-    request, _ = jspec.rows.request_of([row], 1, row.warps, 64)
-    history = History(jnp.ones((1, 8), jnp.int32), jnp.ones(1, jnp.int32), jnp.array(
-        request.sampling.shaping.automaton.start))  # fmt: skip
+    row = SequenceParams((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
+    request, _ = jspec.rows.request_of([row], 1, row.filters, 64)
+    history = History(
+        jnp.ones((1, 8), jnp.int32),
+        jnp.ones(1, jnp.int32),
+        jnp.array(request.sampling.processors.automaton.start),
+    )
     parents = np.array([-1, 0, 0, 1, 2, 4], np.int32)
     tokens = jnp.array([[1, 1, 2, 2, 1, 2]], jnp.int32)  # a(b) and b(a(b))
     tree = trees.broadcast(trees.from_parents(parents, 3), 1)
     draft = Draft(tokens, parents, jnp.ones((1, 6), bool), max_depth=3)
-    kept = logits_processors.prune(request.sampling.shaping, history, draft, tree).valid
+    kept = logits_processors.prune(request.sampling.processors, history, draft, tree).valid
     assert kept.tolist() == [[True, True, False, True, False, False]]
     drawn = draft.replace(logits=jnp.zeros((1, 6, 64)))
-    assert logits_processors.prune(request.sampling.shaping, history, drawn, tree).valid.all()
+    assert logits_processors.prune(request.sampling.processors, history, drawn, tree).valid.all()
 
 
 SCHEMA = {
@@ -193,8 +214,12 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_texts_of_a_model_keep_to_a_schema_a_choice_or_a_pattern(root, method):
     llm = llm_fixtures.llm(root, method)
-    asked = [{"json": SCHEMA}, {"choice": ["grüße", "a.b"]}, {"regex": r"\d{3}-\d{2}"},
-             {"json": json.dumps(SCHEMA)}]  # fmt: skip
+    asked = [
+        {"json": SCHEMA},
+        {"choice": ["grüße", "a.b"]},
+        {"regex": r"\d{3}-\d{2}"},
+        {"json": json.dumps(SCHEMA)},
+    ]
     params = [
         SamplingParams(temperature=t, seed=2, max_tokens=60, structured_outputs=each)
         for t, each in zip((1.0, 1.0, 0.8, 0.0), asked, strict=True)
@@ -255,17 +280,29 @@ def test_a_schema_that_could_not_be_kept_to_the_letter_is_refused_by_keyword(sch
 
 def test_schemas_as_programs_write_them_are_followed():
     person = {
-        "$defs": {"Pet": {"properties": {"kind": {"const": "cat", "type": "string"}},
-                          "required": ["kind"], "title": "Pet", "type": "object"}},
+        "$defs": {
+            "Pet": {
+                "properties": {"kind": {"const": "cat", "type": "string"}},
+                "required": ["kind"],
+                "title": "Pet",
+                "type": "object",
+            }
+        },
         "properties": {
             "name": {"title": "Name", "type": "string", "maxLength": 8},
             "age": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
             "pets": {"items": {"$ref": "#/$defs/Pet"}, "maxItems": 2, "type": "array"},
-            "place": {"prefixItems": [{"type": "number"}, {"type": "number"}], "minItems": 2,
-                      "maxItems": 2, "type": "array"},
+            "place": {
+                "prefixItems": [{"type": "number"}, {"type": "number"}],
+                "minItems": 2,
+                "maxItems": 2,
+                "type": "array",
+            },
         },
-        "required": ["name", "pets"], "title": "Person", "type": "object",
-    }  # fmt: skip
+        "required": ["name", "pets"],
+        "title": "Person",
+        "type": "object",
+    }
     pattern = automata.pattern_of({"json": person})
     assert re.fullmatch(pattern, '{"name": "Ann", "age": 7, "pets": [{"kind": "cat"}]}')
     assert not re.fullmatch(pattern, '{"name": "Ann", "pets": [{"kind": "dog"}]}')
@@ -283,7 +320,7 @@ def test_patterns_made_to_explode_are_refused_in_bounded_time(monkeypatch):
 
 def test_what_may_leave_no_token_is_refused():
     with pytest.raises(ValueError, match="may leave no token at all"):
-        Row((1,), grammar=compiled("a"), min_tokens=1, stop_token_ids=(END,))
+        SequenceParams((1,), grammar=compiled("a"), min_tokens=1, stop_token_ids=(END,))
     with pytest.raises(ValueError, match="needs a token that ends the text"):
         automata.compiled("a", TOKENIZER, frozenset(), 64)
 

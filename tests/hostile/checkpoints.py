@@ -12,10 +12,12 @@ from tests.drafters import hydras, mtps
 
 _HEADS = {
     **{name: (test_head_files.save, test_head_files.TARGET) for name in test_head_files.HEADS},
-    **{name: (test_speculator_files.save, tiny.TARGET.config)
-       for name in test_speculator_files.LAYOUTS},
+    **{
+        name: (test_speculator_files.save, tiny.TARGET.config)
+        for name in test_speculator_files.LAYOUTS
+    },
     **{name: (test_dflash_files.save, tiny.TARGET.config) for name in test_dflash_files.CONFIGS},
-}  # fmt: skip
+}
 _OTHERS = {
     **{f"hydra {name}": (hydras, name) for name in hydras.CONFIGS},
     **{f"mtp {name}": (mtps, name) for name in ("one", "raw", "two raw")},
@@ -34,9 +36,12 @@ def saved(root: Path, kind: str) -> Path:
     else:
         module, name = _OTHERS[kind]
         head_files.save_head(
-            directory, module.CONFIGS[name], module.random_params(name), _target(kind),
+            directory,
+            module.CONFIGS[name],
+            module.random_params(name),
+            _target(kind),
             target_name="someone/model",
-        )  # fmt: skip
+        )
     return directory
 
 

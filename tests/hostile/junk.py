@@ -18,9 +18,12 @@ _SECONDS = 5.0  # of processor time that any input may take
 def few(count: int):
     """Decorates a property: so many examples in the suite, the same ones every time."""
     return settings(
-        max_examples=count * TIMES, deadline=None, derandomize=TIMES == 1, database=None,
+        max_examples=count * TIMES,
+        deadline=None,
+        derandomize=TIMES == 1,
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
 
 
 def nested(depth: int, make):
@@ -50,9 +53,13 @@ def anything():
     """Any JSON value, and some that are none."""
     odd = _odd_values()  # some of which have no repr, which strategies are asked for
     leaves = (
-        st.integers(0, len(odd) - 1).map(odd.__getitem__) | st.integers() | st.floats()
-        | st.text(max_size=12) | st.none() | st.booleans()
-    )  # fmt: skip
+        st.integers(0, len(odd) - 1).map(odd.__getitem__)
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=12)
+        | st.none()
+        | st.booleans()
+    )
     return st.recursive(
         leaves,
         lambda inner: (

@@ -18,23 +18,72 @@ from tests.hostile import checkpoints
 from tests.hostile.junk import anything, few, refused
 
 KEYS = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
-    "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window",
-    "use_sliding_window", "tie_word_embeddings", "partial_rotary_factor", "n_routed_experts",
-    "num_experts", "num_experts_per_tok", "n_group", "first_k_dense_replace", "kv_lora_rank",
-    "q_lora_rank", "full_attention_interval", "model_type", "architectures", "dtype",
-    "torch_dtype", "eos_token_id", "quantization_config", "mask_token_id", "pard_token",
-    "num_nextn_predict_layers", "max_window_layers", "draft_vocab_size", "eagle_config",
-    "dflash_config", "transformer_layer_config", "n_predict", "inner_dim", "block_size",
-)  # fmt: skip
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "tie_word_embeddings",
+    "partial_rotary_factor",
+    "n_routed_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "first_k_dense_replace",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "full_attention_interval",
+    "model_type",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "quantization_config",
+    "mask_token_id",
+    "pard_token",
+    "num_nextn_predict_layers",
+    "max_window_layers",
+    "draft_vocab_size",
+    "eagle_config",
+    "dflash_config",
+    "transformer_layer_config",
+    "n_predict",
+    "inner_dim",
+    "block_size",
+)
 ROPE = st.dictionaries(
-    st.sampled_from(["rope_type", "factor", "rope_theta", "short_factor", "long_factor", "type",
-                     "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-                     "mscale", "mscale_all_dim", "attention_factor", "truncate", "beta_fast"]),
+    st.sampled_from(
+        [
+            "rope_type",
+            "factor",
+            "rope_theta",
+            "short_factor",
+            "long_factor",
+            "type",
+            "original_max_position_embeddings",
+            "low_freq_factor",
+            "high_freq_factor",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+            "truncate",
+            "beta_fast",
+        ]
+    ),
     st.sampled_from(["yarn", "llama3", "longrope", "dynamic", "linear", 4.0, 1e299, 1e-299, 2])
-    | anything(), max_size=4,
-)  # fmt: skip
+    | anything(),
+    max_size=4,
+)
 VALUE = st.integers(0, 9) | ROPE | anything()
 CHANGES = st.lists(st.tuples(st.sampled_from(KEYS) | st.integers(0, 40), VALUE), max_size=3)
 
@@ -139,20 +188,24 @@ def tensor_files_of(tensors, directory):
 NUMBER = st.integers(-2, 20) | st.sampled_from(
     [2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 1.0, None, "4", True]
 )
-ENTRY = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([*safetensors_files.DTYPES, "F4", "", None]) | anything(),
-        "shape": st.lists(NUMBER, max_size=3) | st.just([1] * 100) | anything(),
-        "data_offsets": st.lists(NUMBER, min_size=2, max_size=2) | anything(),
-    }
-) | anything()  # fmt: skip
+ENTRY = (
+    st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from([*safetensors_files.DTYPES, "F4", "", None]) | anything(),
+            "shape": st.lists(NUMBER, max_size=3) | st.just([1] * 100) | anything(),
+            "data_offsets": st.lists(NUMBER, min_size=2, max_size=2) | anything(),
+        }
+    )
+    | anything()
+)
 
 
 @few(100)
 @given(
     header=st.dictionaries(st.text(max_size=3), ENTRY, max_size=3) | anything(),
-    lie=st.none() | st.integers(0, 2**64 - 1) | st.integers(0, 300), body=st.binary(max_size=24),
-)  # fmt: skip
+    lie=st.none() | st.integers(0, 2**64 - 1) | st.integers(0, 300),
+    body=st.binary(max_size=24),
+)
 def test_headers_that_lie_are_refused(tmp_path_factory, header, lie, body):
     path = tmp_path_factory.getbasetemp() / "lies.safetensors"
     try:
@@ -212,9 +265,24 @@ def shard(directory, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["../shard", "{outside}", ".", "..", "", "a/b", "a\0b", "shard\n", "x" * 5000, "/dev/zero",
-     "missing", "folder", "pipe", "dangling", "circle"],
-)  # fmt: skip
+    [
+        "../shard",
+        "{outside}",
+        ".",
+        "..",
+        "",
+        "a/b",
+        "a\0b",
+        "shard\n",
+        "x" * 5000,
+        "/dev/zero",
+        "missing",
+        "folder",
+        "pipe",
+        "dangling",
+        "circle",
+    ],
+)
 def test_an_index_names_files_beside_it(target, outside, name):
     shard(target, name.format(outside=outside))
     (target / "folder").mkdir()
@@ -256,11 +324,20 @@ def test_files_that_are_none_are_never_waited_for(target, name, what):
 @pytest.mark.parametrize(
     "manifest",
     [
-        ["../outside/precious"], ["{outside}"], [".."], ["."], [""], ["a\0b"], [7], {"a": 1},
-        "../outside/precious", [".jspec-saved"], None,
+        ["../outside/precious"],
+        ["{outside}"],
+        [".."],
+        ["."],
+        [""],
+        ["a\0b"],
+        [7],
+        {"a": 1},
+        "../outside/precious",
+        [".jspec-saved"],
+        None,
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_leftovers_that_no_save_of_ours_left_move_nothing(target, outside, manifest):
     saved = target / ".jspec-saved"
     saved.mkdir()

@@ -11,9 +11,20 @@ from training import generate_data
 from training.data import readers
 from training.data.records import FORMATS, PAIRS, TURNS
 
-KEYS = st.sampled_from(["text", "prompt", "key", "system", "input", "turns", *TURNS,
-                        *(key for pair in PAIRS for key in pair), "prompt_token_ids",
-                        "token_ids"])  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        "text",
+        "prompt",
+        "key",
+        "system",
+        "input",
+        "turns",
+        *TURNS,
+        *(key for pair in PAIRS for key in pair),
+        "prompt_token_ids",
+        "token_ids",
+    ]
+)
 TURN = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "x"]), "content": st.text(max_size=4)}
 )
@@ -37,9 +48,10 @@ def records(path, data_format="auto", bad_lines=0):
 @few(200)
 @given(
     lines=st.lists(LINE.map(as_bytes) | st.binary(max_size=30), min_size=1, max_size=3),
-    data_format=st.sampled_from(("auto", *FORMATS)), limit=st.integers(0, 3),
+    data_format=st.sampled_from(("auto", *FORMATS)),
+    limit=st.integers(0, 3),
     suffix=st.sampled_from([".jsonl", ".json", ".txt"]),
-)  # fmt: skip
+)
 def test_lines_are_read_counted_as_bad_or_refused(
     tmp_path_factory, lines, data_format, limit, suffix
 ):
@@ -51,14 +63,19 @@ def test_lines_are_read_counted_as_bad_or_refused(
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 200_000, b'{"text":' * 100_000, b"\0" * 1000, b"\xff\xfe{}", b'{"text": "\xff"}',
+        b"[" * 200_000,
+        b'{"text":' * 100_000,
+        b"\0" * 1000,
+        b"\xff\xfe{}",
+        b'{"text": "\xff"}',
         b'{"text": "a"}\n' + b'{"text": ' + b"9" * 5000 + b"}",
-        b'{"token_ids": [1' + b"0" * 40 + b"]}", b'[{"text": "a"}',
+        b'{"token_ids": [1' + b"0" * 40 + b"]}",
+        b'[{"text": "a"}',
         json.dumps({"text": nested(900, lambda inner: [inner])}).encode(),
         b'{"text": "' + b"x" * 5_000_000,
     ],
     ids=lambda content: repr(content[:20]),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_files_that_are_no_lines_of_json_are_refused(tmp_path, content, suffix):
     path = tmp_path / f"x{suffix}"
@@ -66,8 +83,11 @@ def test_files_that_are_no_lines_of_json_are_refused(tmp_path, content, suffix):
     assert refused(records, path)
 
 
-WHOLE = [{"key": "a", "turn": 0, "turns": 2}, {"key": "a", "turn": 1, "turns": 2},
-         {"key": "b", "turn": 0, "turns": 1}]  # fmt: skip
+WHOLE = [
+    {"key": "a", "turn": 0, "turns": 2},
+    {"key": "a", "turn": 1, "turns": 2},
+    {"key": "b", "turn": 0, "turns": 1},
+]
 
 
 @few(100)

@@ -29,13 +29,23 @@ def soon(monkeypatch):
 @pytest.mark.parametrize(
     "pattern",
     [
-        "((((a{1,50}){1,50}){1,50}){1,50})", "(a|b)*a(a|b){40}", "(" * 5000 + "a" + ")" * 5000,
-        "(", ")", "[", "a{2,1}", r"(a)\1",
-        "(?=a)b", r"\bfoo", "^a$", "(?x) a # comment", r"[^\x00-\x{10FFFF}]", "|".join(["a"] * 9)
-        + "|(",
+        "((((a{1,50}){1,50}){1,50}){1,50})",
+        "(a|b)*a(a|b){40}",
+        "(" * 5000 + "a" + ")" * 5000,
+        "(",
+        ")",
+        "[",
+        "a{2,1}",
+        r"(a)\1",
+        "(?=a)b",
+        r"\bfoo",
+        "^a$",
+        "(?x) a # comment",
+        r"[^\x00-\x{10FFFF}]",
+        "|".join(["a"] * 9) + "|(",
     ],
     ids=lambda pattern: pattern[:30],
-)  # fmt: skip
+)
 def test_patterns_beyond_bounds_or_sense_are_refused(tokenizer, soon, pattern):
     assert "structured_outputs" in refused(automata.compiled, pattern, tokenizer, END, 320)
 
@@ -62,14 +72,28 @@ WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
 @pytest.mark.parametrize(
     "schema",
     [
-        DEEP, WIDE, "[" * 100_000, "{", "", "7", "[]", "true", {"not": {}},
-        {"$ref": "#"}, {"$ref": "#/$defs/a"}, {"$ref": "http://localhost:9/x.json"},
-        {"$ref": "file:///etc/passwd"}, {"type": "string", "minLength": 9, "maxLength": 3},
-        {"type": "nothing"}, {"const": float("nan")}, {"enum": []}, {"a": {1, 2}},
+        DEEP,
+        WIDE,
+        "[" * 100_000,
+        "{",
+        "",
+        "7",
+        "[]",
+        "true",
+        {"not": {}},
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a"},
+        {"$ref": "http://localhost:9/x.json"},
+        {"$ref": "file:///etc/passwd"},
+        {"type": "string", "minLength": 9, "maxLength": 3},
+        {"type": "nothing"},
+        {"const": float("nan")},
+        {"enum": []},
+        {"a": {1, 2}},
         nested(5000, lambda inner: {"items": inner}),
     ],
     ids=lambda schema: shown(schema, 30),
-)  # fmt: skip
+)
 def test_schemas_beyond_bounds_or_sense_are_refused(soon, schema):
     assert refused(SamplingParams, structured_outputs={"json": schema})
 

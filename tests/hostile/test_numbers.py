@@ -13,7 +13,7 @@ from jspec import verify
 from jspec.core import sampling
 from jspec.core.types import Params, Sampling
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from jspec.kernels.rejection_sampling import pallas_tpu
 from tests import fakes
@@ -35,20 +35,23 @@ PARAMS = Params(jnp.array(TARGET), jnp.array(DRAFTS))
 
 CHAIN = fakes.TableDrafter(3)
 TREES = {
-    law: fakes.TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2), proposal=law)
-    for law in ("without_replacement", "iid")
+    distribution: fakes.TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2), proposal=distribution)
+    for distribution in ("without_replacement", "iid")
 }
 PLANS = [
     *((CHAIN, rule) for rule in ("rejection", "block", "match", "coupled")),
-    (CHAIN, verify.typical()), (CHAIN, verify.synthetic((0.9, 0.8, 0.7))),
-    (TREES["without_replacement"], "rejection"), (TREES["without_replacement"], "block"),
-    (TREES["without_replacement"], verify.typical()), (TREES["iid"], "rejection"),
-]  # fmt: skip
+    (CHAIN, verify.typical()),
+    (CHAIN, verify.synthetic((0.9, 0.8, 0.7))),
+    (TREES["without_replacement"], "rejection"),
+    (TREES["without_replacement"], "block"),
+    (TREES["without_replacement"], verify.typical()),
+    (TREES["iid"], "rejection"),
+]
 
 
 def rows(prompts, temperature):
     return [
-        Row(prompt, 12, temperature=temperature, stream=index)
+        SequenceParams(prompt, 12, temperature=temperature, stream=index)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -56,17 +59,18 @@ def rows(prompts, temperature):
 FAST = {(1, 0.9), (6, 0.9), (7, 0.9), (0, 0.0)}
 CASES = [
     pytest.param(*plan, heat, marks=() if (place, heat) in FAST else pytest.mark.slow)
-    for place, plan in enumerate(PLANS) for heat in (0.0, 0.9)
-]  # fmt: skip
+    for place, plan in enumerate(PLANS)
+    for heat in (0.0, 0.9)
+]
 
 
 @pytest.mark.parametrize(("drafter", "rule", "temperature"), CASES)
 def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, temperature):
     plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
     last = (0, LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED, 1, LEAVING)
-    answers = generate_rows(plan, PARAMS, rows([(2, token) for token in last], temperature))
+    answers = generate_sequences(plan, PARAMS, rows([(2, token) for token in last], temperature))
     healthy = [0 if token in LOST else token for token in last]
-    others = generate_rows(plan, PARAMS, rows([(2, token) for token in healthy], temperature))
+    others = generate_sequences(plan, PARAMS, rows([(2, token) for token in healthy], temperature))
     for token, answer, other in zip(last, answers, others, strict=True):
         said = [token, *answer.tokens.tolist()]
         assert min(said) >= 0 and max(said) < VOCAB
@@ -86,19 +90,20 @@ def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, 
         *(
             pytest.param(drafter, rule, marks=pytest.mark.slow)
             for drafter, rule in (
-                (CHAIN, "block"), (TREES["without_replacement"], "rejection"),
+                (CHAIN, "block"),
+                (TREES["without_replacement"], "rejection"),
                 (TREES["without_replacement"], "block"),
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_kernels_say_of_broken_numbers_what_the_rule_says(monkeypatch, drafter, rule):
     kernel = functools.partial(pallas_tpu.rejection_sampling, interpret=True)
     monkeypatch.setattr(pallas_tpu, "rejection_sampling", kernel)
     by_kernel = dataclasses.replace(verify.RULES[rule], implementation="pallas_tpu")
     asked = rows([(2, token) for token in range(VOCAB)], 0.9)
     found, expected = (
-        generate_rows(Plan(fakes.ToyTarget(VOCAB), drafter, each), PARAMS, asked)
+        generate_sequences(Plan(fakes.ToyTarget(VOCAB), drafter, each), PARAMS, asked)
         for each in (by_kernel, rule)
     )
     for one, other in zip(found, expected, strict=True):
@@ -118,33 +123,34 @@ def test_kernels_say_of_broken_numbers_what_the_rule_says(monkeypatch, drafter, 
 def test_a_row_that_may_say_nothing_says_so(settings, temperature):
     plan = Plan(fakes.ToyTarget(VOCAB), CHAIN)
     asked = [
-        Row((0,), 6, temperature=temperature, **settings), Row((0,), 6, temperature=temperature)
-    ]  # fmt: skip
-    silent, other = generate_rows(plan, PARAMS, asked)
+        SequenceParams((0,), 6, temperature=temperature, **settings),
+        SequenceParams((0,), 6, temperature=temperature),
+    ]
+    silent, other = generate_sequences(plan, PARAMS, asked)
     assert silent.finish_reason == "error" and not silent.tokens.size
     assert other.finish_reason == "length" and other.tokens.size == 6
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
 def test_a_greedy_row_that_may_say_nothing_says_so_beside_a_sampled_one(rule):
-    silent = Row((0,), 4, allowed_token_ids=(1,), bad_words=((1,),))
-    other = Row((0,), 4, temperature=1.0, stream=3)
+    silent = SequenceParams((0,), 4, allowed_token_ids=(1,), bad_words=((1,),))
+    other = SequenceParams((0,), 4, temperature=1.0, stream=3)
     for drafter in (CHAIN, fakes.TableDrafter(1)):
         plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
-        lost, fine = generate_rows(plan, PARAMS, [silent, other])
+        lost, fine = generate_sequences(plan, PARAMS, [silent, other])
         assert lost.finish_reason == "error" and not lost.tokens.size
-        assert fine.tokens.tolist() == generate_rows(plan, PARAMS, [other])[0].tokens.tolist()
+        assert fine.tokens.tolist() == generate_sequences(plan, PARAMS, [other])[0].tokens.tolist()
 
 
 def test_a_temperature_that_float32_cannot_divide_by_is_refused():
     for temperature in (1e-6, 1e-37, 1e31, -1.0):
         with pytest.raises(ValueError, match=r"temperature=.* must be 0 \(greedy\), or 1e-05 to"):
-            Row((0,), 4, temperature=temperature)
+            SequenceParams((0,), 4, temperature=temperature)
 
 
 def test_a_tree_that_follows_confidence_grows_where_an_infinite_logit_forces_tokens():
     force = lambda logits, tokens, length: logits.at[(tokens[length - 1] + 1) % VOCAB].set(jnp.inf)
-    rows = [Row((1,), max_tokens=25, logits_processors=(force,))]
+    rows = [SequenceParams((1,), max_tokens=25, logits_processors=(force,))]
     table = fakes.table(0, VOCAB, VOCAB)
     plain = fakes.run_rows(Plan(fakes.ToyTarget(VOCAB), NoDrafter()), Params(table), rows)
     said = fakes.script(rows, plain)
@@ -157,8 +163,8 @@ def test_a_tree_that_follows_confidence_grows_where_an_infinite_logit_forces_tok
 def test_an_infinite_logit_of_a_function_of_the_users_forces_its_token():
     force = lambda logits, _, __: logits.at[1].set(jnp.inf)
     for temperature in (0.0, 1.0):
-        row = Row((0,), 6, temperature=temperature, logits_processors=(force,))
-        (answer,) = generate_rows(Plan(fakes.ToyTarget(VOCAB), CHAIN), PARAMS, [row])
+        row = SequenceParams((0,), 6, temperature=temperature, logits_processors=(force,))
+        (answer,) = generate_sequences(Plan(fakes.ToyTarget(VOCAB), CHAIN), PARAMS, [row])
         assert answer.tokens.tolist() == [1] * 6
 
 
@@ -167,21 +173,29 @@ NUMBER = st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -
 
 @few(60)
 @given(
-    st.lists(NUMBER, min_size=8, max_size=8), st.sampled_from([0.0, 1e-5, 0.7, 1e30]),
-    st.integers(0, 9), st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 1, exclude_max=True),
-)  # fmt: skip
-def test_what_is_drawn_of_any_numbers_is_a_token_that_has_weight(logits, heat, k, p, low, coin):
+    st.lists(NUMBER, min_size=8, max_size=8),
+    st.sampled_from([0.0, 1e-5, 0.7, 1e30]),
+    st.integers(0, 9),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_what_is_drawn_of_any_numbers_is_a_token_that_has_weight(logits, heat, k, p, low, uniform):
     one = lambda value, dtype=jnp.float32: jnp.array([value], dtype)
     settings = Sampling(
-        one(heat), one(low), one(k, jnp.int32), one(p), names=sampling.WARPS if heat else ()
+        one(heat), one(low), one(k, jnp.int32), one(p), names=sampling.FILTERS if heat else ()
     )
     logits = jnp.array([logits], jnp.float32)
-    law = sampling.warp(logits, settings)
-    assert settings.greedy or not (jnp.isnan(law) | jnp.isposinf(law)).any()
+    distribution = sampling.process_logits(logits, settings)
+    assert settings.greedy or not (jnp.isnan(distribution) | jnp.isposinf(distribution)).any()
     usable = ~(jnp.isnan(logits) | jnp.isneginf(logits))
     if not usable.any():
-        assert jnp.isneginf(law).all() or settings.greedy
+        assert jnp.isneginf(distribution).all() or settings.greedy
         return
-    draw = sampling.argmax if settings.greedy else lambda law: sampling.draw(law, one((coin, 0)))
-    token = int(draw(law)[0])
-    assert usable[0, token] and law[0, token] > -jnp.inf
+    draw = (
+        sampling.argmax
+        if settings.greedy
+        else lambda distribution: sampling.draw(distribution, one((uniform, 0)))
+    )
+    token = int(draw(distribution)[0])
+    assert usable[0, token] and distribution[0, token] > -jnp.inf

@@ -69,8 +69,11 @@ class Exploit:
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"a": x}, lambda x: [x], lambda x: (x,)])
 def test_nothing_that_a_pickle_asks_for_is_run(tmp_path, protocol, wrap):
     mark = tmp_path / "ran"
-    for exploit in (Exploit(os.system, f"touch {mark}"), Exploit(open, str(mark), "w"),
-                    Exploit(eval, f"open({str(mark)!r}, 'w')")):  # fmt: skip
+    for exploit in (
+        Exploit(os.system, f"touch {mark}"),
+        Exploit(open, str(mark), "w"),
+        Exploit(eval, f"open({str(mark)!r}, 'w')"),
+    ):
         program = pickle.dumps(wrap(exploit), protocol)
         assert say(tmp_path / "x.bin", archive(program))
         assert not mark.exists()
@@ -172,8 +175,18 @@ def test_records_are_those_of_the_archive(tmp_path, key):
 
 OPCODES = b"()}].0Na\x85\x86\x87q\x00h\x94\x88\x89K\x01Rtsub\x80Q\x8a"
 CODES = [bytes([code]) for code in OPCODES]
-PIECES = [STORAGE, TENSOR, text("a"), text("storage"), b"K\x06", b"K\x01", b"ccollections\n"
-          b"OrderedDict\n)R", tensor(b"K\x06\x85", b"K\x01\x85"), b"q\x00", b"h\x00"]  # fmt: skip
+PIECES = [
+    STORAGE,
+    TENSOR,
+    text("a"),
+    text("storage"),
+    b"K\x06",
+    b"K\x01",
+    b"ccollections\nOrderedDict\n)R",
+    tensor(b"K\x06\x85", b"K\x01\x85"),
+    b"q\x00",
+    b"h\x00",
+]
 
 
 @few(200)
@@ -194,11 +207,19 @@ def test_records_that_are_compressed_are_not_unpacked(tmp_path):
 
 def test_an_archive_of_many_records_takes_no_longer_for_each(tmp_path):
     records = {str(index): b"" for index in range(3000)}
-    program = b"\x80\x02}(" + b"".join(
-        text(name) + tensor(b"K\x00\x85", b"K\x01\x85", storage=STORAGE.replace(
-            text("0"), text(name)).replace(b"K\x06tQ", b"K\x00tQ"))
-        for name in records
-    ) + b"u."  # fmt: skip
+    program = (
+        b"\x80\x02}("
+        + b"".join(
+            text(name)
+            + tensor(
+                b"K\x00\x85",
+                b"K\x01\x85",
+                storage=STORAGE.replace(text("0"), text(name)).replace(b"K\x06tQ", b"K\x00tQ"),
+            )
+            for name in records
+        )
+        + b"u."
+    )
     assert say(tmp_path / "x.bin", archive(program, records)) is None
 
 

@@ -14,7 +14,7 @@ from jspec.api.config.keys import KEYS, METHOD_ALIASES, RULE_NAMES
 from jspec.cli import main
 from jspec.drafters import METHODS
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from tests import llm_fixtures, tiny
 from tests.hostile.junk import anything, few, nested, refused
 
@@ -26,24 +26,32 @@ TREE = (
     | anything()
 )
 PLAUSIBLE = {
-    "num_speculative_tokens": COUNT, "tree": TREE, "tree_size": COUNT, "tree_depth": COUNT,
-    "tree_top_k": COUNT, "prompt_lookup_min": COUNT, "prompt_lookup_max": COUNT,
+    "num_speculative_tokens": COUNT,
+    "tree": TREE,
+    "tree_size": COUNT,
+    "tree_depth": COUNT,
+    "tree_top_k": COUNT,
+    "prompt_lookup_min": COUNT,
+    "prompt_lookup_max": COUNT,
     "max_model_len": COUNT,
     "rejection_sample_method": st.sampled_from([*RULE_NAMES]),
     "draft_sample_method": st.sampled_from(["greedy", "probabilistic", "top_plus_one"]),
     "adaptive_length": st.just(True) | st.lists(st.integers(0, 5)),
     "num_speculative_tokens_per_batch_size": st.just([[1, 4, 3], [5, 64, 2]]),
     "synthetic_acceptance_rates": st.lists(st.floats(0, 1), max_size=4),
-    "synthetic_acceptance_length": st.floats(1, 9), "posterior_alpha": st.floats(0, 2),
-    "suffix_decoding_max_tree_depth": COUNT, "suffix_decoding_min_token_prob": st.floats(0, 1),
-}  # fmt: skip
+    "synthetic_acceptance_length": st.floats(1, 9),
+    "posterior_alpha": st.floats(0, 2),
+    "suffix_decoding_max_tree_depth": COUNT,
+    "suffix_decoding_min_token_prob": st.floats(0, 1),
+}
 ONE_KEY = st.sampled_from(list(KEYS)).flatmap(
     lambda key: st.tuples(st.just(key), PLAUSIBLE.get(key, anything()) | anything())
 )
 SENSIBLE = st.builds(
     lambda method, keys: {"method": method, "model": "some/model"} | dict(keys),
-    METHOD, st.lists(ONE_KEY, max_size=3),
-)  # fmt: skip
+    METHOD,
+    st.lists(ONE_KEY, max_size=3),
+)
 LOOKING_UP = st.builds(
     lambda method, keys: {"method": method} | keys,
     st.sampled_from(["ngram", "suffix", "token_recycling"]),
@@ -51,8 +59,10 @@ LOOKING_UP = st.builds(
 )
 COMBINED = st.builds(
     lambda method, first, second: {"method": method, "parts": [first, second]},
-    st.sampled_from(["hybrid", "cascade"]), LOOKING_UP | SENSIBLE, SENSIBLE,
-)  # fmt: skip
+    st.sampled_from(["hybrid", "cascade"]),
+    LOOKING_UP | SENSIBLE,
+    SENSIBLE,
+)
 WILD = st.dictionaries(st.sampled_from(list(KEYS)) | st.text(max_size=6), anything(), max_size=5)
 
 
@@ -81,8 +91,11 @@ def test_a_speculative_config_is_a_plan_or_one_line(given):
 def test_what_is_wrong_with_a_key_is_said_under_its_name(key, value):
     if KEYS[key].standing == "works" and key not in ("method", "model", "parts"):
         drafts = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
-        other = {"tree_depth": ("num_speculative_tokens",), "tree": ("path", "speculative"),
-                 "adaptive_length": ("K=",)}  # fmt: skip
+        other = {
+            "tree_depth": ("num_speculative_tokens",),
+            "tree": ("path", "speculative"),
+            "adaptive_length": ("K=",),
+        }
         refused(config.read, drafts | {key: value}, names=(key, *other.get(key, ())))
 
 
@@ -112,7 +125,7 @@ def test_grammars_of_no_known_form_are_refused_by_name(given):
     refused(SamplingParams, structured_outputs=given, names=("structured_outputs",))
 
 
-ROW = [field.name for field in dataclasses.fields(Row) if field.name != "grammar"]
+ROW = [field.name for field in dataclasses.fields(SequenceParams) if field.name != "grammar"]
 
 
 @few(60)
@@ -121,22 +134,33 @@ ROW = [field.name for field in dataclasses.fields(Row) if field.name != "grammar
     st.dictionaries(st.sampled_from(ROW[1:]), SETTING | anything(), max_size=3),
 )
 def test_rows_are_made_or_refused_by_name(prompt, given):
-    refused(Row, prompt=prompt, **given, names=("prompt", *given))
+    refused(SequenceParams, prompt=prompt, **given, names=("prompt", *given))
 
 
 @few(100)
 @given(
     st.lists(
         st.dictionaries(st.sampled_from(["prompt", "prompt_token_ids", "x"]), anything())
-        | anything(), max_size=3,
-    ) | anything()
-)  # fmt: skip
+        | anything(),
+        max_size=3,
+    )
+    | anything()
+)
 def test_prompts_are_read_or_refused_by_number(given):
     refused(prompts.read, given, lambda text: [1] * len(text), names=("prompt",))
 
 
-ARGUMENTS = ("speculative_config", "max_model_len", "seed", "max_num_seqs", "per_request_stats",
-             "logprobs_mode", "max_logprobs", "dtype", "tokenizer")  # fmt: skip
+ARGUMENTS = (
+    "speculative_config",
+    "max_model_len",
+    "seed",
+    "max_num_seqs",
+    "per_request_stats",
+    "logprobs_mode",
+    "max_logprobs",
+    "dtype",
+    "tokenizer",
+)
 
 
 @few(40)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jspec.checkpoints.heads import mask_token, vocabulary
 from jspec.core import trees
 from jspec.core.types import Params
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from tests import fakes
 from tests.drafters import dflashes, peagle
@@ -34,21 +34,21 @@ OUTSIDE = [VOCAB, -1, 2**31 - 1, -(2**31)]
     ids=["prompt", "logit_bias", "allowed_token_ids", "bad_words"],
 )
 def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(where, token):
-    row = Row(**{"prompt": (1,), "max_tokens": 4} | where(token))
-    message = refused(generate_rows, PLAN, PARAMS, [Row((1,), 4), row])
+    row = SequenceParams(**{"prompt": (1,), "max_tokens": 4} | where(token))
+    message = refused(generate_sequences, PLAN, PARAMS, [SequenceParams((1,), 4), row])
     assert "prompt 1" in message and str(token) in message
 
 
 def test_of_several_ids_outside_the_vocabulary_the_first_is_named():
-    rows = [Row((1, VOCAB + 1, -1), 4)]
-    assert f"holds token id {VOCAB + 1}," in refused(generate_rows, PLAN, PARAMS, rows)
+    rows = [SequenceParams((1, VOCAB + 1, -1), 4)]
+    assert f"holds token id {VOCAB + 1}," in refused(generate_sequences, PLAN, PARAMS, rows)
 
 
 def test_stop_ids_outside_the_vocabulary_stop_nothing():
-    rows = [Row((1,), 6, stop_token_ids=ids) for ids in ((), (VOCAB, 2**31 - 1))]
-    first, second = generate_rows(PLAN, PARAMS, rows)
+    rows = [SequenceParams((1,), 6, stop_token_ids=ids) for ids in ((), (VOCAB, 2**31 - 1))]
+    first, second = generate_sequences(PLAN, PARAMS, rows)
     np.testing.assert_array_equal(first.tokens, second.tokens)
-    assert "stop_token_ids" in refused(Row, (1,), 4, stop_token_ids=(-1,))
+    assert "stop_token_ids" in refused(SequenceParams, (1,), 4, stop_token_ids=(-1,))
 
 
 OFFSET = st.integers(-3, 9) | st.sampled_from([2**63 - 1, -(2**63), 2**62, 2**31, -(2**31)])

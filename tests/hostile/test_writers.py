@@ -104,8 +104,18 @@ def test_what_was_learnt_is_read_whole_or_refused(tmp_path):
 def test_the_name_of_a_target_is_no_path(tmp_path, name):
     config, folder = heads.CONFIGS["eagle3"], tmp_path / "a" / "head"
     export.save(
-        folder, config, heads.random_params("eagle3"), tiny.TARGET.config, "speculators",
-        target_name=name, embedding=tiny.params().target.embedding, dtype=None,
-    )  # fmt: skip
-    assert files_under(tmp_path) == ["a", "a/head", "a/head/config.json",
-                                     "a/head/model.safetensors"]  # fmt: skip
+        folder,
+        config,
+        heads.random_params("eagle3"),
+        tiny.TARGET.config,
+        "speculators",
+        target_name=name,
+        embedding=tiny.params().target.embedding,
+        dtype=None,
+    )
+    assert files_under(tmp_path) == [
+        "a",
+        "a/head",
+        "a/head/config.json",
+        "a/head/model.safetensors",
+    ]

@@ -36,9 +36,18 @@ def random_case(
 
 
 def dense(
-    q, tree_k, tree_v, ancestors, cache_k, cache_v, length, scale,
-    window=None, positions=None, soft_cap=None,
-):  # fmt: skip
+    q,
+    tree_k,
+    tree_v,
+    ancestors,
+    cache_k,
+    cache_v,
+    length,
+    scale,
+    window=None,
+    positions=None,
+    soft_cap=None,
+):
     """One softmax over all keys, in float64."""
     wide = lambda x: x.astype(np.float64)
     heads, nodes = q.shape[1:3]

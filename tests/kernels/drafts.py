@@ -8,7 +8,7 @@ from jspec import ops
 from jspec.core import trees
 from jspec.core.types import Draft, Sampling
 
-WARPED = dict(  # of four rows of a batch; the second one is greedy
+PROCESSED = dict(  # of four rows of a batch; the second one is greedy
     temperature=[0.8, 0.0, 1.3, 0.6], min_p=[0.0, 0.1, 0.02, 1e-3],
     top_k=[40, 3, 0, 1000], top_p=[1.0, 0.5, 0.9, 0.7],
 )  # fmt: skip
@@ -19,7 +19,7 @@ def settings(rows, names):
     """Warps of ``rows`` of the batch above."""
     dtypes = dict(temperature=np.float32, min_p=np.float32, top_k=np.int32, top_p=np.float32)
     return Sampling(
-        **{name: jnp.array(np.array(WARPED[name], dtypes[name])[rows]) for name in dtypes},
+        **{name: jnp.array(np.array(PROCESSED[name], dtypes[name])[rows]) for name in dtypes},
         names=tuple(names),
     )
 
@@ -27,7 +27,7 @@ def settings(rows, names):
 def random_draft(case, rows=(0, 1, 2, 3), vocab=None, seed=0):
     """(raw target logits [B, N, V], draft, tree, coins [B, N], uniform [B, 2]).
 
-    Of the rows of ``WARPED``, a greedy one drafts point masses, the third one drafts nothing, and
+    Of the rows of ``PROCESSED``, a greedy one drafts point masses, the third one drafts nothing, and
     the last one stops half way.
     """
     rng = np.random.default_rng(seed)
@@ -41,43 +41,46 @@ def random_draft(case, rows=(0, 1, 2, 3), vocab=None, seed=0):
     valid = np.ones(tokens.shape, bool)
     sampled = np.ones(tokens.shape, bool)
     for place, row in enumerate(rows):
-        greedy = WARPED["temperature"][row] == 0
+        greedy = PROCESSED["temperature"][row] == 0
         for node in range(nodes):
             children = np.flatnonzero(parents == node)
-            law = _law(recorded[place, node])
-            drawn, points = _children(rng, law, len(children), case.proposal, greedy, node)
+            distribution = _distribution(recorded[place, node])
+            drawn, points = _children(rng, distribution, len(children), case.proposal, greedy, node)
             tokens[place, children] = [*points, *drawn]
             sampled[place, children] = [False] * len(points) + [True] * len(drawn)
         valid[place, {2: 1, 3: nodes // 2 + 1}.get(row, nodes) :] = False
     tokens = np.where(valid, tokens, 0)
     told = case.proposal in ("mixed", "top_plus_one") or not sampled[valid].all()
     draft = Draft(
-        tokens=jnp.array(tokens), parents=parents, valid=jnp.array(valid),
-        logits=jnp.array(recorded), sampled=jnp.array(sampled) if told else None,
+        tokens=jnp.array(tokens),
+        parents=parents,
+        valid=jnp.array(valid),
+        logits=jnp.array(recorded),
+        sampled=jnp.array(sampled) if told else None,
         max_depth=case.depth,
-    )  # fmt: skip
-    coins, uniform = rng.random(tokens.shape), rng.random((len(rows), 2)) * [1, 2**-24]
+    )
+    uniforms, uniform = rng.random(tokens.shape), rng.random((len(rows), 2)) * [1, 2**-24]
     tree = trees.broadcast(trees.from_parents(parents, case.depth), len(rows))
     narrow = lambda x: jnp.array(x, jnp.float32)
-    return jnp.array(target), draft, tree, narrow(coins), narrow(uniform)
+    return jnp.array(target), draft, tree, narrow(uniforms), narrow(uniform)
 
 
-def _law(logits):
+def _distribution(logits):
     wide = logits.astype(np.float64)
     weights = np.exp(wide - wide.max())
     return weights / weights.sum()
 
 
-def _children(rng, law, count, proposal, greedy, node):
+def _children(rng, distribution, count, proposal, greedy, node):
     """(drawn tokens, point masses) among the children of one node."""
     if greedy or (proposal == "mixed" and node % 2):
-        return [], np.argsort(-law)[:count]
+        return [], np.argsort(-distribution)[:count]
     if proposal == "iid":
-        return rng.choice(len(law), count, p=law), []
-    points = np.argsort(-law)[: count - 1] if proposal == "top_plus_one" and count else []
-    rest = law.copy()
+        return rng.choice(len(distribution), count, p=distribution), []
+    points = np.argsort(-distribution)[: count - 1] if proposal == "top_plus_one" and count else []
+    rest = distribution.copy()
     rest[np.array(points, int)] = 0
-    drawn = rng.choice(len(law), count - len(points), replace=False, p=rest / rest.sum())
+    drawn = rng.choice(len(distribution), count - len(points), replace=False, p=rest / rest.sum())
     return drawn, points
 
 
@@ -90,16 +93,31 @@ def trace(case, batch, implementation, put=lambda arrays: arrays):
     logits = array(nodes, vocab, dtype=case.logits)
     recorded = array(nodes, vocab, dtype=case.draft)
     flags = array(nodes, dtype="bool")
-    warps = Sampling(array(), array(), array(dtype="int32"), array(), names=case.warps)
+    filters = Sampling(array(), array(), array(dtype="int32"), array(), names=case.filters)
 
-    def judge(logits, warps, tokens, valid, recorded, sampled, coins, uniform):
+    def judge(logits, filters, tokens, valid, recorded, sampled, uniforms, uniform):
         draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
         tree = trees.broadcast(trees.from_parents(parents, case.depth), batch)
         return ops.rejection_sampling(
-            logits, warps, draft, tree, coins, uniform, rule=case.rule,
-            replaced=case.proposal == "iid", implementation=implementation,
-        )  # fmt: skip
+            logits,
+            filters,
+            draft,
+            tree,
+            uniforms,
+            uniform,
+            rule=case.rule,
+            replaced=case.proposal == "iid",
+            implementation=implementation,
+        )
 
-    arrays = (logits, warps, array(nodes, dtype="int32"), flags, recorded,
-              flags if mixed else None, array(nodes), array(2))  # fmt: skip
+    arrays = (
+        logits,
+        filters,
+        array(nodes, dtype="int32"),
+        flags,
+        recorded,
+        flags if mixed else None,
+        array(nodes),
+        array(2),
+    )
     return jax.jit(judge).trace(*put(arrays))

@@ -22,8 +22,13 @@ from jspec import ops
 from jspec.core import sampling, trees
 from jspec.core.types import Draft, History, Request
 from jspec.kernels.rejection_sampling import pallas_gpu, pallas_tpu, reference
-from jspec.kernels.rejection_sampling.laws import DraftLaw, Law, Refusal, Warps
-from jspec.kernels.rejection_sampling.shapes import ALL_WARPS, CASES, VOCABULARIES
+from jspec.kernels.rejection_sampling.distributions import (
+    Distribution,
+    DraftDistribution,
+    Filters,
+    Refusal,
+)
+from jspec.kernels.rejection_sampling.shapes import ALL_FILTERS, CASES, VOCABULARIES
 from jspec.verify import RULES, verify
 from tests.kernels.drafts import random_draft, settings, trace
 
@@ -39,13 +44,20 @@ SHORT, LONG = pallas_tpu.Blocks(512, 512), pallas_tpu.Blocks(16384, 16384)
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 each_vocabulary = pytest.mark.parametrize("vocab", VOCABULARIES.values(), ids=VOCABULARIES.keys())
-each_judged_case = pytest.mark.parametrize("name", [
-    "a chain of 4 over an odd vocabulary", "a chain of 3 as a whole, warped",
-    "a chain of drawn tokens and point masses", "a tree of 8", "a tree of 13 with repeats",
-    "a tree of 21, the likeliest and one drawn", "a tree of 8 as a whole",
-    "a tree of 13 with repeats as a whole, warped",
-    "a tree of 9 as a whole, the likeliest and one drawn",
-])  # fmt: skip
+each_judged_case = pytest.mark.parametrize(
+    "name",
+    [
+        "a chain of 4 over an odd vocabulary",
+        "a chain of 3 as a whole, warped",
+        "a chain of drawn tokens and point masses",
+        "a tree of 8",
+        "a tree of 13 with repeats",
+        "a tree of 21, the likeliest and one drawn",
+        "a tree of 8 as a whole",
+        "a tree of 13 with repeats as a whole, warped",
+        "a tree of 9 as a whole, the likeliest and one drawn",
+    ],
+)
 needs_gpu_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX cannot interpret Mosaic GPU kernels"
 )
@@ -71,25 +83,34 @@ def judged(name, judge):
     """(path, num_accepted, token) of a case: ``judge`` is an implementation, or "rule"."""
     case = CASES[name]
     rows = (0, 3) if case.proposal in ("iid", "without_replacement") else (0, 1, 2, 3)
-    logits, draft, tree, coins, uniform = random_draft(case, rows, SCALED_DOWN)
-    warps, parents = settings(list(rows), case.warps), draft.parents
+    logits, draft, tree, uniforms, uniform = random_draft(case, rows, SCALED_DOWN)
+    filters, parents = settings(list(rows), case.filters), draft.parents
 
-    def by_rule(logits, warps, draft, coins, uniform):
+    def by_rule(logits, filters, draft, uniforms, uniform):
         walk = RULES[case.rule].judging(case.proposal).walk
-        path, num_accepted, law = walk(sampling.warp(logits, warps), draft, tree, coins)
-        return path, num_accepted, sampling.draw(law, uniform)
+        path, num_accepted, distribution = walk(
+            sampling.process_logits(logits, filters), draft, tree, uniforms
+        )
+        return path, num_accepted, sampling.draw(distribution, uniform)
 
-    def by_op(logits, warps, draft, coins, uniform):
+    def by_op(logits, filters, draft, uniforms, uniform):
         return ops.rejection_sampling(
-            logits, warps, draft, tree, coins, uniform, rule=case.rule,
-            replaced=case.proposal == "iid", implementation=judge,
-        )  # fmt: skip
+            logits,
+            filters,
+            draft,
+            tree,
+            uniforms,
+            uniform,
+            rule=case.rule,
+            replaced=case.proposal == "iid",
+            implementation=judge,
+        )
 
-    def run(logits, warps, draft, coins, uniform):
+    def run(logits, filters, draft, uniforms, uniform):
         draft = draft.replace(parents=parents)  # static
-        return (by_rule if judge == "rule" else by_op)(logits, warps, draft, coins, uniform)
+        return (by_rule if judge == "rule" else by_op)(logits, filters, draft, uniforms, uniform)
 
-    return jax.jit(run)(logits, warps, draft.replace(parents=None), coins, uniform)
+    return jax.jit(run)(logits, filters, draft.replace(parents=None), uniforms, uniform)
 
 
 def assert_same(found, expected):
@@ -126,29 +147,35 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
     target = 1.5 * rng.standard_normal((1 + vocab + vocab**2, vocab))  # a law after each prefix
     recorded = 1.5 * rng.standard_normal((1 + vocab, vocab))
     q, p = (softmax(x, -1) for x in (recorded, target))
-    pick = lambda law: (law.cumsum(-1) > rng.random(len(law))[:, None]).argmax(-1)
+    pick = lambda distribution: (
+        distribution.cumsum(-1) > rng.random(len(distribution))[:, None]
+    ).argmax(-1)
     first = pick(np.tile(q[0], (count, 1)))
     second = pick(q[1 + first])
     at = np.stack([np.zeros(count, int), 1 + first, 1 + vocab + vocab * first + second], 1)
     parents = np.array([-1, 0, 1], np.int32)
     tokens = np.stack([np.zeros(count, int), first, second], 1).astype(np.int32)
-    laws = recorded[np.minimum(at, vocab)]  # the last node's is not used
+    distributions = recorded[np.minimum(at, vocab)]  # the last node's is not used
     narrow = lambda x: jnp.array(x, jnp.float32)
-    draft = Draft(jnp.array(tokens), parents, jnp.ones((count, 3), bool), narrow(laws), max_depth=2)
-    warps = settings([0] * count, ("temperature",)).replace(temperature=jnp.ones(count))
+    draft = Draft(
+        jnp.array(tokens), parents, jnp.ones((count, 3), bool), narrow(distributions), max_depth=2
+    )
+    filters = settings([0] * count, ("temperature",)).replace(temperature=jnp.ones(count))
     tree = trees.broadcast(trees.from_parents(parents, 2), count)
 
     @jax.jit
-    def judge(logits, draft, coins, uniform):
+    def judge(logits, draft, uniforms, uniform):
         draft = draft.replace(parents=parents)  # static
         return ops.rejection_sampling(
-            logits, warps, draft, tree, coins, uniform, rule=rule, implementation="pallas_tpu"
+            logits, filters, draft, tree, uniforms, uniform, rule=rule, implementation="pallas_tpu"
         )
 
     _, num_accepted, token = judge(
-        narrow(target[at]), draft.replace(parents=None), narrow(rng.random((count, 3))),
+        narrow(target[at]),
+        draft.replace(parents=None),
+        narrow(rng.random((count, 3))),
         narrow(rng.random((count, 2)) * [1, 2**-24]),
-    )  # fmt: skip
+    )
     num_accepted, token = np.array(num_accepted), np.array(token)
     emitted_first = np.where(num_accepted > 0, first, token)
     continued = pick(p[1 + emitted_first])  # where one token came out, the target adds the next
@@ -204,24 +231,34 @@ def test_a_kernel_is_refused_to_rules_that_have_none():
 
 def judge_small(vocab=64, **options):
     case = CASES["a chain of 3 as a whole, warped"]
-    logits, draft, tree, coins, uniform = random_draft(case, vocab=vocab)
+    logits, draft, tree, uniforms, uniform = random_draft(case, vocab=vocab)
     draft = draft.replace(**options.pop("draft", {}))
     logits = logits.astype(options.pop("dtype", logits.dtype))
-    warps = settings([0, 1, 2, 3], ("temperature",))
-    return ops.rejection_sampling(logits, warps, draft, tree, coins, uniform, **options)
+    filters = settings([0, 1, 2, 3], ("temperature",))
+    return ops.rejection_sampling(logits, filters, draft, tree, uniforms, uniform, **options)
 
 
-@pytest.mark.parametrize(("message", "options"), [
-    ("implementation='triton' is not known", dict(implementation="triton")),
-    ("rule='typical' is not known; use 'rejection' or 'block'", dict(rule="typical")),
-    ("max_children=None, but draft.parents are traced", dict(draft=dict(parents=None))),
-    ("has 2 rows for 4 nodes", dict(draft=dict(logits=jnp.zeros((4, 2, 64))))),
-    ("'pallas_gpu' takes vocabularies of 2048 tokens or more", dict(implementation="pallas_gpu")),
-    ("'pallas_tpu' takes bfloat16, float16 or float32 logits, not int32",
-     dict(implementation="pallas_tpu", dtype=jnp.int32)),
-    ("'pallas_tpu' keeps whole rows in vector memory, and 900000 tokens are too many",
-     dict(implementation="pallas_tpu", vocab=900000)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("implementation='triton' is not known", dict(implementation="triton")),
+        ("rule='typical' is not known; use 'rejection' or 'block'", dict(rule="typical")),
+        ("max_children=None, but draft.parents are traced", dict(draft=dict(parents=None))),
+        ("has 2 rows for 4 nodes", dict(draft=dict(logits=jnp.zeros((4, 2, 64))))),
+        (
+            "'pallas_gpu' takes vocabularies of 2048 tokens or more",
+            dict(implementation="pallas_gpu"),
+        ),
+        (
+            "'pallas_tpu' takes bfloat16, float16 or float32 logits, not int32",
+            dict(implementation="pallas_tpu", dtype=jnp.int32),
+        ),
+        (
+            "'pallas_tpu' keeps whole rows in vector memory, and 900000 tokens are too many",
+            dict(implementation="pallas_tpu", vocab=900000),
+        ),
+    ],
+)
 def test_what_a_kernel_does_not_take_is_refused(message, options):
     with pytest.raises(ValueError, match=message):
         judge_small(**options)
@@ -244,43 +281,47 @@ def test_an_implementation_that_is_not_named_is_the_reference(monkeypatch):
 def test_a_root_alone_draws_from_the_target(monkeypatch):
     use(monkeypatch, pallas_tpu, interpret=True)
     case = CASES["a chain of 1"]._replace(parents=(0,))
-    logits, draft, tree, coins, uniform = random_draft(case, vocab=300)
-    warps = settings([0, 1, 2, 3], ("temperature",))
+    logits, draft, tree, uniforms, uniform = random_draft(case, vocab=300)
+    filters = settings([0, 1, 2, 3], ("temperature",))
     judge = functools.partial(ops.rejection_sampling, rule="block", implementation="pallas_tpu")
-    run = jax.jit(lambda logits: judge(logits, warps, draft, tree, coins, uniform))
+    run = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))
     path, num_accepted, token = run(logits)
     assert path.shape == (4, 1) and not num_accepted.any()
-    expected = sampling.draw(sampling.warp(logits, warps)[:, 0], uniform)
+    expected = sampling.draw(sampling.process_logits(logits, filters)[:, 0], uniform)
     np.testing.assert_array_equal(token, expected)
 
 
 def test_point_masses_without_a_recorded_law_are_judged(monkeypatch):
     use(monkeypatch, pallas_tpu, interpret=True)
     case = CASES["a tree of 8"]
-    logits, draft, tree, coins, uniform = random_draft(case, (0, 3), vocab=300)
-    draft, warps = draft.replace(logits=None), settings([0, 3], ("temperature",))
+    logits, draft, tree, uniforms, uniform = random_draft(case, (0, 3), vocab=300)
+    draft, filters = draft.replace(logits=None), settings([0, 3], ("temperature",))
     judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
-    coins = coins * 0.1  # point masses are seldom accepted
-    found = jax.jit(lambda logits: judge(logits, warps, draft, tree, coins, uniform))(logits)
+    uniforms = uniforms * 0.1  # point masses are seldom accepted
+    found = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
     walk = RULES["rejection"].walk
-    path, num_accepted, law = walk(sampling.warp(logits, warps), draft, tree, coins)
+    path, num_accepted, distribution = walk(
+        sampling.process_logits(logits, filters), draft, tree, uniforms
+    )
     assert num_accepted.any()
-    assert_same(found, (path, num_accepted, sampling.draw(law, uniform)))
+    assert_same(found, (path, num_accepted, sampling.draw(distribution, uniform)))
 
 
 def test_laws_over_a_reduced_vocabulary_are_judged_over_target_ids(monkeypatch):
     use(monkeypatch, pallas_tpu, interpret=True)
     case = CASES["a chain of 4 over an odd vocabulary"]
-    _, small, tree, coins, uniform = random_draft(case, (0, 3), vocab=100)
+    _, small, tree, uniforms, uniform = random_draft(case, (0, 3), vocab=100)
     logits, *_ = random_draft(case, (0, 3), vocab=300)
     ids = jnp.arange(100, dtype=jnp.int32) * 3 + 1
     draft = small.replace(tokens=ids[small.tokens], draft_to_target=ids)
-    warps = settings([0, 3], ("temperature", "top_k"))
+    filters = settings([0, 3], ("temperature", "top_k"))
     judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
-    found = jax.jit(lambda logits: judge(logits, warps, draft, tree, coins, uniform))(logits)
+    found = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
     walk = RULES["rejection"].walk
-    path, num_accepted, law = walk(sampling.warp(logits, warps), draft, tree, coins)
-    assert_same(found, (path, num_accepted, sampling.draw(law, uniform)))
+    path, num_accepted, distribution = walk(
+        sampling.process_logits(logits, filters), draft, tree, uniforms
+    )
+    assert_same(found, (path, num_accepted, sampling.draw(distribution, uniform)))
 
 
 # ------------------------------------------------------------------------------ whole vocabularies
@@ -291,22 +332,24 @@ def rows_of(vocab, coarse):
     rng = np.random.default_rng(vocab)
     logits = 3 * rng.standard_normal((ROWS, vocab))
     logits = jnp.array(np.round(logits * 8) / 8, jnp.bfloat16 if coarse else jnp.float32)
-    return logits, settings(list(range(ROWS)), ALL_WARPS)
+    return logits, settings(list(range(ROWS)), ALL_FILTERS)
 
 
-def assert_laws_are_those_of_the_one_warp(laws_of, vocab):
-    logits, warps = rows_of(vocab, coarse=vocab > 40000)
-    law = laws_of(logits, Warps(warps.temperature, warps.min_p, warps.top_k, warps.top_p,
-                                warps.names))  # fmt: skip
-    warped = np.array(sampling.warp(logits[:, None], warps)[:, 0], np.float64)
-    kept = np.array(logits.astype(jnp.float32) >= law.floor[:, None])
-    greedy = np.array(warps.temperature) == 0
-    np.testing.assert_array_equal(kept[~greedy], np.isfinite(warped[~greedy]))
-    log_total = np.log(np.exp(warped).sum(-1))
-    found = law.peak / law.temperature + law.log_total
+def assert_distributions_are_processed_alike(distributions_of, vocab):
+    logits, filters = rows_of(vocab, coarse=vocab > 40000)
+    distribution = distributions_of(
+        logits,
+        Filters(filters.temperature, filters.min_p, filters.top_k, filters.top_p, filters.names),
+    )
+    processed = np.array(sampling.process_logits(logits[:, None], filters)[:, 0], np.float64)
+    kept = np.array(logits.astype(jnp.float32) >= distribution.floor[:, None])
+    greedy = np.array(filters.temperature) == 0
+    np.testing.assert_array_equal(kept[~greedy], np.isfinite(processed[~greedy]))
+    log_total = np.log(np.exp(processed).sum(-1))
+    found = distribution.peak / distribution.temperature + distribution.log_total
     np.testing.assert_allclose(found[~greedy], log_total[~greedy], rtol=1e-5)
-    np.testing.assert_array_equal(law.only[greedy], warped[greedy].argmax(-1))
-    assert (law.only[~greedy] == -1).all()
+    np.testing.assert_array_equal(distribution.only[greedy], processed[greedy].argmax(-1))
+    assert (distribution.only[~greedy] == -1).all()
 
 
 def assert_masses_are_sums(masses_of, vocab, segment):
@@ -319,10 +362,13 @@ def assert_masses_are_sums(masses_of, vocab, segment):
     scalar = lambda *values: jnp.array(values, jnp.float32)
     dropped, absent = np.array([5, vocab - 1]), np.array([vocab - 2, -1])
     total = lambda z: jnp.array(np.log(np.exp(np.array(z, np.float64)).sum(-1)), jnp.float32)[rows]
-    law = Law(
-        scalar(1, 1), scalar(-np.inf, -np.inf), scalar(3, -3), total(x) - scalar(3, -3),
+    distribution = Distribution(
+        scalar(1, 1),
+        scalar(-np.inf, -np.inf),
+        scalar(3, -3),
+        total(x) - scalar(3, -3),
         jnp.array([-1, 7]),
-    )  # fmt: skip
+    )
     p[1] = np.arange(vocab) == 7
     q[0, absent[0]] = 0
     steps = (
@@ -330,10 +376,15 @@ def assert_masses_are_sums(masses_of, vocab, segment):
         Refusal(scalar(2, 1), scalar(0, 0), jnp.array(dropped)),
     )
     found = masses_of(
-        jnp.array(x), narrow, jnp.array(rows), law,
-        DraftLaw(scalar(2, 1), total(narrow.astype(jnp.float32)) - scalar(2, 1),
-                 (jnp.array(absent),)), steps,
-    )  # fmt: skip
+        jnp.array(x),
+        narrow,
+        jnp.array(rows),
+        distribution,
+        DraftDistribution(
+            scalar(2, 1), total(narrow.astype(jnp.float32)) - scalar(2, 1), (jnp.array(absent),)
+        ),
+        steps,
+    )
     before = np.maximum(p - np.array([[0.7], [0]]) * q, 0)
     after = 2 * before * np.array([[1], [0.5]])
     after[[0, 1], dropped] = q[[0, 1], dropped] = 0
@@ -348,8 +399,8 @@ def test_the_tpu_kernel_finds_what_the_warp_keeps(vocab):
     # Simulated memory is slow; the odd vocabulary shows what it can.
     simulated = vocab == VOCABULARIES["Phi-3-mini"]
     options = SIMULATED if simulated else dict(interpret=True)
-    laws = functools.partial(pallas_tpu.laws, blocks=LONG, **options)
-    assert_laws_are_those_of_the_one_warp(laws, vocab)
+    distributions = functools.partial(pallas_tpu.distributions, blocks=LONG, **options)
+    assert_distributions_are_processed_alike(distributions, vocab)
     assert not (simulated and races_on_tpu())
 
 
@@ -365,13 +416,15 @@ def test_laws_of_great_logits_sum_to_one(temperature, offset):
     rng, vocab = np.random.default_rng(0), 300
     logits = jnp.array(offset + rng.standard_normal((ROWS, vocab)), jnp.float32)
     logits = logits.at[:, 7].set(logits.max(-1))  # two that are likeliest
-    warps = settings([0] * ROWS, ("temperature",)).replace(
+    filters = settings([0] * ROWS, ("temperature",)).replace(
         temperature=jnp.full(ROWS, temperature, jnp.float32)
     )
-    asked = Warps(warps.temperature, warps.min_p, warps.top_k, warps.top_p, warps.names)
-    law, own = (pallas_tpu.laws(logits, warps, interpret=True) for warps in (asked, None))
-    draft_law = DraftLaw(own.peak, own.log_total)
-    found = pallas_tpu.masses(logits, logits, None, law, draft_law, (), interpret=True)
+    asked = Filters(filters.temperature, filters.min_p, filters.top_k, filters.top_p, filters.names)
+    distribution, own = (
+        pallas_tpu.distributions(logits, filters, interpret=True) for filters in (asked, None)
+    )
+    draft_probs = DraftDistribution(own.peak, own.log_total)
+    found = pallas_tpu.masses(logits, logits, None, distribution, draft_probs, (), interpret=True)
     for mass in (found.before, found.draft):
         np.testing.assert_allclose(mass.sum(-1), 1, atol=1e-6)
 
@@ -381,7 +434,9 @@ def test_laws_of_great_logits_sum_to_one(temperature, offset):
 def test_the_gpu_kernel_finds_what_the_warp_keeps(vocab):
     blocks = pallas_gpu.Blocks(16384, 16384)
     options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
-    assert_laws_are_those_of_the_one_warp(functools.partial(pallas_gpu.laws, **options), vocab)
+    assert_distributions_are_processed_alike(
+        functools.partial(pallas_gpu.distributions, **options), vocab
+    )
 
 
 @needs_gpu_interpreter
@@ -396,9 +451,13 @@ def test_the_gpu_kernel_sums_what_refusals_leave(vocab):
 
 
 @each_case
-@pytest.mark.parametrize(("name", "platform", "call"), [
-    ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "mosaic_gpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "platform", "call"),
+    [
+        ("pallas_tpu", "tpu", "tpu_custom_call"),
+        ("pallas_gpu", "cuda", "mosaic_gpu"),
+    ],
+)
 def test_the_kernels_lower_at_the_real_size(case, name, platform, call):
     lowered = trace(case, 8, name).lower(lowering_platforms=(platform,))
     assert lowered.as_text().count(call) >= 3

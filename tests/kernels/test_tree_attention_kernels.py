@@ -40,9 +40,16 @@ def arguments_of(case, dtype):
     kv_heads = min(heads.keys, HEADS_TESTED)
     group = heads.queries // heads.keys
     arrays, options = random_case(
-        group * kv_heads, kv_heads, heads.features, case.nodes, case.keys, SLOTS, LENGTHS,
-        dtype=dtype, window=case.window,
-    )  # fmt: skip
+        group * kv_heads,
+        kv_heads,
+        heads.features,
+        case.nodes,
+        case.keys,
+        SLOTS,
+        LENGTHS,
+        dtype=dtype,
+        window=case.window,
+    )
     options |= dict(scale=heads.features**-0.5, soft_cap=case.soft_cap)
     return arrays, options, group * case.nodes
 
@@ -143,9 +150,13 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype):
 
     def attend(*arrays):
         return ops.attention(
-            *arrays[:-1], positions=arrays[-1], scale=0.1, window=case.window,
-            soft_cap=case.soft_cap, implementation=name,
-        )  # fmt: skip
+            *arrays[:-1],
+            positions=arrays[-1],
+            scale=0.1,
+            window=case.window,
+            soft_cap=case.soft_cap,
+            implementation=name,
+        )
 
     arrays = (shape(queries, case.nodes, features), tree, tree, words, cache, cache, *integers)
     platform, call = CUDA_OR_TPU[name]

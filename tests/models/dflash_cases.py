@@ -15,18 +15,29 @@ from tests.models.head_cases import (  # noqa: E402
 
 BLOCK, MASK = 5, 60
 _SIZES = {
-    "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "max_position_embeddings": 256, "rope_theta": 1e4,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rope_theta": 1e4,
+}
 _AUTHORS = _SIZES | {
-    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
     "num_target_layers": LAYERS,
-}  # fmt: skip
+}
 _SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
     "use_sliding_window": True,
-}  # fmt: skip
+}
 
 
 def _inside(**more):
@@ -35,11 +46,17 @@ def _inside(**more):
 
 def _speculators(inner=None, **more):
     return {
-        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
-        "block_size": BLOCK, "mask_token_id": MASK, "draft_vocab_size": VOCAB,
-        "aux_hidden_state_layer_ids": [0, 2, 5], "target_hidden_size": None,
-        "sample_from_anchor": False, "transformer_layer_config": _SIZES | (inner or {}), **more,
-    }  # fmt: skip
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "draft_vocab_size": VOCAB,
+        "aux_hidden_state_layer_ids": [0, 2, 5],
+        "target_hidden_size": None,
+        "sample_from_anchor": False,
+        "transformer_layer_config": _SIZES | (inner or {}),
+        **more,
+    }
 
 
 # Each: config.json, and what the tensors have beyond the least.
@@ -47,18 +64,24 @@ CASES = {
     "dflash": (_AUTHORS | {"block_size": BLOCK} | _inside(), ()),
     "dflash-inside": (_AUTHORS | _inside(block_size=BLOCK, target_layer_ids=[0, 3, 5]), ()),
     "dflash-biased-three-layers-default-ids": (
-        _AUTHORS | {"block_size": BLOCK, "num_hidden_layers": 3, "attention_bias": True,
-                    "dflash_config": {"mask_token_id": MASK}},
+        _AUTHORS
+        | {
+            "block_size": BLOCK,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "dflash_config": {"mask_token_id": MASK},
+        },
         ("bias",),
     ),
     "dflash-one-layer-default-ids": (
-        _AUTHORS | {"block_size": BLOCK, "num_hidden_layers": 1,
-                    "dflash_config": {"mask_token_id": MASK}},
+        _AUTHORS
+        | {"block_size": BLOCK, "num_hidden_layers": 1, "dflash_config": {"mask_token_id": MASK}},
         (),
     ),
     "dflash-sliding": (_AUTHORS | {"block_size": BLOCK} | _SLIDING | _inside(), ()),
     "dflash-sliding-unmasked": (
-        _AUTHORS | {"block_size": BLOCK} | _SLIDING | _inside(causal=False), (),
+        _AUTHORS | {"block_size": BLOCK} | _SLIDING | _inside(causal=False),
+        (),
     ),
     "dflash-causal": (_AUTHORS | {"block_size": BLOCK} | _inside(causal=True), ()),
     "dflash-use-swa": (
@@ -72,17 +95,19 @@ CASES = {
         ("embed", "head"),
     ),
     "speculators-narrow": (
-        _speculators({"hidden_size": 16}, target_hidden_size=WIDTH), ("embed", "head"),
+        _speculators({"hidden_size": 16}, target_hidden_size=WIDTH),
+        ("embed", "head"),
     ),
-}  # fmt: skip
+}
 RANK = 6
 _SPARKS = {"projector_type": "dspark", "markov_rank": RANK, "attention_mode": "gqa"}
 _DSPARK = {"architectures": ["DSparkDraftModel"], "block_size": BLOCK}
 # Each: as CASES.
 DSPARK_CASES = {
     "dspark": (
-        _AUTHORS | _DSPARK | _inside(**_SPARKS, markov_head_type="vanilla",
-                                     confidence_head_with_markov=True),
+        _AUTHORS
+        | _DSPARK
+        | _inside(**_SPARKS, markov_head_type="vanilla", confidence_head_with_markov=True),
         ("markov", "confidence", "sees token"),
     ),
     "dspark-gated": (
@@ -90,11 +115,16 @@ DSPARK_CASES = {
         ("markov", "gate_proj", "confidence"),
     ),
     "dspark-speculators-rnn": (
-        _speculators(speculators_model_type="dspark", draft_vocab_size=REDUCED, markov_rank=RANK,
-                     markov_head_type="rnn", sample_from_anchor=False),
+        _speculators(
+            speculators_model_type="dspark",
+            draft_vocab_size=REDUCED,
+            markov_rank=RANK,
+            markov_head_type="rnn",
+            sample_from_anchor=False,
+        ),
         ("embed", "head", "markov", "joint_proj"),
     ),
-}  # fmt: skip
+}
 
 
 def case(name):
@@ -106,9 +136,10 @@ def case(name):
     ids = raw.get("aux_hidden_state_layer_ids") or raw["dflash_config"].get("target_layer_ids")
     inputs = len(ids or range(layers)) * WIDTH
     tensors = {
-        "fc.weight": random(width, inputs), "hidden_norm.weight": gain(width),
+        "fc.weight": random(width, inputs),
+        "hidden_norm.weight": gain(width),
         "norm.weight": gain(width),
-    }  # fmt: skip
+    }
     for layer in range(layers):
         tensors |= _block(inner, f"layers.{layer}", width, dim, extras)
     vocab = raw.get("draft_vocab_size", VOCAB)
@@ -139,12 +170,14 @@ def _sparks(extras, width, vocab):
 def _block(inner, name, width, dim, extras):
     heads, kv_heads = inner["num_attention_heads"], inner["num_key_value_heads"]
     shapes = {
-        "self_attn.q_proj": (heads * dim, width), "self_attn.k_proj": (kv_heads * dim, width),
-        "self_attn.v_proj": (kv_heads * dim, width), "self_attn.o_proj": (width, heads * dim),
+        "self_attn.q_proj": (heads * dim, width),
+        "self_attn.k_proj": (kv_heads * dim, width),
+        "self_attn.v_proj": (kv_heads * dim, width),
+        "self_attn.o_proj": (width, heads * dim),
         "mlp.gate_proj": (inner["intermediate_size"], width),
         "mlp.up_proj": (inner["intermediate_size"], width),
         "mlp.down_proj": (width, inner["intermediate_size"]),
-    }  # fmt: skip
+    }
     tensors = {f"{name}.{part}.weight": random(*shape) for part, shape in shapes.items()}
     tensors |= {
         f"{name}.{part}_layernorm.weight": gain(width) for part in ("input", "post_attention")

@@ -11,61 +11,105 @@ from safetensors.torch import save_file  # noqa: E402
 
 VOCAB, REDUCED, WIDTH, LAYERS = 64, 24, 32, 8
 TARGET = DecoderConfig(
-    vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_layers=LAYERS, num_heads=4,
-    num_kv_heads=2, head_dim=8, max_positions=512,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=48,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=512,
+)
 _SIZES = {
-    "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB, "max_position_embeddings": 256,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+}
 # What speculators adds around the sizes; the flags are those of its class.
 _SPECULATORS = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-    "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-}  # fmt: skip
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "target_hidden_size": None,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+}
 
 # Each: layout, changes of config.json, and what the tensors have beyond the least.
 EAGLE_CASES = {
     "eagle": ("eagle", {}, ()),
     "eagle-biases-norms-two-layers": (
         "eagle",
-        {"bias": True, "qkv_bias": True, "add_para_norm": True, "num_hidden_layers": 2,
-         "num_key_value_heads": None},
+        {
+            "bias": True,
+            "qkv_bias": True,
+            "add_para_norm": True,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": None,
+        },
         ("fc.bias", "qkv_bias", "embed"),
     ),
     "eagle3": ("eagle3", {"draft_vocab_size": REDUCED}, ()),
     "eagle3-whole-vocabulary-head-dim": (
-        "eagle3", {"head_dim": 16, "rope_theta": 5e5, "draft_vocab_size": VOCAB}, ("embed",),
+        "eagle3",
+        {"head_dim": 16, "rope_theta": 5e5, "draft_vocab_size": VOCAB},
+        ("embed",),
     ),
     "eagle3-narrow-biased": (
         "eagle3",
-        {"hidden_size": 16, "target_hidden_size": WIDTH, "attention_bias": True,
-         "draft_vocab_size": REDUCED,
-         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}},
+        {
+            "hidden_size": 16,
+            "target_hidden_size": WIDTH,
+            "attention_bias": True,
+            "draft_vocab_size": REDUCED,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]},
+        },
         ("qkv_bias", "o_bias", "embed"),
     ),
     "eagle3-1": (
-        "eagle3", {"fc_norm": True, "norm_output": True, "draft_vocab_size": REDUCED}, (),
+        "eagle3",
+        {"fc_norm": True, "norm_output": True, "draft_vocab_size": REDUCED},
+        (),
     ),
     "speculators": ("speculators", {"draft_vocab_size": REDUCED}, ("embed",)),
     "speculators-norms-two-layers": (
         "speculators",
-        {"draft_vocab_size": REDUCED, "norm_before_residual": True, "norm_before_fc": True,
-         "eagle_aux_hidden_state_layer_ids": [1, 3, 5, 7],
-         "transformer_layer_config": {"num_hidden_layers": 2, "attention_bias": True}},
+        {
+            "draft_vocab_size": REDUCED,
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 5, 7],
+            "transformer_layer_config": {"num_hidden_layers": 2, "attention_bias": True},
+        },
         ("embed", "qkv_bias", "o_bias"),
     ),
     "speculators-qwen3-windows": (
         "speculators",
-        {"draft_vocab_size": VOCAB, "norm_output": True, "fc_norm": True,
-         "transformer_layer_config": {
-             "model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 3,
-             "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}},
+        {
+            "draft_vocab_size": VOCAB,
+            "norm_output": True,
+            "fc_norm": True,
+            "transformer_layer_config": {
+                "model_type": "qwen3",
+                "head_dim": 8,
+                "num_hidden_layers": 2,
+                "sliding_window": 3,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        },
         ("embed", "qk_norm"),
     ),
-}  # fmt: skip
+}
 
 
 def random(*shape):
@@ -157,12 +201,16 @@ MEDUSA_CASES = {
     "medusa-without-outputs": ({"medusa_num_heads": 2}, 2, 1),
     "vllm": ({"medusa_fc_bias": True, "num_heads": 2, "num_hidden_layers": 2}, 2, 2),
     "vllm-shared-reduced": (
-        {"original_lm_head": True, "vocab_size": VOCAB, "truncated_vocab_size": REDUCED}, 2, 1,
+        {"original_lm_head": True, "vocab_size": VOCAB, "truncated_vocab_size": REDUCED},
+        2,
+        1,
     ),
     "vllm-whole-outputs-reduced": (
-        {"vocab_size": VOCAB, "truncated_vocab_size": REDUCED}, 2, 1,
+        {"vocab_size": VOCAB, "truncated_vocab_size": REDUCED},
+        2,
+        1,
     ),
-}  # fmt: skip
+}
 
 
 def medusa_case(name):

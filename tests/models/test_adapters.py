@@ -15,7 +15,7 @@ from jspec.core import kv_cache, trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.drafters import NGram, NoDrafter
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.loop import decode
 from jspec.engine.plan import Plan
 from jspec.models import adapters
@@ -102,8 +102,9 @@ class LinenModel(linen.Module):
                 linen.Dense((HEADS + 2 * KV_HEADS) * HEAD_DIM)(linen.RMSNorm()(x))
             )
             mixed = attend(index, q, k, v) if attend else own_attention(q, k, v)
-            x = x + linen.Dropout(0.1, deterministic=not train)(linen.Dense(WIDTH)(
-                join_heads(mixed)))  # fmt: skip
+            x = x + linen.Dropout(0.1, deterministic=not train)(
+                linen.Dense(WIDTH)(join_heads(mixed))
+            )
             x = linen.BatchNorm(use_running_average=not train)(x)
             x = x + linen.Dense(WIDTH)(jax.nn.gelu(linen.Dense(size)(linen.RMSNorm()(x))))
         return embedding.attend(linen.RMSNorm()(x))
@@ -217,7 +218,7 @@ class WindingTree:
     def init(self, params, request, capacity):
         return ()
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         return memory
 
     def propose(self, params, request, shared, memory, history):
@@ -237,8 +238,9 @@ class WindingTree:
 
 def drafter_of(name, kind):
     if name == "tree":
-        text = [(*prompt, *answer) for prompt, answer in zip(PROMPTS, greedy_text(kind),
-                                                             strict=True)]  # fmt: skip
+        text = [
+            (*prompt, *answer) for prompt, answer in zip(PROMPTS, greedy_text(kind), strict=True)
+        ]
         longest = max(map(len, text))
         rows = [(*row, *[0] * (longest - len(row))) for row in [*text, (0,)]]
         return WindingTree(tuple(rows))
@@ -247,9 +249,9 @@ def drafter_of(name, kind):
 
 def generated(target, params, drafter, count=NEW_TOKENS):
     """Texts after PROMPTS; on one rung, since ``none`` is the other one and compiling is slow."""
-    plan = Plan(target, drafter, ladder=(drafter.tree_size,))
-    rows = [Row(prompt, count) for prompt in PROMPTS]
-    return generate_rows(plan, Params(params), rows)
+    plan = Plan(target, drafter, node_buckets=(drafter.tree_size,))
+    rows = [SequenceParams(prompt, count) for prompt in PROMPTS]
+    return generate_sequences(plan, Params(params), rows)
 
 
 # --- Text ---
@@ -257,10 +259,15 @@ def generated(target, params, drafter, count=NEW_TOKENS):
 
 # Every kind, both ways in, every drafter.
 COVER = [
-    ("plain", True, "none"), ("plain", True, "tree"), ("plain", False, "ngram"),
-    ("linen", True, "ngram"), ("linen", False, "tree"),
-    ("nnx", True, "tree"), ("nnx", False, "none"), ("nnx", True, "ngram"),
-]  # fmt: skip
+    ("plain", True, "none"),
+    ("plain", True, "tree"),
+    ("plain", False, "ngram"),
+    ("linen", True, "ngram"),
+    ("linen", False, "tree"),
+    ("nnx", True, "tree"),
+    ("nnx", False, "none"),
+    ("nnx", True, "ngram"),
+]
 
 
 @pytest.mark.parametrize(("kind", "use_cache", "name"), COVER)
@@ -333,9 +340,11 @@ def test_sliding_windows_and_a_scale_reach_the_attention():
 def test_embed_and_unembed_are_what_the_user_gives():
     params = plain_init(0)
     target, _ = adapters.from_function(
-        plain_model, params, max_positions=POSITIONS,
+        plain_model,
+        params,
+        max_positions=POSITIONS,
         embed=lambda params, tokens: params["embedding"][tokens],
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(
         target.embed(params, jnp.array([3])), params["embedding"][jnp.array([3])]
     )
@@ -350,9 +359,10 @@ def test_embed_and_unembed_are_what_the_user_gives():
 
     module, rms = nnx_model(2), norm
     target, params = adapters.from_nnx(
-        module, max_positions=POSITIONS,
+        module,
+        max_positions=POSITIONS,
         unembed=lambda module, x, *, norm: module.head(rms(x) if norm else x),
-    )  # fmt: skip
+    )
     x = jnp.arange(1.0, WIDTH + 1)[None]
     np.testing.assert_allclose(target.unembed(params, x), module.head(rms(x)), rtol=1e-6)
     np.testing.assert_allclose(target.unembed(params, x, norm=False), module.head(x), rtol=1e-6)
@@ -430,74 +440,119 @@ class Listed(linen.Module):
 
 REFUSALS = {
     "a function without attend given as cached": (
-        lambda: cached(lambda params, tokens: None), r"use_cache=False"),
+        lambda: cached(lambda params, tokens: None),
+        r"use_cache=False",
+    ),
     "a function with attend given as stateless": (
-        lambda: stateless(lambda params, tokens, positions, attend: None), r"use_cache=True"),
+        lambda: stateless(lambda params, tokens, positions, attend: None),
+        r"use_cache=True",
+    ),
     "a model that does not attend": (
         lambda: cached(lambda params, tokens, positions, attend: params["embedding"][tokens]),
-        r"never called attend"),
+        r"never called attend",
+    ),
     "heads after nodes": (
-        lambda: with_attend(lambda attend, i, q, k, v: attend(
-            i, *(x.swapaxes(1, 2) for x in (q, k, v)))), r"swapaxes\(1, 2\)"),
+        lambda: with_attend(
+            lambda attend, i, q, k, v: attend(i, *(x.swapaxes(1, 2) for x in (q, k, v)))
+        ),
+        r"swapaxes\(1, 2\)",
+    ),
     "query heads that are no multiple of key heads": (
-        lambda: with_attend(lambda attend, i, q, k, v: attend(i, q[:, :3], k, v)), r"multiple"),
+        lambda: with_attend(lambda attend, i, q, k, v: attend(i, q[:, :3], k, v)),
+        r"multiple",
+    ),
     "keys and values of two dtypes": (
         lambda: with_attend(lambda attend, i, q, k, v: attend(i, q, k, v.astype(jnp.bfloat16))),
-        r"one dtype"),
+        r"one dtype",
+    ),
     "a layer visited twice": (
-        lambda: with_attend(lambda attend, i, q, k, v: attend(0, q, k, v)), r"twice for layer 0"),
+        lambda: with_attend(lambda attend, i, q, k, v: attend(0, q, k, v)),
+        r"twice for layer 0",
+    ),
     "layers numbered from one": (
-        lambda: with_attend(lambda attend, i, q, k, v: attend(i + 1, q, k, v)), r"from 0 on"),
+        lambda: with_attend(lambda attend, i, q, k, v: attend(i + 1, q, k, v)),
+        r"from 0 on",
+    ),
     "a traced layer": (
         lambda: with_attend(lambda attend, i, q, k, v: attend(jnp.int32(i), q, k, v)),
-        r"Python int"),
+        r"Python int",
+    ),
     "attend inside a transformation": (
-        lambda: with_attend(lambda attend, i, q, k, v: jax.checkpoint(
-            functools.partial(attend, i))(q, k, v)), r"jax.checkpoint"),
+        lambda: with_attend(
+            lambda attend, i, q, k, v: jax.checkpoint(functools.partial(attend, i))(q, k, v)
+        ),
+        r"jax.checkpoint",
+    ),
     "logits without a batch": (
         lambda: stateless(lambda params, tokens: params["embedding"][tokens[0]]),
-        r"logits \[2, 3, V\].*float32\[3, 32\]"),
+        r"logits \[2, 3, V\].*float32\[3, 32\]",
+    ),
     "logits of the last token alone": (
         lambda: stateless(lambda params, tokens: params["embedding"][tokens][:, -1:]),
-        r"logits \[2, 3, V\]"),
+        r"logits \[2, 3, V\]",
+    ),
     "integer logits": (
-        lambda: stateless(lambda params, tokens: tokens[..., None]), r"floating point"),
+        lambda: stateless(lambda params, tokens: tokens[..., None]),
+        r"floating point",
+    ),
     "a returned cache in place of hidden states": (
         lambda: stateless(lambda params, tokens: (params["embedding"][tokens], {"cache": tokens})),
-        r"\(logits, hidden\)"),
+        r"\(logits, hidden\)",
+    ),
     "misshapen hidden states": (
         lambda: stateless(lambda params, tokens: (params["embedding"][tokens], [tokens])),
-        r"hidden state 0"),
+        r"hidden state 0",
+    ),
     "another vocabulary": (
-        lambda: adapters.from_function(plain_model, plain_init(0), max_positions=POSITIONS,
-                                       vocab_size=65), r"vocab_size=65.*64 columns"),
+        lambda: adapters.from_function(
+            plain_model, plain_init(0), max_positions=POSITIONS, vocab_size=65
+        ),
+        r"vocab_size=65.*64 columns",
+    ),
     "no positions": (
         lambda: adapters.from_function(plain_model, plain_init(0), max_positions=0),
-        r"max_positions=0"),
+        r"max_positions=0",
+    ),
     "windows of another number of layers": (
-        lambda: adapters.from_function(plain_model, plain_init(0), max_positions=POSITIONS,
-                                       windows=(3,)), r"1 entries for 2 layers"),
+        lambda: adapters.from_function(
+            plain_model, plain_init(0), max_positions=POSITIONS, windows=(3,)
+        ),
+        r"1 entries for 2 layers",
+    ),
     "windows without a cache": (
-        lambda: adapters.from_function(plain_model, plain_init(0), max_positions=POSITIONS,
-                                       windows=(3, 3), use_cache=False), r"belong to use_cache"),
+        lambda: adapters.from_function(
+            plain_model, plain_init(0), max_positions=POSITIONS, windows=(3, 3), use_cache=False
+        ),
+        r"belong to use_cache",
+    ),
     "linen dropout": (
-        lambda: adapters.from_linen(LinenModel(), model_of("linen")[0](True)[1],
-                                    max_positions=POSITIONS, use_cache=False),
-        r"LinenModel is not a pure function.*(deterministic|running)"),
+        lambda: adapters.from_linen(
+            LinenModel(), model_of("linen")[0](True)[1], max_positions=POSITIONS, use_cache=False
+        ),
+        r"LinenModel is not a pure function.*(deterministic|running)",
+    ),
     "linen fields that cannot be hashed": (
         lambda: adapters.from_linen(
-            Listed([VOCAB]), {"params": {"Embed_0": {"embedding": jnp.zeros((VOCAB, VOCAB))}}},
-            max_positions=POSITIONS, use_cache=False),
-        r"(?s)hashable.*tuples"),
+            Listed([VOCAB]),
+            {"params": {"Embed_0": {"embedding": jnp.zeros((VOCAB, VOCAB))}}},
+            max_positions=POSITIONS,
+            use_cache=False,
+        ),
+        r"(?s)hashable.*tuples",
+    ),
     "nnx random numbers": (
         lambda: adapters.from_nnx(Noisy(nnx.Rngs(0)), max_positions=POSITIONS, use_cache=False),
-        r"Noisy changes its variables.*count"),
+        r"Noisy changes its variables.*count",
+    ),
     "an unknown option": (
-        lambda: adapters.from_nnx(nnx_model(2), max_positions=POSITIONS,
-                                  options={"train": False}), r"train"),
+        lambda: adapters.from_nnx(nnx_model(2), max_positions=POSITIONS, options={"train": False}),
+        r"train",
+    ),
     "the wrong constructor": (
-        lambda: adapters.from_nnx(LinenModel(), max_positions=POSITIONS), r"from_linen"),
-}  # fmt: skip
+        lambda: adapters.from_nnx(LinenModel(), max_positions=POSITIONS),
+        r"from_linen",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSALS)

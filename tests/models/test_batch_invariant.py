@@ -12,7 +12,7 @@ import pytest
 import jspec
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
-from jspec.models.batch_invariant import DeterministicDecoder
+from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.mla import MlaConfig
 from jspec.models.moe import MoeConfig
@@ -20,9 +20,17 @@ from tests import fakes, tiny
 
 LENGTH = 90  # more than a block of slots and several tiles of queries
 CONFIG = DecoderConfig(
-    vocab_size=256, hidden_size=128, intermediate_size=344, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=32, max_positions=256, qk_norm=True, windows=(None, 20),
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=344,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+    qk_norm=True,
+    windows=(None, 20),
+)
 
 
 @functools.cache
@@ -57,11 +65,11 @@ def logits(kind, dtype, *, sizes, batch=1, capacity=LENGTH):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_equal_to_the_bit_in_passes_of_any_size_batch_and_capacity(dtype):
-    plain = logits(DeterministicDecoder, dtype, sizes=[1])
+    plain = logits(BatchInvariantDecoder, dtype, sizes=[1])
     ordinary = logits(Decoder, dtype, sizes=[1])
     differs = False
     for changes in ({"sizes": [5]}, {"sizes": [45], "batch": 8}, {"sizes": [90], "capacity": 200}):
-        other = logits(DeterministicDecoder, dtype, **changes)
+        other = logits(BatchInvariantDecoder, dtype, **changes)
         np.testing.assert_array_equal(other, plain[: len(other)])
         differs |= (logits(Decoder, dtype, **changes) != ordinary[: len(other)]).any()
     # An ordinary decoder rounds otherwise in some other shape: there is something to be lost.
@@ -73,13 +81,14 @@ def test_what_has_no_order_of_positions_is_refused_by_name():
     bush = fakes.BushDrafter(2, tiny.VOCAB, parents=(-1, 0, 0))
     script = fakes.Script(jnp.zeros((1, 64), jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="deterministic=True takes chains, but this drafter"):
-        target = DeterministicDecoder(tiny.TARGET.config)
+        target = BatchInvariantDecoder(tiny.TARGET.config)
         jspec.generate(target, tiny.params().target, [[1, 2]], drafter=bush, drafter_params=script)
     latent = MlaConfig(kv_rank=8, q_rank=None, nope_dim=8, rope_dim=4, value_dim=8)
     experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, shared_size=8)
     for name, value, words in (
-        ("mla", latent, "latent attention"), ("moe", experts, "experts"),
+        ("mla", latent, "latent attention"),
+        ("moe", experts, "experts"),
         ("attention", "pallas_tpu", "attention='pallas_tpu'"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=f"deterministic=True does not reach {words} of"):
-            DeterministicDecoder(dataclasses.replace(tiny.TARGET.config, **{name: value}))
+            BatchInvariantDecoder(dataclasses.replace(tiny.TARGET.config, **{name: value}))

@@ -53,8 +53,9 @@ def loaded(tmp_path, name):
 
 
 def reference(tensors, raw, kind=torch_dflash.DFlashRef):
-    lent = (torch.from_numpy(np.array(x)) for x in (target_params().embedding,
-                                                    target_params().head.T))  # fmt: skip
+    lent = (
+        torch.from_numpy(np.array(x)) for x in (target_params().embedding, target_params().head.T)
+    )
     return kind(tensors, raw, *lent)
 
 
@@ -141,10 +142,8 @@ def test_dsparks_logits_and_chances_along_a_path_equal_those_of_torch(tmp_path, 
         before = jnp.full((1, 1), token)
         state, bias = dspark.advance(
             params.spark, config.spark, state, hidden[:, slot : slot + 1], before
-        )  # fmt: skip
-        np.testing.assert_allclose(
-            found[slot] + bias[0, 0], expected[slot], atol=TOLERANCE, rtol=0
-        )  # fmt: skip
+        )
+        np.testing.assert_allclose(found[slot] + bias[0, 0], expected[slot], atol=TOLERANCE, rtol=0)
     if config.spark.confidence:
         logits = dspark.confidence(params.spark, config.spark, hidden, jnp.asarray([path]))
         chances = ref.chances(states, path, depth).numpy()

@@ -17,34 +17,83 @@ transformers = pytest.importorskip("transformers")
 VOCAB, LAYERS, PROMPT, TOLERANCE = 96, 3, 37, 1e-4
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0))
 _SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256,
-    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 CASES = {
-    "deepseek": ("DeepseekV3", _LATENT | {
-        "n_group": 4, "topk_group": 2, "q_lora_rank": 20,
-        "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4,
-                            "original_max_position_embeddings": 32, "mscale": 1.0,
-                            "mscale_all_dim": 0.7, "beta_fast": 16.0, "beta_slow": 1.0},
-    }),
-    "deepseek-plain": ("DeepseekV3", _LATENT | {
-        "n_group": 2, "topk_group": 2, "q_lora_rank": None, "rope_interleave": False,
-        "norm_topk_prob": False, "first_k_dense_replace": 2,
-    }),
-    "glm": ("Glm4Moe", {
-        "n_group": 1, "topk_group": 1, "head_dim": 16, "num_key_value_heads": 2,
-        "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0,
-    }),
-    "qwen3-next": ("Qwen3Next", {
-        "layer_types": ["full_attention"] * LAYERS, "head_dim": 16, "num_key_value_heads": 2,
-        "attention_bias": True, "num_experts": 8, "shared_expert_intermediate_size": 24,
-        "partial_rotary_factor": 0.25, "norm_topk_prob": True,
-    }),
-}  # fmt: skip
+    "deepseek": (
+        "DeepseekV3",
+        _LATENT
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 16.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+    "deepseek-plain": (
+        "DeepseekV3",
+        _LATENT
+        | {
+            "n_group": 2,
+            "topk_group": 2,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "glm": (
+        "Glm4Moe",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "layer_types": ["full_attention"] * LAYERS,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 24,
+            "partial_rotary_factor": 0.25,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
 def tiny_model(name, **more):

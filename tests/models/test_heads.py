@@ -102,8 +102,10 @@ def test_draft_logits_equal_those_of_torch_for_true_and_for_self_fed_rows(tmp_pa
 def test_a_switch_without_tensors_read_the_other_way_would_have_been_seen(name, switch):
     tensors, raw = head_cases.eagle_case(name)
     flipped = raw | {switch: not raw.get(switch)}
-    references = [torch_heads.Eagle3Ref(tensors, config, torch.randn(VOCAB, WIDTH))
-                  for config in (raw, flipped)]  # fmt: skip
+    references = [
+        torch_heads.Eagle3Ref(tensors, config, torch.randn(VOCAB, WIDTH))
+        for config in (raw, flipped)
+    ]
     references[1].embedding = references[0].embedding
     states = torch.randn(ROWS, tensors["fc.weight"].shape[1] // WIDTH, WIDTH)
     tokens = torch.randint(0, VOCAB, (ROWS + STEPS,))

@@ -22,7 +22,7 @@ from tests.models.test_heads import (  # noqa: E402
     TOLERANCE,
     draft_logits,
     target_params,
-)  # fmt: skip
+)
 
 CASES = [name for name in head_cases.EAGLE_CASES if name.startswith("speculators")]
 
@@ -44,8 +44,9 @@ def their_logits(model, states, tokens):
     hook = model.lm_head.register_forward_hook(lambda *args: logits.append(args[-1][0]))
     flat = torch.cat([states.flatten(1), torch.zeros(STEPS, states[0].numel())])[None]
     with torch.no_grad():
-        model(flat, tokens[None], torch.zeros(1, len(tokens), dtype=torch.long),
-              ttt_steps=STEPS + 1)  # fmt: skip
+        model(
+            flat, tokens[None], torch.zeros(1, len(tokens), dtype=torch.long), ttt_steps=STEPS + 1
+        )
     hook.remove()
     true, *fed = logits
     return torch.cat([true[:ROWS], *(step[ROWS - 1 : ROWS] for step in fed)]).numpy()
@@ -79,9 +80,13 @@ def test_logits_equal_those_of_the_library(tmp_path, verifier, name, written_by)
     else:
         head = head_files.load_head(tmp_path / "first", TARGET)
         head_files.save_head(
-            tmp_path / "head", head.config, head.params, TARGET,
-            layout="speculators", target_name=verifier,
-        )  # fmt: skip
+            tmp_path / "head",
+            head.config,
+            head.params,
+            TARGET,
+            layout="speculators",
+            target_name=verifier,
+        )
         found = load_file(tmp_path / "head" / "model.safetensors")
         assert set(found) == set(tensors)
         model = read_by_speculators(tmp_path / "head")

@@ -103,9 +103,12 @@ def test_modules_guess_as_in_transformers(name, modules, tmp_path):
         expected = []
         for module in range(modules):
             hidden = theirs.forward_layer(
-                module, hidden, positions[:, module:], None,
+                module,
+                hidden,
+                positions[:, module:],
+                None,
                 input_ids=torch.tensor(text)[:, 1 + module :],
-            )  # fmt: skip
+            )
             expected.append(model.lm_head(hidden).numpy())
             hidden = hidden[:, :-1]
     embedded = decoder.embed(target, sizes, jnp.asarray(text[:, 1:]))
@@ -121,13 +124,17 @@ def qwen_modules(config, count):
     attending = copy.deepcopy(config)
     attending.layer_types = ["full_attention"] * count
     norm = lambda: qwen.Qwen3NextRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    parts = torch.nn.ModuleDict({
-        "pre_fc_norm_embedding": norm(), "pre_fc_norm_hidden": norm(), "norm": norm(),
-        "fc": torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False),
-        "layers": torch.nn.ModuleList(
-            qwen.Qwen3NextDecoderLayer(attending, layer) for layer in range(count)
-        ),
-    })  # fmt: skip
+    parts = torch.nn.ModuleDict(
+        {
+            "pre_fc_norm_embedding": norm(),
+            "pre_fc_norm_hidden": norm(),
+            "norm": norm(),
+            "fc": torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False),
+            "layers": torch.nn.ModuleList(
+                qwen.Qwen3NextDecoderLayer(attending, layer) for layer in range(count)
+            ),
+        }
+    )
     with torch.no_grad():
         for parameter in parts.parameters():
             parameter.normal_(0, 0.2)
@@ -172,8 +179,9 @@ def test_modules_of_a_qwen3_next_guess_as_its_blocks_do_where_it_is_not_supporte
     assert (head.layout, head.config.n_predict) == ("qwen3_next", 2)
     text = np.random.default_rng(1).integers(0, 96, (2, LENGTH))
     features, expected = qwen_guesses(target, theirs, text)
-    table, output = (layer.weight.detach().numpy() for layer in (
-        target.model.embed_tokens, target.lm_head))  # fmt: skip
+    table, output = (
+        layer.weight.detach().numpy() for layer in (target.model.embed_tokens, target.lm_head)
+    )
     weights = decoder.DecoderParams(embedding=None, layers=(), norm=None, head=output.T)
     found = drafted(head.params, head.config, weights, table[text[:, 1:]], features[:, :-1])
     for ours, wanted in zip(found, expected, strict=True):
@@ -204,16 +212,23 @@ def test_a_recurrent_target_of_ones_own_drafts_with_the_modules_of_its_files(tmp
         return hidden @ params["output"]
 
     target, params = adapters.from_function(
-        apply, {"table": jnp.asarray(model.model.embed_tokens.weight.detach().numpy()),
-                "output": jnp.asarray(model.lm_head.weight.detach().numpy().T)},
-        vocab_size=96, max_positions=256, use_cache=False,
+        apply,
+        {
+            "table": jnp.asarray(model.model.embed_tokens.weight.detach().numpy()),
+            "output": jnp.asarray(model.lm_head.weight.detach().numpy().T),
+        },
+        vocab_size=96,
+        max_positions=256,
+        use_cache=False,
         embed=lambda params, tokens: params["table"][tokens],
         unembed=unembed,
-    )  # fmt: skip
+    )
     drafter = Mtp(head.config, target, 1, draft_sample_method="greedy")
-    plan = Plan(target, drafter, "coupled", ladder=(2,), record_rounds=32)
+    plan = Plan(target, drafter, "coupled", node_buckets=(2,), record_rounds=32)
     prompt = (5, 9, 3, 17)
-    [answer] = host.generate_rows(plan, Params(params, head.params), [host.Row(prompt, 24)])
+    [answer] = host.generate_sequences(
+        plan, Params(params, head.params), [host.SequenceParams(prompt, 24)]
+    )
     wanted = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0].tolist()
     assert answer.tokens.tolist() == wanted[len(prompt) :]
     _, [guesses] = qwen_guesses(model, theirs, np.array([wanted]))

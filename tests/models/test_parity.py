@@ -21,52 +21,108 @@ VOCAB, LAYERS, NEW_TOKENS = 128, 2, 64
 PROMPT_LENGTHS = (13, 3)
 CHUNK = 8  # prompts are fed 8 tokens at once, then one at a time
 TRAINED = 32  # prompts lie below this length and answers cross it
-LONGROPE = {"short_factor": [1.0 + 0.05 * j for j in range(8)],
-            "long_factor": [2.0 + 0.3 * j for j in range(8)]}  # fmt: skip
+LONGROPE = {
+    "short_factor": [1.0 + 0.05 * j for j in range(8)],
+    "long_factor": [2.0 + 0.3 * j for j in range(8)],
+}
 
 # Each case adds one scaling and whatever else its family can switch on.
 CASES = {
     "llama": ("Llama", {}),
-    "llama-linear-biases-tied": ("Llama", {
-        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
-        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    }),
-    "llama-dynamic": ("Llama", {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10000.0},
-        "max_position_embeddings": TRAINED,
-    }),
-    "llama-llama3": ("Llama", {
-        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                            "high_freq_factor": 4.0, "rope_theta": 500000.0,
-                            "original_max_position_embeddings": TRAINED},
-        "num_key_value_heads": 1,
-    }),
-    "llama-yarn": ("Llama", {
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0,
-                            "original_max_position_embeddings": TRAINED,
-                            "beta_fast": 16.0, "beta_slow": 0.5, "truncate": False},
-    }),
-    "llama-longrope": ("Llama", {
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **LONGROPE,
-                            "original_max_position_embeddings": TRAINED},
-    }),
-    "mistral-window": ("Mistral", {
-        "sliding_window": 6, "head_dim": 32, "num_key_value_heads": 2,
-    }),
-    "qwen2-windows-yarn": ("Qwen2", {
-        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
-        "tie_word_embeddings": True, "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
-                            "original_max_position_embeddings": TRAINED,
-                            "mscale": 1.0, "mscale_all_dim": 0.7},
-    }),
-    "qwen3-layer-types": ("Qwen3", {
-        "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        "use_sliding_window": True, "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }),
-}  # fmt: skip
+    "llama-linear-biases-tied": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10000.0},
+            "max_position_embeddings": TRAINED,
+        },
+    ),
+    "llama-llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "rope_theta": 500000.0,
+                "original_max_position_embeddings": TRAINED,
+            },
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": TRAINED,
+                "beta_fast": 16.0,
+                "beta_slow": 0.5,
+                "truncate": False,
+            },
+        },
+    ),
+    "llama-longrope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                **LONGROPE,
+                "original_max_position_embeddings": TRAINED,
+            },
+        },
+    ),
+    "mistral-window": (
+        "Mistral",
+        {
+            "sliding_window": 6,
+            "head_dim": 32,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "qwen2-windows-yarn": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": TRAINED,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    "qwen3-layer-types": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
 
 
 def tiny_model(family: str, settings: dict):
@@ -74,11 +130,19 @@ def tiny_model(family: str, settings: dict):
     torch.set_num_threads(1)
     torch.manual_seed(len(repr(settings)))
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "max_position_embeddings": 256, "initializer_range": 0.2, "head_dim": 16,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "head_dim": 16,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     config = getattr(transformers, f"{family}Config")(**sizes | settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -140,8 +204,11 @@ def greedy(params, config, history, prompt_length):
         known = history[rows, place + 1]
         token = jnp.where(place + 1 < prompt_length, known, found.argmax(-1))
         cache = kv_cache.append(cache, out.tree_kv, jnp.zeros((batch, 1), jnp.int32), jnp.int32(1))
-        return (cache, history.at[rows, place + 1].set(token.astype(jnp.int32)),
-                logits.at[rows, place + 1].set(found))  # fmt: skip
+        return (
+            cache,
+            history.at[rows, place + 1].set(token.astype(jnp.int32)),
+            logits.at[rows, place + 1].set(found),
+        )
 
     logits = jnp.zeros((batch, total, config.vocab_size))
     steps = max(PROMPT_LENGTHS) - 1 - CHUNK + NEW_TOKENS
@@ -179,9 +246,13 @@ def test_greedy_tokens_and_their_logits_equal_generate_of_transformers(case, pro
     )
     for row, prompt in enumerate(prompts):
         expected = model.generate(
-            torch.tensor(prompt)[None], max_new_tokens=NEW_TOKENS, do_sample=False,
-            output_logits=True, return_dict_in_generate=True, use_cache=True,
-        )  # fmt: skip
+            torch.tensor(prompt)[None],
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            use_cache=True,
+        )
         answer = slice(len(prompt), len(prompt) + NEW_TOKENS)
         theirs = torch.cat(expected.logits).numpy()
         assert len(theirs) == NEW_TOKENS
@@ -196,19 +267,40 @@ def test_greedy_tokens_and_their_logits_equal_generate_of_transformers(case, pro
 
 PUBLISHED_ROPES = {
     "llama-2": {"rope_type": "default"},
-    "llama-3.1": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
-                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    "qwen-long": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6,
-                  "original_max_position_embeddings": 32768},
-    "yarn-without-truncation": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000.0,
-                                "original_max_position_embeddings": 4096, "truncate": False},
-    "yarn-with-a-ramp-past-the-end": {"rope_type": "yarn", "factor": 2.0,
-                                      "original_max_position_embeddings": 524288},
+    "llama-3.1": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "rope_theta": 5e5,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "qwen-long": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 32768,
+    },
+    "yarn-without-truncation": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "rope_theta": 150000.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "yarn-with-a-ramp-past-the-end": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 524288,
+    },
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 4096,
-                 "short_factor": [1.0 + j / 64 for j in range(64)],
-                 "long_factor": [1.0 + j for j in range(64)]},
-}  # fmt: skip
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0 + j / 64 for j in range(64)],
+        "long_factor": [1.0 + j for j in range(64)],
+    },
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_ROPES)

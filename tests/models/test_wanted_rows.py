@@ -14,9 +14,15 @@ from jspec.models.mla import MlaConfig
 from jspec.models.moe import MoeConfig
 
 SIZES = dict(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_positions=64,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
 CONFIGS = {
     "plain": DecoderConfig(**SIZES),
     "windows": DecoderConfig(**SIZES, windows=(None, 3)),
@@ -34,9 +40,13 @@ def run(params, config, tokens, cache, wanted=None):
     tree = trees.broadcast(tree, len(tokens))
     attend, entries = decoder.attention_over(cache, tree, windows=config.windows, wanted=wanted)
     x, _ = decoder.trunk(
-        params, config, decoder.embed(params, config, tokens), cache.length[:, None] + tree.depth,
-        attend, wanted=wanted,
-    )  # fmt: skip
+        params,
+        config,
+        decoder.embed(params, config, tokens),
+        cache.length[:, None] + tree.depth,
+        attend,
+        wanted=wanted,
+    )
     return x, tuple(entries)
 
 

@@ -14,8 +14,12 @@ MARK = "xylophone"  # a word of the held-out module alone
 def _module(name: str, words: tuple[str, ...]) -> str:
     lines = [f"# module {name}, which holds functions of no use whatever"]
     for i, word in enumerate(words * 12):
-        lines += [f"def {name}_{word}_{i}(value):", f'    """Returns {word} for {name}."""',
-                  f"    return value + {i}", ""]  # fmt: skip
+        lines += [
+            f"def {name}_{word}_{i}(value):",
+            f'    """Returns {word} for {name}."""',
+            f"    return value + {i}",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -43,15 +47,29 @@ def settings(corpus, tmp_path):
     return pretrain.Settings(
         text=pretrain.CorpusSettings(corpus=str(corpus.directory), length=32, eval_windows=4),
         model=pretrain.ModelSettings(
-            vocab_size=300, hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1,
-            head_dim=16, max_positions=64,
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            layers=1,
+            heads=2,
+            kv_heads=1,
+            head_dim=16,
+            max_positions=64,
         ),
         trainer=TrainerSettings(
-            batch=4, accumulate=2, steps=12, warmup=2, decay=4, learning_rate=1e-2, eval_every=5,
-            log_every=1, schedule="wsd", compute="float32",
+            batch=4,
+            accumulate=2,
+            steps=12,
+            warmup=2,
+            decay=4,
+            learning_rate=1e-2,
+            eval_every=5,
+            log_every=1,
+            schedule="wsd",
+            compute="float32",
         ),
         out=str(tmp_path / "run"),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -15,9 +15,15 @@ from training.trainer.metrics import read_log
 
 ONE, SPREAD, CUT, ALL_AXES = (1, 1, 1), (8, 1, 1), (1, 4, 2), (2, 2, 2)
 MODEL = ModelSettings(
-    vocab_size=257, hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=1,
-    head_dim=16, max_positions=64,
-)  # fmt: skip
+    vocab_size=257,
+    hidden_size=32,
+    intermediate_size=64,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    max_positions=64,
+)
 
 
 def shards(tree) -> list:
@@ -32,9 +38,13 @@ def train(task, frozen, mesh: tuple[int, int, int], out: Path, **options) -> dic
     )
     apart = held_out(toy.Rows(seed=1), batch=8, limit=24)
     result = trainer.train(
-        task, frozen, batches(toy.Rows(), batch=16, seed=0), settings, out=out,
+        task,
+        frozen,
+        batches(toy.Rows(), batch=16, seed=0),
+        settings,
+        out=out,
         held_out=() if mesh == SPREAD else apart,
-    )  # fmt: skip
+    )
     log = read_log(out / "metrics.jsonl")
     return {
         "mesh": mesh,

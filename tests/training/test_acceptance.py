@@ -22,9 +22,14 @@ def test_texts_end_where_the_target_ends_them():
     rows, params = windows(), tiny.params()
     prompts = held_out_prompts(rows, 4, SETTINGS.prompt_tokens)
     served = lambda **stops: jspec.generate(
-        tiny.TARGET, params.target, prompts, drafter=tiny.DRAFT, drafter_params=params.drafter,
-        max_new_tokens=24, **stops,
-    )  # fmt: skip
+        tiny.TARGET,
+        params.target,
+        prompts,
+        drafter=tiny.DRAFT,
+        drafter_params=params.drafter,
+        max_new_tokens=24,
+        **stops,
+    )
     whole = served()
     stop = int(whole[0].tokens[5])  # the others may go on without it
     ended = served(stop_token_ids=(stop,))

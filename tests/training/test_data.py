@@ -96,8 +96,10 @@ def test_windows_hold_every_input_and_its_target_once():
     for row in rows:
         assert (row.segments == 1).all() and (row.weights == 1).all()
         assert (row.tokens.dtype, row.segments.dtype, row.weights.dtype) == (
-            np.int32, np.int32, np.float32,
-        )  # fmt: skip
+            np.int32,
+            np.int32,
+            np.float32,
+        )
 
 
 def test_no_source_gives_more_text_than_its_cap(sources, tmp_path):

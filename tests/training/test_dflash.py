@@ -20,23 +20,47 @@ from training.batches import Batch
 from training.dflash import PUBLISHED, DFlashTask, Frozen, Recipe, pick, row_weights
 
 TARGET = DecoderConfig(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_positions=64,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
 NETWORK = dataclasses.replace(TARGET, num_layers=1, qk_norm=True)
 PLAIN = DFlashConfig(
-    dataclasses.replace(NETWORK, num_layers=2, windows=(4, None)), (0, 1), 32, 40, 4, 39,
+    dataclasses.replace(NETWORK, num_layers=2, windows=(4, None)),
+    (0, 1),
+    32,
+    40,
+    4,
+    39,
     causal=(True, False),
-)  # fmt: skip
+)
 KEPT = np.arange(3, 40, 2, dtype=np.int32)
 REDUCED = DFlashConfig(
-    dataclasses.replace(NETWORK, vocab_size=len(KEPT)), (1,), 32, 40, 4, 39, own_head=True,
-    own_embedding=True,
-)  # fmt: skip
+    dataclasses.replace(NETWORK, vocab_size=len(KEPT)),
+    (1,),
+    32,
+    40,
+    4,
+    39,
+    separate_head=True,
+    separate_embedding=True,
+)
 SPARK = DFlashConfig(
-    dataclasses.replace(NETWORK, windows=(4,)), (1,), 32, 40, 4, 39, causal=(True,),
-    from_anchor=True, spark=SparkConfig(6, "rnn", True, True),
-)  # fmt: skip
+    dataclasses.replace(NETWORK, windows=(4,)),
+    (1,),
+    32,
+    40,
+    4,
+    39,
+    causal=(True,),
+    from_anchor=True,
+    spark=SparkConfig(6, "rnn", True, True),
+)
 FIRST, SECOND = 11, 8
 RECIPES = {
     "dflash": (PLAIN, dataclasses.replace(PUBLISHED["dflash"], anchors=7, gamma=2.0)),
@@ -76,7 +100,7 @@ def heads_in_torch(directory, config, params, target):
 
     from tests.models.torch_dflash import DFlashRef, DSparkRef
 
-    layout = "dflash-speculators" if config.own_head else "dflash"
+    layout = "dflash-speculators" if config.separate_head else "dflash"
     head_files.save_head(
         directory, config, params, TARGET, layout=layout, target_name="someone/model"
     )
@@ -130,9 +154,12 @@ def block_loss(recipe, logits, chances, truth, labels, counts, kept):
 
 
 @pytest.mark.parametrize(
-    "name", ["dspark", *(pytest.param(name, marks=pytest.mark.slow)
-                         for name in ("dflash", "dpace, reduced"))],
-)  # fmt: skip
+    "name",
+    [
+        "dspark",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dpace, reduced")),
+    ],
+)
 def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, monkeypatch):
     monkeypatch.setattr(block_attention, "QUERIES", 8)  # two blocks at a time, and one left over
     config, recipe = RECIPES[name]

@@ -25,9 +25,15 @@ from training import (
 )
 
 SIZES = DecoderConfig(
-    vocab_size=300, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1,
-    head_dim=16, max_positions=128,
-)  # fmt: skip
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_positions=128,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +52,41 @@ def words(target, sources, tmp_path_factory):
     """Options of a run of six short steps."""
     cache = tmp_path_factory.mktemp("cache")
     return [
-        "--target", str(target), "--data", str(sources), "--held-out-modules", "secret",
-        "--cache", str(cache), "--length", "24", "--batch", "2", "--accumulate", "1", "--steps",
-        "6", "--warmup", "1", "--eval-every", "3", "--eval-windows", "2", "--acceptance-prompts",
-        "2", "--prompt-tokens", "8", "--max-new-tokens", "8", "--num-speculative-tokens", "2",
-        "--compute", "float32", "--learning-rate", "1e-2",
-    ]  # fmt: skip
+        "--target",
+        str(target),
+        "--data",
+        str(sources),
+        "--held-out-modules",
+        "secret",
+        "--cache",
+        str(cache),
+        "--length",
+        "24",
+        "--batch",
+        "2",
+        "--accumulate",
+        "1",
+        "--steps",
+        "6",
+        "--warmup",
+        "1",
+        "--eval-every",
+        "3",
+        "--eval-windows",
+        "2",
+        "--acceptance-prompts",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--max-new-tokens",
+        "8",
+        "--num-speculative-tokens",
+        "2",
+        "--compute",
+        "float32",
+        "--learning-rate",
+        "1e-2",
+    ]
 
 
 def generate(target, config):
@@ -87,12 +122,14 @@ def check_run(folder, target, method, model=None, **keys):
     [
         ("hass", ["--loss", "overlap"], "eagle"),
         pytest.param(
-            "eagle3", ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "2"],
-            "eagle3", marks=pytest.mark.slow,
+            "eagle3",
+            ["--unroll", "2", "--format", "speculators", "--capture-layers", "1", "2"],
+            "eagle3",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["hass", "eagle3 speculators"],
-)  # fmt: skip
+)
 def test_a_head_is_distilled_from_one_command(variant, more, method, words, target, tmp_path):
     argv = [*words, "--output", str(tmp_path), "--variant", variant, *more]
     assert distill_eagle.main(argv) == 0
@@ -147,12 +184,23 @@ def recorded(run):
 
 
 def test_what_decides_which_weights_are_best_stays_as_it_is(words, target, tmp_path, capsys):
-    measured, plain = ([*words, "--steps", "2", "--output", str(tmp_path / name)]
-                       for name in ("measured", "plain"))  # fmt: skip
+    measured, plain = (
+        [*words, "--steps", "2", "--output", str(tmp_path / name)] for name in ("measured", "plain")
+    )
     plain += ["--acceptance-prompts", "0"]
     assert distill_medusa.main(measured) == distill_medusa.main(plain) == 0
-    others = ["--acceptance-prompts", "1", "--num-speculative-tokens", "1", "--prompt-tokens", "4",
-              "--max-new-tokens", "4", "--temperatures", "0.5"]  # fmt: skip
+    others = [
+        "--acceptance-prompts",
+        "1",
+        "--num-speculative-tokens",
+        "1",
+        "--prompt-tokens",
+        "4",
+        "--max-new-tokens",
+        "4",
+        "--temperatures",
+        "0.5",
+    ]
     assert distill_medusa.main([*measured, *others]) == 2
     said = capsys.readouterr().err
     assert "holds another run: " in said and "--temperatures (0.5,) (was [1.0, 0.0])" in said
@@ -226,8 +274,22 @@ def test_a_draft_model_learns_to_guess_in_one_pass(words, target, tmp_path):
 
 @pytest.mark.slow
 def test_a_head_learns_to_guess_in_one_pass(words, target, tmp_path):
-    more = ["--parallel", "--capture-layers", "1", "2", "--head-layers", "2", "--depths", "3",
-            "--draft-vocab-size", "80", "--format", "speculators", "--mask-token", "7"]  # fmt: skip
+    more = [
+        "--parallel",
+        "--capture-layers",
+        "1",
+        "2",
+        "--head-layers",
+        "2",
+        "--depths",
+        "3",
+        "--draft-vocab-size",
+        "80",
+        "--format",
+        "speculators",
+        "--mask-token",
+        "7",
+    ]
     assert distill_eagle.main([*words, "--output", str(tmp_path), *more]) == 0
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
     assert raw["speculators_model_type"] == "peagle" and raw["mask_token_id"] == 7
@@ -287,20 +349,41 @@ SMALL_BLOCKS = ["--block-size", "4", "--head-layers", "1", "--anchors", "6"]
         ("dflash", ["--weighing", "dpace"]),
         pytest.param(
             "dspark",
-            ["--markov", "gated", "--markov-rank", "8", "--format", "dflash-speculators",
-             "--draft-vocab-size", "90", "--capture-layers", "1", "2", "--remat"],
+            [
+                "--markov",
+                "gated",
+                "--markov-rank",
+                "8",
+                "--format",
+                "dflash-speculators",
+                "--draft-vocab-size",
+                "90",
+                "--capture-layers",
+                "1",
+                "2",
+                "--remat",
+            ],
             marks=pytest.mark.slow,
         ),
     ],
     ids=["dflash", "dspark speculators"],
-)  # fmt: skip
+)
 def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, target, tmp_path):
     argv = [*words, "--output", str(tmp_path / "a"), "--variant", variant, *SMALL_BLOCKS, *more]
     assert distill_dflash.main(argv) == 0
     check_run(tmp_path / "a", target, variant)
     if variant == "dspark":  # and goes on from its files
-        again = [*words, "--output", str(tmp_path / "b"), "--variant", variant, "--format",
-                 "dflash-speculators", "--head", str(tmp_path / "a" / "export")]  # fmt: skip
+        again = [
+            *words,
+            "--output",
+            str(tmp_path / "b"),
+            "--variant",
+            variant,
+            "--format",
+            "dflash-speculators",
+            "--head",
+            str(tmp_path / "a" / "export"),
+        ]
         assert distill_dflash.main(again) == 0
 
 
@@ -319,12 +402,15 @@ LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
         (distill_mlp_speculator, LSTM, "mlp_speculator", "arctic-lstm"),
         pytest.param(distill_hydra, HYDRA, "hydra", "hydra", marks=pytest.mark.slow),
         pytest.param(
-            distill_mlp_speculator, ["--variant", "arctic", "--no-scale-input"], "mlp_speculator",
-            "arctic-rnn", marks=pytest.mark.slow,
+            distill_mlp_speculator,
+            ["--variant", "arctic", "--no-scale-input"],
+            "mlp_speculator",
+            "arctic-rnn",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["arctic-lstm", "hydra++", "arctic"],
-)  # fmt: skip
+)
 def test_heads_that_guess_one_after_another_are_trained(
     script, more, method, layout, words, target, tmp_path
 ):
@@ -359,32 +445,59 @@ def test_they_are_trained_on_from_their_files(
 @pytest.mark.parametrize(
     ("script", "more", "message"),
     [
-        (distill_eagle, ["--capture-layers", "2", "1"],
-         r"reads hidden states \[2, 1\], which must ascend and lie below the target's 3"),
+        (
+            distill_eagle,
+            ["--capture-layers", "2", "1"],
+            r"reads hidden states \[2, 1\], which must ascend and lie below the target's 3",
+        ),
         (distill_eagle, ["--draft-vocab-size", "301"], "the target has 300 tokens"),
-        (distill_eagle, ["--variant", "eagle1", "--draft-vocab-size", "50"],
-         "only eagle3 heads have it"),
+        (
+            distill_eagle,
+            ["--variant", "eagle1", "--draft-vocab-size", "50"],
+            "only eagle3 heads have it",
+        ),
         (distill_eagle, ["--variant", "hass", "--fc-norm"], "only eagle3 heads have it"),
         (distill_eagle, ["--fc-norm", "--norm-before-fc"], "norms them already; leave one out"),
-        (distill_eagle, ["--format", "sglang", "--norm-output"],
-         "heads with norms of their own have eagle, speculators"),
-        (distill_eagle, ["--variant", "hass", "--format", "speculators"],
-         "hass heads have eagle and sglang"),
+        (
+            distill_eagle,
+            ["--format", "sglang", "--norm-output"],
+            "heads with norms of their own have eagle, speculators",
+        ),
+        (
+            distill_eagle,
+            ["--variant", "hass", "--format", "speculators"],
+            "hass heads have eagle and sglang",
+        ),
         (distill_eagle, ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
         (distill_eagle, ["--feature-weight", "1.0"], "no feature of the target"),
         (distill_eagle, ["--held-out-modules"], "no data is held out: give --held-out-share"),
         (distill_eagle, ["--length", "128"], "--length 128 does not work; the target has 128 pos"),
-        (distill_eagle, ["--variant", "eagle1", "--max-new-tokens", "128"],
-         "--max-new-tokens 128 does not work; the target has 128 positions"),
-        (distill_draft, ["--draft-layers", "0", "--on-policy", "0.1"],
-         "--on-policy 0.1 does not work; that is none of the 2 windows"),
+        (
+            distill_eagle,
+            ["--variant", "eagle1", "--max-new-tokens", "128"],
+            "--max-new-tokens 128 does not work; the target has 128 positions",
+        ),
+        (
+            distill_draft,
+            ["--draft-layers", "0", "--on-policy", "0.1"],
+            "--on-policy 0.1 does not work; that is none of the 2 windows",
+        ),
         (distill_draft, [], "give either --draft DIR or --draft-layers"),
-        (distill_draft, ["--draft-layers", "0", "--depths", "4"],
-         "--depths 4 does not work; only drafters trained with --parallel have it"),
-        (distill_draft, ["--draft-layers", "0", "--parallel", "--mask-token", "300"],
-         "--mask-token 300 does not work; the target has 300 tokens"),
-        (distill_eagle, ["--parallel", "--depths", "1"],
-         "--num-speculative-tokens 2 does not work; no more than --depths 1 tokens are guessed"),
+        (
+            distill_draft,
+            ["--draft-layers", "0", "--depths", "4"],
+            "--depths 4 does not work; only drafters trained with --parallel have it",
+        ),
+        (
+            distill_draft,
+            ["--draft-layers", "0", "--parallel", "--mask-token", "300"],
+            "--mask-token 300 does not work; the target has 300 tokens",
+        ),
+        (
+            distill_eagle,
+            ["--parallel", "--depths", "1"],
+            "--num-speculative-tokens 2 does not work; no more than --depths 1 tokens are guessed",
+        ),
         (distill_eagle, ["--parallel", "--variant", "hass"], "only eagle3 heads have --parallel"),
         (distill_eagle, ["--parallel", "--format", "sglang"], "parallel heads have eagle and spec"),
         (distill_eagle, ["--parallel", "--unroll", "2"], "one pass has no steps on its own"),
@@ -403,35 +516,59 @@ def test_they_are_trained_on_from_their_files(
         (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
         (distill_hydra, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
         (distill_hydra, ["--heads", "x", "--head-layers", "2"], "--heads decides it"),
-        (distill_mlp_speculator, ["--n-predict", "1", "--no-tie-weights"],
-         "there are --n-predict 1 stages; take as many tokens or fewer"),
+        (
+            distill_mlp_speculator,
+            ["--n-predict", "1", "--no-tie-weights"],
+            "there are --n-predict 1 stages; take as many tokens or fewer",
+        ),
         (distill_mlp_speculator, ["--n-predict", "1"], "one stage shares no weights"),
         (distill_mlp_speculator, ["--no-tie-embeddings"], "only an LSTM"),
-        (distill_mlp_speculator, ["--variant", "arctic-lstm", "--no-tie-weights"],
-         "--tie-weights False does not work; the stages of an LSTM are always one"),
+        (
+            distill_mlp_speculator,
+            ["--variant", "arctic-lstm", "--no-tie-weights"],
+            "--tie-weights False does not work; the stages of an LSTM are always one",
+        ),
         (distill_mlp_speculator, ["--head", "x", "--inner-dim", "8"], "--head decides it"),
-        (distill_medusa, ["--format", "medusa", "--draft-vocab-size", "20"],
-         "no reduced vocabulary"),
+        (
+            distill_medusa,
+            ["--format", "medusa", "--draft-vocab-size", "20"],
+            "no reduced vocabulary",
+        ),
         (distill_medusa, ["--heads", "x", "--num-heads", "3"], "--heads decides it"),
         (distill_medusa, ["--heads-weight", "3"], "only --joint has another loss beside theirs"),
-        (distill_draft, ["--draft", "x", "--parallel", "--loss", "tvd"],
-         "--loss 'tvd' does not work; --text-weight 1 learns from the text alone"),
+        (
+            distill_draft,
+            ["--draft", "x", "--parallel", "--loss", "tvd"],
+            "--loss 'tvd' does not work; --text-weight 1 learns from the text alone",
+        ),
         (distill_draft, ["--draft", "x", "--on-policy-prompt", "3"], "nothing without --on-policy"),
-        (distill_eagle, ["--variant", "eagle1", "--loss-weight", "0", "--loss", "tvd"],
-         "it weighs nothing: give --loss-weight too"),
-        (distill_eagle, ["--variant", "eagle1", "--no-through-steps"],
-         "--through-steps False does not work; --unroll 1 has no step after the first"),
-        (distill_eagle, ["--variant", "eagle1", "--loss-weight", "0", "--feature-weight", "0"],
-         "--loss-weight 0.0 does not work; nothing is left to learn"),
+        (
+            distill_eagle,
+            ["--variant", "eagle1", "--loss-weight", "0", "--loss", "tvd"],
+            "it weighs nothing: give --loss-weight too",
+        ),
+        (
+            distill_eagle,
+            ["--variant", "eagle1", "--no-through-steps"],
+            "--through-steps False does not work; --unroll 1 has no step after the first",
+        ),
+        (
+            distill_eagle,
+            ["--variant", "eagle1", "--loss-weight", "0", "--feature-weight", "0"],
+            "--loss-weight 0.0 does not work; nothing is left to learn",
+        ),
         (distill_eagle, ["--feature-cache-gigabytes", "3"], "only --feature-cache DIR takes them"),
         (distill_eagle, ["--head", "x", "--head-layers", "2"], "--head decides it"),
         (finetune_mtp, ["--unroll", "1", "--step-decay", "0.2"], "--unroll 1 has no step after"),
-        (distill_medusa, ["--schedule", "wsd", "--decay", "2", "--learning-rate-floor", "0.5"],
-         "--learning-rate-floor 0.5 does not work; --schedule wsd has none"),
+        (
+            distill_medusa,
+            ["--schedule", "wsd", "--decay", "2", "--learning-rate-floor", "0.5"],
+            "--learning-rate-floor 0.5 does not work; --schedule wsd has none",
+        ),
         (distill_dflash, ["--decay", "3"], "--decay 3 does not work; only --schedule wsd has it"),
         (distill_hydra, ["--clip", "none", "--clip-at", "5"], "--clip none cuts nothing"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_said_in_one_line(script, more, message, words, tmp_path, capfd):
     argv = [*words, "--output", str(tmp_path / "run"), *more]
     assert script.main(argv) == 2

@@ -18,9 +18,16 @@ from training.task import Frozen
 
 def sizes(vocab_size, layers):
     return DecoderConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_layers=layers,
-        num_heads=4, num_kv_heads=2, head_dim=8, max_positions=64, tie_embeddings=True,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=64,
+        tie_embeddings=True,
+    )
 
 
 TARGET, DRAFT, SHORT = sizes(40, 2), sizes(44, 1), 36  # the draft's embedding is padded
@@ -46,7 +53,7 @@ def batch():
     return Batch(tokens, np.stack([row, row]), kept.astype(np.float32))
 
 
-def laws(params, config, tokens):
+def distributions(params, config, tokens):
     chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
     cache = decoder.init_cache(config, 1, len(tokens))
     logits = np.asarray(decoder.forward(params, config, tokens[None], chain, cache).logits[0])
@@ -71,8 +78,8 @@ def test_the_loss_is_the_distance_of_each_documents_laws(loss, weights, batch):
     total, accepted, counted = 0.0, 0.0, 0
     for tokens, learned in zip(batch.tokens, batch.weights, strict=True):
         for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
-            p = np.exp(laws(weights.target, TARGET, tokens[start:end]))
-            q = np.exp(laws(weights.start, DRAFT, tokens[start:end]))
+            p = np.exp(distributions(weights.target, TARGET, tokens[start:end]))
+            q = np.exp(distributions(weights.start, DRAFT, tokens[start:end]))
             for i in range(end - start - 1):
                 if learned[start + i + 1]:
                     text = -np.log(q[i, tokens[start + i + 1]])
@@ -106,9 +113,13 @@ def test_gradients_are_those_that_are_derived_by_hand():
     alpha = np.minimum(p, q).sum()
     share = np.exp(-3 * alpha)
     wanted = {
-        "kl": kl, "ce": kl, "reverse_kl": reverse, "tvd": tvd, "overlap": tvd / alpha,
+        "kl": kl,
+        "ce": kl,
+        "reverse_kl": reverse,
+        "tvd": tvd,
+        "overlap": tvd / alpha,
         "lk": share * kl + (1 - share) * tvd,
-    }  # fmt: skip
+    }
     for loss, by_hand in wanted.items():
         np.testing.assert_allclose(gradient(loss, p, logits), by_hand, atol=1e-6, err_msg=loss)
 

@@ -20,9 +20,15 @@ from training.eagle import PUBLISHED, EagleTask, Frozen, Recipe, teach
 from training.features import TaughtBatch
 
 TARGET = DecoderConfig(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_positions=64,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
 KEPT = np.sort(np.random.default_rng(3).permutation(TARGET.vocab_size)[:25]).astype(np.int32)
 FIRST, SECOND = 11, 8  # lengths of the two documents of a window, 3 slots of padding behind
 
@@ -30,11 +36,13 @@ FIRST, SECOND = 11, 8  # lengths of the two documents of a window, 3 slots of pa
 def head_config(generation: int, vocab_size: int = TARGET.vocab_size) -> EagleConfig:
     network = dataclasses.replace(TARGET, num_layers=1, vocab_size=vocab_size)
     return EagleConfig(
-        network=network, generation=generation,
+        network=network,
+        generation=generation,
         capture_layers=(1, 2, 3) if generation == 3 else (TARGET.num_layers,),
-        target_hidden_size=TARGET.hidden_size, target_vocab_size=TARGET.vocab_size,
-        own_head=generation == 3,
-    )  # fmt: skip
+        target_hidden_size=TARGET.hidden_size,
+        target_vocab_size=TARGET.vocab_size,
+        separate_head=generation == 3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +86,13 @@ def _serve(params, config, target, tokens, steps):
     chain = trees.broadcast(trees.from_parents(trees.chain(rows), rows), 1)
     attend, _ = decoder.attention_over(decoder.init_cache(TARGET, 1, rows + 1), chain)
     x, captured = decoder.trunk(
-        target, TARGET, decoder.embed(target, TARGET, tokens[None]), jnp.arange(rows + 1)[None],
-        attend, capture_layers=config.capture_layers,
-    )  # fmt: skip
+        target,
+        TARGET,
+        decoder.embed(target, TARGET, tokens[None]),
+        jnp.arange(rows + 1)[None],
+        attend,
+        capture_layers=config.capture_layers,
+    )
     normed = decoder.rms_norm(x, target.norm, TARGET.norm_eps)
     features = (normed,) if config.generation == 1 else captured
     fused = eagle.fuse(params, config, tuple(x[:, :rows] for x in features))
@@ -96,9 +108,16 @@ def _serve(params, config, target, tokens, steps):
         ids = jnp.roll(tokens, -1 - step)[:rows, None]
         mask = jnp.broadcast_to(jnp.arange(steps) < step, (rows, 1, steps))
         x, side = eagle.extend(
-            params, config, vectors(ids), hidden[-1], jnp.arange(rows)[:, None] + step, cache, side,
-            jnp.int32(step - 1), mask,
-        )  # fmt: skip
+            params,
+            config,
+            vectors(ids),
+            hidden[-1],
+            jnp.arange(rows)[:, None] + step,
+            cache,
+            side,
+            jnp.int32(step - 1),
+            mask,
+        )
         hidden.append(x)
     hidden = jnp.stack(hidden)[:, :, 0]
     logits = eagle.unembed(params, config, hidden, module, target)
@@ -227,9 +246,10 @@ def test_gradients_stop_between_the_passes_of_hass_alone(target, batch):
     config, frozen = head_config(1), Frozen(target)
     params = loud_head(config, frozen)
     late = dataclasses.replace(
-        batch, weights=np.where(np.arange(batch.tokens.shape[1]) == FIRST - 1, 1.0, 0.0)
+        batch,
+        weights=np.where(np.arange(batch.tokens.shape[1]) == FIRST - 1, 1.0, 0.0)
         * np.ones_like(batch.weights),
-    )  # fmt: skip
+    )
     grads = {}
     for through in (False, True):
         recipe = Recipe(unroll=3, step_decay=1e3, through_steps=through)
@@ -286,9 +306,12 @@ def test_features_computed_before_give_the_same_loss(generation, target, batch):
     captured, normed = teach(task, frozen, batch)
     empty = jnp.zeros((*normed.shape[:2], 0, normed.shape[2]))
     taught = TaughtBatch(
-        batch.tokens, batch.segments, batch.weights,
-        captured=jnp.stack(captured, 2) if captured else empty, normed=normed,
-    )  # fmt: skip
+        batch.tokens,
+        batch.segments,
+        batch.weights,
+        captured=jnp.stack(captured, 2) if captured else empty,
+        normed=normed,
+    )
     loss = jax.jit(task.loss)
     online, _ = loss(params, frozen, batch, jax.random.key(0))
     np.testing.assert_allclose(

@@ -20,9 +20,15 @@ from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training import export
 
 SIZES = DecoderConfig(
-    vocab_size=60, hidden_size=32, intermediate_size=48, num_layers=6, num_heads=2, num_kv_heads=1,
-    head_dim=16, max_positions=128,
-)  # fmt: skip
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=6,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_positions=128,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +42,13 @@ def eagle_head(generation):
     third = generation == 3
     network = dataclasses.replace(SIZES, num_layers=1, vocab_size=40 if third else 60)
     config = EagleConfig(
-        network=network, generation=generation, capture_layers=(1, 2, 5) if third else (6,),
-        target_hidden_size=32, target_vocab_size=60, own_head=third,
-    )  # fmt: skip
+        network=network,
+        generation=generation,
+        capture_layers=(1, 2, 5) if third else (6,),
+        target_hidden_size=32,
+        target_vocab_size=60,
+        separate_head=third,
+    )
     params = eagle.init_params(jax.random.key(1), config)
     kept = jnp.arange(3, 43, dtype=jnp.int32) if third else None
     return config, params.replace(draft_to_target=kept)
@@ -46,9 +56,14 @@ def eagle_head(generation):
 
 def medusa_heads():
     config = MedusaConfig(
-        num_heads=2, num_layers=1, hidden_size=32, vocab_size=60, target_vocab_size=60,
-        capture_layers=(6,), num_outputs=2,
-    )  # fmt: skip
+        num_heads=2,
+        num_layers=1,
+        hidden_size=32,
+        vocab_size=60,
+        target_vocab_size=60,
+        capture_layers=(6,),
+        num_outputs=2,
+    )
     return config, medusa.init_params(jax.random.key(1), config)
 
 
@@ -154,9 +169,17 @@ def test_modules_go_into_their_target_and_out_of_it(target, tmp_path):
     params = mtp.init_params(jax.random.key(2), config)
     head_files.save_head(tmp_path / "own", config, params, SIZES)
     run = lambda head, output, form: export.main(
-        ["--head", str(tmp_path / head), "--target", str(target), "--output",
-         str(tmp_path / output), "--format", form]
-    )  # fmt: skip
+        [
+            "--head",
+            str(tmp_path / head),
+            "--target",
+            str(target),
+            "--output",
+            str(tmp_path / output),
+            "--format",
+            form,
+        ]
+    )
     assert run("own", "stitched", "stitched") == 0
     assert run("stitched", "again", "mimo") == 0
     before, after = (head_files.load_head(tmp_path / name, SIZES) for name in ("own", "again"))

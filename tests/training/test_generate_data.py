@@ -44,8 +44,22 @@ def write(path, lines):
 
 
 def arguments(target, prompts, output, *more):
-    return ["--target", str(target), "--prompts", str(prompts), "--output", str(output),
-            "--max-new-tokens", "12", "--batch", "2", "--temperature", "0", "1", *more]  # fmt: skip
+    return [
+        "--target",
+        str(target),
+        "--prompts",
+        str(prompts),
+        "--output",
+        str(output),
+        "--max-new-tokens",
+        "12",
+        "--batch",
+        "2",
+        "--temperature",
+        "0",
+        "1",
+        *more,
+    ]
 
 
 def lines_of(path):
@@ -72,8 +86,10 @@ def test_answers_are_what_the_target_says_to_the_prompt(target, whole):
     assert sorted(line["messages"][0]["content"] for line in lines) == asked
     assert {line["temperature"] for line in lines} == {0.0, 1.0}
     assert len({line["seed"] for line in lines}) == len(lines)
-    params = [SamplingParams(max_tokens=12, temperature=line["temperature"], seed=line["seed"])
-              for line in lines]  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=12, temperature=line["temperature"], seed=line["seed"])
+        for line in lines
+    ]
     outputs = jspec.LLM(target).chat([line["messages"][:1] for line in lines], params)
     for line, output in zip(lines, outputs, strict=True):
         answer = output.outputs[0]
@@ -257,12 +273,19 @@ def test_a_line_damaged_before_the_last_is_not_cut_off(target, chats, whole, tmp
         (["--batch", "0"], "--batch 0 does not work; it must be at least 1"),
         (["--temperature", "-1"], "--temperature -1.0 does not work; temperature=-1.0 must be 0"),
         (["--speculative-config", "{"], "--speculative-config '{' does not work; it is not JSON"),
-        (["--speculative-config", json.dumps(NGRAM | {"rejection_sample_method": "synthetic",
-                                                      "synthetic_acceptance_length": 2})],
-         "changes the law of the answers; take a lossless one"),
+        (
+            [
+                "--speculative-config",
+                json.dumps(
+                    NGRAM
+                    | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}
+                ),
+            ],
+            "changes the law of the answers; take a lossless one",
+        ),
         (["--output", ""], "--output '' does not work; give one"),
     ],
-)  # fmt: skip
+)
 def test_bad_options_give_one_line_and_exit_code_2(
     target, chats, tmp_path, capsys, options, message
 ):

@@ -30,8 +30,11 @@ def numbers(iterator, count):
 def test_batches_are_windows_in_numpy():
     batch = next(batches(Rows(10), batch=4, seed=0))
     assert isinstance(batch, Batch) and batch.positions.tolist() == [[0, 1, 2, 3]] * 4
-    for leaf, dtype in ((batch.tokens, np.int32), (batch.segments, np.int32),
-                        (batch.weights, np.float32)):  # fmt: skip
+    for leaf, dtype in (
+        (batch.tokens, np.int32),
+        (batch.segments, np.int32),
+        (batch.weights, np.float32),
+    ):
         assert isinstance(leaf, np.ndarray) and leaf.shape == (4, 4) and leaf.dtype == dtype
 
 

@@ -16,13 +16,24 @@ from training.batches import Batch
 from training.medusa import FrozenTarget, JointParams, MedusaRecipe, MedusaTask
 
 TARGET = DecoderConfig(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_positions=64,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
 HEADS = MedusaConfig(
-    num_heads=3, num_layers=1, hidden_size=32, vocab_size=40, target_vocab_size=40,
-    capture_layers=(2,), num_outputs=3,
-)  # fmt: skip
+    num_heads=3,
+    num_layers=1,
+    hidden_size=32,
+    vocab_size=40,
+    target_vocab_size=40,
+    capture_layers=(2,),
+    num_outputs=3,
+)
 KEPT = np.arange(3, 40, 2, dtype=np.int32)
 FIRST, SECOND = 11, 8
 

@@ -22,9 +22,12 @@ from training.task import Frozen
 TARGET = tiny.TARGET.config
 STEPS, DECAY = 3, 0.6
 SIZES = {
-    "num_hidden_layers": TARGET.num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "hidden_size": 32, "rms_norm_eps": 1e-6,
-}  # fmt: skip
+    "num_hidden_layers": TARGET.num_layers,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def expected(head, batch, factor):
@@ -56,10 +59,13 @@ def test_the_loss_is_that_of_drafts_by_plain_torch(name, tmp_path):
     written = config if mimo else dataclasses.replace(config, feeds_normed=False)
     head_files.save_head(tmp_path, written, params, TARGET)
     head = mtps.reference()(
-        load_file(tmp_path / "model.safetensors"), SIZES,
-        torch.tensor(np.asarray(target.embedding)), torch.tensor(np.asarray(target.head.T)),
-        mimo=mimo, normed=True,
-    )  # fmt: skip
+        load_file(tmp_path / "model.safetensors"),
+        SIZES,
+        torch.tensor(np.asarray(target.embedding)),
+        torch.tensor(np.asarray(target.head.T)),
+        mimo=mimo,
+        normed=True,
+    )
     recipe = MtpRecipe(unroll=STEPS, step_decay=DECAY, loss_factor=0.1)
     task, batch = MtpTask(config, TARGET, recipe, "float32"), texts.packed()
     loss, metrics = jax.jit(task.loss)(params, Frozen(target), batch, jax.random.key(0))
@@ -97,9 +103,14 @@ def test_norms_around_zero_are_trained_as_they_are_used():
 
 def test_heads_for_a_target_with_experts_have_plain_blocks():
     target = dataclasses.replace(
-        TARGET, head_dim=20, num_kv_heads=4, mla=MlaConfig(24, 20, 12, 8, 10),
-        moe=MoeConfig(8, 2, 16, 16), attention_gate=True, zero_centred_norms=True,
-    )  # fmt: skip
+        TARGET,
+        head_dim=20,
+        num_kv_heads=4,
+        mla=MlaConfig(24, 20, 12, 8, 10),
+        moe=MoeConfig(8, 2, 16, 16),
+        attention_gate=True,
+        zero_centred_norms=True,
+    )
     config = distill_eagle.head_config(
         distill_eagle.HeadSettings(capture_layers=(0, 1)), "eagle3", target
     )

@@ -9,9 +9,16 @@ from jspec.models.decoder import DecoderConfig
 from training import attention, objective
 
 CONFIG = DecoderConfig(
-    vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, max_positions=64, tie_embeddings=True,
-)  # fmt: skip
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    tie_embeddings=True,
+)
 
 
 @pytest.fixture

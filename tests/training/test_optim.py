@@ -68,9 +68,10 @@ def test_adamw_takes_its_betas():
     # One step of Adam from zero is the sign of the gradient; two differing steps are not.
     def second(beta1, beta2):
         optimizer = make_optimizer(
-            toy.settings(warmup=0, learning_rate=1.0, beta1=beta1, beta2=beta2, weight_decay=0.0,
-                         clip="none")
-        )  # fmt: skip
+            toy.settings(
+                warmup=0, learning_rate=1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, clip="none"
+            )
+        )
         state = optimizer.init(PARAMS)
         for size in (1.0, 3.0):
             grads = jax.tree.map(lambda x, size=size: jnp.full_like(x, size), PARAMS)
@@ -105,7 +106,7 @@ def test_gradients_are_cut_by_norm_or_by_value():
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
             if "mu" in jax.tree_util.keystr(path) and "norm" in jax.tree_util.keystr(path)
         ]
-        return means[0]  # fmt: skip
+        return means[0]
 
     np.testing.assert_allclose(cut(clip="value", clip_at=0.5), [0.5, 0.2, -0.5, 0.0])
     np.testing.assert_allclose(cut(clip="none"), grads["norm"])
@@ -169,6 +170,8 @@ def test_no_matrix_with_an_axis_of_tokens_is_taken_for_an_inner_one(name):
     assert not wrong
     missed = jax.tree.map(
         lambda leaf, hidden, tokens: leaf.ndim == 2 and not hidden and not tokens,
-        shapes, inner, outer,
-    )  # fmt: skip
+        shapes,
+        inner,
+        outer,
+    )
     assert not any(jax.tree.leaves(missed))

@@ -32,8 +32,10 @@ def segments(rows):
     for row in map(rows.__getitem__, range(len(rows))):
         assert row.tokens.shape == row.segments.shape == row.weights.shape == (rows.length + 1,)
         assert (row.tokens.dtype, row.segments.dtype, row.weights.dtype) == (
-            np.int32, np.int32, np.float32,
-        )  # fmt: skip
+            np.int32,
+            np.int32,
+            np.float32,
+        )
         held = row.segments > 0
         assert not held[np.argmin(held) :].any() or held.all()  # padding comes last
         assert not row.tokens[~held].any() and not row.weights[~held].any()

@@ -38,8 +38,9 @@ def test_cut_windows_keep_every_input_and_its_target():
     windows = jax.numpy.arange(66).reshape(2, 33)
     parts = pretrain.cut(windows, 8)
     assert parts.shape == (8, 9)
-    pairs = lambda rows: set(zip(*np.array((rows[:, :-1].ravel(), rows[:, 1:].ravel())),
-                                 strict=True))  # fmt: skip
+    pairs = lambda rows: set(
+        zip(*np.array((rows[:, :-1].ravel(), rows[:, 1:].ravel())), strict=True)
+    )
     assert pairs(parts) == pairs(windows)
     assert np.array_equal(pretrain.cut(windows, 32), windows)
 
@@ -63,10 +64,12 @@ def test_cut_windows_keep_every_input_and_its_target():
         (["--head-dim", "7"], "--head-dim 7 does not work; it must be even"),
         (["--warmup", "5000"], "--steps 2000 does not work; warm-up and decay do not fit"),
         (["--process-id", "1"], "--process-id 1 does not work; give --coordinator host:port too"),
-        (["--coordinator", "a:1", "--process-id", "1"],
-         "--process-id 1 does not work; count from 0 to --num-processes 1 less one"),
+        (
+            ["--coordinator", "a:1", "--process-id", "1"],
+            "--process-id 1 does not work; count from 0 to --num-processes 1 less one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_options_give_one_line_and_exit_code_2(capsys, options, message):
     assert pretrain.main(["--out", "run", "--data", "stdlib", *options]) == 2
     said = capsys.readouterr().err

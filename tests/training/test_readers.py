@@ -48,23 +48,29 @@ def documents(rows):
     ("line", "messages"),
     [
         ({"messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER, ANSWER]),
-        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "bye"}]},
-         [USER, ANSWER]),
-        ({"conversations": [{"from": "system", "value": "be kind"}, USER, ANSWER], "id": 7},
-         [SYSTEM, USER, ANSWER]),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "bye"}]},
+            [USER, ANSWER],
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "be kind"}, USER, ANSWER], "id": 7},
+            [SYSTEM, USER, ANSWER],
+        ),
         ({"system": "be kind", "messages": [USER, ANSWER]}, [SYSTEM, USER, ANSWER]),
         ({"prompt": "hi", "response": "bye"}, [USER, ANSWER]),
         ({"prompt": "hi", "completion": "bye"}, [USER, ANSWER]),
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [SYSTEM, USER, ANSWER]),
         ({"question": "hi", "answer": "bye"}, [USER, ANSWER]),
-        ({"instruction": "hi", "input": "you", "output": "bye"},
-         [{"role": "user", "content": "hi\n\nyou"}, ANSWER]),
+        (
+            {"instruction": "hi", "input": "you", "output": "bye"},
+            [{"role": "user", "content": "hi\n\nyou"}, ANSWER],
+        ),
         ({"instruction": "hi", "input": "", "output": "bye"}, [USER, ANSWER]),
         ({"prompt": "hi", "prompt_id": 3, "messages": [USER, ANSWER]}, [USER, ANSWER]),
         ({"turns": ["hi", "hi"], "category": "writing"}, [USER, USER]),
         ({"prompt": "hi"}, [USER]),
     ],
-)  # fmt: skip
+)
 def test_conversations_are_read_in_every_common_spelling(line, messages):
     assert read_record(line, "file:1") == Chat("file:1", tuple(messages))
 
@@ -165,8 +171,9 @@ def test_a_folder_gives_what_its_files_would_give_if_each_were_named(opened, tmp
     write(folder / "settings.json", {"text": "hi"})
     data = opened(str(folder))
     assert sorted(text for text, _ in documents(data.train)) == [
-        "<user>hi<end>\n<assistant>bye<end>\n", "how are you\n<end>",
-    ]  # fmt: skip
+        "<user>hi<end>\n<assistant>bye<end>\n",
+        "how are you\n<end>",
+    ]
     assert data.description["left_out"] == {"*.jsonl": 1, "*.json": 1}
     held = opened(str(folder), held_out_modules=("test",))
     assert [text for text, _ in documents(held.train)] == ["how are you\n<end>"]
@@ -298,9 +305,10 @@ def test_datasets_are_read_by_the_same_rules(opened, monkeypatch, tmp_path):
         return Dataset([{"messages": [USER, ANSWER], "text": None}])
 
     fake = types.SimpleNamespace(
-        load_dataset=load_dataset, DatasetDict=dict,
+        load_dataset=load_dataset,
+        DatasetDict=dict,
         load_from_disk=lambda _: {"train": Dataset([{"text": "hi"}])},
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     ((text, _),) = documents(opened("hf:someone/chats:train_sft").train)
     assert text == "<user>hi<end>\n<assistant>bye<end>\n"

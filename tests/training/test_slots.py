@@ -29,16 +29,28 @@ from training.slots import SlotRecipe
 from training.task import Frozen as FrozenTeacher
 
 SIZES = DecoderConfig(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_positions=64,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+)
 DRAFT = dataclasses.replace(SIZES, num_layers=2, tie_embeddings=True)
 MASK, DEPTHS = 39, 3
 KEPT = np.sort(np.random.default_rng(3).permutation(SIZES.vocab_size)[:25]).astype(np.int32)
 HEAD = eagle.EagleConfig(
-    dataclasses.replace(SIZES, num_layers=2, vocab_size=len(KEPT)), 3, (1, 2, 3),
-    SIZES.hidden_size, SIZES.vocab_size, own_embedding=True, own_head=True, mask_token_id=MASK,
-)  # fmt: skip
+    dataclasses.replace(SIZES, num_layers=2, vocab_size=len(KEPT)),
+    3,
+    (1, 2, 3),
+    SIZES.hidden_size,
+    SIZES.vocab_size,
+    separate_embedding=True,
+    separate_head=True,
+    mask_token_id=MASK,
+)
 FIRST, SECOND = 8, 6  # lengths of the two documents of a window, 2 slots of padding behind
 RECIPE = SlotRecipe(depths=DEPTHS, retention=0.6, retention_least=0.3)
 
@@ -83,13 +95,16 @@ def test_each_depth_keeps_its_share_of_rows_and_only_those_that_the_depth_before
             assert k == 1 or kept[k] == kept[k - 1][: len(kept[k])]
         segments, weights = batch.segments[row], batch.weights[row]
         counts = [
-            a for a in range(length)
+            a
+            for a in range(length)
             if a + 2 < 16 and segments[a] == segments[a + 2] > 0 and weights[a + 2] > 0
-        ]  # fmt: skip
+        ]
         # Rows whose second guess is judged come before all others.
         assert set(kept[1][: len(counts)]) == set(counts) or set(kept[1]) <= set(counts)
-        for a, k, judge, weight in zip(*(x[row] for x in (chosen.anchors, [chosen.depths] * 2,
-                                         chosen.judges, chosen.weights)), strict=True):  # fmt: skip
+        for a, k, judge, weight in zip(
+            *(x[row] for x in (chosen.anchors, [chosen.depths] * 2, chosen.judges, chosen.weights)),
+            strict=True,
+        ):
             j = a + 1 + k
             there = j < 16 and segments[a] == segments[j] > 0
             assert judge == min(j, 15) and weight == (weights[j] if there else 0)
@@ -150,8 +165,12 @@ def documents(batch):
 def kept_guesses(chosen, batch, offset):
     """What each guess that counts is about: (row, start of its document, anchor, depth, weight)."""
     for row, start, end in documents(batch):
-        for a, k, weight in zip(np.asarray(chosen.anchors)[row], chosen.depths,
-                                np.asarray(chosen.weights)[row], strict=True):  # fmt: skip
+        for a, k, weight in zip(
+            np.asarray(chosen.anchors)[row],
+            chosen.depths,
+            np.asarray(chosen.weights)[row],
+            strict=True,
+        ):
             if weight > 0 and start <= a < end:
                 assert a + k + offset < end
                 yield row, start, end, int(a), int(k), float(weight)
@@ -176,8 +195,12 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
         text = [*batch.tokens[row, start : a + 1], *[MASK] * k]
         texts.append(text + [0] * (size - len(text)))
     logits = np.asarray(_forward(params, DRAFT, np.array(texts, np.int32)).logits)
-    truths = {(row, start): np.asarray(_forward(target, SIZES, batch.tokens[row : row + 1,
-              start:end]).logits[0]) for row, start, end in documents(batch)}  # fmt: skip
+    truths = {
+        (row, start): np.asarray(
+            _forward(target, SIZES, batch.tokens[row : row + 1, start:end]).logits[0]
+        )
+        for row, start, end in documents(batch)
+    }
     total, accepted = 0.0, [[] for _ in range(DEPTHS)]
     for mine, (row, start, _, a, k, weight) in zip(logits, found, strict=True):
         log_q = log_softmax(mine[a - start + k])
@@ -252,7 +275,7 @@ def test_a_trained_head_guesses_several_tokens_that_the_serving_loop_accepts():
     def accepted(params):
         drafter = ParallelEagle(config, tiny.TARGET, DEPTHS)
         params = Params(frozen.target, params)
-        answers = host.generate_rows(rounds.plan_of(drafter), params, rounds.ROWS)
+        answers = host.generate_sequences(rounds.plan_of(drafter), params, rounds.ROWS)
         drafts = sum(answer.accepted for answer in answers)
         return drafts @ np.arange(DEPTHS + 1) / drafts.sum()
 
@@ -266,15 +289,24 @@ def test_a_trained_head_guesses_several_tokens_that_the_serving_loop_accepts():
     [
         (lambda: SlotRecipe(depths=0), "--depths 0 does not work; it must be at least 1"),
         (lambda: SlotRecipe(retention=0.0), "--retention 0.0 does not work; take more than 0"),
-        (lambda: ParallelEagleTask(dataclasses.replace(HEAD, mask_token_id=None), SIZES, PARALLEL),
-         "the head has no mask token"),
-        (lambda: ParallelEagleTask(HEAD, SIZES, dataclasses.replace(PARALLEL, unroll=2)),
-         "--unroll 2 does not work; one pass has no steps"),
-        (lambda: ParallelDraftTask(dataclasses.replace(DRAFT, windows=(None, 5)), SIZES,
-                                   DraftRecipe()),
-         "--depths 8 does not work; the network has a sliding window of 5"),
+        (
+            lambda: ParallelEagleTask(
+                dataclasses.replace(HEAD, mask_token_id=None), SIZES, PARALLEL
+            ),
+            "the head has no mask token",
+        ),
+        (
+            lambda: ParallelEagleTask(HEAD, SIZES, dataclasses.replace(PARALLEL, unroll=2)),
+            "--unroll 2 does not work; one pass has no steps",
+        ),
+        (
+            lambda: ParallelDraftTask(
+                dataclasses.replace(DRAFT, windows=(None, 5)), SIZES, DraftRecipe()
+            ),
+            "--depths 8 does not work; the network has a sliding window of 5",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -27,7 +27,7 @@ def from_text(log_p, log_q, label):
     return -log_q[label]
 
 
-def from_law(log_p, log_q, label):
+def from_distribution(log_p, log_q, label):
     return -np.log(np.exp(np.minimum(log_p, log_q)).sum())
 
 
@@ -36,14 +36,14 @@ def expected(draft_logits, config, stages, batch, value):
     total = 0.0
     for tokens, weights in texts.alone(batch):
         (features,), logits = heads.hidden_states(tokens[None], config.capture_layers)
-        laws = log_softmax(np.asarray(logits[0], np.float64))
+        distributions = log_softmax(np.asarray(logits[0], np.float64))
         for row in range(len(tokens) - 1):
             given = tokens[row + 1 : row + 1 + stages].tolist()
             guesses = draft_logits(np.array(features[0][: row + 1]), given)
             for stage, log_q in enumerate(log_softmax(guesses.astype(np.float64))):
                 at = row + 1 + stage  # the row of the target that computed the guessed token's law
                 if at + 1 < len(tokens):
-                    far = value(laws[at], log_q, tokens[at + 1])
+                    far = value(distributions[at], log_q, tokens[at + 1])
                     total += weights[at + 1] * DECAY**stage * far
     return total / (batch.tokens.shape[1] - 1)
 
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_drafts_by_plain_torch(name, loss, remat, tmp_path):
     compute = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
     (got, metrics), grads = compute(params, frozen, batch, jax.random.key(0))
     stages = config.num_heads if grounded else config.n_predict
-    value = from_text if loss == "labels" else from_law
+    value = from_text if loss == "labels" else from_distribution
     want = expected(draft_logits, config, stages, batch, value)
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert {f"accepted_{stage}" for stage in range(stages)} <= set(metrics)

@@ -86,9 +86,14 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
         return {"acceptance_length": next(scores)}
 
     result = toy.run(
-        tmp_path, measure=measure, best=("acceptance_length", "max"), steps=6, eval_every=1,
-        save_every=1, keep=1,
-    )  # fmt: skip
+        tmp_path,
+        measure=measure,
+        best=("acceptance_length", "max"),
+        steps=6,
+        eval_every=1,
+        save_every=1,
+        keep=1,
+    )
     assert saved(tmp_path) == (5, 6) and result.record["best"] == [5, 7.0]  # the later of equals
     assert same(result.best_params(), weights[4]) and same(result.params, weights[5])
 

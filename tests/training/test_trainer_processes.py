@@ -20,12 +20,27 @@ from training.trainer.metrics import read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
-    "holdout": "secret", "vocab-size": 300, "hidden-size": 32, "intermediate-size": 64,
-    "layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "length": 32, "batch": 8,
-    "accumulate": 2, "optimizer": "muon", "schedule": "constant", "warmup": 2,
-    "learning-rate": 1e-2, "eval-every": 10, "eval-windows": 8, "log-every": 1, "save-every": 2,
+    "holdout": "secret",
+    "vocab-size": 300,
+    "hidden-size": 32,
+    "intermediate-size": 64,
+    "layers": 1,
+    "heads": 2,
+    "kv-heads": 1,
+    "head-dim": 16,
+    "length": 32,
+    "batch": 8,
+    "accumulate": 2,
+    "optimizer": "muon",
+    "schedule": "constant",
+    "warmup": 2,
+    "learning-rate": 1e-2,
+    "eval-every": 10,
+    "eval-windows": 8,
+    "log-every": 1,
+    "save-every": 2,
     "export-dtype": "float32",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +52,13 @@ def start(sources):
         options = [f"--{name}={value}" for name, value in OPTIONS.items()]
         command = [sys.executable, "-m", "training.pretrain", "--data", str(sources), *options]
         return subprocess.Popen(
-            [*command, "--out", str(out), "--steps", str(steps), *more], cwd=ROOT, text=True,
-            env=environment | (cluster or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [*command, "--out", str(out), "--steps", str(steps), *more],
+            cwd=ROOT,
+            text=True,
+            env=environment | (cluster or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     return start
 
@@ -98,9 +117,13 @@ def a_slurm_job() -> tuple[dict, str]:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(address)
             told = {
-                "SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": 2,
-                "SLURM_PROCID": 1, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_NODES": 1,
-            }  # fmt: skip
+                "SLURM_JOB_ID": job,
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": 2,
+                "SLURM_PROCID": 1,
+                "SLURM_LOCALID": 1,
+                "SLURM_STEP_NUM_NODES": 1,
+            }
             return {name: str(value) for name, value in told.items()}, "{}:{}".format(*address)
     raise OSError("all ports that were tried are taken")
 
@@ -129,10 +152,9 @@ def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_
 @pytest.fixture(scope="module")
 def on_meshes(tmp_path_factory):
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
+    }
     folder = str(tmp_path_factory.mktemp("meshes"))
     command = [sys.executable, "-m", "tests.training.on_meshes", folder]
     ran = subprocess.run(

@@ -64,9 +64,16 @@ class Rows:
 def settings(**options) -> TrainerSettings:
     """Ten steps of eight windows."""
     usual = {
-        "batch": 8, "accumulate": 2, "steps": 10, "warmup": 1, "learning_rate": 0.03,
-        "schedule": "constant", "compute": "float32", "log_every": 1, "eval_every": 5,
-    }  # fmt: skip
+        "batch": 8,
+        "accumulate": 2,
+        "steps": 10,
+        "warmup": 1,
+        "learning_rate": 0.03,
+        "schedule": "constant",
+        "compute": "float32",
+        "log_every": 1,
+        "eval_every": 5,
+    }
     return TrainerSettings(**usual | options)
 
 

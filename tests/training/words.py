@@ -5,8 +5,20 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<end>", "<user>", "<assistant>", "<system>")
 WORDS = (
-    "\n", " ", "hi", "there", "how", "are", "you", "fine", "bye", "be", "kind", "###", "hmm",
-)  # fmt: skip
+    "\n",
+    " ",
+    "hi",
+    "there",
+    "how",
+    "are",
+    "you",
+    "fine",
+    "bye",
+    "be",
+    "kind",
+    "###",
+    "hmm",
+)
 IDS = {token: number for number, token in enumerate(SPECIAL + WORDS)}
 
 PLAIN = (
@@ -45,9 +57,12 @@ def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n| |[^\n ]+"), behavior="isolated")
     made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<end>", chat_template=chat_template,
-        additional_special_tokens=list(SPECIAL[1:]), clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=made,
+        eos_token="<end>",
+        chat_template=chat_template,
+        additional_special_tokens=list(SPECIAL[1:]),
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def ids(*tokens: str) -> list[int]:

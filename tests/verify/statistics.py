@@ -14,9 +14,11 @@ from jspec.tools.certify.statistics import excess as excess  # what the package 
 # Many rows take longer to run than a program to compile, if LLVM leaves all as it is.
 _OPTIONS = {"xla_backend_optimization_level": 1}
 _decode = jax.jit(
-    decode.__wrapped__, static_argnames="plan", donate_argnames=("shared", "state"),
+    decode.__wrapped__,
+    static_argnames="plan",
+    donate_argnames=("shared", "state"),
     compiler_options=_OPTIONS,
-)  # fmt: skip
+)
 _LONGEST = 8  # tokens of a text, the first one included
 
 
@@ -35,9 +37,16 @@ def shipped_decode(plan):
 
 
 def texts(
-    plan, params: Params, sampled: Sampling, num_tokens: int, *, seed=0, chunks=1, rounds=None,
+    plan,
+    params: Params,
+    sampled: Sampling,
+    num_tokens: int,
+    *,
+    seed=0,
+    chunks=1,
+    rounds=None,
     program=None,
-):  # fmt: skip
+):
     """Texts of ``num_tokens`` <= 7 after token 0, one a row of ``sampled``, ``chunks`` times over.
 
     Returns:
@@ -60,7 +69,7 @@ def texts(
 
 def _start(plan, params, request):
     batch = request.max_length.shape[0]
-    states = logits_processors.first_state(request.sampling.shaping)
+    states = logits_processors.first_state(request.sampling.processors)
     capacity = _LONGEST + plan.drafter.max_depth + 1  # the same for all: programs are shared
     return DecodeState(
         history=History(
@@ -74,13 +83,13 @@ def _start(plan, params, request):
     )
 
 
-def joint_law(transitions: np.ndarray, num_tokens: int) -> np.ndarray:
+def joint_distribution(transitions: np.ndarray, num_tokens: int) -> np.ndarray:
     """The law of the first ``num_tokens`` after token 0 of a Markov chain [V, V]: [V**n]."""
     vocab = len(transitions)
-    law = transitions[0]
+    distribution = transitions[0]
     for _ in range(num_tokens - 1):
-        law = (law.reshape(-1, vocab)[:, :, None] * transitions).ravel()
-    return law
+        distribution = (distribution.reshape(-1, vocab)[:, :, None] * transitions).ravel()
+    return distribution
 
 
 def counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -89,11 +98,11 @@ def counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.bincount(tokens @ places, minlength=vocab_size ** tokens.shape[1])
 
 
-def distance(observed: np.ndarray, law: np.ndarray) -> float:
+def distance(observed: np.ndarray, distribution: np.ndarray) -> float:
     """Total variation between frequencies and a law."""
-    return 0.5 * float(np.abs(observed / observed.sum() - law).sum())
+    return 0.5 * float(np.abs(observed / observed.sum() - distribution).sum())
 
 
-def noise_floor(law: np.ndarray, count: int) -> float:
+def noise_floor(distribution: np.ndarray, count: int) -> float:
     """The total variation that ``count`` draws from ``law`` itself show on average."""
-    return float(np.sqrt(law * (1 - law) / (2 * np.pi * count)).sum())
+    return float(np.sqrt(distribution * (1 - distribution) / (2 * np.pi * count)).sum())

@@ -32,7 +32,7 @@ def one_round(rule, depth, temperature):
     """Tokens [rows, K+1] of one round from the first token on, and how many it emitted."""
     row = jnp.array(LOGITS, jnp.float32)
     params = Params(jnp.tile(row, (V, 1)), jnp.tile(-row, (V, 1)))
-    plan = Plan(ToyTarget(V), TableDrafter(depth), rule, ladder=(depth + 1,))
+    plan = Plan(ToyTarget(V), TableDrafter(depth), rule, node_buckets=(depth + 1,))
     sampled = settings(BATCH, temperature)
     return statistics.texts(plan, params, sampled, depth + 1, chunks=CHUNKS, rounds=1)
 
@@ -42,23 +42,23 @@ def one_round(rule, depth, temperature):
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_every_position_that_a_round_reaches_has_the_targets_law(rule, depth, temperature):
     tokens, length = one_round(rule, depth, temperature)
-    law = scipy.special.softmax(LOGITS / temperature)
+    distribution = scipy.special.softmax(LOGITS / temperature)
     for position in range(depth + 1):
         reached = tokens[length > position, position]
         if len(reached) > 100:
-            assert statistics.excess(np.bincount(reached, minlength=V), law) < 1
-    accept = np.minimum(law, scipy.special.softmax(-LOGITS / temperature)).sum()
+            assert statistics.excess(np.bincount(reached, minlength=V), distribution) < 1
+    accept = np.minimum(distribution, scipy.special.softmax(-LOGITS / temperature)).sum()
     assert accept < 0.5  # adversarial indeed
     if rule == "rejection":
         assert (length > 1).mean() == pytest.approx(accept, abs=0.01)
 
 
 def test_the_checker_sees_a_bias_of_one_percent():
-    law = scipy.special.softmax(LOGITS)
-    biased = law * np.where(np.arange(V) % 2, 1.02, 0.98)
+    distribution = scipy.special.softmax(LOGITS)
+    biased = distribution * np.where(np.arange(V) % 2, 1.02, 0.98)
     drawn = np.random.default_rng(1).multinomial(BATCH * CHUNKS, biased / biased.sum())
-    assert statistics.distance(biased / biased.sum(), law) < 0.011
-    assert statistics.excess(drawn, law) > 1
+    assert statistics.distance(biased / biased.sum(), distribution) < 0.011
+    assert statistics.excess(drawn, distribution) > 1
 
 
 def test_golden_acceptance_of_shared_gumbel_noise():
@@ -69,7 +69,7 @@ def test_golden_acceptance_of_shared_gumbel_noise():
     count = 500_000
     keys, places = jax.random.split(jax.random.key(0), 1), jnp.arange(count)[None]
     draw = jax.jit(sampling.draw_target)
-    tile = lambda law: jnp.broadcast_to(jnp.log(jnp.array(law)), (1, count, 3))
+    tile = lambda distribution: jnp.broadcast_to(jnp.log(jnp.array(distribution)), (1, count, 3))
     same = draw(tile(p), settings(1), keys, places) == draw(tile(q), settings(1), keys, places)
     assert same.mean() == pytest.approx(wanted, abs=4 * (wanted * (1 - wanted) / count) ** 0.5)
 
@@ -80,9 +80,9 @@ def test_a_traversal_copies_none_of_the_laws_it_holds():
     rows = jax.ShapeDtypeStruct((batch, len(parents), vocab), jnp.float32)
     nodes = lambda dtype: jax.ShapeDtypeStruct((batch, len(parents)), dtype)
 
-    def walk(warped, tokens, valid, logits, coins):
+    def walk(processed, tokens, valid, logits, uniforms):
         draft = Draft(tokens, parents, valid, logits, max_depth=depth)
-        return RULES["block"].walk(warped, draft, tree, coins)
+        return RULES["block"].walk(processed, draft, tree, uniforms)
 
     arguments = rows, nodes(jnp.int32), nodes(bool), rows, nodes(jnp.float32)
     program = shipped.compiled(jax.jit(walk).lower(*arguments)).as_text()

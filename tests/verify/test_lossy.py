@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jspec import verify
-from jspec.core import trees as topology
+from jspec.core import trees as core_trees
 from jspec.core.types import Draft, Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import Row
+from jspec.engine.batch import SequenceParams
 from jspec.engine.plan import Plan
 from jspec.tools.certify.chains import context_dependent, softmax
 from jspec.tools.certify.drafted_trees import TreeCase, outcome
@@ -38,9 +38,9 @@ def medusa(logits, parents, tokens, valid, threshold, alpha):
     for end in np.flatnonzero(valid):
         depth, score, node, accepted = 0, 0.0, end, True
         while node:
-            law = softmax(logits[parents[node]])
-            entropy = -(law * np.log(law + 1e-5)).sum()
-            p = law[tokens[node]]
+            distribution = softmax(logits[parents[node]])
+            entropy = -(distribution * np.log(distribution + 1e-5)).sum()
+            p = distribution[tokens[node]]
             accepted &= p > min(threshold, alpha * np.exp(-entropy))
             score, depth, node = score + np.log(p), depth + 1, parents[node]
         if accepted and (depth, score) > best[:2] and end:
@@ -68,16 +68,16 @@ def bush(rng):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def judge(walk, logits, parents, tokens, valid, coins):
-    tree = topology.from_parents(parents, DEPTH)
+def judge(walk, logits, parents, tokens, valid, uniforms):
+    tree = core_trees.from_parents(parents, DEPTH)
     draft = Draft(tokens, parents, valid, max_depth=DEPTH)
-    path, num_accepted, law = walk(logits, draft, tree, coins)
-    return jnp.take_along_axis(path, num_accepted[:, None], 1)[:, 0], law
+    path, num_accepted, distribution = walk(logits, draft, tree, uniforms)
+    return jnp.take_along_axis(path, num_accepted[:, None], 1)[:, 0], distribution
 
 
 def judged(walk, logits, parents, tokens, valid):
-    coins = np.full(tokens.shape, np.nan)  # never looked at
-    return map(np.asarray, judge(walk, logits, parents, tokens, valid, coins))
+    uniforms = np.full(tokens.shape, np.nan)  # never looked at
+    return map(np.asarray, judge(walk, logits, parents, tokens, valid, uniforms))
 
 
 @pytest.mark.parametrize(("threshold", "alpha"), [(0.09, 0.3), (0.5, 0.2), (1.0, 0.0)])
@@ -85,11 +85,11 @@ def test_typical_ends_where_medusas_rule_does(threshold, alpha):
     rng = np.random.default_rng(0)
     trees = bushes(rng, 200)
     logits = 2 * rng.normal(size=(200, NUM_NODES, V)).astype(np.float32)
-    end, law = judged(verify.typical(threshold, alpha).walk, logits, *trees)
+    end, distribution = judged(verify.typical(threshold, alpha).walk, logits, *trees)
     wanted = [medusa(*row, threshold, alpha) for row in zip(logits, *trees, strict=True)]
     np.testing.assert_array_equal(end, wanted)
     assert len(set(wanted)) > 3
-    np.testing.assert_array_equal(law, logits[np.arange(200), end])
+    np.testing.assert_array_equal(distribution, logits[np.arange(200), end])
 
 
 def test_typical_meets_a_target_without_a_choice_exactly():
@@ -110,10 +110,14 @@ def test_typical_changes_the_law_and_says_so():
 
 
 def test_greedy_rows_are_exact_under_typical_even_beside_sampled_ones():
-    rows = [Row((1, 2), 12), Row((3,), 12, temperature=1.0), Row((4, 4), 12)]
+    rows = [
+        SequenceParams((1, 2), 12),
+        SequenceParams((3,), 12, temperature=1.0),
+        SequenceParams((4, 4), 12),
+    ]
     params = Params(table(0, V, V))
     plain = run_rows(Plan(ToyTarget(V), NoDrafter()), params, rows)
-    plan = Plan(ToyTarget(V), NeverRightDrafter(3, V), "typical", ladder=(4,))
+    plan = Plan(ToyTarget(V), NeverRightDrafter(3, V), "typical", node_buckets=(4,))
     answers = run_rows(plan, params._replace(drafter=script(rows, plain)), rows)
     for index in (0, 2):
         assert answers[index].tokens.tolist() == plain[index].tokens.tolist()
@@ -151,7 +155,7 @@ def test_what_the_target_says_after_a_synthetic_path_is_its_own():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_synthetic_accepts_what_is_always_wrong_whether_rows_are_greedy_or_not(temperature):
-    rows = [Row((1, 2), 12, temperature=temperature)]
+    rows = [SequenceParams((1, 2), 12, temperature=temperature)]
     plain = run_rows(Plan(ToyTarget(V), NoDrafter()), Params(table(0, V, V)), rows)
     params = Params(table(0, V, V), script(rows, plain))
     rule = verify.synthetic(rates=(1, 1, 0))

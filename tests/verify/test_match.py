@@ -22,11 +22,11 @@ def walk(parents, tokens, valid, draws):
     """``match`` on [B, N] trees: path, num_accepted."""
     tree = trees.from_parents(parents, DEPTH)
     draft = Draft(tokens, parents, valid, max_depth=DEPTH)
-    warped = jnp.zeros((*tokens.shape, V))
-    return RULES["match"].walk(warped, draft, tree, draws)[:2]
+    processed = jnp.zeros((*tokens.shape, V))
+    return RULES["match"].walk(processed, draft, tree, draws)[:2]
 
 
-def tree_law(parents, tokens, levels, valid=None):
+def tree_distribution(parents, tokens, levels, valid=None):
     """The exact law of DEPTH + 1 tokens, that of the target, and P(0..DEPTH accepted).
 
     Draws belong to contexts, as noise belongs to positions: nodes that repeat a path share them.
@@ -39,9 +39,9 @@ def tree_law(parents, tokens, levels, valid=None):
         prefixes.append((*prefixes[max(parents[node], 0)], int(tokens[node])))
     contexts = sorted(set(prefixes))
     number = lambda prefix: sum(token * V**i for i, token in enumerate(reversed(prefix)))
-    laws = np.stack([softmax(levels[len(prefix)][number(prefix)]) for prefix in contexts])
+    distributions = np.stack([softmax(levels[len(prefix)][number(prefix)]) for prefix in contexts])
     choices = np.array(list(itertools.product(range(V), repeat=len(contexts))))
-    weights = laws[np.arange(len(contexts)), choices].prod(1)
+    weights = distributions[np.arange(len(contexts)), choices].prod(1)
     draws = choices[:, [contexts.index(prefix) for prefix in prefixes]]
     tile = lambda x: jnp.asarray(np.broadcast_to(x, draws.shape))
     found = walk(
@@ -50,17 +50,17 @@ def tree_law(parents, tokens, levels, valid=None):
     path, num_accepted = map(np.asarray, found)
     ends = path[np.arange(len(path)), num_accepted]
     emitted = draws[np.arange(len(draws)), ends]
-    law = np.zeros(1)
+    distribution = np.zeros(1)
     for count, level in enumerate(levels):
         here = np.zeros((V**count, V))
         for node in np.flatnonzero(np.array([len(prefix) for prefix in prefixes]) == count):
             mass = weights * (ends == node) * (num_accepted == count)
             here[number(prefixes[node])] += np.bincount(emitted, mass, minlength=V)
-        law = (law[:, None] * softmax(level)).ravel() * (count > 0) + here.ravel()
+        distribution = (distribution[:, None] * softmax(level)).ravel() * (count > 0) + here.ravel()
     exact = np.ones(1)
     for level in levels:
         exact = (exact[:, None] * softmax(level)).ravel()
-    return law, exact, np.bincount(num_accepted, weights, minlength=DEPTH + 1)
+    return distribution, exact, np.bincount(num_accepted, weights, minlength=DEPTH + 1)
 
 
 def softmax(logits):
@@ -84,8 +84,10 @@ def random_tree(rng, distinct=True):
 @pytest.mark.parametrize("seed", range(6))
 def test_any_tree_gives_the_targets_law(seed):
     rng = np.random.default_rng(seed)
-    law, exact, _ = tree_law(*random_tree(rng), context_dependent(seed, V, DEPTH + 1))
-    assert 0.5 * np.abs(law - exact).sum() < EXACT
+    distribution, exact, _ = tree_distribution(
+        *random_tree(rng), context_dependent(seed, V, DEPTH + 1)
+    )
+    assert 0.5 * np.abs(distribution - exact).sum() < EXACT
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -93,7 +95,7 @@ def test_every_node_is_accepted_as_often_as_the_target_says_its_path(seed):
     # No rule can accept a path more often, so the walk is the best there is for point masses.
     parents, tokens = random_tree(np.random.default_rng(seed))
     levels = context_dependent(seed, V, DEPTH + 1)
-    _, _, accepted = tree_law(parents, tokens, levels)
+    _, _, accepted = tree_distribution(parents, tokens, levels)
     chance, prefix, depth = [1.0], [0], [0]
     for node in range(1, NUM_NODES):
         up, token = parents[node], tokens[node]
@@ -107,40 +109,44 @@ def test_every_node_is_accepted_as_often_as_the_target_says_its_path(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_siblings_that_repeat_a_token_do_no_harm(seed):
     parents, tokens = random_tree(np.random.default_rng(seed), distinct=False)
-    law, exact, _ = tree_law(parents, tokens, context_dependent(seed, V, DEPTH + 1))
-    assert 0.5 * np.abs(law - exact).sum() < EXACT
+    distribution, exact, _ = tree_distribution(
+        parents, tokens, context_dependent(seed, V, DEPTH + 1)
+    )
+    assert 0.5 * np.abs(distribution - exact).sum() < EXACT
 
 
 def test_nodes_that_are_not_valid_are_never_accepted():
     parents, tokens = np.array([-1, 0, 0, 1, 1, 2, 2]), np.array([0, 0, 1, 0, 1, 0, 1])
     levels = context_dependent(0, V, DEPTH + 1)
     valid = np.array([True, True, False, True, False, False, False])
-    law, exact, accepted = tree_law(parents, tokens, levels, valid)
+    distribution, exact, accepted = tree_distribution(parents, tokens, levels, valid)
     chain = softmax(levels[0])[0, 0] * softmax(levels[1])[0, 0]
-    assert 0.5 * np.abs(law - exact).sum() < EXACT
+    assert 0.5 * np.abs(distribution - exact).sum() < EXACT
     np.testing.assert_allclose(accepted[2], chain)
 
 
 def test_golden_acceptance_of_a_two_by_two_tree():
     parents, tokens = np.array([-1, 0, 0, 1, 1, 2, 2]), np.array([0, 1, 2, 1, 2, 1, 2])
-    law, exact, accepted = tree_law(parents, tokens, context_free(P, DEPTH + 1))
-    assert 0.5 * np.abs(law - exact).sum() < EXACT
+    distribution, exact, accepted = tree_distribution(parents, tokens, context_free(P, DEPTH + 1))
+    assert 0.5 * np.abs(distribution - exact).sum() < EXACT
     assert accepted @ np.arange(DEPTH + 1) == pytest.approx(0.75, abs=EXACT)
 
 
 def test_a_chain_is_accepted_as_far_as_the_target_agrees():
     parents, tokens = trees.chain(3), np.array([0, 1, 1, 1])
-    _, _, accepted = tree_law(parents, tokens, context_free(P, DEPTH + 1), np.ones(4, bool))
+    _, _, accepted = tree_distribution(
+        parents, tokens, context_free(P, DEPTH + 1), np.ones(4, bool)
+    )
     np.testing.assert_allclose(accepted, [0.7, 0.21, 0.063, 0.027], atol=EXACT)
 
 
 def test_the_next_law_is_the_targets_at_the_end_of_the_path():
     rng = np.random.default_rng(0)
     parents, tokens = (jnp.array([x], jnp.int32) for x in random_tree(rng))
-    warped = jnp.array(rng.normal(size=(1, NUM_NODES, V)), jnp.float32)
+    processed = jnp.array(rng.normal(size=(1, NUM_NODES, V)), jnp.float32)
     shape = trees.from_parents(parents, DEPTH)
     draws = jnp.array(rng.integers(0, V, (1, NUM_NODES)), jnp.int32).at[0, 0].set(tokens[0, 1])
     draft = Draft(tokens, parents, tokens == tokens, max_depth=DEPTH)
-    path, num_accepted, logits = RULES["match"].walk(warped, draft, shape, draws)
+    path, num_accepted, logits = RULES["match"].walk(processed, draft, shape, draws)
     assert num_accepted[0] > 0
-    np.testing.assert_array_equal(logits[0], warped[0, path[0, num_accepted[0]]])
+    np.testing.assert_array_equal(logits[0], processed[0, path[0, num_accepted[0]]])

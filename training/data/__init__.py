@@ -14,6 +14,16 @@ from training.data.settings import Data, DataSettings, open_data
 from training.data.sources import Document, find_documents
 
 __all__ = [
-    "Corpus", "Data", "DataSettings", "Document", "Windows", "batches", "find_documents",
-    "held_out", "open_corpus", "open_data", "prepare", "token_counts",
-]  # fmt: skip
+    "Corpus",
+    "Data",
+    "DataSettings",
+    "Document",
+    "Windows",
+    "batches",
+    "find_documents",
+    "held_out",
+    "open_corpus",
+    "open_data",
+    "prepare",
+    "token_counts",
+]

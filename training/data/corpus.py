@@ -51,9 +51,12 @@ def prepare(
       ValueError: ``holdout`` names a module that no source holds, or leaves nothing to train on.
     """
     request = {
-        "sources": list(sources), "holdout": sorted(holdout), "vocab_size": vocab_size,
-        "source_megabytes": source_megabytes, "seed": seed,
-    }  # fmt: skip
+        "sources": list(sources),
+        "holdout": sorted(holdout),
+        "vocab_size": vocab_size,
+        "source_megabytes": source_megabytes,
+        "seed": seed,
+    }
     if not all(map(is_package, sources)):
         request["files"] = "whole"  # earlier versions cleaned them as packages are
     record = directory / "corpus.json"
@@ -73,8 +76,11 @@ def prepare(
         }
         modules = sorted({document.module for document in parts["train"]})
         description = {
-            "request": request, "train_modules": modules, "left_out": dict(left_out), **counts
-        }  # fmt: skip
+            "request": request,
+            "train_modules": modules,
+            "left_out": dict(left_out),
+            **counts,
+        }
         record.write_text(json.dumps(description, indent=2) + "\n")  # last: marks a whole corpus
     return open_corpus(directory)
 

@@ -59,11 +59,13 @@ class Encoder:
         """A hash of everything that the tokens of a record depend on."""
         has_template = self.chat_template or self.tokenizer.chat_template
         facts = (
-            _VERSION, vocabulary_digest(self.tokenizer), self.vocab_size,
+            _VERSION,
+            vocabulary_digest(self.tokenizer),
+            self.vocab_size,
             self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else "",
             self.tokenizer.special_tokens_map,
             self.template.source if has_template else "",
-        )  # fmt: skip
+        )
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
     def encode(self, records: Sequence[Record], bad: BadLines) -> Iterator[Encoded]:

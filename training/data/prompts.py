@@ -109,9 +109,7 @@ def _of_record(
 def _parts(
     record: Text, encoder: Encoder, prompt_tokens: int, stride: int
 ) -> Iterable[Sequence[int]]:
-    ids = encoder.tokenizer(
-        record.text, add_special_tokens=record.begins, verbose=False
-    ).input_ids  # fmt: skip
+    ids = encoder.tokenizer(record.text, add_special_tokens=record.begins, verbose=False).input_ids
     if not prompt_tokens:
         return [ids]
     # A text shorter than a prompt is one of its own; the end of a longer one is no prompt.

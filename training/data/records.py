@@ -16,15 +16,23 @@ FORMATS = ("auto", "text", "chat", "tokens")
 
 # ShareGPT's and other names of the three roles that every chat template knows.
 ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant",
-    "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+}
 TURNS = ("messages", "conversations", "conversation")
 # A question and its answer, by the names that public datasets give them.
 PAIRS = (
-    ("prompt", "response"), ("prompt", "completion"), ("question", "answer"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
     ("instruction", "output"),
-)  # fmt: skip
+)
 ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and what generate_data writes
 
 
@@ -171,8 +179,10 @@ def _turns(line: Mapping) -> list[dict]:
     names = [name for name in (*TURNS, "turns") if name in line]
     if len(names) > 1:
         raise ValueError(f"holds two conversations, {' and '.join(map(repr, names))}; leave one")
-    if any(line.get(question) is not None and line.get(answer) is not None
-           for question, answer in PAIRS):  # fmt: skip
+    if any(
+        line.get(question) is not None and line.get(answer) is not None
+        for question, answer in PAIRS
+    ):
         raise ValueError(f"holds {names[0]!r}, and a question with its answer besides; leave one")
     turns = line[names[0]]
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not len(turns):

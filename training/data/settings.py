@@ -65,9 +65,10 @@ class DataSettings:
             raise bad_option("held_out_share", self.held_out_share, "take 0, or more and below 1")
         if self.held_out_share and (self.held_out_data or self.held_out_modules):
             raise bad_option(
-                "held_out_share", self.held_out_share,
+                "held_out_share",
+                self.held_out_share,
                 "leave it out: --held-out-data or --held-out-modules says what is held out",
-            )  # fmt: skip
+            )
 
     @property
     def cache_dir(self) -> Path:
@@ -119,9 +120,12 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
         held = np.flatnonzero(~kept)
     _check_split(settings, int(kept.sum()), len(held))
     rows = lambda file, documents: pack(
-        file, documents, settings.length, packing=settings.packing,
+        file,
+        documents,
+        settings.length,
+        packing=settings.packing,
         long_documents=settings.long_documents,
-    )  # fmt: skip
+    )
     train = rows(file, np.flatnonzero(kept))
     held_out = rows(other, held) if len(held) else None
     told = {"left_out": dict(left_out + more)} if left_out or more else {}
@@ -132,9 +136,10 @@ def _check_split(settings: DataSettings, kept: int, held: int) -> None:
     """Refuses a split with an empty side."""
     if settings.held_out_share and not held:
         raise bad_option(
-            "held_out_share", settings.held_out_share,
+            "held_out_share",
+            settings.held_out_share,
             f"it holds out none of {kept} documents; raise it, or name --held-out-data",
-        )  # fmt: skip
+        )
     if not kept:
         raise bad_option("data", settings.data, "all of it is held out; give more")
 
@@ -144,11 +149,13 @@ def _describe(settings: DataSettings, train: PackedRows, held_out: PackedRows | 
     parts = {"train": train} | ({"held_out": held_out} if held_out else {})
     described = {
         name: {
-            "windows": len(rows), "tokens": int(rows.lengths.sum()),
-            "padding": round(rows.padding, 4), "from": rows.file.description,
+            "windows": len(rows),
+            "tokens": int(rows.lengths.sum()),
+            "padding": round(rows.padding, 4),
+            "from": rows.file.description,
         }
         for name, rows in parts.items()
-    }  # fmt: skip
+    }
     how = (settings.length, settings.packing, settings.long_documents, settings.held_out_share)
     facts = json.dumps((described, how)).encode()
     return described | {"sha256": hashlib.sha256(facts).hexdigest()}

@@ -14,11 +14,29 @@ SUFFIXES = (".py", ".txt", ".md", ".rst")
 # Of packages: tables, fixtures and copies of others teach a small model little, or leak held-out
 # code.
 EXCLUDED = (
-    "tests", "test", "testing", "_vendor", "vendor", "vendored", "third_party", "_distutils",
-    "__pycache__", "site-packages", "encodings", "lib2to3", "pydoc_data", "idlelib", "data",
-    "*_pb2.py", "*_pb2_grpc.py", "*_tables.py", "test_*.py", "*_test.py", "_mapping.py",
+    "tests",
+    "test",
+    "testing",
+    "_vendor",
+    "vendor",
+    "vendored",
+    "third_party",
+    "_distutils",
+    "__pycache__",
+    "site-packages",
+    "encodings",
+    "lib2to3",
+    "pydoc_data",
+    "idlelib",
+    "data",
+    "*_pb2.py",
+    "*_pb2_grpc.py",
+    "*_tables.py",
+    "test_*.py",
+    "*_test.py",
+    "_mapping.py",
     "conftest.py",
-)  # fmt: skip
+)
 MIN_BYTES, MAX_BYTES, MAX_LINE = 400, 200_000, 600
 # Shares of a file: beyond them it is a table, a near copy of another file, or not English code.
 MAX_DIGITS, MAX_SEEN_LINES, MIN_ASCII = 0.12, 0.5, 0.98
@@ -75,9 +93,10 @@ def collect(
     says whether it takes it.
     """
     files = [
-        (source, *found) for source in sources
+        (source, *found)
+        for source in sources
         for found in _files(source, package_paths, left_out, other)
-    ]  # fmt: skip
+    ]
     files.sort(key=lambda entry: entry[1] not in first)  # stable: the order given, but for `first`
     seen: set[int] = set()
     held: set[int] = set()

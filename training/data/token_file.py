@@ -122,19 +122,25 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLi
     np.save(folder / "ends.npy", np.cumsum(lengths))
     np.save(folder / "groups.npy", np.array(groups, np.uint64))
     description = {
-        "sources": [source.name for source in sources], "documents": len(lengths),
-        "tokens": sum(lengths), "learned_tokens": learned, "bad_lines": bad.count,
-        "dtype": dtype.name, "sha256": digest.hexdigest(),
-    }  # fmt: skip
+        "sources": [source.name for source in sources],
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "learned_tokens": learned,
+        "bad_lines": bad.count,
+        "dtype": dtype.name,
+        "sha256": digest.hexdigest(),
+    }
     (folder / _RECORD).write_text(json.dumps(description, indent=2) + "\n")
 
 
 def _documents(sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> Iterator[Encoded]:
     """Documents of all sources, with a progress bar on stderr."""
     columns = (
-        TextColumn("tokenizing {task.fields[name]}"), BarColumn(), TimeRemainingColumn(),
+        TextColumn("tokenizing {task.fields[name]}"),
+        BarColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[tokens]:,} tokens"),
-    )  # fmt: skip
+    )
     console = Console(stderr=True)
     quiet = not console.is_terminal  # in a log, a bar is nothing but blank lines
     with Progress(*columns, console=console, transient=True, disable=quiet) as progress:

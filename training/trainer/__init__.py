@@ -13,7 +13,18 @@ from training.trainer.provenance import provenance, without_folders, write_prove
 from training.trainer.settings import TrainerSettings, bad_option, refuse_idle
 
 __all__ = [
-    "Result", "TrainerSettings", "TrainingError", "bad_option", "first_process_first", "gather",
-    "progress", "provenance", "refuse_idle", "run_command", "start_processes", "train",
-    "without_folders", "write_provenance",
-]  # fmt: skip
+    "Result",
+    "TrainerSettings",
+    "TrainingError",
+    "bad_option",
+    "first_process_first",
+    "gather",
+    "progress",
+    "provenance",
+    "refuse_idle",
+    "run_command",
+    "start_processes",
+    "train",
+    "without_folders",
+    "write_provenance",
+]

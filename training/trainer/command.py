@@ -63,9 +63,12 @@ def parse(kind: type[Settings], argv: Sequence[str], *, module: str, description
     try:
         with contextlib.redirect_stderr(said):
             return tyro.cli(
-                kind, args=argv, prog=f"python -m {module}", description=description,
+                kind,
+                args=argv,
+                prog=f"python -m {module}",
+                description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
-            )  # fmt: skip
+            )
     except SystemExit as stop:
         # tyro frames what a dataclass raised, several lines around one: show the line alone.
         cause: BaseException | None = stop

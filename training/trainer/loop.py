@@ -126,9 +126,14 @@ def _result(run: Run, facts: dict[str, Any]) -> Result:
         draw_curves(run.out)
         write_provenance(run.out, provenance)
     return Result(
-        run.state.params, run.step, run.step >= run.settings.steps, run.record, provenance,
-        run.evaluate, best_params,
-    )  # fmt: skip
+        run.state.params,
+        run.step,
+        run.step >= run.settings.steps,
+        run.record,
+        provenance,
+        run.evaluate,
+        best_params,
+    )
 
 
 def _refuse_another_run(

@@ -40,9 +40,10 @@ def make_mesh(settings: TrainerSettings) -> Mesh:
     if not 0 < wanted <= devices or (several and wanted != devices):
         shape = f"{data or 1} x {settings.fsdp} x {settings.tensor}"
         raise bad_option(
-            "data_parallel", settings.data_parallel,
-            f"a mesh of {shape} (data x fsdp x tensor) does not fit {devices} devices"
-        )  # fmt: skip
+            "data_parallel",
+            settings.data_parallel,
+            f"a mesh of {shape} (data x fsdp x tensor) does not fit {devices} devices",
+        )
     if several and local % settings.tensor:
         raise bad_option(
             "tensor", settings.tensor, f"it must divide the {local} devices of a process"
@@ -50,10 +51,11 @@ def make_mesh(settings: TrainerSettings) -> Mesh:
     rows = settings.batch // settings.accumulate
     if rows % (data * settings.fsdp):
         raise bad_option(
-            "batch", settings.batch,
+            "batch",
+            settings.batch,
             f"each of --accumulate {settings.accumulate} parts must be a multiple of the "
             f"{data * settings.fsdp} devices that split it",
-        )  # fmt: skip
+        )
     shape = (data, settings.fsdp, settings.tensor)
     grid = np.array(jax.devices()[:wanted]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

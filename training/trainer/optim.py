@@ -40,15 +40,21 @@ def make_optimizer(settings: TrainerSettings) -> optax.GradientTransformation:
     schedule = make_schedule(settings)
     if settings.optimizer == "muon":
         optimizer = muon(
-            schedule, weight_decay=settings.weight_decay, consistent_rms=0.2,
-            adam_b1=settings.beta1, adam_b2=settings.beta2,
+            schedule,
+            weight_decay=settings.weight_decay,
+            consistent_rms=0.2,
+            adam_b1=settings.beta1,
+            adam_b2=settings.beta2,
             muon_weight_dimension_numbers=_muon_leaves,
-        )  # fmt: skip
+        )
     else:
         optimizer = optax.adamw(
-            schedule, b1=settings.beta1, b2=settings.beta2, weight_decay=settings.weight_decay,
+            schedule,
+            b1=settings.beta1,
+            b2=settings.beta2,
+            weight_decay=settings.weight_decay,
             mask=hidden_matrices,
-        )  # fmt: skip
+        )
     clips = {
         "norm": optax.clip_by_global_norm(settings.clip_at),
         "value": optax.clip(settings.clip_at),

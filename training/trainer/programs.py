@@ -72,13 +72,14 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
     return Programs(
         layout=jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-            shapes, state_at,
+            shapes,
+            state_at,
         ),
         init=jax.jit(init, out_shardings=state_at),
         step=jax.jit(step, donate_argnums=0, out_shardings=(state_at, everywhere)),
         metrics=jax.jit(metrics, out_shardings=everywhere),
         is_finite=jax.jit(is_finite, out_shardings=everywhere),
-    )  # fmt: skip
+    )
 
 
 def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any, key: Array):

@@ -32,9 +32,12 @@ def progress(steps: int) -> Iterator[Bar | None]:
         yield _Lines(steps)
     else:
         columns = (
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[shown]}"),
-        )  # fmt: skip
+        )
         with Progress(*columns, console=console) as bar:
             yield _Moving(bar, bar.add_task("training", total=steps, shown=""))
 

@@ -8,10 +8,20 @@ from typing import Any, Literal
 # What a resumed run may change: it stays the same run. All else is its identity.
 _FREE = frozenset(
     (
-        "accumulate", "remat", "log_every", "eval_every", "save_every", "save_minutes", "keep",
-        "data_parallel", "fsdp", "tensor", "coordinator", "process_id",
+        "accumulate",
+        "remat",
+        "log_every",
+        "eval_every",
+        "save_every",
+        "save_minutes",
+        "keep",
+        "data_parallel",
+        "fsdp",
+        "tensor",
+        "coordinator",
+        "process_id",
     )
-)  # fmt: skip
+)
 _COUNTS = ("batch", "accumulate", "steps", "log_every", "eval_every", "keep", "fsdp", "tensor")
 _AMOUNTS = ("warmup", "decay", "data_parallel", "save_every", "seed", "weight_decay")
 

@@ -96,8 +96,12 @@ class SpeculativeConfig:
             pairs = zip(self.parts, draft, strict=True)
             parts = tuple(part.drafter(network, target) for part, network in pairs)
             return Cascade.of(*parts) if self.method == CASCADE else Hybrid(parts, **self.settings)
-        fitted = {"config": draft, "target": target, "vocab_size": target.vocab_size,
-                  "max_length": self.max_model_len}  # fmt: skip
+        fitted = {
+            "config": draft,
+            "target": target,
+            "vocab_size": target.vocab_size,
+            "max_length": self.max_model_len,
+        }
         parallel = self.parallel
         if parallel is None:
             parallel = getattr(draft, "mask_token_id", None) is not None
@@ -242,9 +246,12 @@ def _check_standing(name: str, value: Any) -> None:
 def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -> None:
     """Keys that the method would ignore must not ask for anything."""
     used = _fields(method, parallel) | {
-        "method", "rejection_sample_method", "draft_tensor_parallel_size", "draft_sample_method",
+        "method",
+        "rejection_sample_method",
+        "draft_tensor_parallel_size",
+        "draft_sample_method",
         *sum(RULE_KEYS.values(), ()),
-    }  # fmt: skip
+    }
     if "config" in used:
         used |= {"model", "max_model_len"}
     if method in (*PARALLEL, *ALWAYS_PARALLEL):

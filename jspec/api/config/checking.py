@@ -68,8 +68,10 @@ def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
         raise ValueError("num_speculative_tokens must be given: it is the longest K to choose.")
     if ranges is not None:
         found = _ranges(ranges)
-        return {"lengths": _ascending({most, *(k for _, _, k in found)}, most),
-                "batch_sizes": found}  # fmt: skip
+        return {
+            "lengths": _ascending({most, *(k for _, _, k in found)}, most),
+            "batch_sizes": found,
+        }
     if choices is True:
         doubled = {0, *(2**power for power in range(most.bit_length())), most}
         return {"lengths": _ascending(doubled, most)}

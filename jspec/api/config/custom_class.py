@@ -27,12 +27,18 @@ from jspec.util.messages import did_you_mean, shown
 
 _FILLED_IN = ("target", "vocab_size")
 # Keys that are read here and never by the class.
-_OURS = {"method", "model", "rejection_sample_method", "draft_tensor_parallel_size",
-         "adaptive_length", "num_speculative_tokens_per_batch_size",
-         *sum(RULE_KEYS.values(), ())}  # fmt: skip
+_OURS = {
+    "method",
+    "model",
+    "rejection_sample_method",
+    "draft_tensor_parallel_size",
+    "adaptive_length",
+    "num_speculative_tokens_per_batch_size",
+    *sum(RULE_KEYS.values(), ()),
+}
 _SETTINGS = tuple(get_type_hints(Drafter))  # those it inherits, too
-_METHODS = ("init", "absorb", "propose", "update")
-_SHARING = ("init_shared", "retire")
+_METHODS = ("init", "prefill", "propose", "update")
+_SHARING = ("init_shared", "on_finished")
 
 
 @runtime_checkable
@@ -100,10 +106,13 @@ def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{', '.join(map(repr, takes)) or 'no settings'}{did_you_mean(name, takes)}"
             )
     missing = [
-        name for name, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        and name not in chosen and name not in _FILLED_IN
-    ]  # fmt: skip
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and name not in chosen
+        and name not in _FILLED_IN
+    ]
     if missing:
         raise ValueError(
             f"speculative_config: {drafter.__name__} needs {', '.join(map(repr, missing))}; give "
@@ -146,10 +155,13 @@ def _check_class(drafter: type) -> None:
             "compiled programs; decorate it with @dataclasses.dataclass(frozen=True)."
         )
     fields = {field.name for field in dataclasses.fields(drafter)}
-    wrong = [f"no {each!r}" for each in _SETTINGS
-             if each not in fields and not hasattr(drafter, each)]  # fmt: skip
-    wrong += [f"the field {each!r} has the name of a key that says something else"
-              for each in sorted(_OURS & fields)]  # fmt: skip
+    wrong = [
+        f"no {each!r}" for each in _SETTINGS if each not in fields and not hasattr(drafter, each)
+    ]
+    wrong += [
+        f"the field {each!r} has the name of a key that says something else"
+        for each in sorted(_OURS & fields)
+    ]
     shares = any(hasattr(drafter, each) for each in _SHARING)
     for protocol, members in (
         (Drafter, _METHODS),

@@ -35,9 +35,11 @@ def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
     if any(value is not None for value in given):
         default = verify.RULES[rule].walk
         return verify.typical(
-            *(old if new is None else new
-              for old, new in zip(dataclasses.astuple(default), given, strict=True))
-        )  # fmt: skip
+            *(
+                old if new is None else new
+                for old, new in zip(dataclasses.astuple(default), given, strict=True)
+            )
+        )
     return rule
 
 

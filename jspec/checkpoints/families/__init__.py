@@ -24,10 +24,16 @@ from jspec.util.messages import shown
 FAMILIES = {
     family.model_type: family
     for family in (
-        llama.FAMILY, mistral.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mimo.FAMILY,
-        deepseek_v3.FAMILY, glm4_moe.FAMILY, qwen3_next.FAMILY,
+        llama.FAMILY,
+        mistral.FAMILY,
+        qwen3.FAMILY,
+        qwen2.FAMILY,
+        mimo.FAMILY,
+        deepseek_v3.FAMILY,
+        glm4_moe.FAMILY,
+        qwen3_next.FAMILY,
     )
-}  # fmt: skip
+}
 # Some of their blocks keep a state that cannot be taken back when drafts are refused.
 RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 

@@ -116,9 +116,18 @@ SHARED_DEFAULTS = {
 
 # Of these there is a list somewhere, with a place for each.
 _MOST = dict.fromkeys(
-    ("num_hidden_layers", "n_predict", "num_nextn_predict_layers", "mtp_num_hidden_layers",
-     "medusa_num_layers", "num_heads", "medusa_num_heads", "block_size"), 4096,
-) | dict.fromkeys(("n_routed_experts", "num_experts"), 1 << 16)  # fmt: skip
+    (
+        "num_hidden_layers",
+        "n_predict",
+        "num_nextn_predict_layers",
+        "mtp_num_hidden_layers",
+        "medusa_num_layers",
+        "num_heads",
+        "medusa_num_heads",
+        "block_size",
+    ),
+    4096,
+) | dict.fromkeys(("n_routed_experts", "num_experts"), 1 << 16)
 
 # Keys through which relatives of these families change the computation. Others that we do not
 # read (dropout, initialisation, token ids, ...) have no say in inference.
@@ -200,8 +209,10 @@ def windows(raw: dict) -> tuple[int | None, ...]:
     kinds = raw["layer_types"]
     if kinds is None:
         first = whole(raw, "max_window_layers", least=0)
-        kinds = ["sliding_attention" if sliding and layer >= first else "full_attention"
-                 for layer in range(count)]  # fmt: skip
+        kinds = [
+            "sliding_attention" if sliding and layer >= first else "full_attention"
+            for layer in range(count)
+        ]
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ValueError(

@@ -154,9 +154,15 @@ def block_table(
 
 
 def _entry(
-    owner: tuple, prefix: str, field: str, owners, sizes, inputs: int | None = None,
-    kind: str = "weight", **options,
-) -> Entry:  # fmt: skip
+    owner: tuple,
+    prefix: str,
+    field: str,
+    owners,
+    sizes,
+    inputs: int | None = None,
+    kind: str = "weight",
+    **options,
+) -> Entry:
     """A matrix of ``inputs`` columns as stored, or a vector where that is None."""
     names = tuple(f"{prefix}.{owner}.{kind}" for owner in owners)
     shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
@@ -210,14 +216,26 @@ def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entr
     entries = [
         own("moe.router", ("mlp.gate",), (moe.num_experts,), hidden),
         own("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=moe.num_experts),
-        own("moe.down", [f"{expert}.down_proj" for expert in experts],
-            (hidden,) * moe.num_experts, wide, stack=moe.num_experts),
+        own(
+            "moe.down",
+            [f"{expert}.down_proj" for expert in experts],
+            (hidden,) * moe.num_experts,
+            wide,
+            stack=moe.num_experts,
+        ),
         own("gate_up", (f"{every}.gate_proj", f"{every}.up_proj"), (moe.shared_size,) * 2, hidden),
         own("down", (f"{every}.down_proj",), (hidden,), moe.shared_size),
-    ]  # fmt: skip
+    ]
     if moe.scoring == "sigmoid":
-        entries.append(own("moe.bias", ("mlp.gate",), (moe.num_experts,),
-                           kind="e_score_correction_bias", float32=True))  # fmt: skip
+        entries.append(
+            own(
+                "moe.bias",
+                ("mlp.gate",),
+                (moe.num_experts,),
+                kind="e_score_correction_bias",
+                float32=True,
+            )
+        )
     if moe.shared_gate:
         entries.append(own("moe.shared_gate", (f"{every}_gate",), (1,), hidden))
     return entries

@@ -35,8 +35,10 @@ def _refuse_recurrence(raw: dict) -> None:
     count, kinds = whole(raw, "num_hidden_layers"), raw["layer_types"]
     if kinds is None:
         every = whole({"full_attention_interval": _EVERY} | raw, "full_attention_interval")
-        kinds = ["linear_attention" if layer % every else "full_attention"
-                 for layer in range(1, count + 1)]  # fmt: skip
+        kinds = [
+            "linear_attention" if layer % every else "full_attention"
+            for layer in range(1, count + 1)
+        ]
     known = ("full_attention", "linear_attention")
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
         raise ValueError(

@@ -15,14 +15,30 @@ _KEYS = {
     "default": {},
     "linear": {"factor": True},
     "dynamic": {"factor": True},
-    "llama3": {"factor": True, "low_freq_factor": True, "high_freq_factor": True,
-               "original_max_position_embeddings": False},
-    "yarn": {"factor": False, "original_max_position_embeddings": False, "beta_fast": False,
-             "beta_slow": False, "truncate": False, "attention_factor": False, "mscale": False,
-             "mscale_all_dim": False},
-    "longrope": {"factor": False, "original_max_position_embeddings": False,
-                 "short_factor": True, "long_factor": True, "attention_factor": False},
-}  # fmt: skip
+    "llama3": {
+        "factor": True,
+        "low_freq_factor": True,
+        "high_freq_factor": True,
+        "original_max_position_embeddings": False,
+    },
+    "yarn": {
+        "factor": False,
+        "original_max_position_embeddings": False,
+        "beta_fast": False,
+        "beta_slow": False,
+        "truncate": False,
+        "attention_factor": False,
+        "mscale": False,
+        "mscale_all_dim": False,
+    },
+    "longrope": {
+        "factor": False,
+        "original_max_position_embeddings": False,
+        "short_factor": True,
+        "long_factor": True,
+        "attention_factor": False,
+    },
+}
 _DEFAULT_THETA = 10000.0
 
 
@@ -69,12 +85,15 @@ def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
         return RopeConfig(theta, kind, factor, original, float(low), float(high)), trained
     if kind == "yarn":
         rope = RopeConfig(
-            theta, kind, factor, original,
+            theta,
+            kind,
+            factor,
+            original,
             beta_fast=float(given.get("beta_fast", 32)),
             beta_slow=float(given.get("beta_slow", 1)),
             truncate=given.get("truncate", True),
             amplitude=_yarn_amplitude(given, factor),
-        )  # fmt: skip
+        )
         return rope, max(trained, int(original * factor))
     return _longrope(given, theta, factor, original, rotary_dim), trained
 
@@ -89,14 +108,21 @@ def write(rope: RopeConfig, max_positions: int) -> dict:
     if rope.kind in ("llama3", "yarn", "longrope"):
         scaling["original_max_position_embeddings"] = rope.original_length
     if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor,
-                    "high_freq_factor": rope.high_freq_factor}  # fmt: skip
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+        }
     if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow,
-                    "truncate": rope.truncate}  # fmt: skip
+        scaling |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+        }
     if rope.kind == "longrope":
-        scaling |= {"short_factor": list(rope.short_factors),
-                    "long_factor": list(rope.long_factors)}  # fmt: skip
+        scaling |= {
+            "short_factor": list(rope.short_factors),
+            "long_factor": list(rope.long_factors),
+        }
     if rope.kind in ("yarn", "longrope"):
         scaling["attention_factor"] = rope.amplitude
     return {
@@ -166,9 +192,7 @@ def _yarn_amplitude(given: dict, factor: float) -> float:
     return growth(1.0)
 
 
-def _longrope(
-    given: dict, theta: float, factor: float, original: int, head_dim: int
-) -> RopeConfig:  # fmt: skip
+def _longrope(given: dict, theta: float, factor: float, original: int, head_dim: int) -> RopeConfig:
     for key in ("short_factor", "long_factor"):
         if not isinstance(given[key], list) or len(given[key]) != head_dim // 2:
             raise ValueError(f"{key} must be a list of {head_dim // 2} numbers (head_dim / 2)")
@@ -176,8 +200,11 @@ def _longrope(
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
     return RopeConfig(
-        theta, "longrope", factor, original,
+        theta,
+        "longrope",
+        factor,
+        original,
         amplitude=float(amplitude),
         short_factors=tuple(map(float, given["short_factor"])),
         long_factors=tuple(map(float, given["long_factor"])),
-    )  # fmt: skip
+    )

@@ -102,6 +102,8 @@ def describe(
     """A config.json for ``config`` as Arctic Inference reads it."""
     del kind
     return shared.describe_variant(config, target, base_model) | {
-        "architectures": [ARCHITECTURE], "method": "sum_lstm", "tie_weights": True,
+        "architectures": [ARCHITECTURE],
+        "method": "sum_lstm",
+        "tie_weights": True,
         "tie_lstm_embs": config.tie_embeddings,
-    }  # fmt: skip
+    }

@@ -105,8 +105,8 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
         from_anchor=common.flag(
             {"sample_from_anchor": spark is not None} | settings, "sample_from_anchor"
         ),
-        own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors,
+        separate_embedding="embed_tokens.weight" in tensors,
+        separate_head="lm_head.weight" in tensors,
         spark=spark,
         **fields,
     )
@@ -241,15 +241,13 @@ def table(config: DFlashConfig, layout: str = "dflash") -> tuple[Entry, ...]:
     for layer in range(config.network.num_layers):
         entries += block_table(config.network, layer, f"layers.{layer}")
     entries.append(Entry(("norm",), ("norm.weight",), ((hidden,),)))
-    if config.own_head:
+    if config.separate_head:
         shape = ((config.vocab_size, hidden),)
         entries.append(Entry(("head",), ("lm_head.weight",), shape, transpose=True))
-    if config.own_embedding:
+    if config.separate_embedding:
         shape = ((config.target_vocab_size, hidden),)
         entries.append(Entry(("embedding",), ("embed_tokens.weight",), shape))
-    spark = dspark.table(
-        config.spark, hidden, config.target_vocab_size, config.vocab_size
-    )  # fmt: skip
+    spark = dspark.table(config.spark, hidden, config.target_vocab_size, config.vocab_size)
     return (*entries, *spark)
 
 
@@ -302,15 +300,15 @@ def _check_layout(config: DFlashConfig, layout: str) -> None:
     }
     if layout == "dflash":
         lost |= {
-            "an embedding or output matrix of the head's own": config.own_embedding
-            or config.own_head,
+            "an embedding or output matrix of the head's own": config.separate_embedding
+            or config.separate_head,
             "layers that are causal and others that are not, but for sliding ones": causal
             != sliding
             and len(set(causal)) > 1,
         }
     else:
         lost |= {
-            "a head without an output matrix": not config.own_head,
+            "a head without an output matrix": not config.separate_head,
             "a target of another width": config.target_hidden_size != config.hidden_size,
             "causal layers but those that slide": any(causal) and causal != sliding,
         }
@@ -320,7 +318,7 @@ def _check_layout(config: DFlashConfig, layout: str) -> None:
             f"layout={layout!r} has no place for {', '.join(found)}; layouts are 'dflash' and "
             "'dflash-speculators'"
         )
-    if layout == "dflash-speculators" and not config.own_embedding:
+    if layout == "dflash-speculators" and not config.separate_embedding:
         raise ValueError(f"layout={layout!r} needs an embedding; pass the target's as embedding")
 
 

@@ -46,8 +46,9 @@ def table(
     entries = []
     if config.rank:
         for field, name, rows, transpose in (
-            ("before", "markov_w1", target_vocab, False), ("bias", "markov_w2", vocab, True),
-        ):  # fmt: skip
+            ("before", "markov_w1", target_vocab, False),
+            ("bias", "markov_w2", vocab, True),
+        ):
             shape = ((rows, config.rank),)
             entries.append(Entry(("spark", field), (f"{MARKOV}{name}.weight",), shape, transpose))
     names = {"mix": f"{MARKOV}{_MIXED.get(config.markov)}", "confidence": CONFIDENCE}

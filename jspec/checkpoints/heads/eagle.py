@@ -44,11 +44,24 @@ _Q_PROJ = f"{FIRST}.self_attn.q_proj.weight"
 # The keys of config.json that these networks share with Llama; others (model_type among them: heads
 # copy their target's) say nothing about a head.
 _NETWORK_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
-    "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
-    "partial_rotary_factor", "quantization_config", "compression_config",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "quantization_config",
+    "compression_config",
+)
 _DEFAULT_TOKENS = 5  # what a server drafts unless it is told otherwise
 # Switches of ``eagle_config`` that nothing here implements, and the value that EAGLE-3 has.
 _NEUTRAL = {
@@ -98,8 +111,8 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
         "network": _network(inner, tensors, vocab),
         "target_hidden_size": _given(raw, "target_hidden_size", common.whole(inner, "hidden_size")),
         "target_vocab_size": inner["vocab_size"],
-        "own_embedding": "embed_tokens.weight" in tensors,
-        "own_head": "lm_head.weight" in tensors,
+        "separate_embedding": "embed_tokens.weight" in tensors,
+        "separate_head": "lm_head.weight" in tensors,
         "fc_bias": _stated(raw, ("bias",), "fc.bias", tensors),
     }
     _check_target(common_fields, target)
@@ -226,9 +239,11 @@ def table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
     if config.fc_bias:
         vector("fc_bias", hidden, "fc.bias")
     if third or config.norm_inputs:
-        names = (f"{first}.input_layernorm", f"{first}.hidden_norm") if third else (
-            "embedding_layernorm", "hidden_states_layernorm"
-        )  # fmt: skip
+        names = (
+            (f"{first}.input_layernorm", f"{first}.hidden_norm")
+            if third
+            else ("embedding_layernorm", "hidden_states_layernorm")
+        )
         vector("embedding_norm", hidden, f"{names[0]}.weight")
         vector("hidden_norm", hidden, f"{names[1]}.weight")
     if config.feature_norms:
@@ -245,9 +260,9 @@ def table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
         vector("norm", hidden, "norm.weight")
     if config.mask_token_id is not None:
         entries.append(Entry((MASK,), (MASK,), ((1, 1, config.fc_inputs),)))
-    if config.own_head:
+    if config.separate_head:
         matrix("head", config.vocab_size, "lm_head.weight", transpose=True)
-    if config.own_embedding:
+    if config.separate_embedding:
         matrix("embedding", config.target_vocab_size, "embed_tokens.weight")
     return tuple(entries)
 
@@ -299,9 +314,15 @@ def describe(config: EagleConfig, layout: str, target: DecoderConfig, target_nam
     if layout in ("eagle3", "peagle"):
         kind = _PEAGLE if mask else "LlamaForCausalLMEagle3"
         served = {"pard_token": config.mask_token_id} if mask else {}  # vLLM's name for it
-        return inner | flags | more | mask | served | {"architectures": [kind]} | (
-            eagle_layers.describe(config.capture_layers, target.num_layers)
-        )  # fmt: skip
+        return (
+            inner
+            | flags
+            | more
+            | mask
+            | served
+            | {"architectures": [kind]}
+            | (eagle_layers.describe(config.capture_layers, target.num_layers))
+        )
     verifier = {
         "name_or_path": target_name,
         "architectures": families.describe(target)["architectures"],
@@ -325,29 +346,33 @@ def _check_layout(config: EagleConfig, layout: str) -> None:
     lost = {
         "eagle": {"EAGLE-3": not first, **limits},
         "eagle3": {
-            **third, **limits, "a second block": network.num_layers > 1,
+            **third,
+            **limits,
+            "a second block": network.num_layers > 1,
             "the mask of P-EAGLE": parallel,
         },
         "peagle": {
-            **third, **limits, "a head without a mask": not first and not parallel,
+            **third,
+            **limits,
+            "a head without a mask": not first and not parallel,
             "norms of the hidden states": config.feature_norms or config.input_norm,
             "a norm of what is fed back": config.norm_output,
         },
         "speculators": {
             **third,
             "a bias of fc": config.fc_bias,
-            "a head without an output matrix": not config.own_head,
+            "a head without an output matrix": not config.separate_head,
             "a target of another width": config.target_hidden_size != config.hidden_size,
             "biases of the MLP beside norms of queries": network.qk_norm and network.mlp_bias,
         },
-    }  # fmt: skip
+    }
     found = [what for what, present in lost[layout].items() if present]
     if found:
         raise ValueError(
             f"layout={layout!r} has no place for {', '.join(found)}; layouts are 'eagle' (EAGLE-1 "
             "and -2), 'eagle3' and 'speculators' (EAGLE-3), 'peagle' and 'speculators' (P-EAGLE)"
         )
-    if layout in ("speculators", "peagle") and not config.own_embedding:
+    if layout in ("speculators", "peagle") and not config.separate_embedding:
         raise ValueError(f"layout={layout!r} needs an embedding; pass the target's as embedding")
 
 

@@ -41,9 +41,14 @@ _ANY_WEIGHTS = re.compile(
 )
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "medusa_lm_head.*", "hydra_lm_head.pt")
 _WRAPPERS = (
-    "model.", "module.", "draft_model.", "medusa_heads.", "medusa_head.", "speculator.",
+    "model.",
+    "module.",
+    "draft_model.",
+    "medusa_heads.",
+    "medusa_head.",
+    "speculator.",
     "logit_head.",
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -31,10 +31,22 @@ from jspec.util.messages import printable
 
 Kind = Literal["eagle", "eagle3", "medusa", "mlp_speculator", "hydra", "dflash", "dspark", "mtp"]
 Layout = Literal[
-    "eagle", "eagle3", "peagle", "speculators", "medusa", "medusa-vllm", "mlp_speculator",
-    "arctic-rnn", "arctic-lstm", "hydra", "dflash", "dflash-speculators", "mimo", "deepseek",
+    "eagle",
+    "eagle3",
+    "peagle",
+    "speculators",
+    "medusa",
+    "medusa-vllm",
+    "mlp_speculator",
+    "arctic-rnn",
+    "arctic-lstm",
+    "hydra",
+    "dflash",
+    "dflash-speculators",
+    "mimo",
+    "deepseek",
     "qwen3_next",
-]  # fmt: skip
+]
 HeadConfig = (
     EagleConfig
     | MedusaConfig
@@ -87,8 +99,13 @@ FORMATS = {
 }
 # These layouts name the target.
 NAMING_TARGETS = (
-    "speculators", "medusa", "arctic-rnn", "arctic-lstm", "hydra", "dflash-speculators",
-)  # fmt: skip
+    "speculators",
+    "medusa",
+    "arctic-rnn",
+    "arctic-lstm",
+    "hydra",
+    "dflash-speculators",
+)
 TORCH_FILES = {
     "medusa": "medusa_lm_head.pt",
     "hydra": "hydra_lm_head.pt",
@@ -186,10 +203,10 @@ def _read_sharing(module, config, tensors, dtype, embedding):
         tensors.get("d2t"), tensors.get("t2d"), config.vocab_size, config.target_vocab_size
     )
     dtype = model_files.known_dtype(dtype or tensors["fc.weight"].dtype)
-    if embedding is not None and config.own_embedding:
+    if embedding is not None and config.separate_embedding:
         theirs = tensors["embed_tokens.weight"].astype(dtype)
         if config.hidden_size == config.target_hidden_size and np.array_equal(theirs, embedding):
-            config = dataclasses.replace(config, own_embedding=False)
+            config = dataclasses.replace(config, separate_embedding=False)
             entries = module.table(config)
     config = dataclasses.replace(config, network=model_files.with_precision(config.network, dtype))
     arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]

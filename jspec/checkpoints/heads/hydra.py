@@ -143,7 +143,7 @@ def table(config: HydraConfig, kind: str) -> tuple[Entry, ...]:
         first, path, inputs = _block(config, head, 0), ("joining", head), (2 + head) * size
         affine(path, ("weight", "bias"), f"{first}.linear", inputs)
         affine(path, ("residual", "residual_bias"), f"{first}.res_connection", inputs)
-        for layer in range(1, config.own_blocks):
+        for layer in range(1, config.separate_blocks):
             name = f"{_block(config, head, layer)}.linear"
             affine(("blocks", head, layer - 1), ("weight", "bias"), name, size)
         name = f"hydra_lm_head.{head}" + ".1" * (config.network is not None)
@@ -191,9 +191,11 @@ def describe(config: HydraConfig, kind: str, target: DecoderConfig, base_model: 
     """
     del kind
     if config.network is not None and config.network != dataclasses.replace(
-        network(target), cache_dtype=config.network.cache_dtype,
-        activation_dtype=config.network.activation_dtype, attention=config.network.attention,
-    ):  # fmt: skip
+        network(target),
+        cache_dtype=config.network.cache_dtype,
+        activation_dtype=config.network.activation_dtype,
+        attention=config.network.attention,
+    ):
         raise ValueError("layout='hydra' has no place for a prefix layer unlike the target's")
     return {
         "hydra_num_heads": config.num_heads,

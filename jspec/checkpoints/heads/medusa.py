@@ -87,12 +87,13 @@ def _read_vllm(raw: dict, sizes: dict) -> MedusaConfig:
         )
     reduced = raw.get("truncated_vocab_size") is not None
     return MedusaConfig(
-        vocab_size=common.whole(raw, "truncated_vocab_size") if reduced else whole
-        or sizes["target_vocab_size"],
+        vocab_size=common.whole(raw, "truncated_vocab_size")
+        if reduced
+        else whole or sizes["target_vocab_size"],
         num_outputs=1 if common.flag(raw, "original_lm_head") else sizes["num_heads"],
         bias=common.flag(raw, "medusa_fc_bias"),
         **sizes,
-    )  # fmt: skip
+    )
 
 
 def reorder(

@@ -188,9 +188,11 @@ def describe(
     """A config.json for ``config`` as fms and vLLM, or Arctic Inference, read it."""
     if kind == "arctic-rnn":
         return describe_variant(config, target, base_model) | {
-            "architectures": [ARCHITECTURES[kind]], "method": "sum_rnn",
-            "tie_weights": config.tie_weights, "tie_lstm_embs": False,
-        }  # fmt: skip
+            "architectures": [ARCHITECTURES[kind]],
+            "method": "sum_rnn",
+            "tie_weights": config.tie_weights,
+            "tie_lstm_embs": False,
+        }
     return describe_stages(config) | {
         "architectures": [ARCHITECTURES[kind]],
         "emb_dim": config.hidden_size,

@@ -124,10 +124,13 @@ def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> Mt
     experts = target.moe and dataclasses.replace(target.moe, first_dense=0)
     network = dataclasses.replace(target, num_layers=modules, windows=(), moe=experts)
     return MtpConfig(
-        network, (target.num_layers,),
-        hidden_first=layout == "mimo", zero_first=layout != "qwen3_next",
-        feeds_normed=layout != "deepseek", one_stem=layout == "qwen3_next",
-    )  # fmt: skip
+        network,
+        (target.num_layers,),
+        hidden_first=layout == "mimo",
+        zero_first=layout != "qwen3_next",
+        feeds_normed=layout != "deepseek",
+        one_stem=layout == "qwen3_next",
+    )
 
 
 def layout_of(config: MtpConfig) -> MtpLayout:

@@ -1,7 +1,7 @@
 """What a drafter that sits out has still to take in, and its way back to the text.
 
 While nothing is drafted a network has nothing to do, but the text goes on. A drafter says how many
-committed tokens are ``missing``; ``absorb``, which takes in a prompt, takes in these as well, with
+committed tokens are ``missing``; ``prefill``, which takes in a prompt, takes in these as well, with
 the target's features at their positions where it reads any: those wait in buffers until then.
 
 That happens outside of any branch, in a loop of no turns or more: what goes round a loop stays
@@ -22,10 +22,10 @@ SIZE = 32  # committed tokens that are missing at most while features of theirs 
 
 @runtime_checkable
 class Following(Protocol):
-    """What a drafter has besides if it can miss rounds: of those it hears by ``absorb`` alone."""
+    """What a drafter has besides if it can miss rounds: of those it hears by ``prefill`` alone."""
 
     def missing(self, memory: Memory, history: History) -> Array:
-        """int32 [B]: committed tokens that ``absorb`` must take in before the row can draft."""
+        """int32 [B]: committed tokens that ``prefill`` must take in before the row can draft."""
 
 
 @struct.dataclass
@@ -56,9 +56,13 @@ def push(waiting: Waiting, missing: Array, out: TargetOutput, verdict: Verdict) 
 
 
 def catch_up(
-    drafter: Drafter, params: Params, memory: Memory, waiting: Waiting, history: History,
+    drafter: Drafter,
+    params: Params,
+    memory: Memory,
+    waiting: Waiting,
+    history: History,
     wanted: Array,
-) -> Memory:  # fmt: skip
+) -> Memory:
     """The drafter's memory once it has taken in all that is missing.
 
     Only where a draft is ``wanted`` (bool []) or there is no room for more features, once ``SIZE``
@@ -91,7 +95,7 @@ def catch_up(
                 for buffer in waiting.features
             )
             count = jnp.clip(left, 0, size)
-            return drafter.absorb(params, memory, chunk, features, first, count), turn + 1
+            return drafter.prefill(params, memory, chunk, features, first, count), turn + 1
 
         return lax.while_loop(behind, take_in, (memory, jnp.int32(0)))[0]
 

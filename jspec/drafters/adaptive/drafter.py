@@ -1,7 +1,7 @@
 """A drafter whose K follows the batch: by a table of batch sizes, or by expected goodput.
 
 Each length is a gear: a drafter of that K on the memory of the longest, with a loop of rounds of
-its own (``jspec.core.types.Geared``). So a round of length K is the one that a drafter of K alone has,
+its own (``jspec.core.types.MultiMode``). So a round of length K is the one that a drafter of K alone has,
 and one without a draft is plain decoding; only what decides is added. Which length is best is told
 in ``jspec.drafters.adaptive.goodput``, what rounds take in ``jspec.engine.costs``.
 """
@@ -37,7 +37,7 @@ class AdaptiveMemory:
     inner: Any
     waiting: backlog.Waiting | None  # None where no round is sat out
     known: goodput.Experience
-    gear: Array  # [] int32, index of the last round's length
+    mode: Array  # [] int32, index of the last round's length
     rest: Array  # [] int32, rounds without a draft before the next choice, if it is to rest
     rested: Array  # [] int32, those that it had
 
@@ -100,7 +100,7 @@ class Adaptive:
         return self.lengths[0] == 0 and isinstance(self.drafter, backlog.Following)
 
     @functools.cached_property
-    def gears(self) -> tuple["Resting | Drafting", ...]:
+    def modes(self) -> tuple["Resting | Drafting", ...]:
         """What runs the rounds of each length."""
         return tuple(
             Drafting(self, self._of_length(length)) if length else Resting(self)
@@ -118,9 +118,9 @@ class Adaptive:
         return self.max_depth + 1
 
     @property
-    def rungs(self) -> tuple[int, ...]:
+    def node_buckets(self) -> tuple[int, ...]:
         """Node counts of all gears."""
-        return tuple(sorted({1, *(size for gear in self.gears for size in gear.rungs)}))
+        return tuple(sorted({1, *(size for mode in self.modes for size in mode.node_buckets)}))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -138,11 +138,11 @@ class Adaptive:
         unknown = jnp.zeros(len(self.lengths))
         return Costs(unknown, jnp.array(False), inner) if self.by_costs else inner
 
-    def retire(self, shared: Any, memory: AdaptiveMemory, history: History) -> Any:
+    def on_finished(self, shared: Any, memory: AdaptiveMemory, history: History) -> Any:
         """Hands the drafter the rows that go on no more."""
         if not isinstance(self.drafter, Sharing):
             return shared
-        return _with_inner(shared, self.drafter.retire(_inner(shared), memory.inner, history))
+        return _with_inner(shared, self.drafter.on_finished(_inner(shared), memory.inner, history))
 
     def init(self, params, request, capacity):
         """Nothing known."""
@@ -154,26 +154,26 @@ class Adaptive:
         inner = self.drafter.init(params, request, capacity)
         none = jnp.int32(0)
         return AdaptiveMemory(
-            inner, waiting, goodput.init(batch), gear=none, rest=none, rested=none
+            inner, waiting, goodput.init(batch), mode=none, rest=none, rested=none
         )
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Hands the drafter the prompt."""
-        inner = self.drafter.absorb(params, memory.inner, tokens, features, start, valid)
+        inner = self.drafter.prefill(params, memory.inner, tokens, features, start, valid)
         return memory.replace(inner=inner)
 
-    def shift(self, params, request, shared, memory, history):
+    def select_mode(self, params, request, shared, memory, history):
         """The best length, and the drafter level with the text where it is to draft."""
         running = ~is_ended(request, history)
         known = goodput.rest(memory.known, memory.rested)
         memory = memory.replace(known=known, rested=jnp.zeros_like(memory.rested))
-        gear = self.chosen(shared, memory, running)
-        memory = memory.replace(gear=gear)
+        mode = self.chosen(shared, memory, running)
+        memory = memory.replace(mode=mode)
         if self.rests:
             drafter, waiting = self.drafter, memory.waiting
-            inner = backlog.catch_up(drafter, params, memory.inner, waiting, history, gear > 0)
+            inner = backlog.catch_up(drafter, params, memory.inner, waiting, history, mode > 0)
             memory = memory.replace(inner=inner)
-        return memory.replace(rest=self._rest(memory, running, history)), gear
+        return memory.replace(rest=self._rest(memory, running, history)), mode
 
     def chosen(self, shared: Any, memory: AdaptiveMemory, running: Array) -> Array:
         """The index [] int32 of the best length for the rows that are ``running`` [B]."""
@@ -186,7 +186,7 @@ class Adaptive:
             return chosen
         if shared == ():
             return longest
-        return goodput.best(self.lengths, shared.seconds, memory.known, running, memory.gear)
+        return goodput.best(self.lengths, shared.seconds, memory.known, running, memory.mode)
 
     def _rest(self, memory: AdaptiveMemory, running: Array, history: History) -> Array:
         """How many rounds nothing needs to be chosen for, once there is no draft."""
@@ -216,18 +216,18 @@ class Drafting:
     proposal = property(lambda self: self.drafter.proposal)
 
     @property
-    def rungs(self) -> tuple[int, ...]:
+    def node_buckets(self) -> tuple[int, ...]:
         """Node counts worth a program of their own: a network drafts whenever it is asked to."""
-        own = getattr(self.drafter, "rungs", tree_settings.rungs(self.tree_size))
+        own = getattr(self.drafter, "node_buckets", tree_settings.node_buckets(self.tree_size))
         is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
         return tuple(size for size in own if size > 1 or not is_network)
 
-    def stays(
+    def keeps_mode(
         self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
     ) -> Array:
         """Whether this length is still the best: bool []."""
         running = ~is_ended(request, history)
-        return self.whole.chosen(shared, memory, running) == memory.gear
+        return self.whole.chosen(shared, memory, running) == memory.mode
 
     def propose(self, params, request, shared, memory, history):
         """The drafter's draft."""
@@ -252,11 +252,11 @@ class Resting:
 
     whole: Adaptive
 
-    max_depth, tree_size, rungs = 0, 1, (1,)
+    max_depth, tree_size, node_buckets = 0, 1, (1,)
     proposal = "point"
     capture_layers = property(lambda self: self.whole.capture_layers)
 
-    def stays(
+    def keeps_mode(
         self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
     ) -> Array:
         """Whether nothing can have changed, and what is missed has room to wait: bool []."""

@@ -38,9 +38,11 @@ class Experience:
 def init(batch: int) -> Experience:
     """Nothing known."""
     return Experience(
-        jnp.full(batch, _PRIOR, jnp.float32), jnp.ones(batch, jnp.float32),
-        jnp.zeros(batch, jnp.int32), jnp.full(batch, _SOONEST, jnp.int32),
-    )  # fmt: skip
+        jnp.full(batch, _PRIOR, jnp.float32),
+        jnp.ones(batch, jnp.float32),
+        jnp.zeros(batch, jnp.int32),
+        jnp.full(batch, _SOONEST, jnp.int32),
+    )
 
 
 def learn(known: Experience, draft: Draft, verdict: Verdict) -> Experience:

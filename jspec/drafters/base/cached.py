@@ -42,7 +42,7 @@ class CachedDrafter(TreeDrafter):
         """Rows of true features that are not in the cache."""
         return history.length - 1 - self._length(memory)
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Takes in a chunk of the prompt: its features, each with the token after."""
         return self._take_in(params, memory, tokens[:, 1:], features, valid)
 
@@ -77,9 +77,16 @@ class CachedDrafter(TreeDrafter):
         raise NotImplementedError
 
     def _feed(
-        self, params: Any, memory: Any, history: History, frontier: Any, drafted: Array,
-        parents: Array, depth: int | Array, slot: int | Array,
-    ) -> tuple[Any, Array]:  # fmt: skip
+        self,
+        params: Any,
+        memory: Any,
+        history: History,
+        frontier: Any,
+        drafted: Array,
+        parents: Array,
+        depth: int | Array,
+        slot: int | Array,
+    ) -> tuple[Any, Array]:
         """Runs the rows of drafted tokens [B, F] on what their parents gave out."""
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ class FeatureDrafter(TreeDrafter):
         hidden = jnp.zeros((batch, self.config.hidden_size), self.config.activation_dtype)
         return FeatureMemory(hidden, jnp.zeros((batch,), bool))
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Keeps the last hidden state of a chunk of the prompt."""
         return _keep(memory, features[0], valid - 1, valid > 0)
 
@@ -64,6 +64,4 @@ class FeatureDrafter(TreeDrafter):
 def _keep(memory: FeatureMemory, features: Array, row: Array, there: Array) -> FeatureMemory:
     row = jnp.maximum(row, 0)[:, None, None]
     hidden = jnp.take_along_axis(features, row, 1)[:, 0].astype(memory.hidden.dtype)
-    return FeatureMemory(
-        jnp.where(there[:, None], hidden, memory.hidden), memory.known | there
-    )  # fmt: skip
+    return FeatureMemory(jnp.where(there[:, None], hidden, memory.hidden), memory.known | there)

@@ -123,9 +123,9 @@ class TreeDrafter:
             )
 
     @property
-    def rungs(self) -> tuple[int, ...]:
+    def node_buckets(self) -> tuple[int, ...]:
         """Node counts worth a program of their own."""
-        return tree_settings.rungs(self.shape.size, self.confidence_threshold is not None)
+        return tree_settings.node_buckets(self.shape.size, self.confidence_threshold is not None)
 
     @property
     def max_depth(self) -> int:
@@ -149,10 +149,14 @@ class TreeDrafter:
     def drawing(self, request: Request, history: History, params: Params) -> Drawing:
         """How the children of this round are chosen."""
         return Drawing(
-            request, history, self.method, self.noise, self.target.vocab_size,
+            request,
+            history,
+            self.method,
+            self.noise,
+            self.target.vocab_size,
             getattr(params.drafter, "draft_to_target", None),
             None if self.knows_chances else self.confidence_threshold,
-        )  # fmt: skip
+        )
 
     def limit(self, draft: Draft, history: History, ready: Array) -> Draft:
         """Drops nodes past ``max_length``, and all but the root of rows not ``ready`` [B]."""

@@ -32,7 +32,7 @@ class _Round(NamedTuple):
 
     history: History  # with what is drafted behind it
     count: Array  # [B], drafted tokens
-    laws: Array | None  # [B, K+1, Vd]
+    distributions: Array | None  # [B, K+1, Vd]
     side: tuple[kv_cache.Entry, ...]
     seen: Array  # [B, M] bool, side slots on the path of the tokens that were fed
     passes: Array  # []
@@ -107,30 +107,35 @@ class Cascade(ChainedDrafter):
         taken = jnp.minimum(gap, self.backlog)
         hidden, side = self._catch_up(params, memory, history, taken)
         said = None
-        if request.sampling.shaping is not None:
+        if request.sampling.processors is not None:
             said = jnp.full((len(taken), 1), -1, jnp.int32)
-        token, law, _ = self._next(params, request, history, hidden, jnp.int32(0), said)
+        token, distribution, _ = self._next(params, request, history, hidden, jnp.int32(0), said)
         batch = token.shape[0]
-        laws = None
-        if law is not None:
-            laws = jnp.zeros((batch, self.max_depth + 1, law.shape[-1]), law.dtype)
-            laws = laws.at[:, 0].set(law)
+        distributions = None
+        if distribution is not None:
+            distributions = jnp.zeros(
+                (batch, self.max_depth + 1, distribution.shape[-1]), distribution.dtype
+            )
+            distributions = distributions.at[:, 0].set(distribution)
         begin = _Round(
             _appended(request, history, token[:, None], jnp.ones((batch, 1), bool)),
-            jnp.ones_like(taken), laws, side,
-            jnp.arange(memory.path.shape[1]) < taken[:, None], jnp.int32(0),
-        )  # fmt: skip
+            jnp.ones_like(taken),
+            distributions,
+            side,
+            jnp.arange(memory.path.shape[1]) < taken[:, None],
+            jnp.int32(0),
+        )
         unfinished = lambda now: (now.count < self.max_depth).any()
         advance = lambda now: self._advance(params, request, memory.cache, history, now)
         end = lax.while_loop(unfinished, advance, begin)
         places = history.length[:, None] + jnp.arange(self.max_depth)
         drafted = jnp.take_along_axis(end.history.tokens, places, 1, mode="clip")
-        translated = self.use_heterogeneous_vocab and laws is not None
+        translated = self.use_heterogeneous_vocab and distributions is not None
         draft = Draft(
             tokens=jnp.concatenate([root_token(history)[:, None], drafted], 1),
             parents=trees.chain(self.max_depth),
             valid=self._valid(history, gap),
-            logits=end.laws,
+            logits=end.distributions,
             draft_to_target=params.drafter.draft_to_target if translated else None,
             max_depth=self.max_depth,
         )
@@ -146,12 +151,17 @@ class Cascade(ChainedDrafter):
         own = jnp.arange(now.seen.shape[1]) == slot + place[:, None]  # [n, M]
         above = jnp.asarray(np.tril(np.ones((size, size), bool))) @ own
         hidden, side = decoder.extend(
-            weights_of(params.drafter), self.config, spell(params.drafter, fed),
-            now.history.length[:, None] - 1 + place, cache, now.side, slot,
+            weights_of(params.drafter),
+            self.config,
+            spell(params.drafter, fed),
+            now.history.length[:, None] - 1 + place,
+            cache,
+            now.side,
+            slot,
             now.seen[:, None] | above,
-        )  # fmt: skip
-        branches = _behind(now.history, fed) if request.sampling.shaping is not None else None
-        drawn, laws = self._draws(params, request, history, hidden, now.count, branches)
+        )
+        branches = _behind(now.history, fed) if request.sampling.processors is not None else None
+        drawn, distributions = self._draws(params, request, history, hidden, now.count, branches)
         agrees = found.valid[:, 1:] & (fed[:, 1:] == drawn[:, :-1])
         agreeing = jnp.cumprod(agrees, 1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
         kept = jnp.minimum(1 + agreeing, self.max_depth - now.count)  # tokens this pass adds
@@ -161,7 +171,9 @@ class Cascade(ChainedDrafter):
         return _Round(
             _appended(request, now.history, drawn, new),
             now.count + kept,
-            None if laws is None else now.laws.at[rows, where].set(laws, mode="drop"),
+            None
+            if distributions is None
+            else now.distributions.at[rows, where].set(distributions, mode="drop"),
             side,
             now.seen | (new[..., None] & own).any(1),
             now.passes + 1,
@@ -182,16 +194,19 @@ class Cascade(ChainedDrafter):
         ways = params.drafter if self.use_heterogeneous_vocab else None
         drawn = [
             self._draw(
-                request, history, logits[:, node],
-                jnp.minimum(count + node, self.max_depth - 1), ways,
+                request,
+                history,
+                logits[:, node],
+                jnp.minimum(count + node, self.max_depth - 1),
+                ways,
             )
             for node in range(logits.shape[1])
-        ]  # fmt: skip
+        ]
         ids = jnp.stack([token for token, _ in drawn], 1)
         if ways is not None:
             ids = ways.draft_to_target[ids]
-        laws = [law for _, law in drawn]
-        return ids, None if laws[0] is None else jnp.stack(laws, 1)
+        distributions = [distribution for _, distribution in drawn]
+        return ids, None if distributions[0] is None else jnp.stack(distributions, 1)
 
     def _fed(self, memory: DraftMemory) -> Array:
         return jnp.argsort(~memory.path, 1, stable=True)[:, : self.backlog + self.max_depth - 1]
@@ -209,5 +224,5 @@ def _appended(request: Request, history: History, new: Array, valid: Array) -> H
     place = history.length[:, None] + jnp.arange(new.shape[1])
     place = jnp.where(valid, place, history.tokens.shape[1])
     text = history.tokens.at[jnp.arange(len(new))[:, None], place].set(new, mode="drop")
-    state = logits_processors.state_after(request.sampling.shaping, history, new, valid)
+    state = logits_processors.state_after(request.sampling.processors, history, new, valid)
     return History(text, history.length + valid.sum(1, dtype=jnp.int32), state)

@@ -102,9 +102,9 @@ class ChainedDrafter:
         return self.num_speculative_tokens + 1
 
     @property
-    def rungs(self) -> tuple[int, ...]:
+    def node_buckets(self) -> tuple[int, ...]:
         """Node counts worth a program of their own."""
-        return tree_settings.rungs(self.tree_size, self.confidence_threshold is not None)
+        return tree_settings.node_buckets(self.tree_size, self.confidence_threshold is not None)
 
     @property
     def proposal(self) -> str:
@@ -124,7 +124,7 @@ class ChainedDrafter:
         drafted = jnp.full((batch, self.max_depth - 1), -1, jnp.int32)
         return DraftMemory(cache, side, jnp.zeros((batch,), jnp.int32), drafted)
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Takes a chunk of the prompt into the cache."""
         cache = take_in(params.drafter, self.config, tokens[:, :-1], memory.cache, valid)
         return memory.replace(cache=cache)
@@ -140,7 +140,7 @@ class ChainedDrafter:
         taken = jnp.minimum(gap, self.backlog)
         hidden, side = self._catch_up(params, memory, history, taken)
         said = None
-        if request.sampling.shaping is not None:
+        if request.sampling.processors is not None:
             said = jnp.full((len(taken), self.max_depth), -1, jnp.int32)
         least = self.confidence_threshold
         likely = None if least is None else jnp.ones(taken.shape)
@@ -159,15 +159,17 @@ class ChainedDrafter:
         begin = side, said, first.carried
         (side, _, _), later = expand.scan_likely(step, begin, rest, least)
         root = root_token(history)[:, None]
-        laws = later.law
+        distributions = later.distribution
         draft = Draft(
             tokens=jnp.concatenate([root, first.tokens[:, None], later.tokens.T], 1),
             parents=trees.chain(self.max_depth),
             valid=self._valid(history, gap),
-            logits=None if laws is None else _stack_laws(first.law, laws),
+            logits=None
+            if distributions is None
+            else _stack_distributions(first.distribution, distributions),
             draft_to_target=(
                 params.drafter.draft_to_target
-                if self.use_heterogeneous_vocab and laws is not None
+                if self.use_heterogeneous_vocab and distributions is not None
                 else None
             ),
             max_depth=self.max_depth,
@@ -228,9 +230,15 @@ class ChainedDrafter:
         unseen = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
         mask = jnp.broadcast_to(slots <= offset[:, None], (*unseen.shape, slots.size))
         hidden, side = decoder.extend(
-            weights_of(params.drafter), self.config, spell(params.drafter, unseen), positions,
-            memory.cache, memory.side, jnp.int32(0), mask,
-        )  # fmt: skip
+            weights_of(params.drafter),
+            self.config,
+            spell(params.drafter, unseen),
+            positions,
+            memory.cache,
+            memory.side,
+            jnp.int32(0),
+            mask,
+        )
         return jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1)[:, 0], side
 
     def _feed(self, params, cache, side, history, taken, token, index):
@@ -239,9 +247,15 @@ class ChainedDrafter:
         own = index + self.backlog - 1
         mask = (slots <= own) & ((slots < taken[:, None]) | (slots >= self.backlog))
         hidden, side = decoder.extend(
-            weights_of(params.drafter), self.config, spell(params.drafter, token[:, None]),
-            (history.length - 1 + index)[:, None], cache, side, own, mask[:, None],
-        )  # fmt: skip
+            weights_of(params.drafter),
+            self.config,
+            spell(params.drafter, token[:, None]),
+            (history.length - 1 + index)[:, None],
+            cache,
+            side,
+            own,
+            mask[:, None],
+        )
         return hidden[:, 0], side
 
     def _next(self, params, request, history, hidden, index, said, likely=None) -> expand.Level:
@@ -257,10 +271,12 @@ class ChainedDrafter:
             branches = logits_processors.Branches(history, said[:, None])
             logits = self._shaped(params, request, branches, logits[:, None])[:, 0]
         ways = params.drafter if self.use_heterogeneous_vocab else None
-        place, law = self._draw(request, history, logits, index, ways)
+        place, distribution = self._draw(request, history, logits, index, ways)
         if likely is not None:
-            likely *= sampling.chance(logits, law, place, request.sampling)
-        return expand.Level(place if ways is None else ways.draft_to_target[place], law, likely)
+            likely *= sampling.chance(logits, distribution, place, request.sampling)
+        return expand.Level(
+            place if ways is None else ways.draft_to_target[place], distribution, likely
+        )
 
     def _shaped(self, params, request, branches, logits):
         """Logits [B, F, Vd] as the request wants them."""
@@ -268,7 +284,9 @@ class ChainedDrafter:
         if self.use_heterogeneous_vocab:
             ids = params.drafter.draft_to_target
             size = params.drafter.target_to_draft.shape[0]
-        return logits_processors.shape_draft(logits, request.sampling.shaping, branches, size, ids)
+        return logits_processors.shape_draft(
+            logits, request.sampling.processors, branches, size, ids
+        )
 
     def _draw(self, request, history, logits, index, ways=None):
         """A place in the last axis of the logits [B, Vd], and the law if it is to be recorded.
@@ -278,20 +296,24 @@ class ChainedDrafter:
         """
         if request.sampling.greedy or self.draft_sample_method == "greedy":
             return sampling.argmax(logits), None
-        law = sampling.warp(logits, request.sampling)
+        distribution = sampling.process_logits(logits, request.sampling)
         if self.noise == "target":
             position = history.length + index
             if ways is None:
-                return sampling.draw_target(law, request.sampling, request.keys, position), None
+                return sampling.draw_target(
+                    distribution, request.sampling, request.keys, position
+                ), None
             noise = sampling.target_noise(request.keys, position, ways.target_to_draft.shape[0])
-            return sampling.argmax(law + noise[:, ways.draft_to_target].astype(law.dtype)), None
+            return sampling.argmax(
+                distribution + noise[:, ways.draft_to_target].astype(distribution.dtype)
+            ), None
         root = history.length - 1
         uniform = sampling.round_noise(request.keys, root, sampling.DRAFT, self.max_depth)
         index = jnp.broadcast_to(index, root.shape)
-        return sampling.draw(law, uniform[jnp.arange(len(root)), index]), law
+        return sampling.draw(distribution, uniform[jnp.arange(len(root)), index]), distribution
 
 
-def _stack_laws(first: Array, later: Array) -> Array:
+def _stack_distributions(first: Array, later: Array) -> Array:
     """Laws [B, V] and [K-1, B, V] to [B, K, V] and a row for the leaf: [B, K+1, V]."""
-    laws = jnp.concatenate([first[None], later, jnp.zeros_like(first)[None]], 0)
-    return jnp.moveaxis(laws, 0, 1)
+    distributions = jnp.concatenate([first[None], later, jnp.zeros_like(first)[None]], 0)
+    return jnp.moveaxis(distributions, 0, 1)

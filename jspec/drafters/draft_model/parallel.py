@@ -104,7 +104,7 @@ class ParallelDraftModel(TreeDrafter):
         cache = decoder.init_cache(self.config, batch, room)
         return ParallelMemory(cache, side, jnp.zeros((batch,), jnp.int32))
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Takes a chunk of the prompt into the cache."""
         cache = take_in(params.drafter, self.config, tokens[:, :-1], memory.cache, valid)
         return memory.replace(cache=cache)
@@ -155,9 +155,12 @@ class ParallelDraftModel(TreeDrafter):
         guessing = last_of(taken) + jnp.arange(self.max_depth)
         chain = trees.from_parents(trees.chain(slots.size - 1), slots.size - 1)
         attend, entries = decoder.attention_over(
-            cache, trees.broadcast(chain, fed.shape[0]),
-            windows=self.config.windows, implementation=self.config.attention, wanted=guessing,
-        )  # fmt: skip
+            cache,
+            trees.broadcast(chain, fed.shape[0]),
+            windows=self.config.windows,
+            implementation=self.config.attention,
+            wanted=guessing,
+        )
         embedded = decoder.embed(model, self.config, fed)
         hidden, _ = decoder.trunk(model, self.config, embedded, positions, attend, wanted=guessing)
         unused = [(0, 0), (0, 0), (0, memory.reach - width), (0, 0)]

@@ -124,7 +124,7 @@ class Suffix:
         return self.rule.depth
 
     @property
-    def rungs(self) -> tuple[int, ...]:
+    def node_buckets(self) -> tuple[int, ...]:
         """Node counts worth a program: drafts are as long as the match, mostly short."""
         return tuple(sorted({1, -(-self.tree_size // 3), self.tree_size}))
 
@@ -144,7 +144,7 @@ class Suffix:
         own = corpus.no_texts(batch, capacity, self.rule.groups)
         return SuffixMemory(own, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), bool))
 
-    def absorb(self, params, memory, tokens, features, start, valid):
+    def prefill(self, params, memory, tokens, features, start, valid):
         """Counts the prompt."""
         return memory.replace(start=memory.start + valid)
 
@@ -173,7 +173,7 @@ class Suffix:
         done = is_ended(request, history) | (verdict.num_emitted == 0)
         return self._store(shared, memory, history, done)
 
-    def retire(self, shared: Any, memory: SuffixMemory, history: History) -> Any:
+    def on_finished(self, shared: Any, memory: SuffixMemory, history: History) -> Any:
         """Stores the responses of all rows that were not stored yet; returns ``shared``."""
         return self._store(shared, memory, history, jnp.ones_like(memory.stored))[1]
 

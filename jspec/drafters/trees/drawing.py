@@ -21,7 +21,9 @@ class Children(NamedTuple):
     ids: Array  # [B, F, k] int32, in the draft's vocabulary
     valid: Array | None = None  # [B, F, k]; None: all
     sampled: Array | None = None  # [B, F, k]; None: none
-    law: Array | None = None  # [B, F, Vd], what they were drawn from; None: they were not drawn
+    distribution: Array | None = (
+        None  # [B, F, Vd], what they were drawn from; None: they were not drawn
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +63,18 @@ class Drawing:
     @property
     def shapes(self) -> bool:
         """Whether the request changes logits, by what was drafted on a branch among others."""
-        return self.request.sampling.shaping is not None
+        return self.request.sampling.processors is not None
 
     def shaped(self, logits: Array, drafted: Array | None = None) -> Array:
         """Logits [B, F, Vd] as the request wants them after tokens ``drafted`` [B, F, M]."""
         branches = logits_processors.at_root(self.history)
         if drafted is not None:
             branches = branches.replace(drafted=drafted)
-        return self._shaped(logits, self.request.sampling.shaping, branches)
+        return self._shaped(logits, self.request.sampling.processors, branches)
 
     def shaped_below(self, logits: Array) -> Array:
         """Logits [B, F, Vd] of nodes below the root, as far as all their branches are alike."""
-        wanted = self.request.sampling.shaping
+        wanted = self.request.sampling.processors
         wanted = None if wanted is None else wanted.of_any_branch
         return self._shaped(logits, wanted, logits_processors.at_root(self.history))
 
@@ -82,9 +84,13 @@ class Drawing:
         )
 
     def children(
-        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array,
+        self,
+        logits: Array,
+        widths: np.ndarray,
+        nodes: Array,
+        depth: int | Array,
         drafted: Array | None = None,
-    ) -> Children:  # fmt: skip
+    ) -> Children:
         """Chooses the children of a frontier, k = max(widths) for each; those beyond are no use.
 
         Args:
@@ -104,14 +110,14 @@ class Drawing:
         width = int(widths.max())
         if self.deterministic:
             return Children(largest(logits, width)[1])
-        law = sampling.warp(logits, self.request.sampling)
+        distribution = sampling.process_logits(logits, self.request.sampling)
         if self.noise == "target":
-            return self._shared_noise(logits, law, width, depth)
+            return self._shared_noise(logits, distribution, width, depth)
         if width == 1:
-            return self._draw_one(law, nodes)
+            return self._draw_one(distribution, nodes)
         if self.method == "top_plus_one":
-            return self._top_plus_one(logits, law, widths, nodes)
-        return self._draw_distinct(logits, law, width, nodes)
+            return self._top_plus_one(logits, distribution, widths, nodes)
+        return self._draw_distinct(logits, distribution, width, nodes)
 
     @property
     def _random_rows(self) -> Array:
@@ -121,30 +127,38 @@ class Drawing:
     def _root(self) -> Array:
         return self.history.length - 1
 
-    def _draw_one(self, law: Array, nodes: Array) -> Children:
+    def _draw_one(self, distribution: Array, nodes: Array) -> Children:
         """One child each, by the inverse CDF: a greedy row's law is a point mass already."""
         uniform = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
-        each = jnp.broadcast_to(law, (*uniform.shape[:2], law.shape[-1]))
-        ids = sampling.draw(each.reshape(-1, law.shape[-1]), uniform.reshape(-1, 2))
+        each = jnp.broadcast_to(distribution, (*uniform.shape[:2], distribution.shape[-1]))
+        ids = sampling.draw(each.reshape(-1, distribution.shape[-1]), uniform.reshape(-1, 2))
         ids = ids.reshape(*uniform.shape[:2], 1)
-        return Children(ids, sampled=jnp.broadcast_to(self._random_rows, ids.shape), law=law)
+        return Children(
+            ids, sampled=jnp.broadcast_to(self._random_rows, ids.shape), distribution=distribution
+        )
 
-    def _draw_distinct(self, logits: Array, law: Array, width: int, nodes: Array) -> Children:
+    def _draw_distinct(
+        self, logits: Array, distribution: Array, width: int, nodes: Array
+    ) -> Children:
         """Successive draws without replacement: the largest of law plus Gumbel noise, in order."""
-        noise = sampling.node_noise(self.request.keys, self._root, nodes, law.shape[-1])
+        noise = sampling.node_noise(self.request.keys, self._root, nodes, distribution.shape[-1])
         random = self._random_rows
-        heights, ids = largest(jnp.where(random, law + noise.astype(law.dtype), logits), width)
-        return Children(ids, heights > -jnp.inf, jnp.broadcast_to(random, ids.shape), law)
+        heights, ids = largest(
+            jnp.where(random, distribution + noise.astype(distribution.dtype), logits), width
+        )
+        return Children(ids, heights > -jnp.inf, jnp.broadcast_to(random, ids.shape), distribution)
 
     def _top_plus_one(
-        self, logits: Array, law: Array, widths: np.ndarray, nodes: Array
+        self, logits: Array, distribution: Array, widths: np.ndarray, nodes: Array
     ) -> Children:
         """The likeliest ``widths`` - 1 children of each node, and one draw from what is left."""
         width = int(widths.max())
-        heights, top = largest(law, width)
-        rest = jnp.broadcast_to(law, (law.shape[0], nodes.shape[0], law.shape[-1]))
+        heights, top = largest(distribution, width)
+        rest = jnp.broadcast_to(
+            distribution, (distribution.shape[0], nodes.shape[0], distribution.shape[-1])
+        )
         for rank in range(width - 1):
-            taken = jnp.arange(law.shape[-1]) == top[..., rank, None]
+            taken = jnp.arange(distribution.shape[-1]) == top[..., rank, None]
             rest = jnp.where(taken & (rank < widths - 1)[:, None], -jnp.inf, rest)
         drawn = self._draw_one(rest, nodes).ids
         is_drawn = np.arange(width) == widths[:, None] - 1
@@ -154,17 +168,21 @@ class Drawing:
             jnp.where(random, jnp.where(is_drawn, drawn, top), largest(logits, width)[1]),
             ~random | jnp.where(is_drawn, left, heights > -jnp.inf),
             random & is_drawn,
-            law,
+            distribution,
         )
 
-    def _shared_noise(self, logits: Array, law: Array, width: int, depth: Array) -> Children:
+    def _shared_noise(
+        self, logits: Array, distribution: Array, width: int, depth: Array
+    ) -> Children:
         """The target's likeliest draws after these nodes, by the head's lights."""
         position = self.history.length[:, None] + jnp.atleast_1d(depth)
         noise = sampling.target_noise(self.request.keys, position, self.vocab_size)
-        noise = noise[..., : law.shape[-1]] if self.draft_to_target is None else (
-            noise[..., self.draft_to_target]
-        )  # fmt: skip
-        noisy = law + noise.astype(law.dtype)
+        noise = (
+            noise[..., : distribution.shape[-1]]
+            if self.draft_to_target is None
+            else (noise[..., self.draft_to_target])
+        )
+        noisy = distribution + noise.astype(distribution.dtype)
         heights, ids = largest(jnp.where(self._random_rows, noisy, logits), width)
         return Children(ids, heights > -jnp.inf)
 

@@ -38,13 +38,13 @@ class Level(NamedTuple):
     """The nodes of a chain at one depth, [B], or at several, [B, n]."""
 
     tokens: Array  # int32, target ids
-    law: Array | None  # [..., Vd], what they were drawn from
+    distribution: Array | None  # [..., Vd], what they were drawn from
     likely: Array | None  # the product of probabilities from the root on, where it counts
 
     @property
     def carried(self) -> "Level":
         """What the next depth reads of it."""
-        return self._replace(law=None)
+        return self._replace(distribution=None)
 
 
 def grow(
@@ -94,8 +94,8 @@ def chain(
         drawn = drawing.children_of(logits, only, jnp.int32(node)[None], node)
         ids = drawn.ids[:, :, 0]
         if likely is not None:
-            likely *= sampling.chance(logits, drawn.law, ids, drawing.request.sampling)
-        return Level(drawing.target_ids(ids), drawn.law, likely)
+            likely *= sampling.chance(logits, drawn.distribution, ids, drawing.request.sampling)
+        return Level(drawing.target_ids(ids), drawn.distribution, likely)
 
     def step(carry: tuple[Frontier, Array | None, Level], node: int | Array):
         frontier, said, before = carry
@@ -109,7 +109,7 @@ def chain(
     said = jnp.full((batch, 1, depth), -1, jnp.int32) if drawing.shapes else None
     first = draw(logits, 0, said, None if least is None else jnp.ones((batch, 1)))
     levels = _levels(step, (frontier, said, first.carried), first, depth, unrolled, least)
-    draft = chained(drawing, levels.tokens, levels.law)
+    draft = chained(drawing, levels.tokens, levels.distribution)
     return draft if least is None else ended(draft, levels.likely, least)
 
 
@@ -145,26 +145,30 @@ def ended(draft: Draft, likely: Array, least: float) -> Draft:
     return draft.replace(valid=draft.valid & valid)
 
 
-def chained(drawing: Drawing, drafted: Array, laws: Array | None) -> Draft:
+def chained(drawing: Drawing, drafted: Array, distributions: Array | None) -> Draft:
     """The draft of a chain of target ids [B, K], drawn from ``laws`` [B, K, Vd] if there are."""
-    if laws is not None:  # and a row for the leaf, which has no children
-        laws = jnp.concatenate([laws, jnp.zeros_like(laws[:, :1])], 1)
+    if distributions is not None:  # and a row for the leaf, which has no children
+        distributions = jnp.concatenate([distributions, jnp.zeros_like(distributions[:, :1])], 1)
     drafted = jnp.concatenate([root_token(drawing.history)[:, None], drafted], 1)
     depth = drafted.shape[1] - 1
     return Draft(
         tokens=drafted,
         parents=trees.chain(depth),
         valid=jnp.ones_like(drafted, dtype=bool),
-        logits=laws,
-        draft_to_target=None if laws is None else drawing.draft_to_target,
+        logits=distributions,
+        draft_to_target=None if distributions is None else drawing.draft_to_target,
         max_depth=depth,
     )
 
 
 def _levels(
-    step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bool,
+    step: Callable,
+    carry: Any,
+    first: Any,
+    max_depth: int,
+    unrolled: bool,
     least: float | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """``first`` and what ``step`` gives at depths 1, 2, ..., joined along axis 1.
 
     One program serves all depths, or each has its own where ``unrolled``. ``least`` is of
@@ -188,14 +192,19 @@ def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: 
     )
     root = root_token(drawing.history)[:, None]
     grown = _Grown(root, jnp.ones_like(root, dtype=bool), jnp.zeros_like(root, dtype=bool))
-    inner, laws, slot = np.zeros(1, int), [], 0  # nodes of a level that have children
+    inner, distributions, slot = np.zeros(1, int), [], 0  # nodes of a level that have children
     for depth in range(shape.max_depth):
         children = drawing.children(
-            logits, widths[inner], jnp.asarray(inner), depth,
+            logits,
+            widths[inner],
+            jnp.asarray(inner),
+            depth,
             grown.tokens[:, _paths(parents, inner, depth)] if drawing.shapes else None,
-        )  # fmt: skip
-        if children.law is not None:
-            laws.append(children.law[:, np.arange(inner.size) % children.law.shape[1]])
+        )
+        if children.distribution is not None:
+            distributions.append(
+                children.distribution[:, np.arange(inner.size) % children.distribution.shape[1]]
+            )
         below = np.flatnonzero(depths == depth + 1)
         row = np.searchsorted(inner, parents[below])
         grown = _append(grown, drawing, children, parents[below], row, ranks[below])
@@ -210,9 +219,9 @@ def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: 
         tokens=grown.tokens,
         parents=np.array(parents, np.int32),
         valid=grown.valid,
-        logits=jnp.concatenate(laws, 1)[:, row] if laws else None,
-        sampled=grown.sampled if laws else None,
-        draft_to_target=drawing.draft_to_target if laws else None,
+        logits=jnp.concatenate(distributions, 1)[:, row] if distributions else None,
+        sampled=grown.sampled if distributions else None,
+        draft_to_target=drawing.draft_to_target if distributions else None,
         max_depth=shape.max_depth,
     )
 
@@ -289,9 +298,11 @@ def dynamic(
         flat = lambda x: jnp.broadcast_to(x, (batch, top_k, top_k)).reshape(batch, -1)
         order = jnp.arange(top_k**2, dtype=jnp.int32).reshape(top_k, top_k)
         looked_at = Candidates(
-            flat(drafted), flat(fed.scores[..., None] + scores), flat(fed.index[..., None]),
+            flat(drafted),
+            flat(fed.scores[..., None] + scores),
+            flat(fed.index[..., None]),
             flat(top_k + (depth - 1) * top_k**2 + order),
-        )  # fmt: skip
+        )
         _, best = largest(looked_at.scores, top_k)
         return (frontier, looked_at.take(best), best // top_k, said), looked_at
 

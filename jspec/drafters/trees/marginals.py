@@ -44,7 +44,7 @@ def chain(drawing: Drawing, logits: Array) -> Draft:
         return expand.chain(drawing, count, only, _next_row, logits, unrolled=True)
     nodes = jnp.arange(logits.shape[1])
     drawn = drawing.children(logits, np.ones(nodes.size, int), nodes, nodes)
-    return expand.chained(drawing, drawing.target_ids(drawn.ids[..., 0]), drawn.law)
+    return expand.chained(drawing, drawing.target_ids(drawn.ids[..., 0]), drawn.distribution)
 
 
 def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:

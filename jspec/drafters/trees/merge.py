@@ -94,6 +94,7 @@ def _either(first: Draft, second: Draft, pick, size: int) -> Array | np.ndarray:
     if trees.is_chain(first.parents) and trees.is_chain(second.parents):
         return trees.chain(size - 1)
     batch = first.tokens.shape[0]
-    parents = [jnp.broadcast_to(draft.parents, (batch, draft.tokens.shape[1]))
-               for draft in (first, second)]  # fmt: skip
+    parents = [
+        jnp.broadcast_to(draft.parents, (batch, draft.tokens.shape[1])) for draft in (first, second)
+    ]
     return pick(*parents, 0)

@@ -18,24 +18,16 @@ from jspec.util.messages import did_you_mean, shown
 PUBLISHED = {
     "eagle_mc_sim_7b_63": "4, 3 2 2 1, 3 2 2 1, 3, 2",  # 25 nodes, in spite of its name
     "medusa_mc_sim_7b_63": "10, 10 7 3 2 1 1 1 1 1 1, 10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1, 2",
-    "medusa_vicuna_7b_stage1":
-        "10, 10 7 4 3 2 2 1 1 1 1, 9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1, 1",
-    "medusa_vicuna_7b_stage1_ablation":
-        "10, 10 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1, 4 1 1 0 0 0 0 0 0 0 1",
-    "medusa_vicuna_7b_stage2":
-        "10, 10 5 2 2 1 1 1 1, 9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1, 4 1 1 0 0 0 0 0 0 1",
-    "medusa_vicuna_13b_stage1":
-        "10, 10 7 4 2 2 1 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 0 1, 1",
-    "medusa_vicuna_13b_stage2":
-        "10, 10 4 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1, "
-        "4 2 1 0 0 0 0 0 0 0 1 0 0 0 0 0 0 0 0 1",
-    "medusa_vicuna_33b_stage1":
-        "10, 10 8 5 3 2 2 1 1 1 1, 9 3 2 1 1 0 0 0 0 0 2 0 0 0 0 0 0 0 1",
-    "medusa_vicuna_33b_stage2":
-        "10, 10 5 3 2 1 1 1 1, 10 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1, 3 1 0 0 0 0 0 0 0 0 1",
-    "medusa_zephyr_stage2":
-        "10, 10 6 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1, 2 1",
-}  # fmt: skip
+    "medusa_vicuna_7b_stage1": "10, 10 7 4 3 2 2 1 1 1 1, 9 3 2 1 1 1 0 0 0 0 2 0 0 0 0 0 0 1, 1",
+    "medusa_vicuna_7b_stage1_ablation": "10, 10 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1, 4 1 1 0 0 0 0 0 0 0 1",
+    "medusa_vicuna_7b_stage2": "10, 10 5 2 2 1 1 1 1, 9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1, 4 1 1 0 0 0 0 0 0 1",
+    "medusa_vicuna_13b_stage1": "10, 10 7 4 2 2 1 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 0 1, 1",
+    "medusa_vicuna_13b_stage2": "10, 10 4 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 3 1 0 0 1 0 1, "
+    "4 2 1 0 0 0 0 0 0 0 1 0 0 0 0 0 0 0 0 1",
+    "medusa_vicuna_33b_stage1": "10, 10 8 5 3 2 2 1 1 1 1, 9 3 2 1 1 0 0 0 0 0 2 0 0 0 0 0 0 0 1",
+    "medusa_vicuna_33b_stage2": "10, 10 5 3 2 1 1 1 1, 10 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1, 3 1 0 0 0 0 0 0 0 0 1",
+    "medusa_zephyr_stage2": "10, 10 6 4 2 2 1 1 1, 10 4 2 1 1 1 0 0 0 0 2 1 0 0 0 0 1, 2 1",
+}
 
 OF_ANY_DEPTH = ("chain", "eagle2", "best_first", "sampled")
 NAMES = (*OF_ANY_DEPTH, *PUBLISHED)
@@ -54,7 +46,7 @@ def check_threshold(threshold: float) -> None:
         raise ValueError(f"confidence_threshold={threshold} must be 0 to 1.")
 
 
-def rungs(size: int, varies: bool = False) -> tuple[int, ...]:
+def node_buckets(size: int, varies: bool = False) -> tuple[int, ...]:
     """Node counts of drafts up to ``size`` that are worth a program of the target's own.
 
     Where the length ``varies``, K tokens, half of them, a quarter and so on, root included.
@@ -140,8 +132,12 @@ def requested(
     Raises:
       ValueError: a setting is out of range, contradicts another, or is not used by that tree.
     """
-    given = {"num_speculative_tokens": num_speculative_tokens, "tree_depth": tree_depth,
-             "tree_size": tree_size, "tree_top_k": tree_top_k}  # fmt: skip
+    given = {
+        "num_speculative_tokens": num_speculative_tokens,
+        "tree_depth": tree_depth,
+        "tree_size": tree_size,
+        "tree_top_k": tree_top_k,
+    }
     for name, value in given.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
@@ -172,8 +168,12 @@ def requested(
 
 def _agreeing(tree: Tree, shape: Shape, given: dict[str, int | None]) -> Shape:
     """A shape that has a depth and size of its own; settings must not say otherwise."""
-    own = {"num_speculative_tokens": shape.max_depth, "tree_depth": shape.max_depth,
-           "tree_size": shape.size, "tree_top_k": max(shape.widths)}  # fmt: skip
+    own = {
+        "num_speculative_tokens": shape.max_depth,
+        "tree_depth": shape.max_depth,
+        "tree_size": shape.size,
+        "tree_top_k": max(shape.widths),
+    }
     for name, value in given.items():
         if value not in (None, own[name]):
             which = f"tree={tree!r}" if isinstance(tree, str) else "the tree of these paths"
@@ -241,8 +241,11 @@ def _paths(counts: str) -> list[tuple[int, ...]]:
     paths, level = [], [()]
     for line in counts.split(","):
         children = [int(count) for count in line.split()]
-        level = [(*path, rank) for path, count in zip(level, children, strict=False)
-                 for rank in range(count)]  # fmt: skip
+        level = [
+            (*path, rank)
+            for path, count in zip(level, children, strict=False)
+            for rank in range(count)
+        ]
         paths += level
     return paths
 

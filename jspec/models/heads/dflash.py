@@ -68,8 +68,8 @@ class DFlashConfig(NetworkSizes):
     mask_token: int
     causal: tuple[bool, ...] = ()
     from_anchor: bool = False
-    own_embedding: bool = False
-    own_head: bool = False
+    separate_embedding: bool = False
+    separate_head: bool = False
     spark: SparkConfig | None = None
 
     def __post_init__(self):
@@ -117,9 +117,9 @@ def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32
         hidden_norm=jnp.ones((hidden,), dtype),
         layers=decoder.init_layers(layers_key, config.network, dtype),
         norm=jnp.ones((hidden,), dtype),
-        head=normal(head_key, hidden, config.vocab_size) if config.own_head else None,
+        head=normal(head_key, hidden, config.vocab_size) if config.separate_head else None,
         embedding=normal(embedding_key, config.target_vocab_size, hidden)
-        if config.own_embedding
+        if config.separate_embedding
         else None,
         draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
         spark=config.spark
@@ -244,12 +244,18 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
         )
         words = trees.pack_bits(seen)
         return ops.attention(
-            q, k.astype(entry.k.dtype), v.astype(entry.v.dtype),
-            jnp.broadcast_to(words, (batch, *words.shape)), entry.k, entry.v, cache.length,
+            q,
+            k.astype(entry.k.dtype),
+            v.astype(entry.v.dtype),
+            jnp.broadcast_to(words, (batch, *words.shape)),
+            entry.k,
+            entry.v,
+            cache.length,
             scale=network.head_dim**-0.5,
-            window=network.windows[index] if network.windows else None, positions=positions,
+            window=network.windows[index] if network.windows else None,
+            positions=positions,
             implementation=network.attention,
-        )  # fmt: skip
+        )
 
     return attend
 
@@ -289,14 +295,14 @@ def _check(config: DFlashConfig) -> None:
         )
     if not config.capture_layers:
         raise ValueError("capture_layers=() must name one hidden state or more.")
-    shared = [name for name in ("own_embedding", "own_head") if not vars(config)[name]]
+    shared = [name for name in ("separate_embedding", "separate_head") if not vars(config)[name]]
     if config.hidden_size != config.target_hidden_size and shared:
         raise ValueError(
             f"the head is {config.hidden_size} wide and the target {config.target_hidden_size}, so "
             "it cannot share the target's embedding or output matrix; only a head with both of its "
             "own can differ."
         )
-    if config.reduced and not config.own_head:
+    if config.reduced and not config.separate_head:
         raise ValueError(
             f"a head with {config.vocab_size} of the target's {config.target_vocab_size} tokens "
             "needs an output matrix of its own (own_head=True)."

@@ -81,9 +81,13 @@ class SparkParams:
 
 
 def init_params(
-    key: Array, config: SparkConfig, hidden: int, target_vocab: int, vocab: int,
+    key: Array,
+    config: SparkConfig,
+    hidden: int,
+    target_vocab: int,
+    vocab: int,
     dtype: jnp.dtype = jnp.float32,
-) -> SparkParams:  # fmt: skip
+) -> SparkParams:
     """Random weights, but that no bias is added and all chances are even at first."""
     before_key, mix_key = jax.random.split(key)
     made = {}

@@ -70,8 +70,8 @@ class EagleConfig(NetworkSizes):
     capture_layers: tuple[int, ...]
     target_hidden_size: int
     target_vocab_size: int
-    own_embedding: bool = False
-    own_head: bool = False
+    separate_embedding: bool = False
+    separate_head: bool = False
     fc_bias: bool = False
     norm_inputs: bool = False
     feature_norms: bool = False
@@ -136,9 +136,9 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
         feature_norms=ones(config.fc_inputs, config.feature_norms),
         input_norm=ones(config.fc_inputs, config.input_norm),
         norm=ones(hidden, third),
-        head=normal(head_key, hidden, config.vocab_size) if config.own_head else None,
+        head=normal(head_key, hidden, config.vocab_size) if config.separate_head else None,
         embedding=normal(embedding_key, config.target_vocab_size, hidden)
-        if config.own_embedding
+        if config.separate_embedding
         else None,
         mask_hidden=jax.random.normal(mask_key, (1, 1, config.fc_inputs)).astype(dtype)
         if config.mask_token_id is not None
@@ -249,9 +249,12 @@ def take_in(
     batch, size, _ = embedded.shape
     tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
     attend, entries = decoder.attention_over(
-        cache, tree, windows=config.network.windows, implementation=config.network.attention,
+        cache,
+        tree,
+        windows=config.network.windows,
+        implementation=config.network.attention,
         wanted=wanted,
-    )  # fmt: skip
+    )
     positions = cache.length[:, None] + tree.depth
     x = blocks(params, config, embedded, features, positions, attend, wanted=wanted)
     return x, tuple(entries)
@@ -286,9 +289,14 @@ def extend(
       f' [B, n, D] and the side buffers with the new entries.
     """
     attend, side = decoder.attention_beside(
-        cache, side, slot, mask, positions,
-        windows=config.network.windows, implementation=config.network.attention,
-    )  # fmt: skip
+        cache,
+        side,
+        slot,
+        mask,
+        positions,
+        windows=config.network.windows,
+        implementation=config.network.attention,
+    )
     x = blocks(params, config, embedded, features, positions, attend)
     return x, tuple(side)
 
@@ -311,9 +319,16 @@ def unembed(
 
 
 def _check(config: EagleConfig) -> None:
-    first_only, third_only = ("norm_inputs",), (
-        "feature_norms", "input_norm", "norm_before_residual", "norm_output", "mask_token_id",
-    )  # fmt: skip
+    first_only, third_only = (
+        ("norm_inputs",),
+        (
+            "feature_norms",
+            "input_norm",
+            "norm_before_residual",
+            "norm_output",
+            "mask_token_id",
+        ),
+    )
     if config.generation not in (1, 3):
         raise ValueError(f"generation={config.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
     wrong = [
@@ -339,14 +354,16 @@ def _check(config: EagleConfig) -> None:
             "or more."
         )
     if config.hidden_size != config.target_hidden_size:
-        shared = [name for name in ("own_embedding", "own_head") if not vars(config)[name]]
+        shared = [
+            name for name in ("separate_embedding", "separate_head") if not vars(config)[name]
+        ]
         if config.generation == 1 or shared:
             raise ValueError(
                 f"the head is {config.hidden_size} wide and the target {config.target_hidden_size},"
                 " so it cannot share the target's embedding or output matrix; only an EAGLE-3 head "
                 "with both of its own can differ."
             )
-    if config.reduced and not config.own_head:
+    if config.reduced and not config.separate_head:
         raise ValueError(
             f"a head with {config.vocab_size} of the target's {config.target_vocab_size} tokens "
             "needs an output matrix of its own (own_head=True)."

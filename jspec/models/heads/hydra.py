@@ -65,8 +65,9 @@ class HydraConfig:
         if self.tie_blocks and self.num_layers < 3:
             raise ValueError(f"tie_blocks needs three blocks at least, not {self.num_layers}.")
         if self.network and (self.network.num_layers, self.network.hidden_size) != (
-            1, self.hidden_size,
-        ):  # fmt: skip
+            1,
+            self.hidden_size,
+        ):
             raise ValueError(f"the prefix layer must be one block, {self.hidden_size} wide.")
 
     @property
@@ -75,7 +76,7 @@ class HydraConfig:
         return self.vocab_size
 
     @property
-    def own_blocks(self) -> int:
+    def separate_blocks(self) -> int:
         """Blocks of a head that have weights of their own."""
         return 2 if self.tie_blocks else self.num_layers
 
@@ -103,7 +104,7 @@ class HydraParams:
     """Weights of the heads."""
 
     joining: tuple[JoiningParams, ...]  # of each head
-    blocks: tuple[tuple[BlockParams, ...], ...]  # of each head, ``own_blocks`` - 1
+    blocks: tuple[tuple[BlockParams, ...], ...]  # of each head, ``separate_blocks`` - 1
     outputs: tuple[Array, ...]  # of each head, [D, V]
     output_biases: tuple[Array, ...]  # [V], or none
     prefix: PrefixParams | None = None
@@ -127,7 +128,7 @@ def init_params(key: Array, config: HydraConfig, dtype: jnp.dtype = jnp.float32)
         prefix = PrefixParams(layers, jnp.ones((size,), dtype))
     return HydraParams(
         joining=joining,
-        blocks=((block,) * (config.own_blocks - 1),) * config.num_heads,
+        blocks=((block,) * (config.separate_blocks - 1),) * config.num_heads,
         outputs=tuple(normal(size, vocab) for _ in joining),
         output_biases=tuple(zeros(vocab) for _ in joining) if config.output_bias else (),
         prefix=prefix,
@@ -154,10 +155,14 @@ def take_in(
         cache, tree, windows=network.windows, implementation=network.attention, wanted=wanted
     )
     _, (out,) = decoder.trunk(
-        params.prefix, network, hidden.astype(network.activation_dtype),
-        cache.length[:, None] + tree.depth, attend, capture_layers=(1,),
+        params.prefix,
+        network,
+        hidden.astype(network.activation_dtype),
+        cache.length[:, None] + tree.depth,
+        attend,
+        capture_layers=(1,),
         wanted=wanted,
-    )  # fmt: skip
+    )
     return out, tuple(entries)
 
 

@@ -127,10 +127,11 @@ def init_params(
 
     def normal(part: str, shape: tuple[int, int], first: tuple[int, int] | None = None):
         return tuple(
-            (jax.random.normal(next(keys), first or shape if stage == 0 else shape)
-             * inner**-0.5).astype(dtype)
+            (
+                jax.random.normal(next(keys), first or shape if stage == 0 else shape) * inner**-0.5
+            ).astype(dtype)
             for stage in range(config.count(part))
-        )  # fmt: skip
+        )
 
     return MlpSpeculatorParams(
         embeddings=normal("embeddings", (vocab, inner)),

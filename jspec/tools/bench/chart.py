@@ -47,8 +47,9 @@ def _speedups(axes, title: str, rows: list[dict[str, Any]]) -> None:
     middle = [row["speedup"]["median"] for row in rows]
     below = [row["speedup"]["median"] - row["speedup"]["least"] for row in rows]
     above = [row["speedup"]["most"] - row["speedup"]["median"] for row in rows]
-    colors = ["#bab0ac" if row["name"] == PLAIN or "split_ms" not in row else _COLORS[0]
-              for row in rows]  # fmt: skip
+    colors = [
+        "#bab0ac" if row["name"] == PLAIN or "split_ms" not in row else _COLORS[0] for row in rows
+    ]
     places = range(len(rows))
     axes.barh(places, middle, xerr=(below, above), color=colors, error_kw={"ecolor": "#333333"})
     axes.axvline(1, color="#333333", linewidth=0.8)

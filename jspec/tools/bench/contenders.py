@@ -19,8 +19,11 @@ from jspec.tools.bench.questions import Request
 from jspec.tools.bench.timing import Sample
 
 PLAIN = "autoregressive"
-PEER_MODES = {"eager": "transformers", "assisted": "transformers, assisted",
-              "prompt_lookup": "transformers, prompt lookup"}  # fmt: skip
+PEER_MODES = {
+    "eager": "transformers",
+    "assisted": "transformers, assisted",
+    "prompt_lookup": "transformers, prompt lookup",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +89,20 @@ class Ours:
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
         asked = [
             SamplingParams(
-                temperature=self.case.temperature, max_tokens=self.case.max_tokens,
-                seed=self.case.seed + index, detokenize=False,
+                temperature=self.case.temperature,
+                max_tokens=self.case.max_tokens,
+                seed=self.case.seed + index,
+                detokenize=False,
             )
             for index in range(len(prompts))
-        ]  # fmt: skip
+        ]
         begin, cpu = time.perf_counter(), time.process_time()
         outputs = self.llm.generate(prompts, asked)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         answers = [output.outputs[0] for output in outputs]
-        self.counts[name] = sum_of([
-            _counts(each.speculative_decoding_stats, len(each.token_ids)) for each in answers
-        ])  # fmt: skip
+        self.counts[name] = sum_of(
+            [_counts(each.speculative_decoding_stats, len(each.token_ids)) for each in answers]
+        )
         return Sample(
             seconds, cpu, [each.token_ids for each in answers], self.counts[name].num_passes
         )
@@ -133,11 +138,15 @@ class Theirs:
         for first in range(0, len(ordered), self.case.batch_size):
             some = ordered[first : first + self.case.batch_size]
             answer = self.peer.generate(
-                self.mode, [list(requests[index].token_ids) for index in some],
-                max_new_tokens=self.case.max_tokens, temperature=self.case.temperature,
-                seed=self.case.seed + first, eos_token_ids=list(self.eos_token_ids),
-                threads=os.cpu_count(), **self.settings,
-            )  # fmt: skip
+                self.mode,
+                [list(requests[index].token_ids) for index in some],
+                max_new_tokens=self.case.max_tokens,
+                temperature=self.case.temperature,
+                seed=self.case.seed + first,
+                eos_token_ids=list(self.eos_token_ids),
+                threads=os.cpu_count(),
+                **self.settings,
+            )
             total.seconds += answer["seconds"]
             total.cpu_seconds += answer["cpu_seconds"]
             for index, tokens in zip(some, answer["tokens"], strict=True):

@@ -32,11 +32,9 @@ def describe(program: str | None = None) -> dict:
         | {name: version for name in _PLUGINS if (version := _version(name))},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "jspec", "kernels")),
-        "argv": [
-            program or f"benchmarks.{Path(sys.argv[0]).stem}", *map(_shortened, sys.argv[1:])
-        ],
+        "argv": [program or f"benchmarks.{Path(sys.argv[0]).stem}", *map(_shortened, sys.argv[1:])],
         "load_average": os.getloadavg(),
-    }  # fmt: skip
+    }
 
 
 def _version(package: str) -> str | None:

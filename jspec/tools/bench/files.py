@@ -46,7 +46,9 @@ def page(results: dict[str, Any], text: str, picture: bytes) -> str:
         cases.append((title, tables))
     template = jinja2.Environment(autoescape=True).from_string(source)
     return template.render(
-        about=report.about(results), cases=cases, json=text,
+        about=report.about(results),
+        cases=cases,
+        json=text,
         notes=[note for note in report.notes(results) if note != report.about(results)],
         picture=base64.b64encode(picture).decode(),
-    )  # fmt: skip
+    )

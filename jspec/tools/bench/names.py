@@ -47,9 +47,11 @@ def portable(given: Mapping[str, Any], among: Sequence[Mapping[str, Any]] = ()) 
     return {
         key: _tail(Path(value), [_path(other.get(key)) for other in among])
         if isinstance(value, str | os.PathLike) and Path(value).is_absolute()
-        else value.path if isinstance(value, LoadedModel) else value
+        else value.path
+        if isinstance(value, LoadedModel)
+        else value
         for key, value in given.items()
-    }  # fmt: skip
+    }
 
 
 def _tail(path: Path, among: Iterable[Path | None]) -> str:

@@ -27,9 +27,12 @@ class Peer:
             command += ["--draft", str(draft)]
         # Of a session of its own: Ctrl-C is for this process, which then ends the worker.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self.info = self._read()
 
     def __enter__(self) -> "Peer":

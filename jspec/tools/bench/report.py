@@ -38,9 +38,16 @@ def cells(row: dict[str, Any]) -> list[str]:
 def headings() -> list[str]:
     """Of the columns."""
     return [
-        "method", "tokens/s", "speed-up", "acceptance length", "by position",
-        "drafting + target + accepting, ms", "round, ms", "host, ms a call", "same text",
-    ]  # fmt: skip
+        "method",
+        "tokens/s",
+        "speed-up",
+        "acceptance length",
+        "by position",
+        "drafting + target + accepting, ms",
+        "round, ms",
+        "host, ms a call",
+        "same text",
+    ]
 
 
 def terminal(results: dict[str, Any]) -> Iterator[Table]:

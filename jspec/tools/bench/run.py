@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jspec.api import config
-from jspec.api.build import assemble
+from jspec.api.build import build_plan
 from jspec.api.llm import LLM
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
@@ -51,7 +51,7 @@ def bench(
     target = loading.load(model, settings.dtype)
     plain = LLM(target)
     for each in settings.configs:  # what is wrong with the last is not found out after hours
-        assemble(target, config.read(each), dtype=settings.dtype)
+        build_plan(target, config.read(each), dtype=settings.dtype)
     made, left_out = reading.answered_by(
         plain, asked, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from jspec.core import trees
 from jspec.core.types import Array, Params, Request, Shared
-from jspec.engine.batch import Batch, Row, advance, read, start
+from jspec.engine.batch import Batch, SequenceParams, advance, read, start
 from jspec.engine.costs import copied
 from jspec.engine.loop import DecodeState, init_shared
 from jspec.engine.plan import Plan
@@ -49,9 +49,12 @@ class Split:
 
 
 def split(
-    plan: Plan, params: Params, rows: list[Row], generate: Callable[[], Any],
+    plan: Plan,
+    params: Params,
+    rows: list[SequenceParams],
+    generate: Callable[[], Any],
     forget: Callable[[], None],
-) -> Split:  # fmt: skip
+) -> Split:
     """Takes a generation apart.
 
     Args:
@@ -83,7 +86,7 @@ def _shares(plan: Plan, params: Params, begun: Callable[[], Batch], rounds: int)
             break
         given = plan, params, batch.request, batch.shared, batch.state
         last = int(_last_node(*given)[0])
-        size = next(rung for rung in plan.ladder if rung > last)
+        size = next(bucket_of for bucket_of in plan.node_buckets if bucket_of > last)
         begun = lambda batch=batch: copied(batch)
         # Every program is the one before and a part more. A launch is in all, and counts in none.
         seconds = [

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from jspec.api.build import Assembly
+from jspec.api.build import Build
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
-from jspec.engine.batch import Row, start
+from jspec.engine.batch import SequenceParams, start
 from jspec.engine.loading import LoadedModel
 from jspec.tools.bench.contenders import (
     PEER_MODES,
@@ -41,7 +41,7 @@ class CaseTable:
         self._requests = {name: filled(some, case.batch_size) for name, some in requests.items()}
         self._target, self._peer = target, peer
         self.failed: dict[str, str] = {}  # those of the peer that could not, and why
-        self._assemblies: dict[str, tuple[dict | None, Assembly]] = {}
+        self._builds: dict[str, tuple[dict | None, Build]] = {}
         self._first: dict[str, tuple[float, Sample]] = {}
         self._field: list[Contender] = []
         self._parts: dict[str, dict[str, Any]] = {}
@@ -62,21 +62,23 @@ class CaseTable:
         on_step(f"{self._case.words}: measuring")
         race(self._field, self._settings.repeats, self._settings.patience)
         for each in self._field:
-            if each.name in self._assemblies:
+            if each.name in self._builds:
                 on_step(f"{self._case.words}: taking {each.name} apart")
-                made = self._assemblies[each.name][1]
+                made = self._builds[each.name][1]
                 self._parts[each.name] = self._apart(each.run, made)
 
     def _contenders(self):
         configs = self._settings.configs
         for given, name in zip((None, *configs), (PLAIN, *names_of(configs)), strict=True):
             llm = LLM(
-                self._target, given, dtype=self._settings.dtype,
+                self._target,
+                given,
+                dtype=self._settings.dtype,
                 max_num_seqs=self._case.batch_size,
-            )  # fmt: skip
-            while name in self._assemblies:
+            )
+            while name in self._builds:
                 name += "'"
-            self._assemblies[name] = given, llm.assembly  # its own: no network is opened twice
+            self._builds[name] = given, llm.build  # its own: no network is opened twice
             yield name, Ours(llm, self._case, self._requests)
         for mode, name in PEER_MODES.items() if self._peer else ():
             same = peer_settings(mode, self._settings.configs)
@@ -95,17 +97,20 @@ class CaseTable:
 
     def _row(self, each: Contender, plain: Contender) -> dict[str, Any]:
         first_call, sample = self._first[each.name]
-        given, made = self._assemblies.get(each.name, (None, None))
+        given, made = self._builds.get(each.name, (None, None))
         row: dict[str, Any] = {
-            "batch_size": self._case.batch_size, "temperature": self._case.temperature,
-            "name": each.name, "config": given and portable(given, self._settings.configs),
+            "batch_size": self._case.batch_size,
+            "temperature": self._case.temperature,
+            "name": each.name,
+            "config": given and portable(given, self._settings.configs),
             "tokens_per_second": spread([s.num_tokens / s.seconds for s in each.kept]),
             "speedup": spread(ratios(each, plain)),
             "categories": self._categories(each, plain),
             "distinct_tokens": statistics.mean(len(set(text)) for text in sample.tokens),
-            "first_call_seconds": first_call, "seconds": [s.seconds for s in each.samples],
+            "first_call_seconds": first_call,
+            "seconds": [s.seconds for s in each.samples],
             "quiet_samples": sum(s.quiet(each.limit) for s in each.samples),
-        }  # fmt: skip
+        }
         if self._case.temperature == 0:
             pairs = zip(sample.tokens, self._first[PLAIN][1].tokens, strict=True)
             row["texts_equal_to_plain"] = sum(ours == theirs for ours, theirs in pairs)
@@ -130,41 +135,55 @@ class CaseTable:
             )
             own = part(each)
             found[name] = {
-                "questions": self._questions[name], "requests": len(some),
+                "questions": self._questions[name],
+                "requests": len(some),
                 "tokens_per_second": own.median,
                 "speedup": statistics.median(ratios(own, part(plain))),
-            }  # fmt: skip
+            }
         return found
 
-    def _apart(self, run: Ours, made: Assembly) -> dict[str, Any]:
+    def _apart(self, run: Ours, made: Build) -> dict[str, Any]:
         """Where the time goes, and what memory it takes; of the first questions."""
         some = [each for part in self._requests.values() for each in part][: self._case.batch_size]
         rows = [
-            Row(each.token_ids, self._case.max_tokens, temperature=self._case.temperature,
-                seed=self._case.seed + index, stream=0)
+            SequenceParams(
+                each.token_ids,
+                self._case.max_tokens,
+                temperature=self._case.temperature,
+                seed=self._case.seed + index,
+                stream=0,
+            )
             for index, each in enumerate(some)
-        ]  # fmt: skip
+        ]
         asked = [
             SamplingParams(
-                temperature=self._case.temperature, max_tokens=self._case.max_tokens,
-                ignore_eos=True, seed=self._case.seed + index, detokenize=False,
+                temperature=self._case.temperature,
+                max_tokens=self._case.max_tokens,
+                ignore_eos=True,
+                seed=self._case.seed + index,
+                detokenize=False,
             )
             for index in range(len(some))
-        ]  # fmt: skip
+        ]
         prompts = [{"prompt_token_ids": each.token_ids} for each in some]
         parts = split(
-            made.plan, made.params, rows, lambda: run.llm.generate(prompts, asked),
+            made.plan,
+            made.params,
+            rows,
+            lambda: run.llm.generate(prompts, asked),
             lambda: run.llm.load_shared(None),
-        )  # fmt: skip
+        )
         state = start(made.plan, made.params, rows).state
         return {
             "split_ms": {k: 1e3 * v for k, v in dataclasses.asdict(parts).items()},
             "memory_bytes": {
-                "target": _bytes(made.params.target), "drafter": _bytes(made.params.drafter),
-                "target_cache": _bytes(state.cache), "drafter_state": _bytes(state.memory),
+                "target": _bytes(made.params.target),
+                "drafter": _bytes(made.params.drafter),
+                "target_cache": _bytes(state.cache),
+                "drafter_state": _bytes(state.memory),
                 "peak": _peak_bytes(),
             },
-        }  # fmt: skip
+        }
 
 
 def _bytes(tree: Any) -> int:

@@ -162,9 +162,12 @@ def _joined(parts: Sequence[Sample]) -> Sample:
     if all(part.passes is not None for part in parts):
         passes = sum(part.passes for part in parts)
     return Sample(
-        seconds, sum(part.cpu_seconds for part in parts),
-        [tokens for part in parts for tokens in part.tokens], passes, foreign,
-    )  # fmt: skip
+        seconds,
+        sum(part.cpu_seconds for part in parts),
+        [tokens for part in parts for tokens in part.tokens],
+        passes,
+        foreign,
+    )
 
 
 def ratios(each: Contender, plain: Contender) -> list[float]:

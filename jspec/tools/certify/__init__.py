@@ -10,17 +10,25 @@ import jaxlib
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.tools.certify.configuration import Asked, Say, certified, of_plan
+from jspec.tools.certify.distribution import distribution, distributions, rule_of
 from jspec.tools.certify.drafters import drafts
-from jspec.tools.certify.law import law, laws, rule_of
 from jspec.tools.certify.report import Finding, Report
 from jspec.tools.certify.sampled import VOCAB_SIZE, chi_square, chi_squares
 from jspec.tools.certify.texts import texts
 from jspec.verify import RULES, Rule
 
 __all__ = [
-    "Finding", "Report", "certify", "chi_square", "drafts", "findings", "law", "laws", "of_plan",
+    "Finding",
+    "Report",
+    "certify",
+    "chi_square",
+    "distribution",
+    "distributions",
+    "drafts",
+    "findings",
+    "of_plan",
     "texts",
-]  # fmt: skip
+]
 
 
 def certify(
@@ -75,12 +83,20 @@ def certify(
       ValueError: a rule is not there, an argument is out of range or goes with the other kind of
         certificate, or ``LLM`` would refuse the configuration.
     """
-    device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__,
-              "jaxlib": jaxlib.__version__}  # fmt: skip
-    warps = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    warps = {name: value for name, value in warps.items() if value is not None}
-    run = {"prompts": prompts, "max_tokens": max_tokens, "dtype": dtype, "num_drafts": num_drafts,
-           "deterministic": deterministic or None}  # fmt: skip
+    device = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+    }
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters = {name: value for name, value in filters.items() if value is not None}
+    run = {
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        "dtype": dtype,
+        "num_drafts": num_drafts,
+        "deterministic": deterministic or None,
+    }
     run = {name: value for name, value in run.items() if value is not None}
     if model is None:
         config = {} if speculative_config is None else {"speculative_config": speculative_config}
@@ -89,12 +105,12 @@ def certify(
         size = VOCAB_SIZE if vocab_size is None else vocab_size
         names = ", ".join(rule_of(rule).name for rule in chosen) or "all lossless ones"
         progress("enumerating drafts and coins, counting tokens")
-        found = tuple(findings(chosen, vocab_size=size, tree=tree, seed=seed, **warps))
+        found = tuple(findings(chosen, vocab_size=size, tree=tree, seed=seed, **filters))
         return Report(found, {"rules": names, **device, "vocab_size": str(size)})
     given = {"rules": rules or None, "vocab_size": vocab_size, "tree": tree}
     given = {name: value for name, value in given.items() if value is not None}
     _refuse(given, "is of certificates of rules; here model and speculative_config say it.")
-    asked = Asked(model, speculative_config, sampling={**warps, "seed": seed}, **run)
+    asked = Asked(model, speculative_config, sampling={**filters, "seed": seed}, **run)
     loading.keep_compiled_programs()
     found, remarks, setting = certified(asked, progress)
     return Report(tuple(found), {**setting, **device}, tuple(remarks))
@@ -106,14 +122,14 @@ def findings(
     vocab_size: int = VOCAB_SIZE,
     tree: Sequence[int] | None = None,
     seed: int = 0,
-    **warps: float,
+    **filters: float,
 ) -> Iterator[Finding]:
     """What ``certify`` reports of rules, one by one as it is found."""
     chosen = [rule_of(rule) for rule in rules]
     for rule in chosen or [rule for rule in RULES.values() if rule.lossless]:
-        yield from laws(rule, tree, seed, **warps)
+        yield from distributions(rule, tree, seed, **filters)
         if rule.lossless:
-            yield from chi_squares(rule, vocab_size, seed=seed, **warps)
+            yield from chi_squares(rule, vocab_size, seed=seed, **filters)
 
 
 def _refuse(needless: Mapping[str, Any], why: str) -> None:

@@ -66,7 +66,7 @@ class Case:
 class Outcome:
     """What enumeration found."""
 
-    law: np.ndarray  # [V**(K+1)], of the first K+1 tokens
+    distribution: np.ndarray  # [V**(K+1)], of the first K+1 tokens
     exact: np.ndarray  # [V**(K+1)], the target's
     accepted: np.ndarray  # [K+1], probability of 0..K accepted nodes
     thresholds: np.ndarray | None = None  # [V**K, K], where each coin turns from pass to fail
@@ -74,11 +74,11 @@ class Outcome:
     @property
     def distance(self) -> float:
         """Total variation between the output law and the target's."""
-        return 0.5 * float(np.abs(self.law - self.exact).sum())
+        return 0.5 * float(np.abs(self.distribution - self.exact).sum())
 
     def worst_context(self, vocab_size: int) -> float:
         """Total variation of the next token's law, largest over all texts that may come before."""
-        found, wanted, worst = self.law, self.exact, 0.0
+        found, wanted, worst = self.distribution, self.exact, 0.0
         while len(found) > 1:
             found, wanted = found.reshape(-1, vocab_size), wanted.reshape(-1, vocab_size)
             before, certain = found.sum(1, keepdims=True), wanted.sum(1, keepdims=True)
@@ -94,10 +94,10 @@ class Outcome:
         return float(self.accepted @ np.arange(len(self.accepted)))
 
 
-def context_free(law: list[float] | np.ndarray, count: int) -> Levels:
+def context_free(distribution: list[float] | np.ndarray, count: int) -> Levels:
     """``count`` levels of the same law, as logits."""
     with np.errstate(divide="ignore"):
-        row = np.log(np.asarray(law, np.float64))
+        row = np.log(np.asarray(distribution, np.float64))
     return [np.tile(row, (len(row) ** level, 1)) for level in range(count)]
 
 
@@ -116,53 +116,57 @@ def outcome(rule: str | Rule | Callable, case: Case, *, redraw: bool = False) ->
     with exactly.float64():
         rule = RULES[rule] if isinstance(rule, str) else rule
         if not isinstance(rule, Rule):
-            return _outcome_of_coins(rule, case)
-        if rule.coins == "target":
+            return _outcome_of_uniforms(rule, case)
+        if rule.uniforms == "target":
             return _outcome_of_draws(rule.walk, case, redraw)
-        return _outcome_of_coins(rule.walk, case)
+        return _outcome_of_uniforms(rule.walk, case)
 
 
 # ------------------------------------------------------------------------------ rules with coins
 
 
-def _outcome_of_coins(walk: Callable, case: Case) -> Outcome:
-    laws = _Laws(case)
+def _outcome_of_uniforms(walk: Callable, case: Case) -> Outcome:
+    distributions = _Distributions(case)
     cells = np.array(list(itertools.product([True, False], repeat=case.depth)), bool)
-    run = _tiled(walk, laws, len(cells))
-    thresholds = _thresholds(run, len(laws.tuples), case.depth, len(cells))
+    run = _tiled(walk, distributions, len(cells))
+    thresholds = _thresholds(run, len(distributions.tuples), case.depth, len(cells))
     limit = thresholds[:, None, :]
     # Strictly inside a cell, where rounding cannot matter.
-    num_accepted, next_law = run(np.where(cells, limit / 2, (1 + limit) / 2))
-    weight = laws.weights[:, None] * np.where(cells, limit, 1 - limit).prod(-1)
-    law, accepted = laws.collect(weight, num_accepted, next_law)
-    return Outcome(law, laws.exact, accepted, thresholds)
+    num_accepted, next_distribution = run(np.where(cells, limit / 2, (1 + limit) / 2))
+    weight = distributions.weights[:, None] * np.where(cells, limit, 1 - limit).prod(-1)
+    distribution, accepted = distributions.collect(weight, num_accepted, next_distribution)
+    return Outcome(distribution, distributions.exact, accepted, thresholds)
 
 
 def _thresholds(run: Callable, batch: int, depth: int, num_cells: int) -> np.ndarray:
     """Where each coin turns from pass to fail, [B, K]. Coin i is bisected in column i."""
     index = np.arange(depth)
-    coins = np.where(index < np.arange(num_cells)[:, None], 0.0, 1.0)  # [cells, K]
-    coins = np.broadcast_to(coins, (batch, *coins.shape)).copy()
+    uniforms = np.where(index < np.arange(num_cells)[:, None], 0.0, 1.0)  # [cells, K]
+    uniforms = np.broadcast_to(uniforms, (batch, *uniforms.shape)).copy()
     low, high = np.zeros((batch, depth)), np.ones((batch, depth))
     for _ in range(_BISECTIONS if depth else 0):
         middle = (low + high) / 2
-        coins[:, index, index] = middle
-        passes = run(coins)[0][:, :depth] > index
+        uniforms[:, index, index] = middle
+        passes = run(uniforms)[0][:, :depth] > index
         low, high = np.where(passes, middle, low), np.where(passes, high, middle)
     return (low + high) / 2
 
 
-def _tiled(walk: Callable, laws: "_Laws", copies: int) -> Callable:
+def _tiled(walk: Callable, distributions: "_Distributions", copies: int) -> Callable:
     """The rule on ``copies`` of every draft: coins [B, copies, K] to num_accepted, next law."""
     tile = lambda x: jnp.asarray(np.repeat(x, copies, 0))
-    warped, tokens, valid = tile(laws.warped), tile(laws.tokens), tile(laws.valid)
-    recorded = tile(laws.recorded)
-    batch = len(laws.tuples)
+    processed, tokens, valid = (
+        tile(distributions.processed),
+        tile(distributions.tokens),
+        tile(distributions.valid),
+    )
+    recorded = tile(distributions.recorded)
+    batch = len(distributions.tuples)
 
-    def run(coins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        flat = coins.reshape(batch * copies, -1)
+    def run(uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        flat = uniforms.reshape(batch * copies, -1)
         flat = jnp.asarray(np.pad(flat, ((0, 0), (1, 0)), constant_values=0.5))
-        num_accepted, logits = judge(walk, warped, tokens, valid, recorded, flat)
+        num_accepted, logits = judge(walk, processed, tokens, valid, recorded, flat)
         logits = np.asarray(logits)
         return (
             np.asarray(num_accepted).reshape(batch, copies),
@@ -176,12 +180,12 @@ def _tiled(walk: Callable, laws: "_Laws", copies: int) -> Callable:
 @functools.partial(
     jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
 )
-def judge(walk, warped, tokens, valid, recorded, coins):
+def judge(walk, processed, tokens, valid, recorded, uniforms):
     """The rule itself, on chains: num_accepted [B] and next_logits [B, V]."""
     depth = tokens.shape[1] - 1
     tree = trees.broadcast(trees.from_parents(trees.chain(depth), depth), tokens.shape[0])
     draft = Draft(tokens, trees.chain(depth), valid, recorded, max_depth=depth)
-    path, num_accepted, next_logits = walk(warped, draft, tree, coins)
+    path, num_accepted, next_logits = walk(processed, draft, tree, uniforms)
     del path  # of a chain: nodes 0..K
     return num_accepted, next_logits
 
@@ -191,12 +195,14 @@ def is_constant_in_cells(rule: str, case: Case, seed: int = 0) -> bool:
     walk = RULES[rule].walk
     copies = 2**case.depth
     with exactly.float64():
-        laws = _Laws(case)
-        run = _tiled(walk, laws, copies)
-        limit = _thresholds(run, len(laws.tuples), case.depth, copies)[:, None, :]
-        coins = np.random.default_rng(seed).random((len(laws.tuples), copies, case.depth))
-        found = run(coins)
-        inside = run(np.where(coins < limit, limit / 2, (1 + limit) / 2))
+        distributions = _Distributions(case)
+        run = _tiled(walk, distributions, copies)
+        limit = _thresholds(run, len(distributions.tuples), case.depth, copies)[:, None, :]
+        uniforms = np.random.default_rng(seed).random(
+            (len(distributions.tuples), copies, case.depth)
+        )
+        found = run(uniforms)
+        inside = run(np.where(uniforms < limit, limit / 2, (1 + limit) / 2))
     return np.array_equal(found[0], inside[0]) and np.allclose(found[1], inside[1], atol=1e-12)
 
 
@@ -204,46 +210,52 @@ def is_constant_in_cells(rule: str, case: Case, seed: int = 0) -> bool:
 
 
 def _outcome_of_draws(walk: Callable, case: Case, redraw: bool) -> Outcome:
-    laws = _Laws(case)
+    distributions = _Distributions(case)
     draws = _all_tuples(case.vocab_size, case.depth + 1)
-    batch, copies = len(laws.tuples), len(draws)
+    batch, copies = len(distributions.tuples), len(draws)
     tile = lambda x: jnp.asarray(np.repeat(x, copies, 0))
     num_accepted, _ = judge(
-        walk, tile(laws.warped), tile(laws.tokens), tile(laws.valid), tile(laws.recorded),
+        walk,
+        tile(distributions.processed),
+        tile(distributions.tokens),
+        tile(distributions.valid),
+        tile(distributions.recorded),
         jnp.asarray(np.tile(draws, (batch, 1)), jnp.int32),
-    )  # fmt: skip
+    )
     num_accepted = np.asarray(num_accepted).reshape(batch, copies)
-    at_end = np.take_along_axis(softmax(laws.warped), num_accepted[..., None], 1)
-    probs = softmax(laws.warped)[:, None, np.arange(case.depth + 1), draws]  # [B, copies, K+1]
-    weight = laws.weights[:, None] * probs.reshape(batch, copies, -1).prod(-1)
+    at_end = np.take_along_axis(softmax(distributions.processed), num_accepted[..., None], 1)
+    probs = softmax(distributions.processed)[
+        :, None, np.arange(case.depth + 1), draws
+    ]  # [B, copies, K+1]
+    weight = distributions.weights[:, None] * probs.reshape(batch, copies, -1).prod(-1)
     emitted = np.take_along_axis(draws[None], num_accepted[..., None], 2)[..., 0]
-    next_law = at_end if redraw else np.eye(case.vocab_size)[emitted]
-    law, accepted = laws.collect(weight, num_accepted, next_law)
-    return Outcome(law, laws.exact, accepted)
+    next_distribution = at_end if redraw else np.eye(case.vocab_size)[emitted]
+    distribution, accepted = distributions.collect(weight, num_accepted, next_distribution)
+    return Outcome(distribution, distributions.exact, accepted)
 
 
 # ---------------------------------------------------------------------------------------- the sum
 
 
-class _Laws:
+class _Distributions:
     """Everything about a case, gathered for all V**K draft tuples."""
 
     def __init__(self, case: Case):
         depth, vocab = case.depth, case.vocab_size
         self.vocab_size = vocab
-        target = warp_levels(case.target, case.sampling)
-        recorded = warp_levels(case.recorded, case.sampling)
-        drawn = warp_levels(case.drawn or case.recorded, case.drawn_sampling or case.sampling)
+        target = level_filters(case.target, case.sampling)
+        recorded = level_filters(case.recorded, case.sampling)
+        drawn = level_filters(case.drawn or case.recorded, case.drawn_sampling or case.sampling)
         self.levels = [softmax(level) for level in target]
         self.tuples = _all_tuples(vocab, depth)
         index = _prefix_index(self.tuples, vocab)  # [B, K+1]
         rows = lambda levels: [level[index[:, i]] for i, level in enumerate(levels)]
-        self.warped = np.stack(rows(target), 1)
+        self.processed = np.stack(rows(target), 1)
         leaf = np.zeros((len(self.tuples), vocab))
         self.recorded = np.stack([*rows(recorded), leaf], 1)
         at_tokens = [
-            np.take_along_axis(softmax(law), self.tuples[:, i, None], 1)[:, 0]
-            for i, law in enumerate(rows(drawn))
+            np.take_along_axis(softmax(distribution), self.tuples[:, i, None], 1)[:, 0]
+            for i, distribution in enumerate(rows(drawn))
         ]
         self.weights = np.prod([np.ones(len(self.tuples)), *at_tokens], axis=0)
         keep = np.ones(self.tuples.shape, bool) if case.keep is None else case.keep(self.tuples)
@@ -254,17 +266,17 @@ class _Laws:
         for level in self.levels:
             self.exact = (self.exact[:, None] * level).ravel()
 
-    def collect(self, weight, num_accepted, next_law) -> tuple[np.ndarray, np.ndarray]:
+    def collect(self, weight, num_accepted, next_distribution) -> tuple[np.ndarray, np.ndarray]:
         """Sums weighted outcomes [B, C] into the law of K+1 tokens, and that of num_accepted."""
-        law, accepted = np.zeros(1), []
+        distribution, accepted = np.zeros(1), []
         for count, level in enumerate(self.levels):
             ends = np.zeros((self.vocab_size**count, self.vocab_size))
             here = np.where(num_accepted == count, weight, 0)
-            mass = (here[..., None] * next_law).sum(1)  # [B, V]
+            mass = (here[..., None] * next_distribution).sum(1)  # [B, V]
             np.add.at(ends, self.index[:, count], mass)
-            law = (law[:, None] * level).ravel() * (count > 0) + ends.ravel()
+            distribution = (distribution[:, None] * level).ravel() * (count > 0) + ends.ravel()
             accepted.append(here.sum())
-        return law, np.array(accepted)
+        return distribution, np.array(accepted)
 
 
 def _all_tuples(vocab_size: int, count: int) -> np.ndarray:
@@ -281,21 +293,24 @@ def _prefix_index(tuples: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.stack(columns, 1)
 
 
-def warp_levels(levels: Levels, settings: Sampling | None) -> Levels:
+def level_filters(levels: Levels, settings: Sampling | None) -> Levels:
     """The shipped warp in float64, one set of settings for all rows."""
     if settings is None or not levels:
         return levels
     settings = Sampling(
-        settings.temperature[:1], settings.min_p[:1], settings.top_k[:1], settings.top_p[:1],
+        settings.temperature[:1],
+        settings.min_p[:1],
+        settings.top_k[:1],
+        settings.top_p[:1],
         names=settings.names,
-    )  # fmt: skip
+    )
     with exactly.float64():
         rows = jnp.asarray(np.concatenate(levels))[None]
-        warped = np.asarray(_jitted_warp(rows, settings))[0]
-    return np.split(warped, np.cumsum([len(level) for level in levels])[:-1])
+        processed = np.asarray(_jitted_process(rows, settings))[0]
+    return np.split(processed, np.cumsum([len(level) for level in levels])[:-1])
 
 
-_jitted_warp = jax.jit(sampling.warp)
+_jitted_process = jax.jit(sampling.process_logits)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from jspec.api import config, prompts
-from jspec.api.build import Assembly, assemble
+from jspec.api.build import Build, build_plan
 from jspec.core.types import Params
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row, check_prompt
+from jspec.engine.sequences import SequenceParams, check_prompt
+from jspec.tools.certify.distribution import distribution, distributions, rule_of
 from jspec.tools.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
-from jspec.tools.certify.law import law, laws, rule_of
 from jspec.tools.certify.report import Finding
 from jspec.tools.certify.sampled import chi_square
 from jspec.tools.certify.texts import texts, with_the_targets_noise
@@ -77,10 +77,10 @@ class Asked:
                 "compared in any case, and this is of what is drawn."
             )
 
-    def row(self, prompt: Sequence[int], **changes: Any) -> Row:
+    def row(self, prompt: Sequence[int], **changes: Any) -> SequenceParams:
         """The row of a prompt, sampled."""
         given = {"max_tokens": self.max_tokens, "temperature": TEMPERATURE, **self.sampling}
-        return Row(tuple(prompt), **{**given, **changes})
+        return SequenceParams(tuple(prompt), **{**given, **changes})
 
 
 def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[str, str]]:
@@ -94,32 +94,43 @@ def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[st
     """
     speculative = config.read(asked.speculative_config)
     say("loading")
-    assembly = assemble(
+    build = build_plan(
         asked.model, speculative, dtype=asked.dtype, deterministic=asked.deterministic
     )
-    ids = _token_ids(assembly, asked.prompts, asked.max_tokens)
-    eos = assembly.model.eos_token_ids
+    ids = _token_ids(build, asked.prompts, asked.max_tokens)
+    eos = build.model.eos_token_ids
     sampled = [asked.row(prompt, stream=i, stop_token_ids=eos) for i, prompt in enumerate(ids)]
     findings, remarks = of_plan(
-        assembly.plan, assembly.params, sampled, num_drafts=asked.num_drafts,
-        name=_namer(assembly), say=say,
-    )  # fmt: skip
-    dtypes = {str(x.dtype) for x in jax.tree.leaves(assembly.params.target) if x.ndim > 1}
+        build.plan,
+        build.params,
+        sampled,
+        num_drafts=asked.num_drafts,
+        name=_namer(build),
+        say=say,
+    )
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(build.params.target) if x.ndim > 1}
     setting = {
-        "model": str(assembly.model.path), "dtype": ", ".join(sorted(dtypes)),
+        "model": str(build.model.path),
+        "dtype": ", ".join(sorted(dtypes)),
         "speculative_config": json.dumps(dict(asked.speculative_config), default=str),
-        "prompts": str(len(ids)), "max_tokens": str(asked.max_tokens),
+        "prompts": str(len(ids)),
+        "max_tokens": str(asked.max_tokens),
         **({"deterministic": "True"} if asked.deterministic else {}),
         "temperature": f"{asked.row((0,)).temperature:g}",
         **{name: f"{value:g}" for name, value in asked.sampling.items()},
-    }  # fmt: skip
+    }
     return findings, remarks, setting
 
 
 def of_plan(
-    plan: Plan, params: Params, rows: Sequence[Row], *, num_drafts: int = NUM_DRAFTS,
-    name: Callable[[int], str] = str, say: Say = lambda _: None,
-) -> tuple[list[Finding], list[str]]:  # fmt: skip
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    *,
+    num_drafts: int = NUM_DRAFTS,
+    name: Callable[[int], str] = str,
+    say: Say = lambda _: None,
+) -> tuple[list[Finding], list[str]]:
     """The findings about a plan of the functional layer, and remarks on what was left out.
 
     Args:
@@ -155,20 +166,24 @@ def of_plan(
     return findings, remarks
 
 
-def _of_rule(plan: Plan, row: Row) -> list[Finding]:
+def _of_rule(plan: Plan, row: SequenceParams) -> list[Finding]:
     """The law of the rule for the plan's drafts, and the counts of its compiled program."""
     rule, proposal = rule_of(plan.rule), plan.drafter.proposal
     if not rule.lossless:
-        return list(laws(rule))
-    warps = {name: getattr(row, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return list(distributions(rule))
+    filters = {name: getattr(row, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     drawn = "chain" if proposal == "chain" else "without_replacement"
     counted = next(
-        (each for each in (drawn, "chain", "point")
-         if each in rule.exact_for and (proposal != "point" or each == "point")), None
-    )  # fmt: skip
-    found = [law(rule, proposal, **warps)]
+        (
+            each
+            for each in (drawn, "chain", "point")
+            if each in rule.exact_for and (proposal != "point" or each == "point")
+        ),
+        None,
+    )
+    found = [distribution(rule, proposal, **filters)]
     if counted is not None:
-        found.append(chi_square(rule, counted, vocab_size=plan.target.vocab_size, **warps))
+        found.append(chi_square(rule, counted, vocab_size=plan.target.vocab_size, **filters))
     return found
 
 
@@ -183,36 +198,37 @@ def _undrawn(plan: Plan) -> str:
     )
 
 
-def _token_ids(assembly: Assembly, given: Any, max_tokens: int) -> list[tuple[int, ...]]:
+def _token_ids(build: Build, given: Any, max_tokens: int) -> list[tuple[int, ...]]:
     """The prompts as the model sees them, once they are found to fit it."""
 
     def encode(text: str) -> list[int]:
-        tokenizer = assembly.tokenizer or assembly.model.tokenizer
+        tokenizer = build.tokenizer or build.model.tokenizer
         return tokenizer.encode(text)
 
-    if given is None and loading.tokenizer_if_any(assembly.model) is None:
+    if given is None and loading.tokenizer_if_any(build.model) is None:
         raise ValueError(
-            f"{assembly.model.path} has no tokenizer that could read the prompts of jspec; give "
+            f"{build.model.path} has no tokenizer that could read the prompts of jspec; give "
             "prompts={'prompt_token_ids': [...]} or a list of these."
         )
-    ids = [each.token_ids for each in prompts.read(list(PROMPTS) if given is None else given,
-                                                   encode)]  # fmt: skip
+    ids = [
+        each.token_ids for each in prompts.read(list(PROMPTS) if given is None else given, encode)
+    ]
     if not ids:
         raise ValueError("prompts=[] holds no prompt; give one, or leave it out.")
-    size, room = assembly.plan.target.vocab_size, assembly.max_model_len - max_tokens
+    size, room = build.plan.target.vocab_size, build.max_model_len - max_tokens
     for index, prompt in enumerate(ids):
         if len(prompt) > room:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens and max_tokens={max_tokens}, but the "
-                f"model has {assembly.max_model_len} positions; shorten one of the two."
+                f"model has {build.max_model_len} positions; shorten one of the two."
             )
         check_prompt(index, prompt, size)
     return ids
 
 
-def _namer(assembly: Assembly) -> Callable[[int], str]:
+def _namer(build: Build) -> Callable[[int], str]:
     """How to name a token to people."""
-    tokenizer = loading.tokenizer_if_any(assembly.model)
+    tokenizer = loading.tokenizer_if_any(build.model)
     if tokenizer is None:
         return str
     return lambda token: f"{tokenizer.decode([token])!r} ({token})"

@@ -73,57 +73,65 @@ class TreeCase:
 Children = tuple[tuple[int | None, ...], tuple[bool, ...], float]
 
 
-def point(law: np.ndarray, count: int) -> Iterator[Children]:
+def point(distribution: np.ndarray, count: int) -> Iterator[Children]:
     """The likeliest tokens."""
-    yield tuple(np.argsort(-law, kind="stable")[:count].tolist()), (False,) * count, 1.0
+    yield tuple(np.argsort(-distribution, kind="stable")[:count].tolist()), (False,) * count, 1.0
 
 
-def iid(law: np.ndarray, count: int) -> Iterator[Children]:
+def iid(distribution: np.ndarray, count: int) -> Iterator[Children]:
     """Draws with replacement."""
-    for drawn in itertools.product(range(len(law)), repeat=count):
-        yield drawn, (True,) * count, float(law[list(drawn)].prod())
+    for drawn in itertools.product(range(len(distribution)), repeat=count):
+        yield drawn, (True,) * count, float(distribution[list(drawn)].prod())
 
 
-def without_replacement(law: np.ndarray, count: int) -> Iterator[Children]:
+def without_replacement(distribution: np.ndarray, count: int) -> Iterator[Children]:
     """Successive draws, each from what those before it left."""
     if count == 0:
         yield (), (), 1.0
-    elif law.sum() == 0:
+    elif distribution.sum() == 0:
         yield (None,) * count, (True,) * count, 1.0
     else:
-        for token in range(len(law)):
-            left = np.where(np.arange(len(law)) == token, 0, law)
+        for token in range(len(distribution)):
+            left = np.where(np.arange(len(distribution)) == token, 0, distribution)
             for tokens, drawn, weight in without_replacement(left, count - 1):
-                yield (token, *tokens), (True, *drawn), weight * law[token] / law.sum()
+                yield (
+                    (token, *tokens),
+                    (True, *drawn),
+                    weight * distribution[token] / distribution.sum(),
+                )
 
 
-def top_plus_one(law: np.ndarray, count: int) -> Iterator[Children]:
+def top_plus_one(distribution: np.ndarray, count: int) -> Iterator[Children]:
     """The likeliest, and one draw from the rest."""
     if count == 0:
         yield (), (), 1.0
         return
-    top = np.argsort(-law, kind="stable")[: count - 1]
-    fixed = tuple(int(token) if law[token] > 0 else None for token in top)
-    left = law.copy()
+    top = np.argsort(-distribution, kind="stable")[: count - 1]
+    fixed = tuple(int(token) if distribution[token] > 0 else None for token in top)
+    left = distribution.copy()
     left[top] = 0
     for token, _, weight in without_replacement(left, 1):
         yield (*fixed, *token), (False,) * (count - 1) + (True,), weight
 
 
-def points_last(law: np.ndarray, count: int) -> Iterator[Children]:
+def points_last(distribution: np.ndarray, count: int) -> Iterator[Children]:
     """Successive draws, and then the token that is likeliest before any draw, unless drawn."""
     if count == 0:
         yield (), (), 1.0
         return
-    fixed = int(np.argmax(law))
-    for tokens, drawn, weight in without_replacement(law, count - 1):
+    fixed = int(np.argmax(distribution))
+    for tokens, drawn, weight in without_replacement(distribution, count - 1):
         yield (*tokens, None if fixed in tokens else fixed), (*drawn, False), weight
 
 
 CHILDREN = {
-    "point": point, "chain": iid, "iid": iid, "without_replacement": without_replacement,
-    "top_plus_one": top_plus_one, "points_last": points_last,
-}  # fmt: skip
+    "point": point,
+    "chain": iid,
+    "iid": iid,
+    "without_replacement": without_replacement,
+    "top_plus_one": top_plus_one,
+    "points_last": points_last,
+}
 
 
 @dataclasses.dataclass
@@ -139,7 +147,7 @@ class Drafts:
 
 def drafts(case: TreeCase) -> Drafts:
     """Draws every node's children in every way there is."""
-    laws = [softmax(level) for level in case.drafter]
+    distributions = [softmax(level) for level in case.drafter]
     vocabulary = case.vocabulary or tuple(range(case.vocab_size))
     parents, size = case.parents, len(case.parents)
     families = [[c for c in range(size) if parents[c] == node] for node in range(size)]
@@ -156,26 +164,34 @@ def drafts(case: TreeCase) -> Drafts:
             grow(node + 1, tokens, drawn, context, weight)
             return
         level, number = context[node]
-        outcomes = CHILDREN[case.proposal_of(node)](laws[level][number], len(family))
+        outcomes = CHILDREN[case.proposal_of(node)](distributions[level][number], len(family))
         for ids, flags, chance in outcomes:
             if chance == 0:
                 continue
-            alive = [(c, vocabulary[i], f) for c, i, f in zip(family, ids, flags, strict=True)
-                     if i is not None]  # fmt: skip
+            alive = [
+                (c, vocabulary[i], f)
+                for c, i, f in zip(family, ids, flags, strict=True)
+                if i is not None
+            ]
             grow(
                 node + 1,
                 tokens | {child: token for child, token, _ in alive},
                 drawn | {child: flag for child, _, flag in alive},
-                context | {child: (level + 1, number * case.vocab_size + token)
-                           for child, token, _ in alive},
+                context
+                | {
+                    child: (level + 1, number * case.vocab_size + token)
+                    for child, token, _ in alive
+                },
                 weight * chance,
-            )  # fmt: skip
+            )
 
     grow(0, {0: 0}, {0: False}, {0: (0, 0)}, 1.0)
     column = lambda part, pick, fill: np.array(
-        [[pick(row[part][n]) if n in row[part] else fill for n in range(case.size)]
-         for row in found]
-    )  # fmt: skip
+        [
+            [pick(row[part][n]) if n in row[part] else fill for n in range(case.size)]
+            for row in found
+        ]
+    )
     return Drafts(
         tokens=column(0, int, 0).astype(np.int32),
         valid=column(0, lambda _: True, False),
@@ -201,26 +217,26 @@ def _outcome(walk: Callable, case: TreeCase) -> Outcome:
     tree = trees.from_parents(padded(case), DEPTH)
     above = trees.unpack_bits(tree.ancestors, case.size) & ~np.eye(case.size, dtype=bool)
 
-    coins = np.where(above[1:size], 0.0, np.inf)[None].repeat(count, 0)  # [T, size-1, N]
+    uniforms = np.where(above[1:size], 0.0, np.inf)[None].repeat(count, 0)  # [T, size-1, N]
     watched = np.arange(size - 1)
     low, high = np.zeros((count, size - 1)), np.ones((count, size - 1))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        coins[:, watched, watched + 1] = middle
-        path, _, _ = run(coins)
+        uniforms[:, watched, watched + 1] = middle
+        path, _, _ = run(uniforms)
         reached = (path == watched[None, :, None] + 1).any(-1)
         low, high = np.where(reached, middle, low), np.where(reached, high, middle)
     limit = (low + high) / 2
 
     cells = np.array(list(itertools.product([True, False], repeat=size - 1)), bool)
-    coins = np.ones((count, len(cells), case.size))
+    uniforms = np.ones((count, len(cells), case.size))
     # Strictly inside a cell, where rounding cannot matter.
-    coins[:, :, 1:size] = np.where(cells, limit[:, None] / 2, (1 + limit[:, None]) / 2)
-    path, num_accepted, next_law = run(coins)
+    uniforms[:, :, 1:size] = np.where(cells, limit[:, None] / 2, (1 + limit[:, None]) / 2)
+    path, num_accepted, next_distribution = run(uniforms)
     weight = np.where(cells, limit[:, None], 1 - limit[:, None]).prod(-1)
     weight *= every.weights[:, None]
     end = np.take_along_axis(path, num_accepted[..., None], -1)[..., 0]
-    return Outcome(*_collect(case, every, weight, end, num_accepted, next_law), limit)
+    return Outcome(*_collect(case, every, weight, end, num_accepted, next_distribution), limit)
 
 
 def accepts_the_impossible(walk: Callable, case: TreeCase) -> bool:
@@ -233,26 +249,29 @@ def accepts_the_impossible(walk: Callable, case: TreeCase) -> bool:
         depth = trees.from_parents(padded(case), DEPTH).depth
         path, _, _ = runner(walk, case, every)(np.zeros((len(every.weights), 1, case.size)))
         chance = np.stack(
-            [softmax(case.target[depth[up]])[every.context[:, up], every.tokens[:, node]]
-             for node, up in enumerate(above)], 1
-        )  # fmt: skip
+            [
+                softmax(case.target[depth[up]])[every.context[:, up], every.tokens[:, node]]
+                for node, up in enumerate(above)
+            ],
+            1,
+        )
         accepted = path[:, 0, 1:]
         at_path = np.take_along_axis(chance, np.maximum(accepted, 0), 1)
         return bool(((accepted > 0) & (at_path == 0)).any())
 
 
-def _collect(case, every, weight, end, num_accepted, next_law):
+def _collect(case, every, weight, end, num_accepted, next_distribution):
     """Sums weighted outcomes [T, C] into the law of DEPTH+1 tokens; the target's; of lengths."""
-    law, exact, vocab = np.zeros(1), np.ones(1), case.vocab_size
+    distribution, exact, vocab = np.zeros(1), np.ones(1), case.vocab_size
     context = np.take_along_axis(every.context, end, 1)
     for depth, level in enumerate(case.target):
         here = num_accepted == depth
         ends = np.zeros((vocab**depth, vocab))
-        np.add.at(ends, context[here], weight[here][:, None] * next_law[here])
-        law = (law[:, None] * softmax(level)).ravel() * (depth > 0) + ends.ravel()
+        np.add.at(ends, context[here], weight[here][:, None] * next_distribution[here])
+        distribution = (distribution[:, None] * softmax(level)).ravel() * (depth > 0) + ends.ravel()
         exact = (exact[:, None] * softmax(level)).ravel()
     accepted = np.bincount(num_accepted.ravel(), weight.ravel(), minlength=DEPTH + 1)
-    return law, exact, accepted
+    return distribution, exact, accepted
 
 
 def padded(case: TreeCase) -> np.ndarray:
@@ -270,8 +289,13 @@ def runner(walk: Callable, case: TreeCase, every: Drafts, chunk: int = _CHUNK) -
     def rows(levels: Levels) -> np.ndarray:  # of leaves, below the drafter's last level: any
         find = lambda node, depth: levels[depth][every.context[:, node]]
         anything = np.tile(levels[0], (len(every.weights), 1))
-        return np.stack([find(node, depth) if depth < len(levels) else anything
-                         for node, depth in enumerate(depths)], 1)  # fmt: skip
+        return np.stack(
+            [
+                find(node, depth) if depth < len(levels) else anything
+                for node, depth in enumerate(depths)
+            ],
+            1,
+        )
 
     draft = Draft(
         tokens=every.tokens,
@@ -283,13 +307,13 @@ def runner(walk: Callable, case: TreeCase, every: Drafts, chunk: int = _CHUNK) -
         max_depth=DEPTH,
     )
     draft = draft if case.altered is None else case.altered(draft)
-    warped = rows(case.target)
+    processed = rows(case.target)
     static = case.parents if case.static else None
 
-    def run(coins: np.ndarray):
-        copies = coins.shape[1]
+    def run(uniforms: np.ndarray):
+        copies = uniforms.shape[1]
         which = np.repeat(np.arange(len(every.weights)), copies)
-        flat = coins.reshape(len(which), -1)
+        flat = uniforms.reshape(len(which), -1)
         parts = []
         for start in range(0, len(which), chunk):
             index = np.resize(which[start : start + chunk], chunk)
@@ -297,7 +321,7 @@ def runner(walk: Callable, case: TreeCase, every: Drafts, chunk: int = _CHUNK) -
             shared = draft.draft_to_target
             part = jax.tree.map(lambda x: x[index], draft.replace(draft_to_target=None))  # noqa: B023
             part = part.replace(draft_to_target=shared)
-            parts.append(jax.device_get(judge(walk, static, warped[index], part, own)))
+            parts.append(jax.device_get(judge(walk, static, processed[index], part, own)))
         joined = [np.concatenate(part)[: len(which)] for part in zip(*parts, strict=True)]
         path, num_accepted, logits = (x.reshape(-1, copies, *x.shape[1:]) for x in joined)
         on_path = np.arange(path.shape[-1]) <= num_accepted[..., None]  # past it: undefined
@@ -309,9 +333,9 @@ def runner(walk: Callable, case: TreeCase, every: Drafts, chunk: int = _CHUNK) -
 @functools.partial(
     jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0}
 )
-def judge(walk, parents, warped, draft, coins):
+def judge(walk, parents, processed, draft, uniforms):
     """The rule itself: path, num_accepted and next_logits."""
     if parents is not None:
         draft = draft.replace(parents=np.array(parents, np.int32))
     tree = trees.from_parents(draft.parents, draft.max_depth)
-    return walk(warped, draft, trees.broadcast(tree, coins.shape[0]), coins)
+    return walk(processed, draft, trees.broadcast(tree, uniforms.shape[0]), uniforms)

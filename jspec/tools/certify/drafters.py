@@ -16,7 +16,7 @@ from jspec.core.types import Params
 from jspec.engine.batch import start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.report import Finding, worst
 from jspec.tools.certify.statistics import excess
 from jspec.tools.certify.watching import CONDITIONS, Watched, observed, watch
@@ -35,7 +35,12 @@ _KNOWN = 0.5  # missed so much less than by chance, noise is that of jspec.sampl
 
 
 def drafts(
-    plan: Plan, params: Params, rows: Sequence[Row], *, num_drafts: int = NUM_DRAFTS, seed: int = 0
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    *,
+    num_drafts: int = NUM_DRAFTS,
+    seed: int = 0,
 ) -> Iterator[Finding]:
     """Drafts behind the prompts of ``rows`` and a round later, and what is wrong with the draws.
 
@@ -67,7 +72,7 @@ def drafts(
     yield _conditions(name, rounds)
     if np.isnan(rounds[0].places).all() and np.isnan(rounds[1].places).all():
         return
-    yield _law(name, rounds)
+    yield _distribution(name, rounds)
     yield from _replayed(name, rounds)
     yield _noise(name, rounds)
 
@@ -84,7 +89,7 @@ def draws_tokens(plan: Plan) -> bool:
 
 
 def _watched(
-    plan: Plan, params: Params, rows: Sequence[Row], num_drafts: int, seed: int
+    plan: Plan, params: Params, rows: Sequence[SequenceParams], num_drafts: int, seed: int
 ) -> list[Watched]:
     """What the first and the second round of each batch showed, batches joined."""
     looking = observed(plan)
@@ -94,11 +99,13 @@ def _watched(
     needed = _ROUNDS * (plan.drafter.max_depth + 1) + 1
     own = [
         dataclasses.replace(
-            row, prompt=row.prompt[-(plan.target.max_positions - needed) :], max_tokens=needed,
+            row,
+            prompt=row.prompt[-(plan.target.max_positions - needed) :],
+            max_tokens=needed,
             stop_token_ids=(),
         )
         for row in rows[:MOST_ROWS]
-    ]  # fmt: skip
+    ]
     rows = [
         dataclasses.replace(own[index % len(own)], stream=index)
         for index in range(max(batch, len(own)))
@@ -134,7 +141,7 @@ def _conditions(name: str, rounds: list[Watched]) -> Finding:
 # -------------------------------------------------------------------------------------------- law
 
 
-def _law(name: str, rounds: list[Watched]) -> Finding:
+def _distribution(name: str, rounds: list[Watched]) -> Finding:
     """Whether draws are uniform in the recorded law: of each node, and of all together."""
     places = np.concatenate([each.places for each in rounds])
     uniform = np.full(_BINS, 1 / _BINS)
@@ -200,10 +207,10 @@ def _events(turn: int, seen: Watched) -> Iterator[_Event]:
             yield _Event(f"whether node {node} is valid", (turn, 0, node), values, False)
         if (~np.isnan(places)).sum() >= _FEW:
             yield _Event(f"the draw of node {node}", (turn, 0, node), places, True)
-    last = seen.coins.shape[1] - 1
-    for coin in range(1, last + 1):  # nobody asks the root's: it is committed
-        words = "the residual's coin" if coin == last else f"the coin of node {coin}"
-        yield _Event(words, (turn, 1, coin), seen.coins[:, coin], True)
+    last = seen.uniforms.shape[1] - 1
+    for uniform in range(1, last + 1):  # nobody asks the root's: it is committed
+        words = "the residual's coin" if uniform == last else f"the coin of node {uniform}"
+        yield _Event(words, (turn, 1, uniform), seen.uniforms[:, uniform], True)
 
 
 def _noise(name: str, rounds: list[Watched]) -> Finding:
@@ -214,8 +221,8 @@ def _noise(name: str, rounds: list[Watched]) -> Finding:
     for (i, first), (j, second) in itertools.permutations(enumerate(events), 2):
         table = counts[i, :, j]
         if second.uniform and first.turn < second.turn and table.sum() >= _FEW:
-            law = table.sum(1, keepdims=True) / table.sum() / _COARSE
-            found = excess(table.ravel(), np.repeat(law, _COARSE, 1).ravel())
+            distribution = table.sum(1, keepdims=True) / table.sum() / _COARSE
+            found = excess(table.ravel(), np.repeat(distribution, _COARSE, 1).ravel())
             later = " a round later" * (first.turn[0] < second.turn[0])
             tried.append((found, f"worst: {first.words}, then {second.words}{later}"))
     measured, note = max(tried)

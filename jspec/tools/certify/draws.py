@@ -29,15 +29,15 @@ def disagreement(walk: Callable, case: TreeCase) -> float:
 def _disagreement(walk: Callable, case: TreeCase) -> float:
     every, parents, size = drafts(case), padded(case), len(case.parents)
     choices = np.array(list(itertools.product(range(case.vocab_size), repeat=size)), np.int32)
-    coins = np.zeros((len(every.weights), len(choices), case.size), np.int32)
-    coins[:, :, :size] = choices
-    path, num_accepted, _ = runner(walk, case, every, _CHUNK)(coins)
+    uniforms = np.zeros((len(every.weights), len(choices), case.size), np.int32)
+    uniforms[:, :, :size] = choices
+    path, num_accepted, _ = runner(walk, case, every, _CHUNK)(uniforms)
 
     # The token at step i must be the draw after the node at step i - 1, that node's child.
     before, node = path[..., :-1], path[..., 1:]
     tokens = np.take_along_axis(every.tokens[:, None], np.maximum(node, 0), 2)
     valid = np.take_along_axis(every.valid[:, None], np.maximum(node, 0), 2)
-    draws = np.take_along_axis(coins, np.maximum(before, 0), 2)
+    draws = np.take_along_axis(uniforms, np.maximum(before, 0), 2)
     follows = valid & (tokens == draws) & (parents[np.maximum(node, 0)] == before)
     used = np.arange(1, path.shape[-1]) <= num_accepted[..., None]
     agrees = (follows | ~used).all(-1) & (path[..., 0] == 0)
@@ -54,7 +54,7 @@ def _chances(case: TreeCase, every, choices: np.ndarray) -> np.ndarray:
     for up in case.parents[1:]:
         depth.append(depth[up] + 1)
     for node, level in enumerate(depth):
-        law = softmax(case.target[level])[every.context[:, node]]  # [T, V]
+        distribution = softmax(case.target[level])[every.context[:, node]]  # [T, V]
         same = [other for other in range(node) if depth[other] == level]
         repeats = np.zeros(len(chances), bool)
         for other in same:
@@ -62,5 +62,5 @@ def _chances(case: TreeCase, every, choices: np.ndarray) -> np.ndarray:
             twin &= every.valid[:, other] & every.valid[:, node]
             chances *= ~twin[:, None] | (choices[:, node] == choices[:, other])
             repeats |= twin
-        chances *= np.where(repeats[:, None], 1, law[:, choices[:, node]])
+        chances *= np.where(repeats[:, None], 1, distribution[:, choices[:, node]])
     return chances

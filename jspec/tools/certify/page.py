@@ -20,8 +20,14 @@ _MEANINGS = {
 
 def page(report: Report) -> Table:
     """A line for each finding, and what the numbers mean below."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left",
-                  caption_justify="left", caption=_caption(report))  # fmt: skip
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+        caption=_caption(report),
+    )
     for heading in ("check", "of", "measured", "below", ""):
         is_number = heading in ("measured", "below")
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)

@@ -67,9 +67,11 @@ class Report:
         """Everything, for JSON."""
         findings = [finding.as_dict() for finding in self.findings]
         return {
-            "passed": self.passed, "setting": self.setting, "remarks": list(self.remarks),
+            "passed": self.passed,
+            "setting": self.setting,
+            "remarks": list(self.remarks),
             "findings": findings,
-        }  # fmt: skip
+        }
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes ``as_dict`` as JSON, whole or not at all."""
@@ -78,8 +80,12 @@ class Report:
 
 def worst(findings: Iterable[Finding]) -> Finding:
     """The one furthest above its limit, or the least far below it; NaN before all."""
-    return max(findings, key=lambda each: float("inf") if each.measured != each.measured
-               else each.measured / each.limit)  # fmt: skip
+    return max(
+        findings,
+        key=lambda each: (
+            float("inf") if each.measured != each.measured else each.measured / each.limit
+        ),
+    )
 
 
 def _plain(value: Any) -> Any:

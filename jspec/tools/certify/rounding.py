@@ -19,7 +19,7 @@ from jspec.drafters import NoDrafter
 from jspec.engine.batch import PREFILL_CHUNK
 from jspec.engine.loop import prefill
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row, request_of
+from jspec.engine.sequences import SequenceParams, request_of
 from jspec.util.buckets import bucket
 
 _LIKELIEST = 16  # tokens of a position whose logits are compared
@@ -31,7 +31,7 @@ _MOST_UNITS, _MOST_SPREAD = 1024, 0.25
 
 
 def scored(
-    target: Target, params: Params, row: Row, text: Sequence[int], chunk: int, batch: int
+    target: Target, params: Params, row: SequenceParams, text: Sequence[int], chunk: int, batch: int
 ) -> tuple[np.ndarray, float]:
     """Logits before each token of ``text``, and how far passes of other shapes move them.
 
@@ -70,9 +70,13 @@ def plausible(logits: np.ndarray, params: Params) -> float:
 
 
 def _scored(
-    target: Target, params: Params, prompt: Sequence[int], text: Sequence[int], width: int,
+    target: Target,
+    params: Params,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    width: int,
     batch: int,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Logits before each token of ``text`` in passes of ``width`` tokens and ``batch`` rows."""
     size = bucket(len(text))
     count = -(-size // width)
@@ -82,9 +86,14 @@ def _scored(
     for chunk, begin, valid in _chunks(prompt):
         wide = np.broadcast_to(chunk, (batch, len(chunk)))
         cache, _, _ = prefill(
-            plain, Params(params.target), cache, (), wide, np.int32(begin),
+            plain,
+            Params(params.target),
+            cache,
+            (),
+            wide,
+            np.int32(begin),
             np.full(batch, valid, np.int32),
-        )  # fmt: skip
+        )
     fed = np.zeros(count * width, np.int32)
     fed[: len(text)] = [prompt[-1], *text[:-1]]
     logits = _feed(target, params.target, cache, fed.reshape(count, width))
@@ -118,7 +127,7 @@ def _feed(target: Target, params, cache: kv_cache.KVCache, chunks: Array) -> Arr
     return logits.reshape(-1, logits.shape[-1])
 
 
-def gap(row: Row, place: int, logits: np.ndarray, pair: tuple[int, int]) -> float:
+def gap(row: SequenceParams, place: int, logits: np.ndarray, pair: tuple[int, int]) -> float:
     """A change of differences between logits that suffices for a row to draw either of two tokens.
 
     With its own noise and filters. Without filters it is the least, at temperature 0 the difference
@@ -170,10 +179,12 @@ def _nudged(logits: np.ndarray, one: int, other: int, change: float) -> np.ndarr
 @jax.jit
 def _draws(logits: Array, settings: Sampling, keys: Array, positions: Array) -> Array:
     """What one row draws at each of ``positions`` [1, C] from ``logits`` [1, C, V]: [1, C]."""
-    return sampling.draw_target(sampling.warp(logits, settings), settings, keys, positions)
+    return sampling.draw_target(
+        sampling.process_logits(logits, settings), settings, keys, positions
+    )
 
 
-def _request(row: Row, vocab_size: int) -> Request:
-    request, streams = request_of([row], 1, row.warps, vocab_size)
+def _request(row: SequenceParams, vocab_size: int) -> Request:
+    request, streams = request_of([row], 1, row.filters, vocab_size)
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")
     return request.replace(keys=jax.vmap(jax.random.fold_in)(keys, streams))

@@ -9,9 +9,9 @@ import numpy as np
 
 from jspec.core import sampling, trees
 from jspec.core.types import Array, Draft, History, Request, Sampling
-from jspec.engine.sequences import Row, request_of
+from jspec.engine.sequences import SequenceParams, request_of
 from jspec.tools.certify.chains import softmax
-from jspec.tools.certify.law import rule_of
+from jspec.tools.certify.distribution import rule_of
 from jspec.tools.certify.report import Finding, worst
 from jspec.tools.certify.statistics import excess, lean
 from jspec.verify import Rule, verify
@@ -40,10 +40,16 @@ def chi_squares(
 
 
 def chi_square(
-    rule: str | Rule, proposal: str = "chain", *, vocab_size: int = VOCAB_SIZE,
-    temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    rule: str | Rule,
+    proposal: str = "chain",
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
-) -> Finding:  # fmt: skip
+) -> Finding:
     """Draws rounds with the jitted rule, noise and all, and counts the tokens of each position.
 
     Logits are synthetic. Half of the drafts come from the worst drafter there is, whose logits are
@@ -69,8 +75,8 @@ def chi_square(
         raise ValueError(f"proposal={proposal!r} cannot be drawn here; use one of {known}.")
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ValueError(f"vocab_size={vocab_size!r} must be a whole number of at least 2.")
-    row = Row((0,), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    settings = request_of([row], 1, row.warps, vocab_size)[0].sampling
+    row = SequenceParams((0,), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    settings = request_of([row], 1, row.filters, vocab_size)[0].sampling
     rng = np.random.default_rng(seed)
     target = rng.normal(size=vocab_size) * (1 if vocab_size <= 64 else 2.5)
     near = target + 0.7 * rng.normal(size=vocab_size)
@@ -101,20 +107,30 @@ def _counted(runs, target, drafter, settings: Sampling, seed: int) -> Iterator[F
             reached = tokens[length > position, position]
             counts[position] += np.bincount(reached, minlength=vocab)[:vocab]
     both = jnp.float32(np.stack([target, drafter]))
-    law, drawn_from = softmax(np.asarray(jax.jit(sampling.warp)(both, settings), np.float64))
+    distribution, drawn_from = softmax(
+        np.asarray(jax.jit(sampling.process_logits)(both, settings), np.float64)
+    )
     for position, observed in enumerate(counts):
         if observed.sum() > 100:
             note = f"worst at token {position + 1} of a round, {observed.sum()} times"
             # A rule that is wrong says too much, or too little, of what is drafted too often.
-            off = max(excess(observed, law), lean(observed, law, drawn_from > law))
+            off = max(
+                excess(observed, distribution),
+                lean(observed, distribution, drawn_from > distribution),
+            )
             yield Finding("chi-square", "", off, 1.0, note)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _round(
-    rule: Rule, proposal: str, shares_noise: bool, target: Array, drafter: Array,
-    settings: Sampling, keys: Array,
-) -> tuple[Array, Array]:  # fmt: skip
+    rule: Rule,
+    proposal: str,
+    shares_noise: bool,
+    target: Array,
+    drafter: Array,
+    settings: Sampling,
+    keys: Array,
+) -> tuple[Array, Array]:
     """One round of each row after one committed token: tokens [B, K+1] and their number [B]."""
     batch, parents = keys.shape[0], np.array(_TREES[proposal], np.int32)
     spread = lambda x: jnp.broadcast_to(x, (batch,))
@@ -123,9 +139,9 @@ def _round(
     history = History(jnp.zeros((batch, DEPTH + 2), jnp.int32), jnp.ones((batch,), jnp.int32))
     tree = trees.broadcast(trees.from_parents(parents, DEPTH), batch)
     wide = lambda row: jnp.broadcast_to(row, (batch, len(parents), len(row)))
-    law = sampling.warp(wide(drafter), settings)
-    recorded = None if proposal == "point" or shares_noise else law
-    drafted = _drafted(proposal, shares_noise, parents, law, request, tree.depth)
+    distribution = sampling.process_logits(wide(drafter), settings)
+    recorded = None if proposal == "point" or shares_noise else distribution
+    drafted = _drafted(proposal, shares_noise, parents, distribution, request, tree.depth)
     draft = Draft(
         drafted, parents, jnp.ones(drafted.shape, bool), recorded, max_depth=tree.max_depth
     )
@@ -136,19 +152,22 @@ def _round(
     return jnp.where(last, verdict.next_token[:, None], tokens), verdict.num_emitted
 
 
-def _drafted(proposal, shares_noise, parents, law, request, depth) -> Array:
+def _drafted(proposal, shares_noise, parents, distribution, request, depth) -> Array:
     """Tokens [B, N] of a draft: children drawn by Gumbel top-k, or the likeliest."""
-    vocab = law.shape[-1]
+    vocab = distribution.shape[-1]
     if shares_noise:
         noise = sampling.target_noise(request.keys, 1 + depth, vocab)
     else:
         noise = sampling.node_noise(
-            request.keys, jnp.zeros(law.shape[:1], jnp.int32), jnp.arange(len(parents)), vocab
+            request.keys,
+            jnp.zeros(distribution.shape[:1], jnp.int32),
+            jnp.arange(len(parents)),
+            vocab,
         )
-    scores = law if proposal == "point" else law + noise
+    scores = distribution if proposal == "point" else distribution + noise
     most = np.bincount(parents[1:]).max()
     best = jax.lax.top_k(scores, int(most))[1]  # [B, N, C]
-    columns = [jnp.zeros(law.shape[:1], jnp.int32)]
+    columns = [jnp.zeros(distribution.shape[:1], jnp.int32)]
     for node in range(1, len(parents)):
         up = parents[node]
         columns.append(best[:, up, int((parents[1:node] == up).sum())].astype(jnp.int32))

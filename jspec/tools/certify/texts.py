@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jspec.core.types import Params, Shared
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import MAX_NUM_SEQS, Answer, generate_rows, generate_sharing, start
+from jspec.engine.batch import MAX_NUM_SEQS, Answer, generate_sequences, generate_sharing, start
 from jspec.engine.costs import CostTable
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.report import Finding
 from jspec.tools.certify.rounding import gap, plausible, scored
 from jspec.util.buckets import bucket
@@ -80,7 +80,7 @@ class Parting:
 
 
 def texts(
-    plan: Plan, params: Params, rows: Sequence[Row], *, name: Callable[[int], str] = str
+    plan: Plan, params: Params, rows: Sequence[SequenceParams], *, name: Callable[[int], str] = str
 ) -> Finding:
     """Whether texts are those of plain decoding: of greedy rows, or of a rule that promises it.
 
@@ -97,8 +97,8 @@ def texts(
     Raises:
       ValueError: a row does not fit the model.
     """
-    plain = Plan(plan.target, NoDrafter(), ladder=(1,))
-    wanted = generate_rows(plain, Params(params.target), rows)
+    plain = Plan(plan.target, NoDrafter(), node_buckets=(1,))
+    wanted = generate_sequences(plain, Params(params.target), rows)
     found, _ = generate_sharing(plan, params, rows, _priced(plan, params, rows))
     broken = [index for index, answer in enumerate(wanted) if answer.finish_reason == "error"]
     partings = [] if broken else list(_partings(plan, params, rows, wanted, found))
@@ -123,7 +123,7 @@ def texts(
     return Finding("text", subject, worst, 1.0, "\n".join(notes))
 
 
-def _priced(plan: Plan, params: Params, rows: Sequence[Row]) -> Shared:
+def _priced(plan: Plan, params: Params, rows: Sequence[SequenceParams]) -> Shared:
     """What the drafter keeps for all calls, and the costs by which it chooses lengths, if any."""
     shared = init_shared(plan)
     if not getattr(plan.drafter, "by_costs", False):
@@ -133,9 +133,12 @@ def _priced(plan: Plan, params: Params, rows: Sequence[Row]) -> Shared:
 
 
 def _partings(
-    plan: Plan, params: Params, rows: Sequence[Row], wanted: Sequence[Answer],
+    plan: Plan,
+    params: Params,
+    rows: Sequence[SequenceParams],
+    wanted: Sequence[Answer],
     found: Sequence[Answer],
-) -> Iterator[Parting]:  # fmt: skip
+) -> Iterator[Parting]:
     """The first place of every row whose texts differ."""
     batch = bucket(min(max(len(rows), 2), _MOST_ROWS), smallest=2)
     for index, (row, plain, other) in enumerate(zip(rows, wanted, found, strict=True)):
@@ -165,7 +168,7 @@ def with_the_targets_noise(plan: Plan) -> tuple[Plan, str]:
       The plan, and a remark if it is not what was asked for: its own where that promises it, else
       ``coupled``, or ``match`` where the drafter cannot share noise.
     """
-    if plan.effective_rule.coins == "target":
+    if plan.effective_rule.uniforms == "target":
         return plan, ""
     fields = {field.name for field in dataclasses.fields(plan.drafter)}
     name = type(plan.drafter).__name__

@@ -17,7 +17,17 @@ from jax import lax
 
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
-from jspec.core.types import Array, Draft, Drafter, Geared, History, Params, Request, Shared, Tree
+from jspec.core.types import (
+    Array,
+    Draft,
+    Drafter,
+    History,
+    MultiMode,
+    Params,
+    Request,
+    Shared,
+    Tree,
+)
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
 
@@ -42,7 +52,9 @@ class Watched:
     broken: Array  # [B, len(CONDITIONS)] bool
     valid: Array  # [B, N] bool
     places: Array  # [B, N, 2] float32 in [0, 1): the likeliest tokens first, and by id
-    coins: Array  # [B, N+1] float32, what the verifier draws from: a coin a node, then the residual
+    uniforms: (
+        Array  # [B, N+1] float32, what the verifier draws from: a coin a node, then the residual
+    )
     probability: Array  # [B, N] float32, of the drawn token by the recorded law
     # [B, N, 2] float32: how far the drawn token is from the one that the recorded law and the noise
     # of jspec.sampling give, by inverse CDF (``round_noise_at``, in mass) and by Gumbel-max
@@ -62,7 +74,7 @@ class Observer:
     capture_layers = property(lambda self: self.inner.capture_layers)
     proposal = property(lambda self: self.inner.proposal)
     init = property(lambda self: self.inner.init)
-    absorb = property(lambda self: self.inner.absorb)
+    prefill = property(lambda self: self.inner.prefill)
 
     def propose(
         self, params: Params, request: Request, shared: Shared, memory: Any, history: History
@@ -82,11 +94,11 @@ class Observer:
 
 def observed(plan: Plan) -> Plan:
     """The plan whose steps ``watch`` can look into; of several gears those of the last."""
-    if isinstance(plan.drafter, Geared):
-        plan = plan.in_gear(plan.drafter.gears[-1])
+    if isinstance(plan.drafter, MultiMode):
+        plan = plan.in_mode(plan.drafter.modes[-1])
     size = plan.drafter.tree_size
     return dataclasses.replace(
-        plan, drafter=Observer(plan.drafter), ladder=(size,), record_rounds=0
+        plan, drafter=Observer(plan.drafter), node_buckets=(size,), record_rounds=0
     )
 
 
@@ -102,14 +114,14 @@ def watch(
     shared, state = step(plan, params, request, shared, state)
     memory, draft = state.memory
     count = plan.drafter.tree_size
-    coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)
+    uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)
     residual = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
-    coins = jnp.concatenate([coins, residual], 1)[..., 0]
+    uniforms = jnp.concatenate([uniforms, residual], 1)[..., 0]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(state.done))
     broken, places, probability, misses = _judged(
         plan, request.keys, root, root_token(history), draft, tree, uniform
     )
-    seen = Watched(broken, draft.valid, places, coins, probability, misses)
+    seen = Watched(broken, draft.valid, places, uniforms, probability, misses)
     return shared, state.replace(memory=memory), seen
 
 
@@ -184,22 +196,22 @@ def _placed(keys, root, draft: Draft, up: Array, removed: Array, uniform: Array,
     peak = row.max(-1)
     normal = (peak > -jnp.inf) & (peak < jnp.inf) & ~jnp.isnan(row).any(-1)
     normal &= above < draft.logits.shape[1]
-    law = jax.nn.softmax(row, -1)
+    distribution = jax.nn.softmax(row, -1)
     token = ids[:, node, None]
     at_token = lambda x: jnp.take_along_axis(x, token, 1)
-    own = jnp.where(known[:, node, None], at_token(law), 0)
+    own = jnp.where(known[:, node, None], at_token(distribution), 0)
     ids_before = jnp.arange(size) < token
-    likelier = (law > own) | ((law == own) & ids_before)
-    mass = lambda which: jnp.where(which, law, 0).sum(-1)
+    likelier = (distribution > own) | ((distribution == own) & ids_before)
+    mass = lambda which: jnp.where(which, distribution, 0).sum(-1)
     low, share = mass(ids_before), uniform[:, node] * own[:, 0]
     places = jnp.stack([mass(likelier) + share, low + share], -1)
     places = jnp.clip(places, 0, 1 - 2**-24)
 
-    coin = sampling.round_noise_at(keys, root, sampling.DRAFT, above[:, None])[:, 0, 0]
-    by_coin = jnp.maximum(jnp.maximum(low - coin, coin - low - own[:, 0]), 0)
+    drafted = sampling.round_noise_at(keys, root, sampling.DRAFT, above[:, None])[:, 0, 0]
+    by_uniform = jnp.maximum(jnp.maximum(low - drafted, drafted - low - own[:, 0]), 0)
     scores = row + sampling.node_noise(keys, root, above[:, None], size)[:, 0].astype(row.dtype)
     by_gumbel = scores.max(-1) - at_token(scores)[:, 0]
-    return normal, places, own[:, 0], jnp.stack([by_coin, by_gumbel], -1)
+    return normal, places, own[:, 0], jnp.stack([by_uniform, by_gumbel], -1)
 
 
 def _own_ids(draft: Draft, size: int) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from jspec.engine.batch import Batch
 from jspec.engine.costs import CostTable
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.trace.page import frame, html, save
 from jspec.tools.trace.recording import record
 from jspec.tools.trace.rounds import Node, Piece, Round, Trace, trace_of
@@ -38,9 +38,15 @@ def trace(llm: LLM, prompt: Any, sampling_params: SamplingParams | None = None) 
 
 
 def _run(
-    todo: Sequence[Job], plan: Plan, params: Params, shared: Shared,
-    price: Callable[[Plan, Params, Batch], Shared], *, tokenizer: Any, model: str,
-) -> tuple[Trace, Counts, Shared]:  # fmt: skip
+    todo: Sequence[Job],
+    plan: Plan,
+    params: Params,
+    shared: Shared,
+    price: Callable[[Plan, Params, Batch], Shared],
+    *,
+    tokenizer: Any,
+    model: str,
+) -> tuple[Trace, Counts, Shared]:
     if len(todo) != 1:
         raise ValueError(f"a trace is of one prompt, but {len(todo)} were given; call it for each.")
     [job] = todo
@@ -49,20 +55,25 @@ def _run(
     tokenizer = tokenizer if job.params.detokenize else None
     seen, shared = record(plan, params, row, transcript, shared, price)
     traced = trace_of(
-        seen, transcript, tokenizer, job.prompt.text, job.prompt.token_ids,
-        {"model": model} | _setting(plan, row), rule=_asked(plan),
+        seen,
+        transcript,
+        tokenizer,
+        job.prompt.text,
+        job.prompt.token_ids,
+        {"model": model} | _setting(plan, row),
+        rule=_asked(plan),
         skip_special_tokens=job.params.skip_special_tokens,
-    )  # fmt: skip
+    )
     return traced, traced.counts, shared
 
 
-def of_row(plan: Plan, params: Params, row: Row, *, tokenizer: Any = None) -> Trace:
+def of_row(plan: Plan, params: Params, row: SequenceParams, *, tokenizer: Any = None) -> Trace:
     """The trace of one row of the functional layer: of targets, drafters and rules of your own.
 
     Args:
       plan: target, drafter and rule.
       params: weights.
-      row: what to continue, as ``jspec.generate.generate_rows`` takes it.
+      row: what to continue, as ``jspec.generate.generate_sequences`` takes it.
       tokenizer: names the tokens; None shows their ids.
 
     Raises:
@@ -87,7 +98,7 @@ def _check(params: SamplingParams) -> None:
             )
 
 
-def _setting(plan: Plan, row: Row) -> dict[str, str]:
+def _setting(plan: Plan, row: SequenceParams) -> dict[str, str]:
     """What ran, as it is shown."""
     return {
         "drafter": type(plan.drafter).__name__,

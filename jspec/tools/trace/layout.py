@@ -81,13 +81,16 @@ def picture(round_: "Round") -> Picture:
     )
     edges = [
         Edge(_curve(boxes[parent], boxes[index]), boxes[index].kind)
-        for index, parent in enumerate(parents) if index
-    ]  # fmt: skip
+        for index, parent in enumerate(parents)
+        if index
+    ]
     edges.sort(key=lambda edge: edge.kind not in ("refused", "not reached", "not taken", "unsaid"))
     return Picture(
-        left[-1] + widths[-1] + _MARGIN, 2 * _MARGIN + max(rows) * _ROW + _HEIGHT, boxes,
+        left[-1] + widths[-1] + _MARGIN,
+        2 * _MARGIN + max(rows) * _ROW + _HEIGHT,
+        boxes,
         tuple(edges),
-    )  # fmt: skip
+    )
 
 
 def _rows(parents: list[int]) -> list[float]:
@@ -137,13 +140,13 @@ def _of_node(node: "Node") -> tuple[str, str, str, str]:
     else:
         words.append("Chosen without chance: no q.")
     if node.chance is not None:
-        outcome = "below it: accepted" if node.coin < node.chance else "not below it: refused"
+        outcome = "below it: accepted" if node.uniform < node.chance else "not below it: refused"
         words.append(
-            f"Acceptance min(1, p/q) = {node.chance:.4g} when judged; coin {node.coin:.4g}, "
+            f"Acceptance min(1, p/q) = {node.chance:.4g} when judged; coin {node.uniform:.4g}, "
             f"{outcome}."
         )
-    elif node.coin is not None:
-        words.append(f"Coin {node.coin:.4g}.")
+    elif node.uniform is not None:
+        words.append(f"Coin {node.uniform:.4g}.")
     return cut(node.label), numbers, node.fate, " ".join([*words, likeliest])
 
 

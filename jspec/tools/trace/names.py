@@ -48,6 +48,8 @@ def printed(text: str) -> str:
 def _escaped(text: str, kept: Callable[[str], bool]) -> str:
     """The text, with what cannot be printed as Python writes it, but for what is ``kept``."""
     return "".join(
-        char if char.isprintable() or kept(char)
-        else char.encode("unicode_escape", "surrogatepass").decode() for char in text
-    )  # fmt: skip
+        char
+        if char.isprintable() or kept(char)
+        else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text
+    )

@@ -15,13 +15,19 @@ from jspec.tools.trace.rounds import Trace
 from jspec.util import atomic_files
 
 _ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.PackageLoader("jspec.tools.trace", "."), autoescape=True, trim_blocks=True,
-    lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-)  # fmt: skip
+    loader=jinja2.PackageLoader("jspec.tools.trace", "."),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
 _MEANINGS = {
-    "accepted": "accepted", "refused": "refused", "not reached": "never judged",
-    "not taken": "off the path that was chosen", "unsaid": "accepted, but the text had ended",
-}  # fmt: skip
+    "accepted": "accepted",
+    "refused": "refused",
+    "not reached": "never judged",
+    "not taken": "off the path that was chosen",
+    "unsaid": "accepted, but the text had ended",
+}
 
 
 def html(trace: Trace) -> str:

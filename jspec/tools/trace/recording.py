@@ -21,8 +21,8 @@ from jspec.core.types import (
     Array,
     Draft,
     Drafter,
-    Geared,
     History,
+    MultiMode,
     Params,
     Request,
     Shared,
@@ -30,9 +30,9 @@ from jspec.core.types import (
     Verdict,
 )
 from jspec.engine.batch import Batch, advance, read, start
-from jspec.engine.loop import retire
+from jspec.engine.loop import on_finished
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.util.buckets import bucket
 from jspec.verify.nodes import Nodes, one_hot, take
 
@@ -53,7 +53,7 @@ class Seen:
     p: Array  # [B, N] float32, of the node's token by the target's law behind its parent
     q: Array  # [B, N] float32, by the law that it was drawn from; NaN: it was not drawn
     chance: Array  # [B, N] float32, of acceptance when it was judged; NaN: not judged by such
-    coins: Array  # [B, N] float32; NaN: no coin is tossed
+    uniforms: Array  # [B, N] float32; NaN: no coin is tossed
     draws: Array  # [B, N] int32, what the target draws behind the node; -1: it draws one token only
     likeliest: Array  # [B, N, LIKELIEST] int32 tokens behind the node
     likeliest_p: Array  # [B, N, LIKELIEST] float32
@@ -87,19 +87,27 @@ class Recorder:
         zeros = lambda dtype, *shape: jnp.zeros((batch, *shape), dtype)
         nodes = lambda dtype, *shape: zeros(dtype, self.tree_size, *shape)
         none = Seen(
-            tokens=nodes(jnp.int32), parents=nodes(jnp.int32), valid=nodes(bool),
-            path=zeros(jnp.int32, self.max_depth + 1), num_emitted=zeros(jnp.int32),
-            next_token=zeros(jnp.int32), next_p=zeros(jnp.float32), p=nodes(jnp.float32),
-            q=nodes(jnp.float32), chance=nodes(jnp.float32), coins=nodes(jnp.float32),
-            draws=nodes(jnp.int32), likeliest=nodes(jnp.int32, LIKELIEST),
+            tokens=nodes(jnp.int32),
+            parents=nodes(jnp.int32),
+            valid=nodes(bool),
+            path=zeros(jnp.int32, self.max_depth + 1),
+            num_emitted=zeros(jnp.int32),
+            next_token=zeros(jnp.int32),
+            next_p=zeros(jnp.float32),
+            p=nodes(jnp.float32),
+            q=nodes(jnp.float32),
+            chance=nodes(jnp.float32),
+            uniforms=nodes(jnp.float32),
+            draws=nodes(jnp.int32),
+            likeliest=nodes(jnp.int32, LIKELIEST),
             likeliest_p=nodes(jnp.float32, LIKELIEST),
-        )  # fmt: skip
+        )
         inner = self.inner.init(params, request, capacity)
-        return Kept(inner, logits_processors.first_state(request.sampling.shaping), none)
+        return Kept(inner, logits_processors.first_state(request.sampling.processors), none)
 
-    def absorb(self, params, memory: Kept, tokens, features, start, valid) -> Kept:
+    def prefill(self, params, memory: Kept, tokens, features, start, valid) -> Kept:
         """The inner drafter's."""
-        inner = self.inner.absorb(params, memory.inner, tokens, features, start, valid)
+        inner = self.inner.prefill(params, memory.inner, tokens, features, start, valid)
         return memory.replace(inner=inner)
 
     def propose(
@@ -110,9 +118,16 @@ class Recorder:
         return draft, memory.replace(inner=inner, grammar=history.state)
 
     def update(
-        self, params: Params, request: Request, shared: Shared, memory: Kept, history: History,
-        draft: Draft, verdict: Verdict, out: TargetOutput,
-    ) -> tuple[Kept, Shared]:  # fmt: skip
+        self,
+        params: Params,
+        request: Request,
+        shared: Shared,
+        memory: Kept,
+        history: History,
+        draft: Draft,
+        verdict: Verdict,
+        out: TargetOutput,
+    ) -> tuple[Kept, Shared]:
         """The inner drafter's, and what there is to see."""
         inner, shared = self.inner.update(
             params, request, shared, memory.inner, history, draft, verdict, out
@@ -124,43 +139,47 @@ class Recorder:
 
 
 @dataclasses.dataclass(frozen=True)
-class GearedRecorder(Recorder):
+class MultiModeRecorder(Recorder):
     """The same for a drafter of several gears."""
 
     rules: tuple[verify.Rule, ...] = ()  # of each gear
 
     @property
-    def gears(self) -> tuple[Recorder, ...]:
+    def modes(self) -> tuple[Recorder, ...]:
         """The inner ones, each looked at."""
-        return tuple(map(RecorderGear, self.inner.gears, self.rules))
+        return tuple(map(RecorderMode, self.inner.modes, self.rules))
 
-    def shift(self, params, request, shared, memory: Kept, history):
+    def select_mode(self, params, request, shared, memory: Kept, history):
         """The inner drafter's."""
-        inner, gear = self.inner.shift(params, request, shared, memory.inner, history)
-        return memory.replace(inner=inner), gear
+        inner, mode = self.inner.select_mode(params, request, shared, memory.inner, history)
+        return memory.replace(inner=inner), mode
 
 
 @dataclasses.dataclass(frozen=True)
-class RecorderGear(Recorder):
-    """A gear of a ``GearedRecorder``."""
+class RecorderMode(Recorder):
+    """A gear of a ``MultiModeRecorder``."""
 
-    def stays(self, request, shared, memory: Kept, history) -> Array:
+    def keeps_mode(self, request, shared, memory: Kept, history) -> Array:
         """The inner gear's."""
-        return self.inner.stays(request, shared, memory.inner, history)
+        return self.inner.keeps_mode(request, shared, memory.inner, history)
 
 
 def recorder(plan: Plan) -> Recorder:
     """What stands in place of the plan's drafter."""
-    if not isinstance(plan.drafter, Geared):
+    if not isinstance(plan.drafter, MultiMode):
         return Recorder(plan.drafter, plan.effective_rule)
-    rules = tuple(plan.in_gear(gear).effective_rule for gear in plan.drafter.gears)
-    return GearedRecorder(plan.drafter, plan.effective_rule, rules=rules)
+    rules = tuple(plan.in_mode(mode).effective_rule for mode in plan.drafter.modes)
+    return MultiModeRecorder(plan.drafter, plan.effective_rule, rules=rules)
 
 
 def record(
-    plan: Plan, params: Params, row: Row, transcript: Transcript, shared: Shared,
+    plan: Plan,
+    params: Params,
+    row: SequenceParams,
+    transcript: Transcript,
+    shared: Shared,
     price: Callable[[Plan, Params, Batch], Shared],
-) -> tuple[list[Seen], Shared]:  # fmt: skip
+) -> tuple[list[Seen], Shared]:
     """Generates one row, round by round, and brings every round to the host.
 
     Args:
@@ -186,7 +205,7 @@ def record(
         seen.append(jax.tree.map(lambda x: x[0], jax.device_get(batch.state.memory.seen)))
         was_cut = transcript.read(read(batch)[0])
     if was_cut:
-        return seen, retire(plan, batch.shared, _unwatched(batch).state)
+        return seen, on_finished(plan, batch.shared, _unwatched(batch).state)
     return seen, batch.shared
 
 
@@ -196,9 +215,13 @@ def _unwatched(batch: Batch) -> Batch:
 
 
 def _seen(
-    rule: verify.Rule, proposal: str, request: Request, history: History, draft: Draft,
+    rule: verify.Rule,
+    proposal: str,
+    request: Request,
+    history: History,
+    draft: Draft,
     logits: Array,
-) -> Seen:  # fmt: skip
+) -> Seen:
     """A round by its draft and the target's raw ``logits`` [B, N, V]; ``history`` is before it."""
     settings, count = request.sampling, draft.tokens.shape[1]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(logits))
@@ -206,37 +229,45 @@ def _seen(
     # As the rule has it: what the loop handed on may be clipped where the text ends.
     verdict = verify.verify(rule, request, draft, tree, logits, history)
     branches = logits_processors.of_draft(history, draft, tree)
-    logits = logits_processors.shape(logits, settings.shaping, branches)
+    logits = logits_processors.shape(logits, settings.processors, branches)
     # Greedy rows have a law, too, before the likeliest is taken: that of temperature 1.
     warm = jnp.where(settings.temperature > 0, settings.temperature, 1)
     names = tuple(dict.fromkeys(("temperature", *settings.names)))
-    warped = sampling.warp(logits, settings.replace(temperature=warm, names=names))
-    law = jax.nn.softmax(warped, -1)  # [B, N, V]
-    rows = jnp.arange(len(law))[:, None]
-    top, ids = lax.top_k(law, LIKELIEST)
+    processed = sampling.process_logits(logits, settings.replace(temperature=warm, names=names))
+    distribution = jax.nn.softmax(processed, -1)  # [B, N, V]
+    rows = jnp.arange(len(distribution))[:, None]
+    top, ids = lax.top_k(distribution, LIKELIEST)
     end = take(verdict.path, verdict.num_emitted - 1)
 
     draws = jnp.full(draft.tokens.shape, -1, jnp.int32)
-    coins = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
-    chance = coins
-    nodes = Nodes(warped, draft, tree, coins, proposal)
-    if rule.coins == "target" or (settings.greedy and rule.greedy_is_match):
+    uniforms = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
+    chance = uniforms
+    nodes = Nodes(processed, draft, tree, uniforms, proposal)
+    if rule.uniforms == "target" or (settings.greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth
-        cool = sampling.warp(logits, settings)
+        cool = sampling.process_logits(logits, settings)
         draws = sampling.draw_target(cool, settings, request.keys, positions)
-    elif rule.coins == "round":
+    elif rule.uniforms == "round":
         root = history.length - 1
-        coins = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
+        uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         if rule.name == "rejection":
             chance = _chances(nodes, verdict)
     return Seen(
-        tokens=draft.tokens, parents=tree.parents, valid=draft.valid, path=verdict.path,
-        num_emitted=verdict.num_emitted, next_token=verdict.next_token,
-        next_p=take(take(law, end), verdict.next_token).astype(jnp.float32),
-        p=law[rows, tree.parents, draft.tokens].astype(jnp.float32),
-        q=_drawn_with(nodes).astype(jnp.float32), chance=chance.astype(jnp.float32), coins=coins,
-        draws=draws, likeliest=ids, likeliest_p=top.astype(jnp.float32),
-    )  # fmt: skip
+        tokens=draft.tokens,
+        parents=tree.parents,
+        valid=draft.valid,
+        path=verdict.path,
+        num_emitted=verdict.num_emitted,
+        next_token=verdict.next_token,
+        next_p=take(take(distribution, end), verdict.next_token).astype(jnp.float32),
+        p=distribution[rows, tree.parents, draft.tokens].astype(jnp.float32),
+        q=_drawn_with(nodes).astype(jnp.float32),
+        chance=chance.astype(jnp.float32),
+        uniforms=uniforms,
+        draws=draws,
+        likeliest=ids,
+        likeliest_p=top.astype(jnp.float32),
+    )
 
 
 def _drawn_with(nodes: Nodes) -> Array:
@@ -245,14 +276,22 @@ def _drawn_with(nodes: Nodes) -> Array:
     One node a row at a time, so that no second [B, N, V] is held.
     """
     draft, index = nodes.draft, jnp.arange(nodes.draft.tokens.shape[1])
-    if draft.logits is None or nodes.law in ("point", "pruned"):  # what is recorded is not read
+    if draft.logits is None or nodes.distribution in (
+        "point",
+        "pruned",
+    ):  # what is recorded is not read
         return jnp.full(draft.tokens.shape, jnp.nan)
     rows = jnp.arange(len(draft.tokens))[:, None]
 
     def one(node: Array) -> Array:
         parent = nodes.tree.parents[:, node]
-        q, _ = nodes.draft_law(parent)
-        before = nodes.children(parent) & nodes.draft.drawn & (index < node) & (nodes.law != "iid")
+        q, _ = nodes.draft_probs(parent)
+        before = (
+            nodes.children(parent)
+            & nodes.draft.drawn
+            & (index < node)
+            & (nodes.distribution != "iid")
+        )
         q = q.at[rows, jnp.where(before, draft.tokens, q.shape[1])].set(0, mode="drop")
         return take(q, draft.tokens[:, node]) / q.sum(-1)
 
@@ -284,7 +323,7 @@ def _chances(nodes: Nodes, verdict: Verdict) -> Array:
 
     def at(node: Array, chance: Array) -> _Judging:
         return _Judging(
-            nodes.target_law(node), *nodes.draft_law(node), nodes.children(node), chance
+            nodes.target_probs(node), *nodes.draft_probs(node), nodes.children(node), chance
         )
 
     def judge(state: _Judging) -> _Judging:
@@ -297,7 +336,7 @@ def _chances(nodes: Nodes, verdict: Verdict) -> Array:
         rest = nodes.residual(child, state.p, state.q, state.q_mass)
         mass = rest.sum(-1, keepdims=True)
         rest = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1), state.p)
-        drops = one_hot(token, state.q.shape[1]) & nodes.leaves_law(child)[:, None]
+        drops = one_hot(token, state.q.shape[1]) & nodes.leaves_distribution(child)[:, None]
         q = jnp.where(drops, 0, state.q)
         refused = _Judging(rest, q, q.sum(-1), state.waiting & ~is_child, chance)
         goes_down = take(accepted, child)
@@ -307,9 +346,10 @@ def _chances(nodes: Nodes, verdict: Verdict) -> Array:
         after = jax.tree.map(pick, at(child, chance), refused)
         return jax.tree.map(
             lambda new, old: jnp.where(exists.reshape(-1, *[1] * (old.ndim - 1)), new, old),
-            after, state,
-        )  # fmt: skip
+            after,
+            state,
+        )
 
     root = jnp.zeros_like(nodes.tree.parents[:, 0])
-    start = at(root, jnp.full(nodes.draft.tokens.shape, jnp.nan, nodes.warped.dtype))
+    start = at(root, jnp.full(nodes.draft.tokens.shape, jnp.nan, nodes.processed.dtype))
     return lax.while_loop(lambda state: state.waiting.any(), judge, start).chance

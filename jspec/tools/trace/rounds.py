@@ -60,7 +60,7 @@ class Node:
     p: float | None
     q: float | None
     chance: float | None
-    coin: float | None
+    uniform: float | None
     draw: int | None
     likeliest: tuple[tuple[int, str, float], ...]
 
@@ -156,10 +156,16 @@ class Trace:
 
 
 def trace_of(
-    seen: Sequence[Seen], transcript: Transcript, tokenizer: Any, prompt: str | None,
-    prompt_token_ids: Sequence[int], setting: dict[str, str], *, rule: str,
+    seen: Sequence[Seen],
+    transcript: Transcript,
+    tokenizer: Any,
+    prompt: str | None,
+    prompt_token_ids: Sequence[int],
+    setting: dict[str, str],
+    *,
+    rule: str,
     skip_special_tokens: bool = True,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """The value of a generation that ``recording.record`` has run.
 
     ``rule`` is the name of the one that was asked for; ``tokenizer`` None: no text.
@@ -172,15 +178,26 @@ def trace_of(
         count = len(tokens) - done if last else int(one.num_emitted)
         rounds.append(
             _round(
-                index, len(prompt_token_ids) + done - 1, one, rule, tokens[done : done + count],
-                texts[done : done + count], tokenizer, transcript if last else None,
+                index,
+                len(prompt_token_ids) + done - 1,
+                one,
+                rule,
+                tokens[done : done + count],
+                texts[done : done + count],
+                tokenizer,
+                transcript if last else None,
             )
-        )  # fmt: skip
+        )
         done += count
     return Trace(
-        prompt, tuple(map(int, prompt_token_ids)), tuple(rounds), transcript.finish_reason,
-        transcript.stop_reason, Counts.of(transcript.answer), setting,
-    )  # fmt: skip
+        prompt,
+        tuple(map(int, prompt_token_ids)),
+        tuple(rounds),
+        transcript.finish_reason,
+        transcript.stop_reason,
+        Counts.of(transcript.answer),
+        setting,
+    )
 
 
 def _texts(
@@ -201,9 +218,15 @@ def _texts(
 
 
 def _round(
-    index: int, position: int, seen: Seen, rule: str, said: Sequence[int], texts: Sequence[str],
-    tokenizer: Any, transcript: Transcript | None,
-) -> Round:  # fmt: skip
+    index: int,
+    position: int,
+    seen: Seen,
+    rule: str,
+    said: Sequence[int],
+    texts: Sequence[str],
+    tokenizer: Any,
+    transcript: Transcript | None,
+) -> Round:
     """One round; ``transcript`` is given with the last."""
     places = np.flatnonzero(seen.valid)
     number = {int(place): index for index, place in enumerate(places)}
@@ -230,9 +253,14 @@ def _round(
 
 
 def _nodes(
-    seen: Seen, rule: str, places: np.ndarray, number: dict[int, int], path: list[int],
-    num_said: int, tokenizer: Any,
-) -> tuple[Node, ...]:  # fmt: skip
+    seen: Seen,
+    rule: str,
+    places: np.ndarray,
+    number: dict[int, int],
+    path: list[int],
+    num_said: int,
+    tokenizer: Any,
+) -> tuple[Node, ...]:
     nodes: list[Node] = []
     number_or_none = lambda x: None if np.isnan(x) else float(x)
     parents = [-1] + [number[int(parent)] for parent in seen.parents[places][1:]]
@@ -241,13 +269,16 @@ def _nodes(
         parent = parents[index]
         nodes.append(
             Node(
-                index=index, parent=parent, depth=nodes[parent].depth + 1 if index else 0,
+                index=index,
+                parent=parent,
+                depth=nodes[parent].depth + 1 if index else 0,
                 token=int(seen.tokens[place]),
-                label=names.label(tokenizer, int(seen.tokens[place])), fate=fates[index],
+                label=names.label(tokenizer, int(seen.tokens[place])),
+                fate=fates[index],
                 p=number_or_none(seen.p[place]) if index else None,
                 q=number_or_none(seen.q[place]) if index else None,
                 chance=number_or_none(seen.chance[place]) if index else None,
-                coin=number_or_none(seen.coins[place]) if index else None,
+                uniform=number_or_none(seen.uniforms[place]) if index else None,
                 draw=int(seen.draws[place]) if seen.draws[place] >= 0 else None,
                 likeliest=tuple(
                     (int(token), names.label(tokenizer, int(token)), float(p))
@@ -255,7 +286,7 @@ def _nodes(
                     if not np.isnan(p)
                 ),
             )
-        )  # fmt: skip
+        )
     return tuple(nodes)
 
 
@@ -313,7 +344,7 @@ def _odds(node: Node) -> str:
     """The coin and the chance that it had to stay below."""
     if node.chance is None:
         return f" (p {node.p:.2g})"
-    return f" (coin {node.coin:.2g}, accepted below {node.chance:.2g})"
+    return f" (coin {node.uniform:.2g}, accepted below {node.chance:.2g})"
 
 
 def _ending(transcript: Transcript) -> str:

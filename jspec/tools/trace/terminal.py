@@ -18,9 +18,12 @@ SOURCES = {
     "plain": ("none", "plain: the target's own, where nothing was drafted"),
 }
 _FATES = {
-    "accepted": "bold green", "refused": "red", "not reached": "dim", "not taken": "dim",
+    "accepted": "bold green",
+    "refused": "red",
+    "not reached": "dim",
+    "not taken": "dim",
     "unsaid": "dim green",
-}  # fmt: skip
+}
 
 
 def page(trace: Trace) -> Group:
@@ -73,9 +76,11 @@ def _round(round_: Round) -> Tree:
     """The drafted tree, its root the last token before it."""
     said = ", ".join(f"“{piece.label}”" for piece in round_.pieces)
     head = Text.assemble(
-        (f"round {round_.index + 1}", "bold"), f" adds {len(round_.pieces)}: {said}\n",
-        (f"{round_.words}\n", "italic"), (round_.nodes[0].label, "bold"),
-    )  # fmt: skip
+        (f"round {round_.index + 1}", "bold"),
+        f" adds {len(round_.pieces)}: {said}\n",
+        (f"{round_.words}\n", "italic"),
+        (round_.nodes[0].label, "bold"),
+    )
     tree = Tree(head, guide_style="dim")
     grown = {0: tree}
     for node in round_.nodes[1:]:
@@ -93,8 +98,8 @@ def _node(node: Node) -> Text:
     if node.q is not None:
         line.append(f"  q {node.q:.3f}")
     if node.chance is not None:
-        sign = "<" if node.coin < node.chance else "≥"
-        line.append(f"  coin {node.coin:.3f} {sign} {node.chance:.3f}")
+        sign = "<" if node.uniform < node.chance else "≥"
+        line.append(f"  coin {node.uniform:.3f} {sign} {node.chance:.3f}")
     return line.append(f"  {node.fate}", style)
 
 

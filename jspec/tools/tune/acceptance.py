@@ -84,8 +84,13 @@ class Acceptance:
     def as_dict(self) -> dict[str, list]:
         """Chances, counts and intervals, for JSON."""
         low, high = self.interval()
-        fields = {"chances": self.chances, "tried": self.tried, "accepted": self.accepted,
-                  "low": low, "high": high}  # fmt: skip
+        fields = {
+            "chances": self.chances,
+            "tried": self.tried,
+            "accepted": self.accepted,
+            "low": low,
+            "high": high,
+        }
         return {name: value.tolist() for name, value in fields.items()}
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +109,7 @@ class Acceptance:
 def by_position(plan: Plan, temperature: float) -> bool:
     """Whether neither the text nor what the drafter knows depends on what is drafted."""
     rule = plan.effective_rule
-    same_text = rule.coins == "target" or (temperature == 0 and rule.greedy_is_match)
+    same_text = rule.uniforms == "target" or (temperature == 0 and rule.greedy_is_match)
     return same_text and not isinstance(plan.drafter, Sharing)
 
 
@@ -116,11 +121,11 @@ def one_by_one(plan: Plan) -> Plan:
 
 
 def _root_alone(
-    warped: Array, draft: Draft, tree: Tree, draws: Array
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    processed: Array, draft: Draft, tree: Tree, draws: Array
+) -> tuple[Array, Array, Array]:
     """The target's own draw after the root; arguments as for ``verify.target_only.match``."""
-    path, num_accepted, _ = match(warped, draft, tree, draws)
-    return jnp.zeros_like(path), jnp.zeros_like(num_accepted), warped[:, 0]
+    path, num_accepted, _ = match(processed, draft, tree, draws)
+    return jnp.zeros_like(path), jnp.zeros_like(num_accepted), processed[:, 0]
 
 
 def rounds_of(answer: Answer, shape: Shape | None, every: bool) -> list[Round]:
@@ -168,9 +173,9 @@ def extended(row: Recorded, chances: np.ndarray, random: np.random.Generator) ->
     for each in row.rounds:
         path = list(each.path)
         while each.is_whole and each.drafted and len(path) < len(chances):
-            law = chances[len(path)]
-            rank = int(np.searchsorted(np.cumsum(law), random.random(), side="right"))
-            if rank == len(law):
+            distribution = chances[len(path)]
+            rank = int(np.searchsorted(np.cumsum(distribution), random.random(), side="right"))
+            if rank == len(distribution):
                 break
             path.append(rank)
         found.append(dataclasses.replace(each, path=tuple(path), is_whole=False))

@@ -18,7 +18,7 @@ import numpy as np
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Array, History, Params, Shared, Target
-from jspec.engine.batch import Batch, advance, start, warps_of
+from jspec.engine.batch import Batch, advance, filters_of, start
 from jspec.engine.costs import CostTable, copied, endless
 from jspec.engine.plan import Plan
 from jspec.tools.bench.timing import Contender, Sample, race
@@ -39,9 +39,15 @@ class Rounds:
     """
 
     def __init__(
-        self, plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared,
-        *, bare: bool = False,
-    ):  # fmt: skip
+        self,
+        plan: Plan,
+        params: Params,
+        work: Workload,
+        said: Sequence,
+        shared: Shared,
+        *,
+        bare: bool = False,
+    ):
         """``bare`` is for rounds whose drafts are cut off: one token of every row is left."""
         self._plan, self._params = plan, params
         self._batch = endless(plan, halfway(plan, params, work, said, shared))
@@ -133,7 +139,7 @@ def first_tokens(plan: Plan, params: Params, work: Workload, shared: Shared) -> 
     some = [rows[index] for index in work.middle]
 
     def run() -> Batch:
-        batch = start(plan, params, some, warps=warps_of(rows))
+        batch = start(plan, params, some, filters=filters_of(rows))
         batch = _ending(batch.replace(shared=jax.tree.map(jnp.copy, shared)))
         return advance(plan, params, batch).state
 
@@ -165,9 +171,7 @@ def median_seconds(contender: Contender) -> float:
     return statistics.median(sample.seconds for sample in contender.kept)
 
 
-def halfway(
-    plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared
-) -> Batch:  # fmt: skip
+def halfway(plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared) -> Batch:
     """The middle group in the middle of its answers."""
     rows = work.rows([text[: len(text) // 2] for text in said])
     return begun(plan, params, [rows[index] for index in work.middle], rows, CostTable(), shared)

@@ -90,8 +90,9 @@ class Costs:
         self.plain *= factor
         self.bare *= factor
         self.chains = {depth: factor * rest for depth, rest in self.chains.items()}
-        self.trees = {shape: [factor * rest for rest in rests]
-                      for shape, rests in self.trees.items()}  # fmt: skip
+        self.trees = {
+            shape: [factor * rest for rest in rests] for shape, rests in self.trees.items()
+        }
 
     def rest(self, depth: int, size: int) -> float:
         """What rounds of a shape are taken to take beyond the pass."""

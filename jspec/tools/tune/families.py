@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.api import config
-from jspec.api.build import Assembly, assemble
+from jspec.api.build import Build, build_plan
 from jspec.core import trees
 from jspec.core.trees import Shape
 from jspec.drafters.adaptive.drafter import Adaptive
@@ -20,9 +20,12 @@ PLAIN = {"method": "none"}
 _DEPTHS = ("num_speculative_tokens", "tree", "tree_size", "tree_depth", "tree_top_k")
 # Keys that say what a round drafts, or from which the depth must follow.
 _SAYS_ALL = (
-    *_DEPTHS, "parts", "adaptive_length", "num_speculative_tokens_per_batch_size",
+    *_DEPTHS,
+    "parts",
+    "adaptive_length",
+    "num_speculative_tokens_per_batch_size",
     "synthetic_acceptance_rates",
-)  # fmt: skip
+)
 _TOP_K = 4  # most children of a node
 _PROBE_NODES = 40  # of the tree by which acceptance is measured
 
@@ -68,14 +71,16 @@ class Family:
     target: LoadedModel
     dtype: str | None
 
-    def made(self, config_: Mapping[str, Any]) -> Assembly:
+    def made(self, config_: Mapping[str, Any]) -> Build:
         """The plan and the weights of one of the family's configs."""
-        return assemble(self.target, config.read(self.runnable(config_)), dtype=self.dtype)
+        return build_plan(self.target, config.read(self.runnable(config_)), dtype=self.dtype)
 
     def runnable(self, config_: Mapping[str, Any]) -> dict[str, Any]:
         """One of the family's configs, with its networks opened."""
-        return {**config_, **{key: self.loaded[key] for key in ("method", "model")
-                              if key in self.loaded}}  # fmt: skip
+        return {
+            **config_,
+            **{key: self.loaded[key] for key in ("method", "model") if key in self.loaded},
+        }
 
     def chain(self, depth: int) -> Candidate:
         """The chain of K = ``depth``."""
@@ -185,7 +190,7 @@ def _family(
     return dataclasses.replace(family, depth=depth, takes_trees=takes_trees)
 
 
-def _deepest(family: Family, most: int) -> tuple[int, Assembly]:
+def _deepest(family: Family, most: int) -> tuple[int, Build]:
     """The largest K that the method can take, and what is made of it.
 
     Raises:

@@ -61,10 +61,12 @@ def play(
         played = [
             _row(
                 recorded[index] if recorded[index].rounds else every,
-                shape, lengths[index], np.random.default_rng((seed, index)),
+                shape,
+                lengths[index],
+                np.random.default_rng((seed, index)),
             )
             for index in group
-        ]  # fmt: skip
+        ]
         ran = np.array([[len(draw) for draw in row] for row in played])
         drafts = np.zeros((_DRAWS, int(ran.max())), bool)
         for row in played:
@@ -98,10 +100,12 @@ def _row(
     recorded: Recorded, shape: Shape | None, length: int, random: np.random.Generator
 ) -> list[np.ndarray]:
     """Whether there was a draft in each of a row's rounds, of many generations: bool [rounds]."""
-    accepted = np.array([
-        len(each.path) if shape is None else accepted_by(shape, each.path)
-        for each in recorded.rounds
-    ])  # fmt: skip
+    accepted = np.array(
+        [
+            len(each.path) if shape is None else accepted_by(shape, each.path)
+            for each in recorded.rounds
+        ]
+    )
     has_draft = np.array([each.drafted for each in recorded.rounds])
     if recorded.by_position:
         place, visited = 0, []

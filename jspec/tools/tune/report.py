@@ -138,9 +138,14 @@ def _runs(batch: dict[str, Any]) -> Table:
     )
     table.add_column("method", no_wrap=True)
     for head in (
-        "tokens/s predicted", "measured", "error", "speed-up predicted", "measured",
-        "acceptance length predicted", "measured",
-    ):  # fmt: skip
+        "tokens/s predicted",
+        "measured",
+        "error",
+        "speed-up predicted",
+        "measured",
+        "acceptance length predicted",
+        "measured",
+    ):
         table.add_column(head, justify="right")
     for row in batch["rows"]:
         speed, ratio = row["tokens_per_second"], row["speedup"]

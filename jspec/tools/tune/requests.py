@@ -5,7 +5,16 @@ from collections.abc import Sequence
 
 from jspec.core.types import Params, Shared
 from jspec.engine import loading
-from jspec.engine.batch import Answer, Batch, Row, advance, groups, read, start, warps_of
+from jspec.engine.batch import (
+    Answer,
+    Batch,
+    SequenceParams,
+    advance,
+    filters_of,
+    groups,
+    read,
+    start,
+)
 from jspec.engine.costs import CostTable
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
@@ -35,20 +44,22 @@ class Workload:
         """For ``jspec.tools.bench.contenders.Ours``, which gives the i-th the seed i after the case's."""
         return [Request("all", prompt) for prompt in self.prompts]
 
-    def rows(self, said: Sequence[Sequence[int]] | None = None) -> list[Row]:
+    def rows(self, said: Sequence[Sequence[int]] | None = None) -> list[SequenceParams]:
         """The rows as ``LLM`` makes them; with what was ``said`` of each answer behind the prompt.
 
         Texts end where they would have ended.
         """
         said = [()] * len(self.prompts) if said is None else said
         return [
-            Row(
-                (*prompt, *(int(token) for token in begun)), self.case.max_tokens - len(begun),
-                temperature=self.case.temperature, stop_token_ids=self.ends,
+            SequenceParams(
+                (*prompt, *(int(token) for token in begun)),
+                self.case.max_tokens - len(begun),
+                temperature=self.case.temperature,
+                stop_token_ids=self.ends,
                 seed=self.case.seed + index,
             )
             for index, (prompt, begun) in enumerate(zip(self.prompts, said, strict=True))
-        ]  # fmt: skip
+        ]
 
     @property
     def groups(self) -> list[list[int]]:
@@ -63,9 +74,7 @@ class Workload:
         return min(self.groups, key=lambda group: abs(length(group) - mean))
 
 
-def workload(
-    case: Case, made: Sequence[Request], target: LoadedModel, least: int = 0
-) -> Workload:  # fmt: skip
+def workload(case: Case, made: Sequence[Request], target: LoadedModel, least: int = 0) -> Workload:
     """The prompts of ``made``, and as many of them once more as the last group lacks.
 
     ``least`` is how many there are to be. Where answers are drawn at random there are a few in any
@@ -89,9 +98,13 @@ def generate(plan: Plan, params: Params, work: Workload) -> tuple[list[Answer], 
 
 
 def begun(
-    plan: Plan, params: Params, some: Sequence[Row], rows: Sequence[Row], costs: CostTable,
+    plan: Plan,
+    params: Params,
+    some: Sequence[SequenceParams],
+    rows: Sequence[SequenceParams],
+    costs: CostTable,
     shared: Shared,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """``some`` of the ``rows``, prompts taken in; priced, where the plan chooses by costs."""
-    batch = start(plan, params, some, warps=warps_of(rows)).replace(shared=shared)
+    batch = start(plan, params, some, filters=filters_of(rows)).replace(shared=shared)
     return batch.replace(shared=costs.price(plan, params, batch))

@@ -86,9 +86,12 @@ def tune(
 
 
 def _recorded(
-    families: Sequence[Family], made: Sequence[Request], settings: Settings,
-    results: dict[str, Any], on_step: Callable[[str], None],
-) -> list[Known]:  # fmt: skip
+    families: Sequence[Family],
+    made: Sequence[Request],
+    settings: Settings,
+    results: dict[str, Any],
+    on_step: Callable[[str], None],
+) -> list[Known]:
     """What each family accepts, of drafts as wide as any that will be looked at.
 
     Raises:
@@ -118,11 +121,11 @@ def _recorded(
 
 def _record(family: Family, work: Workload, num_prompts: int, settings: Settings) -> Known:
     """What is accepted of a family's drafts, row by row."""
-    assembly, shape = family.made(family.probe.config), family.probe.shape
-    every = acceptance.by_position(assembly.plan, settings.temperature)
-    plan = acceptance.one_by_one(assembly.plan) if every else assembly.plan
+    build, shape = family.made(family.probe.config), family.probe.shape
+    every = acceptance.by_position(build.plan, settings.temperature)
+    plan = acceptance.one_by_one(build.plan) if every else build.plan
     plan = dataclasses.replace(plan, record_rounds=bucket(settings.max_tokens))
-    answers, _ = generate(plan, assembly.params, work)
+    answers, _ = generate(plan, build.params, work)
     rounds = [acceptance.rounds_of(answer, shape, every) for answer in answers]
     counts = None
     if shape is not None:
@@ -136,9 +139,13 @@ def _record(family: Family, work: Workload, num_prompts: int, settings: Settings
 
 
 def _batch(
-    size: int, families: Sequence[Family], known: Sequence[Known], made: Sequence[Request],
-    settings: Settings, on_step: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
+    size: int,
+    families: Sequence[Family],
+    known: Sequence[Known],
+    made: Sequence[Request],
+    settings: Settings,
+    on_step: Callable[[str], None],
+) -> dict[str, Any]:
     """The winner of a batch size, and how it was found."""
     work = workload(settings.case(size), made, families[0].target)
     search = Search(families, known, work, settings, on_step)

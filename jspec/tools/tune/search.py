@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.api.build import Assembly
+from jspec.api.build import Build
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params, Shared, Sharing
@@ -62,9 +62,13 @@ class Search:
     """Candidates of one batch size, what is known of them, and the best two."""
 
     def __init__(
-        self, families: Sequence[Family], known: Sequence[Known], work: Workload,
-        settings: Settings, on_step: Callable[[str], None],
-    ):  # fmt: skip
+        self,
+        families: Sequence[Family],
+        known: Sequence[Known],
+        work: Workload,
+        settings: Settings,
+        on_step: Callable[[str], None],
+    ):
         self._families, self._known = families, known
         self._work, self._settings = work, settings
         self._words = lambda words: on_step(f"{work.case.words}: {words}")
@@ -116,13 +120,15 @@ class Search:
             measured = self._measured.get(entry.candidate)
             if place >= _ROWS_OF_TABLE and measured is None:
                 continue
-            lines.append({
-                "name": entry.candidate.name,
-                "predicted_tokens_per_second": self.tokens_per_second(entry),
-                "predicted_acceptance_length": entry.passes.tokens_per_pass,
-                "round_ms": 1e3 * self._round_seconds(entry),
-                "round_was_measured": measured is not None,
-            })  # fmt: skip
+            lines.append(
+                {
+                    "name": entry.candidate.name,
+                    "predicted_tokens_per_second": self.tokens_per_second(entry),
+                    "predicted_acceptance_length": entry.passes.tokens_per_pass,
+                    "round_ms": 1e3 * self._round_seconds(entry),
+                    "round_was_measured": measured is not None,
+                }
+            )
         return {
             "prompts": len(self._work.prompts),
             "answer_tokens": sum(self._lengths),
@@ -149,24 +155,28 @@ class Search:
         runs = [
             clocks.first_tokens(made.plan, made.params, work, ()),
             clocks.Repeated(self._one_token(llm)),
-            rounds, *passes,
-        ]  # fmt: skip
+            rounds,
+            *passes,
+        ]
         self._words("measuring passes over 1 to many nodes")
         first, call, one, *seconds = clocks.timed(runs, settings.repeats, settings.patience)
         # A call for one token: the prompts, a round, and what the host does.
         self._call, self._firsts[0] = call - one, first - one
         self._one_call = runs[1]
         blank = Costs(sizes, seconds, one, one)
-        self._costs = {f.number: dataclasses.replace(blank, chains={}, trees={})
-                       for f in self._families}  # fmt: skip
+        self._costs = {
+            f.number: dataclasses.replace(blank, chains={}, trees={}) for f in self._families
+        }
         self._plain_rounds = rounds
 
     def _one_token(self, llm: LLM) -> Callable[[], Any]:
         """A call of ``LLM.generate`` for one token of every row of the middle group."""
         asked = SamplingParams(
-            temperature=self._work.case.temperature, max_tokens=1, seed=self._work.case.seed,
+            temperature=self._work.case.temperature,
+            max_tokens=1,
+            seed=self._work.case.seed,
             detokenize=False,
-        )  # fmt: skip
+        )
         some = [{"prompt_token_ids": self._work.prompts[index]} for index in self._work.middle]
         return lambda: llm.generate(some, asked)
 
@@ -207,10 +217,11 @@ class Search:
             for size in tree_sizes(self._settings.max_tree_size):
                 if trees.tokens[size] > -np.inf:
                     shapes[family.tree(trees.shape(size))] = None
-        return [Entry(each, each.shape.max_depth, each.shape.size, play(each.shape))
-                for each in shapes]  # fmt: skip
+        return [
+            Entry(each, each.shape.max_depth, each.shape.size, play(each.shape)) for each in shapes
+        ]
 
-    def _made(self, entry: Entry) -> Assembly:
+    def _made(self, entry: Entry) -> Build:
         return self._families[entry.candidate.family].made(entry.candidate.config)
 
     def _measure(self, entry: Entry) -> None:
@@ -234,7 +245,7 @@ class Search:
         if is_new:
             self._firsts[candidate.family] = steady[-1] - self._measured[candidate].without
 
-    def _rounds(self, entry: Entry, made: Assembly) -> list["_Clock"]:
+    def _rounds(self, entry: Entry, made: Build) -> list["_Clock"]:
         """Its clocks: rounds as they come, and those without a draft.
 
         A method that learns from answers has learnt from them.
@@ -298,8 +309,14 @@ class _Clock(clocks.Rounds):
     """Rounds of an entry."""
 
     def __init__(
-        self, plan: Plan, params: Params, work: Workload, said: Sequence, shared: Shared,
-        entry: Entry, bare: bool,
-    ):  # fmt: skip
+        self,
+        plan: Plan,
+        params: Params,
+        work: Workload,
+        said: Sequence,
+        shared: Shared,
+        entry: Entry,
+        bare: bool,
+    ):
         super().__init__(plan, params, work, said, shared, bare=bare)
         self.entry = entry

@@ -55,9 +55,16 @@ class Settings:
 
     def __post_init__(self):
         check_whole(
-            self, max_speculative_tokens=1, max_tree_size=0, max_tokens=8, prompt_tokens=0,
-            per_category=0, repeats=1, patience=0, max_programs=1,
-        )  # fmt: skip
+            self,
+            max_speculative_tokens=1,
+            max_tree_size=0,
+            max_tokens=8,
+            prompt_tokens=0,
+            per_category=0,
+            repeats=1,
+            patience=0,
+            max_programs=1,
+        )
         check_batch_sizes(self.batch_sizes)
         check_seed(self.seed)
         for name in ("max_speculative_tokens", "max_tree_size"):

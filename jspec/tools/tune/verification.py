@@ -37,9 +37,13 @@ class Race:
 
 
 def run_in_turns(
-    entries: Sequence[Entry], families: Sequence[Family], work: Workload, settings: Settings,
-    clocks: Sequence[Clock], on_step: Callable[[str], None],
-) -> Race:  # fmt: skip
+    entries: Sequence[Entry],
+    families: Sequence[Family],
+    work: Workload,
+    settings: Settings,
+    clocks: Sequence[Clock],
+    on_step: Callable[[str], None],
+) -> Race:
     """Runs all prompts with each of the entries, and in the same turns the clocks.
 
     Ctrl-C ends the race early; without a sample of everyone it is passed on.
@@ -76,9 +80,11 @@ def _race_of(field: Sequence[Contender], timed: Sequence[Contender], interrupted
 
 
 def rows_of(
-    entries: Sequence[Entry], ran: Race, predicted: Callable[[Entry], float],
+    entries: Sequence[Entry],
+    ran: Race,
+    predicted: Callable[[Entry], float],
     configs: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """A row for each entry, the fastest first; ``configs`` are all that were given."""
     pairs = list(zip(entries, ran.field, strict=True))
     plain, own = next((entry, each) for entry, each in pairs if entry.candidate.family == 0)
@@ -93,9 +99,11 @@ def _served(entry: Entry, families: Sequence[Family], work: Workload) -> Ours:
     """The entry through the front door."""
     family = families[entry.candidate.family]
     llm = LLM(
-        family.target, family.runnable(entry.candidate.config), dtype=family.dtype,
+        family.target,
+        family.runnable(entry.candidate.config),
+        dtype=family.dtype,
         max_num_seqs=work.case.batch_size,
-    )  # fmt: skip
+    )
     return Ours(llm, work.case, {"all": work.requests})
 
 

@@ -132,19 +132,26 @@ def test_the_parts_shown_to_who_gave_none_are_of_a_kind_that_works():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (None, "parts=None must be a list of two configs, one that looks up and one with a "
-         "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]."),
+        (
+            None,
+            "parts=None must be a list of two configs, one that looks up and one with a "
+            "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}].",
+        ),
         ([NGRAM, {"method": "ngarm"}], "parts[1]: Unsupported speculative method: 'ngarm'"),
-        ([NGRAM, DRAFT | {"rejection_sample_method": "block"}],
-         "parts[1] has 'rejection_sample_method', but one rule judges both; give it beside "
-         "'parts'."),
-        ([NGRAM, DRAFT | {"adaptive_length": True}],
-         "parts[1] chooses its K by the round, which no combination passes on; leave "
-         "adaptive_length and num_speculative_tokens_per_batch_size out."),
+        (
+            [NGRAM, DRAFT | {"rejection_sample_method": "block"}],
+            "parts[1] has 'rejection_sample_method', but one rule judges both; give it beside "
+            "'parts'.",
+        ),
+        (
+            [NGRAM, DRAFT | {"adaptive_length": True}],
+            "parts[1] chooses its K by the round, which no combination passes on; leave "
+            "adaptive_length and num_speculative_tokens_per_batch_size out.",
+        ),
         ([HYBRID, DRAFT], "parts[0] has the method 'hybrid', which is no part."),
         ([NGRAM, None], "parts[1] has the method 'none', which is no part."),
     ],
-)  # fmt: skip
+)
 def test_parts_that_are_none_are_refused(parts, message):
     with pytest.raises(ValueError) as error:
         config.read({"method": "hybrid", "parts": parts})
@@ -197,9 +204,15 @@ def test_a_draft_model_with_a_vocabulary_of_its_own_may_sample_too_unlike_in_vll
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [(None, "rejection"), ("standard", "rejection"), ("probabilistic", "rejection"),
-     ("strict", "match"), ("block", "block"), ("coupled", "coupled")],
-)  # fmt: skip
+    [
+        (None, "rejection"),
+        ("standard", "rejection"),
+        ("probabilistic", "rejection"),
+        ("strict", "match"),
+        ("block", "block"),
+        ("coupled", "coupled"),
+    ],
+)
 def test_rules_go_by_the_names_of_vllm_old_and_new(name, rule):
     assert config.read(NGRAM | {"rejection_sample_method": name}).rule == rule
 
@@ -214,15 +227,23 @@ def test_lossy_rules_that_are_not_built_are_refused(name):
     [
         ({"rejection_sample_method": "typical"}, "typical"),
         ({"rejection_sample_method": "typical", "posterior_alpha": 0.5}, verify.typical(0.09, 0.5)),
-        ({"rejection_sample_method": "typical", "posterior_threshold": 0.2},
-         verify.typical(0.2, 0.3)),
-        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5},
-         verify.synthetic(length=2.5)),
-        ({"rejection_sample_method": "synthetic",
-          "synthetic_acceptance_rates": [0.9, 0.5, 0.5, 0]},
-         verify.synthetic([0.9, 0.5, 0.5, 0.0])),
+        (
+            {"rejection_sample_method": "typical", "posterior_threshold": 0.2},
+            verify.typical(0.2, 0.3),
+        ),
+        (
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5},
+            verify.synthetic(length=2.5),
+        ),
+        (
+            {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": [0.9, 0.5, 0.5, 0],
+            },
+            verify.synthetic([0.9, 0.5, 0.5, 0.0]),
+        ),
     ],
-)  # fmt: skip
+)
 def test_lossy_rules_run_where_they_are_asked_for_by_name(settings, rule):
     read = config.read(NGRAM | settings)
     assert read.rule == rule
@@ -266,9 +287,13 @@ def test_a_model_with_modules_of_its_own_drafts_with_them_as_in_vllm(kind, tmp_p
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("yuhuili/EAGLE3-LLaMA3.1", "eagle3"), ("yuhuili/EAGLE-LLaMA3", "eagle"),
-     ("z-lab/Qwen3-DFlash-b16", "dflash"), ("suffix", "suffix")],
-)  # fmt: skip
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1", "eagle3"),
+        ("yuhuili/EAGLE-LLaMA3", "eagle"),
+        ("z-lab/Qwen3-DFlash-b16", "dflash"),
+        ("suffix", "suffix"),
+    ],
+)
 def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
     given = {"model": name, "num_speculative_tokens": 4}
     if method in METHODS:
@@ -324,21 +349,33 @@ def test_a_speculator_says_itself_how_deep_it_drafts():
     ("settings", "expected"),
     [
         ({}, dict(num_speculative_tokens=4)),
-        ({"tree": "chain", "draft_sample_method": "greedy"},
-         dict(num_speculative_tokens=4, draft_sample_method="greedy")),
-        ({"tree": "eagle2", "tree_size": 20, "tree_top_k": 5},
-         dict(num_speculative_tokens=4, tree="eagle2", tree_size=20, tree_top_k=5)),
-        ({"tree": "eagle2", "num_speculative_tokens": None, "tree_depth": 6},
-         dict(tree_depth=6, tree="eagle2")),
-        ({"tree": "sampled", "draft_sample_method": "top_plus_one"},
-         dict(num_speculative_tokens=4, tree="sampled", draft_sample_method="top_plus_one")),
-        ({"tree": "medusa_vicuna_7b_stage2", "num_speculative_tokens": None},
-         dict(tree="medusa_vicuna_7b_stage2")),
-        ({"tree": [[0], [1], [0, 0]], "num_speculative_tokens": 2},
-         dict(tree=((0,), (1,), (0, 0)), num_speculative_tokens=2)),
+        (
+            {"tree": "chain", "draft_sample_method": "greedy"},
+            dict(num_speculative_tokens=4, draft_sample_method="greedy"),
+        ),
+        (
+            {"tree": "eagle2", "tree_size": 20, "tree_top_k": 5},
+            dict(num_speculative_tokens=4, tree="eagle2", tree_size=20, tree_top_k=5),
+        ),
+        (
+            {"tree": "eagle2", "num_speculative_tokens": None, "tree_depth": 6},
+            dict(tree_depth=6, tree="eagle2"),
+        ),
+        (
+            {"tree": "sampled", "draft_sample_method": "top_plus_one"},
+            dict(num_speculative_tokens=4, tree="sampled", draft_sample_method="top_plus_one"),
+        ),
+        (
+            {"tree": "medusa_vicuna_7b_stage2", "num_speculative_tokens": None},
+            dict(tree="medusa_vicuna_7b_stage2"),
+        ),
+        (
+            {"tree": [[0], [1], [0, 0]], "num_speculative_tokens": 2},
+            dict(tree=((0,), (1,), (0, 0)), num_speculative_tokens=2),
+        ),
         ({"max_model_len": 64}, dict(num_speculative_tokens=4, max_length=64)),
     ],
-)  # fmt: skip
+)
 def test_tree_keys_are_the_fields_of_a_drafter_with_a_head(settings, expected):
     drafter = config.read(EAGLE | settings).drafter(HEAD, TARGET)
     assert drafter == Eagle(HEAD, TARGET, **expected)
@@ -350,9 +387,10 @@ def test_tree_keys_are_the_fields_of_a_drafter_with_a_head(settings, expected):
 def test_a_dynamic_tree_has_the_authors_size_unless_its_depth_admits_fewer_nodes():
     sizes = [
         config.read(EAGLE | {"tree": "eagle2", "num_speculative_tokens": depth})
-        .drafter(HEAD, TARGET).tree_size
+        .drafter(HEAD, TARGET)
+        .tree_size
         for depth in (1, 2, 8)
-    ]  # fmt: skip
+    ]
     assert sizes == [11, 60, 60]
 
 
@@ -365,11 +403,15 @@ def test_a_dynamic_tree_has_the_authors_size_unless_its_depth_admits_fewer_nodes
         ({"tree": "mc_sim_7b_63"}, "tree='mc_sim_7b_63' is not known"),
         ({"tree": 7}, "tree=7 must be a name or a list of rank paths"),
         ({"tree": [0, 1]}, "tree=[0, 1] must be a name or a list of rank paths"),
-        ({"tree": [[0], [0, 0], [1, 0]], "num_speculative_tokens": 2},
-         "path [1, 0] of the tree has no parent"),
+        (
+            {"tree": [[0], [0, 0], [1, 0]], "num_speculative_tokens": 2},
+            "path [1, 0] of the tree has no parent",
+        ),
         ({"tree": [[0], [1]]}, "num_speculative_tokens=4, but the tree of these paths has 1"),
-        ({"tree": [[0], [1]], "num_speculative_tokens": 1, "tree_size": 4},
-         "tree_size=4, but the tree of these paths has 3; leave tree_size out"),
+        (
+            {"tree": [[0], [1]], "num_speculative_tokens": 1, "tree_size": 4},
+            "tree_size=4, but the tree of these paths has 3; leave tree_size out",
+        ),
         ({"tree_size": 9}, "tree_size=9, but tree='chain' has 5"),
         ({"tree_depth": 3}, "num_speculative_tokens=4 and tree_depth=3 are the same depth"),
         ({"tree": "eagle2", "tree_size": 1}, "tree_size=1 must be 2 to 311"),
@@ -377,17 +419,25 @@ def test_a_dynamic_tree_has_the_authors_size_unless_its_depth_admits_fewer_nodes
         ({"tree": "sampled", "tree_size": 99, "tree_top_k": 2}, "tree_size=99 must be 2 to 31"),
         ({"tree": "eagle2", "tree_size": "9"}, "tree_size='9' must be a whole number"),
         ({"tree": "eagle2", "tree_top_k": 0}, "tree_top_k=0 must be a whole number of at least 1"),
-        ({"tree": "eagle2", "draft_sample_method": "probabilistic"},
-         "draft_sample_method='probabilistic' is not exact for tree='eagle2'"),
+        (
+            {"tree": "eagle2", "draft_sample_method": "probabilistic"},
+            "draft_sample_method='probabilistic' is not exact for tree='eagle2'",
+        ),
         ({"tree": "sampled", "draft_sample_method": "greedy"}, "tree='sampled' asks for draws"),
         ({"draft_sample_method": "top_plus_one"}, "needs a tree with siblings"),
-        ({"tree": [[0], [2]], "num_speculative_tokens": 1, "draft_sample_method": "probabilistic"},
-         "needs a tree whose siblings have the ranks 0, 1, 2"),
+        (
+            {
+                "tree": [[0], [2]],
+                "num_speculative_tokens": 1,
+                "draft_sample_method": "probabilistic",
+            },
+            "needs a tree whose siblings have the ranks 0, 1, 2",
+        ),
         ({"draft_sample_method": "gredy"}, "did you mean 'greedy'?"),
         ({"model": None}, "method='eagle' needs a 'model'"),
         ({"prompt_lookup_max": 3}, "prompt_lookup_max=3 is not used by method='eagle'"),
     ],
-)  # fmt: skip
+)
 def test_tree_keys_that_do_not_fit_each_other_are_refused(settings, message):
     assert message in error_of(EAGLE | settings)
 
@@ -402,10 +452,12 @@ def test_methods_without_a_head_have_no_trees():
     [
         (lambda: Medusa(HEADS, TARGET, 3, tree="eagle2"), "tree='eagle2' follows the confidence"),
         (lambda: Medusa(HEADS, TARGET, 6), "the tree is 6 deep, but there are 5 heads"),
-        (lambda: Eagle(HEAD, TARGET, 2, tree="eagle2", tree_top_k=65, tree_size=9),
-         "nodes with 65 children, but the head knows only 64 tokens"),
+        (
+            lambda: Eagle(HEAD, TARGET, 2, tree="eagle2", tree_top_k=65, tree_size=9),
+            "nodes with 65 children, but the head knows only 64 tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
     with pytest.raises(ValueError, match=message):
         drafter()
@@ -416,79 +468,133 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
     [
         ("ngram", "speculative_config='ngram' must be a dict, such as {'method'"),
         ({}, f"speculative_config needs a 'method' ({WORKING}) or a 'model'."),
-        ({"num_speculative_tokens": 4},
-         "num_speculative_tokens was provided but without speculative model."),
-        ({"method": "ngrm"}, f"Unsupported speculative method: 'ngrm'; these work: {WORKING}; "
-         "did you mean 'ngram'?"),
+        (
+            {"num_speculative_tokens": 4},
+            "num_speculative_tokens was provided but without speculative model.",
+        ),
+        (
+            {"method": "ngrm"},
+            f"Unsupported speculative method: 'ngrm'; these work: {WORKING}; did you mean 'ngram'?",
+        ),
         ({"method": 5}, "method=5 must be a name"),
         ({"method": "extract_hidden_states"}, "it drafts nothing"),
-        ({"model": "some/draft"}, "A speculative model was provided, but `num_speculative_tokens` "
-         "was not provided"),
-        ({"method": "ngram"}, "num_speculative_tokens must be provided with speculative model "
-         "unless the draft model config contains an n_predict parameter."),
-        (NGRAM | {"num_speculative_tokens": 0},
-         "Expected num_speculative_tokens to be greater than zero (0)."),
+        (
+            {"model": "some/draft"},
+            "A speculative model was provided, but `num_speculative_tokens` was not provided",
+        ),
+        (
+            {"method": "ngram"},
+            "num_speculative_tokens must be provided with speculative model "
+            "unless the draft model config contains an n_predict parameter.",
+        ),
+        (
+            NGRAM | {"num_speculative_tokens": 0},
+            "Expected num_speculative_tokens to be greater than zero (0).",
+        ),
         (NGRAM | {"num_speculative_tokens": -3}, "greater than zero (-3)"),
         (NGRAM | {"num_speculative_tokens": "4"}, "num_speculative_tokens='4' must be a whole"),
         (NGRAM | {"num_speculative_tokens": 2.5}, "num_speculative_tokens=2.5 must be a whole"),
-        (NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 2},
-         "prompt_lookup_min=5 must be <= prompt_lookup_max=2"),
+        (
+            NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 2},
+            "prompt_lookup_min=5 must be <= prompt_lookup_max=2",
+        ),
         (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min=0 must be a whole number of at"),
-        (NGRAM | {"tensor_parallel_size": 2},
-         "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
-         "'draft_tensor_parallel_size' instead."),
-        (DRAFT | {"draft_tensor_parallel_size": 2},
-         "speculative_draft_tensor_parallel_size=2 cannot be other value than 1 or target model "
-         "tensor_parallel_size"),
-        (DRAFT | {"prompt_lookup_max": 3},
-         "prompt_lookup_max=3 is not used by method='draft_model'"),
+        (
+            NGRAM | {"tensor_parallel_size": 2},
+            "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
+            "'draft_tensor_parallel_size' instead.",
+        ),
+        (
+            DRAFT | {"draft_tensor_parallel_size": 2},
+            "speculative_draft_tensor_parallel_size=2 cannot be other value than 1 or target model "
+            "tensor_parallel_size",
+        ),
+        (
+            DRAFT | {"prompt_lookup_max": 3},
+            "prompt_lookup_max=3 is not used by method='draft_model'",
+        ),
         (NGRAM | {"model": "some/draft"}, "model='some/draft' is not used by method='ngram'"),
         (NGRAM | {"max_model_len": 64}, "max_model_len=64 is not used by method='ngram'"),
         (DRAFT | {"max_model_len": 0}, "max_model_len=0 must be a whole number of at least 1."),
         ({"method": "none", "num_speculative_tokens": 4}, "is not used by method='none'"),
         ({"method": "draft_model", "num_speculative_tokens": 4}, "needs a 'model'"),
         (DRAFT | {"model": ["a"]}, "model=['a'] must be a local directory or a hub id."),
-        (DRAFT | {"draft_sample_method": "probabalistic"},
-         "draft_sample_method='probabalistic' must be 'probabilistic' or 'greedy'; did you mean "
-         "'probabilistic'?"),
-        (NGRAM | {"rejection_sample_method": "strikt"},
-         "rejection_sample_method='strikt' is not known; use one of standard, block, coupled, "
-         "probabilistic, strict, synthetic, typical; did you mean 'strict'?"),
+        (
+            DRAFT | {"draft_sample_method": "probabalistic"},
+            "draft_sample_method='probabalistic' must be 'probabilistic' or 'greedy'; did you mean "
+            "'probabilistic'?",
+        ),
+        (
+            NGRAM | {"rejection_sample_method": "strikt"},
+            "rejection_sample_method='strikt' is not known; use one of standard, block, coupled, "
+            "probabilistic, strict, synthetic, typical; did you mean 'strict'?",
+        ),
         (NGRAM | {"rejection_sample_method": ["block"]}, "is not known"),
-        (NGRAM | {"num_spec_tokens": 4},
-         "speculative_config has no key 'num_spec_tokens'; did you mean 'num_speculative_tokens'?"),
+        (
+            NGRAM | {"num_spec_tokens": 4},
+            "speculative_config has no key 'num_spec_tokens'; did you mean 'num_speculative_tokens'?",
+        ),
         (NGRAM | {"prompt_lookup_mx": 4}, "did you mean 'prompt_lookup_max'?"),
-        (DRAFT | {"use_heterogeneous_vocab": "yes"},
-         "use_heterogeneous_vocab='yes' must be true or false."),
-        (NGRAM | {"use_heterogeneous_vocab": True},
-         "use_heterogeneous_vocab=True is not used by method='ngram'"),
-        (NGRAM | {"enable_adaptive_verification": True},
-         "Adaptive verification only supported with DSpark"),
-        (NGRAM | {"synthetic_acceptance_length": 2.0},
-         "synthetic_acceptance_rates / synthetic_acceptance_length are only valid with "
-         "rejection_sample_method='synthetic'."),
-        (NGRAM | {"posterior_alpha": 0.3}, "posterior_threshold / posterior_alpha are only valid "
-         "with rejection_sample_method='typical'."),
-        (SYNTHETIC, "rejection_sample_method='synthetic' requires exactly one of "
-         "synthetic_acceptance_rates or synthetic_acceptance_length."),
-        (SYNTHETIC | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 0, 0]},
-         "requires exactly one of"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [1, 1]},
-         "synthetic_acceptance_rates must have length 4, got 2."),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [1, 1, 0.5, -0.5]},
-         "synthetic_acceptance_rates entries must be in [0, 1], got [1.0, 1.0, 0.5, -0.5]."),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.5, 0.5]},
-         "synthetic_acceptance_rates must be non-increasing, got [0.5, 0.6, 0.5, 0.5]."),
+        (
+            DRAFT | {"use_heterogeneous_vocab": "yes"},
+            "use_heterogeneous_vocab='yes' must be true or false.",
+        ),
+        (
+            NGRAM | {"use_heterogeneous_vocab": True},
+            "use_heterogeneous_vocab=True is not used by method='ngram'",
+        ),
+        (
+            NGRAM | {"enable_adaptive_verification": True},
+            "Adaptive verification only supported with DSpark",
+        ),
+        (
+            NGRAM | {"synthetic_acceptance_length": 2.0},
+            "synthetic_acceptance_rates / synthetic_acceptance_length are only valid with "
+            "rejection_sample_method='synthetic'.",
+        ),
+        (
+            NGRAM | {"posterior_alpha": 0.3},
+            "posterior_threshold / posterior_alpha are only valid "
+            "with rejection_sample_method='typical'.",
+        ),
+        (
+            SYNTHETIC,
+            "rejection_sample_method='synthetic' requires exactly one of "
+            "synthetic_acceptance_rates or synthetic_acceptance_length.",
+        ),
+        (
+            SYNTHETIC
+            | {"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 0, 0]},
+            "requires exactly one of",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [1, 1]},
+            "synthetic_acceptance_rates must have length 4, got 2.",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [1, 1, 0.5, -0.5]},
+            "synthetic_acceptance_rates entries must be in [0, 1], got [1.0, 1.0, 0.5, -0.5].",
+        ),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.5, 0.5]},
+            "synthetic_acceptance_rates must be non-increasing, got [0.5, 0.6, 0.5, 0.5].",
+        ),
         (SYNTHETIC | {"synthetic_acceptance_rates": "1100"}, "must be a list of numbers"),
-        (SYNTHETIC | {"synthetic_acceptance_length": 5.5},
-         "synthetic_acceptance_length must be in [1, 5], got 5.5."),
+        (
+            SYNTHETIC | {"synthetic_acceptance_length": 5.5},
+            "synthetic_acceptance_length must be in [1, 5], got 5.5.",
+        ),
         (SYNTHETIC | {"synthetic_acceptance_length": True}, "must be a number"),
-        (NGRAM | {"rejection_sample_method": "typical", "posterior_threshold": 2},
-         "posterior_threshold=2 must be in [0, 1]"),
-        (NGRAM | {"rejection_sample_method": "typical", "posterior_alpha": -1},
-         "posterior_alpha=-1 must be a number of at least 0"),
+        (
+            NGRAM | {"rejection_sample_method": "typical", "posterior_threshold": 2},
+            "posterior_threshold=2 must be in [0, 1]",
+        ),
+        (
+            NGRAM | {"rejection_sample_method": "typical", "posterior_alpha": -1},
+            "posterior_alpha=-1 must be a number of at least 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_with_its_remedy(given, message):
     assert message in error_of(given)
 
@@ -496,12 +602,16 @@ def test_what_is_wrong_is_named_with_its_remedy(given, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 300},
-         "speculative_max_model_len=300 cannot be larger than draft_max_model_len=256"),
-        ({"max_model_len": 250},
-         "speculative_max_model_len=250 cannot be larger than target_max_model_len=200"),
+        (
+            {"max_model_len": 300},
+            "speculative_max_model_len=300 cannot be larger than draft_max_model_len=256",
+        ),
+        (
+            {"max_model_len": 250},
+            "speculative_max_model_len=250 cannot be larger than target_max_model_len=200",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_length_to_draft_for_is_within_the_reach_of_both_models(settings, message):
     with pytest.raises(ValueError, match=message):
         config.check_lengths(config.read(DRAFT | settings), 256, 200)

@@ -64,30 +64,42 @@ def test_keys_of_the_rule_work_with_a_class_too():
         (REPEAT | {"noise": "own"}, "Repeat takes no 'noise'; it takes 'phrase'"),
         (REPEAT | {"num_speculative_tokens": 4}, "Repeat takes no 'num_speculative_tokens'; it"),
         (REPEAT | {"revision": "main"}, "Repeat takes no 'revision'; it takes 'phrase'"),
-        ({"model": f"{HERE}.Successor"}, "Successor needs 'num_speculative_tokens', 'table'; give "
-         "them as keys"),
+        (
+            {"model": f"{HERE}.Successor"},
+            "Successor needs 'num_speculative_tokens', 'table'; give them as keys",
+        ),
         ({"method": "custom_class"}, "needs as 'model' the dotted path of a class"),
         ({"method": "custom_class", "model": "Repeat"}, "got 'Repeat'"),
         ({"model": "no_such_package.Drafter"}, "cannot be imported: No module named 'no_such_"),
-        ({"model": f"{HERE}.Repeet"}, "cannot be imported: module 'tests.drafters.custom' has no "
-         "attribute 'Repeet'. Is the package installed, or its folder on PYTHONPATH?"),
+        (
+            {"model": f"{HERE}.Repeet"},
+            "cannot be imported: module 'tests.drafters.custom' has no "
+            "attribute 'Repeet'. Is the package installed, or its folder on PYTHONPATH?",
+        ),
         ({"model": f"{HERE}.np"}, "is 'module', not a class"),
         ({"model": f"{HERE}.Mutable"}, "must be a frozen dataclass"),
         ({"method": f"{HERE}.Repeat"}, "is method='custom_class' with model='tests.drafters."),
-        (REPEAT | {"phrase": {"a": 1}}, "drafter=Repeat must be hashable, as it is part of the key "
-         "of compiled programs: unhashable type: 'dict'"),
+        (
+            REPEAT | {"phrase": {"a": 1}},
+            "drafter=Repeat must be hashable, as it is part of the key "
+            "of compiled programs: unhashable type: 'dict'",
+        ),
         (REPEAT | {"adaptive_length": True}, "num_speculative_tokens must be given"),
         (SUCCESSOR | {"adaptive_length": [5]}, "K=5 is not among 0 to num_speculative_tokens=3"),
-        ({"model": f"{HERE}.Drawn", "rejection_sample_method": "coupled"},
-         "Drawn has no field noise: Literal['own', 'target'] = 'own'"),
+        (
+            {"model": f"{HERE}.Drawn", "rejection_sample_method": "coupled"},
+            "Drawn has no field noise: Literal['own', 'target'] = 'own'",
+        ),
         ({"model": f"{HERE}.Odd", "max_depth": "3"}, "Odd.max_depth='3' must be a whole number of"),
-        ({"model": f"{HERE}.Odd", "max_depth": 2, "tree_size": 2}, "tree_size=2 must be a whole "
-         "number of at least 3"),
+        (
+            {"model": f"{HERE}.Odd", "max_depth": 2, "tree_size": 2},
+            "tree_size=2 must be a whole number of at least 3",
+        ),
         ({"model": f"{HERE}.Odd", "capture_layers": 3}, "capture_layers=3 must be a tuple of"),
         ({"model": f"{HERE}.Odd", "capture_layers": [0, 3]}, "at most 2, the layers of the target"),
         ({"model": f"{HERE}.Odd", "proposal": "drawn"}, "proposal='drawn' must be one of 'point'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_class_or_its_keys_is_named(given, message):
     assert message in error_of(given)
 
@@ -95,11 +107,16 @@ def test_what_is_wrong_with_a_class_or_its_keys_is_named(given, message):
 def test_all_that_a_class_lacks_is_named_at_once():
     message = error_of({"model": f"{HERE}.Half"})
     for wrong in (
-        "no 'capture_layers'", "no 'noise'", "no method 'absorb'", "no method 'update'",
-        "the field 'model' has the name of a key", "no method 'retire'",
+        "no 'capture_layers'",
+        "no 'noise'",
+        "no method 'absorb'",
+        "no method 'update'",
+        "the field 'model' has the name of a key",
+        "no method 'retire'",
         "'propose' does not take the arguments of propose(self, params, request, shared, memory, "
-        "history)", "'load_params' is no plain method load_params(self, target_params)",
-    ):  # fmt: skip
+        "history)",
+        "'load_params' is no plain method load_params(self, target_params)",
+    ):
         assert wrong in message
     assert "'init'" not in message
 
@@ -149,10 +166,21 @@ def _accepted_by_hand(text, table, depth):
 
 
 def test_the_command_line_takes_a_class_too(target, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [
-        "jspec", "generate", str(target.path), "--token-ids", "5", "--max-tokens", "8",
-        "--speculative-config", json.dumps(REPEAT | {"phrase": [1, 2]}),
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "jspec",
+            "generate",
+            str(target.path),
+            "--token-ids",
+            "5",
+            "--max-tokens",
+            "8",
+            "--speculative-config",
+            json.dumps(REPEAT | {"phrase": [1, 2]}),
+        ],
+    )
     with pytest.raises(SystemExit) as stopped:
         main.main()
     drafted = capsys.readouterr().out

@@ -42,10 +42,10 @@ def history(batch, length=4):
     return History(tokens, jnp.full((batch,), length, jnp.int32))  # the root is token length - 1
 
 
-def request(batch, temperature, **warps):
+def request(batch, temperature, **filters):
     keys = jax.random.split(jax.random.key(7), batch)
     stops = jnp.full((batch, 1), -1, jnp.int32)
-    return Request(keys, fakes.settings(batch, temperature, **warps), stops, stops[:, 0] + 100)
+    return Request(keys, fakes.settings(batch, temperature, **filters), stops, stops[:, 0] + 100)
 
 
 @functools.partial(jax.jit, static_argnames=("tree", "method", "noise"))
@@ -157,8 +157,10 @@ def test_greedy_rows_beside_sampled_ones_take_the_likeliest_children():
     temperature = jnp.array([0.0, 1.0, 0.0, 0.7, 0.0])
     alone = jax.device_get(grow(request(B, 0.0), jnp.arange(B), BUSH))
     for method, noise in (
-        ("probabilistic", "own"), ("top_plus_one", "own"), ("probabilistic", "target"),
-    ):  # fmt: skip
+        ("probabilistic", "own"),
+        ("top_plus_one", "own"),
+        ("probabilistic", "target"),
+    ):
         draft = grow(request(B, temperature), jnp.arange(B), BUSH, method, noise)
         draft = jax.device_get(draft)
         greedy = np.asarray(temperature) == 0
@@ -176,8 +178,8 @@ def test_the_recorded_law_is_the_warped_one_after_each_nodes_path(method):
         found = [paths(draft, row) for row in range(B)]
         inner = [node for node in range(shape.size) if shape.widths[node]]
         raw = [[TABLE[place_of(row, found[row][node])] for node in inner] for row in range(B)]
-        law = sampling.warp(jnp.array(raw), asked.sampling)
-        np.testing.assert_allclose(draft.logits[:, inner], law, rtol=1e-6)
+        distribution = sampling.process_logits(jnp.array(raw), asked.sampling)
+        np.testing.assert_allclose(draft.logits[:, inner], distribution, rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["probabilistic", "top_plus_one"])
@@ -193,8 +195,9 @@ def test_children_beyond_the_tokens_with_weight_are_invalid_and_so_is_all_below_
 def test_a_reduced_vocabulary_is_drafted_in_the_targets_ids():
     kept = jnp.array([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 96], jnp.int32)
     plain = jax.device_get(grow(request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)])))
-    mapped = grow(request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)]),
-                  draft_to_target=kept)  # fmt: skip
+    mapped = grow(
+        request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)]), draft_to_target=kept
+    )
     assert (np.asarray(mapped.tokens[:, 1:]) == np.asarray(kept)[plain.tokens[:, 1:]]).all()
 
 
@@ -208,14 +211,14 @@ WEIGHTS = np.array([0.5, 0.3, 0.15, 0.05])
 def siblings(method):
     """Three children of each of two nodes at the root's children's level, in many rows."""
     shape = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
-    law = jnp.log(jnp.asarray(WEIGHTS, jnp.float32))
-    logits = jnp.broadcast_to(law, (ROWS, 1, 4))  # the same for all nodes
+    distribution = jnp.log(jnp.asarray(WEIGHTS, jnp.float32))
+    logits = jnp.broadcast_to(distribution, (ROWS, 1, 4))  # the same for all nodes
     drawing = Drawing(request(ROWS, 1.0), history(ROWS), method, "own", 4)
     run = lambda: expand.ranked(drawing, shape, logits, constant(logits), ())
     return jax.device_get(jax.jit(run)())
 
 
-def check_law(observed, expected):
+def check_distribution(observed, expected):
     """Counts of outcomes against their probabilities, within five standard deviations."""
     for outcome, chance in expected.items():
         count = (observed == np.array(outcome)).all(-1).sum()
@@ -233,8 +236,8 @@ def successive(order):
 def test_siblings_are_successive_draws_without_replacement():
     draft = siblings("probabilistic")
     expected = {order: successive(order) for order in itertools.permutations(range(4), 3)}
-    check_law(draft.tokens[:, 3:6], expected)
-    check_law(draft.tokens[:, 6:9], expected)
+    check_distribution(draft.tokens[:, 3:6], expected)
+    check_distribution(draft.tokens[:, 6:9], expected)
     assert draft.sampled[:, 1:].all()
 
 
@@ -245,16 +248,16 @@ def test_what_one_node_draws_says_nothing_of_what_another_draws():
         pairs = {
             (*a, *b): p * q for (a, p), (b, q) in itertools.product(once.items(), once.items())
         }
-        check_law(draft.tokens[:, [left, right]], pairs)
+        check_distribution(draft.tokens[:, [left, right]], pairs)
 
 
 def test_top_plus_one_is_the_likeliest_children_and_a_draw_from_the_rest():
     draft = siblings("top_plus_one")
     assert (draft.tokens[:, [1, 3, 4]] == [0, 0, 1]).all()
     assert not draft.sampled[:, [1, 3, 4, 6, 7]].any() and draft.sampled[:, [2, 5, 8]].all()
-    check_law(draft.tokens[:, [5]], {(2,): 0.75, (3,): 0.25})
-    check_law(draft.tokens[:, [2]], {(1,): 0.6, (2,): 0.3, (3,): 0.1})
-    check_law(draft.tokens[:, [5, 8]], {(2, 2): 0.5625, (2, 3): 0.1875, (3, 2): 0.1875,
+    check_distribution(draft.tokens[:, [5]], {(2,): 0.75, (3,): 0.25})
+    check_distribution(draft.tokens[:, [2]], {(1,): 0.6, (2,): 0.3, (3,): 0.1})
+    check_distribution(draft.tokens[:, [5, 8]], {(2, 2): 0.5625, (2, 3): 0.1875, (3, 2): 0.1875,
                                         (3, 3): 0.0625})  # fmt: skip
 
 

@@ -40,16 +40,19 @@ def paths_of(draft, row=0):
 
 
 def stacked(drafts):
-    parts = [np.concatenate([getattr(draft, name) for draft in drafts])
-             for name in ("tokens", "parents", "valid")]  # fmt: skip
+    parts = [
+        np.concatenate([getattr(draft, name) for draft in drafts])
+        for name in ("tokens", "parents", "valid")
+    ]
     return Draft(*map(jnp.asarray, parts), max_depth=drafts[0].max_depth)
 
 
 def test_a_graft_holds_the_paths_of_both_once_those_of_the_stock_first():
     rng = np.random.default_rng(0)
     for sizes in ((6, 6), (9, 3), (1, 5), (5, 1)):
-        pairs = [(random_draft(rng, sizes[0], 4), random_draft(rng, sizes[1], 3))
-                 for _ in range(40)]  # fmt: skip
+        pairs = [
+            (random_draft(rng, sizes[0], 4), random_draft(rng, sizes[1], 3)) for _ in range(40)
+        ]
         stock = stacked([stock for (stock, _), _ in pairs])
         scion = stacked([scion for _, (scion, _) in pairs])
         whole = merge.graft(stock, scion)
@@ -88,10 +91,12 @@ def test_each_row_has_the_draft_that_was_chosen_for_it():
     first = chain([1, 2, 0, 1])
     second = chain([2, 2], jnp.arange(9.0).reshape(1, 3, VOCAB), length=1)
     two = lambda draft: Draft(
-        np.repeat(draft.tokens, 2, 0), draft.parents, np.repeat(draft.valid, 2, 0),
+        np.repeat(draft.tokens, 2, 0),
+        draft.parents,
+        np.repeat(draft.valid, 2, 0),
         None if draft.logits is None else jnp.repeat(draft.logits, 2, 0),
         max_depth=draft.max_depth,
-    )  # fmt: skip
+    )
     chosen = merge.choose(two(first), two(second), jnp.array([True, False]))
     np.testing.assert_array_equal(chosen.parents, trees.chain(4))  # known when tracing
     assert isinstance(chosen.parents, np.ndarray)

@@ -59,9 +59,10 @@ def expected_accepted(paths):
 @pytest.mark.parametrize(("size", "depth", "top_k"), [(5, 3, 3), (7, 2, 3), (6, 4, 2)])
 def test_no_tree_of_a_budget_is_expected_to_accept_more_than_the_best_one(size, depth, top_k):
     every = [
-        path for length in range(1, depth + 1)
+        path
+        for length in range(1, depth + 1)
         for path in itertools.product(range(top_k), repeat=length)
-    ]  # fmt: skip
+    ]
     closed = (
         set(chosen)
         for chosen in itertools.combinations(every, size - 1)

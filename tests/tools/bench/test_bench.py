@@ -25,9 +25,10 @@ QUESTIONS = [
     Question("fox", ("the lazy dog. the lazy",), is_chat=False),
 ]
 ABOUT = {
-    "device": {"kind": "cpu", "cpu": "one <of> them", "cores": 2}, "time": "now",
+    "device": {"kind": "cpu", "cpu": "one <of> them", "cores": 2},
+    "time": "now",
     "versions": {"jax": "0"},
-}  # fmt: skip
+}
 
 
 def settings(both, **changes):
@@ -254,8 +255,11 @@ def test_configs_of_one_method_are_told_apart_by_their_models():
     alike = [head | {"model": f"/runs/{folder}/export"} for folder in "ab"]
     others = [{"model": "/runs/draft", "num_speculative_tokens": 2}, {"method": "suffix"}]
     assert names.names_of(alike + others) == [
-        "eagle3, a/export, K=2", "eagle3, b/export, K=2", "draft, K=2", "suffix"
-    ]  # fmt: skip
+        "eagle3, a/export, K=2",
+        "eagle3, b/export, K=2",
+        "draft, K=2",
+        "suffix",
+    ]
     portable = [names.portable(each, alike + others).get("model") for each in alike + others]
     assert portable == ["a/export", "b/export", "draft", None]
     both = [alike[0], alike[1] | {"num_speculative_tokens": 3}]
@@ -277,10 +281,13 @@ def test_names_of_users_are_printed_as_they_are(results, tmp_path, capsys):
     name, category = 'draft, corpus="/runs[v2]/$a$_{/:cat:"', "mt[/bench]"
     plain, drafted = results["rows"]
     rows = [
-        row | {"name": row["name"] if row is plain else name,
-               "categories": {category: row["categories"]["fox"], "b": row["categories"]["code"]}}
+        row
+        | {
+            "name": row["name"] if row is plain else name,
+            "categories": {category: row["categories"]["fox"], "b": row["categories"]["code"]},
+        }
         for row in (plain, drafted)
-    ]  # fmt: skip
+    ]
     found = results | {"rows": rows, "questions": {category: 2, "b": 1}, "peer": "at [red]/x"}
     bench_command.finish(found, report)
     said = capsys.readouterr().out
@@ -325,10 +332,13 @@ def test_the_page_shows_tables_and_picture_in_a_browser(results, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("longest", "words"), [
-    (5000, "max_tokens=5000 leaves no room for a prompt in the 256 tokens of the model"),
-    (255, "with max_tokens=255 prompts may have 1 tokens; lower max_tokens, or cut prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("longest", "words"),
+    [
+        (5000, "max_tokens=5000 leaves no room for a prompt in the 256 tokens of the model"),
+        (255, "with max_tokens=255 prompts may have 1 tokens; lower max_tokens, or cut prompts"),
+    ],
+)
 def test_answers_that_leave_prompts_no_room_are_refused(root, longest, words):
     both = llm_fixtures.loaded(root)
     with pytest.raises(ValueError, match=words):
@@ -372,30 +382,48 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
     assert said in report.notes(ABOUT | found) and said in report.markdown(ABOUT | found)
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ([], "there is no method to measure; name one with --config"),
-    (["--config", "{oops"], "--config '{oops' is not JSON"),
-    (["--config", '{"method": "ngram", "method": "suffix"}'], "the key 'method' stands twice"),
-    (["--config", '{"a":' * 9000], "is not JSON (nested too deeply)"),
-    (["--config", "ngrm", "-k", "3"], "ngrm"),
-    (["--config", '{"method": "ngram", "num_speculative_tokens": 4}', "-k", "3"],
-     "-k (--num-speculative-tokens) 3 is for configs without num_speculative_tokens"),
-    (["--config", "ngram", "-k", "3", "--repeats", "0"], "repeats=0 must be a whole number"),
-    (["--config", "ngram", "-k", "3", "--temperature", "-1"], "temperature=-1"),
-    (["--config", "ngram", "-k", "3", "--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
-    (["--config", "ngram", "-k", "3", *("--batch-size", "2") * 2],
-     "batch_sizes=(2, 2) has 2 twice"),
-    (["--config", "ngram", "-k", "3", "--temperature", "0", "--temperature", "-0.0"],
-     "temperatures=(0.0, -0.0) has -0.0 twice; leave one out"),
-    (["--config", "ngram", "-k", "3", "--seed", "-1"], "seed=-1 must be a whole number from 0"),
-    (["--config", "ngram", "-k", "3", "--output", "new", "--json", "new"],
-     "--json new is the place of --output, too"),
-    (["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.md"],
-     "--json results.md is the place of --output, too"),
-    (["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.json"],
-     "there is no question in the files given"),
-    (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "there is no method to measure; name one with --config"),
+        (["--config", "{oops"], "--config '{oops' is not JSON"),
+        (["--config", '{"method": "ngram", "method": "suffix"}'], "the key 'method' stands twice"),
+        (["--config", '{"a":' * 9000], "is not JSON (nested too deeply)"),
+        (["--config", "ngrm", "-k", "3"], "ngrm"),
+        (
+            ["--config", '{"method": "ngram", "num_speculative_tokens": 4}', "-k", "3"],
+            "-k (--num-speculative-tokens) 3 is for configs without num_speculative_tokens",
+        ),
+        (["--config", "ngram", "-k", "3", "--repeats", "0"], "repeats=0 must be a whole number"),
+        (["--config", "ngram", "-k", "3", "--temperature", "-1"], "temperature=-1"),
+        (
+            ["--config", "ngram", "-k", "3", "--batch-size", "0"],
+            "batch_sizes=(0,) must be at least 1",
+        ),
+        (
+            ["--config", "ngram", "-k", "3", *("--batch-size", "2") * 2],
+            "batch_sizes=(2, 2) has 2 twice",
+        ),
+        (
+            ["--config", "ngram", "-k", "3", "--temperature", "0", "--temperature", "-0.0"],
+            "temperatures=(0.0, -0.0) has -0.0 twice; leave one out",
+        ),
+        (["--config", "ngram", "-k", "3", "--seed", "-1"], "seed=-1 must be a whole number from 0"),
+        (
+            ["--config", "ngram", "-k", "3", "--output", "new", "--json", "new"],
+            "--json new is the place of --output, too",
+        ),
+        (
+            ["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.md"],
+            "--json results.md is the place of --output, too",
+        ),
+        (
+            ["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.json"],
+            "there is no question in the files given",
+        ),
+        (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
+    ],
+)
 def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["jspec", "bench", "no/such/model", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -13,13 +13,22 @@ FORMS = {
     "spec_bench": {"question_id": 1, "category": "writing", "turns": ["Tell.", "Again."]},
     "HumanEval": {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "test": "…"},
     "gsm8k": {"question": "Two and two?", "answer": "#### 4"},
-    "sharegpt": {"id": "a", "conversations": [
-        {"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Yes?"},
-        {"from": "human", "value": "No."}]},
-    "openai": {"messages": [{"role": "system", "content": "Be brief."},
-                            {"role": "user", "content": "Why?"}]},
+    "sharegpt": {
+        "id": "a",
+        "conversations": [
+            {"from": "human", "value": "Hi."},
+            {"from": "gpt", "value": "Yes?"},
+            {"from": "human", "value": "No."},
+        ],
+    },
+    "openai": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Why?"},
+        ]
+    },
     "plain": {"text": "Once upon"},
-}  # fmt: skip
+}
 READ = {
     "spec_bench": Question("writing", ("Tell.", "Again.")),
     "HumanEval": Question("HumanEval", ("def f(x):\n",), is_chat=False),
@@ -66,27 +75,39 @@ def test_any_other_file_is_one_text(tmp_path):
     assert found == [Question("story", ("Once upon\na time",), is_chat=False)]
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ('{"turns": []}', "line 1: there is nothing to answer; it needs turns, messages"),
-    ('{"prompt": "x"}\n{"turns": ["a", 5]}', "line 2: 5 must be a text that is not empty"),
-    ('{"prompt": "x"}\n{oops}', "line 2: not JSON"),
-    ('{"prompt": "x"}\n{"prompt": "y", "id": 1' + "0" * 5000 + "}",
-     "line 2: not JSON .*5001 digits"),
-    ('{"prompt": ' + "[" * 9000, "line 1: not JSON .nested too deeply"),
-    ('["text"]', "item 1: 'text' is no object with turns"),
-    ('{"messages": "x"}', "line 1: messages must be a list of objects"),
-    ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
-    ('{"messages": [{"role": "user", "content": " "}]}', "line 1: ' ' must be a text"),
-    ('{"messages": [{"role": "assistant", "content": "Hi."}]}',
-     "line 1: there is nothing to answer"),
-    ('{"prompt": "x"}\n{"messages": [{"role": "usr", "content": "Hi."}]}',
-     "line 2: role 'usr' is unknown; known are system, developer, user, human, assistant"),
-    ('{"conversations": [{"value": "Hi."}]}', "line 1: role None is unknown"),
-    ('{"messages": [{"role": "system", "content": 5}]}', "line 1: the system says 5; it must be"),
-    ('{"conversations": 5}', "line 1: conversations must be a list of objects"),
-    ('{"conversations": []}', "holds no conversation in which a human speaks"),
-    ("", "there is no question in the files given; name one with --questions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"turns": []}', "line 1: there is nothing to answer; it needs turns, messages"),
+        ('{"prompt": "x"}\n{"turns": ["a", 5]}', "line 2: 5 must be a text that is not empty"),
+        ('{"prompt": "x"}\n{oops}', "line 2: not JSON"),
+        (
+            '{"prompt": "x"}\n{"prompt": "y", "id": 1' + "0" * 5000 + "}",
+            "line 2: not JSON .*5001 digits",
+        ),
+        ('{"prompt": ' + "[" * 9000, "line 1: not JSON .nested too deeply"),
+        ('["text"]', "item 1: 'text' is no object with turns"),
+        ('{"messages": "x"}', "line 1: messages must be a list of objects"),
+        ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "line 1: ' ' must be a text"),
+        (
+            '{"messages": [{"role": "assistant", "content": "Hi."}]}',
+            "line 1: there is nothing to answer",
+        ),
+        (
+            '{"prompt": "x"}\n{"messages": [{"role": "usr", "content": "Hi."}]}',
+            "line 2: role 'usr' is unknown; known are system, developer, user, human, assistant",
+        ),
+        ('{"conversations": [{"value": "Hi."}]}', "line 1: role None is unknown"),
+        (
+            '{"messages": [{"role": "system", "content": 5}]}',
+            "line 1: the system says 5; it must be",
+        ),
+        ('{"conversations": 5}', "line 1: conversations must be a list of objects"),
+        ('{"conversations": []}', "holds no conversation in which a human speaks"),
+        ("", "there is no question in the files given; name one with --questions"),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, text, words):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
@@ -115,10 +136,12 @@ def test_conversations_in_which_no_human_speaks_are_passed_over(tmp_path):
 def test_messages_are_read_by_the_names_that_they_have(tmp_path):
     """A list called conversations may hold OpenAI's messages, beside others with ShareGPT's."""
     messages = [
-        {"role": "developer", "content": "In French."}, {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi."}, {"role": "critic", "content": "Hm."},
+        {"role": "developer", "content": "In French."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi."},
+        {"role": "critic", "content": "Hm."},
         {"role": "user", "content": "No."},
-    ]  # fmt: skip
+    ]
     for name in ("messages", "conversations"):
         path = tmp_path / "openai.json"
         path.write_text(json.dumps([{name: messages}, FORMS["sharegpt"]]))
@@ -139,11 +162,17 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         read([tmp_path / "empty.txt"])
 
 
-@pytest.mark.parametrize(("template", "first", "second"), [
-    ("yes", "[user] Tell. [assistant]",
-     "[user] Tell. [assistant] said once [user] Again. [assistant]"),
-    (None, "Tell.", "Tell. said once Again."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "first", "second"),
+    [
+        (
+            "yes",
+            "[user] Tell. [assistant]",
+            "[user] Tell. [assistant] said once [user] Again. [assistant]",
+        ),
+        (None, "Tell.", "Tell. said once Again."),
+    ],
+)
 def test_a_second_turn_follows_the_answer_to_the_first(template, first, second):
     words, asked = Words(template), []
 
@@ -181,9 +210,12 @@ def test_turns_after_one_that_was_cut_are_left_out():
     for answered, prompts in (("f", ["a b c d", "a", "a f End."]), ("f g h", ["a b c d", "a"])):
         words = Words()
         made, left_out = requests(
-            [long, short], words, lambda asked, said=answered: [said] * len(asked),
-            prompt_tokens=4, longest=99,
-        )  # fmt: skip
+            [long, short],
+            words,
+            lambda asked, said=answered: [said] * len(asked),
+            prompt_tokens=4,
+            longest=99,
+        )
         assert [words.text(each.token_ids) for each in made] == prompts
         assert left_out == 4 - len(prompts)
     [note] = report.left_out({"left_out": left_out, "setting": {"prompt_tokens": 4}})

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.cli import main
 from jspec.tools.certify import chains, exactly, sampled
-from jspec.tools.certify import law as laws
+from jspec.tools.certify import distribution as distributions
 from jspec.tools.certify.statistics import excess, lean
 from jspec.verify import RULES, Rule
 from tests.verify import test_mutations as mutations
@@ -18,14 +18,14 @@ from tests.verify import test_mutations as mutations
 CHAINS, SIBLINGS = frozenset({"chain"}), frozenset({"without_replacement", "iid"})
 
 
-def lenient(warped, draft, tree, coins):
+def lenient(processed, draft, tree, uniforms):
     """Accepts half as much again as it may."""
-    return RULES["rejection"].walk(warped, draft, tree, coins / 2)
+    return RULES["rejection"].walk(processed, draft, tree, uniforms / 2)
 
 
-def eager(warped, draft, tree, draws):
+def eager(processed, draft, tree, draws):
     """Follows the target's draws, and then one node further."""
-    path, num_accepted, logits = RULES["match"].walk(warped, draft, tree, draws)
+    path, num_accepted, logits = RULES["match"].walk(processed, draft, tree, draws)
     return path, jnp.minimum(num_accepted + 1, tree.max_depth), logits
 
 
@@ -37,13 +37,20 @@ EAGER = Rule("eager", eager, "target", CHAINS)
 
 @pytest.mark.parametrize(
     ("rule", "proposal"),
-    [("rejection", "chain"), ("block", "chain"), ("coupled", "iid"), ("rejection", "point"),
-     *(pytest.param(rule, proposal, marks=pytest.mark.slow)
-       for rule in ("rejection", "block")
-       for proposal in ("iid", "without_replacement", "top_plus_one", "mixed", "points_last"))],
-)  # fmt: skip
+    [
+        ("rejection", "chain"),
+        ("block", "chain"),
+        ("coupled", "iid"),
+        ("rejection", "point"),
+        *(
+            pytest.param(rule, proposal, marks=pytest.mark.slow)
+            for rule in ("rejection", "block")
+            for proposal in ("iid", "without_replacement", "top_plus_one", "mixed", "points_last")
+        ),
+    ],
+)
 def test_shipped_rules_have_the_targets_law(rule, proposal):
-    found = laws.law(rule, proposal, temperature=0.9, top_k=2)
+    found = distributions.distribution(rule, proposal, temperature=0.9, top_k=2)
     assert found.passed and found.measured < 1e-12
     assert rule in found.subject and "top_k=2" in found.subject
 
@@ -53,13 +60,19 @@ FAST = ("rejection draws again from p", "recorded laws are one node late")
 
 @pytest.mark.parametrize(
     "mistake",
-    [*FAST, *(pytest.param(each, marks=pytest.mark.slow)
-              for each in mutations.WRONG_RULES if each not in FAST)],
-)  # fmt: skip
+    [
+        *FAST,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in mutations.WRONG_RULES
+            if each not in FAST
+        ),
+    ],
+)
 def test_rules_of_chains_that_are_off_are_caught(mistake):
     mutant, case = mutations.WRONG_RULES[mistake]
     proposal = "point" if case is mutations.POINT else "chain"
-    found = laws.law(Rule("mutant", mutant, "round", CHAINS), proposal)
+    found = distributions.distribution(Rule("mutant", mutant, "round", CHAINS), proposal)
     assert not found.passed
     assert found.measured > 1e-3 or "raises" in found.note  # it knows no draft vocabulary
 
@@ -68,14 +81,16 @@ def test_rules_of_chains_that_are_off_are_caught(mistake):
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(
     ("proposal", "walk"),
-    [("without_replacement", mutations.with_replacement),
-     ("iid", lambda rule: RULES[rule].walk),
-     ("points_last", lambda rule: RULES[rule].walk),
-     ("without_replacement", lambda rule: mutations.draws_again_from_p(RULES[rule].walk)),
-     ("point", lambda rule: mutations.draws_again_from_p(RULES[rule].walk))],
-)  # fmt: skip
+    [
+        ("without_replacement", mutations.with_replacement),
+        ("iid", lambda rule: RULES[rule].walk),
+        ("points_last", lambda rule: RULES[rule].walk),
+        ("without_replacement", lambda rule: mutations.draws_again_from_p(RULES[rule].walk)),
+        ("point", lambda rule: mutations.draws_again_from_p(RULES[rule].walk)),
+    ],
+)
 def test_rules_of_trees_that_are_off_are_caught(rule, proposal, walk):
-    found = laws.law(Rule("mutant", walk(rule), "round", SIBLINGS), proposal)
+    found = distributions.distribution(Rule("mutant", walk(rule), "round", SIBLINGS), proposal)
     assert not found.passed and found.measured > 1e-3
 
 
@@ -94,30 +109,30 @@ def test_laws_are_enumerated_in_float64_on_the_cpu_where_there_is_one(monkeypatc
 
 def test_a_coin_of_zero_that_passes_where_nothing_may_is_caught():
     walk = mutations.compares_with_less_or_equal(RULES["rejection"].walk)
-    found = laws.law(Rule("mutant", walk, "round", CHAINS))
+    found = distributions.distribution(Rule("mutant", walk, "round", CHAINS))
     assert not found.passed and "a coin of exactly 0 lets a token through" in found.note
 
 
 def test_a_rule_of_ones_own_is_certified_by_its_dotted_path():
-    found = laws.law("tests.tools.certify.test_certify.LENIENT")
+    found = distributions.distribution("tests.tools.certify.test_certify.LENIENT")
     assert not found.passed and found.measured > 1e-2
     assert "lenient" in found.subject and "worst with" in found.note
 
 
 def test_a_rule_that_leaves_the_targets_draws_is_caught():
-    assert laws.law(EAGER).measured > 0.1
+    assert distributions.distribution(EAGER).measured > 0.1
 
 
 def test_a_lossy_rule_is_no_rule_to_certify():
-    (found,) = laws.laws("typical")
+    (found,) = distributions.distributions("typical")
     assert not found.passed and "lossless=False" in found.subject
 
 
 def test_a_bias_after_a_rare_text_counts_in_full():
     found = chains.outcome("rejection", mutations.SOFT)
     assert found.worst_context(mutations.V) < 1e-12
-    found.law = found.law.copy()
-    found.law[-2:] = found.law[-2:][::-1]
+    found.distribution = found.distribution.copy()
+    found.distribution[-2:] = found.distribution[-2:][::-1]
     last = found.exact[-mutations.V :] / found.exact[-mutations.V :].sum()
     assert found.worst_context(mutations.V) == pytest.approx(abs(last[-1] - last[-2]))
     assert found.distance < found.worst_context(mutations.V)
@@ -125,19 +140,24 @@ def test_a_bias_after_a_rare_text_counts_in_full():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"rule": "standard"}, "rule='standard' is not known; use one of rejection"),
-     ({"rule": "no_such_package.MINE"}, "cannot be imported: No module named 'no_such_package'"),
-     ({"rule": "tests.tools.certify.test_certify.CHAINS"}, "is a frozenset, not a jspec.verify.Rule"),
-     ({"proposal": "drawn"}, "proposal='drawn' is not known; use one of 'point'"),
-     ({"tree": [0, 0]}, "-1 at the root"),
-     ({"tree": [-1, 0, 1, 2, 3]}, "is 4 edges deep; at most 3 fit"),
-     ({"tree": [-1, 0, 0]}, "has siblings, but proposal='chain' has none"),
-     ({"temperature": 0.0}, "temperature=0.0 must be more than 0"),
-     ({"top_p": 1.5}, "top_p=1.5 must be in (0, 1]")],
-)  # fmt: skip
+    [
+        ({"rule": "standard"}, "rule='standard' is not known; use one of rejection"),
+        ({"rule": "no_such_package.MINE"}, "cannot be imported: No module named 'no_such_package'"),
+        (
+            {"rule": "tests.tools.certify.test_certify.CHAINS"},
+            "is a frozenset, not a jspec.verify.Rule",
+        ),
+        ({"proposal": "drawn"}, "proposal='drawn' is not known; use one of 'point'"),
+        ({"tree": [0, 0]}, "-1 at the root"),
+        ({"tree": [-1, 0, 1, 2, 3]}, "is 4 edges deep; at most 3 fit"),
+        ({"tree": [-1, 0, 0]}, "has siblings, but proposal='chain' has none"),
+        ({"temperature": 0.0}, "temperature=0.0 must be more than 0"),
+        ({"top_p": 1.5}, "top_p=1.5 must be in (0, 1]"),
+    ],
+)
 def test_what_cannot_be_enumerated_is_refused(arguments, message):
     with pytest.raises(ValueError) as error:
-        laws.law(**{"rule": "rejection"} | arguments)
+        distributions.distribution(**{"rule": "rejection"} | arguments)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -145,13 +165,15 @@ def test_what_cannot_be_enumerated_is_refused(arguments, message):
 
 
 def test_few_counts_of_many_tokens_are_seen_to_lean():
-    law = np.full(10_000, 1e-4)
+    distribution = np.full(10_000, 1e-4)
     some, rng = np.arange(10_000) < 3000, np.random.default_rng(0)
-    right, wrong = (rng.multinomial(512, np.where(some, 1 + much, 1 - much * 3 / 7) * law)
-                    for much in (0, 0.5))  # fmt: skip
-    assert lean(right, law, some) < 1 < lean(wrong, law, some)
-    assert excess(wrong, law) < 1
-    assert lean(right, law, law > 1) == 0
+    right, wrong = (
+        rng.multinomial(512, np.where(some, 1 + much, 1 - much * 3 / 7) * distribution)
+        for much in (0, 0.5)
+    )
+    assert lean(right, distribution, some) < 1 < lean(wrong, distribution, some)
+    assert excess(wrong, distribution) < 1
+    assert lean(right, distribution, distribution > 1) == 0
 
 
 def test_the_compiled_rule_draws_from_the_targets_law():
@@ -168,8 +190,8 @@ def test_counts_are_compared_where_all_bins_expect_alike_and_where_most_expect_l
 
 
 def test_a_leniency_of_a_twentieth_is_seen_in_the_compiled_rule():
-    walk = lambda warped, draft, tree, coins: RULES["rejection"].walk(
-        warped, draft, tree, 0.95 * coins
+    walk = lambda processed, draft, tree, uniforms: RULES["rejection"].walk(
+        processed, draft, tree, 0.95 * uniforms
     )
     assert not sampled.chi_square(Rule("lenient", walk, "round", CHAINS)).passed
 

@@ -13,7 +13,7 @@ from jspec.core import sampling, trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify import drafts
 from jspec.tools.certify.watching import CONDITIONS
 from tests import tiny
@@ -24,7 +24,7 @@ from tests.verify import test_mutations as mutations
 V, K = 16, 3
 TARGET = ToyTarget(V)
 PARAMS = Params(table(0, V, V), table(1, V, V))
-ROWS = [Row((token,), temperature=1.0) for token in (1, 5, 9)]
+ROWS = [SequenceParams((token,), temperature=1.0) for token in (1, 5, 9)]
 NUM_DRAFTS = 2048
 
 
@@ -43,15 +43,15 @@ def failures(drafter, **settings):
 # --------------------------------------------------------------------------- chains and mistakes
 
 
-def as_is(law):
-    return law
+def as_is(distribution):
+    return distribution
 
 
 def own_noise(keys, root, count):
     return sampling.round_noise(keys, root, sampling.DRAFT, count)
 
 
-def all_nodes(drafted, laws):
+def all_nodes(drafted, distributions):
     return jnp.ones(drafted.shape, bool)
 
 
@@ -74,53 +74,63 @@ class Chain(jspec.NoDrafter):
     tree_size = K + 1
 
     def propose(self, params, request, shared, memory, history):
-        coins = self.noise_of(request.keys, history.length - 1, K)
-        drafted, laws = [root_token(history)], []
+        uniforms = self.noise_of(request.keys, history.length - 1, K)
+        drafted, distributions = [root_token(history)], []
         for i in range(K):
-            laws.append(sampling.warp(params.drafter[drafted[-1]], request.sampling))
-            drafted.append(sampling.draw(self.drawn_from(laws[-1]), coins[:, i]))
-        laws = jnp.stack([*laws, jnp.zeros_like(laws[0])], 1)
+            distributions.append(
+                sampling.process_logits(params.drafter[drafted[-1]], request.sampling)
+            )
+            drafted.append(sampling.draw(self.drawn_from(distributions[-1]), uniforms[:, i]))
+        distributions = jnp.stack([*distributions, jnp.zeros_like(distributions[0])], 1)
         drafted = jnp.stack(drafted, 1)
-        kept = jnp.cumprod(self.keeps(drafted[:, 1:], laws), 1).astype(bool)
+        kept = jnp.cumprod(self.keeps(drafted[:, 1:], distributions), 1).astype(bool)
         valid = jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)
         draft = Draft(
-            jnp.where(valid, drafted, 0), trees.chain(K), valid, self.recorded(laws), max_depth=K
+            jnp.where(valid, drafted, 0),
+            trees.chain(K),
+            valid,
+            self.recorded(distributions),
+            max_depth=K,
         )
         return self.altered(draft), memory
 
 
-def certain(law):
-    return jnp.where(jnp.arange(V) == sampling.argmax(law)[:, None], 0.0, -jnp.inf)
+def certain(distribution):
+    return jnp.where(jnp.arange(V) == sampling.argmax(distribution)[:, None], 0.0, -jnp.inf)
 
 
-def cool(law):
-    return law / 0.7
+def cool(distribution):
+    return distribution / 0.7
 
 
-def three_likeliest(law):
-    return jnp.where(law >= jax.lax.top_k(law, 3)[0][..., -1:], law, -jnp.inf)
+def three_likeliest(distribution):
+    return jnp.where(
+        distribution >= jax.lax.top_k(distribution, 3)[0][..., -1:], distribution, -jnp.inf
+    )
 
 
-def flat(law):
-    return jnp.where(jnp.arange(V) < V - 1, law, law - 1.5)
+def flat(distribution):
+    return jnp.where(jnp.arange(V) < V - 1, distribution, distribution - 1.5)
 
 
-def one_node_late(laws):
-    return jnp.roll(laws, 1, 1)
+def one_node_late(distributions):
+    return jnp.roll(distributions, 1, 1)
 
 
-def rounded(laws):
-    return laws.astype(jnp.bfloat16)
+def rounded(distributions):
+    return distributions.astype(jnp.bfloat16)
 
 
-def likely(drafted, laws):
-    chance = jnp.take_along_axis(jax.nn.softmax(laws[:, :-1], -1), drafted[..., None], 2)[..., 0]
+def likely(drafted, distributions):
+    chance = jnp.take_along_axis(jax.nn.softmax(distributions[:, :-1], -1), drafted[..., None], 2)[
+        ..., 0
+    ]
     return chance > 0.1
 
 
-def likely_so_far(drafted, laws):
+def likely_so_far(drafted, distributions):
     """Keeps an unlikely token, and then stops: the value of what is dropped has no say."""
-    return jnp.pad(likely(drafted, laws), ((0, 0), (1, 0)), constant_values=True)[:, :-1]
+    return jnp.pad(likely(drafted, distributions), ((0, 0), (1, 0)), constant_values=True)[:, :-1]
 
 
 def noise_for(purpose):
@@ -129,9 +139,11 @@ def noise_for(purpose):
 
 def residual_noise(keys, root, count):
     """The noise of the token after the draft, for the draft's first."""
-    return own_noise(keys, root, count).at[:, 0].set(
-        sampling.round_noise(keys, root, sampling.RESIDUAL, 1)[:, 0]
-    )  # fmt: skip
+    return (
+        own_noise(keys, root, count)
+        .at[:, 0]
+        .set(sampling.round_noise(keys, root, sampling.RESIDUAL, 1)[:, 0])
+    )
 
 
 def noise_of_positions(keys, root, count):
@@ -142,7 +154,7 @@ def noise_of_rows(keys, root, count):
     return own_noise(keys, jnp.zeros_like(root), count)
 
 
-def one_coin(keys, root, count):
+def one_uniform(keys, root, count):
     return jnp.repeat(own_noise(keys, root, 1), count, 1)
 
 
@@ -152,39 +164,46 @@ def of_each_row(*parents):
     return lambda draft: draft.replace(parents=rows(draft))
 
 
-LAW, REPLAY, NOISE = "from the law recorded", "the record gives", "not told by"
+DISTRIBUTION, REPLAY, NOISE = "from the law recorded", "the record gives", "not told by"
 # From facts on classic mistakes, and what ``Draft`` asks for: what is wrong, and who says so.
 WRONG_CHAINS = {
-    "the argmax is drafted, a soft law recorded": (Chain(certain), LAW),
-    "drafted at temperature 0.7, recorded at 1": (Chain(cool), LAW),
-    "drafted under top-k, recorded without": (Chain(three_likeliest), LAW),
+    "the argmax is drafted, a soft law recorded": (Chain(certain), DISTRIBUTION),
+    "drafted at temperature 0.7, recorded at 1": (Chain(cool), DISTRIBUTION),
+    "drafted under top-k, recorded without": (Chain(three_likeliest), DISTRIBUTION),
     "drafted without top-k, recorded under it": (Chain(recorded=three_likeliest), CONDITIONS[8]),
-    "the law of another context is recorded": (Chain(recorded=one_node_late), LAW),
-    "a token is drawn too seldom": (Chain(flat), LAW),
-    "drafted tokens of small probability are dropped": (Chain(keeps=likely), LAW),
+    "the law of another context is recorded": (Chain(recorded=one_node_late), DISTRIBUTION),
+    "a token is drawn too seldom": (Chain(flat), DISTRIBUTION),
+    "drafted tokens of small probability are dropped": (Chain(keeps=likely), DISTRIBUTION),
     "bfloat16 laws are recorded of float32 draws": (Chain(recorded=rounded), REPLAY),
     "the residual reuses the draft's noise": (Chain(noise_of=residual_noise), NOISE),
     "acceptance reuses the draft's noise": (Chain(noise_of=noise_for(sampling.ACCEPT)), NOISE),
     "noise is keyed by position": (Chain(noise_of=noise_of_positions), NOISE),
     "every round has the noise of the first": (Chain(noise_of=noise_of_rows), NOISE),
-    "all nodes of a draft share their noise": (Chain(noise_of=one_coin), NOISE),
+    "all nodes of a draft share their noise": (Chain(noise_of=one_uniform), NOISE),
     "the recorded law is not a number": (Chain(recorded=jnp.log), CONDITIONS[7]),
-    "the root is another token":
-        (Chain(altered=lambda x: x.replace(tokens=x.tokens.at[:, 0].add(1))), CONDITIONS[0]),
-    "a token is outside the vocabulary":
-        (Chain(altered=lambda x: x.replace(tokens=x.tokens + V)), CONDITIONS[1]),
-    "a child precedes its parent":
-        (Chain(altered=of_each_row(-1, 2, 0, 2)), CONDITIONS[2]),
-    "a node outlives its parent":
-        (Chain(altered=lambda x: x.replace(valid=x.valid.at[:, 1].set(False))), CONDITIONS[3]),
-    "a chain has siblings":
-        (Chain(altered=lambda x: x.replace(parents=np.array([-1, 0, 0, 1], np.int32))),
-         CONDITIONS[6]),
-}  # fmt: skip
+    "the root is another token": (
+        Chain(altered=lambda x: x.replace(tokens=x.tokens.at[:, 0].add(1))),
+        CONDITIONS[0],
+    ),
+    "a token is outside the vocabulary": (
+        Chain(altered=lambda x: x.replace(tokens=x.tokens + V)),
+        CONDITIONS[1],
+    ),
+    "a child precedes its parent": (Chain(altered=of_each_row(-1, 2, 0, 2)), CONDITIONS[2]),
+    "a node outlives its parent": (
+        Chain(altered=lambda x: x.replace(valid=x.valid.at[:, 1].set(False))),
+        CONDITIONS[3],
+    ),
+    "a chain has siblings": (
+        Chain(altered=lambda x: x.replace(parents=np.array([-1, 0, 0, 1], np.int32))),
+        CONDITIONS[6],
+    ),
+}
 FAST_CHAINS = (
-    "drafted at temperature 0.7, recorded at 1", "bfloat16 laws are recorded of float32 draws",
+    "drafted at temperature 0.7, recorded at 1",
+    "bfloat16 laws are recorded of float32 draws",
     "the residual reuses the draft's noise",
-)  # fmt: skip
+)
 
 
 def slow_but(fast, every):
@@ -203,8 +222,10 @@ def test_a_chain_that_is_off_is_caught(mistake):
 def test_an_honest_chain_passes_though_it_stops_where_it_is_unsure(drafter):
     every = found(drafter)
     assert all(each.passed for each in every)
-    assert [words in each.subject for words, each in
-            zip(("well formed", LAW, REPLAY, NOISE), every, strict=True)] == [True] * 4  # fmt: skip
+    assert [
+        words in each.subject
+        for words, each in zip(("well formed", DISTRIBUTION, REPLAY, NOISE), every, strict=True)
+    ] == [True] * 4
 
 
 @pytest.mark.slow
@@ -213,7 +234,7 @@ def test_a_drafter_with_noise_of_its_own_is_compared_by_counts_alone():
     every = found(Chain(noise_of=foreign))
     assert all(each.passed for each in every)
     assert not any(REPLAY in each.subject for each in every)
-    assert LAW in failures(Chain(cool, noise_of=foreign))
+    assert DISTRIBUTION in failures(Chain(cool, noise_of=foreign))
 
 
 # ----------------------------------------------------------------------------- trees and mistakes
@@ -230,16 +251,16 @@ class Tree(TreeTableDrafter):
         draft, memory = super().propose(params, request, shared, memory, history)
         return self.altered(draft.replace(sampled=jnp.ones_like(draft.valid))), memory
 
-    def _draw(self, request, place, node, law, count):
+    def _draw(self, request, place, node, distribution, count):
         if self.drawing == "likeliest":
-            return list(jax.lax.top_k(law, count)[1].T) if count else []
+            return list(jax.lax.top_k(distribution, count)[1].T) if count else []
         drawing = self.drawing or self.proposal
         one = TreeTableDrafter(1, parents=self.parents, proposal=drawing)
         if drawing != "points_last":
-            return one._draw(request, place, node, law, count)
-        drawn = one._draw(request, place, node, law, min(count, 1))
+            return one._draw(request, place, node, distribution, count)
+        drawn = one._draw(request, place, node, distribution, min(count, 1))
         ids = jnp.arange(V)
-        rest = [jnp.where(ids == token[:, None], -jnp.inf, law) for token in drawn]
+        rest = [jnp.where(ids == token[:, None], -jnp.inf, distribution) for token in drawn]
         return [*drawn, *(sampling.argmax(left) for left in rest[: count - 1])]
 
 
@@ -249,8 +270,12 @@ def tree(proposal="without_replacement", altered=tidy, drawing="", parents=(-1, 
 
 def pruned(draft):
     """Drops nodes that their own recorded law found unlikely."""
-    laws = jnp.take_along_axis(draft.logits, np.maximum(draft.parents, 0)[None, :, None], 1)
-    chance = jnp.take_along_axis(jax.nn.softmax(laws, -1), draft.tokens[..., None], 2)[..., 0]
+    distributions = jnp.take_along_axis(
+        draft.logits, np.maximum(draft.parents, 0)[None, :, None], 1
+    )
+    chance = jnp.take_along_axis(jax.nn.softmax(distributions, -1), draft.tokens[..., None], 2)[
+        ..., 0
+    ]
     kept = (chance > 0.1).at[:, 0].set(True)
     return draft.replace(valid=kept & kept[:, np.maximum(draft.parents, 0)])
 
@@ -266,26 +291,34 @@ def late(draft):
 
 def last_is_a_point(draft):
     """As if the last child of each node were the likeliest of what the other left."""
-    return draft.replace(sampled=jnp.broadcast_to(np.array([0, 1, 0, 1, 0], bool),
-                                                  draft.valid.shape))  # fmt: skip
+    return draft.replace(
+        sampled=jnp.broadcast_to(np.array([0, 1, 0, 1, 0], bool), draft.valid.shape)
+    )
 
 
 WRONG_TREES = {
-    "the likeliest children are said to be drawn": (tree(drawing="likeliest"), LAW),
+    "the likeliest children are said to be drawn": (tree(drawing="likeliest"), DISTRIBUTION),
     "siblings are drawn with replacement, recorded without": (tree(drawing="iid"), CONDITIONS[5]),
-    "siblings are drawn without replacement, recorded with it":
-        (tree("iid", drawing="without_replacement"), LAW),
-    "children are pruned by their own probability": (tree(altered=pruned), LAW),
-    "whether a child exists hangs on its later sibling":
-        (tree(altered=missing_where_the_next_is_low), NOISE),
-    "recorded laws are one node late": (tree(altered=late), LAW),
-    "a point mass that came last is taken out of the law of the drawn one":
-        (tree("mixed", last_is_a_point, "points_last"), LAW),
-}  # fmt: skip
+    "siblings are drawn without replacement, recorded with it": (
+        tree("iid", drawing="without_replacement"),
+        DISTRIBUTION,
+    ),
+    "children are pruned by their own probability": (tree(altered=pruned), DISTRIBUTION),
+    "whether a child exists hangs on its later sibling": (
+        tree(altered=missing_where_the_next_is_low),
+        NOISE,
+    ),
+    "recorded laws are one node late": (tree(altered=late), DISTRIBUTION),
+    "a point mass that came last is taken out of the law of the drawn one": (
+        tree("mixed", last_is_a_point, "points_last"),
+        DISTRIBUTION,
+    ),
+}
 
 
-@pytest.mark.parametrize("mistake", slow_but(("children are pruned by their own probability",),
-                                             WRONG_TREES))  # fmt: skip
+@pytest.mark.parametrize(
+    "mistake", slow_but(("children are pruned by their own probability",), WRONG_TREES)
+)
 def test_a_tree_that_is_off_is_caught(mistake):
     drafter, words = WRONG_TREES[mistake]
     assert words in failures(drafter)
@@ -293,9 +326,10 @@ def test_a_tree_that_is_off_is_caught(mistake):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "drafter", [tree(), tree("iid"), tree("points_last", last_is_a_point)],
+    "drafter",
+    [tree(), tree("iid"), tree("points_last", last_is_a_point)],
     ids=["without replacement", "with it", "points last"],
-)  # fmt: skip
+)
 def test_an_honest_tree_passes(drafter):
     assert [each.note for each in found(drafter) if not each.passed] == []
 
@@ -357,7 +391,7 @@ def test_a_drafter_without_draws_is_asked_for_well_formed_drafts_alone():
     assert only.passed and f"{NUM_DRAFTS} drafts are well formed" in only.subject
 
 
-def raises(drafted, laws):
+def raises(drafted, distributions):
     raise ZeroDivisionError("by nothing")
 
 
@@ -380,7 +414,7 @@ FAST = [("custom_class", "chain")]
 def test_what_ships_draws_from_what_it_records(case):
     method, shape = case
     drafter, weights = DRAFTERS[method][shape]
-    rows = [Row(prompt, temperature=1.0, top_p=0.95) for prompt in tiny.prompts()]
+    rows = [SequenceParams(prompt, temperature=1.0, top_p=0.95) for prompt in tiny.prompts()]
     params = Params(tiny.params().target, weights())
     every = list(drafts(Plan(tiny.TARGET, drafter), params, rows))
     assert [each for each in every if not each.passed] == []

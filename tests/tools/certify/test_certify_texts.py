@@ -15,7 +15,7 @@ from jspec.core import sampling
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify import configuration, of_plan, rounding, texts
 from jspec.verify import RULES, Rule
 from tests import llm_fixtures, tiny
@@ -53,7 +53,7 @@ def tied(gap):
 
 
 def greedy(count=12):
-    return [Row((token,), max_tokens=count) for token in (1, 4, 6)]
+    return [SequenceParams((token,), max_tokens=count) for token in (1, 4, 6)]
 
 
 def compared(logits, *, noise=NOISE, rule="rejection", rows=None):
@@ -91,8 +91,8 @@ def test_a_rule_that_leaves_the_targets_draws_parts_by_more_than_noise():
 def test_a_parting_beyond_the_noise_is_an_error_though_there_are_near_ties():
     """The rule draws the second likeliest where two are close: beyond the noise, and below it."""
 
-    def second(warped, draft, tree, draws):
-        path, _, logits = RULES["match"].walk(warped, draft, tree, draws)
+    def second(processed, draft, tree, draws):
+        path, _, logits = RULES["match"].walk(processed, draft, tree, draws)
         return path, jnp.minimum(draft.valid.sum(1) - 1, tree.max_depth), logits
 
     rule = Rule("second", second, "target", frozenset({"chain", "point"}))
@@ -104,7 +104,7 @@ def test_a_parting_beyond_the_noise_is_an_error_though_there_are_near_ties():
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_the_gap_is_the_least_change_that_makes_either_token_drawn(temperature, top_k):
     logits = np.array([2.0, 1.75, 0.5, -1.0], np.float32)
-    row = Row((3, 1), max_tokens=4, seed=5, temperature=temperature, top_k=top_k)
+    row = SequenceParams((3, 1), max_tokens=4, seed=5, temperature=temperature, top_k=top_k)
     keys = jax.random.fold_in(jax.random.wrap_key_data(jnp.array([0, 5], jnp.uint32)), 0)[None]
     noise = np.asarray(sampling.target_noise(keys, np.array([[2]]), 4))[0, 0]
     scores = logits + temperature * noise
@@ -120,7 +120,7 @@ def test_a_token_that_top_p_just_leaves_out_is_a_near_tie():
     noise = np.asarray(sampling.target_noise(keys, np.ones((20, 1), int), 3))[:, 0]
     seed = int(np.argmax(noise[:, 1] - noise[:, 0]))  # would draw the second, were it kept
     change = lambda top_p: rounding.gap(
-        Row((0,), temperature=1.0, top_p=top_p, seed=seed), 0, logits, (0, 1)
+        SequenceParams((0,), temperature=1.0, top_p=top_p, seed=seed), 0, logits, (0, 1)
     )
     assert 0.003 < change(0.499) < 0.01 < 0.1 < change(0.4)
 
@@ -145,10 +145,19 @@ def test_a_drafter_of_ones_own_is_certified_by_its_dotted_path(drafter, honest, 
     module = (
         "tests.tools.certify.test_certify_texts" if drafter == "Cooler" else "tests.drafters.custom"
     )
-    config = {"method": "custom_class", "model": f"{module}.{drafter}", "table": str(file),
-              "num_speculative_tokens": 3}  # fmt: skip
-    report = jspec.certify(model=models["target"], speculative_config=config, max_tokens=4,
-                           prompts=["the quick", "def add("], num_drafts=1024)  # fmt: skip
+    config = {
+        "method": "custom_class",
+        "model": f"{module}.{drafter}",
+        "table": str(file),
+        "num_speculative_tokens": 3,
+    }
+    report = jspec.certify(
+        model=models["target"],
+        speculative_config=config,
+        max_tokens=4,
+        prompts=["the quick", "def add("],
+        num_drafts=1024,
+    )
     assert report.passed == honest
     assert {each.check for each in report.failures} == (set() if honest else {"drafter"})
 
@@ -186,24 +195,39 @@ def test_a_plan_is_certified_as_it_runs():
 
 @pytest.mark.slow
 def test_a_lossy_rule_fails_whatever_its_drafter_does():
-    found, _ = of_plan(Plan(tiny.TARGET, tiny.NGRAM, "typical"), tiny.params(),
-                       [Row((1,), temperature=1.0, max_tokens=4)], num_drafts=128)  # fmt: skip
+    found, _ = of_plan(
+        Plan(tiny.TARGET, tiny.NGRAM, "typical"),
+        tiny.params(),
+        [SequenceParams((1,), temperature=1.0, max_tokens=4)],
+        num_drafts=128,
+    )
     assert "lossless=False" in found[0].subject and not found[0].passed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"speculative_config": {"method": "ngram"}}, "is of a model; give model=... as well"),
-     ({"max_tokens": 3}, "max_tokens=3 is of a model"),
-     ({"deterministic": True}, "deterministic=True is of a model"),
-     ({"model": "x"}, "speculative_config=None must say what drafts for the model"),
-     ({"model": "x", "rules": "block", "speculative_config": {}}, "rules='block' is of certific"),
-     ({"model": "x", "tree": [-1], "speculative_config": {}}, "tree=[-1] is of certificates"),
-     ({"model": "x", "speculative_config": {}, "temperature": 0}, "temperature=0 must be more tha"),
-     ({"model": "x", "speculative_config": {}, "max_tokens": 0}, "max_tokens=0 must be"),
-     ({"model": "x", "speculative_config": {}, "num_drafts": 9}, "num_drafts=9 must be a whole nu"),
-     ({"model": "x", "speculative_config": {"k": 1}}, "speculative_config has no key 'k'")],
-)  # fmt: skip
+    [
+        ({"speculative_config": {"method": "ngram"}}, "is of a model; give model=... as well"),
+        ({"max_tokens": 3}, "max_tokens=3 is of a model"),
+        ({"deterministic": True}, "deterministic=True is of a model"),
+        ({"model": "x"}, "speculative_config=None must say what drafts for the model"),
+        (
+            {"model": "x", "rules": "block", "speculative_config": {}},
+            "rules='block' is of certific",
+        ),
+        ({"model": "x", "tree": [-1], "speculative_config": {}}, "tree=[-1] is of certificates"),
+        (
+            {"model": "x", "speculative_config": {}, "temperature": 0},
+            "temperature=0 must be more tha",
+        ),
+        ({"model": "x", "speculative_config": {}, "max_tokens": 0}, "max_tokens=0 must be"),
+        (
+            {"model": "x", "speculative_config": {}, "num_drafts": 9},
+            "num_drafts=9 must be a whole nu",
+        ),
+        ({"model": "x", "speculative_config": {"k": 1}}, "speculative_config has no key 'k'"),
+    ],
+)
 def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, message):
     with pytest.raises(ValueError) as error:
         jspec.certify(**arguments)
@@ -212,15 +236,19 @@ def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, messag
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "holds no prompt"), ("the quick " * 90, "tokens and max_tokens=64, but the model has"),
-     ({"prompt_token_ids": [1, 999]}, "prompt 0 holds token id 999, outside the vocabulary")],
-)  # fmt: skip
+    [
+        ([], "holds no prompt"),
+        ("the quick " * 90, "tokens and max_tokens=64, but the model has"),
+        ({"prompt_token_ids": [1, 999]}, "prompt 0 holds token id 999, outside the vocabulary"),
+    ],
+)
 def test_prompts_that_do_not_fit_are_refused(prompt, message, models):
     with pytest.raises(ValueError, match=message):
         jspec.certify(
-            model=models["target"], prompts=prompt,
+            model=models["target"],
+            prompts=prompt,
             speculative_config={"method": "ngram", "num_speculative_tokens": 3},
-        )  # fmt: skip
+        )
 
 
 def test_a_drafter_that_raises_is_reported_and_its_texts_are_not_compared():
@@ -237,9 +265,9 @@ def test_a_drafter_that_raises_is_reported_and_its_texts_are_not_compared():
 
 
 def test_the_function_and_the_package_are_both_at_hand():
-    from jspec.tools.certify import law
+    from jspec.tools.certify import distribution
 
-    assert callable(jspec.certify) and callable(law)
+    assert callable(jspec.certify) and callable(distribution)
     report = jspec.certify("coupled", tree=[-1, 0], temperature=0.7, vocab_size=8)
     assert report.passed and report.setting["rules"] == "coupled"
     assert all("temperature=0.7" in each.subject for each in report.findings)
@@ -247,9 +275,12 @@ def test_the_function_and_the_package_are_both_at_hand():
 
 def test_a_model_is_certified_as_it_stands_in_its_files(models):
     report = jspec.certify(
-        model=models["target"], speculative_config={"method": "ngram", "num_speculative_tokens": 3},
-        prompts=["the quick", {"prompt_token_ids": [4, 5, 6, 4, 5]}], max_tokens=8, num_drafts=128,
-    )  # fmt: skip
+        model=models["target"],
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+        prompts=["the quick", {"prompt_token_ids": [4, 5, 6, 4, 5]}],
+        max_tokens=8,
+        num_drafts=128,
+    )
     assert report.passed and report.setting["dtype"] == "float32"
     assert [each.check for each in report.findings] == ["law", "chi-square", "drafter"] + (
         ["text"] * 2
@@ -262,10 +293,23 @@ def test_the_command_certifies_a_model_with_its_drafter(models, monkeypatch, cap
     config = {"model": str(models["draft"]), "num_speculative_tokens": 3}
     file = tmp_path / "found.json"
     arguments = [
-        "jspec", "certify", "--model", str(models["target"]), "--speculative-config",
-        json.dumps(config), "--prompt", "the quick", "--prompt", "def add(x", "--max-tokens", "8",
-        "--num-drafts", "512", "--json", str(file),
-    ]  # fmt: skip
+        "jspec",
+        "certify",
+        "--model",
+        str(models["target"]),
+        "--speculative-config",
+        json.dumps(config),
+        "--prompt",
+        "the quick",
+        "--prompt",
+        "def add(x",
+        "--max-tokens",
+        "8",
+        "--num-drafts",
+        "512",
+        "--json",
+        str(file),
+    ]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as stopped:
         main.main()

@@ -16,22 +16,28 @@ def trace(said="a", text=" a", prompt="once"):
     ``said`` is what a tokenizer says of every token.
     """
     label = names.spaced(said)
-    root = node(0, -1, 0, label, "accepted", p=None, q=None, chance=None, coin=None)
+    root = node(0, -1, 0, label, "accepted", p=None, q=None, chance=None, uniform=None)
     piece = lambda source, index=None: Piece(7, label, text, source, 0.25, index)
     tree = (
         root,
-        node(1, 0, 1, label, "refused", coin=0.75),
+        node(1, 0, 1, label, "refused", uniform=0.75),
         node(2, 0, 1, label, "accepted"),
         node(3, 1, 2, label, "not reached", chance=None),
-        node(4, 2, 2, label, "refused", coin=0.875),
+        node(4, 2, 2, label, "refused", uniform=0.875),
     )
     words = f"refused “{label}”"
     rounds = (
         Round(0, 3, tree, (piece("drafted", 2), piece("corrected")), "refused", words),
-        Round(1, 5, (root, node(1, 0, 1, label, "accepted", q=None, chance=None, coin=None)),
-              (piece("drafted", 1), piece("bonus")), "leaf", words),
+        Round(
+            1,
+            5,
+            (root, node(1, 0, 1, label, "accepted", q=None, chance=None, uniform=None)),
+            (piece("drafted", 1), piece("bonus")),
+            "leaf",
+            words,
+        ),
         Round(2, 7, (root,), (piece("plain"),), "no draft", words),
-    )  # fmt: skip
+    )
     setting = {"model": said, "drafter": "Eagle", "rule": "rejection", "temperature": "0.8"}
     counts = Counts((0, 2, 0), 5, 3, 5)
     return Trace(prompt, (1, 2, 3, 4), rounds, "length", None, counts, setting)

@@ -11,9 +11,15 @@ from jspec.tools.trace import frame, html, layout, save, terminal
 from tests.tools.trace import made
 
 EVIL = (
-    "</script><script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "{{ 7 }}{% raw %}",
-    "&lt;b&gt;&#0;", "]]><!--", "\x00\x1b[2J\x07\x9b31m", "\u202egnp.exe\u2066", "\ud800 \ufffe",
-)  # fmt: skip
+    "</script><script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>",
+    "{{ 7 }}{% raw %}",
+    "&lt;b&gt;&#0;",
+    "]]><!--",
+    "\x00\x1b[2J\x07\x9b31m",
+    "\u202egnp.exe\u2066",
+    "\ud800 \ufffe",
+)
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
@@ -101,8 +107,12 @@ def test_the_page_is_the_same_text_with_every_piece_leading_to_its_round(tmp_pat
         "&lt;é&gt;\n" * 5
     )
     assert re.findall(r'class="piece (\w+)" href="#round-(\d)"', page) == [
-        ("drafted", "1"), ("corrected", "1"), ("drafted", "2"), ("bonus", "2"), ("plain", "3")
-    ]  # fmt: skip
+        ("drafted", "1"),
+        ("corrected", "1"),
+        ("drafted", "2"),
+        ("bonus", "2"),
+        ("plain", "3"),
+    ]
 
 
 def test_a_notebook_gets_the_page_in_a_frame():

@@ -11,9 +11,9 @@ import jspec
 from jspec import verify
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params
-from jspec.engine.batch import generate_rows
+from jspec.engine.batch import generate_sequences
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row
+from jspec.engine.sequences import SequenceParams
 from jspec.tools import trace as tracing
 from jspec.tools.trace import html, names
 from tests import fakes, llm_fixtures, tiny
@@ -119,7 +119,7 @@ def test_a_trace_whose_lengths_go_by_the_clock_is_that_of_the_text(models):
     assert_same(trace, output, by_the_clock=True)
 
 
-def law(logits, temperature, top_p=1.0):
+def distribution(logits, temperature, top_p=1.0):
     """The warped law of logits [V], in NumPy."""
     logits = logits.astype(np.float64) / (temperature or 1.0)
     p = np.exp(logits - logits.max())
@@ -143,7 +143,7 @@ def branches(trace):
         text += [piece.token for piece in each.pieces]
 
 
-def laws_behind(model, texts, sampling):
+def distributions_behind(model, texts, sampling):
     """The law behind each text by one full pass, padded so that all share a program."""
     width = -(-max(map(len, texts)) // 32) * 32
     block = np.zeros((len(texts), width), np.int32)
@@ -154,16 +154,16 @@ def laws_behind(model, texts, sampling):
     )
     temperature, top_p = sampling["temperature"], sampling.get("top_p", 1.0)
     return [
-        law(logits[row, len(text) - 1], temperature, top_p if temperature else 1.0)
+        distribution(logits[row, len(text) - 1], temperature, top_p if temperature else 1.0)
         for row, text in enumerate(texts)
     ]
 
 
 def assert_p_is_the_targets(trace, target, sampling):
     found = list(branches(trace))
-    laws = laws_behind(target, [text for _, _, text in found], sampling)
+    distributions = distributions_behind(target, [text for _, _, text in found], sampling)
     assert found
-    for (each, node, _), p in zip(found, laws, strict=True):
+    for (each, node, _), p in zip(found, distributions, strict=True):
         assert node.p == pytest.approx(p[node.token], abs=1e-4)
         first, _, value = each.nodes[node.parent].likeliest[0]
         assert value == pytest.approx(p.max(), abs=1e-4) and p[first] > p.max() - 1e-4
@@ -172,7 +172,7 @@ def assert_p_is_the_targets(trace, target, sampling):
 def assert_q_is_the_drafters(trace, draft, sampling):
     found = list(branches(trace))
     for (_, node, _), q in zip(
-        found, laws_behind(draft, [text for *_, text in found], sampling), strict=True
+        found, distributions_behind(draft, [text for *_, text in found], sampling), strict=True
     ):
         assert node.q == pytest.approx(q[node.token], abs=1e-4)
 
@@ -180,15 +180,15 @@ def assert_q_is_the_drafters(trace, draft, sampling):
 # ------------------------------------------------------------------------------------- small laws
 
 
-def toy_trace(proposal="without_replacement", lawful=VOCAB, **settings):
+def toy_trace(proposal="without_replacement", num_valid=VOCAB, **settings):
     """Of laws that depend on the token before alone, and their tables.
 
     Behind tokens from ``lawful`` on, the target has no law.
     """
     drafter = fakes.TreeTableDrafter(3, parents=BUSH, proposal=proposal)
-    target = fakes.table(1, VOCAB, VOCAB).at[lawful:].set(np.nan)
+    target = fakes.table(1, VOCAB, VOCAB).at[num_valid:].set(np.nan)
     tables = Params(target, fakes.table(2, VOCAB, VOCAB))
-    row = Row((3, 1), 40, temperature=TEMPERATURE, **settings)
+    row = SequenceParams((3, 1), 40, temperature=TEMPERATURE, **settings)
     return tracing.of_row(Plan(fakes.ToyTarget(VOCAB), drafter), tables, row), tables
 
 
@@ -202,11 +202,14 @@ def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy(propo
     for each in trace.rounds:
         at, going = 0, True
         while going:
-            p, q = (law(table[each.nodes[at].token], TEMPERATURE) for table in (target, drafter))
+            p, q = (
+                distribution(table[each.nodes[at].token], TEMPERATURE)
+                for table in (target, drafter)
+            )
             going = False
             for node in [node for node in each.nodes[1:] if node.parent == at]:
                 assert node.p == pytest.approx(
-                    law(target[each.nodes[at].token], TEMPERATURE)[node.token], abs=1e-5
+                    distribution(target[each.nodes[at].token], TEMPERATURE)[node.token], abs=1e-5
                 )
                 assert node.q == pytest.approx(q[node.token], abs=1e-5)
                 if going:  # a sibling was taken
@@ -214,7 +217,7 @@ def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy(propo
                 else:
                     chance = min(1, p[node.token] / q[node.token])
                     assert node.chance == pytest.approx(chance, abs=1e-4)
-                    assert (node.coin < node.chance) == (node.fate in ("accepted", "unsaid"))
+                    assert (node.uniform < node.chance) == (node.fate in ("accepted", "unsaid"))
                     judged += 1
                     going = node.fate in ("accepted", "unsaid")
                     taken = node.index
@@ -272,9 +275,9 @@ def test_a_text_that_ends_inside_a_draft_leaves_the_rest_unsaid():
 def test_every_rule_can_be_traced(rule):
     drafter = fakes.TreeTableDrafter(3, parents=BUSH)
     plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
-    row = Row((3, 1), 40, temperature=TEMPERATURE)
+    row = SequenceParams((3, 1), 40, temperature=TEMPERATURE)
     trace = tracing.of_row(plan, tables, row)
-    assert trace.token_ids == generate_rows(plan, tables, [row])[0].tokens.tolist()
+    assert trace.token_ids == generate_sequences(plan, tables, [row])[0].tokens.tolist()
     assert_paths_are_the_text(trace)
 
 
@@ -283,12 +286,12 @@ def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
     """Whatever the coin of a node that was not reached, the round is the same."""
     given = {"node": 0, "coin": 0.5}
 
-    def walk(warped, draft, tree, coins):
+    def walk(processed, draft, tree, uniforms):
         instead = jax.pure_callback(
             lambda: (np.int32(given["node"]), np.float32(given["coin"])),
             (jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)),
         )
-        return block(warped, draft, tree, coins.at[:, instead[0]].set(instead[1]))
+        return block(processed, draft, tree, uniforms.at[:, instead[0]].set(instead[1]))
 
     block = verify.RULES["block"].walk
     rule = dataclasses.replace(verify.RULES["block"], walk=walk)
@@ -296,9 +299,11 @@ def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
     drafter = fakes.TreeTableDrafter(3, parents=parents, proposal=proposal)
     plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, rule), toy_trace()[1]
 
-    def first_round(seed, node=0, coin=0.5):
-        given.update(node=node, coin=coin)
-        trace = tracing.of_row(plan, tables, Row((3, 1), 4, temperature=TEMPERATURE, seed=seed))
+    def first_round(seed, node=0, uniform=0.5):
+        given.update(node=node, uniform=uniform)
+        trace = tracing.of_row(
+            plan, tables, SequenceParams((3, 1), 4, temperature=TEMPERATURE, seed=seed)
+        )
         return trace.rounds[0]
 
     idle = decisive = 0
@@ -307,8 +312,8 @@ def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
         for node in as_is.nodes[1:]:
             if node.fate == "not reached":
                 idle += 1
-                for coin in (0.0, 0.9999):
-                    other = first_round(seed, node.index, coin)
+                for uniform in (0.0, 0.9999):
+                    other = first_round(seed, node.index, uniform)
                     assert [n.fate for n in other.nodes] == [n.fate for n in as_is.nodes]
             elif node.fate == "refused":
                 other = first_round(seed, node.index, 0.0)
@@ -319,11 +324,11 @@ def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
 def test_typical_acceptance_tosses_no_coins_and_chooses_among_paths():
     drafter = fakes.TreeTableDrafter(3, parents=BUSH)
     plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, "typical"), toy_trace()[1]
-    trace = tracing.of_row(plan, tables, Row((3, 1), 40, temperature=TEMPERATURE))
+    trace = tracing.of_row(plan, tables, SequenceParams((3, 1), 40, temperature=TEMPERATURE))
     fates = {}
     for each in trace.rounds:
         for node in each.nodes[1:]:
-            assert node.coin is None and node.chance is None
+            assert node.uniform is None and node.chance is None
             fates.setdefault(node.fate, []).append(node)
             assert node.fate != "refused" or node.p <= 0.09
     assert fates.keys() >= {"accepted", "refused", "not taken"}
@@ -332,7 +337,7 @@ def test_typical_acceptance_tosses_no_coins_and_chooses_among_paths():
 
 
 def test_a_target_without_any_law_ends_the_trace_and_says_so():
-    trace, _ = toy_trace(lawful=4)
+    trace, _ = toy_trace(num_valid=4)
     last = trace.rounds[-1]
     assert (trace.finish_reason, last.why) == ("error", "lost")
     assert trace.token_ids[-1] >= 4 and "no token any weight" in last.words
@@ -352,7 +357,7 @@ def test_a_stop_string_cuts_the_trace_where_it_cuts_the_text(models):
 
 
 def test_a_method_that_drafts_nothing_says_so():
-    row = Row(tiny.prompts()[1], max_tokens=4)
+    row = SequenceParams(tiny.prompts()[1], max_tokens=4)
     trace = tracing.of_row(Plan(tiny.TARGET, tiny.NONE), tiny.params(), row)
     assert [each.why for each in trace.rounds] == ["no draft"] * 4
     assert {piece.source for piece in trace.pieces} == {"plain"}

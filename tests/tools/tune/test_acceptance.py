@@ -10,7 +10,7 @@ import pytest
 from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import Row, generate_rows
+from jspec.engine.batch import SequenceParams, generate_sequences
 from jspec.engine.plan import Plan
 from jspec.tools.tune import acceptance, prediction
 from jspec.tools.tune.acceptance import Recorded, Round
@@ -25,11 +25,13 @@ BUSH = trees.from_choices([(0,), (1,), (0, 0), (0, 1)])
 @functools.cache
 def drawn_rounds():
     """Rounds of drawn trees without replacement, under the token rule."""
-    rows = [Row((0,), 400, temperature=1.0, seed=seed) for seed in range(8)]
-    laws = [jnp.log(jnp.tile(jnp.array(law, jnp.float32), (3, 1))) for law in (P, Q)]
+    rows = [SequenceParams((0,), 400, temperature=1.0, seed=seed) for seed in range(8)]
+    distributions = [
+        jnp.log(jnp.tile(jnp.array(distribution, jnp.float32), (3, 1))) for distribution in (P, Q)
+    ]
     drafter = TreeTableDrafter(BUSH.max_depth, parents=BUSH.parents)
     plan = Plan(ToyTarget(3), drafter, record_rounds=512)
-    answers = generate_rows(plan, Params(*laws), rows)
+    answers = generate_sequences(plan, Params(*distributions), rows)
     assert not acceptance.by_position(plan, 1.0)
     return answers, [acceptance.rounds_of(answer, BUSH, False) for answer in answers]
 
@@ -60,17 +62,17 @@ def test_passes_of_a_shape_within_are_predicted_from_the_wider_one():
 
 def test_where_the_text_is_the_same_whatever_is_drafted_passes_are_predicted_exactly():
     target, weights = ToyTarget(16), table(0, 16, 16)
-    rows = [Row((seed,), 60, temperature=0.9, seed=seed) for seed in range(4)]
-    plain = generate_rows(Plan(target, NoDrafter()), Params(weights), rows)
+    rows = [SequenceParams((seed,), 60, temperature=0.9, seed=seed) for seed in range(4)]
+    plain = generate_sequences(Plan(target, NoDrafter()), Params(weights), rows)
     params = Params(weights, script(rows, plain, length=80))
     plan = lambda depth: Plan(target, RandomDrafter(depth, vocab_size=16))
     wide = dataclasses.replace(plan(4), record_rounds=64)
     assert acceptance.by_position(wide, 0.9)
-    answers = generate_rows(acceptance.one_by_one(wide), params, rows)
+    answers = generate_sequences(acceptance.one_by_one(wide), params, rows)
     assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in plain]
     recorded = [Recorded(acceptance.rounds_of(a, chain(4), True), True) for a in answers]
     for depth in (1, 4):
-        run = generate_rows(plan(depth), params, rows)
+        run = generate_sequences(plan(depth), params, rows)
         passes = prediction.play(recorded, chain(depth), [60] * 4, [[0, 1], [2, 3]])
         counted = prediction.counted(run, [[0, 1], [2, 3]])
         assert passes.tokens_per_pass == counted.tokens_per_pass > 1

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jspec.core import trees as topology
+from jspec.core import trees as core_trees
 from jspec.tools.tune.trees import best_trees, expected_tokens
 
 SEQUOIA = (0.7, 0.1, 0.05, 0.03)
@@ -44,9 +44,14 @@ def test_no_tree_there_is_emits_more(depth):
     assert len(subtrees(9, 4, 3)) > 500
 
 
-@pytest.mark.parametrize(("chances", "size", "tokens"), [
-    (SEQUOIA, 16, 3.6358213), (SEQUOIA, 64, 4.5872883), ((0.8, 0.07, 0.03, 0.01), 16, 4.9071221),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("chances", "size", "tokens"),
+    [
+        (SEQUOIA, 16, 3.6358213),
+        (SEQUOIA, 64, 4.5872883),
+        ((0.8, 0.07, 0.03, 0.01), 16, 4.9071221),
+    ],
+)
 def test_the_golden_numbers_of_the_paper_s_program(chances, size, tokens):
     deep = np.tile(chances, (size - 1, 1))
     trees = best_trees(deep, size)
@@ -57,7 +62,7 @@ def test_the_golden_numbers_of_the_paper_s_program(chances, size, tokens):
 
 
 def test_a_chain_emits_the_sum_of_the_powers():
-    chain = topology.from_choices([(0,) * length for length in range(1, 16)])
+    chain = core_trees.from_choices([(0,) * length for length in range(1, 16)])
     assert expected_tokens(chain, np.full((15, 1), 0.7)) == pytest.approx(3.3222557, abs=1e-7)
     assert best_trees(np.full((15, 1), 0.7), 16).shape(16) == chain
 

@@ -16,12 +16,15 @@ from jspec.tools.tune.run import tune
 from jspec.tools.tune.settings import Settings
 from tests import llm_fixtures
 
-QUESTIONS = [Question("fox", ("the quick brown fox",), is_chat=False),
-             Question("code", ("def add(x, y):\n",), is_chat=False)]  # fmt: skip
+QUESTIONS = [
+    Question("fox", ("the quick brown fox",), is_chat=False),
+    Question("code", ("def add(x, y):\n",), is_chat=False),
+]
 ABOUT = {
-    "device": {"kind": "cpu", "cpu": "one of them", "cores": 2}, "time": "now",
+    "device": {"kind": "cpu", "cpu": "one of them", "cores": 2},
+    "time": "now",
     "versions": {"jax": "0"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,29 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
     lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
     out, results = tmp_path / "config.json", tmp_path / "results.json"
     code = run(
-        monkeypatch, root / "target", "--config", json.dumps(head), "--config", json.dumps(lookup),
-        "--questions", questions, "--max-speculative-tokens", 2, "--max-tree-size", 4,
-        "--max-programs", 1, "--max-tokens", 17, "--repeats", 1, "--output", out, "--json", results,
-    )  # fmt: skip
+        monkeypatch,
+        root / "target",
+        "--config",
+        json.dumps(head),
+        "--config",
+        json.dumps(lookup),
+        "--questions",
+        questions,
+        "--max-speculative-tokens",
+        2,
+        "--max-tree-size",
+        4,
+        "--max-programs",
+        1,
+        "--max-tokens",
+        17,
+        "--repeats",
+        1,
+        "--output",
+        out,
+        "--json",
+        results,
+    )
     said, found = capsys.readouterr().out, json.loads(results.read_text())
     assert code == 0
     [batch] = found["batches"]
@@ -82,23 +104,32 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
     assert json.dumps(rows[0]["speculative_config"]) in said.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--config", "{oops"], "--config '{oops' is not JSON"),
-    (["--config", "ngrm"], "ngrm"),
-    (["--config", '{"method": "eagle3"}'], "needs a 'model'"),
-    (["--config", '{"method": "suffix", "tree_top_k": 2}'], "tree_top_k=2 is not used"),
-    (["--max-tokens", "4"], "max_tokens=4 must be a whole number of at least 8"),
-    (["--max-speculative-tokens", "0"], "max_speculative_tokens=0"),
-    (["--max-tree-size", "3"], "max_tree_size=3 must be 0, for chains alone, or at least 4."),
-    (["--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
-    (["--batch-size", "8", "--batch-size", "8"], "batch_sizes=(8, 8) has 8 twice; leave one out"),
-    (["--temperature", "-1"], "temperature=-1"),
-    (["--seed", "-1"], "seed=-1 must be a whole number from 0"),
-    (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
-    (["--output", "both.json", "--json", "./both.json"], "is the place of --output, too"),
-    (["--output", "/dev/null", "--json", "/dev/null"], "there is no question in the files given"),
-    ([], "there is no question in the files given"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "{oops"], "--config '{oops' is not JSON"),
+        (["--config", "ngrm"], "ngrm"),
+        (["--config", '{"method": "eagle3"}'], "needs a 'model'"),
+        (["--config", '{"method": "suffix", "tree_top_k": 2}'], "tree_top_k=2 is not used"),
+        (["--max-tokens", "4"], "max_tokens=4 must be a whole number of at least 8"),
+        (["--max-speculative-tokens", "0"], "max_speculative_tokens=0"),
+        (["--max-tree-size", "3"], "max_tree_size=3 must be 0, for chains alone, or at least 4."),
+        (["--batch-size", "0"], "batch_sizes=(0,) must be at least 1"),
+        (
+            ["--batch-size", "8", "--batch-size", "8"],
+            "batch_sizes=(8, 8) has 8 twice; leave one out",
+        ),
+        (["--temperature", "-1"], "temperature=-1"),
+        (["--seed", "-1"], "seed=-1 must be a whole number from 0"),
+        (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
+        (["--output", "both.json", "--json", "./both.json"], "is the place of --output, too"),
+        (
+            ["--output", "/dev/null", "--json", "/dev/null"],
+            "there is no question in the files given",
+        ),
+        ([], "there is no question in the files given"),
+    ],
+)
 def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     if arguments[:1] == ["--config"]:
         monkeypatch.setattr("jspec.tools.bench.questions.read", lambda *_: QUESTIONS)
@@ -123,9 +154,12 @@ def test_heads_of_one_method_have_names_of_their_own(root, tmp_path):
 def test_a_method_whose_drafts_are_too_long_for_the_answers_is_left_out(root):
     """What learns from answers is recorded as it runs, with drafts of the largest K."""
     asked = Settings(
-        ({"method": "suffix"}, {"method": "ngram", "prompt_lookup_max": 1}), max_tokens=8,
-        max_programs=1, repeats=1, patience=0,
-    )  # fmt: skip
+        ({"method": "suffix"}, {"method": "ngram", "prompt_lookup_max": 1}),
+        max_tokens=8,
+        max_programs=1,
+        repeats=1,
+        patience=0,
+    )
     target = llm_fixtures.loaded(root)["target"]
     found = tune(target, QUESTIONS[:1], asked)
     [batch] = found["batches"]
@@ -167,9 +201,14 @@ def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
     monkeypatch.setattr(verification, "race", interrupted)
     lookup = {"method": "ngram", "prompt_lookup_max": 1}
     asked = Settings(
-        (lookup,), batch_sizes=(2, 1), max_speculative_tokens=2, max_programs=1, max_tokens=17,
-        repeats=1, patience=0,
-    )  # fmt: skip
+        (lookup,),
+        batch_sizes=(2, 1),
+        max_speculative_tokens=2,
+        max_programs=1,
+        max_tokens=17,
+        repeats=1,
+        patience=0,
+    )
     target = llm_fixtures.loaded(root)["target"]
     found = tune(target, QUESTIONS, asked, on_batch=seen.append)
     assert found["interrupted"] and seen == [found]

@@ -9,10 +9,10 @@ import scipy.special
 
 from jspec.core.types import Params
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import Row, request_of
+from jspec.engine.sequences import SequenceParams, request_of
 from jspec.grammar import automata
 from tests.fakes import TableDrafter, ToyTarget, table
-from tests.plain_shaping import Spelling, plainly
+from tests.plain_processors import Spelling, plainly
 from tests.verify import statistics
 
 V, LENGTH, ROWS = 4, 4, 8192
@@ -27,7 +27,7 @@ SETTINGS = {
 }
 
 
-def law(row):
+def distribution(row):
     """Of texts of ``LENGTH`` tokens after token 0, one token at a time: [V**n]."""
     found = np.ones(V**LENGTH)
     for index, text in enumerate(itertools.product(range(V), repeat=LENGTH)):
@@ -35,8 +35,9 @@ def law(row):
             before = (0, *text[:place])
             logits = plainly(row, WEIGHTS[before[-1]], before)
             if row.grammar is not None:
-                logits = np.where([goes_on(text[:place], each) for each in range(V)],
-                                  logits, -np.inf)  # fmt: skip
+                logits = np.where(
+                    [goes_on(text[:place], each) for each in range(V)], logits, -np.inf
+                )
             if np.isneginf(logits).all():  # behind what cannot be said
                 found[index] = 0
                 break
@@ -57,9 +58,9 @@ def goes_on(said, token):
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_speculation_keeps_the_law_of_shaped_requests(name, rule):
-    row = Row((0,), temperature=1.0, **SETTINGS[name])
-    request, _ = request_of([row] * ROWS, ROWS, row.warps, V)
+    row = SequenceParams((0,), temperature=1.0, **SETTINGS[name])
+    request, _ = request_of([row] * ROWS, ROWS, row.filters, V)
     plan = Plan(ToyTarget(V), TableDrafter(3), rule)
     params = Params(WEIGHTS, GUESSES)
     tokens, _ = statistics.texts(plan, params, request.sampling, LENGTH)
-    assert statistics.excess(statistics.counts(tokens, V), law(row)) < 1
+    assert statistics.excess(statistics.counts(tokens, V), distribution(row)) < 1

@@ -28,7 +28,7 @@ TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
 def run(rule, params, num_tokens, drafter=None, *, chunks=1, mutated=False):
     """Counts of all texts of ``num_tokens`` [V**num_tokens] at temperature 1."""
     drafter = drafter or TableDrafter(K)
-    plan = Plan(ToyTarget(V), drafter, rule, ladder=(drafter.tree_size,))
+    plan = Plan(ToyTarget(V), drafter, rule, node_buckets=(drafter.tree_size,))
     program = statistics.fresh_decode(plan) if mutated else None
     tokens, length = statistics.texts(
         plan, params, settings(BATCH), num_tokens, chunks=chunks, program=program
@@ -68,12 +68,12 @@ def check_markov_texts(rule, drafter, chunks):
 
 def check_texts(rule, drafter, params, chunks):
     observed = run(rule, params, LENGTH, drafter, chunks=chunks)
-    law = scipy.special.softmax(np.asarray(params.target, np.float64), -1)
-    law = statistics.joint_law(law, LENGTH)
-    assert statistics.excess(observed, law) < 1
-    floor = statistics.noise_floor(law, observed.sum())
-    assert statistics.distance(observed, law) < 1.1 * floor
-    for counted, wanted in zip(pairs(observed), pairs(law), strict=True):
+    distribution = scipy.special.softmax(np.asarray(params.target, np.float64), -1)
+    distribution = statistics.joint_distribution(distribution, LENGTH)
+    assert statistics.excess(observed, distribution) < 1
+    floor = statistics.noise_floor(distribution, observed.sum())
+    assert statistics.distance(observed, distribution) < 1.1 * floor
+    for counted, wanted in zip(pairs(observed), pairs(distribution), strict=True):
         assert statistics.excess(counted, wanted) < 1
 
 
@@ -84,10 +84,15 @@ def golden_texts(rule, noise=None, monkeypatch=None, drafter=None):
     """Excess of chi-square and total variation of golden texts; ``noise`` replaces the shipped."""
     if noise is not None:
         monkeypatch.setattr(sampling, "round_noise", noise)
-    params = Params(*(jnp.tile(jnp.log(jnp.array(law)), (V, 1)) for law in (GOLDEN_P, GOLDEN_Q)))
+    params = Params(
+        *(
+            jnp.tile(jnp.log(jnp.array(distribution)), (V, 1))
+            for distribution in (GOLDEN_P, GOLDEN_Q)
+        )
+    )
     observed = run(rule, params, GOLDEN_LENGTH, drafter, mutated=noise is not None)
-    law = statistics.joint_law(np.tile(GOLDEN_P, (V, 1)), GOLDEN_LENGTH)
-    return statistics.excess(observed, law), statistics.distance(observed, law)
+    distribution = statistics.joint_distribution(np.tile(GOLDEN_P, (V, 1)), GOLDEN_LENGTH)
+    return statistics.excess(observed, distribution), statistics.distance(observed, distribution)
 
 
 SHIPPED = sampling.round_noise
@@ -136,11 +141,17 @@ def test_traversal_with_noise_keyed_by_position_is_caught(monkeypatch):
 
 @pytest.mark.parametrize(
     ("noise", "depth"),
-    [(reusing(sampling.RESIDUAL, sampling.DRAFT), 1), (reusing(sampling.ACCEPT, sampling.DRAFT), 2),
-     (keyed_by_row, 1)],
-    ids=["the residual reuses the draft's noise", "acceptance reuses the draft's noise",
-         "every round has the noise of the first"],
-)  # fmt: skip
+    [
+        (reusing(sampling.RESIDUAL, sampling.DRAFT), 1),
+        (reusing(sampling.ACCEPT, sampling.DRAFT), 2),
+        (keyed_by_row, 1),
+    ],
+    ids=[
+        "the residual reuses the draft's noise",
+        "acceptance reuses the draft's noise",
+        "every round has the noise of the first",
+    ],
+)
 def test_noise_that_serves_twice_is_caught(noise, depth, monkeypatch):
     excess, distance = golden_texts("rejection", noise, monkeypatch, TableDrafter(depth))
     assert excess > 10

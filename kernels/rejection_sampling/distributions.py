@@ -1,6 +1,6 @@
 """What the kernels of the devices share: laws as scalars of a row, and weights computed from them.
 
-A law over V tokens is never stored. A few scalars of a row, ``Law``, give the target's probability
+A law over V tokens is never stored. A few scalars of a row, ``Distribution``, give the target's probability
 of any token from its raw logit, and ``Refusal`` steps turn it into what is left of the law after
 drafted tokens were refused. Kernels evaluate ``weights`` over blocks of a row and keep only sums.
 """
@@ -19,7 +19,7 @@ SIGN_AND_EXPONENT_BITS = 9  # of a float32
 INFINITY_BITS = 0x7F800000
 
 
-class Warps(NamedTuple):
+class Filters(NamedTuple):
     """How each row warps its logits, [R] each; ``names`` lists the warps that exist."""
 
     temperature: Array  # float32, 0 is greedy
@@ -49,7 +49,7 @@ class Form(NamedTuple):
     mixed: bool = False  # a node may have drawn children and point masses
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """The target's warped law at R rows, [R] each."""
 
     temperature: Array  # float32; 1 in a greedy row
@@ -75,7 +75,7 @@ def from_q_alone(token: Array) -> Array:
     return -2 - token
 
 
-class DraftLaw(NamedTuple):
+class DraftDistribution(NamedTuple):
     """The law that drafted tokens were drawn from, at R rows."""
 
     peak: Array  # [R] float32: the greatest of the row, from which all are counted
@@ -84,9 +84,13 @@ class DraftLaw(NamedTuple):
 
 
 def weights(
-    x: Array, y: Array | None, token: Array, law: Law, draft_law: DraftLaw | None,
+    x: Array,
+    y: Array | None,
+    token: Array,
+    distribution: Distribution,
+    draft_probs: DraftDistribution | None,
     steps: Sequence[Refusal] = (),
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """What the steps leave of the target's probabilities, without and with the last one; and q.
 
     Arguments broadcast against each other.
@@ -107,14 +111,14 @@ def weights(
     # Never where x is NaN. Raw logits are compared: a quotient may be rounded in several ways. And
     # they are counted from the peak before anything else: a great quotient has no digits left for
     # the total, nor twice the same last digit.
-    warped = (x - law.peak) / law.temperature
-    spread = jnp.where(x >= law.floor, jnp.exp(warped - law.log_total), 0.0)
-    point = jnp.where(token == law.only, 1.0, 0.0)
-    left = before = jnp.where(jnp.broadcast_to(law.only, token.shape) < 0, spread, point)
+    processed = (x - distribution.peak) / distribution.temperature
+    spread = jnp.where(x >= distribution.floor, jnp.exp(processed - distribution.log_total), 0.0)
+    point = jnp.where(token == distribution.only, 1.0, 0.0)
+    left = before = jnp.where(jnp.broadcast_to(distribution.only, token.shape) < 0, spread, point)
     q = jnp.zeros_like(left)
     if y is not None:
-        q = jnp.exp(y.astype(jnp.float32) - draft_law.peak - draft_law.log_total)
-        for absent in draft_law.absent:
+        q = jnp.exp(y.astype(jnp.float32) - draft_probs.peak - draft_probs.log_total)
+        for absent in draft_probs.absent:
             q = jnp.where(token == absent, 0.0, q)
     for scale, share, dropped in steps:
         before, left = left, left * scale
@@ -135,25 +139,28 @@ class Masses(NamedTuple):
 
 
 def pack(
-    law: Law, draft_law: DraftLaw | None, steps: Sequence[Refusal]
+    distribution: Distribution, draft_probs: DraftDistribution | None, steps: Sequence[Refusal]
 ) -> tuple[list[Array], list[Array]]:
     """What ``weights`` is told of rows, as float32 and as int32 columns."""
-    floats, ints = [law.temperature, law.floor, law.peak, law.log_total], [law.only]
-    if draft_law is not None:
-        floats += [draft_law.peak, draft_law.log_total]
-        ints += draft_law.absent
+    floats, ints = (
+        [distribution.temperature, distribution.floor, distribution.peak, distribution.log_total],
+        [distribution.only],
+    )
+    if draft_probs is not None:
+        floats += [draft_probs.peak, draft_probs.log_total]
+        ints += draft_probs.absent
     floats += [x for step in steps for x in (step.scale, step.share)]
     return floats, ints + [step.dropped for step in steps]
 
 
 def unpack(
     floats: Sequence[Array], ints: Sequence[Array], drafted: bool, absent: int
-) -> tuple[Law, DraftLaw | None, list[Refusal]]:
+) -> tuple[Distribution, DraftDistribution | None, list[Refusal]]:
     """What ``pack`` was given."""
-    draft_law = DraftLaw(*floats[4:6], tuple(ints[1 : 1 + absent])) if drafted else None
+    draft_probs = DraftDistribution(*floats[4:6], tuple(ints[1 : 1 + absent])) if drafted else None
     of_steps = floats[6 if drafted else 4 :]
     steps = map(Refusal, of_steps[::2], of_steps[1::2], ints[1 + absent :])
-    return Law(*floats[:4], ints[0]), draft_law, list(steps)
+    return Distribution(*floats[:4], ints[0]), draft_probs, list(steps)
 
 
 class Row(Protocol):
@@ -176,30 +183,30 @@ class Row(Protocol):
         """The float32 of an int32 scalar's bits."""
 
 
-def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array, Array]:
-    """(floor, peak, log_total, first token of the greatest logit) of rows; ``warps`` None for none.
+def measure(row: Row, filters: Filters | None) -> tuple[Array, Array, Array, Array]:
+    """(floor, peak, log_total, first token of the greatest logit) of rows; ``filters`` None for none.
 
     Warps apply in the order of ``jspec.core.sampling``: temperature, min_p, top-k, top-p; what ties with
     the last token kept is kept. Thresholds are searched, not sorted for.
     """
-    names = () if warps is None else warps.names
+    names = () if filters is None else filters.names
     finite = lambda x: jnp.where(x == x, x, -jnp.inf)
     peak = row.greatest(finite)
     first = row.least(lambda x, token: jnp.where(finite(x) == peak, token, row.vocab - 1))
     # Of a shape, not like another array: where batches are cut, JAX >= 0.11 does not lower those.
     temperature = jnp.full(peak.shape, 1.0, jnp.float32)
-    if warps is not None:
-        temperature = jnp.where(warps.temperature > 0, warps.temperature, 1.0)
+    if filters is not None:
+        temperature = jnp.where(filters.temperature > 0, filters.temperature, 1.0)
     peak = jnp.where(peak > -jnp.inf, peak, 0.0)
     floor = jnp.full(peak.shape, -jnp.inf, jnp.float32)
     if "min_p" in names:
-        limit = peak / temperature + jnp.log(warps.min_p)
+        limit = peak / temperature + jnp.log(filters.min_p)
         floor = row.least(lambda x, _: jnp.where(x / temperature >= limit, x, jnp.inf))
     if "top_k" in names:
         count = lambda limits: row.sums(
             lambda x: [jnp.where(x >= limit, 1.0, 0.0) for limit in limits]
         )
-        wanted = jnp.where(warps.top_k > 0, warps.top_k, row.vocab)
+        wanted = jnp.where(filters.top_k > 0, filters.top_k, row.vocab)
         wanted = jnp.clip(wanted, 1, row.vocab).astype(jnp.float32)
         floor = jnp.maximum(floor, search(row, count, wanted))
     kept = lambda x, limit: jnp.where(x >= limit, jnp.exp((x - peak) / temperature), 0.0)
@@ -208,20 +215,22 @@ def measure(row: Row, warps: Warps | None) -> tuple[Array, Array, Array, Array]:
         mass = lambda limits: row.sums(
             lambda x: [kept(x, jnp.maximum(floor, limit)) for limit in limits]
         )
-        last = search(row, mass, warps.top_p * total)
-        floor = jnp.where(warps.top_p < 1, jnp.maximum(floor, last), floor)
+        last = search(row, mass, filters.top_p * total)
+        floor = jnp.where(filters.top_p < 1, jnp.maximum(floor, last), floor)
         (total,) = row.sums(lambda x: [kept(x, floor)])
     log_total = jnp.log(jnp.where(total > 0, total, 1.0))
     return floor, peak, log_total, first
 
 
-def law_of(warps: Warps | None, floor: Array, peak: Array, log_total: Array, first: Array) -> Law:
+def distribution_of(
+    filters: Filters | None, floor: Array, peak: Array, log_total: Array, first: Array
+) -> Distribution:
     """The law of rows that were measured."""
-    if warps is None:
-        return Law(jnp.ones_like(floor), floor, peak, log_total, jnp.full_like(first, -1))
-    greedy = warps.temperature <= 0
-    temperature = jnp.where(greedy, 1.0, warps.temperature)
-    return Law(temperature, floor, peak, log_total, jnp.where(greedy, first, -1))
+    if filters is None:
+        return Distribution(jnp.ones_like(floor), floor, peak, log_total, jnp.full_like(first, -1))
+    greedy = filters.temperature <= 0
+    temperature = jnp.where(greedy, 1.0, filters.temperature)
+    return Distribution(temperature, floor, peak, log_total, jnp.where(greedy, first, -1))
 
 
 def search(row: Row, masses_from: Callable, goal: Array) -> Array:

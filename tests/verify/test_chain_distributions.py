@@ -20,7 +20,7 @@ ROUND_RULES = ["rejection", "block"]
 ALL_RULES = [*ROUND_RULES, "match"]
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # of the golden numbers
 
-WARPS = {
+FILTERS = {
     "plain": None,
     "temperature": settings(1, 0.6),
     "top-k": settings(1, 0.8, top_k=2),
@@ -31,11 +31,11 @@ WARPS = {
 
 
 @functools.cache
-def random_case(depth, vocab_size=4, warp="plain", seed=0):
+def random_case(depth, vocab_size=4, process_logits="plain", seed=0):
     return Case(
         context_dependent(seed, vocab_size, depth + 1),
         context_dependent(seed + 1, vocab_size, depth),
-        sampling=WARPS[warp],
+        sampling=FILTERS[process_logits],
     )
 
 
@@ -48,13 +48,13 @@ def test_the_output_law_is_the_targets_for_laws_that_depend_on_the_context(rule,
     assert outcome(rule, random_case(depth)).distance < EXACT
 
 
-@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("process_logits", FILTERS)
 @pytest.mark.parametrize("rule", ALL_RULES)
-def test_the_output_law_is_the_warped_targets(rule, warp):
-    found = outcome(rule, random_case(2, warp=warp))
+def test_the_output_law_is_the_warped_targets(rule, process_logits):
+    found = outcome(rule, random_case(2, process_logits=process_logits))
     assert found.distance < EXACT
-    if warp == "greedy":
-        assert sorted(found.law)[-1] == 1  # one text, the greedy one
+    if process_logits == "greedy":
+        assert sorted(found.distribution)[-1] == 1  # one text, the greedy one
 
 
 @pytest.mark.parametrize("rule", ALL_RULES)

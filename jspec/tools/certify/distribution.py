@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.core import trees
 from jspec.core.types import Proposal, Sampling
-from jspec.engine.sequences import Row, request_of
+from jspec.engine.sequences import SequenceParams, request_of
 from jspec.tools.certify import chains, drafted_trees, draws
 from jspec.tools.certify.report import Finding, worst
 from jspec.verify import RULES, Rule
@@ -62,8 +62,8 @@ def rule_of(rule: str | Rule) -> Rule:
     return found
 
 
-def laws(
-    rule: str | Rule, tree: Sequence[int] | None = None, seed: int = 0, **warps: float
+def distributions(
+    rule: str | Rule, tree: Sequence[int] | None = None, seed: int = 0, **filters: float
 ) -> Iterator[Finding]:
     """``law`` of a rule, for all drafts that it says it is exact for.
 
@@ -82,16 +82,16 @@ def laws(
         yield Finding("law", words, float("nan"), EXACT)
         return
     # Judged by the target's draws, a rule has to do with all drafts alike: "iid" gives every one.
-    some = ("chain", "iid") if rule.coins == "target" else get_args(Proposal)
+    some = ("chain", "iid") if rule.uniforms == "target" else get_args(Proposal)
     siblings = tree is not None and len(set(tree)) < len(tree)
     for proposal in some:
         if proposal in rule.exact_for and not (siblings and proposal == "chain"):
             settings = SAMPLING if proposal == "chain" else SAMPLING[:1]
-            for each in (warps,) if warps else settings:
-                yield law(rule, proposal, tree, seeds=(seed,), **each)
+            for each in (filters,) if filters else settings:
+                yield distribution(rule, proposal, tree, seeds=(seed,), **each)
 
 
-def law(
+def distribution(
     rule: str | Rule,
     proposal: Proposal = "chain",
     tree: Sequence[int] | None = None,
@@ -126,13 +126,13 @@ def law(
       ValueError: an argument is out of range.
     """
     rule = rule_of(rule)
-    warps = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling = _sampling(warps)
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = _sampling(filters)
     parents = _checked(proposal, tree)
     runs = rule.judging(proposal)
-    measure = _by_draws if runs.coins == "target" else _by_coins
+    measure = _by_draws if runs.uniforms == "target" else _by_uniforms
     cases = [_Case(proposal, parents, *pair, sampling) for pair in _pairs(parents, seeds)]
-    subject = ", ".join([f"{rule.name}, {_words(proposal, parents)}", *_changed(warps)])
+    subject = ", ".join([f"{rule.name}, {_words(proposal, parents)}", *_changed(filters)])
     found = worst(itertools.chain.from_iterable(_tried(measure, runs, case) for case in cases))
     return dataclasses.replace(found, subject=subject)
 
@@ -158,11 +158,14 @@ class _Case:
         proposal = _MIXED if self.proposal == "mixed" else self.proposal
         is_drawn_chain = self.proposal == "chain"
         return drafted_trees.TreeCase(
-            self.parents, "without_replacement" if proposal == "pruned" else proposal,
-            chains.warp_levels(self.target, self.sampling),
-            chains.warp_levels(self.drafter, self.sampling),
-            self.vocabulary, self.exists, static=is_drawn_chain and self.parents == _CHAIN,
-        )  # fmt: skip
+            self.parents,
+            "without_replacement" if proposal == "pruned" else proposal,
+            chains.level_filters(self.target, self.sampling),
+            chains.level_filters(self.drafter, self.sampling),
+            self.vocabulary,
+            self.exists,
+            static=is_drawn_chain and self.parents == _CHAIN,
+        )
 
 
 def _pairs(parents: tuple[int, ...], seeds: Sequence[int]) -> Iterator[tuple]:
@@ -176,7 +179,9 @@ def _pairs(parents: tuple[int, ...], seeds: Sequence[int]) -> Iterator[tuple]:
         yield f"random laws of seed {seed}, drafts that end early", *pair, early
     same = levels(2000, depth + 1)
     yield "laws that agree", same, same[:-1], None, None
-    apart = [chains.context_free(law, depth + 1) for law in ([0.3, 0.7, 0], [0, 0, 1])]
+    apart = [
+        chains.context_free(distribution, depth + 1) for distribution in ([0.3, 0.7, 0], [0, 0, 1])
+    ]
     yield "laws that share no token", apart[0], apart[1][:-1], None, None
     narrow = [level[:, :2] for level in levels(2001, depth)]
     yield "a drafter that knows two tokens of three", same, narrow, (0, 2), None
@@ -195,14 +200,14 @@ def _tried(measure: Callable, runs: Rule, case: _Case) -> list[Finding]:
         return [Finding("law", "", float("nan"), EXACT, note)]
 
 
-def _by_coins(runs: Rule, case: _Case) -> Iterator[Finding]:
+def _by_uniforms(runs: Rule, case: _Case) -> Iterator[Finding]:
     found = drafted_trees.outcome(runs.walk, case.tree())
     context = found.worst_context(VOCAB_SIZE)
     note = f"worst with {case.name}; after one text at most {context:.1e}"
     yield Finding("law", "", found.distance, EXACT, note)
     yield Finding("law", "", context, EXACT_CONTEXT, note)
-    lawful = found.distance <= EXACT and context <= EXACT_CONTEXT
-    if lawful and drafted_trees.accepts_the_impossible(
+    num_valid = found.distance <= EXACT and context <= EXACT_CONTEXT
+    if num_valid and drafted_trees.accepts_the_impossible(
         runs.walk, case.tree()
     ):  # else that says more
         note = f"with {case.name} a coin of exactly 0 lets a token through that the target excludes"
@@ -217,14 +222,14 @@ def _by_draws(runs: Rule, case: _Case) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------- arguments
 
 
-def _sampling(warps: dict[str, float]) -> Sampling:
-    row = Row((0,), **warps)  # checks them
+def _sampling(filters: dict[str, float]) -> Sampling:
+    row = SequenceParams((0,), **filters)  # checks them
     if not row.temperature > 0:
         raise ValueError(
             f"temperature={row.temperature} must be more than 0: at 0 every rule follows the "
             "target's likeliest tokens, and there is nothing to enumerate."
         )
-    return request_of([row], 1, row.warps, VOCAB_SIZE)[0].sampling
+    return request_of([row], 1, row.filters, VOCAB_SIZE)[0].sampling
 
 
 def _checked(proposal: str, tree: Sequence[int] | None) -> tuple[int, ...]:
@@ -254,11 +259,14 @@ def _checked(proposal: str, tree: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _words(proposal: str, parents: tuple[int, ...]) -> str:
-    shape = f"chain of {len(parents) - 1}" if len(set(parents)) == len(parents) else (
-        f"tree {','.join(map(str, parents))}")  # fmt: skip
+    shape = (
+        f"chain of {len(parents) - 1}"
+        if len(set(parents)) == len(parents)
+        else (f"tree {','.join(map(str, parents))}")
+    )
     return shape if proposal == "chain" else f"{shape}, {proposal} children"
 
 
-def _changed(warps: dict[str, float]) -> list[str]:
+def _changed(filters: dict[str, float]) -> list[str]:
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return [f"{name}={value:g}" for name, value in warps.items() if value != off.get(name)]
+    return [f"{name}={value:g}" for name, value in filters.items() if value != off.get(name)]

@@ -51,7 +51,7 @@ def test_trees_give_the_targets_law(rule, proposal, parents):
         parents = CHAIN
     result = random(rule, parents, proposal)
     assert result.distance < EXACT
-    assert result.law.sum() == pytest.approx(1, abs=EXACT)
+    assert result.distribution.sum() == pytest.approx(1, abs=EXACT)
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
@@ -133,9 +133,8 @@ def test_a_target_without_a_choice_gives_its_only_text(rule):
 
 @pytest.mark.parametrize(
     ("proposal", "accepted"),
-    [("iid", 0.76), ("without_replacement", 0.808571), ("top_plus_one", 0.9),
-     ("point", 0.5)],
-)  # fmt: skip
+    [("iid", 0.76), ("without_replacement", 0.808571), ("top_plus_one", 0.9), ("point", 0.5)],
+)
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_golden_acceptance_of_two_children(rule, proposal, accepted):
     assert golden(rule, TWO, proposal).accepted[1] == pytest.approx(accepted, abs=1e-6)
@@ -186,7 +185,7 @@ def test_a_tree_that_is_a_chain_is_judged_as_a_chain(rule):
     case = chains.Case(context_dependent(0, 3, 4), context_dependent(1, 3, 3))
     chain = chains.outcome(rule, case)  # by the chain's own code
     tree = random(rule, CHAIN, "chain")  # parents are traced, so nobody knows that it is one
-    np.testing.assert_allclose(tree.law, chain.law, atol=EXACT)
+    np.testing.assert_allclose(tree.distribution, chain.distribution, atol=EXACT)
     np.testing.assert_allclose(tree.accepted, chain.accepted, atol=EXACT)
 
 
@@ -206,9 +205,14 @@ def test_chains_of_draws_and_point_masses_from_a_reduced_vocabulary_are_exact(ru
 def test_a_chain_needs_no_rows_of_laws_behind_its_last_drawn_node(rule):
     target, drafter = context_dependent(5, 3, DEPTH + 1), context_dependent(6, 3, DEPTH)
     result = found(
-        rule, CHAIN, ("chain", "chain", "point", "point"), target, drafter, static=True,
+        rule,
+        CHAIN,
+        ("chain", "chain", "point", "point"),
+        target,
+        drafter,
+        static=True,
         altered=lambda draft: draft.replace(logits=draft.logits[:, :2]),
-    )  # fmt: skip
+    )
     assert result.distance < EXACT
     assert result.accepted[3] > 0
 
