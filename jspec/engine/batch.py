@@ -147,7 +147,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
             if name == "max_tokens"
             else did_you_mean(name, [*known, *inspect.signature(generate).parameters])
         )
-        raise ValueError(f"generate has no setting {name!r}{guess or '; see jspec.generate.Row.'}")
+        raise ValueError(f"generate has no setting {name!r}{guess or '; see jspec.engine.sequences.SequenceParams.'}")
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:

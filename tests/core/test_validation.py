@@ -152,10 +152,10 @@ def test_settings_that_generate_has_not_are_named_and_not_overruled():
     ("call", "words"),
     [
         (lambda: start(PLAIN, WEIGHTS, []), "rows=[] are none; give at least one"),
-        (lambda: start(PLAIN, WEIGHTS, SequenceParams((1,))), "rows=Row(prompt=(1,), "),
+        (lambda: start(PLAIN, WEIGHTS, SequenceParams((1,))), "rows=SequenceParams(prompt=(1,), "),
         (
             lambda: generate_sequences(PLAIN, WEIGHTS, SequenceParams((1,))),
-            "must be a list of jspec.generate.Row",
+            "must be a list of jspec.engine.sequences.SequenceParams",
         ),
         (
             lambda: generate_sequences(PLAIN, WEIGHTS, [(1,)]),
