@@ -170,20 +170,20 @@ class OnePassDrafter(_Chain):
     tree: str | tuple = "chain"
 
     @property
-    def shape(self):
+    def draft_tree(self):
         size = 2 * self.max_depth + 1 if self.tree == "best_first" else None
         return tree_settings.requested(self.tree, self.num_speculative_tokens, size, None, None)
 
     @property
     def tree_size(self):
-        return self.shape.size
+        return self.draft_tree.size
 
     def propose(self, params, request, shared, memory, history):
         place = history.length[:, None] + jnp.arange(self.max_depth)
         said = jnp.take_along_axis(params.drafter.tokens, place, 1, mode="clip")
         logits = 9.0 * jax.nn.one_hot(said, self.vocab_size)
         drawing = Drawing(request, history, "greedy", "own", self.vocab_size)
-        return marginals.grow(drawing, self.shape, logits), memory
+        return marginals.grow(drawing, self.draft_tree, logits), memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from jspec.api.config.keys import CUSTOM_CLASS
 from jspec.core.types import Params
 from jspec.drafters import (
     METHODS,
-    Cascade,
     DraftModel,
     Hybrid,
     ParallelDraftModel,
@@ -129,12 +128,11 @@ def _mtp():
 
 
 def _dspark():
-    """A head that ends drafts early, and one that hands a state from slot to slot."""
+    """A head with a plain Markov bias, and one that hands a state from slot to slot."""
     names = {"chain": "vanilla", "eagle2": "rnn"}
-    early = {"chain": {"confidence_threshold": 0.3}}
     return {
         tree: (
-            dflashes.drafter(name, **TREES[tree], **early.get(tree, {})),
+            dflashes.drafter(name, **TREES[tree]),
             functools.partial(dflashes.random_params, name),
         )
         for tree, name in names.items()
@@ -225,10 +223,6 @@ DRAFTERS = {
     },
     "mtp": _mtp(),
     "hybrid": _hybrids(),
-    "cascade": {
-        "chain": (Cascade.of(tiny.NGRAM, tiny.DRAFT), _draft),
-        "greedy chain": (Cascade.of(tiny.NGRAM, tiny.GREEDY_DRAFT), _draft),
-    },
     "custom_class": {"chain": _custom()},
 }
 TEMPERATURES = {"mixed": (0, 1, 0, 0.7), "sampled": (1, 0.7, 1.3, 0.4), "greedy": (0, 0, 0, 0)}

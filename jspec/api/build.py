@@ -9,7 +9,7 @@ from typing import Any
 
 from jspec.api import config, vocabularies
 from jspec.api.config import SpeculativeConfig, custom_class
-from jspec.api.config.keys import CASCADE, HYBRID
+from jspec.api.config.keys import HYBRID
 from jspec.api.vocabularies import SharedVocabulary
 from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
@@ -137,8 +137,7 @@ def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, A
     """The part as its loaded network is, and the network's weights."""
     if part.parts:
         parts, weights = zip(*(_load(each, target, dtype) for each in part.parts), strict=True)
-        cascade = part.speculative.method == CASCADE  # what drafts for a draft model has none
-        return dataclasses.replace(part, parts=parts), weights[1] if cascade else weights
+        return dataclasses.replace(part, parts=parts), weights
     if part.head:
         head = loading.sharing(part.head, target.params.embedding)
         return dataclasses.replace(part, network=head.config, head=head), head.params

@@ -120,8 +120,6 @@ def _summary(method: type) -> str:
 
 def _keys(method_name: str, method: type) -> str:
     """The fields of a drafter that are keys of ``speculative_config``."""
-    if method_name == config_keys.CASCADE:
-        return "parts (required)"
     fields = {field.name: field.default for field in dataclasses.fields(method)}
     own = "the target's own" if method_name in config_keys.METHODS_IN_TARGETS else "required"
     lines = [f"model ({own})"] if "config" in fields else []

@@ -21,7 +21,7 @@ MOST_NODES = 1024  # of a tree that is asked for: its nodes see each other throu
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class StaticTree:
     """A static tree of ranks: node i holds its parent's child of rank ``ranks[i]``.
 
     Nodes are sorted by (depth, path), so parents precede children, siblings ascend by rank and
@@ -80,14 +80,14 @@ class Shape:
         return self.widths == self.num_children
 
 
-def from_choices(paths: Iterable[Sequence[int]]) -> Shape:
+def from_choices(paths: Iterable[Sequence[int]]) -> StaticTree:
     """The tree of a list of rank paths, as Medusa and EAGLE publish theirs.
 
     A path names a node by the ranks that lead to it: ``(0, 1)`` is the second child of the root's
     first. The root is not listed.
 
     >>> from_choices([(0,), (1,), (0, 0), (0, 1)])
-    Shape(parents=(-1, 0, 0, 1, 1), ranks=(0, 0, 1, 0, 1))
+    StaticTree(parents=(-1, 0, 0, 1, 1), ranks=(0, 0, 1, 0, 1))
     >>> from_choices([(1,), (0,), (0, 1)]).paths
     ((0,), (1,), (0, 1))
 
@@ -112,7 +112,7 @@ def from_choices(paths: Iterable[Sequence[int]]) -> Shape:
                 f"{shown(list(path[:-1]))} as well."
             )
     parents = (-1, *(index[path[:-1]] for path in ordered))
-    return Shape(parents, (0, *(path[-1] for path in ordered)))
+    return StaticTree(parents, (0, *(path[-1] for path in ordered)))
 
 
 def _path(path: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Drafting methods, by the names that ``speculative_config`` gives them."""
 
 from jspec.drafters.dflash import DFlash, DSpark
-from jspec.drafters.draft_model.cascade import Cascade
 from jspec.drafters.draft_model.parallel import ParallelDraftModel
 from jspec.drafters.draft_model.sequential import DraftModel
 from jspec.drafters.eagle import Eagle
@@ -31,7 +30,6 @@ METHODS = {
     "suffix": Suffix,
     "token_recycling": TokenRecycling,
     "hybrid": Hybrid,
-    "cascade": Cascade,
 }
 
 # Methods that draft all tokens in one pass where ``parallel_drafting`` asks for it.

@@ -87,7 +87,7 @@ class DFlash(TreeDrafter):
     def propose(self, params, request, shared, memory, history):
         """Drafts from one pass over a block."""
         _, logits = self._block(params, memory, history)
-        draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
+        draft = marginals.grow(self.drawing(request, history, params), self.draft_tree, logits)
         return self.limit(draft, history, memory.length > 0), memory
 
     def _block(self, params, cache, history) -> tuple[Array, Array]:
@@ -160,15 +160,15 @@ class DSpark(DFlash):
         advance = functools.partial(self._advance, params, hidden, base)
         state = dspark.start(self.config.spark, hidden.shape[0], hidden.dtype)
         state, logits = advance(state, root_token(history)[:, None], 0)
-        if isinstance(self.shape, Dynamic):  # which wants the root at its full width
-            state = jnp.repeat(state, self.shape.top_k, 1)
+        if isinstance(self.draft_tree, Dynamic):  # which wants the root at its full width
+            state = jnp.repeat(state, self.draft_tree.top_k, 1)
 
         def feed(state, drafted, parents, depth, slot):
             del slot
             return advance(rows(state, parents), drafted, depth)
 
         drawing = self.drawing(request, history, params)
-        draft = expand.grow(drawing, self.shape, logits, feed, state)
+        draft = expand.grow(drawing, self.draft_tree, logits, feed, state)
         if self.confidence_threshold is not None:
             draft = self._cut(params, hidden, draft)
         return self.limit(draft, history, memory.length > 0), memory

@@ -68,11 +68,11 @@ class Hydra(FeatureDrafter):
         cached = isinstance(memory, CachedMemory)
         hidden = memory.hidden if cached else memory.hidden[:, None]
         frontier, logits = self._advance(params, hidden, root, 0)
-        if isinstance(self.shape, Dynamic):  # which wants the root at its full width
-            frontier = jnp.repeat(frontier, self.shape.top_k, 1)
+        if isinstance(self.draft_tree, Dynamic):  # which wants the root at its full width
+            frontier = jnp.repeat(frontier, self.draft_tree.top_k, 1)
         draft = expand.grow(
             self.drawing(request, history, params),
-            self.shape,
+            self.draft_tree,
             logits,
             functools.partial(self._feed, params),
             frontier,

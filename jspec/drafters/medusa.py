@@ -40,5 +40,5 @@ class Medusa(FeatureDrafter):
         used = params.drafter.replace(blocks=params.drafter.blocks[: self.max_depth])
         logits = network.heads(used, self.config, memory.hidden, self.target, params.target)
         drawing = self.drawing(request, history, params)
-        draft = marginals.grow(drawing, self.shape, logits)
+        draft = marginals.grow(drawing, self.draft_tree, logits)
         return self.limit(draft, history, memory.known), memory

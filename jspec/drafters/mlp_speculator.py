@@ -70,11 +70,11 @@ class MlpSpeculator(FeatureDrafter):
         state = self._network.start(self.config, memory.hidden[:, None])
         root = root_token(history)[:, None]
         frontier, logits = self._advance(params, state, root, 0)
-        if isinstance(self.shape, Dynamic):  # which wants the root at its full width
-            frontier = jax.tree.map(lambda x: jnp.repeat(x, self.shape.top_k, 1), frontier)
+        if isinstance(self.draft_tree, Dynamic):  # which wants the root at its full width
+            frontier = jax.tree.map(lambda x: jnp.repeat(x, self.draft_tree.top_k, 1), frontier)
         draft = expand.grow(
             self.drawing(request, history, params),
-            self.shape,
+            self.draft_tree,
             logits,
             functools.partial(self._feed, params),
             frontier,

@@ -63,7 +63,7 @@ class ParallelEagle(CachedDrafter):
         logits = head.unembed(
             params.drafter, self.config, memory.hidden, self.target, params.target
         )
-        draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
+        draft = marginals.grow(self.drawing(request, history, params), self.draft_tree, logits)
         # The first feature comes with the second token.
         return self.limit(draft, history, memory.cache.length > 0), memory
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jspec.core.history import root_token
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft, History
 from jspec.drafters.trees import tree_settings
 
@@ -33,7 +33,7 @@ class TokenRecycling:
     Attributes:
       vocab_size: V, of the target.
       num_speculative_tokens: K, edges from the root to the deepest leaf; None for 6, or the tree's.
-      tree: "chain", a name in ``shapes.PUBLISHED``, or rank paths; None for ``shapes.best`` of the
+      tree: "chain", a name in ``tree_settings.PUBLISHED``, or rank paths; None for ``tree_settings.best`` of the
         settings below.
       tree_size: N, nodes with the root; None for 81, or for the tree's own.
       tree_top_k: children of a node at most; None for 8, or for the tree's own.
@@ -58,10 +58,10 @@ class TokenRecycling:
                 f"the tree has nodes with {self.width} children, but the target knows only "
                 f"{self.vocab_size} tokens."
             )
-        object.__setattr__(self, "tree_size", self.shape.size)
+        object.__setattr__(self, "tree_size", self.draft_tree.size)
 
     @functools.cached_property
-    def shape(self) -> Shape:
+    def draft_tree(self) -> StaticTree:
         """The tree."""
         if self.tree in ("eagle2", "best_first", "sampled"):
             raise ValueError(
@@ -87,12 +87,12 @@ class TokenRecycling:
     @property
     def width(self) -> int:
         """k, the largest rank that the tree asks for, and one."""
-        return max(self.shape.widths)
+        return max(self.draft_tree.widths)
 
     @property
     def max_depth(self) -> int:
         """K."""
-        return self.shape.max_depth
+        return self.draft_tree.max_depth
 
     def init_shared(self) -> Array:
         """A matrix that knows nothing."""
@@ -113,7 +113,8 @@ class TokenRecycling:
     def propose(self, params, request, shared, memory, history):
         """The tree, as far as the matrix knows what comes next."""
         parents, ranks, depth = (
-            np.array(part) for part in (self.shape.parents, self.shape.ranks, self.shape.depth)
+            np.array(part)
+            for part in (self.draft_tree.parents, self.draft_tree.ranks, self.draft_tree.depth)
         )
         drafted = root_token(history)[:, None]
         valid = jnp.ones_like(drafted, dtype=bool)

@@ -177,8 +177,6 @@ def plans(implementation: str | None) -> dict[str, Plan]:
         "eagle3, drawn tree": Plan(target, Eagle(head, target, **drawn), judged("block")),
         "eagle3, dynamic tree": Plan(target, Eagle(head, target, **dynamic)),
         "eagle3, adaptive": Plan(target, Adaptive(Eagle(head, target, 7), (0, 3, 7))),
-        "ending draft_model": Plan(target, dataclasses.replace(chain, confidence_threshold=0.1)),
-        "ending eagle3": Plan(target, Eagle(head, target, 7, confidence_threshold=0.1)),
     }
 
 

@@ -84,7 +84,7 @@ def open_llm(root, kind, **settings):
         ("dflash", {"method": None, "tree": "best_first", "tree_size": 8, "tree_depth": 3}),
         pytest.param(
             "dspark",
-            {"num_speculative_tokens": 3, "confidence_threshold": 0.1},
+            {"num_speculative_tokens": 3, "dspark_draft_topk": 8},
             marks=pytest.mark.slow,
         ),
     ],
@@ -121,7 +121,6 @@ def test_a_head_with_the_targets_embedding_shares_it(root):
         ("mlp", {"num_speculative_tokens": 4}, "has weights for n_predict=3 tokens"),
         ("lstm", {"num_speculative_tokens": 4}, "must be divisible by n_predict=3"),
         ("hydra", {"num_speculative_tokens": 3}, "the tree is 3 deep, but there are 2 heads"),
-        ("dspark", {"num_speculative_tokens": 3, "confidence_threshold": 2}, "must be 0 to 1"),
         ("dflash", {"num_speculative_tokens": 4}, "a block of 4 slots drafts 3 tokens"),
         ("hydra", {}, "`num_speculative_tokens` was not provided"),
         (

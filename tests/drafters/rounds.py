@@ -33,10 +33,10 @@ def likeliest(scores, count):
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
-def static_paths(shape, distribution):
+def static_paths(tree, distribution):
     """Paths of a static tree; ``law`` of a path gives log-probabilities [V] of what follows."""
     paths = [()]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
         paths.append((*paths[parent], likeliest(distribution(paths[parent]), rank + 1)[rank]))
     return paths
 
@@ -77,31 +77,31 @@ def best_first_paths(budget, distribution):
     return taken
 
 
-def compare(answer, prompt, text, shape, distribution, first=1):
+def compare(answer, prompt, text, tree, distribution, first=1):
     """Compares each round of an answer, and returns how many drafts were accepted.
 
     Args:
       answer: of ``generate_sequences``, with its trace.
       prompt: token ids.
       text: token ids of prompt and answer by plain decoding.
-      shape: of the tree.
+      tree: that the drafter drafts.
       law: of (root's position, path) gives the reference's log-probabilities [V].
       first: the first root's position at which there is a draft; a feature comes with the second
         token.
     """
-    paths_of = {Dynamic: dynamic_paths, BestFirst: best_first_paths}.get(type(shape), static_paths)
+    paths_of = {Dynamic: dynamic_paths, BestFirst: best_first_paths}.get(type(tree), static_paths)
     assert answer.tokens.tolist() == list(text[len(prompt) :])
     root, total = len(prompt) - 1, 0
     for accepted, nodes, parents in zip(*answer.trace, strict=True):
         expected = [()]
         if root >= first:
-            expected = paths_of(shape, lambda path: distribution(root, path))  # noqa: B023
+            expected = paths_of(tree, lambda path: distribution(root, path))  # noqa: B023
         room = len(text) - 1 - root  # tokens still wanted: deeper nodes are dropped
         paths = {0: ()}
         for node in np.flatnonzero(nodes >= 0)[1:]:
             paths[node] = (*paths[parents[node]], int(nodes[node]))
         found, expected = list(paths.values()), [path for path in expected if len(path) < room]
-        same_order = not isinstance(shape, BestFirst)  # whose nodes are level by level
+        same_order = not isinstance(tree, BestFirst)  # whose nodes are level by level
         assert found == expected if same_order else sorted(found) == sorted(expected)
         following = list(text[root + 1 :])
         agreeing = [len(p) for p in paths.values() if list(p) == following[: len(p)]]

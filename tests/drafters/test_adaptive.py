@@ -11,7 +11,7 @@ import pytest
 from jspec import verify
 from jspec.api import config
 from jspec.core.types import Params
-from jspec.drafters import Cascade, NGram, ParallelDraftModel, Suffix
+from jspec.drafters import NGram, ParallelDraftModel, Suffix
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.engine import batch as host
 from jspec.engine import costs as engine_costs
@@ -135,7 +135,6 @@ def test_a_text_that_becomes_easy_is_drafted_for_within_a_few_rounds():
 
 DRAFTERS = {
     "ngram": (NGram(4, 1, 3), lambda: None),
-    "cascade": (Cascade.of(NGram(2, 1, 2), tiny.DRAFT), lambda: tiny.params().drafter),
     "suffix": (Suffix(4, suffix_decoding_max_cached_tokens=64), lambda: None),
     "draft_model": (tiny.DRAFT, lambda: tiny.params().drafter),
     "parallel": (
@@ -182,7 +181,7 @@ def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
     "name",
     [
         name
-        if name in ("draft_model", "cascade", "parallel")
+        if name in ("draft_model", "parallel")
         else pytest.param(name, marks=pytest.mark.slow)
         for name in DRAFTERS
     ],

@@ -71,7 +71,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
             return distributions
 
         distribution = lambda root, path: block(root)[len(path)]
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
+        total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
     assert total >= least
 
 

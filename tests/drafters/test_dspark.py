@@ -67,7 +67,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
         scores[ids] = logits.log_softmax(-1).numpy()
         return scores
 
-    rounds.compare(answers[0], ROWS[0].prompt, plain()[0], drafter.shape, distribution)
+    rounds.compare(answers[0], ROWS[0].prompt, plain()[0], drafter.draft_tree, distribution)
 
 
 @pytest.mark.usefixtures("quick_programs")

@@ -102,7 +102,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
     for row, answer in enumerate(answers):
         distribution = functools.partial(log_probs, row)
         total += rounds.compare(
-            answer, ROWS[row].prompt, texts[row].tolist(), drafter.shape, distribution
+            answer, ROWS[row].prompt, texts[row].tolist(), drafter.draft_tree, distribution
         )
     assert weights == "random" or total > 25  # a trained head is right often
 
@@ -226,7 +226,7 @@ def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
     for row, answer in zip(ROWS, answers, strict=True):
         root = len(row.prompt) - 1
         for accepted, nodes, _ in zip(*answer.trace, strict=True):
-            depths = np.array(drafter.shape.depth)[nodes >= 0]
+            depths = np.array(drafter.draft_tree.depth)[nodes >= 0]
             assert root + depths[1:].max(initial=0) < 30 or len(depths) == 1
             if 0 < root < min(26, len(row.prompt) + row.max_tokens - 4):
                 assert depths.max() == 3

@@ -67,7 +67,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
             logits = reference.draft_logits(features[root - 1], fed)[-1]  # noqa: B023
             return logits.log_softmax(-1).numpy()
 
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
+        total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
     assert total > 15  # so that states of accepted paths are seen, too
 
 

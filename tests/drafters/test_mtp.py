@@ -94,7 +94,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
             logits = head.draft_logits(features[:root], [*text[1 : root + 1], *path])
             return logits.log_softmax(-1).numpy()
 
-        total += rounds.compare(answer, row.prompt, text, drafter.shape, distribution)
+        total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
     assert case.split("-")[0] not in TRAINED or total > 20
 
 

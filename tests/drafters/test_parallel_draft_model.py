@@ -121,7 +121,7 @@ def test_every_round_drafts_and_accepts_what_transformers_does(network, tree, tm
         def distribution(root, path, text=tuple(text)):
             return scipy.special.log_softmax(after(text[: root + 1])[len(path)])
 
-        rounds.compare(answer, prompt, text, drafter.shape, distribution, first=0)
+        rounds.compare(answer, prompt, text, drafter.draft_tree, distribution, first=0)
         counts |= set(answer.trace[0].tolist())
     assert counts >= ({0, 1} if tree == "chain" else {1, 2, 3})
 
@@ -139,8 +139,8 @@ def test_the_law_of_each_draft_is_transformers_logits(tmp_path):
     drafter, batch = after_rounds()
     state, propose = batch.state, jax.jit(drafter.propose)
     draft, _ = propose(params_of("Qwen2"), batch.request, (), state.memory, state.history)
-    depth = np.array(drafter.shape.depth)
-    inner = np.flatnonzero(np.array(drafter.shape.widths))
+    depth = np.array(drafter.draft_tree.depth)
+    inner = np.flatnonzero(np.array(drafter.draft_tree.widths))
     for row in range(len(PROMPTS)):
         length = state.history.length[row]
         text = tuple(np.asarray(state.history.tokens)[row, :length].tolist())

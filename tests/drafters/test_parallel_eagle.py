@@ -83,7 +83,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(tree, layout, tmp_
 
         distribution = lambda root, path, guesses=guesses: guesses(root)[len(path)]
         prompt = rounds.ROWS[index].prompt
-        total += rounds.compare(answer, prompt, text, drafter.shape, distribution)
+        total += rounds.compare(answer, prompt, text, drafter.draft_tree, distribution)
     assert tree == "chain" or total
 
 

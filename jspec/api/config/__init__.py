@@ -8,8 +8,6 @@ from typing import Any
 from jspec import verify
 from jspec.api.config import checking, custom_class, methods, rules
 from jspec.api.config.keys import (
-    CASCADE,
-    COMBINED,
     CUSTOM_CLASS,
     DRAFT_SAMPLE_METHODS,
     HYBRID,
@@ -22,7 +20,6 @@ from jspec.checkpoints.heads.head_files import HeadConfig, LoadedHead
 from jspec.core.types import Drafter
 from jspec.drafters import ALWAYS_PARALLEL, METHODS, PARALLEL
 from jspec.drafters.adaptive.drafter import Adaptive
-from jspec.drafters.draft_model.cascade import Cascade
 from jspec.drafters.hybrid import Hybrid
 from jspec.drafters.trees import tree_settings
 from jspec.engine.loading import LoadedModel
@@ -30,10 +27,7 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole
 
-_PARTS = {  # what a list of them looks like
-    HYBRID: "[{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]",
-    CASCADE: "[{'method': 'ngram'}, {'method': 'draft_model', 'model': ...}]",
-}
+_PARTS = "[{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]"
 _ANY_SIZE = 1 << 30  # a vocabulary that settings are checked for before the target's is known
 
 
@@ -50,7 +44,7 @@ class SpeculativeConfig:
       settings: fields of the method's drafter.
       drafter_class: of "custom_class"; None for the other methods, which are known by name.
       parallel: whether all tokens of a round are drafted in one pass; None: as the head can.
-      parts: of "hybrid" and "cascade": what each of the two asks for.
+      parts: of "hybrid": what each of the two asks for.
       lengths: K's to choose from, ascending; () for one K in all rounds.
       batch_sizes: (least, most, K); () to choose by expected goodput.
     """
@@ -95,7 +89,7 @@ class SpeculativeConfig:
         if self.parts:
             pairs = zip(self.parts, draft, strict=True)
             parts = tuple(part.drafter(network, target) for part, network in pairs)
-            return Cascade.of(*parts) if self.method == CASCADE else Hybrid(parts, **self.settings)
+            return Hybrid(parts, **self.settings)
         fitted = {
             "config": draft,
             "target": target,
@@ -135,8 +129,8 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         parallel = None
     _check_used(method, values, parallel)
     _check_parallel(values["draft_tensor_parallel_size"])
-    if method in COMBINED:
-        return _read_combined(method, values)
+    if method == HYBRID:
+        return _read_hybrid(values)
     settings = _settings(method, values, parallel)
     if "config" in _fields(method):
         _check_path(method, values["model"])
@@ -165,12 +159,12 @@ def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
     )
 
 
-def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
+def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
     given = values["parts"]
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
         raise ValueError(
             f"parts={shown(given)} must be a list of two configs, one that looks up and one with a "
-            f"network, such as {_PARTS[method]}."
+            f"network, such as {_PARTS}."
         )
     if values["draft_sample_method"] is not None:
         raise ValueError(
@@ -179,7 +173,7 @@ def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
         )
     combine = {} if values["combine"] is None else {"combine": values["combine"]}
     return SpeculativeConfig(
-        method=method,
+        method=HYBRID,
         rule=rules.asked_for(values),
         settings=combine,
         parts=tuple(_read_part(place, part) for place, part in enumerate(given)),
@@ -188,7 +182,7 @@ def _read_combined(method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
 
 def _read_part(place: int, given: Any) -> SpeculativeConfig:
     nested = given.get("method") if isinstance(given, Mapping) else None
-    if isinstance(nested, str) and nested in COMBINED:
+    if nested == HYBRID:
         raise ValueError(f"parts[{place}] has the method {nested!r}, which is no part.")
     try:
         part = read(given)
@@ -310,7 +304,6 @@ def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> 
     if "num_speculative_tokens" in fields:
         checking.check_count(values["num_speculative_tokens"], "config" in fields)
     values["use_heterogeneous_vocab"] = checking.flag(values, "use_heterogeneous_vocab")
-    checking.check_real("confidence_threshold", values["confidence_threshold"], listed=False)
     if "prompt_lookup_max" in fields:
         values |= checking.prompt_lookup(values["prompt_lookup_min"], values["prompt_lookup_max"])
     return {name: values[name] for name in fields & values.keys() if values[name] is not None}
@@ -356,11 +349,8 @@ def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, An
         tree_settings.drawn_by(
             tree, tree_settings.requested(tree, **numbers), values["draft_sample_method"]
         )
-    threshold = values["confidence_threshold"]
-    checking.check_real("confidence_threshold", threshold, listed=False)
-    few = checking.at_least_one("dspark_draft_topk", values["dspark_draft_topk"])
-    more = {"confidence_threshold": threshold, "dspark_draft_topk": few}
-    more = {name: value for name, value in more.items() if value is not None}
+    top_k = checking.at_least_one("dspark_draft_topk", values["dspark_draft_topk"])
+    more = {} if top_k is None else {"dspark_draft_topk": top_k}
     return numbers | more | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
 
 
@@ -370,6 +360,4 @@ def _class_of(method: str, parallel: bool | None = False) -> type[Drafter]:
 
 def _fields(method: str, parallel: bool | None = False) -> set[str]:
     """The settings of a method: its drafter's fields are its config keys."""
-    if method == CASCADE:  # all but who drafts for whom is said of its parts
-        return {"parts"}
     return {field.name for field in dataclasses.fields(_class_of(method, parallel))}

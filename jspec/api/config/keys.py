@@ -173,22 +173,14 @@ _WORKS = (
     (
         "parts",
         None,
-        "not in vLLM; of 'hybrid' and 'cascade': two configs, first that of a method that looks up "
-        "what it drafts, then that of one with a network",
+        "not in vLLM; of 'hybrid': two configs, first that of a method that looks up what it drafts, "
+        "then that of one with a network",
     ),
     (
         "combine",
         "merge",
         "not in vLLM; of 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row and "
         "round the one that promises more)",
-    ),
-    (
-        "confidence_threshold",
-        None,
-        "not in vLLM; a chain that is drafted token by token ends behind the first token down to "
-        "which the product of the drafter's probabilities is less than this, 0 to 1; of 'dspark': a "
-        "node is dropped where the head guesses from the tokens above it that all down to it are "
-        "accepted less often",
     ),
     (
         "dspark_draft_topk",
@@ -217,12 +209,7 @@ _WORKS = (
 _NOT_BUILT = (
     ("code_revision", None, "the hub's default revision is fetched"),
     ("draft_load_config", None, "safetensors are loaded as they lie"),
-    (
-        "enable_adaptive_verification",
-        False,
-        "Adaptive verification only supported with DSpark, and there `confidence_threshold` is what "
-        "works here",
-    ),
+    ("enable_adaptive_verification", False, "every node of a draft is verified"),
     (
         "index_share_for_mtp_iteration",
         None,
@@ -240,6 +227,12 @@ _REFUSED = (
         None,
         "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
         "'draft_tensor_parallel_size' instead.",
+    ),
+    (
+        "confidence_threshold",
+        None,
+        "removed, as no measurement showed a gain; use a smaller num_speculative_tokens or "
+        "adaptive_length",
     ),
     ("attention_backend", None, "jspec.ops chooses the kernel by device"),
     ("disable_eagle_block_drop", False, _VLLM_ONLY),
@@ -275,11 +268,14 @@ KEYS = {
 
 # What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``. MTP modules of
 # other families (``*_mtp``) are not built.
-HYBRID, CASCADE = COMBINED = "hybrid", "cascade"  # made of two other methods
+HYBRID = "hybrid"  # made of two other methods
 # A class of the user's own, which no table can hold.
 CUSTOM_CLASS = "custom_class"
 CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"
-METHODS_REFUSED = {"extract_hidden_states": "it drafts nothing; use jspec.load(path).target"}
+METHODS_REFUSED = {
+    "cascade": "removed, as no measurement showed a gain; use 'draft_model', or 'hybrid' with ngram",
+    "extract_hidden_states": "it drafts nothing; use jspec.load(path).target",
+}
 # Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
 # always runs on the device. "arctic" is what Arctic Inference, a plug-in of vLLM's, calls its own.
 METHOD_ALIASES = {
@@ -327,7 +323,7 @@ METHOD_OF_KEY = {
     "dflash_config": "dflash",
 }
 # So say the docs.
-METHODS_OF_OURS = dict.fromkeys((*COMBINED, "hydra", "token_recycling"), "not in vLLM")
+METHODS_OF_OURS = dict.fromkeys((HYBRID, "hydra", "token_recycling"), "not in vLLM")
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {

@@ -62,7 +62,9 @@ class CachedDrafter(TreeDrafter):
         drawing = self.drawing(request, history, params)
         frontier, logits, length = self._start(params, memory)
         feed = functools.partial(self._feed, params, memory, history)
-        draft = expand.grow(drawing, self.shape, logits, feed, frontier, unrolled=self.unrolled)
+        draft = expand.grow(
+            drawing, self.draft_tree, logits, feed, frontier, unrolled=self.unrolled
+        )
         # The first feature comes with the second token.
         return self.limit(draft, history, length > 0), memory
 
@@ -97,10 +99,10 @@ class CachedDrafter(TreeDrafter):
     @property
     def _frontier_size(self) -> tuple[int, int]:
         """Nodes of the first frontier, and slots of a round: a dynamic tree wants full width."""
-        if isinstance(self.shape, Dynamic):
-            width, slots = self.shape.top_k, (self.max_depth - 1) * self.shape.top_k
+        if isinstance(self.draft_tree, Dynamic):
+            width, slots = self.draft_tree.top_k, (self.max_depth - 1) * self.draft_tree.top_k
         else:
-            width, slots = 1, sum(width > 0 for width in self.shape.widths[1:])
+            width, slots = 1, sum(width > 0 for width in self.draft_tree.widths[1:])
         return width, max(slots, 1)  # attention reads something
 
 

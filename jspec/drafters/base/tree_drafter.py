@@ -23,8 +23,8 @@ class TreeDrafter:
       config: of the head.
       target: whose embedding and output matrix the head shares where it has none of its own.
       num_speculative_tokens: K, edges from the root to the deepest leaf.
-      tree: "chain", ``follows``, "sampled", a name in ``shapes.PUBLISHED``, or rank paths.
-      tree_size: N, nodes a row with the root; None for the tree's own, see ``shapes.requested``.
+      tree: "chain", ``follows``, "sampled", a name in ``tree_settings.PUBLISHED``, or rank paths.
+      tree_size: N, nodes a row with the root; None for the tree's own, see ``tree_settings.requested``.
       tree_depth: another name of ``num_speculative_tokens``.
       tree_top_k: children of a node at most.
       draft_sample_method: "probabilistic", "greedy" or "top_plus_one", see
@@ -71,13 +71,13 @@ class TreeDrafter:
                 f"and this one {does}: use {self.follows!r}, 'chain', 'sampled', a published tree "
                 "or paths."
             )
-        tree_settings.drawn_by(self.tree, self.shape, self.draft_sample_method)
+        tree_settings.drawn_by(self.tree, self.draft_tree, self.draft_sample_method)
         self._check_vocabulary(self.config.vocab_size)
-        object.__setattr__(self, "tree_size", self.shape.size)
+        object.__setattr__(self, "tree_size", self.draft_tree.size)
         self._check_threshold()
 
     @functools.cached_property
-    def shape(self) -> Grown:
+    def draft_tree(self) -> Grown:
         """The tree."""
         return tree_settings.requested(
             self.tree, self.num_speculative_tokens, self.tree_size, self.tree_depth, self.tree_top_k
@@ -86,19 +86,19 @@ class TreeDrafter:
     @functools.cached_property
     def method(self) -> str:
         """How children are chosen."""
-        return tree_settings.drawn_by(self.tree, self.shape, self.draft_sample_method)
+        return tree_settings.drawn_by(self.tree, self.draft_tree, self.draft_sample_method)
 
     def _check_vocabulary(self, size: int) -> None:
-        if isinstance(self.shape, BestFirst):
-            most = tree_settings.full(self.shape.max_depth, size)
-            if self.shape.size > most:
+        if isinstance(self.draft_tree, BestFirst):
+            most = tree_settings.full(self.draft_tree.max_depth, size)
+            if self.draft_tree.size > most:
                 raise ValueError(
                     f"tree_size={self.shape.size} must be at most {most}: there are no more paths "
                     f"of up to {self.max_depth} of the {size} tokens that the head knows."
                 )
             return
-        dynamic = isinstance(self.shape, Dynamic)
-        width = self.shape.top_k if dynamic else max(self.shape.widths)
+        dynamic = isinstance(self.draft_tree, Dynamic)
+        width = self.draft_tree.top_k if dynamic else max(self.draft_tree.widths)
         if width > size:
             raise ValueError(
                 f"the tree has nodes with {width} children, but the head knows only {size} tokens."
@@ -116,7 +116,7 @@ class TreeDrafter:
                 f"confidence_threshold={threshold} ends what is drafted token by token, but this "
                 "method drafts all at once; leave it out."
             )
-        if isinstance(self.shape, Dynamic) or max(self.shape.widths) > 1:
+        if isinstance(self.draft_tree, Dynamic) or max(self.draft_tree.widths) > 1:
             raise ValueError(
                 f"confidence_threshold={threshold} ends chains, but tree={self.tree!r}; leave it "
                 "out, or take tree='chain'."
@@ -125,12 +125,14 @@ class TreeDrafter:
     @property
     def node_buckets(self) -> tuple[int, ...]:
         """Node counts worth a program of their own."""
-        return tree_settings.node_buckets(self.shape.size, self.confidence_threshold is not None)
+        return tree_settings.node_buckets(
+            self.draft_tree.size, self.confidence_threshold is not None
+        )
 
     @property
     def max_depth(self) -> int:
         """K."""
-        return self.shape.max_depth
+        return self.draft_tree.max_depth
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ class TreeDrafter:
     @property
     def proposal(self) -> str:
         """The law of a node's children."""
-        return tree_settings.proposal(self.shape, self.method)
+        return tree_settings.proposal(self.draft_tree, self.method)
 
     def check_params(self, params):
         """Refuses what are no weights of such a head."""

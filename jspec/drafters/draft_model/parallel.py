@@ -126,7 +126,7 @@ class ParallelDraftModel(TreeDrafter):
             behind = taken.max() > level
             hidden, side = lax.cond(behind, lambda: feed(reach), lambda: feed(level))
         logits = next_logits(params.drafter, self.config, hidden, self.target.vocab_size)
-        draft = marginals.grow(self.drawing(request, history, params), self.shape, logits)
+        draft = marginals.grow(self.drawing(request, history, params), self.draft_tree, logits)
         draft = self.limit(draft, history, taken == unseen)
         return draft, ParallelMemory(memory.cache, side, taken)
 

@@ -4,7 +4,7 @@ The nodes whose children are wanted next are a *frontier* of F nodes; a head is 
 takes a frontier in and gives a row of logits for each of its nodes. Three kinds of trees:
 
 * ``chain``: one child a node;
-* ``ranked``: a static ``Shape``. Its children are the likeliest tokens, draws without replacement,
+* ``ranked``: a static ``StaticTree``. Its children are the likeliest tokens, draws without replacement,
   or the likeliest and one draw;
 * ``dynamic``: EAGLE-2's tree (arXiv 2406.16858), whose shape follows the head's confidence. Its
   children are the likeliest tokens: a node that was drawn may not be dropped for its value.
@@ -20,7 +20,7 @@ from jax import lax
 
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft
 from jspec.drafters.trees.drawing import Children, Drawing, largest
 from jspec.drafters.trees.tree_settings import Dynamic
@@ -49,7 +49,7 @@ class Level(NamedTuple):
 
 def grow(
     drawing: Drawing,
-    shape: Shape | Dynamic,
+    tree: StaticTree | Dynamic,
     logits: Array,
     feed: Feed,
     frontier: Frontier,
@@ -57,11 +57,11 @@ def grow(
     unrolled: bool = False,
 ) -> Draft:
     """A draft of any shape; arguments as for ``chain``, ``dynamic`` and ``ranked``."""
-    if isinstance(shape, Dynamic):
-        return dynamic(drawing, shape, logits, feed, frontier, unrolled=unrolled)
-    if max(shape.widths) == 1:
-        return chain(drawing, shape.max_depth, logits, feed, frontier, unrolled=unrolled)
-    return ranked(drawing, shape, logits, feed, frontier)
+    if isinstance(tree, Dynamic):
+        return dynamic(drawing, tree, logits, feed, frontier, unrolled=unrolled)
+    if max(tree.widths) == 1:
+        return chain(drawing, tree.max_depth, logits, feed, frontier, unrolled=unrolled)
+    return ranked(drawing, tree, logits, feed, frontier)
 
 
 def chain(
@@ -185,15 +185,17 @@ def _levels(
     return jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
 
 
-def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: Frontier) -> Draft:
+def ranked(
+    drawing: Drawing, tree: StaticTree, logits: Array, feed: Feed, frontier: Frontier
+) -> Draft:
     """A tree of a static shape; arguments as for ``chain``, but depths and slots are static."""
     parents, ranks, depths, widths = (
-        np.array(part) for part in (shape.parents, shape.ranks, shape.depth, shape.widths)
+        np.array(part) for part in (tree.parents, tree.ranks, tree.depth, tree.widths)
     )
     root = root_token(drawing.history)[:, None]
     grown = _Grown(root, jnp.ones_like(root, dtype=bool), jnp.zeros_like(root, dtype=bool))
     inner, distributions, slot = np.zeros(1, int), [], 0  # nodes of a level that have children
-    for depth in range(shape.max_depth):
+    for depth in range(tree.max_depth):
         children = drawing.children(
             logits,
             widths[inner],
@@ -222,7 +224,7 @@ def ranked(drawing: Drawing, shape: Shape, logits: Array, feed: Feed, frontier: 
         logits=jnp.concatenate(distributions, 1)[:, row] if distributions else None,
         sampled=grown.sampled if distributions else None,
         draft_to_target=drawing.draft_to_target if distributions else None,
-        max_depth=shape.max_depth,
+        max_depth=tree.max_depth,
     )
 
 

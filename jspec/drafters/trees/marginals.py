@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jspec.core import sampling
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft
 from jspec.drafters.trees import expand
 from jspec.drafters.trees.drawing import Drawing
@@ -19,13 +19,13 @@ from jspec.drafters.trees.expand import Candidates
 from jspec.drafters.trees.tree_settings import BestFirst
 
 
-def grow(drawing: Drawing, shape: Shape | BestFirst, logits: Array) -> Draft:
-    """A draft of ``shape`` from logits [B, K, Vd]: row d for the children of nodes at depth d."""
-    if isinstance(shape, BestFirst):
-        return best_first(drawing, shape, logits)
-    if max(shape.widths) == 1:
-        return chain(drawing, logits[:, : shape.max_depth])
-    return expand.ranked(drawing, shape, logits[:, :1], _next_row, logits)
+def grow(drawing: Drawing, tree: StaticTree | BestFirst, logits: Array) -> Draft:
+    """A draft of ``tree`` from logits [B, K, Vd]: row d for the children of nodes at depth d."""
+    if isinstance(tree, BestFirst):
+        return best_first(drawing, tree, logits)
+    if max(tree.widths) == 1:
+        return chain(drawing, logits[:, : tree.max_depth])
+    return expand.ranked(drawing, tree, logits[:, :1], _next_row, logits)
 
 
 def _next_row(logits: Array, drafted, parents, depth: int, slot) -> tuple[Array, Array]:

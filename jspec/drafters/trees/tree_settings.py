@@ -10,7 +10,7 @@ import itertools
 from typing import Literal
 
 from jspec.core import trees
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.util.messages import did_you_mean, shown
 
 # The names are those of the tables in EAGLE's and Medusa's repositories, behind the method's: both
@@ -102,7 +102,7 @@ class BestFirst:
             raise ValueError(f"tree_size={self.size} must be at least 2, the root included.")
 
 
-Grown = Shape | Dynamic | BestFirst  # what a tree may be
+Grown = StaticTree | Dynamic | BestFirst  # what a tree may be
 
 
 def _num_candidates(max_depth: int, top_k: int) -> int:
@@ -142,8 +142,8 @@ def requested(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     if tree not in OF_ANY_DEPTH:
-        shape = published(tree) if isinstance(tree, str) else trees.from_choices(tree)
-        return _agreeing(tree, shape, given)
+        draft_tree = published(tree) if isinstance(tree, str) else trees.from_choices(tree)
+        return _agreeing(tree, draft_tree, given)
     depth = tree_depth if num_speculative_tokens is None else num_speculative_tokens
     if depth is None:
         raise ValueError(f"tree={tree!r} needs num_speculative_tokens, the depth of its leaves.")
@@ -166,35 +166,35 @@ def requested(
     return best(tree_size or min(defaults["size"], full(depth, top_k)), depth, top_k)
 
 
-def _agreeing(tree: Tree, shape: Shape, given: dict[str, int | None]) -> Shape:
+def _agreeing(tree: Tree, draft_tree: StaticTree, given: dict[str, int | None]) -> StaticTree:
     """A shape that has a depth and size of its own; settings must not say otherwise."""
     own = {
-        "num_speculative_tokens": shape.max_depth,
-        "tree_depth": shape.max_depth,
-        "tree_size": shape.size,
-        "tree_top_k": max(shape.widths),
+        "num_speculative_tokens": draft_tree.max_depth,
+        "tree_depth": draft_tree.max_depth,
+        "tree_size": draft_tree.size,
+        "tree_top_k": max(draft_tree.widths),
     }
     for name, value in given.items():
         if value not in (None, own[name]):
             which = f"tree={tree!r}" if isinstance(tree, str) else "the tree of these paths"
             raise ValueError(f"{name}={value}, but {which} has {own[name]}; leave {name} out.")
-    return shape
+    return draft_tree
 
 
-def drawn_by(tree: Tree, shape: Grown, method: str | None) -> str:
+def drawn_by(tree: Tree, draft_tree: Grown, method: str | None) -> str:
     """How the children of a tree are chosen: by ``method``; None draws wherever that is exact.
 
     Raises:
       ValueError: the method is unknown, or would not be exact for this tree.
     """
     if method is None:
-        can_draw = isinstance(shape, Shape) and shape.gapless
+        can_draw = isinstance(draft_tree, StaticTree) and draft_tree.gapless
         return "probabilistic" if can_draw else "greedy"
     if method not in DRAFT_SAMPLE_METHODS:
         known = " or ".join(map(repr, DRAFT_SAMPLE_METHODS))
         near = did_you_mean(method, DRAFT_SAMPLE_METHODS) or "."
         raise ValueError(f"draft_sample_method={shown(method)} must be {known}{near}")
-    if not isinstance(shape, Shape) and method != "greedy":
+    if not isinstance(draft_tree, StaticTree) and method != "greedy":
         raise ValueError(
             f"draft_sample_method={method!r} is not exact for tree={tree!r}, which drops nodes for "
             "their values; leave it out, or use tree='sampled'."
@@ -204,12 +204,12 @@ def drawn_by(tree: Tree, shape: Grown, method: str | None) -> str:
             "draft_sample_method='greedy' draws nothing, but tree='sampled' asks for draws; leave "
             "it out, or choose another tree."
         )
-    if method == "top_plus_one" and max(shape.widths) < 2:
+    if method == "top_plus_one" and max(draft_tree.widths) < 2:
         raise ValueError(
             "draft_sample_method='top_plus_one' needs a tree with siblings; a chain is "
             "'probabilistic' or 'greedy'."
         )
-    if method != "greedy" and not shape.gapless:
+    if method != "greedy" and not draft_tree.gapless:
         raise ValueError(
             f"draft_sample_method={method!r} needs a tree whose siblings have the ranks 0, 1, 2, "
             "...; list the ranks left out, or use draft_sample_method='greedy'."
@@ -217,16 +217,16 @@ def drawn_by(tree: Tree, shape: Grown, method: str | None) -> str:
     return method
 
 
-def proposal(shape: Grown, method: str) -> Proposal:
+def proposal(draft_tree: Grown, method: str) -> Proposal:
     """The law of the children that ``method`` chooses."""
     if method == "greedy":
         return "point"
-    if max(shape.widths) == 1:
+    if max(draft_tree.widths) == 1:
         return "chain"
     return "top_plus_one" if method == "top_plus_one" else "without_replacement"
 
 
-def published(name: str) -> Shape:
+def published(name: str) -> StaticTree:
     """A published tree by its name.
 
     Raises:
@@ -250,7 +250,7 @@ def _paths(counts: str) -> list[tuple[int, ...]]:
     return paths
 
 
-def best(size: int, max_depth: int, top_k: int) -> Shape:
+def best(size: int, max_depth: int, top_k: int) -> StaticTree:
     """The static tree of ``size`` nodes that is expected to accept most.
 
     Where the child of rank r is the accepted one with probability a_r, whatever is above it, a node

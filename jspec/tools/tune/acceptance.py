@@ -20,7 +20,7 @@ from typing import get_args
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft, Proposal, Sharing, Tree
 from jspec.engine.batch import Answer
 from jspec.engine.plan import Plan
@@ -128,7 +128,7 @@ def _root_alone(
     return jnp.zeros_like(path), jnp.zeros_like(num_accepted), processed[:, 0]
 
 
-def rounds_of(answer: Answer, shape: Shape | None, every: bool) -> list[Round]:
+def rounds_of(answer: Answer, tree: StaticTree | None, every: bool) -> list[Round]:
     """The rounds of a row.
 
     Of a generation as it is, those whose draft could have reached past the end of the text are left
@@ -136,7 +136,7 @@ def rounds_of(answer: Answer, shape: Shape | None, every: bool) -> list[Round]:
 
     Args:
       answer: with a trace of all rounds.
-      shape: of the drafts; None where they have none: then all ranks are called 0.
+      tree: of the drafts; None where they have none: then all ranks are called 0.
       every: whether the plan was ``one_by_one``, and the rounds are those of every token.
     """
     depth, text = len(answer.accepted) - 1, answer.tokens.tolist()
@@ -145,17 +145,17 @@ def rounds_of(answer: Answer, shape: Shape | None, every: bool) -> list[Round]:
         drafted = any(token >= 0 for token in nodes[1:])
         end = len(text) if every else begin + count
         if every or begin + depth + 1 <= len(text):
-            path = _path(shape, nodes, parents, text[begin:end])
-            is_whole = shape is not None and not _widths(shape).get(path, 0)
+            path = _path(tree, nodes, parents, text[begin:end])
+            is_whole = tree is not None and not _widths(tree).get(path, 0)
             found.append(Round(path, drafted, is_whole))
         begin += count + 1
     return found
 
 
-def count(rounds: Sequence[Round], shape: Shape) -> Acceptance:
-    """Counts of all rounds, of drafts of ``shape``."""
-    widths = _widths(shape)
-    tried = np.zeros((shape.max_depth, max(shape.widths)), int)
+def count(rounds: Sequence[Round], tree: StaticTree) -> Acceptance:
+    """Counts of all rounds, of drafts of ``tree``."""
+    widths = _widths(tree)
+    tried = np.zeros((tree.max_depth, max(tree.widths)), int)
     accepted = np.zeros_like(tried)
     for each in rounds:
         for depth in range(len(each.path) + 1):
@@ -182,16 +182,16 @@ def extended(row: Recorded, chances: np.ndarray, random: np.random.Generator) ->
     return dataclasses.replace(row, rounds=found)
 
 
-def accepted_by(shape: Shape, path: Sequence[int]) -> int:
+def accepted_by(tree: StaticTree, path: Sequence[int]) -> int:
     """How many nodes of ``path`` a tree of this shape holds, from the root down."""
-    widths, length = _widths(shape), 0
+    widths, length = _widths(tree), 0
     while length < len(path) and path[length] < widths.get(tuple(path[:length]), 0):
         length += 1
     return length
 
 
 def _path(
-    shape: Shape | None, nodes: Sequence[int], parents: Sequence[int], text: Sequence[int]
+    tree: StaticTree | None, nodes: Sequence[int], parents: Sequence[int], text: Sequence[int]
 ) -> tuple[int, ...]:
     """Ranks of the nodes that hold the longest beginning of ``text``; siblings differ."""
     children = {(parents[n], nodes[n]): n for n in range(1, len(nodes)) if nodes[n] >= 0}
@@ -200,11 +200,11 @@ def _path(
         here = children.get((here, token))
         if here is None:
             break
-        path.append(0 if shape is None else shape.ranks[here])
+        path.append(0 if tree is None else tree.ranks[here])
     return tuple(path)
 
 
 @functools.lru_cache(maxsize=256)
-def _widths(shape: Shape) -> dict[tuple[int, ...], int]:
+def _widths(tree: StaticTree) -> dict[tuple[int, ...], int]:
     """The number of children of each node, by its path."""
-    return dict(zip(((), *shape.paths), shape.widths, strict=True))
+    return dict(zip(((), *tree.paths), tree.widths, strict=True))

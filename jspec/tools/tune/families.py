@@ -8,7 +8,7 @@ from typing import Any
 from jspec.api import config
 from jspec.api.build import Build, build_plan
 from jspec.core import trees
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.drafters.trees import tree_settings
 from jspec.engine import loading
@@ -38,13 +38,13 @@ class Candidate:
       family: its place in the list of families.
       name: for people.
       config: as a user would write it.
-      shape: of its drafts; None where they have no static one.
+      tree: the static tree of its drafts; None if it has none.
     """
 
     family: int
     name: str
     config: Mapping[str, Any] = dataclasses.field(hash=False)
-    shape: Shape | None
+    tree: StaticTree | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,20 +89,20 @@ class Family:
             given["tree"] = "chain"
         return Candidate(self.number, f"{self.name}, K={depth}", given, chain(depth))
 
-    def tree(self, shape: Shape) -> Candidate:
+    def tree(self, tree: StaticTree) -> Candidate:
         """A static tree."""
-        if max(shape.widths) == 1:
-            return self.chain(shape.max_depth)
-        given = {**self.given, "tree": [list(path) for path in shape.paths]}
+        if max(tree.widths) == 1:
+            return self.chain(tree.max_depth)
+        given = {**self.given, "tree": [list(path) for path in tree.paths]}
         name = f"{self.name}, tree of {shape.size} nodes, K={shape.max_depth}"
-        return Candidate(self.number, name, given, shape)
+        return Candidate(self.number, name, given, tree)
 
     @functools.cached_property
     def probe(self) -> Candidate:
         """By which acceptance is measured."""
         if self.depth is None:
             drafter = self.made(self.given).plan.drafter
-            return Candidate(self.number, self.name, self.given, _shape_of(drafter))
+            return Candidate(self.number, self.name, self.given, _static_tree(drafter))
         if not self.takes_trees:
             return self.chain(self.depth)
         full = tree_settings.full(self.depth, _TOP_K)
@@ -111,7 +111,7 @@ class Family:
         return self.tree(trees.from_choices({*paths, *spine}))
 
 
-def chain(depth: int) -> Shape:
+def chain(depth: int) -> StaticTree:
     """The shape of a chain."""
     return trees.from_choices([(0,) * length for length in range(1, depth + 1)])
 
@@ -186,7 +186,7 @@ def _family(
     depth, made = _deepest(family, settings.max_speculative_tokens)
     drafter = made.plan.drafter
     # Lookups of continuations have trees, too, but none of a static shape.
-    takes_trees = bool(settings.max_tree_size) and isinstance(_own_shape(drafter), Shape)
+    takes_trees = bool(settings.max_tree_size) and isinstance(_draft_tree(drafter), StaticTree)
     return dataclasses.replace(family, depth=depth, takes_trees=takes_trees)
 
 
@@ -205,13 +205,13 @@ def _deepest(family: Family, most: int) -> tuple[int, Build]:
     raise AssertionError(most)
 
 
-def _shape_of(drafter: Any) -> Shape | None:
+def _static_tree(drafter: Any) -> StaticTree | None:
     """The static shape of a drafter's drafts, if they have one."""
-    if isinstance(_own_shape(drafter), Shape):
-        return drafter.shape
+    if isinstance(_draft_tree(drafter), StaticTree):
+        return drafter.draft_tree
     is_chain = drafter.tree_size == drafter.max_depth + 1 and drafter.max_depth
     return chain(drafter.max_depth) if is_chain and not isinstance(drafter, Adaptive) else None
 
 
-def _own_shape(drafter: Any) -> Any:
-    return getattr(drafter, "shape", None)
+def _draft_tree(drafter: Any) -> Any:
+    return getattr(drafter, "draft_tree", None)

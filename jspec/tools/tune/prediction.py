@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 from jspec.engine.batch import Answer
 from jspec.tools.tune.acceptance import Recorded, accepted_by
 
@@ -36,7 +36,7 @@ class Passes:
 
 def play(
     recorded: Sequence[Recorded],
-    shape: Shape | None,
+    tree: StaticTree | None,
     lengths: Sequence[int],
     groups: Sequence[Sequence[int]],
     seed: int = 0,
@@ -45,7 +45,7 @@ def play(
 
     Args:
       recorded: of every prompt; where there are no rounds, those of all prompts are drawn from.
-      shape: of the drafts; None for what was recorded, as it is.
+      tree: of the drafts; None for what was recorded, as it is.
       lengths: tokens of every answer; where rounds are those of every token, they say it better.
       groups: indices of prompts that run together.
       seed: equal seeds draw equal rounds, so that shapes are compared on the same.
@@ -61,7 +61,7 @@ def play(
         played = [
             _row(
                 recorded[index] if recorded[index].rounds else every,
-                shape,
+                tree,
                 lengths[index],
                 np.random.default_rng((seed, index)),
             )
@@ -97,12 +97,12 @@ def _length(recorded: Recorded, length: int) -> int:
 
 
 def _row(
-    recorded: Recorded, shape: Shape | None, length: int, random: np.random.Generator
+    recorded: Recorded, tree: StaticTree | None, length: int, random: np.random.Generator
 ) -> list[np.ndarray]:
     """Whether there was a draft in each of a row's rounds, of many generations: bool [rounds]."""
     accepted = np.array(
         [
-            len(each.path) if shape is None else accepted_by(shape, each.path)
+            len(each.path) if tree is None else accepted_by(tree, each.path)
             for each in recorded.rounds
         ]
     )

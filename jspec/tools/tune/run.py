@@ -121,15 +121,15 @@ def _recorded(
 
 def _record(family: Family, work: Workload, num_prompts: int, settings: Settings) -> Known:
     """What is accepted of a family's drafts, row by row."""
-    build, shape = family.made(family.probe.config), family.probe.shape
+    build, tree = family.made(family.probe.config), family.probe.tree
     every = acceptance.by_position(build.plan, settings.temperature)
     plan = acceptance.one_by_one(build.plan) if every else build.plan
     plan = dataclasses.replace(plan, record_rounds=bucket(settings.max_tokens))
     answers, _ = generate(plan, build.params, work)
-    rounds = [acceptance.rounds_of(answer, shape, every) for answer in answers]
+    rounds = [acceptance.rounds_of(answer, tree, every) for answer in answers]
     counts = None
-    if shape is not None:
-        counts = acceptance.count([one for some in rounds for one in some], shape)
+    if tree is not None:
+        counts = acceptance.count([one for some in rounds for one in some], tree)
     if not every:  # what was drawn for a prompt is a sample of all its answers
         rounds = [
             [one for some in rounds[row % num_prompts :: num_prompts] for one in some]

@@ -202,11 +202,11 @@ class Search:
         if not known.is_enough:
             return []
         rows = known.rows[: len(self._lengths)]
-        play = lambda shape: prediction.play(rows, shape, self._lengths, self._work.groups)
+        play = lambda tree: prediction.play(rows, tree, self._lengths, self._work.groups)
         if family.depth is None:
             drafter = family.made(family.given).plan.drafter
             candidate = family.probe
-            return [Entry(candidate, drafter.max_depth, drafter.tree_size, play(candidate.shape))]
+            return [Entry(candidate, drafter.max_depth, drafter.tree_size, play(candidate.tree))]
         chances = known.acceptance.chances
         random = np.random.default_rng(self._settings.seed)
         rows = [extended(row, chances, random) for row in rows]
@@ -216,9 +216,9 @@ class Search:
             trees = best_trees(chances[:depth], self._settings.max_tree_size)
             for size in tree_sizes(self._settings.max_tree_size):
                 if trees.tokens[size] > -np.inf:
-                    shapes[family.tree(trees.shape(size))] = None
+                    shapes[family.tree(trees.of_size(size))] = None
         return [
-            Entry(each, each.shape.max_depth, each.shape.size, play(each.shape)) for each in shapes
+            Entry(each, each.tree.max_depth, each.tree.size, play(each.tree)) for each in shapes
         ]
 
     def _made(self, entry: Entry) -> Build:

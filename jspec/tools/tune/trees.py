@@ -17,7 +17,7 @@ import dataclasses
 import numpy as np
 
 from jspec.core import trees
-from jspec.core.trees import Shape
+from jspec.core.trees import StaticTree
 
 _NEVER = -np.inf
 
@@ -34,7 +34,7 @@ class BestTrees:
     tokens: np.ndarray
     _sizes: np.ndarray  # [D, R, n], nodes of the subtree of rank r where m nodes are left
 
-    def shape(self, size: int) -> Shape:
+    def of_size(self, size: int) -> StaticTree:
         """The tree of N = ``size`` nodes, at least 2.
 
         Raises:
@@ -92,12 +92,12 @@ def best_trees(chances: np.ndarray, most_nodes: int) -> BestTrees:
     return BestTrees(tokens, sizes)
 
 
-def expected_tokens(shape: Shape, chances: np.ndarray) -> float:
+def expected_tokens(tree: StaticTree, chances: np.ndarray) -> float:
     """Tokens that a round of this tree is expected to emit, the one after the draft included."""
-    reached = np.ones(shape.size)
-    for node in range(1, shape.size):
-        parent = shape.parents[node]
-        reached[node] = reached[parent] * chances[shape.depth[parent], shape.ranks[node]]
+    reached = np.ones(tree.size)
+    for node in range(1, tree.size):
+        parent = tree.parents[node]
+        reached[node] = reached[parent] * chances[tree.depth[parent], tree.ranks[node]]
     return float(reached.sum())
 
 

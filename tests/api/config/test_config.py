@@ -12,7 +12,6 @@ from jspec.api.config import keys as config_keys
 from jspec.api.config.keys import KEYS
 from jspec.drafters import (
     METHODS,
-    Cascade,
     DraftModel,
     Eagle,
     Medusa,
@@ -93,19 +92,6 @@ HYBRID = {
 }
 
 
-def test_a_draft_model_may_be_drafted_for():
-    given = {"method": "cascade", "parts": HYBRID["parts"]}
-    drafter = config.read(given).drafter((None, tiny.DRAFT_CONFIG), TARGET)
-    assert drafter.first == NGram(3)
-    model = config.read(DRAFT | {"num_speculative_tokens": 2}).drafter(tiny.DRAFT_CONFIG, TARGET)
-    assert drafter == Cascade.of(NGram(3), model)
-    with pytest.raises(ValueError, match="combine='choose' is not used by method='cascade'"):
-        config.read(given | {"combine": "choose"})
-    swapped = config.read({"method": "cascade", "parts": HYBRID["parts"][::-1]})
-    with pytest.raises(ValueError, match="must be a 'draft_model' that drafts token by token"):
-        swapped.drafter((tiny.DRAFT_CONFIG, None), TARGET)
-
-
 def test_the_parts_of_a_hybrid_are_configs_of_their_own():
     build = lambda **more: config.read(HYBRID | more).drafter((None, tiny.DRAFT_CONFIG), TARGET)
     assert build().parts[0] == NGram(3)
@@ -115,18 +101,12 @@ def test_the_parts_of_a_hybrid_are_configs_of_their_own():
     assert config.read(HYBRID).needs_model and not config.read(HYBRID).needs_head
 
 
-@pytest.mark.parametrize("method", ["hybrid", "cascade"])
-def test_how_a_part_drafts_is_said_in_the_part(method):
-    given = {"method": method, "parts": [NGRAM, DRAFT | {"draft_sample_method": "greedy"}]}
+def test_how_a_part_drafts_is_said_in_the_part():
+    given = {"method": "hybrid", "parts": [NGRAM, DRAFT | {"draft_sample_method": "greedy"}]}
     part = config.read(given).parts[1]
     assert part.drafter(tiny.DRAFT_CONFIG, TARGET).proposal == "point"
     with pytest.raises(ValueError, match="draft_sample_method='greedy' says of neither part how"):
         config.read(given | {"draft_sample_method": "greedy"})
-
-
-def test_the_parts_shown_to_who_gave_none_are_of_a_kind_that_works():
-    with pytest.raises(ValueError, match=r"'ngram'}, {'method': 'draft_model'"):
-        config.read({"method": "cascade"})
 
 
 @pytest.mark.parametrize(
@@ -478,6 +458,8 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         ),
         ({"method": 5}, "method=5 must be a name"),
         ({"method": "extract_hidden_states"}, "it drafts nothing"),
+        ({"method": "cascade"}, "use 'draft_model', or 'hybrid' with ngram"),
+        ({"confidence_threshold": 0.3}, "use a smaller num_speculative_tokens or adaptive_length"),
         (
             {"model": "some/draft"},
             "A speculative model was provided, but `num_speculative_tokens` was not provided",

@@ -142,15 +142,15 @@ def test_tokens_without_probability_are_no_nodes_of_a_dynamic_tree():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_node_of_a_static_tree_is_its_parents_token_of_that_rank(temperature):
     gaps = trees.from_choices([(1,), (4,), (1, 2), (4, 0), (4, 3), (4, 3, 1)])
-    for shape in (gaps, BUSH, tree_settings.requested("chain", 3)):
-        draft = jax.device_get(grow(request(B, temperature), jnp.arange(B), shape))
+    for tree in (gaps, BUSH, tree_settings.requested("chain", 3)):
+        draft = jax.device_get(grow(request(B, temperature), jnp.arange(B), tree))
         assert draft.logits is None and draft.sampled is None and draft.valid.all()
         for row in range(B):
             above = paths(draft, row)
-            for node in range(1, shape.size):
-                place = place_of(row, above[shape.parents[node]])
+            for node in range(1, tree.size):
+                place = place_of(row, above[tree.parents[node]])
                 order = np.argsort(-TABLE[place], kind="stable")
-                assert above[node][-1] == order[shape.ranks[node]]
+                assert above[node][-1] == order[tree.ranks[node]]
 
 
 def test_greedy_rows_beside_sampled_ones_take_the_likeliest_children():
@@ -173,10 +173,10 @@ def test_greedy_rows_beside_sampled_ones_take_the_likeliest_children():
 @pytest.mark.parametrize("method", ["probabilistic", "top_plus_one"])
 def test_the_recorded_law_is_the_warped_one_after_each_nodes_path(method):
     asked = request(B, 0.6, top_k=8)
-    for shape in (BUSH, tree_settings.requested("chain", 3)):
-        draft = jax.device_get(grow(asked, jnp.arange(B), shape, method))
+    for tree in (BUSH, tree_settings.requested("chain", 3)):
+        draft = jax.device_get(grow(asked, jnp.arange(B), tree, method))
         found = [paths(draft, row) for row in range(B)]
-        inner = [node for node in range(shape.size) if shape.widths[node]]
+        inner = [node for node in range(tree.size) if tree.widths[node]]
         raw = [[TABLE[place_of(row, found[row][node])] for node in inner] for row in range(B)]
         distribution = sampling.process_logits(jnp.array(raw), asked.sampling)
         np.testing.assert_allclose(draft.logits[:, inner], distribution, rtol=1e-6)
@@ -184,8 +184,8 @@ def test_the_recorded_law_is_the_warped_one_after_each_nodes_path(method):
 
 @pytest.mark.parametrize("method", ["probabilistic", "top_plus_one"])
 def test_children_beyond_the_tokens_with_weight_are_invalid_and_so_is_all_below_them(method):
-    shape = trees.from_choices([(0,), (1,), (2,), (2, 0), (0, 0), (0, 1), (0, 2)])
-    draft = jax.device_get(grow(request(B, 1.0, top_k=2), jnp.arange(B), shape, method))
+    tree = trees.from_choices([(0,), (1,), (2,), (2, 0), (0, 0), (0, 1), (0, 2)])
+    draft = jax.device_get(grow(request(B, 1.0, top_k=2), jnp.arange(B), tree, method))
     #                              root  0     1     2      00    01    02     20
     assert (draft.valid == np.array([1, 1, 1, 0, 1, 1, 0, 0], bool)).all()
     assert (draft.tokens[~draft.valid] == 0).all() and not draft.sampled[~draft.valid].any()
@@ -210,11 +210,11 @@ WEIGHTS = np.array([0.5, 0.3, 0.15, 0.05])
 @functools.cache
 def siblings(method):
     """Three children of each of two nodes at the root's children's level, in many rows."""
-    shape = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
+    tree = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
     distribution = jnp.log(jnp.asarray(WEIGHTS, jnp.float32))
     logits = jnp.broadcast_to(distribution, (ROWS, 1, 4))  # the same for all nodes
     drawing = Drawing(request(ROWS, 1.0), history(ROWS), method, "own", 4)
-    run = lambda: expand.ranked(drawing, shape, logits, constant(logits), ())
+    run = lambda: expand.ranked(drawing, tree, logits, constant(logits), ())
     return jax.device_get(jax.jit(run)())
 
 

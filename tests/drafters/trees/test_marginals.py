@@ -18,18 +18,18 @@ B, K, V = 6, 3, 5
 LOGITS = np.random.default_rng(2).normal(0, 2, (B, K, V)).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "method", "noise", "stepwise"))
-def grow(asked, logits, shape, method="probabilistic", noise="own", ids=None, stepwise=False):
+@functools.partial(jax.jit, static_argnames=("tree", "method", "noise", "stepwise"))
+def grow(asked, logits, tree, method="probabilistic", noise="own", ids=None, stepwise=False):
     vocab = V if ids is None else 20
     drawing = Drawing(asked, history(len(logits)), method, noise, vocab, ids)
     if not stepwise:
-        return marginals.grow(drawing, shape, logits)
+        return marginals.grow(drawing, tree, logits)
 
     def feed(frontier, drafted, parents, depth, slot):
         del drafted, parents, slot
         return frontier, jax.lax.dynamic_slice_in_dim(logits, depth, 1, 1)
 
-    return expand.grow(drawing, shape, logits[:, :1], feed, ())
+    return expand.grow(drawing, tree, logits[:, :1], feed, ())
 
 
 @pytest.mark.parametrize("noise", ["own", "target"])
@@ -100,10 +100,10 @@ def test_budgets_that_cannot_be_are_refused(settings, message):
 
 
 def test_a_tree_that_drops_nodes_for_their_values_draws_none():
-    shape = tree_settings.requested("best_first", 3)
-    assert shape == BestFirst(16, 3)
-    assert tree_settings.drawn_by("best_first", shape, None) == "greedy"
-    assert tree_settings.proposal(shape, "greedy") == "point"
+    tree = tree_settings.requested("best_first", 3)
+    assert tree == BestFirst(16, 3)
+    assert tree_settings.drawn_by("best_first", tree, None) == "greedy"
+    assert tree_settings.proposal(tree, "greedy") == "point"
     with pytest.raises(ValueError, match="not exact for tree='best_first'"):
-        tree_settings.drawn_by("best_first", shape, "probabilistic")
+        tree_settings.drawn_by("best_first", tree, "probabilistic")
     assert isinstance(trees.from_choices([(0,)]), tree_settings.Grown)

@@ -23,9 +23,9 @@ DEPTH_COUNTS = {
 
 @pytest.mark.parametrize("name", tree_settings.PUBLISHED)
 def test_a_published_tree_has_the_published_number_of_nodes_at_every_depth(name):
-    shape = tree_settings.published(name)
-    assert tuple(np.bincount(shape.depth)) == (1, *DEPTH_COUNTS[name])
-    assert shape.gapless
+    tree = tree_settings.published(name)
+    assert tuple(np.bincount(tree.depth)) == (1, *DEPTH_COUNTS[name])
+    assert tree.gapless
 
 
 def test_eagles_tree_has_eagles_paths():
@@ -37,9 +37,9 @@ def test_eagles_tree_has_eagles_paths():
 
 
 def test_medusas_tree_has_medusas_longest_and_last_paths():
-    shape = tree_settings.published("medusa_mc_sim_7b_63")
+    tree = tree_settings.published("medusa_mc_sim_7b_63")
     paths = [()]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
         paths.append((*paths[parent], rank))
     assert {(0, 0, 0, 0), (0, 0, 0, 1), (9, 0), (1, 6), (0, 7, 0), (1, 0, 1)} <= set(paths)
     assert not {(2, 0, 1), (1, 7), (1, 2, 0), (0, 0, 1, 0)} & set(paths)
@@ -72,11 +72,11 @@ def test_no_tree_of_a_budget_is_expected_to_accept_more_than_the_best_one(size, 
             for path in chosen
         )
     )
-    shape = tree_settings.best(size, depth, top_k)
+    tree = tree_settings.best(size, depth, top_k)
     paths = [()]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
         paths.append((*paths[parent], rank))
-    assert shape.size == size and shape.gapless and shape.max_depth <= depth
+    assert tree.size == size and tree.gapless and tree.max_depth <= depth
     assert expected_accepted(paths[1:]) == pytest.approx(max(map(expected_accepted, closed)))
 
 

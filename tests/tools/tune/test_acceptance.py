@@ -52,8 +52,8 @@ def test_passes_of_a_shape_within_are_predicted_from_the_wider_one():
     _, rounds = drawn_rounds()
     recorded = [Recorded(some, False) for some in rounds]
     lengths, groups = [400] * 8, [list(range(4)), list(range(4, 8))]
-    for shape, expected in ((chain(1), 1.7), (chain(2), 1 + 0.7 + 0.49), (BUSH, None)):
-        passes = prediction.play(recorded, shape, lengths, groups)
+    for tree, expected in ((chain(1), 1.7), (chain(2), 1 + 0.7 + 0.49), (BUSH, None)):
+        passes = prediction.play(recorded, tree, lengths, groups)
         expected = expected or 1 + 0.808571 + 0.7 * 0.808571
         assert passes.tokens_per_pass == pytest.approx(expected, rel=0.03)
         slowest = 400 / expected  # of four rows: a little more than the mean

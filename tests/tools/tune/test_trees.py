@@ -56,9 +56,9 @@ def test_the_golden_numbers_of_the_paper_s_program(chances, size, tokens):
     deep = np.tile(chances, (size - 1, 1))
     trees = best_trees(deep, size)
     assert trees.tokens[size] == pytest.approx(tokens, abs=1e-7)
-    shape = trees.shape(size)
-    assert (shape.size, shape.gapless) == (size, True)
-    assert expected_tokens(shape, deep) == pytest.approx(tokens, abs=1e-7)
+    tree = trees.of_size(size)
+    assert (tree.size, tree.gapless) == (size, True)
+    assert expected_tokens(tree, deep) == pytest.approx(tokens, abs=1e-7)
 
 
 def test_a_chain_emits_the_sum_of_the_powers():
@@ -70,16 +70,16 @@ def test_a_chain_emits_the_sum_of_the_powers():
 def test_chances_may_depend_on_the_depth():
     """Where the second token is never accepted, all nodes are children of the root."""
     trees = best_trees(np.array([[0.4, 0.3, 0.2], [0, 0, 0]]), 4)
-    assert trees.shape(4).paths == ((0,), (1,), (2,)) and trees.tokens[4] == pytest.approx(1.9)
+    assert trees.of_size(4).paths == ((0,), (1,), (2,)) and trees.tokens[4] == pytest.approx(1.9)
     deep = best_trees(np.array([[0.4, 0.01, 0.01], [0.9, 0, 0], [0.9, 0, 0]]), 4)
-    assert deep.shape(4).paths == ((0,), (0, 0), (0, 0, 0))
+    assert deep.of_size(4).paths == ((0,), (0, 0), (0, 0, 0))
 
 
 def test_sizes_that_no_tree_has_are_refused():
     trees = best_trees(np.array([[0.5, 0.2]]), 9)
     assert trees.tokens[4] == -np.inf
     with pytest.raises(ValueError, match="size=4 must be 2 to 3"):
-        trees.shape(4)
+        trees.of_size(4)
     with pytest.raises(ValueError, match="must be probabilities"):
         best_trees(np.array([[1.5]]), 4)
     with pytest.raises(ValueError, match="most_nodes=0"):
