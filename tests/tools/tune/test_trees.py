@@ -64,7 +64,7 @@ def test_the_golden_numbers_of_the_paper_s_program(chances, size, tokens):
 def test_a_chain_emits_the_sum_of_the_powers():
     chain = core_trees.from_choices([(0,) * length for length in range(1, 16)])
     assert expected_tokens(chain, np.full((15, 1), 0.7)) == pytest.approx(3.3222557, abs=1e-7)
-    assert best_trees(np.full((15, 1), 0.7), 16).shape(16) == chain
+    assert best_trees(np.full((15, 1), 0.7), 16).of_size(16) == chain
 
 
 def test_chances_may_depend_on_the_depth():
