@@ -104,14 +104,13 @@ def _dflash():
 
 
 def _mtp():
-    """One module that hands on what its norm gives, or what its block does, two of either, and
-    Qwen3-Next's."""
+    """One module that hands on what its norm gives, or what its block does, two of either."""
     names = {
         "chain": "one",
         "greedy chain": "two raw",
         "eagle2": "raw",
         "sampled": "two",
-        "top plus one": "gated",
+        "top plus one": "one",
         "paths": "raw",
     }
     two = {

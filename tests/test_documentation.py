@@ -41,7 +41,6 @@ STANDS_FOR = {
 }
 CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # stands for the target with a template, as it has none
 LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; each has tests of its own
-ELSEWHERE = "Qwen3-Next-80B"  # no embedded model is like it
 
 
 def blocks(language):
@@ -123,7 +122,7 @@ def run(text, tmp_path, monkeypatch):
 
 
 def runs(text):
-    return not is_config(text) and ELSEWHERE not in text
+    return not is_config(text)
 
 
 @pytest.mark.parametrize("text", of_kind(lambda text: runs(text) and not is_long(text)))

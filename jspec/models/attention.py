@@ -25,20 +25,15 @@ def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) ->
     """
     batch, length, _ = x.shape
     fused = affine(x, layer.qkv, layer.qkv_bias, linear)
-    heads, gate = fused.reshape(batch, length, -1, config.head_dim), None
+    heads = fused.reshape(batch, length, -1, config.head_dim)
     queries = config.qkv_sizes[0] // config.head_dim
     q, k, v = jnp.split(heads, [queries, queries + config.num_kv_heads], axis=2)
-    if config.attention_gate:  # behind the query of each head
-        q, gate = q[:, :, 0::2], q[:, :, 1::2]
     if config.qk_norm:
         q, k = config.norm(q, layer.q_norm), config.norm(k, layer.k_norm)
     q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
     q = rows_at(q, wanted)
     mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
-    mixed = mixed.swapaxes(1, 2)
-    if gate is not None:
-        mixed = mixed * jax.nn.sigmoid(rows_at(gate, wanted))
-    mixed = mixed.reshape(batch, q.shape[1], -1)
+    mixed = mixed.swapaxes(1, 2).reshape(batch, q.shape[1], -1)
     return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
 
 

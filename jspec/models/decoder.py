@@ -42,8 +42,6 @@ class DecoderConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of every query and key head before the rotation
-    attention_gate: bool = False  # what a head mixes is multiplied by the sigmoid of a gate of it
-    zero_centred_norms: bool = False  # norms multiply by 1 + their weight
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; () for none
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # of the residual stream
@@ -70,8 +68,6 @@ class DecoderConfig:
             moe=None,
             rotary_dim=None,
             windows=(),
-            attention_gate=False,
-            zero_centred_norms=False,
         )
 
     def has_experts(self, layer: int) -> bool:
@@ -80,22 +76,12 @@ class DecoderConfig:
 
     @property
     def qkv_sizes(self) -> tuple[int, int]:
-        """Widths of the queries, with their gates if any, and of the keys (or values)."""
-        queries = self.num_heads * (2 if self.attention_gate else 1)
-        return queries * self.head_dim, self.num_kv_heads * self.head_dim
+        """Widths of the queries, and of the keys (or values)."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def norm(self, x: Array, weight: Array) -> Array:
         """The RMS norm of blocks, over the last axis of x."""
-        return rms_norm(x, weight, self.norm_eps, self.zero_centred_norms)
-
-    def norm_factor(self, weight: Array) -> Array:
-        """What a norm of this weight [n] multiplies by, in float32 (or wider)."""
-        wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-        return 1 + wide if self.zero_centred_norms else wide
-
-    def norm_weight(self, size: int, dtype: jnp.dtype, factor: float | Array = 1.0) -> Array:
-        """The weight [size] of a norm that multiplies by ``factor``."""
-        return jnp.full((size,), factor - 1 if self.zero_centred_norms else factor, dtype)
+        return rms_norm(x, weight, self.norm_eps)
 
 
 @struct.dataclass
@@ -103,7 +89,7 @@ class LayerParams:
     """Weights of one block; None where the family has no such tensor."""
 
     attention_norm: Array | None  # [D]; None for a first block whose input is prepared already
-    qkv: Array | None  # [D, (H + 2 Hkv) * head_dim], 2H where gated; None for latent attention
+    qkv: Array | None  # [D, (H + 2 Hkv) * head_dim]; None for latent attention
     output: Array  # [H * head_dim, D]
     mlp_norm: Array  # [D]
     gate_up: Array  # [D, 2 * intermediate]; of a mixture, the expert that every token meets
@@ -136,7 +122,7 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
     return DecoderParams(
         embedding=normal(embedding_key, (vocab, hidden), dtype),
         layers=_init_layers(layer_keys, config, dtype),
-        norm=config.norm_weight(hidden, dtype),
+        norm=jnp.ones((hidden,), dtype),
         head=None if tied else normal(head_key, (hidden, vocab), dtype),
     )
 
@@ -173,7 +159,7 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
         return jnp.zeros((size,), dtype) if wanted else None
 
     def head_norm() -> Array | None:
-        return config.norm_weight(config.head_dim, dtype) if config.qk_norm else None
+        return jnp.ones((config.head_dim,), dtype) if config.qk_norm else None
 
     def layer(index: int) -> LayerParams:
         first, *others = keys[4 * index : 4 * index + 4]
@@ -189,9 +175,9 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
             routed = jax.random.fold_in(first, 1)
             parts["moe"] = moe.init_params(routed, config.moe, hidden, shrink, dtype)
         return LayerParams(
-            attention_norm=config.norm_weight(hidden, dtype),
+            attention_norm=jnp.ones((hidden,), dtype),
             output=normal(others[0], (config.mixed_size, hidden), dtype, shrink),
-            mlp_norm=config.norm_weight(hidden, dtype),
+            mlp_norm=jnp.ones((hidden,), dtype),
             gate_up=normal(others[1], (hidden, 2 * wide), dtype),
             down=normal(others[2], (wide, hidden), dtype, shrink),
             qkv_bias=bias(config.qkv_bias, q_size + 2 * kv_size),
@@ -293,8 +279,6 @@ def mlp(layer, config, x, linear) -> Array:
     normed = config.norm(x, layer.mlp_norm)
     if layer.moe is not None:
         shared = gated(normed, layer.gate_up, layer.down, linear)
-        if layer.moe.shared_gate is not None:
-            shared = shared * jax.nn.sigmoid(linear(normed, layer.moe.shared_gate))
         return (moe.mixture(layer.moe, config.moe, normed) + shared).astype(x.dtype)
     gate, up = jnp.split(affine(normed, layer.gate_up, layer.gate_up_bias, linear), 2, axis=-1)
     return affine(jax.nn.silu(gate) * up, layer.down, layer.down_bias, linear).astype(x.dtype)

@@ -15,15 +15,13 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 
     return (0.02 * scale * jax.random.normal(key, shape)).astype(dtype)
 
 
-def rms_norm(x: Array, weight: Array, eps: float, zero_centred: bool = False) -> Array:
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Root-mean-square norm over the last axis, computed in float32 (or wider).
 
-    It multiplies by ``weight``, after rounding to the dtype of x, or by 1 + ``weight``, before.
+    It multiplies by ``weight`` after rounding to the dtype of x.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    if zero_centred:
-        return (wide * (1 + weight.astype(wide.dtype))).astype(x.dtype)
     return wide.astype(x.dtype) * weight.astype(x.dtype)
 
 

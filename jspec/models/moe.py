@@ -1,9 +1,8 @@
-"""Mixtures of experts as DeepSeek-V3 has them (arXiv 2412.19437, section 2.1.2), GLM-4.5 and Qwen.
+"""Mixtures of experts as DeepSeek-V3 has them (arXiv 2412.19437, section 2.1.2) and GLM-4.5.
 
 A router gives every token a score in (0, 1) of each expert; the k best, by score plus a bias that
 only balances the load, are run and weighed by their scores. With groups of experts, only those of
-the best groups stand for choice; a group is as good as its two best experts. In Qwen the scores of
-all experts add up to 1 and there is no bias, and the expert that every token meets has a gate.
+the best groups stand for choice; a group is as good as its two best experts.
 
 How the experts run depends on the device, because few tokens meet many experts in speculation (8
 nodes of 4 rows with 8 of 256 experts each: 256 pairs). What must be avoided is reading experts that
@@ -19,7 +18,6 @@ nobody chose, and copying weights for every token.
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +29,6 @@ from jspec.core.types import Array
 from jspec.models.layers import normal
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens of one expert that a CPU multiplies at a time
-_SCORES = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}  # of [..., E]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +45,6 @@ class MoeConfig:
       groups_per_token: groups whose experts stand for choice.
       normalise: whether the k weights are divided by their sum.
       scale: factor on the weights.
-      scoring: sigmoid, each score for itself and a bias beside it, or softmax over all experts.
-      shared_gate: whether the expert that every token meets is weighed by the sigmoid of a gate.
     """
 
     num_experts: int
@@ -61,12 +56,8 @@ class MoeConfig:
     groups_per_token: int = 1
     normalise: bool = True
     scale: float = 1.0
-    scoring: Literal["sigmoid", "softmax"] = "sigmoid"
-    shared_gate: bool = False
 
     def __post_init__(self):
-        if self.scoring not in _SCORES:
-            raise ValueError(f"scoring={self.scoring!r} is none of {', '.join(_SCORES)}.")
         in_group = self.num_experts // self.num_groups
         if self.num_experts % self.num_groups or in_group < 2:
             raise ValueError(
@@ -87,28 +78,25 @@ class MoeParams:
     router: Array  # [D, E]
     gate_up: Array  # [E, D, 2F]
     down: Array  # [E, F, D]
-    bias: Array | None = None  # [E] float32, on the scores when experts are chosen; of sigmoid
-    shared_gate: Array | None = None  # [D, 1]
+    bias: Array  # [E] float32, added to the scores when experts are chosen
 
 
 def init_params(key: Array, moe: MoeConfig, hidden: int, shrink: float, dtype) -> MoeParams:
     """Random weights, as in ``decoder.init_params``."""
     keys, (experts, wide) = jax.random.split(key, 3), (moe.num_experts, moe.intermediate_size)
-    gate_key = jax.random.fold_in(key, 1)
     return MoeParams(
         router=normal(keys[0], (hidden, experts), dtype),
         gate_up=normal(keys[1], (experts, hidden, 2 * wide), dtype),
         down=normal(keys[2], (experts, wide, hidden), dtype, shrink),
-        bias=jnp.zeros((experts,), jnp.float32) if moe.scoring == "sigmoid" else None,
-        shared_gate=normal(gate_key, (hidden, 1), dtype) if moe.shared_gate else None,
+        bias=jnp.zeros((experts,), jnp.float32),
     )
 
 
 def route(params: MoeParams, moe: MoeConfig, x: Array) -> tuple[Array, Array]:
     """Experts int32 [T, k] of tokens x [T, D], and their weights [T, k] in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    scores = _SCORES[moe.scoring](ops.linear(x.astype(wide), params.router.astype(wide)))
-    standing = scores if params.bias is None else scores + params.bias.astype(wide)
+    scores = jax.nn.sigmoid(ops.linear(x.astype(wide), params.router.astype(wide)))
+    standing = scores + params.bias.astype(wide)
     if moe.num_groups > 1:
         groups = standing.reshape(len(x), moe.num_groups, -1)
         best = lax.top_k(groups, 2)[0].sum(-1)

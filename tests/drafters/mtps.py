@@ -15,21 +15,10 @@ import numpy as np
 from jspec.checkpoints.heads import mtp as mtp_format
 from jspec.drafters import Mtp
 from jspec.models.heads import mtp
-from jspec.models.moe import MoeConfig
 from tests import tiny
 from tests.drafters import heads
 
 _SIZES = tiny.TARGET.config
-# Blocks of Qwen3-Next's that attend; and without experts, whose choice has no gradient.
-GATED_SIZES = dataclasses.replace(
-    _SIZES,
-    rotary_dim=4,
-    qk_norm=True,
-    attention_gate=True,
-    zero_centred_norms=True,
-    moe=MoeConfig(8, 3, 12, _SIZES.intermediate_size, scoring="softmax", shared_gate=True),
-)
-_DENSE_SIZES = dataclasses.replace(GATED_SIZES, moe=None)
 CONFIGS = {
     "one": mtp_format.config_for(_SIZES, "mimo"),
     "raw": mtp_format.config_for(_SIZES, "deepseek"),
@@ -37,9 +26,6 @@ CONFIGS = {
         mtp_format.config_for(_SIZES, "deepseek", modules=2), feeds_normed=True
     ),
     "two raw": mtp_format.config_for(_SIZES, "deepseek", modules=2),
-    "gated": mtp_format.config_for(GATED_SIZES, "qwen3_next"),
-    "two gated": mtp_format.config_for(GATED_SIZES, "qwen3_next", modules=2),
-    "dense": mtp_format.config_for(_DENSE_SIZES, "qwen3_next"),
 }
 
 
@@ -89,16 +75,6 @@ def trained_params(name: str):
     return heads.fit(random_params(name), loss, 5e-3, len(windows), 150)
 
 
-@functools.cache
-def trained_gated_params():
-    """Of "gated": trained as "dense", then given small experts, and a gate near one half."""
-    [trained], moe = trained_params("dense").layers, random_params("gated").layers[0].moe
-    moe = moe.replace(down=0.1 * moe.down, shared_gate=0.1 * moe.shared_gate)
-    return trained_params("dense").replace(
-        layers=(trained.replace(moe=moe, down=2 * trained.down),)
-    )
-
-
 def reference():
     """The class in torch, which not every machine has."""
     import torch
@@ -115,8 +91,6 @@ def reference():
     class MtpRef:
         """``tensors`` of a file; those of module m's block begin with ``prefixes[m]``."""
 
-        first = 0.0  # what the embedding at position 0 is multiplied by
-
         def __init__(self, tensors, sizes, embedding, head, *, mimo, normed):
             count = sizes["num_hidden_layers"]
             names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -125,7 +99,6 @@ def reference():
             first = 0 if mimo else count
             self.prefixes = [start.format(first + k) for k in range(8)]
             self.prefixes = [p for p in self.prefixes if f"{p}.{self.names[2]}.weight" in tensors]
-            self.stems = self.prefixes
             self.blocks, self.tensors = Blocks(tensors, sizes), tensors
             self.embedding, self.head, self.mimo, self.normed = embedding, head, mimo, normed
 
@@ -152,7 +125,7 @@ def reference():
                 own = rows[step % modules]
                 own.append((count - 1 + step, out, token))
                 out = self.run(step % modules, own)[-1]
-            name = self.stems[step % modules]
+            name = self.prefixes[step % modules]
             normed = out if self.normed else self.norm(out, f"{name}.{self.names[3]}")
             return normed @ self.head.T
 
@@ -161,19 +134,19 @@ def reference():
 
         def run(self, module, rows):
             """What a module gives out over rows, everything computed anew."""
-            prefix, stem = self.prefixes[module], self.stems[module]
+            prefix = self.prefixes[module]
             positions = torch.tensor([position for position, _, _ in rows])
             f = torch.stack([feature for _, feature, _ in rows])
             e = self.embedding[torch.tensor([token for _, _, token in rows])]
-            e = torch.where(positions[:, None] == 0, self.first * e, e)
-            e = self.norm(e, f"{stem}.{self.names[0]}")
-            f = self.norm(f, f"{stem}.{self.names[1]}")
+            e = torch.where(positions[:, None] == 0, 0.0, e)
+            e = self.norm(e, f"{prefix}.{self.names[0]}")
+            f = self.norm(f, f"{prefix}.{self.names[1]}")
             x = torch.cat([f, e] if self.mimo else [e, f], -1)
-            x = self.blocks.linear(x, f"{stem}.{self.names[2]}")
+            x = self.blocks.linear(x, f"{prefix}.{self.names[2]}")
             normed = self.norm(x, f"{prefix}.input_layernorm")
             x = x + self.attention(normed, f"{prefix}.self_attn", positions)
             x = x + self.mlp(x, prefix)
-            return self.norm(x, f"{stem}.{self.names[3]}") if self.normed else x
+            return self.norm(x, f"{prefix}.{self.names[3]}") if self.normed else x
 
         def mlp(self, x, prefix):
             return self.blocks.mlp(x, prefix)
@@ -193,69 +166,3 @@ def reference():
             return self.blocks.linear(mixed, f"{name}.o_proj")
 
     return MtpRef
-
-
-def gated_reference():
-    """The class in torch for Qwen3-Next's modules, by what vLLM and transformers do."""
-    import torch
-    import torch.nn.functional as F
-
-    class GatedRef(reference()):
-        """``sizes`` also say how many features are rotated, and how many experts a token meets."""
-
-        first = 1.0
-
-        def __init__(self, tensors, sizes, embedding, head):
-            super().__init__(tensors, sizes, embedding, head, mimo=False, normed=True)
-            self.names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-            blocks = {name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}
-            self.prefixes = [f"mtp.layers.{block}" for block in sorted(blocks)]
-            self.stems = ["mtp"] * len(blocks)
-            self.rotated, self.chosen = sizes["rotated"], sizes["num_experts_per_tok"]
-
-        def norm(self, x, name):
-            weight = 1.0 + self.tensors[f"{name}.weight"]
-            return x / (x.square().mean(-1, keepdim=True) + self.blocks.eps).sqrt() * weight
-
-        def turned(self, x, positions):
-            half = self.rotated // 2
-            angle = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)
-            pair = torch.complex(x[..., :half], x[..., half : 2 * half])
-            pair = pair * torch.polar(torch.ones_like(angle), angle)[:, None]
-            return torch.cat([pair.real, pair.imag, x[..., 2 * half :]], -1)
-
-        def attention(self, x, name, positions):
-            count, heads, dim = len(x), self.blocks.heads, self.blocks.dim
-            both = self.blocks.linear(x, f"{name}.q_proj").reshape(count, heads, 2 * dim)
-            q, gate = both[..., :dim], both[..., dim:]
-            k, v = (
-                self.blocks.linear(x, f"{name}.{part}_proj").reshape(count, -1, dim)
-                for part in "kv"
-            )
-            q = self.turned(self.norm(q, f"{name}.q_norm"), positions)
-            k = self.turned(self.norm(k, f"{name}.k_norm"), positions)
-            q = q.reshape(count, k.shape[1], -1, dim)  # queries of one key head beside each other
-            scores = torch.einsum("qgnd,kgd->gnqk", q, k) / dim**0.5
-            hidden = positions > positions[:, None]
-            distributions = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-            mixed = torch.einsum("gnqk,kgd->qgnd", distributions, v).reshape(count, heads, dim)
-            return self.blocks.linear((mixed * gate.sigmoid()).flatten(1), f"{name}.o_proj")
-
-        def mlp(self, x, prefix):
-            x = self.norm(x, f"{prefix}.post_attention_layernorm")
-            distributions = self.blocks.linear(x, f"{prefix}.mlp.gate").softmax(-1)
-            every = self.expert(x, f"{prefix}.mlp.shared_expert")
-            out = self.blocks.linear(x, f"{prefix}.mlp.shared_expert_gate").sigmoid() * every
-            least = distributions.topk(self.chosen).values[:, -1:]
-            shares = torch.where(distributions >= least, distributions, 0.0)
-            shares = shares / shares.sum(-1, keepdim=True)
-            for expert, share in enumerate(shares.T):
-                found = self.expert(x, f"{prefix}.mlp.experts.{expert}")
-                out = out + share[:, None] * found
-            return out
-
-        def expert(self, x, name):
-            gate, up = (self.blocks.linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
-            return self.blocks.linear(F.silu(gate) * up, f"{name}.down_proj")
-
-    return GatedRef

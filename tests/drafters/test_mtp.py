@@ -21,28 +21,21 @@ CASES = {
     "two raw-paths": ("two raw", dict(tree=PATHS)),
     "raw-paths": ("raw", dict(tree=PATHS)),
     "two-chain": ("two", dict(num_speculative_tokens=4)),
-    "gated-chain": ("gated", dict(num_speculative_tokens=3)),
-    "two gated-paths": ("two gated", dict(tree=PATHS)),
 }
-FAST = ("one-chain", "two raw-paths", "gated-chain")
-TRAINED = {
-    "one": lambda: mtps.trained_params("one"),
-    "gated": mtps.trained_gated_params,
-}
+FAST = ("one-chain", "two raw-paths")
+TRAINED = ("one",)
 SIZES = {
     "num_hidden_layers": tiny.TARGET.config.num_layers,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_size": 32,
     "rms_norm_eps": 1e-6,
-    "rotated": 4,
-    "num_experts_per_tok": 3,
 }
 
 
 def params_of(name):
-    weights = TRAINED.get(name, lambda: mtps.random_params(name))
-    return Params(tiny.params().target, weights())
+    weights = mtps.trained_params if name in TRAINED else mtps.random_params
+    return Params(tiny.params().target, weights(name))
 
 
 @functools.cache
@@ -63,14 +56,11 @@ def reference(case, tmp_path):
 
     name, target = CASES[case][0], tiny.params().target
     # A layout says what it hands on; that the reference is told apart.
-    config, gated = mtps.CONFIGS[name], "gated" in name
+    config = mtps.CONFIGS[name]
     written = mtps.CONFIGS["two raw"] if name == "two" else config
-    sizes = mtps.GATED_SIZES if gated else tiny.TARGET.config
-    head_files.save_head(tmp_path, written, params_of(name).drafter, sizes)
+    head_files.save_head(tmp_path, written, params_of(name).drafter, tiny.TARGET.config)
     tensors = load_file(tmp_path / "model.safetensors")
     pair = (torch.tensor(np.asarray(array)) for array in (target.embedding, target.head.T))
-    if gated:
-        return mtps.gated_reference()(tensors, SIZES, *pair)
     return mtps.reference()(
         tensors, SIZES, *pair, mimo=config.hidden_first, normed=config.feeds_normed
     )
@@ -163,31 +153,13 @@ def test_as_many_tokens_as_modules_are_drafted_or_a_multiple():
         Mtp(mtps.CONFIGS["two"], tiny.TARGET, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "model_type"),
-    [
-        ("one", tiny.TARGET.config, "mimo_mtp"),
-        ("two gated", mtps.GATED_SIZES, "qwen3_next_mtp"),
-    ],
-)
-def test_files_say_which_server_class_reads_them(name, sizes, model_type, tmp_path):
-    config, params = mtps.CONFIGS[name], mtps.random_params(name)
+def test_files_say_which_server_class_reads_them(tmp_path):
+    config, params, sizes = mtps.CONFIGS["one"], mtps.random_params("one"), tiny.TARGET.config
     head_files.save_head(tmp_path, config, params, sizes)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert (raw["model_type"], raw["num_nextn_predict_layers"]) == (model_type, config.n_predict)
-    found = head_files.load_head(tmp_path, sizes, kind="mtp")
-    assert found.config == config
-    pairs = zip(jax.tree.leaves(found.params), jax.tree.leaves(params), strict=True)
+    assert (raw["model_type"], raw["num_nextn_predict_layers"]) == ("mimo_mtp", config.n_predict)
+    loaded = head_files.load_head(tmp_path, sizes, kind="mtp")
+    assert loaded.config == config
+    pairs = zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params), strict=True)
     for ours, theirs in pairs:
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_modules_are_written_with_the_names_of_their_target_alone(tmp_path):
-    gated, plain = (mtps.CONFIGS[name] for name in ("gated", "raw"))
-    with pytest.raises(ValueError, match="layout='qwen3_next' is not that of modules for this"):
-        head_files.save_head(tmp_path, gated, mtps.random_params("gated"), tiny.TARGET.config)
-    with pytest.raises(ValueError, match=r"is not that of modules for this .*'qwen3_next'"):
-        head_files.save_head(tmp_path, plain, mtps.random_params("raw"), mtps.GATED_SIZES)
-    head_files.save_head(tmp_path, plain, mtps.random_params("raw"), tiny.TARGET.config)
-    with pytest.raises(ValueError, match="is not a target's"):
-        head_files.load_head(tmp_path, None)

@@ -26,7 +26,7 @@ SIZES = dict(
 CONFIGS = {
     "plain": DecoderConfig(**SIZES),
     "windows": DecoderConfig(**SIZES, windows=(None, 3)),
-    "gated": DecoderConfig(**SIZES, attention_gate=True, qk_norm=True, rotary_dim=4),
+    "partly rotated": DecoderConfig(**SIZES, qk_norm=True, rotary_dim=4),
     "latent": DecoderConfig(**SIZES, mla=MlaConfig(16, 12, 8, 4, 8)),
     "experts": DecoderConfig(**SIZES, moe=MoeConfig(4, 2, 12, 48)),
 }

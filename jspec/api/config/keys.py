@@ -285,7 +285,6 @@ METHOD_ALIASES = {
     "deepseek_mtp": "mtp",
     "glm4_moe_mtp": "mtp",
     "mimo_mtp": "mtp",
-    "qwen3_next_mtp": "mtp",
 }
 # Their weights lie in the target's own files where no model is given.
 METHODS_IN_TARGETS = ("mtp",)
@@ -311,8 +310,6 @@ METHOD_OF_MODEL_TYPE = {
             "glm4_moe_mtp",
             "mimo",
             "mimo_mtp",
-            "qwen3_next",
-            "qwen3_next_mtp",
         ),
         "mtp",
     ),

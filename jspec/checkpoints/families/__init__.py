@@ -14,7 +14,6 @@ from jspec.checkpoints.families import (
     mistral,
     qwen2,
     qwen3,
-    qwen3_next,
 )
 from jspec.checkpoints.families.common import Family
 from jspec.models.decoder import DecoderConfig
@@ -31,11 +30,10 @@ FAMILIES = {
         mimo.FAMILY,
         deepseek_v3.FAMILY,
         glm4_moe.FAMILY,
-        qwen3_next.FAMILY,
     )
 }
 # Some of their blocks keep a state that cannot be taken back when drafts are refused.
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def find(raw: dict) -> Family:

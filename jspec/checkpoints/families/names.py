@@ -212,8 +212,9 @@ def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entr
     moe, hidden, own = config.moe, config.hidden_size, functools.partial(_entry, path, prefix)
     wide, experts = moe.intermediate_size, [f"mlp.experts.{e}" for e in range(moe.num_experts)]
     gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
-    every = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
-    entries = [
+    every = "mlp.shared_experts"
+    bias = "e_score_correction_bias"
+    return [
         own("moe.router", ("mlp.gate",), (moe.num_experts,), hidden),
         own("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=moe.num_experts),
         own(
@@ -225,20 +226,8 @@ def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entr
         ),
         own("gate_up", (f"{every}.gate_proj", f"{every}.up_proj"), (moe.shared_size,) * 2, hidden),
         own("down", (f"{every}.down_proj",), (hidden,), moe.shared_size),
+        own("moe.bias", ("mlp.gate",), (moe.num_experts,), kind=bias, float32=True),
     ]
-    if moe.scoring == "sigmoid":
-        entries.append(
-            own(
-                "moe.bias",
-                ("mlp.gate",),
-                (moe.num_experts,),
-                kind="e_score_correction_bias",
-                float32=True,
-            )
-        )
-    if moe.shared_gate:
-        entries.append(own("moe.shared_gate", (f"{every}_gate",), (1,), hidden))
-    return entries
 
 
 def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
@@ -246,8 +235,6 @@ def mtp_prefixes(config: DecoderConfig, raw: dict) -> tuple[str, ...]:
 
     A decoder does not read them; ``jspec.checkpoints.heads.mtp`` does.
     """
-    if raw.get("model_type") == "qwen3_next":
-        return ("mtp.",)  # config.json need not say how many there are
     count = raw.get("num_nextn_predict_layers") or 0
     places = [(f"layers.{config.num_layers + k}", f"mtp_layers.{k}") for k in range(count)]
     return tuple(f"model.{name}." for pair in places for name in pair)

@@ -73,7 +73,7 @@ class LoadedHead:
 
 def load_head(
     path: PathLike,
-    target_config: DecoderConfig | None,
+    target_config: DecoderConfig,
     *,
     kind: Kind | None = None,
     dtype: Any = None,
@@ -83,9 +83,7 @@ def load_head(
 
     Args:
       path: a local directory or a hub id.
-      target_config: the target: its hidden size, vocabulary and number of layers. None for MTP
-        modules in their target's files, whose config.json says it: also of a Qwen3-Next, most of
-        whose own blocks are not supported.
+      target_config: the target: its hidden size, vocabulary and number of layers.
       kind: what it should be; None takes what is there.
       dtype: float32, bfloat16 or float16; None keeps that of the file.
       embedding: the target's [V, D]: a head that brings an equal one then shares the target's,
@@ -109,12 +107,7 @@ def load_head(
         raise ValueError(
             f"{directory} holds a head of method {found!r}, not {kind!r}; ask for {found!r}"
         )
-    if target_config is None and found != "mtp":
-        raise ValueError(
-            f"a head of method {found!r} does not say all of its target; pass its target_config"
-        )
     try:
-        target_config = target_config or mtp.target_of(raw)
         config, params = head_formats.read(raw, tensors, target_config, layout, dtype, embedding)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
@@ -144,8 +137,7 @@ def save_head(
       params: weights.
       target_config: the target's sizes.
       layout: None for the most widely read one of the method: "eagle", "eagle3", "peagle",
-        "medusa-vllm", "mlp_speculator", "arctic-lstm", "hydra", "dflash", "mimo", "deepseek" or
-        "qwen3_next".
+        "medusa-vllm", "mlp_speculator", "arctic-lstm", "hydra", "dflash", "mimo" or "deepseek".
       target_name: hub id or path of the target; files of ``head_formats.NAMING_TARGETS`` name it.
       embedding: the target's [V, D], written for a head that shares it: ``speculators`` files must
         have one, and some servers need it in ``eagle3``.
@@ -270,7 +262,7 @@ def entries(config: HeadConfig, layout: Layout) -> tuple[Entry, ...]:
         return eagle.table(config, "midlayer" if layout == "eagle3" else eagle.FIRST)
     bare = FORMATS[type(config)].module.table(config, layout)
     prefix = mlp_speculator.PREFIX if layout == "mlp_speculator" else ""
-    if isinstance(config, MtpConfig) and layout != "qwen3_next":
+    if isinstance(config, MtpConfig):
         prefix = "model."
     return tuple(
         dataclasses.replace(entry, names=tuple(prefix + name for name in entry.names))

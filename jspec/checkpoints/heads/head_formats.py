@@ -45,7 +45,6 @@ Layout = Literal[
     "dflash-speculators",
     "mimo",
     "deepseek",
-    "qwen3_next",
 ]
 HeadConfig = (
     EagleConfig
@@ -95,7 +94,7 @@ FORMATS = {
     LstmSpeculatorConfig: HeadFormat("LSTM speculator", arctic, ("arctic-lstm",)),
     HydraConfig: HeadFormat("Hydra", hydra, ("hydra",)),
     DFlashConfig: HeadFormat("DFlash", dflash, ("dflash", "dflash-speculators")),
-    MtpConfig: HeadFormat("MTP", mtp, ("mimo", "deepseek", "qwen3_next")),
+    MtpConfig: HeadFormat("MTP", mtp, ("mimo", "deepseek")),
 }
 # These layouts name the target.
 NAMING_TARGETS = (
@@ -289,5 +288,4 @@ _READERS: dict[Layout, Callable] = {
     "dflash-speculators": _read_dflash,
     "mimo": _read_mtp,
     "deepseek": _read_mtp,
-    "qwen3_next": _read_mtp,
 }

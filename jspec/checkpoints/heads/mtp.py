@@ -1,8 +1,7 @@
 """MTP modules in files: the tensors' names, and what each family does its own way.
 
-Three layouts. All lie in the files of a target, where they are numbered from 0 (``mimo`` and
-``qwen3_next``) or go on from its last block (``deepseek``), or in files of their own under the same
-names:
+Two layouts. Both lie in the files of a target, where they are numbered from 0 (``mimo``) or go on
+from its last block (``deepseek``), or in files of their own under the same names:
 
   * ``mimo``: MiMo-7B, ``model.mtp_layers.k.*``. Takes [f; e], and hands on what its norm gives out.
     Here it also serves every target without names of its own: its blocks are those of Qwen2 and
@@ -10,13 +9,9 @@ names:
   * ``deepseek``: DeepSeek-V3, R1 and GLM-4.5, ``model.layers.{n + k}.*``. Takes [e; f], and hands
     on what its block gives out, without the norm: so vLLM; SGLang and transformers norm it. With as
     many tokens as modules, one in published files, the two are the same.
-  * ``qwen3_next``: Qwen3-Next, ``mtp.*``. Takes [e; f], and hands on what its norm gives out. Norms
-    and projection are one set for all modules, whose blocks are ``mtp.layers.k.*``, each a block of
-    the target's that attends.
 
 Copies of the target's embedding and output matrix, which ``deepseek`` files have, are not read: as
-in transformers, the target's own serve. The embedding at position 0 counts as zero as in vLLM: in
-``mimo`` and ``deepseek``, not in ``qwen3_next``.
+in transformers, the target's own serve. The embedding at position 0 counts as zero as in vLLM.
 """
 
 import dataclasses
@@ -27,51 +22,29 @@ from typing import Any, Literal
 import numpy as np
 
 from jspec.checkpoints import families
-from jspec.checkpoints.families import qwen3_next
 from jspec.checkpoints.families.names import Entry, block_table, blocks, nest
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.mtp import ModuleParams, MtpConfig, MtpParams
-from jspec.util.messages import shown
 
-MtpLayout = Literal["mimo", "deepseek", "qwen3_next"]
+MtpLayout = Literal["mimo", "deepseek"]
 _FIRST = {
     "mimo": re.compile(r"mtp_layers\.0\.input_proj\.weight"),
     "deepseek": re.compile(r"layers\.\d+\.eh_proj\.weight"),
-    "qwen3_next": re.compile(r"mtp\.fc\.weight"),
 }
 # Of the embedding's norm, the feature's norm, the projection and the norm at the end.
 _OWN_NAMES = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
-    "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 # What vLLM calls such modules, by the ``model_type`` of the target.
 _CLASSES = {
     "deepseek_v3": ("deepseek_mtp", "DeepSeekMTPModel"),
     "glm4_moe": ("glm4_moe_mtp", "Glm4MoeMTPModel"),
-    "qwen3_next": ("qwen3_next_mtp", "Qwen3NextMTP"),
 }
 
 
 # Reading.
-
-
-def target_of(raw: dict) -> DecoderConfig:
-    """The target in whose files the modules lie, by its config.json.
-
-    Also one whose own blocks are not all supported, but those of its modules are.
-
-    Raises:
-      ValueError: the config.json is not that of a target, or not supported.
-    """
-    if raw.get("model_type") not in families.FAMILIES:
-        raise ValueError(
-            f"config.json is not a target's (model_type {shown(raw.get('model_type'))}); pass the "
-            "target_config that the modules are for"
-        )
-    family = families.find(raw)
-    return family.read(qwen3_next.attending(raw) if family is qwen3_next.FAMILY else raw)
 
 
 def layout(tensors: Mapping[str, Any]) -> MtpLayout | None:
@@ -96,21 +69,15 @@ def read(
             "be used in another way than servers do; write them into their target's files (its "
             "`stitch`), and load that"
         )
-    if (layout == "qwen3_next") != (natural_layout(target) == "qwen3_next"):
-        raise ValueError(
-            f"the modules were made for another target: their names are those of {layout}, and "
-            f"the target's modules have those of {natural_layout(target)}"
-        )
     count, projection = 0, _OWN_NAMES[layout][2]
-    sign = "input_layernorm" if layout == "qwen3_next" else projection  # of a module
-    while f"{_prefix(layout, target.num_layers, count)}.{sign}.weight" in tensors:
+    while f"{_prefix(layout, target.num_layers, count)}.{projection}.weight" in tensors:
         count += 1
     if count == 0:
         raise ValueError(
             f"the modules were made for another target: there is none for one of "
-            f"{target.num_layers} blocks, {_prefix(layout, target.num_layers, 0)}.{sign}"
+            f"{target.num_layers} blocks, {_prefix(layout, target.num_layers, 0)}.{projection}"
         )
-    shape = tensors[f"{_stem(layout, target.num_layers, 0)}.{projection}.weight"].shape
+    shape = tensors[f"{_prefix(layout, target.num_layers, 0)}.{projection}.weight"].shape
     if shape[:1] != (target.hidden_size,):
         raise ValueError(
             f"the modules were made for another target: they are {shape[0]} wide where the target "
@@ -127,30 +94,24 @@ def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> Mt
         network,
         (target.num_layers,),
         hidden_first=layout == "mimo",
-        zero_first=layout != "qwen3_next",
         feeds_normed=layout != "deepseek",
-        one_stem=layout == "qwen3_next",
     )
 
 
 def layout_of(config: MtpConfig) -> MtpLayout:
     """The layout that says of modules what they are."""
-    if config.one_stem:
-        return "qwen3_next"
     return "mimo" if config.hidden_first else "deepseek"
 
 
 def natural_layout(target: DecoderConfig) -> MtpLayout:
     """The layout of modules in the files of ``target``."""
-    if target.attention_gate:
-        return "qwen3_next"
     return "mimo" if target.moe is None and target.mla is None else "deepseek"
 
 
 def own(config: MtpConfig, tensors: Mapping[str, Any], layout: MtpLayout) -> dict[str, Any]:
     """The tensors of the modules alone, without those of the target and the copies of them."""
-    stems = [_stem(layout, config.capture_layers[0], k) for k in range(config.num_stems)]
-    copies = {f"{stem}.{name}" for stem in stems for name in _COPIES if layout != "qwen3_next"}
+    stems = [_prefix(layout, config.capture_layers[0], k) for k in range(config.n_predict)]
+    copies = {f"{stem}.{name}" for stem in stems for name in _COPIES}
     starts = tuple(f"{stem}." for stem in stems)
     return {
         name: tensor
@@ -165,8 +126,8 @@ def own(config: MtpConfig, tensors: Mapping[str, Any], layout: MtpLayout) -> dic
 def table(config: MtpConfig, layout: MtpLayout) -> tuple[Entry, ...]:
     """Names of the modules' tensors, without ``model.``."""
     hidden, first, entries = config.hidden_size, config.capture_layers[0], []
-    for module in range(config.num_stems):
-        stem = _stem(layout, first, module)
+    for module in range(config.n_predict):
+        stem = _prefix(layout, first, module)
         at = lambda field, module=module: ("modules", module, field)
         names = [(f"{stem}.{name}.weight",) for name in _OWN_NAMES[layout]]
         entries += [
@@ -182,13 +143,7 @@ def table(config: MtpConfig, layout: MtpLayout) -> tuple[Entry, ...]:
 
 def _prefix(layout: MtpLayout, num_layers: int, module: int) -> str:
     """How the names of a module's block begin."""
-    place = {"mimo": f"mtp_layers.{module}", "qwen3_next": f"mtp.layers.{module}"}
-    return place.get(layout, f"layers.{num_layers + module}")
-
-
-def _stem(layout: MtpLayout, num_layers: int, module: int) -> str:
-    """How the names of its norms and its projection begin."""
-    return "mtp" if layout == "qwen3_next" else _prefix(layout, num_layers, module)
+    return f"mtp_layers.{module}" if layout == "mimo" else f"layers.{num_layers + module}"
 
 
 def assemble(entries: tuple[Entry, ...], arrays: list) -> MtpParams:
@@ -229,11 +184,6 @@ def check(config: MtpConfig, layout: MtpLayout, target: DecoderConfig) -> None:
     Raises:
       ValueError: the layout cannot express the modules, or they are not for ``target``.
     """
-    if (layout == "qwen3_next") != (natural_layout(target) == "qwen3_next"):
-        raise ValueError(
-            f"layout={layout!r} is not that of modules for this target; write "
-            f"{natural_layout(target)!r}"
-        )
     same = config_for(target, layout, config.n_predict)
     work = ("cache_dtype", "activation_dtype", "attention")
     plain = lambda c: dataclasses.replace(

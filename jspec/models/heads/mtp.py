@@ -16,9 +16,8 @@ So a module reads, slot by slot, the token that the first reads, and what the mo
 a slot earlier; its first slots are missing. Published targets have one module, and to draft more
 tokens it reads its own output, as a recurrent net does.
 
-Families differ in the order of e and f, in whether what is handed on has passed norm', in the
-embedding at position 0, and in whether every module has norms and W of its own; ``mtp_format``
-knows which has what.
+The embedding at position 0 counts as zero. Families differ in the order of e and f, and in whether
+what is handed on has passed norm'; ``jspec.checkpoints.heads.mtp`` reads which.
 """
 
 import dataclasses
@@ -44,27 +43,18 @@ class MtpConfig(NetworkSizes):
       network: the modules' blocks, one each, so ``num_layers`` modules; sizes are the target's.
       capture_layers: the target's last hidden state, after its final norm.
       hidden_first: whether ``projection`` takes [f; e] and not [e; f].
-      zero_first: whether the embedding of a text's first row, at position 0, counts as zero.
       feeds_normed: whether a module hands on norm' y, and not y.
-      one_stem: whether modules differ in their blocks alone, norms and projection being shared.
     """
 
     network: DecoderConfig
     capture_layers: tuple[int, ...]
     hidden_first: bool = False
-    zero_first: bool = True
     feeds_normed: bool = True
-    one_stem: bool = False
 
     @property
     def n_predict(self) -> int:
         """Number of modules, M."""
         return self.network.num_layers
-
-    @property
-    def num_stems(self) -> int:
-        """How many sets of norms and projection there are."""
-        return 1 if self.one_stem else self.n_predict
 
     @property
     def target_vocab_size(self) -> int:
@@ -86,15 +76,15 @@ class ModuleParams:
 class MtpParams:
     """Weights of M modules; embedding and output matrix are the target's."""
 
-    modules: tuple[ModuleParams, ...]  # one where they are shared
+    modules: tuple[ModuleParams, ...]
     layers: tuple[LayerParams, ...]
 
 
 def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -> MtpParams:
     """Random weights: normal, 0.02 wide."""
-    layers_key, *keys = jax.random.split(key, 1 + config.num_stems)
+    layers_key, *keys = jax.random.split(key, 1 + config.n_predict)
     hidden = config.hidden_size
-    one = config.network.norm_weight(hidden, dtype)
+    one = jnp.ones((hidden,), dtype)
     draw = lambda key: (0.02 * jax.random.normal(key, (2 * hidden, hidden))).astype(dtype)
     return MtpParams(
         modules=tuple(ModuleParams(one, one, draw(key), one) for key in keys),
@@ -133,9 +123,8 @@ def run(
       [B, T, D], what the module hands on, and what ``unembed`` takes. Of ``wanted`` alone
       [B, M, D].
     """
-    network, own = config.network, stem(params, config, module)
-    if config.zero_first:
-        embedded = jnp.where((positions == 0)[..., None], 0, embedded)
+    network, own = config.network, params.modules[module]
+    embedded = jnp.where((positions == 0)[..., None], 0, embedded)
     e = network.norm(embedded, own.embedding_norm)
     f = network.norm(features, own.hidden_norm)
     pair = [f, e] if config.hidden_first else [e, f]
@@ -143,11 +132,6 @@ def run(
     cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
     x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear, wanted)
     return network.norm(x, own.norm) if config.feeds_normed else x
-
-
-def stem(params: MtpParams, config: MtpConfig, module: int) -> ModuleParams:
-    """Norms and projection of a module."""
-    return params.modules[0 if config.one_stem else module]
 
 
 def take_in(
@@ -225,7 +209,7 @@ def normed(params: MtpParams, config: MtpConfig, module: int, hidden: Array) -> 
     """What a module gave out [..., D], as the target's output matrix takes it."""
     if config.feeds_normed:
         return hidden
-    return config.network.norm(hidden, stem(params, config, module).norm)
+    return config.network.norm(hidden, params.modules[module].norm)
 
 
 def unembed(

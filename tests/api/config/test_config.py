@@ -251,7 +251,7 @@ def test_a_method_that_is_not_built_names_those_that_work(method):
 
 
 @pytest.mark.parametrize(
-    "method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp"]
+    "method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp"]
 )
 def test_modules_in_the_targets_files_need_no_model(method):
     for given in ({}, {"num_speculative_tokens": 2}, {"model": "some/modules"}):
@@ -259,7 +259,7 @@ def test_modules_in_the_targets_files_need_no_model(method):
         assert (read.method, read.model, read.needs_head) == ("mtp", given.get("model"), True)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "mimo", "mimo_mtp", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "mimo", "mimo_mtp"])
 def test_a_model_with_modules_of_its_own_drafts_with_them_as_in_vllm(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert config.read({"model": str(tmp_path), "num_speculative_tokens": 1}).method == "mtp"
