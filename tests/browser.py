@@ -1,4 +1,4 @@
-"""A real browser, headless, for the pages that jspec writes: where there is one."""
+"""A headless browser for tests of the HTML pages that jspec writes; optional."""
 
 import html
 import re
@@ -12,12 +12,12 @@ BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 needed = pytest.mark.skipif(
     BROWSER is None, reason=f"no browser was found: none of {', '.join(NAMES)} is in PATH"
 )
-# Whatever is seen of the page, once it stands still.
+# Stores the visible text of the loaded page.
 _READ = "<script>document.body.dataset.seen = document.body.innerText;</script>"
 
 
 def opened(page, folder, *options, fragment="", window="1000,900"):
-    """Opens a page from a file, with a console that stays empty; returns what was printed."""
+    """Open a page from a file, check that the console stays empty, and return the output."""
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
     command = [
@@ -34,12 +34,12 @@ def opened(page, folder, *options, fragment="", window="1000,900"):
     ran = subprocess.run(command, capture_output=True, timeout=120)
     log = ran.stderr.decode(errors="replace")
     assert ran.returncode == 0, log
-    # What a script complains of, or what its policy forbids, is said on the console.
+    # Script errors and violations of the content policy appear on the console.
     assert "CONSOLE" not in log, log
     return ran.stdout.decode()
 
 
 def seen(page, folder, **settings):
-    """The text that a reader sees: what is hidden or folded is not in it."""
+    """Return the visible text of a page, without hidden or folded parts."""
     document = opened(page + _READ, folder, "--dump-dom", **settings)
     return html.unescape(re.search(r'<body[^>]* data-seen="([^"]*)"', document)[1])

@@ -1,23 +1,22 @@
-"""Targets and drafters small enough to know everything about.
+"""Targets and drafters whose distributions are known exactly.
 
 Targets (``params.target`` is a table of logits):
 
-* ``ToyTarget``: the law of a token depends on the token before it. Equal rows: context-free.
-* ``PrefixTarget``: the law depends on every token of the prefix, read from a real KV cache, so a
-  single misplaced, missing or stale slot changes the text.
+* ``ToyTarget``: a token's distribution depends on the token before it. Equal rows: context-free.
+* ``PrefixTarget``: the distribution depends on every token of the prefix, read from a real KV
+  cache, so a single misplaced, missing or stale slot changes the text.
 
-Drafters that know the answer (``params.drafter`` is a ``Script``: the text that plain decoding
-gives, prompt included). They are point masses:
+Deterministic drafters that know the text (``params.drafter`` is a ``Script``: the output of plain
+decoding, prompt included):
 
 * ``OracleDrafter``: always right.          * ``NeverRightDrafter``: always wrong.
 * ``RandomDrafter``: right half the time.   * ``RandomLengthDrafter``: right, 0 to K tokens long.
 * ``ScriptedDrafter``: any of the four, row by row.
-* ``BushDrafter``: a tree with at most one right child a node, at a changing rank.
-* ``OnePassDrafter``: what it knows are logits, of which a tree is grown.
+* ``BushDrafter``: a tree with at most one right child per node, at a changing rank.
+* ``OnePassDrafter``: a tree expanded from logits that peak at the text.
 
-``TableDrafter`` draws a chain from a table of its own (``params.drafter``, float [V, V], the law of
-a token given the one before it) and records the laws it drew from. ``TreeTableDrafter`` draws a
-tree from it.
+``TableDrafter`` draws a chain from its own table (``params.drafter``, float [V, V]: logits of a
+token given the one before it) and records the distributions. ``TreeTableDrafter`` draws a tree.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ from jspec.engine.batch import Answer, advance, read, start
 
 @dataclasses.dataclass(frozen=True)
 class ToyTarget:
-    """The law after a token is a row of ``params`` [V, V]; the cache has a length and no layers."""
+    """The logits after a token are its row of ``params`` [V, V]; the cache has no layers."""
 
     vocab_size: int
     max_positions: int = 4096
@@ -61,10 +60,10 @@ class ToyTarget:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixTarget(ToyTarget):
-    """The law after a node is the row of ``params`` [M, V] that a hash of its prefix names.
+    """The logits after a node are the row of ``params`` [M, V] at the hash of its prefix.
 
-    The one layer of the cache keeps token ids, so the hash is only right if every committed token
-    lies in its slot, once.
+    The single layer of the cache stores token ids. So the hash is right only if every committed
+    token is in its slot, once.
     """
 
     def init_cache(self, batch, capacity):
@@ -74,31 +73,31 @@ class PrefixTarget(ToyTarget):
         tree = trees.broadcast(tree, tokens.shape[0])
         committed = cache.layers[0].k[:, 0, :, 0]
         slots = jnp.arange(committed.shape[1])
-        held = slots < cache.length[:, None]
-        prefix = jnp.where(held, _mark(committed, slots), 0).sum(1, dtype=jnp.uint32)
+        readable = slots < cache.length[:, None]
+        prefix = jnp.where(readable, _mark(committed, slots), 0).sum(1, dtype=jnp.uint32)
         nodes = _mark(tokens, cache.length[:, None] + tree.depth)
         above = trees.unpack_bits(tree.ancestors, tokens.shape[1])
-        own = jnp.where(above, nodes[:, None, :], 0).sum(-1, dtype=jnp.uint32)
-        row = _scramble(prefix[:, None] + own) % params.shape[0]
+        path = jnp.where(above, nodes[:, None, :], 0).sum(-1, dtype=jnp.uint32)
+        row = _scramble(prefix[:, None] + path) % params.shape[0]
         entry = tokens[:, None, :, None]
         return TargetOutput(params[row], (), (kv_cache.AttentionKV(entry, entry),))
 
 
 def _scramble(x: Array) -> Array:
-    """A uint32 hash whose every output bit depends on every input bit."""
+    """Return a uint32 hash of which every bit depends on every bit of x."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
 def _mark(tokens: Array, positions: Array) -> Array:
-    """A number for "this token stands at this position"."""
+    """Return a hash of a token and its position."""
     word = tokens.astype(jnp.uint32) * jnp.uint32(65537) + positions.astype(jnp.uint32)
     return _scramble(word + jnp.uint32(0x9E3779B9))
 
 
 def table(key: int, rows: int, vocab_size: int, scale: float = 1.5) -> Array:
-    """Random logits [rows, V] for a target or a ``TableDrafter``."""
+    """Return random logits [rows, V] for a target or a ``TableDrafter``."""
     return scale * jax.random.normal(jax.random.key(key), (rows, vocab_size))
 
 
@@ -107,11 +106,11 @@ def table(key: int, rows: int, vocab_size: int, scale: float = 1.5) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Chain:
-    """What all chains of K tokens without a memory share."""
+    """A drafter of chains of K tokens without a memory."""
 
     num_speculative_tokens: int
     capture_layers = ()
-    proposal = "point"
+    proposal = "deterministic"
     noise = "own"
 
     @property
@@ -132,7 +131,7 @@ class _Chain:
         return memory, shared
 
     def _draft(self, history, drafted, length=None, logits=None):
-        """A chain of ``drafted`` [B, K], the first ``length`` [B] of them valid (None: all)."""
+        """Return a chain of ``drafted`` [B, K]; the first ``length`` [B] are valid (None: all)."""
         valid = jnp.ones(drafted.shape, bool)
         if length is not None:
             valid = jnp.arange(drafted.shape[1]) < length[:, None]
@@ -145,7 +144,7 @@ class _Chain:
         )
 
     def _length(self, request, history):
-        """0 to K, by a hash of row key and position: no drafted value has a say."""
+        """Return 0 to K, by a hash of row key and position, so that no drafted token matters."""
         words = jax.random.key_data(request.keys)[:, -1]
         hashed = _scramble(words + history.length.astype(jnp.uint32))
         return (hashed % (self.num_speculative_tokens + 1)).astype(jnp.int32)
@@ -156,7 +155,7 @@ RIGHT, WRONG, RANDOM, RANDOM_LENGTH = range(4)
 
 @struct.dataclass
 class Script:
-    """The text that plain decoding gives each row, and how a ``ScriptedDrafter`` uses it."""
+    """The text of plain decoding of each row, and how a ``ScriptedDrafter`` uses it."""
 
     tokens: Array  # [B, T] int32
     kind: Array  # [B] int32
@@ -164,7 +163,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True)
 class OnePassDrafter(_Chain):
-    """A head that guesses all K tokens at once and knows the text of a ``script``, of any tree."""
+    """A head that predicts the K tokens of a ``Script`` in one pass, expanded to any tree."""
 
     vocab_size: int
     tree: str | tuple = "chain"
@@ -179,19 +178,19 @@ class OnePassDrafter(_Chain):
         return self.draft_tree.size
 
     def propose(self, params, request, shared, memory, history):
-        place = history.length[:, None] + jnp.arange(self.max_depth)
-        said = jnp.take_along_axis(params.drafter.tokens, place, 1, mode="clip")
-        logits = 9.0 * jax.nn.one_hot(said, self.vocab_size)
+        positions = history.length[:, None] + jnp.arange(self.max_depth)
+        tokens = jnp.take_along_axis(params.drafter.tokens, positions, 1, mode="clip")
+        logits = 9.0 * jax.nn.one_hot(tokens, self.vocab_size)
         drawing = Drawing(request, history, "greedy", "own", self.vocab_size)
         return marginals.grow(drawing, self.draft_tree, logits), memory
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedDrafter(_Chain):
-    """Drafts from ``params.drafter``, a ``Script``; wrong tokens are the next in the vocabulary.
+    """A drafter from a ``Script``; a wrong token is the right one plus 1.
 
     ``kind`` is RIGHT, WRONG, RANDOM (each token right with probability a half) or RANDOM_LENGTH
-    (right, but 0 to K tokens long) for every row, or None for what the script says of each row.
+    (right, but 0 to K tokens long) for every row; None takes the script's ``kind`` of each row.
     """
 
     vocab_size: int = 2
@@ -203,9 +202,9 @@ class ScriptedDrafter(_Chain):
         positions = history.length[:, None] + jnp.arange(self.num_speculative_tokens)
         answer = jnp.take_along_axis(params.drafter.tokens, positions, 1, mode="clip")
         words = jax.random.key_data(request.keys)[:, -1:]
-        uniform = _scramble(words + positions.astype(jnp.uint32)) % 2 == 0
-        off = (kind == WRONG) | (kind == RANDOM) & uniform
-        drafted = jnp.where(off, (answer + 1) % self.vocab_size, answer)
+        heads = _scramble(words + positions.astype(jnp.uint32)) % 2 == 0
+        wrong = (kind == WRONG) | (kind == RANDOM) & heads
+        drafted = jnp.where(wrong, (answer + 1) % self.vocab_size, answer)
         length = jnp.where(
             kind[:, 0] == RANDOM_LENGTH, self._length(request, history), self.max_depth
         )
@@ -220,9 +219,9 @@ RandomLengthDrafter = functools.partial(ScriptedDrafter, kind=RANDOM_LENGTH)
 
 @dataclasses.dataclass(frozen=True)
 class BushDrafter(_Chain):
-    """A static tree: siblings hold neighbouring tokens, of which at most one is right.
+    """A drafter of a static tree: siblings are consecutive token ids, at most one of them right.
 
-    ``parents`` as in ``topology``; ``num_speculative_tokens`` is its depth. ``params.drafter`` is a
+    ``parents`` as in ``trees``; ``num_speculative_tokens`` is the depth. ``params.drafter`` is a
     ``Script``, whose ``kind`` is not used.
     """
 
@@ -249,7 +248,7 @@ class BushDrafter(_Chain):
 
 @dataclasses.dataclass(frozen=True)
 class TableDrafter(_Chain):
-    """Draws a chain from the table ``params.drafter`` [V, V], warped as the target is.
+    """A drafter that samples a chain from ``params.drafter`` [V, V], processed like the target.
 
     ``ragged`` cuts chains to 0..K tokens by a hash of the row's key and the position.
     """
@@ -267,8 +266,8 @@ class TableDrafter(_Chain):
             index, uniform = step
             distribution = sampling.process_logits(params.drafter[token], request.sampling)
             if target_draws:
-                place = history.length + index
-                token = sampling.draw_target(distribution, request.sampling, request.keys, place)
+                position = history.length + index
+                token = sampling.draw_target(distribution, request.sampling, request.keys, position)
             else:
                 token = sampling.draw(distribution, uniform)
             return token, (token, distribution)
@@ -285,10 +284,10 @@ class TableDrafter(_Chain):
 
 @dataclasses.dataclass(frozen=True)
 class TreeTableDrafter(_Chain):
-    """Draws a static tree from the table that ``TableDrafter`` draws from, children in order.
+    """A drafter that samples a static tree from the table of ``TableDrafter``, children in order.
 
-    ``parents`` as in ``topology``; ``num_speculative_tokens`` is its depth. Siblings are drawn
-    without replacement, or with it where ``proposal`` is "iid".
+    ``parents`` as in ``trees``; ``num_speculative_tokens`` is the depth. Siblings are drawn without
+    replacement.
     """
 
     parents: tuple[int, ...] = (-1, 0)
@@ -299,7 +298,7 @@ class TreeTableDrafter(_Chain):
         return len(self.parents)
 
     def propose(self, params, request, shared, memory, history):
-        place = history.length - 1
+        root_position = history.length - 1
         drafted = [root_token(history)] + [None] * (self.tree_size - 1)
         distributions = []
         for node in range(self.tree_size):
@@ -307,7 +306,9 @@ class TreeTableDrafter(_Chain):
             distributions.append(distribution)
             family = [child for child, up in enumerate(self.parents) if up == node]
             for child, token in zip(
-                family, self._draw(request, place, node, distribution, len(family)), strict=True
+                family,
+                self._draw(request, root_position, node, distribution, len(family)),
+                strict=True,
             ):
                 drafted[child] = token
         drafted = jnp.stack(drafted, 1)
@@ -319,14 +320,9 @@ class TreeTableDrafter(_Chain):
             max_depth=self.max_depth,
         ), memory
 
-    def _draw(self, request, place, node, distribution, count):
-        if self.proposal == "iid":
-            nodes = self.tree_size * node + jnp.arange(count)
-            noise = sampling.node_noise(request.keys, place, nodes, distribution.shape[-1])
-            return list(sampling.argmax(distribution[:, None] + noise).T)
-        noise = sampling.node_noise(request.keys, place, jnp.array([node]), distribution.shape[-1])[
-            :, 0
-        ]
+    def _draw(self, request, root_position, node, distribution, count):
+        vocab = distribution.shape[-1]
+        noise = sampling.node_noise(request.keys, root_position, jnp.array([node]), vocab)[:, 0]
         return list(lax.top_k(distribution + noise, count)[1].T) if count else []
 
 
@@ -334,7 +330,7 @@ class TreeTableDrafter(_Chain):
 
 
 def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
-    """Sampling settings for ``batch`` rows; each argument is a number or one a row."""
+    """Return sampling settings of ``batch`` rows; each argument is a number, or one per row."""
     fill = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))
     used = {
         "temperature": np.any(np.asarray(temperature) > 0),
@@ -342,25 +338,23 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
         "top_k": np.any(np.asarray(top_k) > 0),
         "top_p": np.any(np.asarray(top_p) < 1),
     }
+    values = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
     return Sampling(
-        fill(temperature, jnp.float32),
-        fill(min_p, jnp.float32),
-        fill(top_k, jnp.int32),
-        fill(top_p, jnp.float32),
+        {name: fill(value, sampling.FILTERS[name].dtype) for name, value in values.items()},
         names=tuple(name for name in sampling.FILTERS if used[name]),
     )
 
 
 def run_rows(plan, params: Params, rows, rounds=None, filters=None) -> list[Answer]:
-    """Decodes ``rows`` as one batch, in their order (a script needs to know its rows)."""
+    """Decode ``rows`` as one batch in their order, which a script relies on."""
     batch = start(plan, params, rows, filters=filters)
     return read(advance(plan, params, batch, rounds))
 
 
 def script(rows, answers, kind=RIGHT, length=64) -> Script:
-    """The script for ``rows``: prompts and answers, in ``length`` slots; ``kind`` for all or each.
+    """Return the script of ``rows``: prompts and answers in ``length`` slots; ``kind`` per row.
 
-    Padded to a power of two rows, as ``start`` pads the batch.
+    The rows are padded to a power of two, like the batch of ``start``.
     """
     size = 1
     while size < len(rows):

@@ -1,7 +1,7 @@
-"""A tiny target and draft model as checkpoints with a tokenizer, for tests of the front doors.
+"""Checkpoints of a tiny target and draft model with a tokenizer, for tests of ``LLM`` and the CLI.
 
-Opened once a session and shared by every ``LLM``. To share programs too, tests run four prompts of
-at most 17 tokens for 17 to 32 tokens, some rows sampled and some greedy.
+Each is opened once per session. To share programs too, tests run four prompts of at most 17 tokens
+for 17 to 32 tokens, some rows sampled and some greedy.
 """
 
 import functools
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
 )
-VOCAB = 320  # the models' tables are padded past the tokenizer's 300 tokens
+VOCAB = 320  # the embeddings are padded past the tokenizer's 300 tokens
 _SIZES = dict(num_kv_heads=1, head_dim=8, max_positions=256)
 TARGET = decoder.DecoderConfig(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, **_SIZES
@@ -45,7 +45,7 @@ DRAFT = decoder.DecoderConfig(
 
 
 def write_tokenizer(directory: Path, *, size: int = 300, chat_template: str | None = None) -> None:
-    """A byte-level BPE tokenizer with one special token, id 0."""
+    """Write a byte-level BPE tokenizer with one special token, id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def write_tokenizer(directory: Path, *, size: int = 300, chat_template: str | No
 
 
 def write_model(directory: Path, config: decoder.DecoderConfig, seed: int) -> None:
-    """Random weights, large enough for peaked and varied laws."""
+    """Write random weights, large enough for peaked and varied distributions."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(
         functools.partial(decoder.init_params, config=config), jax.random.key(0)
@@ -75,7 +75,7 @@ def write_model(directory: Path, config: decoder.DecoderConfig, seed: int) -> No
 
 
 def write_eagle3_head(directory: Path) -> None:
-    """A random head for ``TARGET``."""
+    """Write a random EAGLE-3 head for ``TARGET``."""
     config = eagle.EagleConfig(
         TARGET, 3, (0,), TARGET.hidden_size, TARGET.vocab_size, separate_head=True
     )
@@ -85,7 +85,7 @@ def write_eagle3_head(directory: Path) -> None:
 
 @functools.cache
 def checkpoints(root: Path) -> dict[str, Path]:
-    """The directories of target and draft model under ``root``, written when first asked for."""
+    """Return the directories of target and draft model under ``root``, written on first use."""
     paths = {"target": root / "target", "draft": root / "draft"}
     write_model(paths["target"], TARGET, 0)
     write_model(paths["draft"], DRAFT, 1)
@@ -96,13 +96,13 @@ def checkpoints(root: Path) -> dict[str, Path]:
 
 @functools.cache
 def loaded(root: Path) -> dict[str, jspec.LoadedModel]:
-    """The two models, opened."""
+    """Return the two loaded models."""
     return {name: jspec.load(path) for name, path in checkpoints(root).items()}
 
 
 @functools.cache
 def llm(root: Path, method: str) -> jspec.LLM:
-    """One ``LLM`` a method, with detailed statistics; ``coupled`` is a rule of draft_model's."""
+    """Return the ``LLM`` of a method; "coupled" is draft_model with that rule."""
     both = loaded(root)
     draft = {"model": both["draft"], "num_speculative_tokens": 3}
     settings = {

@@ -1,6 +1,6 @@
-"""Generates plainly on one device, drafting with the batch cut over eight; one line of JSON a case.
+"""Generation on one device without drafts, and on eight with drafts; prints one JSON per case.
 
-Run by tests/test_reproducibility.py in a process of its own, where a CPU stands in for eight.
+tests/test_reproducibility.py runs this in a process where one CPU simulates eight devices.
 """
 
 import json
@@ -19,13 +19,13 @@ MESH = Mesh(np.array(jax.devices()), ("data",))
 
 
 def spread(tree, batch):
-    """The arrays cut by rows, where they have ``batch`` of them; others are copied."""
+    """Shard arrays of ``batch`` rows by rows; replicate the others."""
 
-    def place(x):
+    def put(x):
         axes = ("data",) if x.ndim and x.shape[0] == batch else ()
         return jax.device_put(x, NamedSharding(MESH, PartitionSpec(*axes)))
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(put, tree)
 
 
 def texts(batch):
@@ -38,11 +38,11 @@ def main():
         ("bfloat16", BatchInvariantDecoder(tiny.TARGET.config)),
     ):
         params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), tiny.params())
-        plan, asked = Plan(target, tiny.NGRAM, "coupled"), rows()
+        plan, sequences = Plan(target, tiny.NGRAM, "coupled"), rows()
         plain = Plan(target, tiny.NONE)
-        one = advance(plain, params, start(plain, params, asked))
-        cut = spread(start(plan, params, asked), len(asked))
-        eight = advance(plan, spread(params, -1), cut)
+        one = advance(plain, params, start(plain, params, sequences))
+        sharded = spread(start(plan, params, sequences), len(sequences))
+        eight = advance(plan, spread(params, -1), sharded)
         print(
             json.dumps(
                 {

@@ -1,12 +1,12 @@
-"""Programs as users compile them, whatever ``conftest`` tells XLA to leave out."""
+"""Compilation with the options of users, not with the faster ones of ``conftest``."""
 
 import jaxlib
 
-# An unknown flag ends the process, so what later versions may have dropped is set in known ones.
+# XLA ends the process at an unknown flag, and later versions may drop this one.
 EMITTERS_CAN_BE_CHOSEN = jaxlib.version.__version_info__ < (0, 11)
 
 
 def compiled(lowered):
-    """A lowered program, compiled by the passes that choose fusions and copies for users."""
+    """Compile a lowered program with the fusion and copy passes that users get."""
     options = {"xla_cpu_use_fusion_emitters": True} if EMITTERS_CAN_BE_CHOSEN else {}
     return lowered.compile(options)

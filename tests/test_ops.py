@@ -1,4 +1,4 @@
-"""Rows of tables are those rows, to the bit and with their gradient, however wide their numbers."""
+"""Tests of the embedding lookup: exact rows and gradients in every dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,15 @@ IDS = np.array([[3, 0, 6], [6, 6, 1]], np.int32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
-def test_rows_of_a_table_are_those_of_numpy(dtype):
+def test_look_up_equals_numpy_indexing(dtype):
     table = np.random.default_rng(0).standard_normal((7, 5)).astype(dtype)
-    found = jax.jit(ops.look_up)(table, IDS)
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(found), table[IDS])
+    rows = jax.jit(ops.look_up)(table, IDS)
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(rows), table[IDS])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_that_is_looked_up_twice_has_the_gradient_of_both(dtype):
+def test_the_gradient_of_a_repeated_row_adds_up(dtype):
     loss = lambda table: (ops.look_up(table, IDS).astype(jnp.float32) * 2).sum()
     gradient = jax.grad(loss)(jnp.ones((7, 5), dtype))
     assert gradient.dtype == dtype

@@ -1,4 +1,4 @@
-"""One tiny target and one tiny draft model, shared by every test so that programs compile once."""
+"""A tiny target and draft model, shared by all tests so that programs compile once."""
 
 import functools
 
@@ -40,13 +40,13 @@ GREEDY_DRAFT = DraftModel(DRAFT_CONFIG, 4, draft_sample_method="greedy")
 
 
 def _loud(params):
-    """Random weights large enough for peaked, varied distributions."""
+    """Scale random weights up, for peaked and varied distributions."""
     return jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
 
 
 @functools.cache
 def params() -> Params:
-    """Weights of the target and of the draft model."""
+    """Return the weights of the target and of the draft model."""
     return Params(
         _loud(decoder.init_params(jax.random.key(0), TARGET.config)),
         _loud(decoder.init_params(jax.random.key(1), DRAFT_CONFIG)),
@@ -54,6 +54,6 @@ def params() -> Params:
 
 
 def prompts(lengths=(1, 9, 23)) -> list[tuple[int, ...]]:
-    """Random prompts, one of each length."""
+    """Return random prompts, one of each length."""
     rng = np.random.default_rng(5)
     return [tuple(rng.integers(0, VOCAB, size=length).tolist()) for length in lengths]

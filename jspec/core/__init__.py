@@ -1,1 +1,1 @@
-"""Arrays and values of a round: trees, caches, histories, sampling. It knows no method, model or file."""
+"""The arrays of a round: trees, caches, histories, sampling. Free of methods, models and files."""

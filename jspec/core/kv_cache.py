@@ -1,11 +1,11 @@
-"""The KV cache: one buffer a layer, head-major, every row with its own length.
+"""The KV cache: one head-major buffer per layer, and a length per row.
 
     slot      0 ........ length-1 | length ...... S-1
               committed, readable | never read
 
-Keys and values of a round's nodes live outside the cache until the verdict; ``append`` is the only
-write. It is a ``dynamic_update_slice`` a row, the one idiom that XLA keeps in place on CPU, GPU
-and TPU alike, and it clamps at the end of the buffer: allocate K + 1 slots more than needed.
+The keys and values of a round's nodes stay outside the cache until the verdict; ``append`` is the
+only write. It is one ``dynamic_update_slice`` per row, which XLA keeps in place on CPU, GPU and
+TPU. The slice clamps at the end of the buffer, so allocate K + 1 slots more than needed.
 """
 
 from typing import Any
@@ -20,34 +20,34 @@ from jspec.core.types import Array, Verdict
 
 @struct.dataclass
 class AttentionKV:
-    """Keys and values of one layer."""
+    """The keys and values of one layer."""
 
     k: Array  # [B, Hkv, S, D]
     v: Array  # [B, Hkv, S, D]
 
     def holding(self, k: Array, v: Array) -> "AttentionKV":
-        """An entry of other slots, as this one would hold them."""
+        """Return an entry of k and v [B, Hkv, n, D] in this entry's dtypes."""
         return AttentionKV(k.astype(self.k.dtype), v.astype(self.v.dtype))
 
 
 @struct.dataclass
 class LatentKV:
-    """What latent attention keeps of one layer: keys that are their own values."""
+    """The latents of one layer of latent attention, which serve as keys and values."""
 
     latent: Array  # [B, 1, S, D]
 
     @property
     def k(self) -> Array:
-        """Keys."""
+        """The keys."""
         return self.latent
 
     @property
     def v(self) -> Array:
-        """Values, the same buffer."""
+        """The values, which are the same buffer."""
         return self.latent
 
     def holding(self, k: Array, v: Array) -> "LatentKV":
-        """An entry of other slots, as this one would hold them; ``v`` is ``k``."""
+        """Return an entry of k [B, 1, n, D] in this entry's dtype; ``v`` is ``k``."""
         del v
         return LatentKV(k.astype(self.latent.dtype))
 
@@ -57,9 +57,9 @@ Entry = AttentionKV | LatentKV
 
 @struct.dataclass
 class KVCache:
-    """A layer-wise tuple of entries and the number of committed slots of each row.
+    """The entries of all layers, and the number of committed slots of each row.
 
-    An entry is any pytree of buffers [B, Hkv, S, D] that share S; ``Hkv`` and ``D`` may be 1.
+    An entry is any pytree of buffers [B, Hkv, S, D] that share S. Hkv and D may be 1.
     """
 
     layers: tuple[Any, ...]
@@ -69,7 +69,7 @@ class KVCache:
 def allocate(
     num_layers: int, batch: int, num_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype
 ) -> KVCache:
-    """An empty cache of ``capacity`` slots a row."""
+    """Return an empty cache of ``capacity`` slots per row."""
     shape = (batch, num_heads, capacity, head_dim)
     layers = tuple(
         AttentionKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers)
@@ -80,34 +80,32 @@ def allocate(
 def allocate_latent(
     num_layers: int, batch: int, capacity: int, width: int, dtype: jnp.dtype
 ) -> KVCache:
-    """An empty cache of latents of ``width`` numbers."""
+    """Return an empty cache of latents with ``width`` features."""
     shape = (batch, 1, capacity, width)
     layers = tuple(LatentKV(jnp.zeros(shape, dtype)) for _ in range(num_layers))
     return KVCache(layers, jnp.zeros((batch,), jnp.int32))
 
 
 def append(cache: KVCache, new: tuple[Any, ...], rows: Array, count: Array) -> KVCache:
-    """Writes ``rows`` [B, R] of ``new`` after each row's prefix; the first ``count`` [B] are kept.
+    """Append slots ``rows`` [B, R] of the entries ``new`` to each row's prefix.
 
-    All R rows are written, but only ``count`` of them become readable. Rows that keep nothing write
-    to the end of the buffer: where the write goes then depends on the verdict, so XLA must put it
-    after every read of the round, and need not copy the cache to reorder them.
+    All R slots are written, but only the first ``count`` [B] become readable. Rows with count 0
+    write to the end of the buffer. This makes the write address depend on the verdict, so XLA
+    schedules the write after every read of the round and does not copy the cache.
     """
     buffers = jax.tree.leaves(cache.layers)
     capacity = buffers[0].shape[2] if buffers else 0
     start = jnp.where(count > 0, cache.length, capacity - rows.shape[1])
 
-    def put(buffer: Array, fresh: Array) -> Array:
-        def one(buffer: Array, fresh: Array, rows: Array, start: Array) -> Array:
-            fresh = fresh[:, rows].astype(buffer.dtype)
-            return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
+    @jax.vmap
+    def write(buffer: Array, fresh: Array, rows: Array, start: Array) -> Array:
+        fresh = fresh[:, rows].astype(buffer.dtype)
+        return lax.dynamic_update_slice_in_dim(buffer, fresh, start, axis=1)
 
-        return jax.vmap(one)(buffer, fresh, rows, start)
-
-    layers = jax.tree.map(put, cache.layers, new)
+    layers = jax.tree.map(lambda *pair: write(*pair, rows, start), cache.layers, new)
     return KVCache(layers, cache.length + count)
 
 
 def commit(cache: KVCache, tree_kv: tuple[Any, ...], verdict: Verdict) -> KVCache:
-    """Keeps the root and the accepted nodes; the other branches are simply never written."""
+    """Append the root and the accepted nodes. Rejected nodes are never readable."""
     return append(cache, tree_kv, verdict.path, verdict.num_emitted)

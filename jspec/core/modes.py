@@ -1,8 +1,8 @@
-"""One of several ways to draft, chosen on the device: only the chosen one runs.
+"""A switch between several propose functions, on the device: only the selected one runs.
 
-What a branch of a program returns is copied, so no cache and no weights may leave one. A way to
-draft takes a drafter's memory and returns a ``Draft`` and the memory that the round leaves: of
-this only the leaves that it has replaced are taken out of the branch.
+XLA copies the outputs of a branch, so neither caches nor weights may leave one. A propose function
+takes a drafter's memory and returns a ``Draft`` and the new memory. Only the leaves that it
+replaced leave the branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Array, Draft, History, Memory, Params
 
-BACKLOG = 16  # tokens a round that a network which sat out takes in; hardly dearer than two
+BACKLOG = 16  # missed tokens that a paused network prefills per round; costs hardly more than two
 
 Propose = Callable[[Memory], tuple[Draft, Memory]]
 
 
 def root_alone(history: History) -> Propose:
-    """Drafting nothing."""
+    """Return a propose function that drafts nothing but the root."""
 
     def propose(memory: Memory) -> tuple[Draft, Memory]:
         root = root_token(history)[:, None]
@@ -33,20 +33,20 @@ def root_alone(history: History) -> Propose:
 
 
 def switch(
-    index: Array, ways: Sequence[Propose], memory: Memory, params: Params
+    index: Array, proposers: Sequence[Propose], memory: Memory, params: Params
 ) -> tuple[Draft, Memory]:
-    """Drafts as ``ways[index]`` does; smaller drafts are filled up to the size of the largest.
+    """Draft by ``proposers[index]``; smaller drafts are padded to the size of the largest.
 
     Args:
       index: int32 [].
-      ways: their drafts are alike: all chains or none, of one law. A draft of the root alone goes
-        with any.
-      memory: what each is given.
-      params: of the drafter, which may turn up in a draft.
+      proposers: all draft chains, or none does, with one kind of proposal. A draft of the root
+        alone goes with any.
+      memory: the drafter's, passed to each.
+      params: weights, of which ``draft_to_target`` may appear in a draft.
     """
-    if len(ways) == 1:
-        return ways[0](memory)
-    runs = [_Branch(way, memory, params) for way in ways]
+    if len(proposers) == 1:
+        return proposers[0](memory)
+    runs = [_Branch(propose, memory, params) for propose in proposers]
     drafts = [run.draft for run in runs]
     like = max(drafts, key=lambda draft: draft.tokens.shape[1])
     like = like.replace(max_depth=max(draft.max_depth for draft in drafts))
@@ -57,8 +57,8 @@ def switch(
     branches = [lambda run=run: run(like, changed) for run in runs]
     draft, fresh = lax.switch(index, branches)
     leaves, structure = jax.tree.flatten(memory)
-    for place, leaf in zip(changed, fresh, strict=True):
-        leaves[place] = leaf
+    for position, leaf in zip(changed, fresh, strict=True):
+        leaves[position] = leaf
     if isinstance(like.parents, np.ndarray):
         draft = draft.replace(parents=like.parents)
     draft = draft.replace(
@@ -68,40 +68,40 @@ def switch(
 
 
 def widen(x: Array, axis: int, size: int) -> Array:
-    """``x`` with zeros up to ``size`` along ``axis``: branches give out equal shapes."""
+    """Pad ``x`` with zeros to ``size`` along ``axis``: branches must return equal shapes."""
     missing = [(0, 0)] * x.ndim
     missing[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, missing)
 
 
 class _Branch:
-    """A way to draft: what comes out of it, and how to run it."""
+    """One propose function: the shapes of its draft, and the call inside a branch."""
 
-    def __init__(self, way: Propose, memory: Memory, params: Params):
-        self._way, self._memory = way, memory
-        self._known = {id(leaf): leaf for leaf in jax.tree.leaves((memory, params))}
-        self.changed: list[int] = []  # leaves of the memory
+    def __init__(self, propose: Propose, memory: Memory, params: Params):
+        self._propose, self._memory = propose, memory
+        self._inputs = {id(leaf): leaf for leaf in jax.tree.leaves((memory, params))}
+        self.changed: list[int] = []  # indices of the memory's leaves that it replaces
         self.vocabulary: Array | None = None
         self._parents: np.ndarray | None = None
         shapes, _ = jax.eval_shape(self._run)
         self.draft = shapes if self._parents is None else shapes.replace(parents=self._parents)
 
     def _run(self) -> tuple[Draft, list[Array]]:
-        draft, memory = self._way(self._memory)
+        draft, memory = self._propose(self._memory)
         before, after = jax.tree.leaves(self._memory), jax.tree.leaves(memory)
         pairs = enumerate(zip(before, after, strict=True))
-        self.changed = [place for place, (old, new) in pairs if old is not new]
+        self.changed = [position for position, (old, new) in pairs if old is not new]
         if isinstance(draft.parents, np.ndarray):
             self._parents = draft.parents
             draft = draft.replace(parents=None)
-        # An argument of the program: to return it would be to copy it.
-        self.vocabulary = self._known.get(id(draft.draft_to_target))
+        # The branch must not return this input of the program: that would copy it.
+        self.vocabulary = self._inputs.get(id(draft.draft_to_target))
         if draft.draft_to_target is not None and self.vocabulary is None:
-            raise ValueError("draft_to_target must be an array of the drafter's params as it lies.")
+            raise ValueError("draft_to_target must be an array of the drafter's params, unchanged.")
         return draft.replace(draft_to_target=None), after
 
     def __call__(self, like: Draft, changed: list[int]) -> tuple[Draft, list[Array]]:
-        """The draft, shaped ``like`` this one, and the leaves ``changed`` by any branch."""
+        """Return the draft padded to the shapes of ``like``, and the memory leaves ``changed``."""
         draft, after = self._run()
         static = isinstance(like.parents, np.ndarray)
         if not static and draft.parents is None:
@@ -109,22 +109,22 @@ class _Branch:
                 parents=jnp.broadcast_to(self._parents, draft.tokens.shape).astype(jnp.int32)
             )
         draft = Draft(
-            tokens=filled(draft.tokens, like.tokens),
-            parents=None if static else filled(draft.parents, like.parents),
-            valid=filled(draft.valid, like.valid),
-            logits=filled(draft.logits, like.logits),
-            sampled=filled(draft.sampled, like.sampled),
-            score=filled(draft.score, like.score),
+            tokens=padded(draft.tokens, like.tokens),
+            parents=None if static else padded(draft.parents, like.parents),
+            valid=padded(draft.valid, like.valid),
+            logits=padded(draft.logits, like.logits),
+            sampled=padded(draft.sampled, like.sampled),
+            score=padded(draft.score, like.score),
             max_depth=like.max_depth,
         )
-        return draft, [after[place] for place in changed]
+        return draft, [after[position] for position in changed]
 
 
-def filled(part: Array | None, like: Any) -> Array | None:
-    """A part of a draft with zeros for the nodes that it lacks beside ``like``, or altogether."""
+def padded(field: Array | None, like: Any) -> Array | None:
+    """Pad a field of a draft with zeros to the shape of ``like``; None stays or becomes zeros."""
     if like is None:
         return None
-    if part is None:
+    if field is None:
         return jnp.zeros(like.shape, like.dtype)
-    missing = [(0, wanted - have) for wanted, have in zip(like.shape, part.shape, strict=True)]
-    return jnp.pad(part, missing).astype(like.dtype)
+    missing = [(0, size - have) for size, have in zip(like.shape, field.shape, strict=True)]
+    return jnp.pad(field, missing).astype(like.dtype)

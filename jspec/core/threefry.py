@@ -1,8 +1,8 @@
 """Threefry-2x32 with 20 rounds (Salmon et al., SC'11), as plain arithmetic.
 
-The same function as ``jax.random``'s generator, bit for bit. Spelled out, it fuses with what
-consumes the bits: on a CPU, JAX's own primitive is a loop over arrays in memory, measured 5 to 13
-times slower at V = 4096; on an accelerator, noise of [B, N, V] never needs to exist.
+The function is that of ``jax.random``'s generator, bit for bit. As plain arithmetic it fuses with
+the consumer of the bits, so noise [B, N, V] is never materialised on an accelerator. On a CPU,
+JAX's own primitive loops over arrays in memory: measured 5 to 13 times slower at V = 4096.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ _PARITY = 0x1BD11BDA
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Encrypts a two-word counter with a two-word key: uint32 arrays that broadcast together."""
+    """Encrypt a two-word counter with a two-word key; all words are uint32 and broadcast."""
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     x, y = counter[0] + words[0], counter[1] + words[1]
     for group in range(1, 6):

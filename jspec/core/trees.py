@@ -1,35 +1,35 @@
-"""Trees of drafted nodes: from parents to depths and ancestor sets.
+"""Draft trees: parents, depths and ancestor sets.
 
 Node 0 is the root and parents precede their children, so a chain is ``[-1, 0, ..., K-1]``.
-Ancestor sets are bits in uint32 words, node j in bit ``j % 32`` of word ``j // 32``: N = 64 nodes
-need two words a row where a dense mask over the cache would need thousands of entries.
+Ancestor sets are bits in uint32 words, node j in bit ``j % 32`` of word ``j // 32``. So N = 64
+nodes need two words per row, and no dense mask over the cache.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array, Tree
 from jspec.util.messages import shown
+from jspec.util.values import is_whole
 
 WORD = 32
-MOST_NODES = 1024  # of a tree that is asked for: its nodes see each other through an N x N mask
+MOST_NODES = 1024  # limit on tree_size: attention among the nodes takes an N x N mask
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticTree:
-    """A static tree of ranks: node i holds its parent's child of rank ``ranks[i]``.
+    """A draft tree whose structure is fixed: node i is child ``ranks[i]`` of ``parents[i]``.
 
-    Nodes are sorted by (depth, path), so parents precede children, siblings ascend by rank and
-    every level is one run of nodes. Hashable: a setting of drafters.
+    Nodes are sorted by (depth, path). So parents precede children, siblings ascend by rank, and the
+    nodes of a depth are contiguous. Hashable, so that drafters can hold one.
 
     Attributes:
-      parents: -1 at the root, then one a node.
-      ranks: 0 for the likeliest (or first drawn) child of a parent; 0 at the root.
+      parents: node ids, -1 for the root.
+      ranks: 0 for the likeliest (or first drawn) child of a node; 0 for the root.
     """
 
     parents: tuple[int, ...]
@@ -37,12 +37,12 @@ class StaticTree:
 
     @property
     def size(self) -> int:
-        """N, the root included."""
+        """N, root included."""
         return len(self.parents)
 
     @functools.cached_property
     def depth(self) -> tuple[int, ...]:
-        """Edges above each node."""
+        """Number of edges from the root to each node."""
         depth = [0]
         for parent in self.parents[1:]:
             depth.append(depth[parent] + 1)
@@ -50,17 +50,17 @@ class StaticTree:
 
     @property
     def max_depth(self) -> int:
-        """Edges from the root to the deepest leaf."""
+        """K, the number of edges from the root to the deepest leaf."""
         return self.depth[-1]
 
     @functools.cached_property
     def num_children(self) -> tuple[int, ...]:
-        """Children of each node."""
+        """Number of children of each node."""
         return tuple(np.bincount(np.array(self.parents[1:], int), minlength=self.size).tolist())
 
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
-        """One more than the highest rank among the children of each node."""
+        """Highest rank among the children of each node, plus one; 0 for leaves."""
         widths = [0] * self.size
         for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
             widths[parent] = max(widths[parent], rank + 1)
@@ -68,7 +68,7 @@ class StaticTree:
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The rank path of every drafted node: what ``from_choices`` takes."""
+        """The rank path of every drafted node, as ``from_choices`` takes them."""
         paths: list[tuple[int, ...]] = [()]
         for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
             paths.append((*paths[parent], rank))
@@ -76,15 +76,15 @@ class StaticTree:
 
     @property
     def gapless(self) -> bool:
-        """Whether the children of every node have the ranks 0, 1, 2, ... without a gap."""
+        """True if the children of every node have the ranks 0, 1, 2, ..."""
         return self.widths == self.num_children
 
 
 def from_choices(paths: Iterable[Sequence[int]]) -> StaticTree:
-    """The tree of a list of rank paths, as Medusa and EAGLE publish theirs.
+    """Return the tree of a list of rank paths, the form in which Medusa and EAGLE publish trees.
 
-    A path names a node by the ranks that lead to it: ``(0, 1)`` is the second child of the root's
-    first. The root is not listed.
+    A path names a node by the ranks on the way to it: ``(0, 1)`` is the second child of the root's
+    first child. The root is not listed.
 
     >>> from_choices([(0,), (1,), (0, 0), (0, 1)])
     StaticTree(parents=(-1, 0, 0, 1, 1), ranks=(0, 0, 1, 0, 1))
@@ -92,17 +92,17 @@ def from_choices(paths: Iterable[Sequence[int]]) -> StaticTree:
     ((0,), (1,), (0, 1))
 
     Raises:
-      ValueError: a path is no list of ranks, stands twice, or lacks its parent; or there is none.
+      ValueError: a path is not a list of ranks, is repeated, or lacks its parent; or none is given.
     """
-    given = [_path(path) for path in paths]
-    if not 1 <= len(given) < MOST_NODES:
+    checked = [_check_path(path) for path in paths]
+    if not 1 <= len(checked) < MOST_NODES:
         raise ValueError(
-            f"a tree needs at least one path, such as (0,), and has {MOST_NODES - 1} at most; got "
-            f"{len(given)}."
+            f"a tree needs at least one path, such as (0,), and at most {MOST_NODES - 1}; got "
+            f"{len(checked)}."
         )
-    ordered = sorted(set(given), key=lambda path: (len(path), path))
-    if len(ordered) < len(given):
-        twice = next(path for path in ordered if given.count(path) > 1)
+    ordered = sorted(set(checked), key=lambda path: (len(path), path))
+    if len(ordered) < len(checked):
+        twice = next(path for path in ordered if checked.count(path) > 1)
         raise ValueError(f"path {shown(list(twice))} of the tree is listed twice.")
     index = {(): 0} | {path: node for node, path in enumerate(ordered, 1)}
     for path in ordered:
@@ -115,17 +115,15 @@ def from_choices(paths: Iterable[Sequence[int]]) -> StaticTree:
     return StaticTree(parents, (0, *(path[-1] for path in ordered)))
 
 
-def _path(path: Sequence[int]) -> tuple[int, ...]:
+def _check_path(path: Sequence[int]) -> tuple[int, ...]:
     is_path = isinstance(path, Sequence) and not isinstance(path, str) and len(path) > 0
-    if not is_path or not all(
-        isinstance(rank, Integral) and not isinstance(rank, bool) and rank >= 0 for rank in path
-    ):
+    if not is_path or not all(is_whole(rank, 0) for rank in path):
         raise ValueError(f"path {shown(path)} of a tree must be a list of ranks, such as [0, 1].")
     return tuple(int(rank) for rank in path)
 
 
 def chain(depth: int) -> np.ndarray:
-    """Parents of a chain of ``depth`` drafted nodes under a root: int32 [depth + 1].
+    """Return the parents of a chain with ``depth`` drafted nodes, int32 [depth + 1].
 
     >>> chain(3)
     array([-1,  0,  1,  2], dtype=int32)
@@ -134,7 +132,7 @@ def chain(depth: int) -> np.ndarray:
 
 
 def is_chain(parents: Array | np.ndarray) -> bool:
-    """Whether ``parents`` are known to be a chain's: static, each node behind the one before it.
+    """Return whether ``parents`` are those of a static chain.
 
     >>> is_chain(chain(3)), is_chain(np.array([-1, 0, 0]))
     (True, False)
@@ -144,9 +142,9 @@ def is_chain(parents: Array | np.ndarray) -> bool:
 
 
 def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
-    """The tree of ``parents`` ([N] or [B, N], -1 at the root), at most ``max_depth`` edges deep.
+    """Return the tree of ``parents`` ([N] or [B, N], -1 for the root), at most ``max_depth`` deep.
 
-    A NumPy array gives NumPy constants, which XLA folds; a traced array gives traced values.
+    A NumPy array gives NumPy constants, which XLA folds. A traced array gives traced values.
 
     >>> tree = from_parents(np.array([-1, 0, 0, 1]), max_depth=2)
     >>> tree.depth
@@ -162,7 +160,7 @@ def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
 
 
 def _reach_static(above: np.ndarray) -> np.ndarray:
-    """bool [..., N, N]: row by row, a node reaches itself and what its parent reaches."""
+    """Return bool [..., N, N]: a node reaches itself and every node that its parent reaches."""
     reach = np.zeros((*above.shape, above.shape[-1]), bool)
     reach[..., 0, 0] = True
     for node in range(1, above.shape[-1]):
@@ -173,7 +171,7 @@ def _reach_static(above: np.ndarray) -> np.ndarray:
 
 
 def _reach_traced(above: Array, max_depth: int) -> Array:
-    """The same in few operations: squaring the reach of i edges gives that of 2 i edges."""
+    """Return the same in few operations: squaring the reach of i edges gives that of 2i edges."""
     num_nodes = above.shape[-1]
     reach = jnp.eye(num_nodes, dtype=bool) | (above[..., None] == jnp.arange(num_nodes))
     span = 1
@@ -184,7 +182,7 @@ def _reach_traced(above: Array, max_depth: int) -> Array:
 
 
 def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:
-    """Packs bool [..., N] into uint32 words [..., W]."""
+    """Pack bool [..., N] into uint32 words [..., W]."""
     xp = np if isinstance(mask, np.ndarray) else jnp
     num_words = -(-mask.shape[-1] // WORD)
     missing = num_words * WORD - mask.shape[-1]
@@ -194,14 +192,14 @@ def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:
 
 
 def unpack_bits(words: Array | np.ndarray, num_nodes: int) -> Array | np.ndarray:
-    """Inverse of ``pack_bits``: uint32 [..., W] to bool [..., num_nodes]."""
+    """Unpack uint32 words [..., W] to bool [..., num_nodes], the inverse of ``pack_bits``."""
     xp = np if isinstance(words, np.ndarray) else jnp
     bits = (words[..., None] >> xp.arange(WORD, dtype=xp.uint32)) & xp.uint32(1)
     return bits.reshape(*words.shape[:-1], -1)[..., :num_nodes] > 0
 
 
 def within(tree: Tree, window: int) -> Array | np.ndarray:
-    """Ancestor words [..., N, W] of a sliding window: a node sees fewer than ``window`` edges up.
+    """Return the ancestor words [..., N, W] of nodes fewer than ``window`` edges up.
 
     >>> within(from_parents(chain(3), max_depth=3), window=2)[..., 0]
     array([ 1,  3,  6, 12], dtype=uint32)
@@ -212,19 +210,16 @@ def within(tree: Tree, window: int) -> Array | np.ndarray:
 
 
 def broadcast(tree: Tree, batch: int) -> Tree:
-    """Gives every array of ``tree`` a leading axis of ``batch`` rows, if it has none.
-
-    NumPy constants stay such.
-    """
+    """Return ``tree`` with a leading axis of ``batch`` rows, if it has none. NumPy stays NumPy."""
     if tree.depth.ndim == 2:
         return tree
     xp = np if isinstance(tree.depth, np.ndarray) else jnp
-    lead = lambda x: xp.broadcast_to(x, (batch, *x.shape))
-    return Tree(lead(tree.parents), lead(tree.depth), lead(tree.ancestors), tree.max_depth)
+    arrays = (tree.parents, tree.depth, tree.ancestors)
+    return Tree(*(xp.broadcast_to(x, (batch, *x.shape)) for x in arrays), tree.max_depth)
 
 
 def first_nodes(tree: Tree, count: int) -> Tree:
-    """The tree of the first ``count`` nodes (parents precede children, so it is closed)."""
+    """Return the tree of the first ``count`` nodes; parents precede children, so it is closed."""
     words = -(-count // WORD)
     return Tree(
         tree.parents[..., :count],

@@ -1,15 +1,20 @@
-"""The pytrees that travel through a round, and the protocols of what can be swapped.
+"""The pytrees of a speculative round, and the protocols of everything that can be swapped.
+
+A round is: the drafter proposes a tree of tokens, the target scores all its nodes in one pass, a
+rule accepts a path and draws one more token, and target and drafter commit the result.
 
 Shape letters, used everywhere in jspec::
 
     B  rows of the batch                      N  nodes of a draft, root included
     K  deepest drafted node (max_depth)       T  length of a token buffer
-    S  slots of a KV cache                    V  vocabulary of the target
+    S  slots of a KV cache                    V  vocabulary of the target (Vd: of the draft)
     L  layers                                 H  heads (Hkv for keys and values)
     D  features of a head or of the model     W  uint32 words of an ancestor set
+    E  stop tokens of a row                   C  prompt tokens of a prefill chunk
 
 Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` are the weights,
-``request`` is constant for a call, ``state`` changes every round, ``shared`` outlives calls.
+``request`` is constant for a call, ``state`` and ``memory`` change every round, ``shared`` outlives
+calls. All pytrees here are flax dataclasses, so they pass through ``jax.jit``.
 """
 
 from collections.abc import Callable
@@ -19,177 +24,177 @@ import jax
 from flax import struct
 
 Array = jax.Array
-Memory = Any  # what a drafter carries from round to round: a pytree of its own
-Shared = Any  # what survives calls and has no batch axis: a pytree of the drafter's own
+Memory = Any  # the drafter's state of a batch: a pytree, every leaf with the batch on axis 0
+Shared = Any  # the drafter's state that outlives calls: a pytree without a batch axis
 
-# The law of a node's children, given its row of ``Draft.logits``:
+# The way a drafter chose the children of a node, given the node's row of ``Draft.logits``:
 #
-# * "point": chosen without chance, as the likeliest or by looking up; no rows;
+# * "deterministic": without chance, as the likeliest tokens or by lookup; no rows;
 # * "chain": one child, drawn from the row;
-# * "iid": drawn with replacement;
-# * "without_replacement": successive draws, each from what those before it left of the row;
-# * "top_plus_one": point masses, then one child drawn from the row without their tokens;
-# * "mixed": any of those above but "iid", by ``Draft.sampled``: children drawn without replacement
-#   from the row without the tokens of their point-mass siblings;
-# * "points_last": drawn without replacement from the whole row, then point masses that are none of
-#   those drawn (a token that was drawn needs no second node);
-# * "pruned": drawn, but some were dropped for their own value: no law of the rest is known.
+# * "without_replacement": successive draws, each from the row without the tokens drawn before;
+# * "top_plus_one": the likeliest tokens, then one child drawn from the row without them;
+# * "mixed": any of these, by ``Draft.sampled``: children drawn without replacement from the row
+#   without the tokens of their deterministic siblings;
+# * "deterministic_last": drawn without replacement from the entire row, then deterministic children
+#   with other tokens (a token that was drawn needs no second node).
 #
-# Where fewer tokens have weight than there are children, the rest of the children are not valid.
-# Otherwise, but for "pruned", whether a node is valid never depends on its own or a later value.
+# Children that find no token of positive weight left are not valid. Otherwise a node's validity
+# never depends on its own token or a later one.
 Proposal = Literal[
-    "point", "chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last", "pruned"
+    "deterministic", "chain", "without_replacement", "top_plus_one", "mixed", "deterministic_last"
 ]
 
 
 @struct.dataclass
 class Sampling:
-    """How each row warps its logits. ``names`` is static: a warp that no row uses costs nothing.
+    """Sampling parameters of every row.
 
-    Without ``"temperature"`` in ``names`` the whole batch is greedy.
+    ``names`` lists the sampling filters that some row uses. It is static, so unused filters cost
+    nothing. Without ``"temperature"`` in ``names`` the whole batch is greedy.
     """
 
-    temperature: Array  # [B] float32, 0 is greedy
-    min_p: Array  # [B] float32, 0 is off
-    top_k: Array  # [B] int32, 0 is off
-    top_p: Array  # [B] float32, 1 is off
-    processors: Any = (
-        None  # ``shaping.LogitsProcessors``: what changes the logits before; None: nothing does
-    )
+    values: dict[str, Array]  # [B] each, by the names of sampling.FILTERS
+    processors: Any = None  # logits_processors.LogitsProcessors, which run before the filters
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @property
+    def temperature(self) -> Array:
+        """Temperatures, float32 [B]; 0 is greedy."""
+        return self.values["temperature"]
+
+    @property
     def greedy(self) -> bool:
-        """Whether no row of the batch draws at random (known when tracing)."""
+        """True if no row of the batch samples; static."""
         return "temperature" not in self.names
 
 
 @struct.dataclass
 class Request:
-    """What the caller asked of each row; constant for a call."""
+    """The settings of every row; constant for a call."""
 
-    keys: Array  # [B] typed PRNG keys, one a row
+    keys: Array  # [B] typed PRNG keys, one per row
     sampling: Sampling
     stop_tokens: Array  # [B, E] int32, padded with -1
-    max_length: Array  # [B] int32, history length at which the row ends
+    max_length: Array  # [B] int32, history length at which the row finishes
 
 
 @struct.dataclass
 class History:
-    """Committed tokens of every row: prompt and answer in one buffer."""
+    """The committed tokens of every row: prompt and generated text in one buffer."""
 
-    tokens: Array  # [B, T] int32, undefined past ``length``
+    tokens: Array  # [B, T] int32, undefined from ``length`` on
     length: Array  # [B] int32
-    state: Array | None = None  # [B] int32, of ``jspec.core.token_fsm``, where there are grammars
+    state: Array | None = None  # [B] int32, grammar states (``token_fsm``); None without grammars
 
 
 @struct.dataclass
 class Draft:
-    """A proposal of N nodes a row. Node 0 is the root, parents precede their children.
+    """A tree of N proposed tokens per row. Node 0 is the root, and parents precede children.
 
-    Children of a node are in drawing order by node index. Siblings are distinct, except where the
-    drafter's ``proposal`` is "iid".
+    Children of a node are numbered in drawing order. Siblings hold distinct tokens.
     """
 
-    tokens: Array  # [B, N] int32 ids of the target; node 0 is given the root token
-    parents: Array  # [B, N] or static [N] int32, -1 for the root
-    valid: Array  # [B, N] bool; a valid node's parent is valid
-    # [B, N, Vd], row i: unnormalised log-weights of the law that the children of i were drawn
-    # from, warped, and rounded before the draw as they are stored here; rows at the end may be
-    # missing where they belong to nodes without drawn children. None: nothing was drawn.
+    tokens: Array  # [B, N] int32 target ids; the loop writes the root token to node 0
+    parents: Array  # [B, N] int32, or a static NumPy array [N]; -1 for the root
+    valid: Array  # [B, N] bool; the parent of a valid node is valid
+    # [B, N, Vd] processed draft logits. Row i is the unnormalised log-distribution from which the
+    # children of node i were drawn, rounded before the draw as it is stored here. Trailing rows may
+    # be missing if their nodes have no drawn children. None if nothing was drawn.
     logits: Array | None = None
-    # [B, N] bool: drawn from the parent's row; False: a point mass, chosen without looking at
-    # chance. None: every node was drawn, if there are logits; else none was.
+    # [B, N] bool: True if the node was drawn from its parent's row of ``logits``, False if it was
+    # chosen deterministically. None: every node was drawn, or none if ``logits`` is None.
     sampled: Array | None = None
-    # [Vd] int32, ascending: target ids of a reduced draft vocabulary. None: Vd is V, ids agree.
+    # [Vd] int32, ascending: target ids of a reduced draft vocabulary. None if Vd is V.
     draft_to_target: Array | None = None
-    # [B] float32: how many nodes the drafter expects to be accepted. None: it does not say.
+    # [B] float32: number of nodes that the drafter expects to be accepted. None if unknown.
     score: Array | None = None
-    max_depth: int = struct.field(pytree_node=False, default=0)
+    max_depth: int = struct.field(pytree_node=False, default=0)  # K
 
     @property
     def drawn(self) -> Array:
-        """Which nodes were drawn from a recorded law, bool [B, N]; all others are point masses.
+        """Bool [B, N]: nodes drawn from a recorded distribution; the others are deterministic.
 
         Raises:
-          ValueError: nodes are said to be drawn, but no law is recorded.
+          ValueError: ``sampled`` is set without ``logits``.
         """
         if self.sampled is None:
             return jax.numpy.full(self.tokens.shape, self.logits is not None)
         if self.logits is None:
-            raise ValueError("a draft with `sampled` must record the laws: give `logits` as well.")
+            raise ValueError("a draft with `sampled` must record its distributions; give `logits`.")
         return self.sampled
 
 
 @struct.dataclass
 class Tree:
-    """The shape of a draft, derived from its parents."""
+    """The structure of a draft, derived from its parents by ``trees.from_parents``."""
 
     parents: Array  # [B, N] int32, the root is its own parent
-    depth: Array  # [B, N] int32
-    ancestors: Array  # [B, N, W] uint32: bit j of row i says that j is i or above it
-    max_depth: int = struct.field(pytree_node=False, default=0)
+    depth: Array  # [B, N] int32, edges to the root
+    ancestors: Array  # [B, N, W] uint32: bit j of row i is set if j is i or an ancestor of i
+    max_depth: int = struct.field(pytree_node=False, default=0)  # K
 
 
 @struct.dataclass
 class TargetOutput:
-    """What one pass over N nodes gives; it writes nothing: ``tree_kv`` waits for a verdict."""
+    """The output of one pass over N nodes. The pass itself writes no cache."""
 
     logits: Array  # [B, N, V]
-    features: tuple[Array, ...]  # one [B, N, D] for each of ``capture_layers``
-    tree_kv: tuple[Any, ...]  # one entry a layer, shaped like the cache's with N slots
+    features: tuple[Array, ...]  # hidden states [B, N, D], one for each of ``capture_layers``
+    tree_kv: tuple[Any, ...]  # cache entries of the nodes, one per layer, with N slots
 
 
 @struct.dataclass
 class Verdict:
-    """Which nodes survive, and the token that follows them.
+    """The accepted path of every row, and the token that follows it.
 
-    A row commits the keys and values of ``path[:num_emitted]`` (the root and the accepted nodes)
-    and emits the tokens of ``path[1:num_emitted]`` and then ``next_token``.
-
-    Where the target gives no token any weight there is nothing to say: the row says what it can
-    and ends there.
+    A row commits the KV of nodes ``path[:num_emitted]`` (the root and the accepted nodes). It emits
+    the tokens of ``path[1:num_emitted]``, then ``next_token``.
     """
 
-    path: Array  # [B, K+1] int32 node ids from the root down, undefined past ``num_emitted``
-    num_emitted: Array  # [B] int32, accepted nodes + 1; 0 for a row that is done
+    path: Array  # [B, K+1] int32 node ids from the root down, undefined from ``num_emitted`` on
+    num_emitted: Array  # [B] int32, accepted nodes + 1; 0 for a finished row
     next_token: Array  # [B] int32
-    # [B] int32, how many of these tokens come of a law that is one; None for all of them.
+    # [B] int32: number of emitted tokens before the first distribution in which every token has
+    # probability 0 (NaN or fully masked logits). The row finishes there. None: all are valid.
     num_valid: Array | None = None
 
     def hold(self, done: Array) -> "Verdict":
-        """Rows that are done emit nothing."""
+        """Return the verdict with nothing emitted in rows that are ``done`` [B]."""
         return self.replace(num_emitted=jax.numpy.where(done, 0, self.num_emitted))
 
 
 class Params(NamedTuple):
-    """Weights. Drafters get both, since many share the target's embedding and head."""
+    """Weights. Drafters receive both, because many share the target's embedding and head."""
 
     target: Any
     drafter: Any = None
 
 
 class Target(Protocol):
-    """A language model that scores N nodes in one pass and never writes its own cache."""
+    """A language model that scores N nodes in one pass and never writes its own cache.
 
-    vocab_size: int
-    max_positions: int  # longest sequence that the positions allow
+    A target is hashable and holds no weights. It may also define ``check_params(params)``, which
+    raises ValueError for weights of another model.
+    """
+
+    vocab_size: int  # V
+    max_positions: int  # longest supported sequence
 
     def init_cache(self, batch: int, capacity: int) -> Any:
-        """Allocates an empty cache of ``capacity`` slots a row."""
+        """Return an empty cache of ``capacity`` slots per row."""
 
     def forward(
         self, params: Any, tokens: Array, tree: Tree, cache: Any, capture_layers: tuple[int, ...]
     ) -> TargetOutput:
-        """Scores ``tokens`` [B, N] placed as ``tree`` after the cache's committed prefix."""
+        """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
 
     def embed(self, params: Any, tokens: Array) -> Array:
-        """Token ids to the model's input vectors [..., D]."""
+        """Return input vectors [..., D] of token ids [...]."""
 
     def unembed(self, params: Any, hidden: Array, *, norm: bool = True) -> Array:
-        """Last residual stream [..., D] to logits [..., V].
+        """Return logits [..., V] of the last residual stream [..., D].
 
-        ``norm=False`` is for a stream that the final norm has passed already: the head alone.
+        ``norm=False`` skips the final norm, for a stream that it has already been applied to.
         """
 
 
@@ -198,13 +203,13 @@ class Rounds(Protocol):
 
     max_depth: int  # K
     tree_size: int  # N, root included
-    capture_layers: tuple[int, ...]  # hidden_states indices wanted from the target
-    proposal: Proposal  # the law of a node's children: decides which rules are exact
+    capture_layers: tuple[int, ...]  # indices of the target's hidden_states that the drafter reads
+    proposal: Proposal  # how children are drawn; decides which rules are exact
 
     def propose(
         self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
     ) -> tuple[Draft, Memory]:
-        """Drafts up to ``tree_size`` nodes a row, rooted at the last committed token."""
+        """Draft up to ``tree_size`` nodes per row, rooted at the last committed token."""
 
     def update(
         self,
@@ -217,24 +222,26 @@ class Rounds(Protocol):
         verdict: Verdict,
         out: TargetOutput,
     ) -> tuple[Memory, Shared]:
-        """Learns the verdict; ``history`` already holds the tokens of this round."""
+        """Commit the verdict; ``history`` already holds the tokens of this round."""
 
 
 class Drafter(Rounds, Protocol):
     """A drafting method: a frozen dataclass of hashable settings, whose fields are config keys.
 
-    Some have more: ``Sharing``, ``jspec.drafters.adaptive.backlog.Following``; ``node_buckets``, node counts worth
-    a program of their own in ``Plan.node_buckets``; ``backlog``, a setting of how many committed tokens a
-    round takes in at most, which a drafter that combines others raises; ``check_params(weights)``,
-    which raises ValueError where ``params.drafter`` are another's (a ``Target`` may have it, too).
-    One whose rounds differ in kind is ``MultiMode``: it has gears in place of ``propose`` and
-    ``update``.
+    Optional members:
+
+    * ``init_shared`` and ``on_finished``: see ``Sharing``;
+    * ``modes`` and ``select_mode`` in place of ``propose`` and ``update``: see ``MultiMode``;
+    * ``node_buckets``: node counts that get a program of their own (``Plan.node_buckets``);
+    * ``backlog``: setting, most committed tokens that a round prefills; wrappers raise it;
+    * ``missing``: see ``jspec.drafters.adaptive.backlog.Following``;
+    * ``check_params(params)``: raises ValueError for weights of another drafter.
     """
 
     noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)
 
     def init(self, params: Params, request: Request, capacity: int) -> Memory:
-        """Allocates the memory for histories of up to ``capacity`` tokens."""
+        """Allocate the memory for histories of up to ``capacity`` tokens."""
 
     def prefill(
         self,
@@ -245,40 +252,44 @@ class Drafter(Rounds, Protocol):
         start: Array,
         valid: Array,
     ) -> Memory:
-        """Takes in a chunk of the prompt, or of text that it missed (``jspec.drafters.adaptive.backlog``).
+        """Process a chunk of C tokens: of the prompt, or of text drafted by another method.
 
-        ``tokens`` [B, C+1] are the chunk and one token of look-ahead, ``features`` hold C rows,
-        ``start`` ([] or [B]) is the position of the first one and ``valid`` [B] counts the rows
-        that exist.
+        Args:
+          params: weights.
+          memory: of the drafter.
+          tokens: [B, C+1] int32, the chunk and one look-ahead token.
+          features: the target's hidden states [B, C, D], one for each of ``capture_layers``.
+          start: [] or [B] int32, position of the first token.
+          valid: [B] int32, number of tokens of the chunk that exist.
         """
 
 
 @runtime_checkable
 class Sharing(Protocol):
-    """What a drafter has besides if its state outlives calls; others are handed ``()``."""
+    """The extra methods of a drafter whose state outlives calls; others get ``()`` for it."""
 
     def init_shared(self) -> Shared:
-        """Allocates what is shared by all rows and all calls."""
+        """Allocate the state that all rows and calls share."""
 
     def on_finished(self, shared: Shared, memory: Memory, history: History) -> Shared:
-        """Takes in what it would still learn of rows that go on no more."""
+        """Return ``shared`` updated with the text of finished rows."""
 
 
 class Mode(Rounds, Protocol):
-    """What drafts in rounds of one kind, on the memory that all gears share."""
+    """One way of drafting of a ``MultiMode`` drafter. All modes use the same memory."""
 
     def keeps_mode(
         self, request: Request, shared: Shared, memory: Memory, history: History
     ) -> Array:
-        """bool []: whether the next round is of this kind, too, should all rows go on."""
+        """Return a bool []: whether the next round uses this mode too, if no row finishes."""
 
 
 @runtime_checkable
 class MultiMode(Protocol):
-    """What drafts in rounds of several kinds. Each has a loop of its own: no branches, no padding.
+    """The extra methods of a drafter with several modes, each compiled to a loop of its own.
 
-    A round that returned caches from a branch would copy them. What goes round a loop stays where
-    it is, so the rounds of a gear run in a loop until it no longer ``stays`` or a row has ended.
+    The rounds of a mode run in a loop until ``keeps_mode`` is False or a row finishes. A loop
+    updates its carry in place, whereas a branch inside one loop would copy the caches it returns.
     """
 
     modes: tuple[Mode, ...]
@@ -286,9 +297,9 @@ class MultiMode(Protocol):
     def select_mode(
         self, params: Params, request: Request, shared: Shared, memory: Memory, history: History
     ) -> tuple[Memory, Array]:
-        """The memory as the next round needs it, and the index [] int32 of that round's gear."""
+        """Return the memory that the next round needs, and the index of its mode, int32 []."""
 
 
-# A rule's walk maps (warped logits [B, N, V], draft, tree, coins) to (path, num_accepted,
-# next_logits); see jspec.verify for the two kinds of coins.
-Walk = Callable[[Array, Draft, Tree, Array], tuple[Array, Array, Array]]
+# A rule's walk maps (processed logits [B, N, V], draft, tree, randomness [B, N], proposal) to (path
+# [B, K+1], num_accepted [B], next_logits [B, V]). ``jspec.verify.Rule`` describes the randomness.
+Walk = Callable[[Array, Draft, Tree, Array, Proposal], tuple[Array, Array, Array]]

@@ -1,1 +1,1 @@
-"""Structured output on the host: grammars to token automata."""
+"""Structured output on the host: grammars compiled to token automata."""

@@ -1,1 +1,1 @@
-"""Values, messages, buckets and atomic files."""
+"""Checks of values, text of messages, buckets of sizes, and atomic file writes."""

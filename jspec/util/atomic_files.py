@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, where a user wants them."""
+"""Atomic writes of a single file to a path that a user gave."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from typing import BinaryIO
 
 
 def is_stream(path: Path) -> bool:
-    """Whether nothing that is written there is kept in a file: /dev/null, a pipe, a terminal."""
-    if own_stream(path) is not None:
+    """Return whether ``path`` is a stream: /dev/null, a pipe, a terminal, /dev/stdout."""
+    if _output_stream(path) is not None:
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def own_stream(path: Path) -> BinaryIO | None:
-    """What this process prints to, if a link such as /dev/stdout leads there.
+def _output_stream(path: Path) -> BinaryIO | None:
+    """Return the stdout or stderr of this process if a link such as /dev/stdout leads to it.
 
-    That may be a file. Replaced or opened anew, it would lose what is printed before and after.
+    The stream may be a file. To replace or reopen it would lose the output around this write.
     """
     for stream in (sys.stdout, sys.stderr):
-        # Neither may be there, or it is no file of the system's: a notebook's, a test's.
+        # Notebooks and tests replace the streams by objects without a file descriptor.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if path.is_symlink() and os.path.samestat(path.stat(), os.fstat(stream.fileno())):
                 stream.flush()
@@ -31,20 +31,20 @@ def own_stream(path: Path) -> BinaryIO | None:
 
 
 def followed(path: Path) -> Path:
-    """Where a link leads, though nothing may be there yet; any other path as it is."""
+    """Return the target of a link, which need not exist; any other path is returned as it is."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 @contextlib.contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """A place beside a file's: what is written there takes the file's place once it is whole.
+    """Yield a temporary path beside ``path``; on a clean exit it replaces ``path``.
 
-    Each writer has a place of its own: where several write one file, the last one to end stays.
+    Each writer has its own temporary path. Of several concurrent writers, the last to finish wins.
 
     Raises:
-      OSError: it cannot be written; where a file is named, it is ``path``.
+      OSError: the file cannot be written; the error names ``path``.
     """
-    # Short, as names of files may be as long as they can be. Not of tempfile: umask has a say.
+    # A short name, because ``path`` may have the longest one. tempfile would ignore the umask.
     partial = path.with_name(f".jspec-{secrets.token_hex(8)}.partial")
     try:
         partial.touch(exist_ok=False)
@@ -53,17 +53,14 @@ def aside(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.filename != str(partial):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None  # of no hidden file
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not the hidden file
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, and straight into a stream.
-
-    Where the path is a link, it stays one: the file that it leads to is written.
-    """
-    if (stream := own_stream(path)) is not None:
+    """Write a file atomically, or write to a stream directly. A link stays a link."""
+    if (stream := _output_stream(path)) is not None:
         stream.write(content)
         stream.flush()
         return

@@ -1,15 +1,15 @@
-"""Sizes that arrays are rounded up to, so that calls of similar size share a program."""
+"""Array sizes rounded up to powers of two, so that similar calls share a compiled program."""
 
 SMALLEST = 64
 
 
 def bucket(size: int, smallest: int = SMALLEST) -> int:
-    """The next power of two, from ``smallest`` on.
+    """Return the smallest ``smallest * 2 ** i`` that is at least ``size``.
 
     >>> bucket(70), bucket(3), bucket(3, 1)
     (128, 64, 4)
     """
-    found = smallest
-    while found < size:
-        found *= 2
-    return found
+    rounded = smallest
+    while rounded < size:
+        rounded *= 2
+    return rounded

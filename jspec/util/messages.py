@@ -1,4 +1,4 @@
-"""What error messages say of what a user gave: how it reads, and which known name is nearest."""
+"""Text for error messages: how to print a value, and the closest known name."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,19 +6,19 @@ from typing import Any
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A clause for an error message, empty where nothing known is near.
+    """Return a clause that suggests the closest known name, "" if none is close.
 
     >>> did_you_mean("temprature", ["temperature", "top_k"])
     "; did you mean 'temperature'?"
     >>> did_you_mean("colour", ["temperature", "top_k"])
     ''
     """
-    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else ()
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """A value as error messages show it: one line, of ``most`` characters at most.
+    """Return ``repr(value)`` on one line of at most ``most`` characters.
 
     >>> shown("x" * 100, 10)
     "'xxxxxx..."
@@ -27,13 +27,13 @@ def shown(value: Any, most: int = 200) -> str:
     """
     try:
         text = " ".join(repr(value).splitlines())
-    except Exception:  # too many digits, too deeply nested, or a class that has no way to say it
+    except Exception:  # too many digits, too deeply nested, or a class with a broken repr
         text = f"{kind_of(value)} that cannot be shown"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value with its article.
+    """Return the type name of a value with its article.
 
     >>> kind_of(3), kind_of({})
     ('an int', 'a dict')
@@ -43,7 +43,7 @@ def kind_of(value: Any) -> str:
 
 
 def printable(name: str, most: int = 200) -> str:
-    """A name that a file gave, without quotation marks: no line breaks, no codes of terminals.
+    """Return a name read from a file, with line breaks and terminal codes escaped.
 
     >>> printable("layers.0"), printable("a\\nb")
     ('layers.0', 'a\\\\nb')

@@ -1,9 +1,9 @@
-"""Replacing several files of a directory as one: all of them take effect, or none.
+"""Atomic replacement of several files of a directory: all of them change, or none.
 
     directory/.jspec-saving/   being written; worthless if the writer dies
-    directory/.jspec-saved/    whole, the rename to this name is the commit; moved into place next
+    directory/.jspec-saved/    complete: the rename to this name commits; then its files are moved
 
-A writer that dies between the commit and the last move leaves ``.jspec-saved`` behind, and the next
+A writer that dies between the commit and the last move leaves ``.jspec-saved`` behind. The next
 reader or writer finishes the moves.
 """
 
@@ -22,16 +22,16 @@ _SAVING, _SAVED, _MANIFEST = ".jspec-saving", ".jspec-saved", "files.json"
 
 @contextlib.contextmanager
 def replace_files(directory: str | Path, stale: re.Pattern) -> Iterator[Path]:
-    """Gives an empty directory to write into; on a clean exit its files replace the old ones.
+    """Yield an empty directory to write into; on a clean exit its files replace the old ones.
 
-    Files of ``directory`` whose whole name matches ``stale`` and that were not written again are
-    removed; others stay. After an exception everything is as before.
+    Old files whose whole name matches ``stale`` are removed unless they are written again. Other
+    files stay. An exception leaves everything unchanged.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     finish_interrupted(directory, stale)
     saving = directory / _SAVING
-    shutil.rmtree(saving, ignore_errors=True)  # of a writer that died
+    shutil.rmtree(saving, ignore_errors=True)  # left by a writer that died
     saving.mkdir()
     try:
         yield saving
@@ -47,12 +47,12 @@ def replace_files(directory: str | Path, stale: re.Pattern) -> Iterator[Path]:
 
 
 def finish_interrupted(directory: Path, stale: re.Pattern) -> None:
-    """Moves committed files into place; does nothing where there are none.
+    """Move committed files into place, if there are any.
 
-    Repeating it is harmless: the manifest says what belongs to the save, moved or not.
+    The call is idempotent: the manifest lists all files of the save, moved or not.
 
     Raises:
-      ValueError: no save of ours left these files, which may have come with a checkpoint.
+      ValueError: ``.jspec-saved`` is not from a save of jspec; it may come with a checkpoint.
     """
     saved = directory / _SAVED
     if not saved.is_dir():
@@ -69,12 +69,12 @@ def finish_interrupted(directory: Path, stale: re.Pattern) -> None:
 
 
 def _names(manifest: Path) -> list[str]:
-    """The files that a save wrote; they lie in its folder and go to the one above."""
+    """Return the names of the files that a save wrote, checked to stay inside the directory."""
     if not manifest.is_symlink() and manifest.is_file():
         with contextlib.suppress(ValueError):
             names = values.json_of(manifest.read_text())
-            listed = isinstance(names, list) and all(map(_is_name, names))
-            if listed and not manifest.parent.is_symlink():
+            are_names = isinstance(names, list) and all(map(_is_name, names))
+            if are_names and not manifest.parent.is_symlink():
                 return names
     elif not manifest.exists() and not manifest.is_symlink():
         raise FileNotFoundError(manifest)
@@ -84,7 +84,6 @@ def _names(manifest: Path) -> list[str]:
 
 
 def _is_name(name: object) -> bool:
-    """Whether it names a file of a folder, and no way out of it."""
     special = ("", os.curdir, os.pardir, _SAVING, _SAVED)
     return isinstance(name, str) and not {"/", os.sep, "\0"} & {*name} and name not in special
 

@@ -1,4 +1,4 @@
-"""What the values that users give may be: JSON and NumPy have several kinds of number."""
+"""Checks of the values and paths that users pass; JSON and NumPy have several number types."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from jspec.util import atomic_files
 from jspec.util.messages import shown
 
 INT32 = 2**31
-_HUGE = 1e300  # a float that is close to infinity is no number anybody means
+_HUGE = 1e300  # larger floats are taken for infinity
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy as Python's own, which its bounds are compared with; all else as it is.
+    """Return a NumPy scalar as a Python number, and any other value unchanged.
 
     >>> plain(np.float32(0.5)), plain("0.5")
     (0.5, '0.5')
@@ -26,7 +26,7 @@ def plain(value: Any) -> Any:
 
 
 def is_whole(value: Any, least: int = -INT32, most: int = INT32 - 1) -> bool:
-    """Whether a value is a whole number from ``least`` to ``most``, and no bool.
+    """Return whether a value is an integer from ``least`` to ``most``; bools are not.
 
     >>> is_whole(3), is_whole(3.0), is_whole(True), is_whole(-1, least=0)
     (True, False, False, False)
@@ -36,7 +36,7 @@ def is_whole(value: Any, least: int = -INT32, most: int = INT32 - 1) -> bool:
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a finite number, and no bool.
+    """Return whether a value is a finite number; bools are not.
 
     >>> is_real(3), is_real(float("nan")), is_real("3")
     (True, False, False)
@@ -46,22 +46,22 @@ def is_real(value: Any) -> bool:
 
 
 def are_whole(values: Sequence[Any], least: int = -INT32) -> bool:
-    """Whether all of them are whole numbers of at least ``least``."""
-    if values and all(type(value) is int for value in values):  # prompts are long
+    """Return whether all values are integers of at least ``least``."""
+    if values and all(type(value) is int for value in values):  # fast path for long prompts
         return least <= min(values) and max(values) < INT32
     return all(is_whole(value, least) for value in values)
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value can be called, and be a part of what tells programs apart."""
+    """Return whether a value is callable and hashable, so that it can key a compiled program."""
     return callable(value) and isinstance(value, Hashable)
 
 
 def listed(name: str, value: Any) -> tuple:
-    """The values of a list; none where it is None.
+    """Return the values of a list as a tuple; () for None.
 
     Raises:
-      ValueError: it is no list.
+      ValueError: ``value`` is not iterable.
     """
     if value is None:
         return ()
@@ -72,14 +72,10 @@ def listed(name: str, value: Any) -> tuple:
 
 
 def json_of(text: str | bytes, *, unique: bool = False) -> Any:
-    """What a JSON text says.
-
-    Args:
-      text: as UTF-8, if bytes.
-      unique: whether an object that has a key twice is refused; else its last value counts.
+    """Parse a JSON text (bytes are UTF-8). With ``unique``, a repeated key of an object raises.
 
     Raises:
-      ValueError: it is not JSON, or nested beyond what Python follows.
+      ValueError: the text is not JSON, or nested too deeply.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
@@ -89,59 +85,55 @@ def json_of(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
+    keyed = dict(pairs)
+    for key, _ in pairs if len(keyed) < len(pairs) else ():
+        if sum(key == other for other, _ in pairs) > 1:
             raise ValueError(f"the key {shown(key)} stands twice")
-        found[key] = value
-    return found
+    return keyed
 
 
 def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
-    """Whether what a command finds can be written, before it begins.
+    """Refuse an output path that cannot be written, before a command begins its work.
 
     Args:
-      option: its name.
-      path: the file to write, or None; a ``folder`` is made, with those above it.
+      option: name of the command-line option.
+      path: the file to write, or None. With ``folder`` it is a folder that the command creates.
 
     Raises:
-      ValueError: a file is to lie in no folder, a folder under a file, or neither may be written.
+      ValueError: the parent folder is missing or is a file, or permissions forbid the write.
     """
     if path is None or (not folder and atomic_files.is_stream(path) and os.access(path, os.W_OK)):
         return
-    written = atomic_files.followed(path)
-    place = written if folder else written.parent
-    while folder and not place.exists():
-        place = place.parent
-    if place.exists() and not place.is_dir():
-        raise ValueError(f"{option} {path}: {place} is a file, not a folder; name another place.")
-    if not place.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {place}; make it first.")
+    target = atomic_files.followed(path)
+    parent = target if folder else target.parent
+    while folder and not parent.exists():
+        parent = parent.parent
+    if parent.exists() and not parent.is_dir():
+        raise ValueError(f"{option} {path}: {parent} is a file, not a folder; name another place.")
+    if not parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {parent}; make it first.")
     if not folder and path.is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file in it.")
-    # The folder, too: a file is written beside its place and then moved there.
-    for each in (place, written):
-        if each.exists() and not os.access(each, os.W_OK):
-            raise ValueError(f"{option} {path}: {each} may not be written; name another place.")
+    # The folder must be writable too: the file is written beside its target and then moved.
+    for needed in (parent, target):
+        if needed.exists() and not os.access(needed, os.W_OK):
+            raise ValueError(f"{option} {path}: {needed} may not be written; name another place.")
 
 
 def check_apart(*outputs: tuple[str, Path | None]) -> None:
-    """Whether results that are written beside each other have files of their own.
-
-    Args:
-      *outputs: an option's name and its path, or None. Streams take anything.
+    """Refuse outputs (option, path or None) that would overwrite each other; streams may repeat.
 
     Raises:
-      ValueError: two are one place, in which the second would take the place of the first.
+      ValueError: two options name the same file.
     """
-    taken: dict[str, str] = {}
+    option_of: dict[str, str] = {}
     for option, path in outputs:
         if path is None or atomic_files.is_stream(path):
             continue
-        place = os.path.realpath(path)
-        if place in taken:
+        target = os.path.realpath(path)
+        if target in option_of:
             raise ValueError(
-                f"{option} {path} is the place of {taken[place]}, too, and would be written over "
-                "it; name another."
+                f"{option} {path} is the file of {option_of[target]} too and would overwrite it; "
+                "name another."
             )
-        taken[place] = option
+        option_of[target] = option

@@ -12,7 +12,7 @@ K, CAPACITY = 3, 16
 
 @st.composite
 def rounds(draw):
-    """One row's round: history, drafted tokens, accepted count, next token, stops and limit."""
+    """Generate a round of one row: history, draft, accepted count, next token, stops, limit."""
     token = st.integers(0, 5)
     history = draw(st.lists(token, min_size=1, max_size=8))
     return dict(
@@ -26,15 +26,15 @@ def rounds(draw):
 
 
 def expected(case):
-    """What a Python list would do."""
+    """Return the history and whether the row finishes, computed with a Python list."""
     emitted = [*case["drafted"][: max(case["num_emitted"] - 1, 0)], case["next_token"]]
-    history, ended = list(case["history"]), False
+    history, finished = list(case["history"]), False
     for token in emitted[: case["num_emitted"]]:
         history.append(token)
-        ended = token in case["stops"] or len(history) >= case["limit"]
-        if ended:
+        finished = token in case["stops"] or len(history) >= case["limit"]
+        if finished:
             break
-    return history, ended
+    return history, finished
 
 
 def as_arrays(cases):
@@ -59,16 +59,16 @@ def as_arrays(cases):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(rounds(), min_size=4, max_size=4))
 def test_nothing_is_emitted_past_a_stop_token_or_a_limit(cases):
-    history, verdict, ended = extend_history(*as_arrays(cases))
+    history, verdict, finished = extend_history(*as_arrays(cases))
     for row, case in enumerate(cases):
-        wanted, wanted_end = expected(case)
+        tokens, finishes = expected(case)
         length = int(history.length[row])
-        assert history.tokens[row, :length].tolist() == wanted
-        assert bool(ended[row]) == wanted_end
-        assert int(verdict.num_emitted[row]) == len(wanted) - len(case["history"])
+        assert history.tokens[row, :length].tolist() == tokens
+        assert bool(finished[row]) == finishes
+        assert int(verdict.num_emitted[row]) == len(tokens) - len(case["history"])
 
 
-def test_nodes_past_the_limit_and_of_rows_that_are_done_are_dropped():
+def test_nodes_past_the_limit_and_of_finished_rows_are_dropped():
     case = dict(history=[1], drafted=[2, 3, 4], num_emitted=1, next_token=0, stops=[], limit=3)
     request, history, draft, _ = as_arrays([case, {**case, "limit": 9}, case])
     tree = trees.broadcast(trees.from_parents(draft.parents, K), 3)

@@ -1,4 +1,4 @@
-"""One of several ways to draft: what comes out, and what does not leave the branch."""
+"""Tests of the switch between propose functions: its drafts, and the outputs of its branches."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ PARAMS = Params(None, {"vocabulary": jnp.arange(5)})
 
 
 def chain(depth, change=None, vocabulary=False):
-    """A way to draft 1, 2, ..., and to change a part of the memory."""
+    """Return a propose function that drafts 1, 2, ... and adds ``depth`` to one memory leaf."""
 
     def propose(memory):
         drafted = jnp.concatenate([jnp.array([[6]]), jnp.arange(1, depth + 1)[None]], 1)
@@ -32,12 +32,12 @@ def chain(depth, change=None, vocabulary=False):
     return propose
 
 
-WAYS = [modes.root_alone(HISTORY), chain(2, "count", True), chain(4, "other", True)]
+PROPOSERS = [modes.root_alone(HISTORY), chain(2, "count", True), chain(4, "other", True)]
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_the_chosen_way_drafts_and_the_rest_of_the_largest_is_not_valid(index):
-    draft, memory = jax.jit(lambda i: modes.switch(i, WAYS, MEMORY, PARAMS)[0:2])(index)
+def test_the_selected_function_drafts_and_padding_is_not_valid(index):
+    draft, memory = jax.jit(lambda i: modes.switch(i, PROPOSERS, MEMORY, PARAMS)[0:2])(index)
     depth = (0, 2, 4)[index]
     np.testing.assert_array_equal(draft.tokens, [[6, *range(1, depth + 1), *[0] * (4 - depth)]])
     np.testing.assert_array_equal(draft.valid, [np.arange(5) <= depth])
@@ -49,11 +49,11 @@ def test_the_chosen_way_drafts_and_the_rest_of_the_largest_is_not_valid(index):
         np.testing.assert_array_equal(memory[name], value + depth * (name == changed))
 
 
-def test_a_chain_stays_known_as_one_and_no_cache_leaves_a_branch():
+def test_chains_stay_static_and_no_cache_leaves_a_branch():
     seen = {}
 
     def run(index):
-        draft, memory = modes.switch(index, WAYS, MEMORY, PARAMS)
+        draft, memory = modes.switch(index, PROPOSERS, MEMORY, PARAMS)
         seen["parents"] = draft.parents
         return draft.tokens, memory["count"]
 
@@ -64,13 +64,13 @@ def test_a_chain_stays_known_as_one_and_no_cache_leaves_a_branch():
     assert MEMORY["cache"].shape not in shapes and (5,) not in shapes
 
 
-def test_trees_are_filled_up_with_nodes_that_are_not_valid():
+def test_trees_are_padded_with_invalid_nodes():
     def bush(memory):
         drafted = jnp.array([[6, 1, 2, 3]])
         return Draft(drafted, jnp.array([[-1, 0, 0, 1]]), drafted > 0, max_depth=2), memory
 
     for index, parents in enumerate(([-1, 0, 0, 0], [-1, 0, 0, 1])):
-        ways = [modes.root_alone(HISTORY), bush]
-        draft, _ = modes.switch(jnp.int32(index), ways, MEMORY, PARAMS)
+        proposers = [modes.root_alone(HISTORY), bush]
+        draft, _ = modes.switch(jnp.int32(index), proposers, MEMORY, PARAMS)
         np.testing.assert_array_equal(draft.parents, [parents])
         np.testing.assert_array_equal(draft.valid, [[True] + [bool(index)] * 3])

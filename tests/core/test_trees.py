@@ -26,7 +26,7 @@ def ancestors_by_walking(parents):
 
 @settings(max_examples=50, deadline=None)
 @given(random_parents())
-def test_ancestor_sets_are_what_walking_up_finds(parents):
+def test_ancestor_sets_equal_a_walk_to_the_root(parents):
     expected = ancestors_by_walking(parents)
     tree = trees.from_parents(parents, max_depth=int(expected.sum(1).max()) - 1)
     assert (trees.unpack_bits(tree.ancestors, len(parents)) == expected).all()
@@ -42,7 +42,7 @@ def test_traced_parents_give_the_tree_of_static_parents():
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 65])
-def test_packing_bits_and_unpacking_them_changes_nothing(size):
+def test_unpacking_inverts_packing(size):
     mask = np.random.default_rng(size).random((3, size)) < 0.5
     words = trees.pack_bits(mask)
     assert words.dtype == np.uint32 and words.shape == (3, -(-size // 32))
@@ -50,7 +50,7 @@ def test_packing_bits_and_unpacking_them_changes_nothing(size):
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
-def test_a_window_keeps_the_ancestors_that_are_fewer_edges_up(window):
+def test_a_window_keeps_ancestors_fewer_edges_up_than_its_size(window):
     tree = trees.from_parents(np.array([-1, 0, 0, 1, 3, 4], np.int32), 4)
     seen = trees.unpack_bits(trees.within(tree, window), 6)
     every = trees.unpack_bits(tree.ancestors, 6)
@@ -66,17 +66,17 @@ def test_the_first_nodes_of_a_tree_are_a_tree():
     assert (part.depth == alone.depth).all() and (part.ancestors == alone.ancestors).all()
 
 
-def test_a_tree_of_rank_paths_is_sorted_by_depth_and_path_whatever_the_order_given():
-    shape = trees.from_choices([[2], (0, 1), [0], (2, 0, 4), (2, 0)])
-    assert shape.parents == (-1, 0, 0, 1, 2, 4) and shape.ranks == (0, 0, 2, 1, 0, 4)
-    assert shape.depth == (0, 1, 1, 2, 2, 3) and shape.num_children == (2, 1, 1, 0, 1, 0)
-    assert shape.size == 6 and shape.max_depth == 3 and not shape.gapless
+def test_nodes_of_a_static_tree_are_sorted_by_depth_and_path():
+    tree = trees.from_choices([[2], (0, 1), [0], (2, 0, 4), (2, 0)])
+    assert tree.parents == (-1, 0, 0, 1, 2, 4) and tree.ranks == (0, 0, 2, 1, 0, 4)
+    assert tree.depth == (0, 1, 1, 2, 2, 3) and tree.num_children == (2, 1, 1, 0, 1, 0)
+    assert tree.size == 6 and tree.max_depth == 3 and not tree.gapless
 
 
 @pytest.mark.parametrize("depth", [1, 5])
 def test_a_chain_is_the_tree_of_first_children(depth):
-    shape = trees.from_choices([(0,) * length for length in range(1, depth + 1)])
-    assert shape.parents == tuple(trees.chain(depth).tolist()) and shape.gapless
+    tree = trees.from_choices([(0,) * length for length in range(1, depth + 1)])
+    assert tree.parents == tuple(trees.chain(depth).tolist()) and tree.gapless
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,6 @@ def test_a_chain_is_the_tree_of_first_children(depth):
         ([(0,), (1, 0)], r"path \[1, 0\] of the tree has no parent: list \[1\] as well"),
     ],
 )
-def test_lists_that_are_no_tree_are_refused(paths, message):
+def test_invalid_rank_paths_raise(paths, message):
     with pytest.raises(ValueError, match=message):
         trees.from_choices(paths)

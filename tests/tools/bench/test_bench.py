@@ -411,11 +411,11 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
         (["--config", "ngram", "-k", "3", "--seed", "-1"], "seed=-1 must be a whole number from 0"),
         (
             ["--config", "ngram", "-k", "3", "--output", "new", "--json", "new"],
-            "--json new is the place of --output, too",
+            "--json new is the file of --output too",
         ),
         (
             ["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.md"],
-            "--json results.md is the place of --output, too",
+            "--json results.md is the file of --output too",
         ),
         (
             ["--config", "ngram", "-k", "3", "--output", ".", "--json", "results.json"],

@@ -122,7 +122,7 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
         (["--temperature", "-1"], "temperature=-1"),
         (["--seed", "-1"], "seed=-1 must be a whole number from 0"),
         (["--output", "no/such/folder/config.json"], "there is no folder no/such/folder"),
-        (["--output", "both.json", "--json", "./both.json"], "is the place of --output, too"),
+        (["--output", "both.json", "--json", "./both.json"], "is the file of --output too"),
         (
             ["--output", "/dev/null", "--json", "/dev/null"],
             "there is no question in the files given",
