@@ -11,7 +11,7 @@ AOT ?=
 
 FUZZ ?= 50
 
-.PHONY: demo test conformance fuzz lint docs aot clean
+.PHONY: demo test test-all conformance fuzz lint docs aot clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core  ## continue a prompt with and without speculation, and compare
@@ -19,6 +19,10 @@ demo: $(VENV)/.core  ## continue a prompt with and without speculation, and comp
 
 test: $(VENV)/.test  ## all tests but the slow ones
 	@$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile
+
+test-all: $(VENV)/.test  ## what a release needs: all tests, slow ones and all of conformance too, then fuzz
+	@start=$$(date +%s); $(BIN)/pytest -q -n 2 --dist loadfile && $(MAKE) --no-print-directory fuzz && \
+	  echo "test-all took $$(( ($$(date +%s) - start) / 60 )) minutes"
 
 conformance: $(VENV)/.test  ## every method with every tree, rule and kind of rows; ten minutes
 	@$(BIN)/pytest -q tests/test_conformance.py -n 2
