@@ -37,7 +37,7 @@ _TAIL = 20_000  # characters of a failure that are kept
 _TOTAL = 590.0  # seconds that all steps may take together
 _DEVICE_SECONDS = 90.0  # for a device to be found
 _DESCRIBE = (
-    "import json; from jspec.bench import environment; "
+    "import json; from jspec.tools.bench import environment; "
     "print(json.dumps(environment.describe('benchmarks.accelerator_check')))"
 )
 _PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names, to be asked for

@@ -53,7 +53,7 @@ def test_a_training_module_starts_beside_their_kernels(accepted_kernels):
 def test_transformers_models_and_jspec_import_together_from_the_root(accepted_kernels):
     pytest.importorskip("torch")
     code = (
-        "import jspec.ops, jspec.checkpoint\n"
+        "import jspec.ops, jspec.checkpoints.checkpoint\n"
         "from transformers.utils import is_kernels_available as sees\n"
         "from transformers import LlamaForCausalLM, AutoTokenizer\n"
         "import jspec.kernels, kernels\n"

@@ -144,7 +144,7 @@ def test_a_cache_that_is_full_keeps_no_part_of_a_file(tmp_path, monkeypatch):
         path.write_bytes(b"a part")
         raise OSError("no space left")
 
-    monkeypatch.setattr(vocabularies.tensor_files, "write", fill)
+    monkeypatch.setattr(vocabularies.safetensors_files, "write", fill)
     share(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -426,7 +426,7 @@ def test_a_llamas_tokenizer_is_the_one_of_transformers():
 
 def test_reading_a_llamas_tokenizer_does_not_wait_for_torch_to_be_imported():
     script = (
-        "import sys; from jspec import checkpoint\n"
+        "import sys; from jspec.checkpoints import checkpoint\n"
         f"checkpoint.load_tokenizer({str(DEMO)!r})\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     )

@@ -180,7 +180,7 @@ def test_an_interrupt_is_quiet(jspec, models, monkeypatch):
 def test_an_interrupt_while_garbage_is_collected_is_not_lost():
     """What is raised in a callback of the collector is dropped by Python."""
     program = (
-        "import gc, os, signal, sys, time; from jspec import cli\n"
+        "import gc, os, signal, sys, time; from jspec.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "def _xla_gc_callback(*_): gc.callbacks.clear(); os.kill(os.getpid(), signal.SIGINT)\n"
         "def app(*_, **__):\n"
@@ -298,11 +298,11 @@ def test_trace_writes_a_page_of_the_embedded_model_where_no_model_is_named(
 _WRITES = """
 import sys
 from pathlib import Path
-from jspec import checks
-from jspec.files import whole_file
+from jspec.util import values
+from jspec.util import atomic_files
 print("before")
-checks.check_output("--json", Path("/dev/stdout"))
-whole_file.write(Path("/dev/stdout"), b"results\\n")
+values.check_output("--json", Path("/dev/stdout"))
+atomic_files.write(Path("/dev/stdout"), b"results\\n")
 print("after")
 """
 
