@@ -1,4 +1,4 @@
-"""Many prompts in one call, each with settings of its own, as they grow and when they are done.
+"""Generate many prompts in one call, each with its own settings; first streamed, then at once.
 
 python examples/batch_generation.py [target [draft model]]
 """
@@ -21,21 +21,21 @@ REQUESTS = {
 llm = jspec.LLM(
     target,
     speculative_config={"method": "draft_model", "model": draft, "num_speculative_tokens": 4},
-    max_num_seqs=32,  # rows that run together; more prompts run in groups of like length
+    max_num_seqs=32,  # rows of a batch; more prompts run in groups of similar length
 )
 
-# The whole batch is one program on the device; with stream, the host looks in every few rounds.
-grown = {}
+# The batch is one program on the device; with stream, the host reads it every `rounds` rounds.
+streamed = {}
 for output in llm.stream(list(REQUESTS), list(REQUESTS.values()), rounds=4):
-    grown[output.prompt] = output.outputs[0].text
+    streamed[output.prompt] = output.outputs[0].text
     print(f"request {output.request_id}: {len(output.outputs[0].token_ids)} tokens so far")
 
-for output in llm.generate(list(REQUESTS), list(REQUESTS.values())):  # the same at once
+for output in llm.generate(list(REQUESTS), list(REQUESTS.values())):  # the same, at once
     answer = output.outputs[0]
     length = output.speculative_decoding_stats["mean_acceptance_length"]
     print(f"\n{length:.2f} tokens a pass, ended by {answer.finish_reason}:")
     print(output.prompt + answer.text)
-    print("streamed the same:", grown[output.prompt] == answer.text)
+    print("streamed the same:", streamed[output.prompt] == answer.text)
 
 print()
 for metric in llm.get_metrics():  # vLLM's names

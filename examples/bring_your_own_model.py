@@ -1,4 +1,4 @@
-"""A Flax NNX model of your own, taught a nursery rhyme here, then decoded speculatively."""
+"""Train a small Flax NNX model on a nursery rhyme, then decode it speculatively."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ POSITIONS, WIDTH, HEADS, LAYERS = 512, 64, 4, 2
 
 
 def causal(_, q, k, v):
-    """Attention while training. While decoding, jspec passes its own, over a cache and a tree."""
+    """Attend causally, for training. For decoding, jspec passes attention over cache and tree."""
     scores = jnp.where(jnp.tri(q.shape[2], dtype=bool), q @ k.mT * q.shape[3] ** -0.5, -jnp.inf)
     return jax.nn.softmax(scores) @ v
 
 
 class Model(nnx.Module):
-    """A transformer that is given its attention."""
+    """A transformer that takes its attention as an argument."""
 
     def __init__(self, rngs):
         linear = lambda *sizes: nnx.Linear(*sizes, rngs=rngs)
@@ -30,7 +30,7 @@ class Model(nnx.Module):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
 
     def __call__(self, tokens, positions, attend):
-        """Token ids and positions [B, N] to logits [B, N, 128]."""
+        """Map token ids and positions [B, N] to logits [B, N, 128]."""
         x = self.tokens(tokens) + self.positions(positions)
         for layer in range(LAYERS):
             heads = self.mixes[layer](self.norm(x)).reshape(*x.shape[:2], 3, HEADS, -1)
@@ -44,14 +44,14 @@ graph, weights = nnx.split(Model(nnx.Rngs(0)))
 
 
 def loss(weights):
-    """Mean surprise at the next letter of the rhyme."""
+    """Return the mean cross-entropy of the next letter."""
     logits = nnx.merge(graph, weights)(TEXT[:, :-1], jnp.arange(TEXT.size - 1)[None], causal)
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), TEXT[:, 1:, None], 2).mean()
 
 
-slope = jax.jit(jax.grad(loss))
+gradient = jax.jit(jax.grad(loss))
 for _ in range(60):
-    weights = jax.tree.map(lambda w, g: w - 0.003 * jnp.sign(g), weights, slope(weights))
+    weights = jax.tree.map(lambda w, g: w - 0.003 * jnp.sign(g), weights, gradient(weights))
 target, params = jspec.adapters.from_nnx(nnx.merge(graph, weights), max_positions=POSITIONS)
 prompt, rest = RHYME[:20].encode(), len(RHYME) - 20
 for drafter in (jspec.NoDrafter(), jspec.NGram(6, 2, 4)):

@@ -1,4 +1,4 @@
-"""A drafting method of your own: the token that most often followed the last one, K times over.
+"""A new drafting method: draft the token that most often followed the last one, K times.
 
 python examples/write_a_drafter.py [checkpoint directory]
 """
@@ -18,17 +18,17 @@ from jspec.models import decoder
 
 @dataclasses.dataclass(frozen=True)
 class Bigram(jspec.NoDrafter):
-    """Inherits what it does not change: it keeps no memory and wants no hidden states."""
+    """Draft a chain of bigrams. It keeps no memory and reads no hidden states, like its base."""
 
     num_speculative_tokens: int
     vocab_size: int
 
-    proposal = "point"  # certain, not drawn: there are no probabilities to hand over
+    proposal = "deterministic"  # nothing is sampled, so there are no distributions to record
     max_depth = property(lambda self: self.num_speculative_tokens)
     tree_size = property(lambda self: self.num_speculative_tokens + 1)  # with the root
 
     def propose(self, params, request, shared, memory, history):
-        """A chain of K tokens a row under the last committed one; any tree would do."""
+        """Return a chain of K tokens a row under the last committed one."""
         drafted, valid = [root_token(history)], [history.length > 0]
         for _ in range(self.max_depth):
             token, seen = jax.vmap(self.follow)(history.tokens, history.length, drafted[-1])
@@ -39,7 +39,7 @@ class Bigram(jspec.NoDrafter):
         return jspec.Draft(drafted, parents, valid, max_depth=self.max_depth), memory
 
     def follow(self, row, length, token):
-        """What most often followed ``token`` in a row's text, and whether anything did."""
+        """Return the most frequent successor of ``token`` in a row, and whether it has one."""
         hits = (row[:-1] == token) & (jnp.arange(row.size - 1) < length - 1)
         counts = jnp.zeros(self.vocab_size, jnp.int32).at[row[1:]].add(hits)
         return counts.argmax().astype(jnp.int32), hits.any()

@@ -11,33 +11,33 @@
 # %% [markdown]
 # # Compare methods
 #
-# Which method is fastest depends on the text, the device and K. This notebook measures several on the embedded model, beside plain
-# decoding in the same run, and shows how to read what comes out. Put your own model, methods and questions into the next but one cell.
+# The fastest method depends on the text, the device and K. This notebook measures several methods on the embedded
+# model, relative to plain decoding in the same run, and explains the results. Set your own model, methods and
+# questions in the cell of parameters.
 
 # %%
-# The one install cell; nothing happens where jspec is there already.
+# Installs jspec if it is missing: the clone that holds this notebook, or the published package.
 import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-# A clone in this very folder must not pass for jspec as it is installed.
+# A folder named jspec beside this notebook is a clone, not the installed package.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
     extras = ["bench"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
-    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs driver 580 or newer
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
         extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
-    ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
-    clones = [file.resolve().parent for file in files if ours(file)]
-    source = [*clones, "jspec-decoding"][0]
-    wanted = f"{source}[{','.join(extras)}]"
-    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted]).returncode:
+    is_clone = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
+    source = next((file.resolve().parent for file in files if is_clone(file)), "jspec-decoding")
+    package = f"{source}[{','.join(extras)}]"
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", package]).returncode:
         remedy = "clone or upload the repository beside this notebook, then run this cell again"
-        raise SystemExit(f"pip could not install {wanted}: {remedy}.")
+        raise SystemExit(f"pip could not install {package}: {remedy}.")
 
 # %%
 import inspect
@@ -66,7 +66,7 @@ METHODS = {
     },
     "eagle3": {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4},
 }
-SWEPT = "draft_model"  # the method that is measured at every K below
+SWEPT = "draft_model"  # measured at every K below
 DEPTHS = (1, 2, 3, 4, 6, 8)
 QUESTIONS = 4  # of each kind
 MAX_TOKENS = 96
@@ -76,10 +76,10 @@ DTYPE = "bfloat16"
 # %% [markdown]
 # ## 1. Questions
 #
-# A method that looks up what was said before lives on repetition, one with a network on text that is easy to guess. So questions come in
-# kinds, and every figure is known by kind: *code* to go on with, *prose* (docstrings), and *editing*, where a function is to be written
-# again under another name. All are from modules that the embedded model was not trained on. `jspec.tools.bench.questions.read` reads the
-# field's files (Spec-Bench, HumanEval, GSM8K, ShareGPT).
+# A lookup method needs repetition; a network needs text that is easy to predict. So there are three kinds of
+# questions, with figures for each: *code* to continue, *prose* (docstrings), and *editing*, which writes a function
+# again under another name. The embedded model was not trained on these modules. `jspec.tools.bench.questions.read`
+# reads the files of Spec-Bench, HumanEval, GSM8K and ShareGPT.
 
 # %%
 functions = (
@@ -101,18 +101,19 @@ for function in functions[:QUESTIONS]:
         "editing": f"{source}\n\n{renamed[: len(renamed) // 3]}",
     }
     questions += [Question(kind, (text,), is_chat=False) for kind, text in prompts.items()]
-print(*(f"{each.category:8} {each.turns[0][:60]!r}" for each in questions[:3]), sep="\n")
+print(*(f"{q.category:8} {q.turns[0][:60]!r}" for q in questions[:3]), sep="\n")
 
 # %% [markdown]
 # ## 2. Measure
 #
-# Everyone runs through `LLM.generate`, warmed up, in turns, each turn begun by another: a slow minute of the machine is everybody's.
-# Samples during which other processes were busy are repeated, within limits.
+# Every method runs through `LLM.generate` after a warm-up. The methods take turns, and each turn starts with another
+# one, so a slow minute of the machine affects all. Samples that other processes disturbed are repeated, within
+# limits.
 
 
 # %%
 def measure(methods, temperature=0.0):
-    """Rows of figures, plain decoding first; each with the name that `methods` gives it."""
+    """Return the figures of every method by its name, plain decoding first."""
     settings = Settings(
         tuple(methods.values()),
         temperatures=(temperature,),
@@ -140,10 +141,11 @@ for name, row in rows.items():
     )
 
 # %% [markdown]
-# ## 3. Speed-up, with its spread
+# ## 3. Speed-up and its spread
 #
-# tokens/s beside plain decoding in the same turn, prompts and host included: the bar is the median of the turns, the line reaches from
-# the least to the most. Two methods whose lines overlap have not been told apart: take more `REPEATS` or a quieter machine.
+# The speed-up is the ratio of tokens/s to plain decoding in the same turn, prompts and host included. The bar is the
+# median of the turns, the line reaches from the least to the most. If two lines overlap, take more `REPEATS` or a
+# quieter machine.
 
 # %%
 _, axes = plt.subplots(figsize=(8, 0.8 + 0.45 * len(rows)))
@@ -163,20 +165,21 @@ axes.set_title(f"{DTYPE}, batch 1, greedy", loc="left")
 plt.show()
 
 # %% [markdown]
-# ## 4. Acceptance length, by kind of text
+# ## 4. Acceptance length by kind of text
 #
-# Tokens that a pass of the target emits, its own token and passes without a draft included: 1 is no gain, K + 1 the most, and the
-# speed-up cannot exceed it. This is a property of method and text, the same on every device; look here first when a method disappoints.
+# The acceptance length is the number of tokens that a pass of the target emits. It includes the target's own token
+# and passes without a draft. It is 1 without a gain, at most K + 1, and it bounds the speed-up. It is a property of
+# method and text, the same on every device. Look here first if a method disappoints.
 
 # %%
 kinds = list(plain["categories"])
 drafting = [name for name in rows if name != "plain"]
 _, axes = plt.subplots(figsize=(9, 3.4))
 width = 0.8 / len(drafting)
-for place, name in enumerate(drafting):
+for index, name in enumerate(drafting):
     lengths = [rows[name]["categories"][kind]["acceptance_length"] for kind in kinds]
-    spots = np.arange(len(kinds)) + (place - (len(drafting) - 1) / 2) * width
-    bars = axes.bar(spots, lengths, 0.92 * width, color=COLORS[name], label=name)
+    x = np.arange(len(kinds)) + (index - (len(drafting) - 1) / 2) * width
+    bars = axes.bar(x, lengths, 0.92 * width, color=COLORS[name], label=name)
     axes.bar_label(bars, fmt="%.2f", fontsize="small")
 axes.axhline(1, color="#333333", linewidth=0.8)
 axes.set_xticks(range(len(kinds)), kinds)
@@ -189,9 +192,10 @@ plt.show()
 # %% [markdown]
 # ## 5. Acceptance by position
 #
-# Of all drafts, the share whose i-th token was accepted; a token can only be if all before it were, so lines fall. The share at i divided
-# by that at i - 1 is the chance of the i-th token once it is reached. Where a line is near 0, longer drafts are wasted; where it is still
-# high at the end, K is too small. The sum of the shares is the mean number of accepted tokens of a draft.
+# The line shows the share of drafts whose i-th token was accepted. A token needs all tokens before it, so lines fall.
+# The share at i divided by the share at i - 1 is the conditional acceptance of the i-th token. If a line is near 0,
+# longer drafts are wasted. If it is still high at the end, K is too small. The sum of the shares is the mean number
+# of accepted tokens of a draft.
 
 # %%
 _, axes = plt.subplots(figsize=(7, 3.4))
@@ -207,12 +211,13 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# ## 6. Where a round's time goes
+# ## 6. The time of a round
 #
-# Drafting, the target's pass over the draft, and accepting (judging, committing, counting), each timed in a program of its own on states
-# of the real loop. The dashed line is a round of plain decoding. A round that costs c plain rounds pays if it emits more than c tokens:
-# **speed-up ≈ acceptance length / c**. That tells what to mend: a drafter that is too slow, a target's pass that grows too much with K,
-# or too few tokens accepted. (What `suffix` and `ngram` do not find costs a plain pass, and is in the mean.)
+# A round consists of drafting, the target's pass over the draft, and accepting (verify, commit, count). Each part is
+# timed in a program of its own on states of the real loop. The dashed line is a round of plain decoding. A round that
+# costs c plain rounds pays if it emits more than c tokens: **speed-up ≈ acceptance length / c**. So the figure shows
+# the cause: a slow drafter, a target's pass that grows with K, or low acceptance. For `suffix` and `ngram`, the mean
+# includes rounds without a match, which cost a plain pass.
 
 # %%
 _, axes = plt.subplots(figsize=(8, 0.8 + 0.45 * len(rows)))
@@ -237,20 +242,21 @@ for name in drafting:
     )
 
 # %% [markdown]
-# ## 7. How K changes it
+# ## 7. The effect of K
 #
-# With K the acceptance length rises, by less and less; a round's cost rises evenly. So the speed-up has a peak. Where it lies depends on
-# the device: on one that waits for memory a pass over 8 tokens costs about as much as over one, and the peak is far to the right.
+# With K the acceptance length rises, by less and less, and the cost of a round rises evenly. So the speed-up has a
+# maximum. On a device that is bound by memory, a pass over 8 tokens costs about as much as one over one, and the
+# maximum is at a large K.
 
 # %%
 swept = measure(
     {k: METHODS[SWEPT] | {"num_speculative_tokens": k} for k in DEPTHS}, temperature=0.0
 )
-alone = swept.pop("plain")
+plain_swept = swept.pop("plain")
 lengths = [row["acceptance_length"] for row in swept.values()]
-costs = [row["split_ms"]["round"] / alone["split_ms"]["round"] for row in swept.values()]
+costs = [row["split_ms"]["round"] / plain_swept["split_ms"]["round"] for row in swept.values()]
 speeds = np.array(
-    [[row["speedup"][each] for row in swept.values()] for each in ("least", "median", "most")]
+    [[row["speedup"][end] for row in swept.values()] for end in ("least", "median", "most")]
 )
 _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
 left.plot(DEPTHS, lengths, marker="o", color="#54a24b", label="acceptance length, tokens a round")
@@ -272,6 +278,7 @@ best = DEPTHS[int(np.argmax(speeds[1]))]
 print(f"fastest here: K = {best}")
 
 # %% [markdown]
-# Things that change these figures: the batch (a larger one leaves less arithmetic for drafts: `Settings(batch_sizes=(1, 8))`), the
-# temperature (drawn text is accepted less often), and the dtype. The same as tables, a picture and one page: `jspec bench`
-# (`docs/bench.md`). Why a round of yours was short: `jspec trace`. Next: `write_a_drafter`.
+# These figures also depend on the batch (`Settings(batch_sizes=(1, 8))`), the temperature and the dtype. A larger
+# batch leaves less arithmetic for drafts, and sampled text is accepted less often. `jspec bench` writes the same as
+# tables, a picture and one page (`docs/bench.md`). `jspec trace` shows why a round was short. Next:
+# `write_a_drafter`.

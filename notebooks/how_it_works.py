@@ -11,33 +11,32 @@
 # %% [markdown]
 # # How it works: one round by hand
 #
-# A round of speculative decoding drafts a tree of tokens, runs the target once over all of them, and keeps a path. Here it is done
-# step by step with the functions that `jspec.decode` is made of, and then proved to be lossless.
+# A round of speculative decoding drafts a tree of tokens, runs the target once over all of them, and accepts a path.
+# This notebook runs one round with the functions of `jspec.decode`. Then it proves the rule lossless.
 
 # %%
-# The one install cell; nothing happens where jspec is there already.
+# Installs jspec if it is missing: the clone that holds this notebook, or the published package.
 import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-# A clone in this very folder must not pass for jspec as it is installed.
+# A folder named jspec beside this notebook is a clone, not the installed package.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
     extras = ["bench"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
-    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs driver 580 or newer
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
         extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
-    ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
-    clones = [file.resolve().parent for file in files if ours(file)]
-    source = [*clones, "jspec-decoding"][0]
-    wanted = f"{source}[{','.join(extras)}]"
-    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted]).returncode:
+    is_clone = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
+    source = next((file.resolve().parent for file in files if is_clone(file)), "jspec-decoding")
+    package = f"{source}[{','.join(extras)}]"
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", package]).returncode:
         remedy = "clone or upload the repository beside this notebook, then run this cell again"
-        raise SystemExit(f"pip could not install {wanted}: {remedy}.")
+        raise SystemExit(f"pip could not install {package}: {remedy}.")
 
 # %%
 import jax
@@ -55,16 +54,16 @@ DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 # %% [markdown]
 # ## 1. Before the round
 #
-# The caches hold every committed token but the last one. That one is the **root**, node 0 of the draft.
+# The caches hold every committed token except the last one. The last one is the **root**, node 0 of the draft.
 
 # %%
 TREE = {"tree": "sampled", "tree_size": 8, "tree_depth": 3, "tree_top_k": 2}
 config = {"method": "eagle3", "model": str(DEMO / "eagle3"), **TREE}
-made = build_plan(DEMO / "target", read_config(config), dtype="float32")
-plan, params, tokenizer = made.plan, made.params, made.model.tokenizer
+built = build_plan(DEMO / "target", read_config(config), dtype="float32")
+plan, params, tokenizer = built.plan, built.params, built.model.tokenizer
 prompt = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
-row = SequenceParams(tuple(tokenizer.encode(prompt)), max_tokens=32, temperature=0.8, seed=5)
-batch = start(plan, params, [row])
+sequence = SequenceParams(tuple(tokenizer.encode(prompt)), max_tokens=32, temperature=0.8, seed=5)
+batch = start(plan, params, [sequence])
 request, state = batch.request, batch.state
 print(
     "committed:", int(state.history.length[0]), "tokens; in the cache:", int(state.cache.length[0])
@@ -73,7 +72,8 @@ print(
 # %% [markdown]
 # ## 2. Draft
 #
-# The head proposes a tree: children are drawn without replacement from its own distribution, which is kept with them.
+# The head proposes a tree. It draws children without replacement from its own distribution, and records that
+# distribution.
 
 # %%
 draft, memory = jax.jit(plan.drafter.propose)(
@@ -85,8 +85,8 @@ depth, valid = np.asarray(tree.depth[0]), np.asarray(draft.valid[0])
 words = [tokenizer.decode([token]).replace(" ", "␣").replace("\n", "↵") for token in tokens]
 
 
-def place():
-    """Where to draw each node: leaves one below the other, parents beside their children."""
+def positions():
+    """Return where to draw each node: leaves in a column, parents beside their children."""
     height, rows = {}, iter(range(len(tokens)))
 
     def visit(node):
@@ -101,8 +101,8 @@ def place():
 
 
 def draw(title, accepted=()):
-    """The tree; nodes of the accepted path are green."""
-    spots = place()
+    """Draw the tree, with the accepted path in green."""
+    spots = positions()
     _, axes = plt.subplots(figsize=(9, 3.6))
     for node in spots.keys() - {0}:
         ends = np.array([spots[parents[node]], spots[node]]).T
@@ -117,12 +117,13 @@ def draw(title, accepted=()):
     plt.show()
 
 
-draw("what the head drafts")
+draw("the draft of the head")
 
 # %% [markdown]
 # ## 3. One pass of the target
 #
-# All nodes go through the target at once. A node sees the committed text and its own ancestors, no more: that is the mask.
+# All nodes go through the target at once. A node attends to the committed text and to its own ancestors: that is the
+# mask.
 
 # %%
 mask = trees.unpack_bits(np.asarray(tree.ancestors[0]), len(tokens))
@@ -130,7 +131,7 @@ _, axes = plt.subplots(figsize=(4, 4))
 axes.imshow(mask, cmap="Greens", vmax=1.6)
 axes.set_xticks(range(len(words)), words, rotation=90, family="monospace")
 axes.set_yticks(range(len(words)), words, family="monospace")
-axes.set_title("which nodes (rows) see which")
+axes.set_title("a node (row) attends to (column)")
 plt.show()
 
 out = jax.jit(plan.target.forward, static_argnums=4)(
@@ -141,17 +142,18 @@ print("logits of all nodes in one pass:", out.logits.shape)
 # %% [markdown]
 # ## 4. Accept
 #
-# A child that was drawn with probability q is accepted with probability min(1, p/q), p being the target's; after a refusal p becomes
-# what is left of it. So what is kept is distributed as the target would have drawn it.
+# Let p be the target's probability of a drafted token and q the drafter's. The rule accepts the token with
+# probability min(1, p/q). After a rejection, p becomes the residual. So the accepted tokens have the target's
+# distribution.
 
 # %%
 verdict = jax.jit(plan.verify)(request, draft, tree, out.logits, state.history)
 count = int(verdict.num_emitted[0])
 path = np.asarray(verdict.path[0])[:count]
 draw("accepted: " + " ".join(words[node] for node in path[1:]), accepted=set(path.tolist()))
-own = tokenizer.decode([int(verdict.next_token[0])])
+bonus = tokenizer.decode([int(verdict.next_token[0])])
 print(
-    f"{count - 1} drafted tokens accepted, and {own!r} of the target's own: {count} tokens for one pass"
+    f"{count - 1} drafted tokens accepted, then the target's {bonus!r}: {count} tokens for one pass"
 )
 
 # %%
@@ -164,13 +166,13 @@ for node in range(1, len(tokens)):
         print(f"{'  ' * depth[node]}{words[node]:12} {chances}   {fate}")
 
 # %% [markdown]
-# `jspec trace` draws whole generations like this, with every coin, and with p and q as siblings judged before leave them: here they
-# are those of the whole law.
+# `jspec trace` draws whole generations like this, with every uniform. It also shows p and q after earlier siblings
+# were rejected; the values above are those before any rejection.
 #
-# ## 5. Is the law really the target's?
+# ## 5. Is it the target's distribution?
 #
-# `jspec.certify` enumerates every draft and every outcome of every coin on a small vocabulary, through the very function that ran
-# above, and compares what comes out with the target's law. The distance is rounding of float64.
+# `jspec.certify` enumerates every draft and every outcome of the uniforms on a small vocabulary, with the function
+# that ran above. It compares the output distribution with the target's. The distance is rounding of float64.
 
 # %%
 from jspec.tools.certify import distribution
@@ -182,18 +184,18 @@ print(
 assert finding.passed
 
 # %% [markdown]
-# And a rule that is wrong: it accepts the first drafted token always.
+# A wrong rule fails: this one always accepts the first drafted token.
 
 # %%
 from jspec.verify import Rule
 
 
-def gullible(logits, draft, tree, uniforms):
-    """Takes the first child, whatever the target says."""
-    taken = draft.valid[:, 1]
-    path = jnp.zeros((len(taken), tree.max_depth + 1), jnp.int32).at[:, 1].set(taken)
-    after = jnp.where(taken[:, None], logits[:, 1], logits[:, 0])
-    return path, taken.astype(jnp.int32), after
+def gullible(logits, draft, tree, uniforms, proposal):
+    """Accept the first child of the root, without looking at the target."""
+    accepted = draft.valid[:, 1]
+    path = jnp.zeros((len(accepted), tree.max_depth + 1), jnp.int32).at[:, 1].set(accepted)
+    after = jnp.where(accepted[:, None], logits[:, 1], logits[:, 0])
+    return path, accepted.astype(jnp.int32), after
 
 
 wrong = distribution(Rule("gullible", gullible, "round", frozenset({"chain"})), "chain")

@@ -11,33 +11,33 @@
 # %% [markdown]
 # # jspec in five minutes
 #
-# Speculative decoding: something cheap proposes tokens, the target judges them all in one pass, and what comes out has **exactly the
-# target's distribution**. Runs as it is on a CPU, a GPU or a TPU, with a small model that comes with the package.
+# Speculative decoding: a cheap drafter proposes tokens, the target verifies them in one pass, and the output has
+# **exactly the target's distribution**. This notebook runs on a CPU, a GPU or a TPU, with a small model that comes
+# with the package.
 
 # %%
-# The one install cell; nothing happens where jspec is there already.
+# Installs jspec if it is missing: the clone that holds this notebook, or the published package.
 import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-# A clone in this very folder must not pass for jspec as it is installed.
+# A folder named jspec beside this notebook is a clone, not the installed package.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
     extras = ["bench"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
-    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs driver 580 or newer
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
         extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
-    ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
-    clones = [file.resolve().parent for file in files if ours(file)]
-    source = [*clones, "jspec-decoding"][0]
-    wanted = f"{source}[{','.join(extras)}]"
-    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted]).returncode:
+    is_clone = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
+    source = next((file.resolve().parent for file in files if is_clone(file)), "jspec-decoding")
+    package = f"{source}[{','.join(extras)}]"
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", package]).returncode:
         remedy = "clone or upload the repository beside this notebook, then run this cell again"
-        raise SystemExit(f"pip could not install {wanted}: {remedy}.")
+        raise SystemExit(f"pip could not install {package}: {remedy}.")
 
 # %%
 import jax
@@ -47,10 +47,10 @@ DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 print(jspec.__name__, "on", jax.devices()[0].device_kind)
 
 # %% [markdown]
-# ## A target and what drafts for it
+# ## A target and a drafter
 #
-# `LLM`, `SamplingParams` and `speculative_config` have vLLM's names and meanings. The target here was trained on Python code; an
-# EAGLE-3 head, which reads its hidden states, drafts four tokens a round.
+# `LLM`, `SamplingParams` and `speculative_config` have vLLM's names and meanings. The target was trained on Python
+# code. An EAGLE-3 head reads its hidden states and drafts four tokens a round.
 
 # %%
 EAGLE3 = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 4}
@@ -64,9 +64,9 @@ answer = output.outputs[0]
 print(prompt + answer.text)
 
 # %% [markdown]
-# ## What was drafted
+# ## The drafts
 #
-# Every round drafted up to four tokens; the target kept some of them and added one of its own.
+# Every round drafts up to four tokens. The target accepts some of them and adds one of its own.
 
 # %%
 stats = answer.speculative_decoding_stats
@@ -74,10 +74,10 @@ print(f"{stats['mean_acceptance_length']:.2f} tokens a round")
 print("accepted, round by round:", stats["per_step_accepted"])
 
 # %% [markdown]
-# ## Nothing is lost
+# ## The output is unchanged
 #
-# Under the rule `coupled` draft and target share their noise: the text is that of plain decoding, token for token, at any temperature.
-# The default rule has the same *distribution*, and accepts more.
+# Under the rule `coupled`, draft and target share their noise. The text is that of plain decoding, token for token,
+# at any temperature. The default rule keeps the *distribution* and accepts more.
 
 # %%
 plain = jspec.LLM(model)
@@ -88,10 +88,10 @@ assert texts[0] == texts[1]
 print("identical:", texts[0] == texts[1])
 
 # %% [markdown]
-# ## Other methods
+# ## Methods without training
 #
-# `ngram` and `suffix` need no training: they propose what followed the same words before, and live on text that repeats itself.
-# `jspec methods` lists all.
+# `ngram` and `suffix` propose the tokens that followed the same words before. They pay on repetitive text.
+# `jspec methods` lists all methods.
 
 # %%
 edit = (
@@ -107,5 +107,5 @@ for config in (
     print(f"{config['method']:8} {length:.2f} tokens a round that had a draft")
 
 # %% [markdown]
-# Next: `how_it_works` takes one round apart, `compare_methods` measures several, `train_eagle` trains a head, and `write_a_drafter`
-# builds a method of one's own.
+# Next: `how_it_works` shows one round in detail, `compare_methods` measures several methods, `train_eagle` trains a
+# head, and `write_a_drafter` builds a new method.

@@ -11,34 +11,33 @@
 # %% [markdown]
 # # Write a drafter
 #
-# Anything may propose tokens: the rule sees to it that the text stays the target's. Here a table of which token follows which becomes a
-# drafting method of its own, first one that is certain of what it proposes, then one that draws. Both are certified lossless, a wrong
-# one is caught, and all are measured beside plain decoding.
+# Any code may propose tokens; the rule keeps the text the target's. This notebook makes a drafting method from a
+# table of which token follows which. The first version drafts deterministically, the second one samples. Both are
+# certified lossless, a wrong one is caught, and both are measured.
 
 # %%
-# The one install cell; nothing happens where jspec is there already.
+# Installs jspec if it is missing: the clone that holds this notebook, or the published package.
 import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-# A clone in this very folder must not pass for jspec as it is installed.
+# A folder named jspec beside this notebook is a clone, not the installed package.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
     extras = ["bench"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
-    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs driver 580 or newer
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
         extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
-    ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
-    clones = [file.resolve().parent for file in files if ours(file)]
-    source = [*clones, "jspec-decoding"][0]
-    wanted = f"{source}[{','.join(extras)}]"
-    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted]).returncode:
+    is_clone = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
+    source = next((file.resolve().parent for file in files if is_clone(file)), "jspec-decoding")
+    package = f"{source}[{','.join(extras)}]"
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", package]).returncode:
         remedy = "clone or upload the repository beside this notebook, then run this cell again"
-        raise SystemExit(f"pip could not install {wanted}: {remedy}.")
+        raise SystemExit(f"pip could not install {package}: {remedy}.")
 
 # %%
 import dataclasses
@@ -56,17 +55,17 @@ DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 
 # %% tags=["parameters"]
 TARGET = DEMO / "target"
-FILES = 150  # of the standard library, to learn the table from
+FILES = 150  # of the standard library, for the table
 MAX_TOKENS = 96
-NUM_DRAFTS = 4096  # rounds that a certificate looks at
-DEPTHS = (1, 2)  # K, of what is measured
+NUM_DRAFTS = 4096  # rounds that a certificate samples
+DEPTHS = (1, 2)  # K, measured
 REPEATS = 5
 
 # %% [markdown]
-# ## 1. A table learned from text
+# ## 1. A table from text
 #
-# `counts[a, b]` says how often token b followed token a in the sources of Python's standard library. Most tokens were seen with few
-# others, so a little of the law of all tokens is mixed in. Modules that the prompts below are from stay out.
+# `counts[a, b]` is how often token b followed token a in Python's standard library. Most tokens have few successors,
+# so the table mixes in a little of the distribution of all tokens. The modules of the prompts below are left out.
 
 # %%
 model = jspec.load(TARGET, dtype="float32")
@@ -92,7 +91,7 @@ np.save(TABLE, np.log(distribution))
 print(f"{int(counts.sum()):,} pairs of tokens, {np.count_nonzero(counts):,} of them different")
 
 # %% [markdown]
-# How sure can such a table be? If its likeliest token has probability 0.3 on average, three drafted tokens in ten are right at best.
+# If the likeliest successor has probability 0.3 on average, at best three of ten drafted tokens are correct.
 
 # %%
 seen = counts.sum(1) > 0
@@ -109,31 +108,33 @@ plt.show()
 # %% [markdown]
 # ## 2. The first drafter
 #
-# A drafter is a frozen dataclass that follows `jspec.Drafter`; a subclass of `jspec.NoDrafter` writes only what it changes. Its fields
-# are the keys of `speculative_config`, and since they are hashable, equal settings share one compiled program.
+# A drafter is a frozen dataclass with the members of `jspec.Drafter`. A subclass of `jspec.NoDrafter` defines only
+# what it changes. Its fields are the keys of `speculative_config`. They are hashable, so equal settings share one
+# compiled program.
 #
-# `propose` gives a `Draft`: node 0 is the root (the last committed token), here followed by a chain of K tokens. It is traced by JAX, so
-# that the whole generation stays one program. `proposal = "point"` says that nothing was drawn: what it drafts is certain.
+# `propose` returns a `Draft`: node 0 is the root (the last committed token), here followed by a chain of K tokens.
+# JAX traces it, so the whole generation stays one program. `proposal = "deterministic"` declares that nothing is
+# sampled.
 
 
 # %%
 @dataclasses.dataclass(frozen=True)
 class Bigram(jspec.NoDrafter):
-    """The token that most often follows the last one, K times over."""
+    """Draft the likeliest successor, K times in a row."""
 
     num_speculative_tokens: int
-    table: str  # a file; weights are no settings, so the array itself is loaded below
+    table: str  # a file: settings must be hashable, so `load_params` reads the array
 
-    proposal = "point"
+    proposal = "deterministic"
     max_depth = property(lambda self: self.num_speculative_tokens)
     tree_size = property(lambda self: self.num_speculative_tokens + 1)  # with the root
 
     def load_params(self, target_params):
-        """Called once; `propose` gets it back as `params.drafter`."""
+        """Return the weights; `propose` gets them as `params.drafter`."""
         return jnp.asarray(np.load(self.table))
 
     def propose(self, params, request, shared, memory, history):
-        """A chain in every row of the batch [B, K + 1]."""
+        """Return a chain in every row of the batch [B, K + 1]."""
         drafted = [root_token(history)]
         for _ in range(self.max_depth):
             drafted.append(sampling.argmax(params.drafter[drafted[-1]]))
@@ -144,20 +145,22 @@ class Bigram(jspec.NoDrafter):
 
 
 # %% [markdown]
-# In the functional layer a `Plan` holds what is static (target, drafter, rule) and `jspec.decode` runs it; `generate_sequences` is `decode`
-# with prompts made ready before and read back after. At temperature 0 the text must be that of plain decoding.
+# In the functional layer, a `Plan` holds the static parts (target, drafter, rule). `generate_sequences` prepares
+# prompts, runs `jspec.decode` and reads the answers. At temperature 0 the text must be that of plain decoding.
 
 # %%
 from jspec.engine.batch import SequenceParams, generate_sequences
 
 ids = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
-rows = [SequenceParams(prompt, MAX_TOKENS, temperature=0) for prompt in ids]
+sequences = [SequenceParams(prompt, MAX_TOKENS, temperature=0) for prompt in ids]
 bigram = Bigram(num_speculative_tokens=2, table=TABLE)
 drafted = generate_sequences(
-    jspec.Plan(model.target, bigram), jspec.Params(model.params, bigram.load_params(None)), rows
+    jspec.Plan(model.target, bigram),
+    jspec.Params(model.params, bigram.load_params(None)),
+    sequences,
 )
 plain = generate_sequences(
-    jspec.Plan(model.target, jspec.NoDrafter()), jspec.Params(model.params), rows
+    jspec.Plan(model.target, jspec.NoDrafter()), jspec.Params(model.params), sequences
 )
 same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(plain, drafted, strict=True)]
 for answer in drafted:
@@ -165,15 +168,15 @@ for answer in drafted:
 print("same texts as plain decoding:", same)
 
 # %% [markdown]
-# ## 3. Through the front door
+# ## 3. Use it in `LLM`
 #
-# `LLM` takes a class by its dotted path. In a package of yours that is `"my_package.drafters.Bigram"`; of a class in this notebook it
-# is where Python says that it lies.
+# `LLM` takes a class by its dotted path, such as `"my_package.drafters.Bigram"`. For a class of this notebook, that
+# is its module's name.
 
 
 # %%
 def config(drafter, num_speculative_tokens=2):
-    """What `LLM` is given."""
+    """Return a `speculative_config`."""
     return {
         "method": "custom_class",
         "model": f"{drafter.__module__}.{drafter.__name__}",
@@ -189,36 +192,36 @@ for output in outputs:
     print(f"{length:.2f} tokens a pass: {output.outputs[0].text[:70]!r}")
 
 # %% [markdown]
-# ## 4. A drafter that draws
+# ## 4. A drafter that samples
 #
-# At temperature 0.8 the target says the likeliest token only some of the time, and a drafter that always bets on it wins no more often
-# than that. A token that is *drawn* from a law q is accepted with probability Σ min(p, q). Then the rule must know q: row i of `Draft.logits`
-# holds the log-weights that the child of node i was drawn from, **as they were when it was drawn**, so after temperature and the rest
-# (`sampling.process_logits`). The coins come from `sampling.round_noise`: new in every round, and nobody else's.
+# At temperature 0.8 the target draws the likeliest token only some of the time, and a deterministic draft is accepted
+# no more often. A token *sampled* from a distribution q is accepted with probability Σ min(p, q). The rule then needs
+# q. Row i of `Draft.logits` holds the log-weights from which the child of node i was drawn, **as they were when it
+# was drawn**: after temperature and filters (`sampling.process_logits`). The uniforms come from
+# `sampling.round_noise`; they are new in every round and independent of all others.
 
 
 # %%
 @dataclasses.dataclass(frozen=True)
 class Drawn(Bigram):
-    """Each token drawn from the row of the one before it."""
+    """Draw each token from the table's row of the token before it."""
 
     proposal = "chain"
 
     def distribution(self, row, request):
-        """Log-weights [B, V] to draw from, and to record."""
+        """Return the log-weights [B, V] to record."""
         return sampling.process_logits(row, request.sampling)
 
     def propose(self, params, request, shared, memory, history):
-        """A chain, and the laws that it was drawn from."""
+        """Return a chain, with the distributions that it was drawn from."""
         depth = self.max_depth
         uniforms = sampling.round_noise(request.keys, history.length - 1, sampling.DRAFT, depth)
         drafted, distributions = [root_token(history)], []
         for i in range(depth):
             row = params.drafter[drafted[-1]]
             distributions.append(self.distribution(row, request))
-            drafted.append(
-                sampling.draw(sampling.process_logits(row, request.sampling), uniforms[:, i])
-            )
+            processed = sampling.process_logits(row, request.sampling)
+            drafted.append(sampling.draw(processed, uniforms[:, i]))
         distributions.append(jnp.zeros_like(distributions[0]))  # the last node has no child
         valid = jnp.ones((len(drafted[0]), depth + 1), bool)
         return jspec.Draft(
@@ -233,17 +236,18 @@ class Drawn(Bigram):
 # %% [markdown]
 # ## 5. Is it lossless?
 #
-# `jspec.certify` looks at a whole configuration: the rule, by enumeration of every draft and every coin; thousands of drafts beside the
-# laws that were recorded of them; and texts beside those of plain decoding. Each finding has a measurement that must stay below its
-# limit. (`Bigram` draws nothing, so of it there is less to look at.)
+# `jspec.certify` tests a whole configuration: the rule by enumeration, thousands of drafts against their recorded
+# distributions, and texts against plain decoding. Each finding has a measurement and a limit. `Bigram` samples
+# nothing, so fewer tests apply to it.
 
 
 # %%
 def show(findings):
-    """A line a finding."""
-    for each in findings:
-        mark = "ok  " if each.passed else "FAIL"
-        print(f"{mark} {each.check:10} {each.measured:9.2g} < {each.limit:g}  {each.subject[:90]}")
+    """Print one line a finding."""
+    for finding in findings:
+        mark = "ok  " if finding.passed else "FAIL"
+        limit = f"{finding.measured:9.2g} < {finding.limit:g}"
+        print(f"{mark} {finding.check:10} {limit}  {finding.subject[:90]}")
 
 
 report = jspec.certify(
@@ -259,13 +263,14 @@ print("passed" if report.passed else "FAILED")
 assert report.passed
 
 # %% [markdown]
-# And one with the mistake that is easiest to make: it draws at the request's temperature, but records the law of temperature 1. Its
-# texts look as good as any, and their law is not the target's. `drafts` is the part of the certificate that looks at the drafter alone.
+# The easiest mistake is to draw at the request's temperature and to record the distribution of temperature 1. The
+# texts look normal, but their distribution is wrong. `drafts` is the part of the certificate that tests only the
+# drafter.
 
 
 # %%
 class Wrong(Drawn):
-    """Records another law than it draws from."""
+    """Record another distribution than the one drawn from."""
 
     def distribution(self, row, request):
         return row
@@ -274,7 +279,7 @@ class Wrong(Drawn):
 from jspec.tools.certify import drafts
 
 wrong = Wrong(num_speculative_tokens=2, table=TABLE)
-found = list(
+findings = list(
     drafts(
         jspec.Plan(model.target, wrong),
         jspec.Params(model.params, wrong.load_params(None)),
@@ -282,23 +287,24 @@ found = list(
         num_drafts=NUM_DRAFTS,
     )
 )
-show(found)
-assert not all(each.passed for each in found)
+show(findings)
+assert not all(finding.passed for finding in findings)
 
 # %% [markdown]
 # ## 6. Is it fast?
 #
-# `jspec bench` is a function, too. The speed-up is the acceptance length divided by what a round costs in plain passes. To ask a table
-# costs next to nothing, so what a round costs beyond a plain pass is that the target looks at K + 1 tokens instead of one: little where
-# the device waits for weights anyway (an accelerator, or bfloat16 weights on a CPU), more where it is short of arithmetic.
+# `jspec bench` is a function, too. The speed-up is the acceptance length divided by the cost of a round in plain
+# passes. A table lookup costs almost nothing, so the extra cost is the target's pass over K + 1 tokens instead of
+# one. That is little on a device that is bound by memory (an accelerator, or bfloat16 on a CPU), and more if
+# arithmetic is short.
 
 # %%
 from jspec.tools.bench.questions import Question
 from jspec.tools.bench.run import bench
 from jspec.tools.bench.settings import Settings
 
-asked = [Question("code", (prompt,), is_chat=False) for prompt in PROMPTS]
-wanted = Settings(
+questions = [Question("code", (prompt,), is_chat=False) for prompt in PROMPTS]
+settings = Settings(
     tuple(config(drafter, k) for drafter in (Bigram, Drawn) for k in DEPTHS),
     temperatures=(0.8,),
     max_tokens=MAX_TOKENS,
@@ -306,7 +312,7 @@ wanted = Settings(
     dtype="bfloat16",
     peers=False,
 )
-rows = bench(TARGET, asked, wanted)["rows"]
+rows = bench(TARGET, questions, settings)["rows"]
 for row in rows:
     given = row["config"]
     row["label"] = (
@@ -335,7 +341,7 @@ plt.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A table of pairs is a weak drafter: real ones see more than one token. What a drafter keeps from round to round (a cache, hidden
-# states) is its `memory`: `init` allocates it, `prefill` takes in the prompt, `update` what was accepted; `jspec/drafters/ngram.py` and
-# `examples/write_a_drafter.py` are short ones to start from, `docs/extending.md` has the rest, and `compare_methods` shows how to read
-# the measurements.
+# A table of pairs is a weak drafter: real ones see more than one token. What a drafter keeps between rounds (a cache,
+# hidden states) is its `memory`. `init` allocates it, `prefill` processes the prompt, `update` commits accepted
+# tokens. `jspec/drafters/ngram.py` and `examples/write_a_drafter.py` are short examples, and `docs/extending.md` has
+# the rest. `compare_methods` explains the measurements.

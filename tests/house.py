@@ -41,12 +41,12 @@ def folder(module: str) -> str:
 @cache
 def trees() -> dict[str, ast.Module]:
     """Return the syntax tree of every module; kernels/ is installed as jspec.kernels."""
-    found = {}
+    modules = {}
     for top in TOPS:
         for path in sorted((ROOT / top).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found["jspec." * (top == "kernels") + name] = ast.parse(path.read_text())
-    return found
+            modules["jspec." * (top == "kernels") + name] = ast.parse(path.read_text())
+    return modules
 
 
 @cache
@@ -67,14 +67,14 @@ def imports() -> tuple[tuple[str, str], ...]:
     for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                wanted = [alias.name for alias in node.names]
+                names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.module and not node.level, f"{name}: imports name their module in full"
-                wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
             else:
                 continue
-            modules = (each if each in known else each.rpartition(".")[0] for each in wanted)
-            pairs += [(name, each) for each in modules if each in known and name != "jspec"]
+            targets = (n if n in known else n.rpartition(".")[0] for n in names)
+            pairs += [(name, n) for n in targets if n in known and name != "jspec"]
     return tuple(pairs)
 
 

@@ -1,13 +1,14 @@
-"""Every block of code in the README and in docs/ does what it says.
+"""Every program, command, config and name in the README and in docs/ works.
 
-What needs a hub or hours is put to the embedded models instead: ids of models are replaced, names
-that a page leaves open are given.
+Embedded models replace the ids of models, and names that a page leaves open are defined here.
 """
 
 import ast
 import functools
+import importlib.util
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -32,19 +33,19 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEMO = "jspec/assets/demo"
-STANDS_FOR = {
+STAND_INS = {
     "Qwen/Qwen3-8B": f"{DEMO}/target",
     "Qwen/Qwen3-0.6B": f"{DEMO}/draft",
     "HEAD": f"{DEMO}/eagle3",
     "…": f"{DEMO}/eagle3",
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": f"{DEMO}/eagle3",
 }
-CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # stands for the target with a template, as it has none
-LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; each has tests of its own
+CHATS = "meta-llama/Llama-3.1-8B-Instruct"  # replaced by the embedded target and a template
+LONG = ("certify", "bench", "trace", "tune")  # seconds to minutes; they have their own tests
 
 
 def blocks(language):
-    """(page and line, text) of every fenced block of a language; "" for those that name none."""
+    """Return a parameter for every fenced block of a language; "" is a block without one."""
     return [
         pytest.param(token.content, id=f"{page.name}:{token.map[0] + 1}")
         for page in PAGES
@@ -54,37 +55,37 @@ def blocks(language):
 
 
 def test_the_reference_has_every_public_name_and_method():
-    """Their pages are made of docstrings; ``jspec.core.types`` is there as a whole."""
+    """The page has docstrings, and ``jspec.core.types`` as a whole."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page, re.MULTILINE))
-    last = {name.rpartition(".")[2] for name in shown} | set(vars(types)) | {"METHODS", "RULES"}
+    names = {name.rpartition(".")[2] for name in shown} | set(vars(types)) | {"METHODS", "RULES"}
     classes = {*METHODS.values(), *PARALLEL.values()}
-    assert {*jspec.__all__, *(each.__name__ for each in classes)} - last == set()
+    assert {*jspec.__all__, *(drafter.__name__ for drafter in classes)} - names == set()
     assert {"`jspec.METHODS`", "`jspec.RULES`"} <= set(re.findall(r"`[\w.]+`", page))
 
 
 def is_config(text):
-    """Whether a block holds ``speculative_config``s and nothing else."""
+    """Return whether a block has nothing but ``speculative_config``s."""
     body = ast.parse(text).body
-    return all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Dict) for each in body)
+    return all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Dict) for line in body)
 
 
-def of_kind(wanted):
-    return [block for block in blocks("python") if wanted(block.values[0])]
+def programs(select):
+    return [block for block in blocks("python") if select(block.values[0])]
 
 
-@pytest.mark.parametrize("text", of_kind(is_config))
-def test_every_config_shown_is_one_that_works(text):
+@pytest.mark.parametrize("text", programs(is_config))
+def test_every_config_on_a_page_works(text):
     for statement in ast.parse(text).body:
-        shown = ast.literal_eval(statement.value)
-        if shown.get("method") == "custom_class":
-            shown["model"] = "jspec.drafters.NGram"
-        config.read(shown)
+        values = ast.literal_eval(statement.value)
+        if values.get("method") == "custom_class":
+            values["model"] = "jspec.drafters.NGram"
+        config.read(values)
 
 
 @functools.cache
-def given():
-    """What pages leave open: a model of one's own, and a plan with its rows."""
+def open_names():
+    """Return the names that pages leave open: a model, and a plan with its sequences."""
     return {
         "jspec": jspec,
         "target": tiny.TARGET,
@@ -101,7 +102,7 @@ def is_long(text):
 
 
 def with_a_template(directory):
-    """The embedded target, to be chatted with."""
+    """Write the embedded target with a chat template."""
     shutil.copytree(ROOT / DEMO / "target", directory)
     file = directory / "tokenizer_config.json"
     template = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
@@ -112,11 +113,11 @@ def with_a_template(directory):
 def run(text, tmp_path, monkeypatch):
     if CHATS in text:
         text = text.replace(f'"{CHATS}"', repr(with_a_template(tmp_path / "chats")))
-    for name, other in STANDS_FOR.items():
-        text = text.replace(f'"{name}"', f'"{other}"')
+    for name, model in STAND_INS.items():
+        text = text.replace(f'"{name}"', f'"{model}"')
     text = text.replace('"certificate.json"', repr(str(tmp_path / "certificate.json")))
     monkeypatch.chdir(ROOT)
-    names = dict(given())
+    names = dict(open_names())
     exec(compile(text, "<documentation>", "exec"), names)
     return names
 
@@ -125,82 +126,114 @@ def runs(text):
     return not is_config(text)
 
 
-@pytest.mark.parametrize("text", of_kind(lambda text: runs(text) and not is_long(text)))
-def test_every_program_shown_runs(text, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("text", programs(lambda text: not is_config(text) and not is_long(text)))
+def test_every_program_on_a_page_runs(text, tmp_path, monkeypatch, capsys):
     names = run(text, tmp_path, monkeypatch)
     if "print(" in text:
         assert capsys.readouterr().out.strip()
-    assert len(names) > len(given())
+    assert len(names) > len(open_names())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", of_kind(lambda text: runs(text) and is_long(text)))
-def test_every_long_program_shown_runs(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", programs(lambda text: not is_config(text) and is_long(text)))
+def test_every_long_program_on_a_page_runs(text, tmp_path, monkeypatch):
     run(text, tmp_path, monkeypatch)
 
 
 def commands():
-    """Every command line that starts with jspec, without its comment."""
-    found = []
+    """Return a parameter for every command line that starts with jspec."""
+    params = []
     for block in blocks(""):
         text = re.sub(r"\\\n\s*", "", block.values[0])
         lines = [line for line in text.splitlines() if line.startswith("jspec ")]
-        found += [pytest.param(line, id=f"{block.id}, {line.split()[1]}") for line in lines]
-    return found
+        params += [pytest.param(line, id=f"{block.id}, {line.split()[1]}") for line in lines]
+    return params
 
 
 @pytest.mark.parametrize("line", commands())
-def test_every_command_shown_is_understood(line):
+def test_every_command_on_a_page_parses(line):
     words = shlex.split(line, comments=True)[1:]
     group = typer.main.get_command(main.app)
     command = group.get_command(None, words[0])
     command.make_context(words[0], words[1:])
 
 
-def runnable():
-    return [one for one in commands() if one.values[0].split()[1] not in LONG]
+def short_commands():
+    return [line for line in commands() if line.values[0].split()[1] not in LONG]
 
 
-@pytest.mark.parametrize("line", runnable())
-def test_every_short_command_shown_runs(line, tmp_path, monkeypatch, capsys):
-    words = [STANDS_FOR.get(word, word) for word in shlex.split(line, comments=True)]
+@pytest.mark.parametrize("line", short_commands())
+def test_every_short_command_on_a_page_runs(line, tmp_path, monkeypatch, capsys):
+    words = [STAND_INS.get(word, word) for word in shlex.split(line, comments=True)]
     words = [os.path.join(tmp_path, word) if word.endswith(".html") else word for word in words]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.argv", [*words[:1], *words[1:]])
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as exit_info:
         main.main()
-    assert ended.value.code == 0 and capsys.readouterr().out.strip()
+    assert exit_info.value.code == 0 and capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_dotted_name_on_a_page_imports(page):
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"(?<![\w/.])(?:jspec|training|benchmarks)(?:\.\w+)+", text)):
+        if name.endswith((".py", ".json", ".html")):
+            continue
+        if not name.startswith("jspec."):
+            assert importlib.util.find_spec(name), name
+        else:
+            pkgutil.resolve_name(name)
+
+
+def test_the_reading_guide_has_at_most_15_files_and_3000_lines():
+    text = (ROOT / "docs" / "reading_guide.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| \[.*\]\(\.\./(.*)\) \| (\d+) \|", text, re.MULTILINE)
+    lines = [(ROOT / file).read_text(encoding="utf-8").count("\n") for file, _ in table]
+    assert 10 <= len(table) <= 15 and sum(lines) <= 3000
+    # Small edits need no new numbers.
+    assert [int(number) for _, number in table] == pytest.approx(lines, rel=0.1)
+
+
+def test_the_map_has_every_folder_and_every_module_of_core_and_engine():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = {path.parent.name for path in (ROOT / "jspec").glob("**/__init__.py")}
+    assert folders <= set(re.findall(r"(\w+)/", text))
+    rooms = [(ROOT / "jspec" / room).glob("[!_]*.py") for room in ("core", "engine")]
+    modules = {path.name for room in rooms for path in room}
+    assert set(re.findall(r"^    (\w+\.py) ", text, re.MULTILINE)) == modules
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path):
+def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "docs", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
     assert all(f'id="jspec.{name}"' in reference for name in ("LLM", "Plan", "certify", "decode"))
-    # Marks that were meant for the reader of the source, or for nobody.
+    # Markup that Sphinx did not resolve.
     assert not any(mark in reference for mark in ("``", "&lt;function", "Bases: "))
 
 
-def test_the_readme_fits_in_a_head_and_names_files_that_exist():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("\n") <= 150
-    for page in PAGES:
+def test_the_readme_has_at_most_150_lines():
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150
+
+
+def test_every_file_that_a_page_links_to_exists():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "training" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} names {target}"
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_two_tables_of_methods_say_the_same():
+def test_the_two_tables_of_methods_agree():
     rows = lambda page: {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
         for line in (ROOT / page).read_text(encoding="utf-8").splitlines()
         if re.match(r"\| `.*\| \d", line)
     }
-    short, whole = rows("README.md"), rows("docs/choosing_a_method.md")
+    short, full = rows("README.md"), rows("docs/choosing_a_method.md")
     assert len(short) == 16
     for name, cells in short.items():
-        assert cells[1:] == whole[name][:3]
+        assert cells[1:] == full[name][:3]
     lengths = [float(cell.split()[0]) for cells in short.values() for cell in cells[1:]]
     assert np.min(lengths) >= 1

@@ -1,4 +1,4 @@
-"""Every example runs, and stays short enough to be read."""
+"""Every example runs and has at most 60 lines."""
 
 import runpy
 import sys
@@ -15,12 +15,12 @@ PRINTS = {
     "batch_generation": "streamed the same: True",
     "tree_drafting": "tokens drafted a pass",
 }
-# Those that take models are given smaller ones than the demo's.
+# Examples that take models get smaller ones than the demo's.
 MODELS = {"batch_generation": ("target", "draft"), "tree_drafting": ("target", "eagle3")}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs_and_prints_what_it_promises(path, capsys, monkeypatch, tmp_path_factory):
+def test_the_example_runs_and_prints_its_result(path, capsys, monkeypatch, tmp_path_factory):
     root = tmp_path_factory.getbasetemp() / "llm"
     folders = llm_fixtures.checkpoints(root) | {"eagle3": root / "eagle3"}
     llm_fixtures.write_eagle3_head(folders["eagle3"])

@@ -1,6 +1,7 @@
-"""Notebooks run from first to last cell, and say what the scripts say that they are paired with."""
+"""Notebooks run from first to last cell, and equal the scripts that they are paired with."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ SCRIPTS = sorted(NOTEBOOKS.glob("*.py"))
 DEMO = Path(jspec.__file__).parent / "assets" / "demo"
 by_name = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 
-# What the cell of parameters says is replaced: the same cells, over less text with less of a model.
+# Replacements for the cell of parameters: the same cells, with less text and a smaller model.
 SMALLER = {
     "compare_methods": {
         "TARGET": DEMO / "draft",
@@ -55,7 +56,7 @@ SMALLER = {
         "REPEATS": 1,
     },
 }
-SAID = {
+PRINTS = {
     "compare_methods": "fastest here: K = ",
     "how_it_works": "tokens for one pass",
     "quickstart": "identical: True",
@@ -66,7 +67,7 @@ PICTURES = {"compare_methods": 5, "how_it_works": 3, "train_eagle": 1, "write_a_
 
 
 @by_name
-def test_every_notebook_is_what_its_script_says(script):
+def test_every_notebook_equals_its_script(script):
     """If not: ``jupytext --update --to ipynb notebooks/*.py``."""
     paired = jupytext.read(script.with_suffix(".ipynb"))
     written = jupytext.read(script)
@@ -83,11 +84,18 @@ def test_every_notebook_has_one_cell_that_installs(script):
     assert ["pip" in cell for cell in cells] == [True, *[False] * (len(cells) - 1)]
 
 
+def test_notebooks_share_their_install_cell():
+    """They differ in the extras only."""
+    first = lambda script: next(c for c in jupytext.read(script).cells if c.cell_type == "code")
+    cells = [re.sub(r"extras = .*? \+", "", first(script).source) for script in SCRIPTS]
+    assert cells == cells[:1] * len(cells)
+
+
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Runs a notebook's install cell in a folder, as if there were no jspec; what pip is given."""
-    asked, found = [], importlib.util.find_spec
-    hidden = lambda name: None if name == "jspec" else found(name)
+    """Return a function that runs an install cell without jspec and returns pip's argument."""
+    packages, find_spec = [], importlib.util.find_spec
+    hidden = lambda name: None if name == "jspec" else find_spec(name)
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "jspec"), *sys.path])
 
@@ -97,18 +105,18 @@ def install(tmp_path, monkeypatch):
         def pip(words, **_):
             if words[0] == "nvidia-smi":
                 return types.SimpleNamespace(stdout=driver)
-            asked.append(words[-1])
+            packages.append(words[-1])
             return types.SimpleNamespace(returncode=returncode)
 
         monkeypatch.setattr(subprocess, "run", pip)
-        for at, text in (pyproject or {}).items():
-            (tmp_path / at).mkdir(parents=True, exist_ok=True)
-            (tmp_path / at / "pyproject.toml").write_text(text)
+        for path, text in (pyproject or {}).items():
+            (tmp_path / path).mkdir(parents=True, exist_ok=True)
+            (tmp_path / path / "pyproject.toml").write_text(text)
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         monkeypatch.chdir(tmp_path / folder)
         cell = next(cell for cell in jupytext.read(script).cells if cell.cell_type == "code")
         exec(compile(cell.source, script.name, "exec"), {})
-        source, _, extras = asked[-1].partition("[")
+        source, _, extras = packages[-1].partition("[")
         return source if driver is None else set(extras.rstrip("]").split(","))
 
     return run
@@ -117,31 +125,27 @@ def install(tmp_path, monkeypatch):
 OURS = (NOTEBOOKS.parent / "pyproject.toml").read_text(encoding="utf-8")
 
 
-@by_name
 @pytest.mark.parametrize("folder", [".", "jspec", "jspec/notebooks"])
-def test_a_notebook_installs_the_clone_it_lies_in_or_beside(script, folder, install, tmp_path):
-    assert install(script, folder, {"jspec": OURS}) == str(tmp_path / "jspec")
+def test_a_notebook_installs_the_clone_around_or_beside_it(folder, install, tmp_path):
+    assert install(SCRIPTS[0], folder, {"jspec": OURS}) == str(tmp_path / "jspec")
     assert not {"", str(tmp_path / folder)} & set(sys.path)
 
 
-@by_name
-def test_a_notebook_with_no_clone_about_installs_what_is_published(script, install):
+def test_a_notebook_without_a_clone_installs_the_published_package(install):
     other = '[project]\nname = "mine"\ndependencies = ["jspec-decoding"]\n'
-    assert install(script, "work", {".": other, "work": other}) == "jspec-decoding"
+    assert install(SCRIPTS[0], "work", {".": other, "work": other}) == "jspec-decoding"
 
 
-@by_name
 @pytest.mark.parametrize(
     "driver, cuda", [("550.54.15\n", "cuda12"), ("580.65.06\n", "cuda"), ("has failed", "cuda12")]
 )
-def test_a_notebook_installs_the_cuda_that_the_driver_is_for(script, driver, cuda, install):
-    assert install(script, "work", driver=driver) >= {"bench", cuda}
+def test_a_notebook_installs_the_cuda_of_the_driver(driver, cuda, install):
+    assert install(SCRIPTS[0], "work", driver=driver) >= {"bench", cuda}
 
 
-@by_name
-def test_a_notebook_says_what_to_do_where_pip_fails(script, install):
+def test_a_notebook_names_the_remedy_if_pip_fails(install):
     with pytest.raises(SystemExit, match=r"^pip could not install jspec-decoding.*: clone or up"):
-        install(script, "work", returncode=1)
+        install(SCRIPTS[0], "work", returncode=1)
 
 
 @by_name
@@ -151,9 +155,9 @@ def test_every_notebook_runs(script, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.close("all")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # A rule is counted at the vocabulary of the model, in fewer rounds: elsewhere it is in all.
+    # Count a rule at the vocabulary of the model in fewer rounds; other tests use all rounds.
     monkeypatch.setattr(importlib.import_module("jspec.tools.certify.sampled"), "_ELEMENTS", 2**21)
-    # As in a kernel, whose module can be imported by name, classes of the notebook with it.
+    # As in a kernel, classes of the notebook can be imported from a module.
     module = types.ModuleType(f"notebook_{script.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     smaller = dict(SMALLER.get(script.stem, {}))
@@ -165,5 +169,5 @@ def test_every_notebook_runs(script, monkeypatch, capsys, tmp_path):
             vars(module).update(smaller)
             smaller = {}
     assert not smaller
-    assert SAID[script.stem] in capsys.readouterr().out
+    assert PRINTS[script.stem] in capsys.readouterr().out
     assert len(shown) == PICTURES.get(script.stem, 0)

@@ -1,4 +1,4 @@
-"""What an installation holds, and that it lives beside Hugging Face's package named `kernels`."""
+"""The content of an installation, beside Hugging Face's package named ``kernels``."""
 
 import importlib.metadata
 import importlib.util
@@ -17,7 +17,7 @@ FOLDERS = ("jspec", "kernels", "training")
 
 
 def _python(*arguments, path=None):
-    """Runs Python from the root of the tree, where a folder `kernels/` lies; returns its output."""
+    """Run Python in the root of the tree, which has a folder ``kernels/``; return its output."""
     environment = {"PATH": "", "HOME": str(path or ROOT), "PYTHONPATH": str(path or "")}
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -27,7 +27,7 @@ def _python(*arguments, path=None):
 
 @pytest.fixture
 def accepted_kernels(tmp_path):
-    """A search path on which Hugging Face's `kernels` has a version that transformers imports."""
+    """Return a search path with a version of ``kernels`` that transformers imports."""
     versions = importlib.util.find_spec("transformers").submodule_search_locations[0]
     table = Path(versions, "dependency_versions_table.py").read_text()
     version = re.search(r'"kernels>=([\d.]+)', table)[1]
@@ -54,13 +54,13 @@ def test_transformers_models_and_jspec_import_together_from_the_root(accepted_ke
     pytest.importorskip("torch")
     code = (
         "import jspec.ops, jspec.checkpoints.checkpoint\n"
-        "from transformers.utils import is_kernels_available as sees\n"
+        "from transformers.utils import is_kernels_available as available\n"
         "from transformers import LlamaForCausalLM, AutoTokenizer\n"
         "import jspec.kernels, kernels\n"
-        "print(sees(), jspec.kernels.__file__, kernels.__file__)"
+        "print(available(), jspec.kernels.__file__, kernels.__file__)"
     )
-    sees, ours, theirs = _python("-c", code, path=accepted_kernels).split()
-    assert sees == "True" and Path(ours) == ROOT / "kernels/__init__.py"
+    available, ours, theirs = _python("-c", code, path=accepted_kernels).split()
+    assert available == "True" and Path(ours) == ROOT / "kernels/__init__.py"
     assert not Path(theirs).is_relative_to(ROOT / "kernels")
 
 
@@ -71,7 +71,7 @@ def test_the_core_needs_no_torch():
     assert loaded.split() == ["False"]
 
 
-def test_the_wheel_holds_the_whole_tree_and_nothing_else(tmp_path):
+def test_the_wheel_has_the_entire_tree_and_nothing_else(tmp_path):
     for path in (ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")):
         shutil.copy(path, tmp_path)
     tree = {
@@ -80,15 +80,15 @@ def test_the_wheel_holds_the_whole_tree_and_nothing_else(tmp_path):
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    for path in tree:  # file by file: a clone has no empty folders either
+    for path in tree:  # file by file: a clone has no empty folders
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     build = ("wheel", "--no-deps", "--no-build-isolation", "-qq", "-w", tmp_path / "dist", tmp_path)
     subprocess.run([sys.executable, "-m", "pip", *build], check=True, stdin=subprocess.DEVNULL)
     [wheel] = (tmp_path / "dist").glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == {re.sub("^kernels/", "jspec/kernels/", path.as_posix()) for path in tree}
-    assert {"jspec/kernels/__init__.py", "jspec/py.typed"} <= held
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert files == {re.sub("^kernels/", "jspec/kernels/", path.as_posix()) for path in tree}
+    assert {"jspec/kernels/__init__.py", "jspec/py.typed"} <= files
 
 
 def _top_level(distribution):
