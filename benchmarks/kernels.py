@@ -186,7 +186,10 @@ def _judge(case, implementation, rounds, uniform):
     sampled = None if case.drawn is None else jnp.tile(jnp.array(case.drawn), (count, 1))
     valid = jnp.ones((count, nodes), bool)
     full = lambda value: jnp.full((count,), value)
-    filters = Sampling(full(0.8), full(0.01), full(50), full(0.9), names=case.filters)
+    filters = Sampling(
+        dict(temperature=full(0.8), min_p=full(0.01), top_k=full(50), top_p=full(0.9)),
+        names=case.filters,
+    )
     rule = RULES[case.rule].judging(case.proposal)
 
     def judge(logits, draft, uniforms, uniform):

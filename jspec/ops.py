@@ -235,9 +235,13 @@ def rejection_sampling(
         _over_target_ids(draft, logits.shape[-1]),
     )
     temperature = sampling.temperature * (not sampling.greedy)
-    filters = distributions.Filters(
-        temperature, sampling.min_p, sampling.top_k, sampling.top_p, sampling.names
-    )
+    unknown = set(sampling.names) - set(distributions.Filters._fields)
+    if unknown:
+        raise ValueError(
+            f"the kernel lacks the filters {sorted(unknown)}; use implementation=None."
+        )
+    values = {name: sampling.values[name] for name in ("min_p", "top_k", "top_p")}
+    filters = distributions.Filters(temperature, **values, names=sampling.names)
     return kernel.rejection_sampling(logits, filters, proposal, uniforms, uniform, form)
 
 

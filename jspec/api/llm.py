@@ -14,7 +14,7 @@ from rich.progress import track
 from jspec.api import config, metrics, prompts, requests
 from jspec.api.build import build_plan
 from jspec.api.outputs import RequestOutput
-from jspec.api.requests import Job
+from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import shared_file
 from jspec.core import logprobs
@@ -140,7 +140,11 @@ class LLM:
           ValueError: a prompt is empty, does not fit the model, or needs a tokenizer that is not
             there; nothing has run then.
         """
-        return self._finish(self._jobs(prompts, sampling_params), use_tqdm)
+        batch = self._resolve(prompts, sampling_params)
+        rounds = STOP_ROUNDS if any(request.params.stop for request in batch) else None
+        for _ in self._run(batch, rounds, use_tqdm):
+            pass
+        return [request.output(self._detailed) for request in batch]
 
     def chat(
         self,
@@ -207,14 +211,14 @@ class LLM:
         ``generate``; ``rounds`` of the loop run between two looks. Bad input raises at once.
         """
         _at_least_one("rounds", rounds)
-        todo = self._jobs(prompts, sampling_params)
-        for job in todo:
-            if job.params.num_texts > job.params.n:
+        batch = self._resolve(prompts, sampling_params)
+        for request in batch:
+            if request.params.num_texts > request.params.n:
                 raise ValueError(
-                    f"best_of={job.params.best_of} cannot be streamed: which texts are the best is "
+                    f"best_of={request.params.best_of} cannot be streamed: the best texts are "
                     "known at the end; use generate, or leave best_of out."
                 )
-        return self._stream(todo, rounds)
+        return self._stream(batch, rounds)
 
     def run_one(
         self, prompt: Any, sampling_params: SamplingParams | None, run: Callable[..., Any]
@@ -231,10 +235,10 @@ class LLM:
         Raises:
           ValueError: as `generate`, or as `run` raises.
         """
-        todo = self._jobs(prompt, sampling_params)
+        batch = self._resolve(prompt, sampling_params)
         begin = perf_counter()
         result, counts, self._shared = run(
-            todo,
+            batch,
             self._plan,
             self._params,
             self._shared,
@@ -244,7 +248,7 @@ class LLM:
         )
         self._seconds += perf_counter() - begin
         self._counts += counts
-        self._num_prompt_tokens += sum(len(each.prompt.token_ids) for each in todo)
+        self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
         return result
 
     def get_metrics(self) -> list[metrics.Metric]:
@@ -281,37 +285,34 @@ class LLM:
         """
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
 
-    def _jobs(self, given: Any, sampling_params: Settings) -> list[Job]:
-        """Checks everything that is asked for, before any of it runs."""
-        items = prompts.read(given, lambda text: self.get_tokenizer().encode(text))
-        settings = requests.one_each(sampling_params, len(items))
+    def _resolve(self, prompts_: Any, sampling_params: Settings) -> list[GenerationRequest]:
+        """Check and resolve all requests before any of them runs."""
+        items = prompts.read(prompts_, lambda text: self.get_tokenizer().encode(text))
+        settings = requests.params_per_prompt(sampling_params, len(items))
+        vocab_size = self._plan.target.vocab_size
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
             self._check_fits(index, item.token_ids)
-            requests.check_logprobs(
-                params, self._logprobs_mode, self._max_logprobs, self._plan.target.vocab_size
-            )
-        reads = [
-            each.detokenize or bool(each.bad_words or each.structured_outputs) for each in settings
+            requests.check_logprobs(params, self._logprobs_mode, self._max_logprobs, vocab_size)
+        has_text = [
+            bool(each.detokenize or each.bad_words or each.structured_outputs) for each in settings
         ]
-        decoder = self._decoder() if any(reads) else None
-        made = [
-            requests.make(
+        tokenizer = self._tokenizer_of_text() if any(has_text) else None
+        resolved = [
+            requests.resolve(
                 self._num_requests + index,
                 item,
                 params,
                 room=self.max_model_len - len(item.token_ids),
                 seed=self._seed,
                 eos=self._eos_token_ids,
-                tokenizer=decoder if has_text else None,
-                vocab_size=self._plan.target.vocab_size,
+                tokenizer=tokenizer if has_text[index] else None,
+                vocab_size=vocab_size,
             )
-            for index, (item, params, has_text) in enumerate(
-                zip(items, settings, reads, strict=True)
-            )
+            for index, (item, params) in enumerate(zip(items, settings, strict=True))
         ]
-        check_token_ids([job.rows[0] for job in made], self._plan.target.vocab_size)
-        self._num_requests += len(made)
-        return made
+        check_token_ids([request.sequences[0] for request in resolved], vocab_size)
+        self._num_requests += len(resolved)
+        return resolved
 
     def _check_fits(self, index: int, prompt: Sequence[int]) -> None:
         if len(prompt) >= self.max_model_len:
@@ -321,7 +322,7 @@ class LLM:
             )
         check_prompt(index, prompt, self._plan.target.vocab_size)
 
-    def _decoder(self) -> Any:
+    def _tokenizer_of_text(self) -> Any:
         try:
             return self.get_tokenizer()
         except ValueError as error:
@@ -331,81 +332,78 @@ class LLM:
 
     @functools.cached_property
     def _eos_token_ids(self) -> frozenset[int]:
-        """What the checkpoint and the tokenizer, if there is one, call the end of a text."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            tokenizer = loading.tokenizer_if_any(self._model)
-        own = None if tokenizer is None else tokenizer.eos_token_id
-        return frozenset({*self._model.eos_token_ids, own} - {None})
+        """The end-of-text tokens of the checkpoint, and of the tokenizer if there is one."""
+        tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
+        of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+        return frozenset({*self._model.eos_token_ids, of_tokenizer} - {None})
 
-    def _finish(self, todo: list[Job], show_progress: bool) -> list[RequestOutput]:
-        rounds = STOP_ROUNDS if any(job.params.stop for job in todo) else None
-        for _ in self._run(todo, rounds, show_progress):
-            pass
-        return [job.output(self._detailed) for job in todo]
-
-    def _stream(self, todo: list[Job], rounds: int) -> Iterator[RequestOutput]:
-        seen: dict[Job, RequestOutput] = {}
-        for running in self._run(todo, rounds):
-            for job in running:
-                output = job.output(self._detailed)
-                if output != seen.get(job):
-                    seen[job] = output
+    def _stream(self, batch: list[GenerationRequest], rounds: int) -> Iterator[RequestOutput]:
+        last: dict[GenerationRequest, RequestOutput] = {}
+        for running in self._run(batch, rounds):
+            for request in running:
+                output = request.output(self._detailed)
+                if output != last.get(request):
+                    last[request] = output
                     yield output
 
     def _run(
-        self, todo: list[Job], rounds: int | None, show_progress: bool = False
-    ) -> Iterator[Iterable[Job]]:
-        """Generates group by group; yields the group's jobs after every slice of ``rounds``."""
-        work = [(job, *one) for job in todo for one in zip(job.rows, job.transcripts, strict=True)]
-        rows = [row for _, row, _ in work]
-        if not rows:
+        self, batch: list[GenerationRequest], rounds: int | None, show_progress: bool = False
+    ) -> Iterator[Iterable[GenerationRequest]]:
+        """Generate group by group; yield a group's requests after every ``rounds`` rounds."""
+        work = [
+            (request, sequence, transcript)
+            for request in batch
+            for sequence, transcript in zip(request.sequences, request.transcripts, strict=True)
+        ]
+        if not work:
             return
-        plan, filters = self._recording_plan(todo), filters_of(rows)
-        size = plan.target.vocab_size
-        scoring = requests.scoring_of(todo, size, self._max_logprobs, self._logprobs_mode)
-        parts = list(groups(rows, self._max_num_seqs))
-        if show_progress:  # not where texts may be printed
+        sequences = [sequence for _, sequence, _ in work]
+        plan, filters = self._recording_plan(batch), filters_of(sequences)
+        vocab_size = plan.target.vocab_size
+        scoring = requests.scoring_of(batch, vocab_size, self._max_logprobs, self._logprobs_mode)
+        parts = list(groups(sequences, self._max_num_seqs))
+        if show_progress:  # on stderr, since texts may go to stdout
             parts = track(parts, "Generating", console=Console(stderr=True))
         for part in parts:
-            one = [work[index] for index in part]
-            yield from self._run_group(plan, filters, scoring, one, rounds)
-        self._num_prompt_tokens += sum(len(job.prompt.token_ids) for job in todo)
+            group = [work[index] for index in part]
+            yield from self._run_group(plan, filters, scoring, group, rounds)
+        self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
 
     def _run_group(
         self,
         plan: Plan,
         filters: tuple[str, ...],
         scoring: Scoring | None,
-        work: list[tuple],
+        group: list[tuple],
         rounds: int | None,
-    ) -> Iterator[Iterable[Job]]:
-        owners, rows, transcripts = zip(*work, strict=True)
+    ) -> Iterator[Iterable[GenerationRequest]]:
+        owners, sequences, transcripts = zip(*group, strict=True)
         begin = perf_counter()
-        batch, was_cut = start(plan, self._params, rows, filters=filters, scoring=scoring), False
+        batch = start(plan, self._params, sequences, filters=filters, scoring=scoring)
+        any_stopped = False
         while not all(transcript.finish_reason for transcript in transcripts):
-            # Another stream may have taken its turn: what is shared is never kept in a batch.
+            # Another stream may have run since the last slice, so the shared state is read anew.
             batch = batch.replace(shared=self._shared)
             batch = batch.replace(shared=self._costs.price(plan, self._params, batch))
             batch = advance(plan, self._params, batch, rounds)
             self._shared = batch.shared
             answers = enumerate(zip(transcripts, read(batch), strict=True))
-            cut = [index for index, (transcript, answer) in answers if transcript.read(answer)]
-            if cut:
-                batch, was_cut = cancel(batch, cut), True
+            stopped = [index for index, (transcript, answer) in answers if transcript.read(answer)]
+            if stopped:
+                batch, any_stopped = cancel(batch, stopped), True
             self._seconds += perf_counter() - begin
             yield dict.fromkeys(owners)
-            begin = perf_counter()  # whoever reads a stream may take his time
-        if was_cut:
+            begin = perf_counter()  # the reader of a stream may have taken its time
+        if any_stopped:
             self._shared = on_finished(plan, self._shared, batch.state)
         for transcript in transcripts:
             self._counts += metrics.Counts.of(transcript.answer)
 
-    def _recording_plan(self, todo: list[Job]) -> Plan:
-        """The plan; where details or stop strings need it, one that records every round."""
-        if not self._detailed and not any(job.params.stop for job in todo):
+    def _recording_plan(self, batch: list[GenerationRequest]) -> Plan:
+        """Return a plan that records every round, if detailed stats or stop strings need it."""
+        if not self._detailed and not any(request.params.stop for request in batch):
             return self._plan
-        longest = max(row.max_tokens for job in todo for row in job.rows)
+        longest = max(sequence.max_tokens for request in batch for sequence in request.sequences)
         return dataclasses.replace(
             self._plan, record_rounds=bucket(longest), record_nodes=self._detailed
         )

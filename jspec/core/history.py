@@ -58,7 +58,7 @@ def extend_history(
     write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
     state = history.state
     if state is not None:
-        grammars = request.sampling.processors.automaton
+        grammars = request.sampling.automaton
         state = token_fsm.advance(grammars, state, emitted, index < count[:, None])
     extended = History(
         write(history.tokens, emitted, history.length), history.length + count, state

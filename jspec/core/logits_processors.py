@@ -1,100 +1,84 @@
-"""What a request changes of the logits themselves, before they become a law.
+"""Logits processors: the changes that requests make to the target's logits.
 
-In vLLM's order: what a grammar allows, tokens that are allowed, bad words, tokens that would end
-the text too soon, biases, penalties, and functions of the user's. Several of these look at the text
-so far, which for a drafted node is the committed text and its own branch: counts, ends of phrases
-and states of grammars advance along each branch, so every node has the logits that plain decoding
-would have there.
+They apply before the sampling filters, in vLLM's order: grammar, allowed tokens, bad words, tokens
+that would end the text too soon, biases, penalties, and functions of the user. Several depend on
+the text so far. For a drafted node that text is the committed one and the node's own branch:
+counts, phrases and grammar states advance along each branch, so every node has the logits of plain
+decoding.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from jspec.core import token_fsm, trees
+from jspec.core import token_fsm
+from jspec.core.branches import Branches
+from jspec.core.parameters import Parameter, between, column, padded
 from jspec.core.token_fsm import Automaton
-from jspec.core.types import Array, Draft, History, Tree
+from jspec.core.types import Array
+from jspec.util.buckets import bucket
 
-# (logits [V], token ids [T], their number []) -> logits [V]; of one row, pure and jittable. Token
-# ids are the prompt, what was generated, and what was drafted on the branch; undefined behind.
+# (logits [V], token ids [T], their number []) -> logits [V]; of one sequence, pure and jittable.
+# Token ids are the prompt, the answer and the drafted branch; undefined past their number.
 LogitsProcessor = Callable[[Array, Array, Array], Array]
 
-KINDS = (
-    "structured_outputs",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "logit_bias",
-    "penalties",
-    "logits_processors",
-)
-
-
-@struct.dataclass
-class Penalties:
-    """Of tokens that were said; a row that wants none has 0, 0 and 1."""
-
-    presence: Array  # [B] float32, taken off the logits of what was generated
-    frequency: Array  # [B] float32, taken off for each time
-    repetition: Array  # [B] float32, divides (below 0: multiplies) what is in prompt or answer
+LEAST_REPETITION = 1e-6  # past it, float32 logits overflow
 
 
 @struct.dataclass
 class LogitsProcessors:
-    """Rows that change their logits. What no row of the batch uses is None, and costs nothing."""
+    """Arrays of the logits processors that some sequence of the batch uses.
 
-    prompt_length: Array  # [B] int32
-    automaton: Automaton | None = None  # the rows' grammars
-    allowed: Array | None = None  # [B, V] bool
-    bad_words: Array | None = None  # [B, W, L] int32, ends at L; -1 before it begins, and for none
-    too_soon: Array | None = None  # [B, E] int32, not to be said before ``least``; -1 for none
-    least: Array | None = None  # [B] int32, history length
-    biased: Array | None = None  # [B, E] int32, -1 for none
-    bias: Array | None = None  # [B, E] float32
-    penalties: Penalties | None = None
-    processes: Array | None = None  # [B, P] bool, whether the row wants the processor
-    processors: tuple[LogitsProcessor, ...] = struct.field(pytree_node=False, default=())
+    ``values`` maps a name in ``PROCESSORS`` to its arrays. Its keys are static, so unused
+    processors cost nothing.
+    """
+
+    values: dict[str, Any]
+
+    @property
+    def automaton(self) -> Automaton | None:
+        """The grammars of the batch."""
+        return self.values.get("structured_outputs")
 
     @property
     def of_any_branch(self) -> "LogitsProcessors":
-        """Without what depends on the last tokens of a branch; the rest hardly differs below."""
-        return self.replace(automaton=None, bad_words=None, processes=None, processors=())
+        """The processors that hardly depend on the last tokens of a branch."""
+        return LogitsProcessors(
+            {name: x for name, x in self.values.items() if not PROCESSORS[name].reads_branch}
+        )
 
 
-@struct.dataclass
-class Branches:
-    """The text before each of F nodes: the committed one, and what was drafted down to the node."""
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """A logits processor.
 
-    history: History
-    drafted: Array  # [B, F, M] int32, from below the root; -1 behind the node itself
+    Attributes:
+      name: of the parameter, or of the group of parameters.
+      used: tells whether a ``SequenceParams`` uses it.
+      arrays: makes the arrays of a batch from (sequences, size, vocab_size). None for grammars,
+        whose automata the engine makes.
+      apply: maps (logits [B, F, V], arrays, branches) to logits.
+      parameters: its numeric parameters.
+      reads_branch: whether the last tokens before a node decide.
+    """
 
-    @property
-    def length(self) -> Array:
-        """Tokens of the text [B, F]."""
-        return self.history.length[:, None] + (self.drafted >= 0).sum(-1)
-
-
-def at_root(history: History) -> Branches:
-    """Nothing drafted yet; one node."""
-    return Branches(history, jnp.zeros((len(history.length), 1, 0), jnp.int32))
-
-
-def of_draft(history: History, draft: Draft, tree: Tree) -> Branches:
-    """The branches of all nodes of a draft."""
-    nodes = draft.tokens.shape[1]
-    above = trees.unpack_bits(tree.ancestors, nodes)  # [B, N, N]
-    depth = tree.depth[:, None, :, None] == jnp.arange(1, tree.max_depth + 1)
-    here = above[..., None] & depth  # [B, N, N, M]
-    tokens = jnp.where(here, draft.tokens[:, None, :, None], -1)
-    return Branches(history, tokens.max(2, initial=-1))
+    name: str
+    used: Callable[[Any], bool]
+    arrays: Callable[[Sequence[Any], int, int], Any] | None
+    apply: Callable[[Array, Any, Branches], Array]
+    parameters: tuple[Parameter, ...] = ()
+    reads_branch: bool = False
 
 
-def shape(logits: Array, settings: LogitsProcessors | None, branches: Branches) -> Array:
-    """The target's logits [B, F, V] of nodes as the request wants them; None changes nothing.
+def apply(logits: Array, settings: LogitsProcessors | None, branches: Branches) -> Array:
+    """Apply the logits processors to the target's logits [B, F, V]; None changes nothing.
 
-    One row of logits serves several branches, and one branch several rows.
+    The axes F of logits and branches broadcast against each other.
     """
     if settings is None:
         return logits
@@ -102,118 +86,104 @@ def shape(logits: Array, settings: LogitsProcessors | None, branches: Branches) 
     nodes = max(logits.shape[1], branches.drafted.shape[1])
     wide = lambda x: jnp.broadcast_to(x, (len(x), nodes, x.shape[-1]))
     logits, branches = wide(logits), branches.replace(drafted=wide(branches.drafted))
-    if settings.automaton is not None:
-        state = _states(settings.automaton, branches)
-        free = token_fsm.allowed(settings.automaton, state, logits.shape[-1])
-        logits = jnp.where(free, logits, -jnp.inf)
-    if settings.allowed is not None:
-        logits = jnp.where(settings.allowed[:, None], logits, -jnp.inf)
-    if settings.bad_words is not None:
-        logits = _without_bad_words(logits, settings, branches)
-    if settings.too_soon is not None:
-        early = branches.length < settings.least[:, None]
-        logits = _forbid(logits, settings.too_soon[:, None], early[..., None])
-    if settings.biased is not None:
-        logits = _add(logits, settings.biased[:, None], settings.bias[:, None])
-    if settings.penalties is not None:
-        logits = _penalised(logits, settings, branches)
-    for index, processor in enumerate(settings.processors):
-        wanted = settings.processes[:, index, None, None]
-        logits = jnp.where(wanted, _processed(logits, processor, branches), logits)
+    for name, processor in PROCESSORS.items():
+        if name in settings.values:
+            logits = processor.apply(logits, settings.values[name], branches)
     return logits
 
 
-def shape_draft(
+def apply_to_draft(
     logits: Array,
     settings: LogitsProcessors | None,
     branches: Branches,
     vocab_size: int,
     target_ids: Array | None = None,
 ) -> Array:
-    """``shape`` of a drafter's logits [B, F, Vd]: what the target forbids needs no drafting.
+    """Apply the logits processors to a drafter's logits [B, F, Vd].
 
-    A drafter that knows no token that is left drafts as it would, in vain.
+    Where no token of the drafter is allowed, its logits stay as they are; no draft is accepted.
 
     Args:
       logits: of nodes.
-      shaping: None changes nothing.
+      settings: None changes nothing.
       branches: of the nodes.
       vocab_size: V.
-      target_ids: of a drafter's own vocabulary, int32 [Vd]; None where that is the target's.
+      target_ids: target ids of a drafter's smaller vocabulary, int32 [Vd], or None.
     """
     if settings is None:
         return logits
     if target_ids is None:
-        shaped = shape(logits, settings, branches)
+        processed = apply(logits, settings, branches)
     else:
-        all_of_it = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
-        all_of_it = all_of_it.at[..., target_ids].set(logits)
-        shaped = shape(all_of_it, settings, branches)[..., target_ids]
-    return jnp.where((shaped > -jnp.inf).any(-1, keepdims=True), shaped, logits)
+        full = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
+        full = full.at[..., target_ids].set(logits)
+        processed = apply(full, settings, branches)[..., target_ids]
+    return jnp.where((processed > -jnp.inf).any(-1, keepdims=True), processed, logits)
 
 
-def first_state(settings: LogitsProcessors | None) -> Array | None:
-    """States of the rows' grammars behind their prompts; None where there are none."""
-    has_grammar = settings is not None and settings.automaton is not None
-    return settings.automaton.start if has_grammar else None
+# ------------------------------------------------------- grammars, allowed tokens, ends and biases
 
 
-def state_after(
-    settings: LogitsProcessors | None, history: History, said: Array, valid: Array
-) -> Array | None:
-    """``history.state`` once the ``valid`` ones of tokens [B, M] are said too."""
-    if history.state is None:
-        return None
-    return token_fsm.advance(settings.automaton, history.state, said, valid)
+def _keep_grammar(logits: Array, automaton: Automaton, branches: Branches) -> Array:
+    state = token_fsm.branch_states(automaton, branches)
+    return jnp.where(token_fsm.allowed(automaton, state, logits.shape[-1]), logits, -jnp.inf)
 
 
-def prune(settings: LogitsProcessors | None, history: History, draft: Draft, tree: Tree) -> Draft:
-    """Drops what was looked up and no grammar allows, with all below it.
-
-    Such a node could never be accepted. One that was drawn is left alone: it was drawn from a law
-    of what is allowed, and to drop it for its value would not be exact.
-    """
-    if settings is None or settings.automaton is None:
-        return draft
-    states = _states(settings.automaton, of_draft(history, draft, tree))
-    before = jnp.take_along_axis(states, tree.parents, 1)
-    _, fits = token_fsm.find(settings.automaton, before, draft.tokens)
-    nodes = draft.tokens.shape[1]
-    wrong = ~fits & ~draft.drawn & (jnp.arange(nodes) > 0)
-    above = trees.unpack_bits(tree.ancestors, nodes)
-    return draft.replace(valid=draft.valid & ~(above & wrong[:, None]).any(-1))
+def _allowed(sequences: Sequence[Any], size: int, vocab_size: int) -> np.ndarray:
+    """Return the tokens that each sequence allows: bool [B, V]."""
+    allowed = np.ones((size, vocab_size), bool)
+    for index, sequence in enumerate(sequences):
+        if sequence.allowed_token_ids:
+            allowed[index] = False
+            allowed[index, list(sequence.allowed_token_ids)] = True
+    return allowed
 
 
-def force(settings: LogitsProcessors | None, history: History, draft: Draft) -> Draft:
-    """A chain of point masses, gone on with where a grammar allows one token alone: it is certain.
-
-    Other drafts stay as they are: laws of what is allowed draft such tokens by themselves.
-    """
-    if settings is None or settings.automaton is None or draft.logits is not None:
-        return draft
-    size = draft.tokens.shape[1]
-    if not trees.is_chain(draft.parents):
-        return draft
-    automata, state = settings.automaton, history.state
-    tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]
-    for node in range(1, size):
-        only, alone = token_fsm.forced(automata, state)
-        known = draft.valid[:, node]
-        tokens.append(jnp.where(known, draft.tokens[:, node], only))
-        valid.append(valid[-1] & (known | alone))
-        state, _ = token_fsm.find(automata, state, tokens[-1])
-    return draft.replace(tokens=jnp.stack(tokens, 1), valid=jnp.stack(valid, 1))
+def _keep_allowed(logits: Array, allowed: Array, *_: Branches) -> Array:
+    return jnp.where(allowed[:, None], logits, -jnp.inf)
 
 
-def _states(automata: Automaton, branches: Branches) -> Array:
-    """States behind the tokens of each branch: [B, F]."""
-    drafted = branches.drafted
-    start = jnp.broadcast_to(branches.history.state[:, None], drafted.shape[:2])
-    return token_fsm.advance(automata, start, drafted, drafted >= 0)
+@struct.dataclass
+class MinTokens:
+    """Tokens that would end a text, and the length up to which they are forbidden."""
+
+    ids: Array  # [B, E] int32, padded with -1
+    length: Array  # [B] int32, prompt included
+
+
+def _min_tokens(sequences: Sequence[Any], size: int, *_: int) -> MinTokens:
+    lengths = (len(sequence.prompt) + sequence.min_tokens for sequence in sequences)
+    ids = padded((sequence.too_soon for sequence in sequences), size)
+    return MinTokens(ids, column(lengths, size, 0, np.int32))
+
+
+def _forbid_early_ends(logits: Array, ends: MinTokens, branches: Branches) -> Array:
+    early = branches.length < ends.length[:, None]
+    return _forbid(logits, ends.ids[:, None], early[..., None])
+
+
+@struct.dataclass
+class LogitBias:
+    """Biases of token ids."""
+
+    ids: Array  # [B, E] int32, padded with -1
+    bias: Array  # [B, E] float32
+
+
+def _logit_bias(sequences: Sequence[Any], size: int, *_: int) -> LogitBias:
+    pairs = [sequence.logit_bias for sequence in sequences]
+    ids = padded(([token for token, _ in biases] for biases in pairs), size)
+    return LogitBias(
+        ids, padded(([bias for _, bias in biases] for biases in pairs), size, np.float32)
+    )
+
+
+def _add_bias(logits: Array, biases: LogitBias, *_: Branches) -> Array:
+    return _add(logits, biases.ids[:, None], biases.bias[:, None])
 
 
 def _add(logits: Array, ids: Array, values: Array) -> Array:
-    """Adds ``values`` to the logits [B, F, V] of ``ids``, both broadcast to [B, F, E]; -1: none."""
+    """Add ``values`` to the logits [B, F, V] of ``ids``, both broadcast to [B, F, E]; skip -1."""
     ids = jnp.where(ids < 0, logits.shape[-1], ids)
     ids = jnp.broadcast_to(ids, (*logits.shape[:2], ids.shape[-1]))
     rows, nodes = jnp.indices(ids.shape[:2], sparse=True)
@@ -225,70 +195,187 @@ def _forbid(logits: Array, ids: Array, where: Array) -> Array:
     return _add(logits, ids, jnp.where(where, -jnp.inf, 0))
 
 
-def _without_bad_words(logits: Array, settings: LogitsProcessors, branches: Branches) -> Array:
-    """Forbids the last token of each phrase whose other tokens the answer ends with."""
-    words, (batch, nodes, _) = settings.bad_words, branches.drafted.shape
+# --------------------------------------------------------------------------------------- bad words
+
+
+@struct.dataclass
+class BadWords:
+    """Phrases that an answer may not contain."""
+
+    words: Array  # [B, W, L] int32, right-aligned, padded with -1
+    prompt_length: Array  # [B] int32
+
+
+def _bad_words(sequences: Sequence[Any], size: int, *_: int) -> BadWords:
+    count = bucket(max(len(sequence.bad_words) for sequence in sequences), smallest=1)
+    lengths = [len(word) for sequence in sequences for word in sequence.bad_words]
+    length = bucket(max(lengths, default=1), 1)
+    words = np.full((size, count, length), -1, np.int32)
+    for index, sequence in enumerate(sequences):
+        for rank, word in enumerate(sequence.bad_words):
+            words[index, rank, length - len(word) :] = word
+    return BadWords(words, _prompt_length(sequences, size))
+
+
+def _prompt_length(sequences: Sequence[Any], size: int) -> np.ndarray:
+    return column((len(sequence.prompt) for sequence in sequences), size, 1, np.int32)
+
+
+def _forbid_bad_words(logits: Array, phrases: BadWords, branches: Branches) -> Array:
+    """Forbid the last token of each phrase whose other tokens end the answer."""
+    words, (batch, nodes, _) = phrases.words, branches.drafted.shape
     width = words.shape[-1] - 1
     history = branches.history
     # The last L - 1 tokens before each node: the end of the history, then the branch.
-    places = history.length[:, None] - width + jnp.arange(width)
-    said = jnp.take_along_axis(history.tokens, jnp.maximum(places, 0), 1)
-    said = jnp.where(places < settings.prompt_length[:, None], -2, said)  # which no phrase holds
-    said = jnp.broadcast_to(said[:, None], (batch, nodes, width))
+    positions = history.length[:, None] - width + jnp.arange(width)
+    tokens = jnp.take_along_axis(history.tokens, jnp.maximum(positions, 0), 1)
+    in_prompt = positions < phrases.prompt_length[:, None]
+    tokens = jnp.where(in_prompt, -2, tokens)  # matches no phrase
+    tokens = jnp.broadcast_to(tokens[:, None], (batch, nodes, width))
     depth = (branches.drafted >= 0).sum(-1, keepdims=True)
     end = jnp.take_along_axis(
-        jnp.concatenate([said, branches.drafted], -1), depth + jnp.arange(width), -1
+        jnp.concatenate([tokens, branches.drafted], -1), depth + jnp.arange(width), -1
     )
     before, last = words[:, None, :, :-1], words[:, None, :, -1]
-    met = ((before < 0) | (before == end[:, :, None])).all(-1)
-    return _forbid(logits, last, met)
+    matches = ((before < 0) | (before == end[:, :, None])).all(-1)
+    return _forbid(logits, last, matches)
 
 
-def _penalised(logits: Array, settings: LogitsProcessors, branches: Branches) -> Array:
-    """Penalties by how often each token stands in the text before each node."""
+# --------------------------------------------------------------------------------------- penalties
+
+_PENALTIES = (
+    Parameter("presence_penalty", 0.0, between(-2, 2), "in [-2, 2]; 0 turns it off"),
+    Parameter("frequency_penalty", 0.0, between(-2, 2), "in [-2, 2]; 0 turns it off"),
+    Parameter(
+        "repetition_penalty",
+        1.0,
+        between(LEAST_REPETITION, 1 / LEAST_REPETITION),
+        f"more than 0, {LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 turns it off",
+    ),
+)
+
+
+@struct.dataclass
+class Penalties:
+    """Penalties of tokens in the text, all [B]."""
+
+    presence: Array  # float32, subtracted from the logits of generated tokens
+    frequency: Array  # float32, subtracted for each occurrence
+    repetition: Array  # float32, divides (below 0: multiplies) logits of tokens of prompt or answer
+    prompt_length: Array  # int32
+
+
+def _penalties(sequences: Sequence[Any], size: int, *_: int) -> Penalties:
+    arrays = (parameter.array(sequences, size) for parameter in _PENALTIES)
+    return Penalties(*arrays, _prompt_length(sequences, size))
+
+
+def _penalise(logits: Array, penalties: Penalties, branches: Branches) -> Array:
+    """Penalise tokens by their occurrences in the text before each node."""
     history, vocab = branches.history, logits.shape[-1]
-    column = lambda x: x.astype(logits.dtype)[:, None, None]
     presence, frequency, repetition = (
-        column(x)
-        for x in (
-            settings.penalties.presence,
-            settings.penalties.frequency,
-            settings.penalties.repetition,
-        )
+        x.astype(logits.dtype)[:, None, None]
+        for x in (penalties.presence, penalties.frequency, penalties.repetition)
     )
 
     def penalise(logits: Array, seen: Array, times: Array) -> Array:
         divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        lowered = frequency * times.astype(logits.dtype) + jnp.where(times > 0, presence, 0)
-        return jnp.where(seen, divided, logits) - lowered
+        subtracted = frequency * times.astype(logits.dtype) + jnp.where(times > 0, presence, 0)
+        return jnp.where(seen, divided, logits) - subtracted
 
-    place = jnp.arange(history.tokens.shape[1])
-    committed = place < history.length[:, None]
-    answer = committed & (place >= settings.prompt_length[:, None])
+    position = jnp.arange(history.tokens.shape[1])
+    committed = position < history.length[:, None]
+    answer = committed & (position >= penalties.prompt_length[:, None])
     rows = jnp.arange(len(history.tokens))[:, None]
-    count = lambda which: (
-        jnp.zeros((len(which), vocab), jnp.int32).at[rows, history.tokens].add(which, mode="drop")
+    count = lambda mask: (
+        jnp.zeros((len(mask), vocab), jnp.int32).at[rows, history.tokens].add(mask, mode="drop")
     )
     seen, times = count(committed) > 0, count(answer)
-    shaped = penalise(logits, seen[:, None], times[:, None])
+    penalised = penalise(logits, seen[:, None], times[:, None])
 
-    # Of the tokens on its own branch a node counts more: [B, F, M].
+    # A node also counts the tokens of its own branch: [B, F, M].
     drafted = branches.drafted
     again = (drafted[..., None] == drafted[..., None, :]).sum(-1)
     ids = jnp.where(drafted < 0, vocab, drafted)
     take = lambda x: jnp.take_along_axis(jnp.broadcast_to(x, logits.shape), ids, -1, mode="clip")
-    own = penalise(take(logits), jnp.bool_(True), take(times[:, None]) + again)
+    on_branch = penalise(take(logits), jnp.bool_(True), take(times[:, None]) + again)
     rows, nodes = jnp.indices(drafted.shape[:2], sparse=True)
-    return shaped.at[rows[..., None], nodes[..., None], ids].set(own, mode="drop")
+    return penalised.at[rows[..., None], nodes[..., None], ids].set(on_branch, mode="drop")
 
 
-def _processed(logits: Array, processor: LogitsProcessor, branches: Branches) -> Array:
+# --------------------------------------------------------------------------- functions of the user
+
+
+@struct.dataclass
+class Functions:
+    """Functions of the user, in the order in which they apply."""
+
+    used: Array  # [B, P] bool
+    functions: tuple[LogitsProcessor, ...] = struct.field(pytree_node=False)
+
+
+def _functions(sequences: Sequence[Any], size: int, *_: int) -> Functions:
+    """List every (rank in a sequence's order, function) once."""
+    ranked = [list(enumerate(sequence.logits_processors)) for sequence in sequences]
+    pairs = sorted(dict.fromkeys(pair for own in ranked for pair in own), key=lambda pair: pair[0])
+    used = np.zeros((size, len(pairs)), bool)
+    for index, own in enumerate(ranked):
+        used[index] = [pair in own for pair in pairs]
+    return Functions(used, tuple(function for _, function in pairs))
+
+
+def _call_functions(logits: Array, settings: Functions, branches: Branches) -> Array:
     history, drafted = branches.history, branches.drafted
+    for index, function in enumerate(settings.functions):
 
-    def one(logits: Array, tokens: Array, length: Array, drafted: Array) -> Array:
-        places = jnp.where(drafted >= 0, length + jnp.arange(drafted.size), tokens.size)
-        text = tokens.at[places].set(drafted, mode="drop")
-        return processor(logits, text, length + (drafted >= 0).sum())
+        def of_node(logits, tokens, length, drafted, function=function):
+            positions = jnp.where(drafted >= 0, length + jnp.arange(drafted.size), tokens.size)
+            text = tokens.at[positions].set(drafted, mode="drop")
+            return function(logits, text, length + (drafted >= 0).sum())
 
-    nodes = jax.vmap(one, (0, None, None, 0))
-    return jax.vmap(nodes)(logits, history.tokens, history.length, drafted).astype(logits.dtype)
+        of_batch = jax.vmap(jax.vmap(of_node, (0, None, None, 0)))
+        processed = of_batch(logits, history.tokens, history.length, drafted).astype(logits.dtype)
+        logits = jnp.where(settings.used[:, index, None, None], processed, logits)
+    return logits
+
+
+# Every logits processor, in the order in which they apply. To add one, add its entry here and its
+# fields to ``SamplingParams``.
+PROCESSORS: dict[str, Processor] = {
+    processor.name: processor
+    for processor in (
+        Processor(
+            "structured_outputs",
+            lambda s: s.grammar is not None,
+            None,
+            _keep_grammar,
+            reads_branch=True,
+        ),
+        Processor(
+            "allowed_token_ids", lambda s: bool(s.allowed_token_ids), _allowed, _keep_allowed
+        ),
+        Processor(
+            "bad_words",
+            lambda s: bool(s.bad_words),
+            _bad_words,
+            _forbid_bad_words,
+            reads_branch=True,
+        ),
+        Processor("min_tokens", lambda s: bool(s.too_soon), _min_tokens, _forbid_early_ends),
+        Processor("logit_bias", lambda s: bool(s.logit_bias), _logit_bias, _add_bias),
+        Processor(
+            "penalties",
+            lambda s: any(parameter.value(s) != parameter.neutral for parameter in _PENALTIES),
+            _penalties,
+            _penalise,
+            _PENALTIES,
+        ),
+        Processor(
+            "logits_processors",
+            lambda s: bool(s.logits_processors),
+            _functions,
+            _call_functions,
+            reads_branch=True,
+        ),
+    )
+}

@@ -13,6 +13,7 @@ from flax import struct
 from jax import lax
 
 from jspec.core import logits_processors, sampling
+from jspec.core.branches import Branches
 from jspec.core.history import emitted_tokens
 from jspec.core.types import Array, Draft, History, Sampling, Tree, Verdict
 from jspec.util.messages import shown
@@ -133,13 +134,10 @@ def record(
     take = lambda x: jnp.take_along_axis(x, verdict.path[..., None], 1)
     at_path = take(logits)
     if kept.mode.startswith("processed"):
-        branches = logits_processors.of_draft(history, draft, tree)
+        branches = Branches.of_draft(history, draft, tree)
         branches = branches.replace(drafted=take(branches.drafted))
-        at_path = logits_processors.shape(at_path, settings.processors, branches)
-        # Greedy rows draw no less: their law before the draw is that of temperature 1.
-        warm = jnp.where(settings.temperature > 0, settings.temperature, 1)
-        names = tuple(dict.fromkeys(("temperature", *settings.names)))
-        at_path = sampling.process_logits(at_path, settings.replace(temperature=warm, names=names))
+        at_path = logits_processors.apply(at_path, settings.processors, branches)
+        at_path = sampling.process_logits(at_path, sampling.greedy_at_one(settings))
     emitted = emitted_tokens(draft, verdict)
     return write(kept, score(at_path, emitted, kept.count, kept.mode), history.length)
 

@@ -1,21 +1,29 @@
-"""The one warp of logits, noise and its addresses, and drawing.
+"""Sampling filters, noise and its addresses, and drawing.
 
-Noise has an address, and the address is all that it depends on:
+Noise depends on its address alone:
 
-* noise of the *target* belongs to (row key, absolute position of the token it draws). Plain
+* noise of the *target* belongs to (sequence key, absolute position of the token it draws). Plain
   sampling, ``match`` and ``coupled`` draw with it, so a text does not depend on the drafter;
-* noise of a *round* (drawing drafts, accepting, residuals) belongs to (row key, position of the
-  round's root, purpose, rank): fresh in every round. Keyed by absolute position it would be met
-  again by the next round after a rejection, which biases block verification over two rounds.
+* noise of a *round* (drawing drafts, accepting, residuals) belongs to (sequence key, position of
+  the round's root, purpose, rank). It is fresh in every round: with absolute positions, the round
+  after a rejection would reuse it, which biases block verification over two rounds.
 """
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jspec.core.parameters import Parameter, between
 from jspec.core.threefry import threefry
 from jspec.core.types import Array, Sampling
+from jspec.util.values import is_real, is_whole
 
-FILTERS = ("temperature", "min_p", "top_k", "top_p")  # in the order they apply, as vLLM's do
+COLDEST, HOTTEST = 1e-5, 1e30  # temperatures; past them, float32 logits overflow
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)  # devices flush less to 0, which keeps no token
 
 # Purposes of a round's noise, part of its addresses. The ranks of the target's own noise are token
 # ids, below 2**24: purposes start at 1, above them.
@@ -25,79 +33,157 @@ _RANK_BITS = 24
 _BLOCK = 64  # weights summed at a time when drawing by inverse CDF
 
 
-def process_logits(logits: Array, sampling: Sampling) -> Array:
-    """Warps logits [B, ..., V] to unnormalised log-probabilities of the same shape.
+@dataclasses.dataclass(frozen=True)
+class Filter(Parameter):
+    """A parameter that removes tokens from the distribution.
 
-    A greedy row becomes a point mass: 0 at its first maximum, -inf elsewhere, and everywhere where
-    all is -inf; so every rule has its greedy limit without a branch. In an all-greedy batch logits
-    pass through unchanged, since only their maximum is read. NaN counts as -inf, and inf as
-    certain: what has it shares the law. The dtype is at least float32.
-
-    Tokens that tie with the last one kept by top-k or top-p are kept too.
+    Attributes:
+      keep: maps logits [B, ..., V], scaled by temperature, and the values [B, ..., 1] to the
+        tokens that stay, bool [B, ..., V]. None for the temperature.
+      ordered: whether ``keep`` needs logits in descending order. Such filters share one sort and
+        come after the others.
     """
-    logits = _numbers(logits)
+
+    keep: Callable[[Array, Array], Array] | None = None
+    ordered: bool = False
+
+
+def _keep_min_p(logits: Array, min_p: Array) -> Array:
+    return logits >= logits.max(-1, keepdims=True) + jnp.log(min_p)
+
+
+def _keep_top_k(ordered: Array, top_k: Array) -> Array:
+    vocab = ordered.shape[-1]
+    last = jnp.clip(jnp.where(top_k > 0, top_k, vocab), 1, vocab).astype(jnp.int32) - 1
+    last = jnp.broadcast_to(last, (*ordered.shape[:-1], 1))
+    return ordered >= jnp.take_along_axis(ordered, last, -1)
+
+
+def _keep_top_p(ordered: Array, top_p: Array) -> Array:
+    probs = jax.nn.softmax(ordered, -1)
+    mass_above = jnp.cumsum(probs, -1) - probs  # 0 for the first
+    return (mass_above < top_p) | (top_p >= 1)
+
+
+# Every sampling filter, in the order in which they apply, which is vLLM's. To add one, add its
+# entry here and its field to ``SamplingParams``.
+FILTERS: dict[str, Filter] = {
+    entry.name: entry
+    for entry in (
+        Filter(
+            "temperature",
+            0.0,
+            lambda value: is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST),
+            f"0 (greedy), or {COLDEST} to {HOTTEST}",
+        ),
+        Filter("min_p", 0.0, between(0, 1), "in [0, 1]; 0 turns it off", keep=_keep_min_p),
+        Filter(
+            "top_k",
+            0,
+            lambda value: is_whole(value, -1),
+            "a whole number from 1 to 2**31 - 1, or 0 to turn it off",
+            lambda value: max(int(value), 0),
+            np.int32,
+            keep=_keep_top_k,
+            ordered=True,
+        ),
+        Filter(
+            "top_p",
+            1.0,
+            lambda value: is_real(value) and 0 < value <= 1,
+            "in (0, 1]; 1 turns it off",
+            lambda value: max(float(value), _LEAST_TOP_P),
+            keep=_keep_top_p,
+            ordered=True,
+        ),
+    )
+}
+
+
+def used_filters(sequence: Any) -> list[str]:
+    """Return the names of the filters that a ``SequenceParams`` uses; none if it is greedy."""
+    if sequence.temperature == 0:
+        return []
+    return [name for name, entry in FILTERS.items() if entry.value(sequence) != entry.neutral]
+
+
+def process_logits(logits: Array, sampling: Sampling) -> Array:
+    """Map logits [B, ..., V] to unnormalised log-probabilities of the same shape.
+
+    A greedy sequence gets 0 at its first maximum and -inf elsewhere, or -inf everywhere if all its
+    logits are -inf; so every rule has its greedy limit without a branch. In an all-greedy batch
+    logits pass unchanged, since only their maximum is read. NaN counts as -inf. Infinite logits
+    share the whole probability. The dtype is at least float32.
+
+    Tokens that tie with the last one that top-k or top-p keeps are kept too.
+    """
+    logits = _without_nan(logits)
     if sampling.greedy:
         return logits
-    column = lambda x: x.reshape(-1, *[1] * (logits.ndim - 1)).astype(logits.dtype)
-    temperature = column(sampling.temperature)
-    hot = jnp.where(temperature > 0, temperature, 1)
-    certain = jnp.isposinf(logits.max(-1, keepdims=True) / hot)
-    processed = logits / hot
+    temperature = _column(sampling.temperature, logits)
+    divisor = jnp.where(temperature > 0, temperature, 1)
+    certain = jnp.isposinf(logits.max(-1, keepdims=True) / divisor)
+    processed = logits / divisor
     processed = jnp.where(certain, jnp.where(jnp.isposinf(processed), 0.0, -jnp.inf), processed)
-    if "min_p" in sampling.names:
-        floor = processed.max(-1, keepdims=True) + jnp.log(column(sampling.min_p))
-        processed = jnp.where(processed >= floor, processed, -jnp.inf)
-    if "top_k" in sampling.names or "top_p" in sampling.names:
-        processed = jnp.where(
-            processed >= _threshold(processed, sampling, column), processed, -jnp.inf
-        )
+    used = [
+        (entry, sampling.values[name])
+        for name, entry in FILTERS.items()
+        if name in sampling.names and entry.keep is not None
+    ]
+    processed = _filter(processed, [pair for pair in used if not pair[0].ordered])
+    ordered = [pair for pair in used if pair[0].ordered]
+    if ordered:
+        left = _filter(jnp.flip(jnp.sort(processed, -1), -1), ordered)
+        least = jnp.where(jnp.isneginf(left), jnp.inf, left).min(-1, keepdims=True)
+        processed = jnp.where(processed >= least, processed, -jnp.inf)
     first = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
-    point = first & (logits > -jnp.inf)  # no token at all, where none is allowed
-    return jnp.where(temperature > 0, processed, jnp.where(point, 0.0, -jnp.inf))
+    greedy = jnp.where(first & (logits > -jnp.inf), 0.0, -jnp.inf)
+    return jnp.where(temperature > 0, processed, greedy)
+
+
+def _filter(logits: Array, used: list[tuple[Filter, Array]]) -> Array:
+    for entry, values in used:
+        logits = jnp.where(entry.keep(logits, _column(values, logits)), logits, -jnp.inf)
+    return logits
+
+
+def _column(values: Array, logits: Array) -> Array:
+    """Reshape [B] to [B, ..., 1], and floats to the dtype of the logits [B, ..., V]."""
+    values = values.reshape(-1, *[1] * (logits.ndim - 1))
+    return values.astype(logits.dtype) if jnp.issubdtype(values.dtype, jnp.floating) else values
+
+
+def greedy_at_one(sampling: Sampling) -> Sampling:
+    """Return the settings with temperature 1 for greedy sequences."""
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1)
+    names = tuple(dict.fromkeys(("temperature", *sampling.names)))
+    return sampling.replace(values=sampling.values | {"temperature": temperature}, names=names)
 
 
 def no_token(logits: Array, sampling: Sampling) -> Array:
-    """Where ``process_logits`` leaves no token any weight: bool [B, ...].
+    """Return where ``process_logits`` gives no token any probability: bool [B, ...].
 
-    Told by the greatest raw logits [B, ..., V], which no warp takes away: were the warped ones read
-    for it, XLA would write them all, where it need not otherwise.
+    Reads the maximum of the raw logits [B, ..., V], which every filter keeps. Reading the processed
+    logits would make XLA write them to memory.
     """
-    most = _numbers(logits).max(-1)
-    if sampling.greedy:
-        return jnp.isneginf(most)
-    temperature = sampling.temperature.reshape(-1, *[1] * (most.ndim - 1)).astype(most.dtype)
-    return jnp.isneginf(most / jnp.where(temperature > 0, temperature, 1))
+    peak = _without_nan(logits).max(-1, keepdims=True)
+    if not sampling.greedy:
+        temperature = _column(sampling.temperature, peak)
+        peak = peak / jnp.where(temperature > 0, temperature, 1)
+    return jnp.isneginf(peak[..., 0])
 
 
-def _numbers(logits: Array) -> Array:
-    """Logits in float32 at least, with -inf for NaN."""
+def _without_nan(logits: Array) -> Array:
+    """Cast to float32 or wider, with -inf for NaN."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
 
-def _threshold(processed: Array, sampling: Sampling, column) -> Array:
-    """The smallest logit that survives top-k, then top-p: [B, ..., 1]."""
-    ordered = jnp.flip(jnp.sort(processed, -1), -1)
-    if "top_k" in sampling.names:
-        wanted = jnp.where(sampling.top_k > 0, sampling.top_k, processed.shape[-1])
-        last = jnp.clip(wanted, 1, processed.shape[-1]).astype(jnp.int32) - 1
-        last = last.reshape(-1, *[1] * (processed.ndim - 1))
-        last = jnp.broadcast_to(last, (*processed.shape[:-1], 1))
-        floor = jnp.take_along_axis(ordered, last, -1)
-        ordered = jnp.where(ordered >= floor, ordered, -jnp.inf)
-    if "top_p" in sampling.names:
-        probs = jax.nn.softmax(ordered, -1)
-        before = jnp.cumsum(probs, -1) - probs  # mass above each token; 0 for the first
-        top_p = column(sampling.top_p)
-        ordered = jnp.where((before < top_p) | (top_p >= 1), ordered, -jnp.inf)
-    return jnp.where(jnp.isneginf(ordered), jnp.inf, ordered).min(-1, keepdims=True)
-
-
 def argmax(logits: Array) -> Array:
-    """The lowest index of the maximum over the last axis [..., V]: int32 [...].
+    """Return the lowest index of the maximum over the last axis [..., V]: int32 [...].
 
-    Two plain reductions: what feeds them is vectorised on CPU, where XLA's own reduction to a
-    (value, index) pair makes it scalar, noise and all (four times slower at V = 4096).
+    Two plain reductions let XLA vectorise their input on CPU. Its own reduction to (value, index)
+    pairs makes the input scalar, noise included: four times slower at V = 4096.
 
     >>> int(argmax(jnp.array([1.0, 3.0, 3.0])))
     1
@@ -108,16 +194,16 @@ def argmax(logits: Array) -> Array:
 
 
 def log_probs(logits: Array) -> Array:
-    """Log-softmax over the last axis; an infinite logit is certain, and several share the law."""
+    """Return the log-softmax over the last axis; infinite logits share the whole probability."""
     certain = jnp.isposinf(logits)
     point = jnp.where(certain, 0.0, -jnp.inf)
     return jax.nn.log_softmax(jnp.where(certain.any(-1, keepdims=True), point, logits), -1)
 
 
 def chance(logits: Array, distribution: Array | None, ids: Array, sampling: Sampling) -> Array:
-    """Probability of ``ids`` [B, ...] by the law that drew them, log-weights [B, ..., V].
+    """Return the probability of ``ids`` [B, ...] under ``distribution``, log-weights [B, ..., V].
 
-    Of rows at temperature 0, and where ``law`` is None as none was drawn: by the softmax of logits.
+    Greedy sequences, and drafts without a distribution (None), use the softmax of ``logits``.
     """
 
     def of(log_weights: Array) -> Array:
@@ -131,41 +217,41 @@ def chance(logits: Array, distribution: Array | None, ids: Array, sampling: Samp
 
 
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
-    """Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
+    """Return Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
     return _gumbel(*_words(keys, positions[..., None], jnp.arange(vocab_size)))
 
 
 def node_noise(keys: Array, root: Array, nodes: Array, vocab_size: int) -> Array:
-    """Gumbel noise of one round for drawing the children of ``nodes``: float32 [B, F, V].
+    """Return one round's Gumbel noise for drawing the children of ``nodes``: float32 [B, F, V].
 
-    Every node has a key of its own, made of the address (row key, root, purpose, node).
+    Every node has its own key, made of the address (sequence key, root, purpose, node).
 
     Args:
-      keys: one a row, [B].
+      keys: one per sequence, [B].
       root: position of the round's root, int32 [B].
       nodes: int32 [F].
       vocab_size: V.
     """
-    place = root[:, None] + jnp.zeros_like(nodes)
-    key = _words(keys, place, (BRANCH << _RANK_BITS) + nodes)
+    positions = root[:, None] + jnp.zeros_like(nodes)
+    key = _words(keys, positions, (BRANCH << _RANK_BITS) + nodes)
     high, low = (word[..., None] for word in key)
     tokens = jnp.arange(vocab_size, dtype=jnp.uint32)
     return _gumbel(*threefry((high, low), (jnp.uint32(0), tokens)))
 
 
 def _gumbel(high: Array, low: Array) -> Array:
-    """Standard Gumbel noise of two random words each."""
-    # All 64 bits go into the uniform near 0, so that the largest Gumbels, which decide for tokens
-    # of small probability, are as finely spaced as float32 allows.
+    """Map pairs of random words to standard Gumbel noise."""
+    # All 64 bits go into the uniform near 0. The largest Gumbels, which decide for unlikely tokens,
+    # are then as finely spaced as float32 allows.
     scale = jnp.float32(2**-32)
     uniform = (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * scale) * scale
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2**-24)))
 
 
 def draw_target(processed: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
-    """The target's own draw of the tokens at ``positions`` [B, ...] from [B, ..., V]: int32.
+    """Draw the target's tokens at ``positions`` [B, ...] from [B, ..., V]: int32 [B, ...].
 
-    Gumbel-max, so that whoever holds the same noise and nearly the same law draws the same token.
+    Gumbel-max: a drafter with the same noise and nearly the same distribution draws the same token.
     """
     if not sampling.greedy:
         processed = processed + target_noise(keys, positions, processed.shape[-1]).astype(
@@ -175,42 +261,44 @@ def draw_target(processed: Array, sampling: Sampling, keys: Array, positions: Ar
 
 
 def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
-    """``count`` uniforms of one round for one purpose: float32 [B, count, 2].
+    """Return ``count`` uniforms of one round for one purpose: float32 [B, count, 2].
 
-    A uniform lies in [0, 1) in steps of 2**-48, as the sum of a coarse part, a multiple of 2**-24,
-    and a fine one below 2**-24: float32 has room for one of them. The coarse part will do for a
-    coin; ``draw`` takes both. ``root`` [B] is the position of the round's root.
+    A uniform in [0, 1) has steps of 2**-48. It is the sum of a coarse part, a multiple of 2**-24,
+    and a fine part below 2**-24, since float32 has room for one of them. Acceptance reads the
+    coarse part; ``draw`` reads both. ``root`` [B] is the position of the round's root.
     """
     return round_noise_at(keys, root, purpose, jnp.arange(count))
 
 
 def round_noise_at(keys: Array, root: Array, purpose: int, ranks: Array) -> Array:
-    """The uniforms of ``ranks``, int32 [R], among those of one round: float32 [B, R, 2]."""
+    """Return the uniforms of one round with the given ``ranks``, int32 [R]: float32 [B, R, 2]."""
     high, low = _words(keys, root[:, None], (purpose << _RANK_BITS) + ranks)
     words = jnp.stack([high, low], -1) >> 8
     return words.astype(jnp.float32) * jnp.array([2**-24, 2**-48], jnp.float32)
 
 
-def _words(keys: Array, place: Array, rank: Array) -> tuple[Array, Array]:
-    """Two random words of each address (row key, place, rank): uint32, place and rank broadcast.
+def _words(keys: Array, position: Array, rank: Array) -> tuple[Array, Array]:
+    """Return two random words, uint32, of each address (sequence key, position, rank).
 
-    The address is the counter of one threefry block, so no key is ever split or folded.
+    Position and rank broadcast. The address is the counter of one threefry block, so no key is
+    split or folded.
     """
     data = jax.random.key_data(keys)
-    word = lambda index: data[:, index].reshape(-1, *[1] * (place.ndim - 1))
-    return threefry((word(0), word(1)), (place.astype(jnp.uint32), rank.astype(jnp.uint32)))
+    word = lambda index: data[:, index].reshape(-1, *[1] * (position.ndim - 1))
+    return threefry((word(0), word(1)), (position.astype(jnp.uint32), rank.astype(jnp.uint32)))
 
 
 def draw(log_weights: Array, uniform: Array) -> Array:
-    """Draws from unnormalised log-weights [B, V] with a uniform of ``round_noise`` a row, [B, 2].
+    """Draw token ids, int32 [B], from unnormalised log-weights [B, V].
 
-    Inverse CDF in two levels (blocks, then tokens of one block): sums stay short, so float32
-    rounding stays near 1e-6 even at V = 150k, and one uniform replaces V Gumbels. Its coarse part
-    chooses the block; the fine part comes in once that is subtracted, for tokens that lie between
-    two steps of 2**-24 would be drawn always or never: of 150k tokens most.
+    Inverse CDF over blocks, then over the tokens of one block. Sums stay short, so float32 rounding
+    stays near 1e-6 at V = 150k, and one uniform replaces V Gumbels. The coarse part chooses the
+    block; the fine part counts once the mass before the block is subtracted. Without it most of
+    150k tokens, narrower than 2**-24, would be drawn always or never.
 
-    Returns:
-      Ids, int32 [B].
+    Args:
+      log_weights: [B, V].
+      uniform: of ``round_noise``, one per sequence: [B, 2].
 
     Raises:
       ValueError: ``uniform`` has another shape.
@@ -218,8 +306,8 @@ def draw(log_weights: Array, uniform: Array) -> Array:
     vocab = log_weights.shape[-1]
     if uniform.shape != (len(log_weights), 2):
         raise ValueError(
-            f"uniform of shape {uniform.shape} must be [B, 2] = {(len(log_weights), 2)}: for each "
-            "row both parts of a uniform, such as round_noise(...)[:, i]."
+            f"uniform of shape {uniform.shape} must be [B, 2] = {(len(log_weights), 2)}; pass both "
+            "parts, such as round_noise(...)[:, i]."
         )
     peak = log_weights.max(-1, keepdims=True)
     weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
@@ -237,10 +325,10 @@ def draw(log_weights: Array, uniform: Array) -> Array:
 
 
 def _first_above(weights: Array, point: Array) -> tuple[Array, Array]:
-    """First index of positive weight whose running sum exceeds ``point`` [B], and the sum before.
+    """Return the first index whose running sum exceeds ``point`` [B], and the sum before it.
 
-    Where rounding leaves none, the last index of positive weight. Running sums are parallel and
-    rounded, so they can rise at a weight of 0: it must be refused by name.
+    The index has positive weight: parallel running sums are rounded and can rise at a weight of 0.
+    If rounding leaves no such index, the last one of positive weight.
     """
     running = jnp.cumsum(weights, -1)
     above = (running > point[:, None]) & (weights > 0)
@@ -251,10 +339,10 @@ def _first_above(weights: Array, point: Array) -> tuple[Array, Array]:
 
 
 def log_residual(log_p: Array, log_q: Array) -> Array:
-    """log of max(p - q, 0), unnormalised, [..., V]; where nothing is left, log p.
+    """Return the residual log max(p - q, 0), unnormalised, [..., V], of two log-probabilities.
 
-    Both are log-probabilities. Nothing is left only where p = q up to rounding, and then a
-    rejection has probability zero up to rounding.
+    Where the residual is empty, return log p: then p = q up to rounding, and a rejection has
+    probability 0 up to rounding.
     """
     above = log_p > log_q
     gap = jnp.where(above, log_q - log_p, -1.0)

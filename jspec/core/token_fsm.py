@@ -1,40 +1,41 @@
-"""Grammars on the device: which tokens may come next, and where each of them leads.
+"""Grammars on the device: the allowed tokens of each state, and the states that follow.
 
-A grammar is an automaton over token ids, compiled on the host (``jspec.grammar.automata``). Its transitions
-are kept sparse, state by state, those of all grammars of a batch side by side: memory grows with
-what the grammars allow, not with states times vocabulary. Along a branch of a draft the automaton
-takes a step a token, so every drafted node knows what may come after it.
+A grammar is an automaton over token ids, compiled on the host (``jspec.grammar.automata``). Its
+transitions are sparse, and those of all grammars of a batch lie side by side: memory grows with the
+allowed tokens, not with states times vocabulary. The automaton takes one step per token of a
+branch, so every drafted node has its own state.
 """
 
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core.types import Array
+from jspec.core import trees
+from jspec.core.branches import Branches
+from jspec.core.types import Array, Draft, History, Tree
 
-FREE = 0  # the state of rows without a grammar, where every token is allowed and leads back
+FREE = 0  # the state of sequences without a grammar: every token is allowed and leads back
 
 
 @struct.dataclass
 class Automaton:
-    """The grammars of a batch, of S states and E transitions, sizes being rounded up."""
+    """The grammars of a batch, with S states and E transitions, both rounded up."""
 
     first: Array  # [S + 1] int32, where the transitions of each state begin
-    tokens: Array  # [E] int32, ascending in each state
-    following: Array  # [E] int32, the states that they lead to
-    # What a state allows, or what it forbids where that is less.
+    tokens: Array  # [E] int32, ascending within a state
+    following: Array  # [E] int32, next states
+    # The allowed tokens of a state, or its forbidden tokens if those are fewer.
     first_listed: Array  # [S + 1] int32
     listed: Array  # [L] int32
     forbids: Array  # [S] bool
-    start: Array  # [B] int32, of each row behind its prompt
-    longest: int = struct.field(pytree_node=False)  # of the lists
-    steps: int = struct.field(pytree_node=False)  # of a search among a state's transitions
+    start: Array  # [B] int32, the state after each prompt
+    longest: int = struct.field(pytree_node=False)  # length of the longest list
+    steps: int = struct.field(pytree_node=False)  # of a binary search in a state's transitions
 
 
 def find(automaton: Automaton, state: Array, token: Array) -> tuple[Array, Array]:
-    """Where ``token`` [...] leads from ``state`` [...], and whether it is allowed.
+    """Return the state after ``token`` [...] in ``state`` [...], and whether it is allowed.
 
-    A token that is not allowed leads to ``FREE``: nothing but a drafted node ever gets there, and
-    it has no weight.
+    A forbidden token leads to ``FREE``. Only drafted nodes of probability 0 get there.
     """
     low, end = automaton.first[state], automaton.first[state + 1]
     high = end
@@ -44,34 +45,81 @@ def find(automaton: Automaton, state: Array, token: Array) -> tuple[Array, Array
         inside = low < high
         low = jnp.where(inside & less, middle + 1, low)
         high = jnp.where(inside & ~less, middle, high)
-    place = jnp.minimum(low, automaton.tokens.size - 1)
-    found = (low < end) & (automaton.tokens[place] == token)
-    following = jnp.where(found, automaton.following[place], FREE)
-    return following, found | (state == FREE)
+    index = jnp.minimum(low, automaton.tokens.size - 1)
+    allowed = (low < end) & (automaton.tokens[index] == token)
+    following = jnp.where(allowed, automaton.following[index], FREE)
+    return following, allowed | (state == FREE)
 
 
 def forced(automaton: Automaton, state: Array) -> tuple[Array, Array]:
-    """A token that may follow ``state`` [...], and whether it is the only one."""
+    """Return a token that may follow ``state`` [...], and whether it is the only one."""
     first = automaton.first[state]
     token = automaton.tokens[jnp.minimum(first, automaton.tokens.size - 1)]
     return token, automaton.first[state + 1] - first == 1
 
 
-def advance(automaton: Automaton, state: Array, said: Array, valid: Array) -> Array:
-    """The state after the ``valid`` ones of tokens ``said`` [..., M], in order, from ``state``."""
-    for place in range(said.shape[-1]):
-        following, _ = find(automaton, state, said[..., place])
-        state = jnp.where(valid[..., place], following, state)
+def advance(automaton: Automaton, state: Array, tokens: Array, valid: Array) -> Array:
+    """Return the state after the valid tokens of [..., M], in order."""
+    for index in range(tokens.shape[-1]):
+        following, _ = find(automaton, state, tokens[..., index])
+        state = jnp.where(valid[..., index], following, state)
     return state
 
 
 def allowed(automaton: Automaton, state: Array, vocab_size: int) -> Array:
-    """Which tokens may come next: bool [B, F, V] of ``state`` [B, F]."""
+    """Return the tokens that may follow ``state`` [B, F]: bool [B, F, V]."""
     begin, end = automaton.first_listed[state], automaton.first_listed[state + 1]
-    place = begin[..., None] + jnp.arange(automaton.longest)
-    ids = automaton.listed[jnp.minimum(place, automaton.listed.size - 1)]
-    ids = jnp.where(place < end[..., None], ids, vocab_size)
+    index = begin[..., None] + jnp.arange(automaton.longest)
+    ids = automaton.listed[jnp.minimum(index, automaton.listed.size - 1)]
+    ids = jnp.where(index < end[..., None], ids, vocab_size)
     rows, nodes = jnp.indices(state.shape, sparse=True)
     listed = jnp.zeros((*state.shape, vocab_size), bool)
     listed = listed.at[rows[..., None], nodes[..., None], ids].set(True, mode="drop")
     return listed ^ automaton.forbids[state][..., None]
+
+
+def first_state(automaton: Automaton | None) -> Array | None:
+    """Return the states after the prompts, int32 [B]; None without grammars."""
+    return None if automaton is None else automaton.start
+
+
+def prune(automaton: Automaton | None, history: History, draft: Draft, tree: Tree) -> Draft:
+    """Drop looked-up nodes that the grammar forbids, and their descendants.
+
+    They could never be accepted. Drawn nodes stay: they come from a distribution over allowed
+    tokens, and dropping a node for its drawn value would not be exact.
+    """
+    if automaton is None:
+        return draft
+    states = branch_states(automaton, Branches.of_draft(history, draft, tree))
+    before = jnp.take_along_axis(states, tree.parents, 1)
+    _, fits = find(automaton, before, draft.tokens)
+    nodes = draft.tokens.shape[1]
+    forbidden = ~fits & ~draft.drawn & (jnp.arange(nodes) > 0)
+    above = trees.unpack_bits(tree.ancestors, nodes)
+    return draft.replace(valid=draft.valid & ~(above & forbidden[:, None]).any(-1))
+
+
+def force(automaton: Automaton | None, history: History, draft: Draft) -> Draft:
+    """Extend a deterministic chain wherever the grammar allows a single token.
+
+    Other drafts stay as they are: a distribution over allowed tokens drafts such tokens itself.
+    """
+    if automaton is None or draft.logits is not None or not trees.is_chain(draft.parents):
+        return draft
+    state = history.state
+    tokens, valid = [draft.tokens[:, 0]], [draft.valid[:, 0]]
+    for node in range(1, draft.tokens.shape[1]):
+        token, only = forced(automaton, state)
+        drafted = draft.valid[:, node]
+        tokens.append(jnp.where(drafted, draft.tokens[:, node], token))
+        valid.append(valid[-1] & (drafted | only))
+        state, _ = find(automaton, state, tokens[-1])
+    return draft.replace(tokens=jnp.stack(tokens, 1), valid=jnp.stack(valid, 1))
+
+
+def branch_states(automaton: Automaton, branches: Branches) -> Array:
+    """Return the states after the tokens of each branch: [B, F]."""
+    drafted = branches.drafted
+    start = jnp.broadcast_to(branches.history.state[:, None], drafted.shape[:2])
+    return advance(automaton, start, drafted, drafted >= 0)

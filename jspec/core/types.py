@@ -63,6 +63,11 @@ class Sampling:
         return self.values["temperature"]
 
     @property
+    def automaton(self) -> Any:
+        """Grammars of the batch, a ``token_fsm.Automaton``; None without any."""
+        return None if self.processors is None else self.processors.automaton
+
+    @property
     def greedy(self) -> bool:
         """True if no row of the batch samples; static."""
         return "temperature" not in self.names

@@ -1,4 +1,4 @@
-"""What rounds of each length take on this machine, measured in the program that will run them."""
+"""Measured seconds of a round for each draft length, in the program that will run it."""
 
 import time
 
@@ -8,23 +8,23 @@ import numpy as np
 
 from jspec.core.types import Params, Shared
 from jspec.drafters.adaptive.drafter import Adaptive, Costs
-from jspec.engine.batch import Batch, advance, elsewhere
+from jspec.engine.batch import Batch, advance, with_prompts
 from jspec.engine.plan import Plan
 
-_LAUNCH, _FEW = 0.1, 4  # seconds of a launch, and its rounds at least
-_LEAST, _MOST, _SECONDS = 3, 24, 3.5  # turns at least and at most, and when there are enough
+_LAUNCH_SECONDS, _MIN_ROUNDS = 0.1, 4  # of a timed launch
+_MIN_TURNS, _MAX_TURNS, _SECONDS = 3, 24, 3.5  # timed turns over all lengths
 _NEVER = np.float32(1e30)  # seconds
-_NEAR, _FURTHEST = 64, 512  # tokens before the middle of a text: not worth a prefill, and enough
+_MIN_EXTENSION, _MAX_EXTENSION = 64, 512  # tokens added to prompts; fewer are not worth a prefill
 
 
 class CostTable:
-    """Costs of every shape of batch that has come by, each measured when it first did."""
+    """Costs per batch shape, each measured at its first use."""
 
     def __init__(self):
         self._seconds: dict[tuple[int, ...], np.ndarray] = {}
 
     def price(self, plan: Plan, params: Params, batch: Batch) -> Shared:
-        """``batch.shared``, with the costs of such batches where the plan chooses by costs."""
+        """Return ``batch.shared``, with measured costs if the drafter chooses by costs."""
         if not (isinstance(plan.drafter, Adaptive) and plan.drafter.by_costs):
             return batch.shared
         shape = batch.state.history.tokens.shape
@@ -34,65 +34,68 @@ class CostTable:
 
 
 def calibrate(plan: Plan, params: Params, batch: Batch) -> Costs:
-    """``batch.shared`` with the seconds of a round of each length, for batches of this shape.
+    """Return ``batch.shared`` with the measured seconds of a round of each draft length.
 
-    Runs rounds of each length on copies of the batch, in the program that decodes it, for about as
-    long each: a launch takes a while to get going, which would make longer drafts look cheap that
-    had as many rounds. ``batch`` stays as it is. Its copies are half way through their texts, as a
-    long text makes long drafts dearer: every drafted token reads it. In them no row stops or is as
-    long as it may be, as last drafts of a text are short and cheap, and a drafter that looks up
-    what it drafts is timed as where it finds something.
+    Rounds of each length run on copies of the batch, in the program that decodes it. All lengths
+    take about the same time: a launch has a fixed cost, which would favour longer drafts at equal
+    numbers of rounds. The copies are half way through their texts, since every drafted token reads
+    the whole text. Stop tokens and length limits are removed, because final drafts are short;
+    lookup drafters are timed as if they always match.
 
-    What decides is how costs compare, and machines are quick and slow by moments: lengths take
-    turns, and a length costs what it typically took beside the first one in the same turn.
+    Only ratios of costs matter, and the speed of a machine varies. So the lengths take turns, and
+    a length costs its median ratio to the first length of the same turn.
     """
     count = len(plan.drafter.lengths)
-    forever = endless(plan, halfway(plan, params, batch))
+    timed = endless(plan, halfway(plan, params, batch))
     only = [np.where(np.arange(count) == index, 1, _NEVER) for index in range(count)]
-    alone = [forever.shared.replace(seconds=each, timed=jnp.array(True)) for each in only]
-    batches = [forever.replace(shared=each) for each in alone]
-    rounds = [_FEW] * count
+    shared = [timed.shared.replace(seconds=costs, timed=jnp.array(True)) for costs in only]
+    batches = [timed.replace(shared=each) for each in shared]
+    rounds = [_MIN_ROUNDS] * count
 
     def turn() -> np.ndarray:
-        return np.array([_round(plan, params, *each) for each in zip(batches, rounds, strict=True)])
+        pairs = zip(batches, rounds, strict=True)
+        return np.array([_seconds_per_round(plan, params, *pair) for pair in pairs])
 
-    for _ in range(3):  # the first one compiles, the second tells roughly
-        rounds = np.maximum(_FEW, _LAUNCH / turn()).astype(int).tolist()
+    for _ in range(3):  # the first turn compiles, the second is a rough estimate
+        rounds = np.maximum(_MIN_ROUNDS, _LAUNCH_SECONDS / turn()).astype(int).tolist()
     turns, begin = [], time.perf_counter()
-    while len(turns) < _LEAST or (len(turns) < _MOST and time.perf_counter() - begin < _SECONDS):
+    while len(turns) < _MIN_TURNS or (
+        len(turns) < _MAX_TURNS and time.perf_counter() - begin < _SECONDS
+    ):
         turns.append(turn())
     seconds = np.array(turns)
     costs = np.median(seconds[:, 0]) * np.median(seconds / seconds[:, :1], 0)
-    costs = np.maximum.accumulate(costs)  # one that looks cheaper than a shorter was disturbed
+    costs = np.maximum.accumulate(costs)  # a length that looks cheaper than a shorter one is noise
     return batch.shared.replace(seconds=jnp.asarray(costs, jnp.float32))
 
 
-def _round(plan: Plan, params: Params, batch: Batch, rounds: int) -> float:
-    """Seconds of one of a launch's rounds; ``_NEVER`` where there is no room for any."""
-    one, begin = copied(batch), time.perf_counter()
-    one = jax.block_until_ready(advance(plan, params, one, rounds))
-    seconds, ran = time.perf_counter() - begin, int(one.state.round - batch.state.round)
+def _seconds_per_round(plan: Plan, params: Params, batch: Batch, rounds: int) -> float:
+    """Time one launch; ``_NEVER`` if no round fits."""
+    copy, begin = copied(batch), time.perf_counter()
+    copy = jax.block_until_ready(advance(plan, params, copy, rounds))
+    seconds, ran = time.perf_counter() - begin, int(copy.state.round - batch.state.round)
     return seconds / ran if ran else _NEVER
 
 
 def halfway(plan: Plan, params: Params, batch: Batch) -> Batch:
-    """The batch where half of what its rows may say is said: that prompts go on, from their start.
+    """Return the batch with prompts repeated to half of their longest texts.
 
-    A few hundred tokens are enough, and a batch whose texts are short stays where it is.
+    A few hundred tokens are enough. A batch of short texts is returned as it is.
     """
     history, done, limit = jax.device_get(
         (batch.state.history, batch.state.done, batch.request.max_length)
     )
     lengths, tokens = history.length, history.tokens
-    further = np.where(done, 0, np.minimum((limit - lengths) // 2, _FURTHEST)).astype(np.int32)
-    if further.max() < _NEAR:
+    added = np.where(done, 0, np.minimum((limit - lengths) // 2, _MAX_EXTENSION)).astype(np.int32)
+    if added.max() < _MIN_EXTENSION:
         return batch
-    place = np.arange(tokens.shape[1]) % lengths[:, None]
-    return elsewhere(plan, params, batch, np.take_along_axis(tokens, place, 1), lengths + further)
+    repeated = np.arange(tokens.shape[1]) % lengths[:, None]
+    prompts = np.take_along_axis(tokens, repeated, 1)
+    return with_prompts(plan, params, batch, prompts, lengths + added)
 
 
 def endless(plan: Plan, batch: Batch) -> Batch:
-    """The batch without ends of texts, but for that of its buffers."""
+    """Return the batch without stop tokens, limited by its buffers alone."""
     request = batch.request
     room = batch.state.history.tokens.shape[1] - plan.drafter.max_depth - 1
     return batch.replace(
@@ -104,6 +107,6 @@ def endless(plan: Plan, batch: Batch) -> Batch:
 
 
 def copied(batch: Batch) -> Batch:
-    """A batch that may be consumed."""
+    """Return a copy that may be consumed."""
     state, shared = jax.tree.map(jnp.copy, (batch.state, batch.shared))
     return jax.block_until_ready(batch.replace(state=state, shared=shared))

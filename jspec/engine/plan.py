@@ -55,11 +55,6 @@ class Plan:
                 "jspec.verify.Rule: a walk of your own with what it is exact for."
             )
         validation.check_hashable("rule", self._rule)
-        if self._rule.point_rule is not None and self._rule.point_rule not in verify.RULES:
-            raise ValueError(
-                f"point_rule={shown(self._rule.point_rule)} of rule={self._rule.name!r} must be "
-                f"one of {', '.join(verify.RULES)}, or None."
-            )
         _check_pair(self._rule, self.drafter)
         _check_kernel(self._rule, self.drafter)
         if self._rule.shares_noise:
@@ -95,13 +90,14 @@ class Plan:
     @property
     def effective_rule(self) -> verify.Rule:
         """The rule as it runs on this drafter's proposals."""
-        return self._rule.judging(self.drafter.proposal)
+        return self._rule.for_proposal(self.drafter.proposal)
 
     def verify(
         self, request: Request, draft: Draft, tree: Tree, logits: Array, history: History
     ) -> Verdict:
         """Judges a draft by the target's raw logits; see ``jspec.verify``."""
-        return verify.verify(self.effective_rule, request, draft, tree, logits, history)
+        rule, proposal = self.effective_rule, self.drafter.proposal
+        return verify.verify(rule, proposal, request, draft, tree, logits, history)
 
 
 def _node_buckets(drafter: Drafter, asked: Any) -> tuple[int, ...]:
@@ -148,16 +144,16 @@ def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:
 
 def _check_kernel(rule: verify.Rule, drafter: Drafter) -> None:
     """Refuses a kernel that would never run."""
-    stands_in = rule.judging(drafter.proposal).name
+    stands_in = rule.for_proposal(drafter.proposal).name
     if rule.implementation is not None and stands_in != rule.name:
         raise ValueError(
             f"rule={rule.name!r} names implementation={rule.implementation!r}, but the drafts of "
-            f"{type(drafter).__name__} are point masses (as are all dynamic trees), and there it "
+            f"{type(drafter).__name__} are deterministic (as are all dynamic trees), and there it "
             f"comes to {stands_in!r}, which has no kernel; leave implementation out, or have "
             "drafts drawn."
         )
-    if rule.implementation is not None and drafter.proposal == "points_last":
+    if rule.implementation is not None and drafter.proposal == "deterministic_last":
         raise ValueError(
-            f"rule={rule.name!r} names implementation={rule.implementation!r}, but no kernel knows "
-            f"the 'points_last' drafts of {type(drafter).__name__}; leave implementation out."
+            f"rule={rule.name!r} names implementation={rule.implementation!r}, but no kernel "
+            f"takes the {drafter.proposal!r} drafts of {type(drafter).__name__}; leave it out."
         )

@@ -207,13 +207,7 @@ def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
 
 def _request() -> Request:
     column = lambda dtype: jnp.zeros((BATCH,), dtype)
-    sampling = Sampling(
-        temperature=column(jnp.float32),
-        min_p=column(jnp.float32),
-        top_k=column(jnp.int32),
-        top_p=column(jnp.float32),
-        names=("temperature",),
-    )
+    sampling = Sampling({"temperature": column(jnp.float32)}, names=("temperature",))
     keys = jax.vmap(jax.random.key)(jnp.arange(BATCH))
     return Request(keys, sampling, jnp.zeros((BATCH, 1), jnp.int32), column(jnp.int32))
 

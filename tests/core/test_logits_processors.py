@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.core import logits_processors, trees
+from jspec.core.branches import Branches
 from jspec.core.types import Draft, History, Params
 from jspec.engine import batch as host
 from jspec.engine import loop
@@ -70,10 +71,10 @@ def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
     draft = Draft(jnp.asarray(nodes, jnp.int32), parents, jnp.ones(nodes.shape, bool), max_depth=4)
     tree = trees.broadcast(trees.from_parents(parents, 4), len(ROWS))
     request, _ = request_of(ROWS, len(ROWS), filters_of(ROWS), V)
-    shaped = logits_processors.shape(
+    shaped = logits_processors.apply(
         jnp.asarray(logits),
         request.sampling.processors,
-        logits_processors.of_draft(history, draft, tree),
+        Branches.of_draft(history, draft, tree),
     )
     for index, row in enumerate(ROWS):
         for node in range(parents.size):
@@ -171,10 +172,8 @@ def test_a_drafter_that_knows_no_allowed_token_drafts_in_vain_and_does_no_harm()
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 1, 3)), jnp.float32)
     row = SequenceParams((1,), allowed_token_ids=(5, 6))
     request, _ = request_of([row], 1, row.filters, V)
-    branches = logits_processors.at_root(
-        History(jnp.ones((1, 4), jnp.int32), jnp.ones(1, jnp.int32))
-    )
-    shape = lambda ids: logits_processors.shape_draft(
+    branches = Branches.at_root(History(jnp.ones((1, 4), jnp.int32), jnp.ones(1, jnp.int32)))
+    shape = lambda ids: logits_processors.apply_to_draft(
         logits, request.sampling.processors, branches, V, jnp.array(ids)
     )
     np.testing.assert_array_equal(shape([0, 1, 2]), logits)
@@ -184,8 +183,14 @@ def test_a_drafter_that_knows_no_allowed_token_drafts_in_vain_and_does_no_harm()
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be 1e-06 to 1e+06; 1 is off."),
-        (dict(presence_penalty=float("nan")), "presence_penalty=nan must be a finite number."),
+        (
+            dict(repetition_penalty=0.0),
+            "repetition_penalty=0.0 must be more than 0, 1e-06 to 1e+06; 1 turns it off.",
+        ),
+        (
+            dict(presence_penalty=float("nan")),
+            "presence_penalty=nan must be in [-2, 2]; 0 turns it off.",
+        ),
         (dict(min_tokens=4, max_tokens=3), "min_tokens=4 must be 0 to max_tokens."),
         (dict(bad_words=((),)), "bad_words=((),) must be runs of at least one token."),
         (dict(logit_bias=((1, float("inf")),)), "must be (token id, number) pairs."),

@@ -176,7 +176,7 @@ def check_fewer(fewer, more, count):
     ],
 )
 def test_counts_come_in_powers_of_two_up_to_the_most_there_may_be(asked, most, counted):
-    job = requests.make(
+    request = requests.resolve(
         0,
         Prompt((1, 2)),
         SamplingParams(prompt_logprobs=asked, detokenize=False),
@@ -186,7 +186,7 @@ def test_counts_come_in_powers_of_two_up_to_the_most_there_may_be(asked, most, c
         tokenizer=None,
         vocab_size=320,
     )
-    assert requests.scoring_of([job], 320, most, "raw_logits") == Scoring(
+    assert requests.scoring_of([request], 320, most, "raw_logits") == Scoring(
         counted, True, "raw_logits"
     )
 

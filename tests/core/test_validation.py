@@ -1,4 +1,4 @@
-"""Researchers' mistakes: each is told by its name and with its remedy, before anything runs."""
+"""Tests of argument checks: each error names the argument and a remedy, before anything runs."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -34,12 +34,12 @@ def refused(*words, **mistake):
         assert word in str(error.value), f"{word!r} is not in: {error.value}"
 
 
-# --- What is handed over ------------------------------------------------------------------------
+# --- Targets and drafters -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Listing(jspec.NoDrafter):
-    """A setting that is a list: no key of a compiled program."""
+    """A drafter that is not hashable, because a setting is a list."""
 
     words: list
 
@@ -56,7 +56,7 @@ LOADED = SimpleNamespace(target=tiny.TARGET, params=WEIGHTS.target)
         (None, ["target=None has no vocab_size"]),
     ],
 )
-def test_what_is_no_target_is_told_what_it_lacks(target, words):
+def test_errors_name_the_missing_members_of_a_target(target, words):
     refused(*words, target=target)
 
 
@@ -71,12 +71,12 @@ def test_what_is_no_target_is_told_what_it_lacks(target, words):
         (Listing([1]), ["drafter=Listing must be hashable", "tuples and frozensets"]),
     ],
 )
-def test_what_is_no_drafter_is_told_what_it_lacks(drafter, words):
+def test_errors_name_the_missing_members_of_a_drafter(drafter, words):
     refused(*words, drafter=drafter)
 
 
 @pytest.mark.parametrize("make", [jspec.DraftModel, lambda c, k: jspec.Eagle(c, tiny.TARGET, k)])
-def test_a_model_in_place_of_its_sizes_is_told_where_they_are(make):
+def test_a_model_in_place_of_its_config_raises(make):
     with pytest.raises(ValueError, match=r"is a Decoder; pass its \.config\.$"):
         make(Decoder(tiny.DRAFT_CONFIG), 4)
 
@@ -92,7 +92,7 @@ def test_a_model_in_place_of_its_sizes_is_told_where_they_are(make):
         (WEIGHTS.drafter, ["64, 32, 2, but theirs 64, 16, 1", "another checkpoint"]),
     ],
 )
-def test_weights_of_another_target_are_refused(params, words):
+def test_weights_of_another_target_raise(params, words):
     refused(*words, params=params)
 
 
@@ -119,11 +119,11 @@ def test_weights_of_another_target_are_refused(params, words):
         (Hybrid((tiny.NGRAM, EAGLE)), heads.random_params("eagle"), ["pass a pair"]),
     ],
 )
-def test_weights_of_another_drafter_are_refused(drafter, params, words):
+def test_weights_of_another_drafter_raise(drafter, params, words):
     refused(*words, drafter=drafter, drafter_params=params)
 
 
-def test_weights_that_are_no_params_are_refused_by_generate_rows():
+def test_generate_sequences_needs_params():
     with pytest.raises(ValueError, match=r"params is a DecoderParams; pass jspec\.Params\("):
         generate_sequences(PLAIN, WEIGHTS.target, [SequenceParams((1,))])
 
@@ -132,17 +132,17 @@ def test_weights_that_are_no_params_are_refused_by_generate_rows():
 
 
 @pytest.mark.parametrize("prompts", [[1, 2, 3], ["abc"], "abc", [[1.5]], [["1"]], [np.eye(2)]])
-def test_prompts_that_are_no_lists_of_token_ids_are_refused(prompts):
+def test_prompts_must_be_lists_of_token_ids(prompts):
     refused("each must be a list of token ids, as in [[1, 2, 3]]", prompts=prompts)
 
 
-def test_prompts_may_be_arrays_of_any_kind():
-    listed = generate()[0].tokens.tolist()
+def test_prompts_may_be_arrays_bytes_or_tuples():
+    expected = generate()[0].tokens.tolist()
     for prompts in (np.array([PROMPT]), jnp.array([PROMPT]), [bytes(PROMPT)], (tuple(PROMPT),)):
-        assert generate(prompts)[0].tokens.tolist() == listed
+        assert generate(prompts)[0].tokens.tolist() == expected
 
 
-def test_settings_that_generate_has_not_are_named_and_not_overruled():
+def test_unknown_settings_of_generate_raise():
     refused("no setting 'temprature'; did you mean 'temperature'?", temprature=0.8)
     refused("no setting 'max_tokens'; give max_new_tokens", max_tokens=3)
     refused("no setting 'stream'", stream=3)
@@ -151,15 +151,15 @@ def test_settings_that_generate_has_not_are_named_and_not_overruled():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: start(PLAIN, WEIGHTS, []), "rows=[] are none; give at least one"),
-        (lambda: start(PLAIN, WEIGHTS, SequenceParams((1,))), "rows=SequenceParams(prompt=(1,), "),
+        (lambda: start(PLAIN, WEIGHTS, []), "sequences=[] is empty; give at least one"),
+        (lambda: start(PLAIN, WEIGHTS, SequenceParams((1,))), "sequences=SequenceParams("),
         (
             lambda: generate_sequences(PLAIN, WEIGHTS, SequenceParams((1,))),
-            "must be a list of jspec.engine.sequences.SequenceParams",
+            "must be a list of SequenceParams",
         ),
         (
             lambda: generate_sequences(PLAIN, WEIGHTS, [(1,)]),
-            "rows=[(1,)] must be a list of jspec.",
+            "sequences=[(1,)] must be a list of",
         ),
         (
             lambda: SequenceParams((1,), grammar="[a-z]"),
@@ -169,32 +169,32 @@ def test_settings_that_generate_has_not_are_named_and_not_overruled():
         (lambda: start(PLAIN, WEIGHTS, [PICKY], scoring=Scoring(65)), "count=65 of Scoring must"),
     ],
 )
-def test_rows_and_what_is_to_be_known_of_them_are_told_what_they_should_be(call, words):
+def test_errors_name_the_invalid_sequence_setting(call, words):
     with pytest.raises(ValueError) as error:
         call()
     assert words in str(error.value)
 
 
-def test_no_rows_have_no_answers():
+def test_no_sequences_give_no_answers():
     assert generate_sequences(PLAIN, WEIGHTS, []) == []
 
 
 @pytest.mark.parametrize(
     ("filters", "words"),
     [
-        ((), "filters=() lack 'allowed_token_ids', 'temperature', which the rows ask for; add"),
+        ((), "filters=() lack 'allowed_token_ids', 'temperature', which the sequences use; add"),
         (("temperature",), "lack 'allowed_token_ids', which"),
         (("temprature",), "filters=('temprature',) must be a tuple of names among 'structured_out"),
         ("temperature", "filters='temperature' must be a tuple of names among"),
         (3, "filters=3 must be a tuple"),
     ],
 )
-def test_warps_without_one_that_a_row_asks_for_are_refused(filters, words):
+def test_filters_must_include_those_that_a_row_uses(filters, words):
     with pytest.raises(ValueError) as error:
         start(PLAIN, WEIGHTS, [PICKY], filters=filters)
     assert words in str(error.value)
 
 
-def test_warps_in_any_order_are_those_of_one_program():
+def test_filters_are_sorted_so_that_programs_are_shared():
     names = start(PLAIN, WEIGHTS, [PICKY], filters=["top_k", "temperature", "allowed_token_ids"])
     assert names.request.sampling.names == ("temperature", "top_k")

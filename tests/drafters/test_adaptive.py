@@ -340,9 +340,9 @@ def test_one_step_is_one_round_of_whichever_length():
 
 
 def test_a_rule_for_drawn_chains_alone_has_no_say_where_nothing_is_drafted():
-    def walk(processed, draft, tree, uniforms):
+    def walk(processed, draft, tree, uniforms, proposal):
         assert draft.logits is not None, "a chain without its law"
-        return rejection.rejection(processed, draft, tree, uniforms)
+        return rejection.rejection(processed, draft, tree, uniforms, proposal)
 
     rule = verify.Rule("mine", walk, "round", frozenset({"chain"}))
     row = dataclasses.replace(LINES[1], temperature=0.8)
@@ -393,7 +393,7 @@ def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):
     places = []
     monkeypatch.setattr(
         engine_costs,
-        "_round",
+        "_seconds_per_round",
         lambda _plan, _params, batch, _rounds: places.append(batch.state) or 1.0,
     )
     engine_costs.calibrate(plan, tiny.params(), batch)
@@ -413,7 +413,7 @@ def test_a_batch_elsewhere_goes_on_as_one_that_started_there():
     plan = Plan(tiny.TARGET, tiny.DRAFT)
     batch = host.start(plan, tiny.params(), [host.SequenceParams((5, 6, 7), max_tokens=80)])
     other = host.start(plan, tiny.params(), [host.SequenceParams((9, 8) * 15, max_tokens=53)])
-    there = host.elsewhere(
+    there = host.with_prompts(
         plan, tiny.params(), batch, other.state.history.tokens, np.array([30], np.int32)
     )
     texts = [
@@ -431,7 +431,7 @@ def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
     disturbed = {0: 2.0, 1: 3.0, 2: 1.0}  # seconds, by the length that is forced
     monkeypatch.setattr(
         engine_costs,
-        "_round",
+        "_seconds_per_round",
         lambda _plan, _params, batch, _rounds: disturbed[int(np.argmin(batch.shared.seconds))],
     )
     shared = engine_costs.calibrate(plan, tiny.params(), batch)

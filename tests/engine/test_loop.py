@@ -202,7 +202,10 @@ def test_a_generation_in_slices_is_the_generation_in_one_go():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
     some = rows(temperature=0.8)
     whole = texts(host.generate_sequences(plan, params, some))
-    slices = list(host.stream_rows(plan, params, some, rounds=2))
+    batch, slices = host.start(plan, params, some), []
+    while not batch.state.done.all():
+        batch = host.advance(plan, params, batch, rounds=2)
+        slices.append(host.read(batch))
     assert texts(slices[-1]) == whole
     assert len(slices) > 3
     for answers in slices:

@@ -20,18 +20,6 @@ TARGET = ToyTarget(4)
 CHAIN = TableDrafter(2)
 TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
 
-# What is exact for what. Point masses and pruned trees: section 3a of the target-only walk; draws:
-# each is enumerated in tests/verify.
-DRAWN = {"chain", "iid", "without_replacement", "top_plus_one", "mixed", "points_last"}
-EXACT_FOR = {
-    "rejection": DRAWN | {"point"},
-    "block": DRAWN | {"point"},
-    "match": DRAWN | {"point", "pruned"},
-    "coupled": DRAWN | {"point", "pruned"},
-    "typical": set(),
-    "synthetic": set(),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Labelled(TreeTableDrafter):
@@ -46,34 +34,16 @@ def labelled(proposal):
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
 @pytest.mark.parametrize("proposal", get_args(Proposal))
-def test_a_pair_is_planned_if_and_only_if_it_is_exact(rule, proposal):
-    assert RULES[rule].exact_for == EXACT_FOR[rule]
-    if proposal in EXACT_FOR[rule]:
-        plan = Plan(TARGET, labelled(proposal), rule)
-        assert plan.effective_rule.lossless
-        assert (plan.drafter.noise == "target") == (rule == "coupled" and proposal != "point")
-        return
-    with pytest.raises(ValueError) as error:
-        Plan(TARGET, labelled(proposal), rule)
-    assert str(error.value) == (
-        f"rule={rule!r} is not exact for the {proposal!r} drafts of Labelled; use one of match, "
-        "coupled."
-    )
+def test_every_lossless_rule_is_planned_with_every_proposal(rule, proposal):
+    plan = Plan(TARGET, labelled(proposal), rule)
+    assert plan.effective_rule.lossless
+    shares_noise = rule == "coupled" and proposal != "deterministic"
+    assert (plan.drafter.noise == "target") == shares_noise
 
 
 def test_point_masses_are_judged_by_the_target_only_walk():
     for rule in ("rejection", "block"):
-        assert Plan(TARGET, labelled("point"), rule).effective_rule == RULES["match"]
-
-
-def test_laws_that_keep_the_tokens_of_siblings_are_judged_by_walks_of_their_own():
-    for rule in ("rejection", "block"):
-        walks = [
-            Plan(TARGET, labelled(distribution), rule).effective_rule.walk
-            for distribution in ("iid", "points_last", "without_replacement")
-        ]
-        known = RULES[rule]
-        assert walks == [known.walk_replaced, known.walk_points_last, known.walk]
+        assert Plan(TARGET, labelled("deterministic"), rule).effective_rule == RULES["match"]
 
 
 def test_lossy_rules_judge_drafts_of_any_law():
@@ -100,7 +70,11 @@ def test_plans_with_equal_settings_of_a_rule_are_equal():
     ("drafter", "rule", "message"),
     [
         (CHAIN, "rejektion", "rule='rejektion' is not known; use one of rejection, block"),
-        (labelled("greedy"), "rejection", "Labelled.proposal='greedy' must be one of 'point'"),
+        (
+            labelled("greedy"),
+            "rejection",
+            "Labelled.proposal='greedy' must be one of ",
+        ),
         (
             dataclasses.replace(TREE, proposal="chain"),
             "rejection",
@@ -126,12 +100,12 @@ def test_what_does_not_fit_is_named_with_its_remedy(drafter, rule, message):
 def test_a_kernel_that_no_draft_would_reach_is_refused():
     for name in ("rejection", "block"):
         forced = dataclasses.replace(RULES[name], implementation="pallas_tpu")
-        for drafter in (CHAIN, TREE, labelled("iid")):
+        for drafter in (CHAIN, TREE):
             assert Plan(TARGET, drafter, forced).effective_rule.implementation == "pallas_tpu"
         with pytest.raises(ValueError) as error:
-            Plan(TARGET, labelled("point"), forced)
+            Plan(TARGET, labelled("deterministic"), forced)
         assert f"rule={name!r} names implementation='pallas_tpu'" in str(error.value)
-        assert "Labelled are point masses" in str(error.value)
+        assert "Labelled are deterministic" in str(error.value)
         assert "comes to 'match', which has no kernel; leave implementation out" in str(error.value)
 
 
@@ -149,7 +123,7 @@ def test_a_kernel_is_refused_to_a_dynamic_tree():
     head = EagleConfig(network, 3, (0, 1, 2), target_hidden_size=32, target_vocab_size=VOCAB)
     drafter = Eagle(head, DECODER, tree="eagle2", tree_size=8, tree_depth=3, tree_top_k=4)
     forced = dataclasses.replace(RULES["rejection"], implementation="pallas_gpu")
-    with pytest.raises(ValueError, match=r"Eagle are point masses \(as are all dynamic trees\)"):
+    with pytest.raises(ValueError, match=r"Eagle are deterministic \(as are all dynamic trees\)"):
         Plan(DECODER, drafter, forced)
 
 
@@ -172,10 +146,13 @@ def test_a_drafter_that_cannot_be_told_to_share_noise_is_refused_by_a_rule_that_
     [
         (
             {"node_buckets": (2.5, 3)},
-            "ladder=(2.5, 3) must ascend from 1 or more to tree_size=3, in",
+            "node_buckets=(2.5, 3) must ascend from 1 or more to tree_size=3, in",
         ),
-        ({"node_buckets": (1, 2)}, "ladder=(1, 2) must ascend from 1 or more to tree_size=3, in"),
-        ({"node_buckets": 3}, "ladder=3 must be a list"),
+        (
+            {"node_buckets": (1, 2)},
+            "node_buckets=(1, 2) must ascend from 1 or more to tree_size=3, in",
+        ),
+        ({"node_buckets": 3}, "node_buckets=3 must be a list"),
         ({"record_rounds": -1}, "record_rounds=-1 must be a whole number, 0 for none"),
         ({"record_rounds": 1.5}, "record_rounds=1.5 must be a whole number"),
     ],
@@ -196,13 +173,19 @@ def test_a_ladder_may_be_a_list():
     ("mistake", "message"),
     [
         ({"name": 3}, "name=3 of a Rule must be a string"),
-        ({"uniforms": "targets"}, "coins='targets' of a Rule must be one of 'target', 'round', "),
-        ({"exact_for": "chain"}, "exact_for='chain' of a Rule must be a frozenset of laws among "),
+        ({"randomness": "targets"}, "randomness='targets' of a Rule must be one of 'target', "),
+        (
+            {"exact_for": "chain"},
+            "exact_for='chain' of a Rule must be a frozenset of proposals",
+        ),
         ({"exact_for": {"chain"}}, "exact_for={'chain'} of a Rule must be a frozenset"),
         ({"exact_for": frozenset({"iit"})}, "exact_for=frozenset({'iit'}) of a Rule must be a fr"),
-        ({"walk": None}, "walk=None of a Rule must be a function of (warped logits, draft, tree"),
-        ({"walk_replaced": 3}, "walk_replaced=3 of a Rule must be a function of"),
-        ({"depths": 3}, "depths=3 of a Rule must be a pair, at least and at most or None"),
+        (
+            {"walk": None},
+            "walk=None of a Rule must be a function of (processed logits, draft",
+        ),
+        ({"deterministic_rule": "match"}, "deterministic_rule='match' of a Rule must be a Rule"),
+        ({"depths": 3}, "depths=3 of a Rule must be a pair: the smallest, and"),
         ({"depths": (3, 2)}, "depths=(3, 2) of a Rule must be a pair"),
         ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or one of '"),
     ],

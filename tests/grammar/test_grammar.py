@@ -11,11 +11,11 @@ import regex
 
 import jspec
 from jspec import SamplingParams
-from jspec.core import logits_processors, token_fsm, trees
+from jspec.core import token_fsm, trees
 from jspec.core.types import Draft, History, Params
 from jspec.engine import batch as host
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import SequenceParams
+from jspec.engine.sequences import SequenceParams, request_of
 from jspec.grammar import automata
 from tests import llm_fixtures, tiny
 from tests.drafters.several import DRAFTERS
@@ -183,20 +183,20 @@ def test_what_must_follow_is_drafted_for_nothing():
 
 def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
     row = SequenceParams((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
-    request, _ = jspec.rows.request_of([row], 1, row.filters, 64)
+    request, _ = request_of([row], 1, row.filters, 64)
     history = History(
         jnp.ones((1, 8), jnp.int32),
         jnp.ones(1, jnp.int32),
-        jnp.array(request.sampling.processors.automaton.start),
+        jnp.array(request.sampling.automaton.start),
     )
     parents = np.array([-1, 0, 0, 1, 2, 4], np.int32)
     tokens = jnp.array([[1, 1, 2, 2, 1, 2]], jnp.int32)  # a(b) and b(a(b))
     tree = trees.broadcast(trees.from_parents(parents, 3), 1)
     draft = Draft(tokens, parents, jnp.ones((1, 6), bool), max_depth=3)
-    kept = logits_processors.prune(request.sampling.processors, history, draft, tree).valid
+    kept = token_fsm.prune(request.sampling.automaton, history, draft, tree).valid
     assert kept.tolist() == [[True, True, False, True, False, False]]
     drawn = draft.replace(logits=jnp.zeros((1, 6, 64)))
-    assert logits_processors.prune(request.sampling.processors, history, drawn, tree).valid.all()
+    assert token_fsm.prune(request.sampling.automaton, history, drawn, tree).valid.all()
 
 
 SCHEMA = {

@@ -34,18 +34,14 @@ DRAFTS[0], DRAFTS[1], DRAFTS[2, :LEAVING] = np.nan, -np.inf, np.inf
 PARAMS = Params(jnp.array(TARGET), jnp.array(DRAFTS))
 
 CHAIN = fakes.TableDrafter(3)
-TREES = {
-    distribution: fakes.TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2), proposal=distribution)
-    for distribution in ("without_replacement", "iid")
-}
+TREE = fakes.TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2))
 PLANS = [
     *((CHAIN, rule) for rule in ("rejection", "block", "match", "coupled")),
     (CHAIN, verify.typical()),
     (CHAIN, verify.synthetic((0.9, 0.8, 0.7))),
-    (TREES["without_replacement"], "rejection"),
-    (TREES["without_replacement"], "block"),
-    (TREES["without_replacement"], verify.typical()),
-    (TREES["iid"], "rejection"),
+    (TREE, "rejection"),
+    (TREE, "block"),
+    (TREE, verify.typical()),
 ]
 
 
@@ -91,8 +87,8 @@ def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, 
             pytest.param(drafter, rule, marks=pytest.mark.slow)
             for drafter, rule in (
                 (CHAIN, "block"),
-                (TREES["without_replacement"], "rejection"),
-                (TREES["without_replacement"], "block"),
+                (TREE, "rejection"),
+                (TREE, "block"),
             )
         ),
     ],
@@ -183,7 +179,8 @@ NUMBER = st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -
 def test_what_is_drawn_of_any_numbers_is_a_token_that_has_weight(logits, heat, k, p, low, uniform):
     one = lambda value, dtype=jnp.float32: jnp.array([value], dtype)
     settings = Sampling(
-        one(heat), one(low), one(k, jnp.int32), one(p), names=sampling.FILTERS if heat else ()
+        dict(temperature=one(heat), min_p=one(low), top_k=one(k, jnp.int32), top_p=one(p)),
+        names=tuple(sampling.FILTERS) if heat else (),
     )
     logits = jnp.array([logits], jnp.float32)
     distribution = sampling.process_logits(logits, settings)

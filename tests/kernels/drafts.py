@@ -19,7 +19,7 @@ def settings(rows, names):
     """Warps of ``rows`` of the batch above."""
     dtypes = dict(temperature=np.float32, min_p=np.float32, top_k=np.int32, top_p=np.float32)
     return Sampling(
-        **{name: jnp.array(np.array(PROCESSED[name], dtypes[name])[rows]) for name in dtypes},
+        {name: jnp.array(np.array(PROCESSED[name], dtypes[name])[rows]) for name in dtypes},
         names=tuple(names),
     )
 
@@ -93,7 +93,10 @@ def trace(case, batch, implementation, put=lambda arrays: arrays):
     logits = array(nodes, vocab, dtype=case.logits)
     recorded = array(nodes, vocab, dtype=case.draft)
     flags = array(nodes, dtype="bool")
-    filters = Sampling(array(), array(), array(dtype="int32"), array(), names=case.filters)
+    filters = Sampling(
+        dict(temperature=array(), min_p=array(), top_k=array(dtype="int32"), top_p=array()),
+        names=case.filters,
+    )
 
     def judge(logits, filters, tokens, valid, recorded, sampled, uniforms, uniform):
         draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)

@@ -160,7 +160,8 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
     draft = Draft(
         jnp.array(tokens), parents, jnp.ones((count, 3), bool), narrow(distributions), max_depth=2
     )
-    filters = settings([0] * count, ("temperature",)).replace(temperature=jnp.ones(count))
+    filters = settings([0] * count, ("temperature",))
+    filters.values["temperature"] = jnp.ones(count)
     tree = trees.broadcast(trees.from_parents(parents, 2), count)
 
     @jax.jit
@@ -339,7 +340,7 @@ def assert_distributions_are_processed_alike(distributions_of, vocab):
     logits, filters = rows_of(vocab, coarse=vocab > 40000)
     distribution = distributions_of(
         logits,
-        Filters(filters.temperature, filters.min_p, filters.top_k, filters.top_p, filters.names),
+        Filters(**filters.values, names=filters.names),
     )
     processed = np.array(sampling.process_logits(logits[:, None], filters)[:, 0], np.float64)
     kept = np.array(logits.astype(jnp.float32) >= distribution.floor[:, None])
@@ -416,10 +417,9 @@ def test_laws_of_great_logits_sum_to_one(temperature, offset):
     rng, vocab = np.random.default_rng(0), 300
     logits = jnp.array(offset + rng.standard_normal((ROWS, vocab)), jnp.float32)
     logits = logits.at[:, 7].set(logits.max(-1))  # two that are likeliest
-    filters = settings([0] * ROWS, ("temperature",)).replace(
-        temperature=jnp.full(ROWS, temperature, jnp.float32)
-    )
-    asked = Filters(filters.temperature, filters.min_p, filters.top_k, filters.top_p, filters.names)
+    filters = settings([0] * ROWS, ("temperature",))
+    filters.values["temperature"] = jnp.full(ROWS, temperature, jnp.float32)
+    asked = Filters(**filters.values, names=filters.names)
     distribution, own = (
         pallas_tpu.distributions(logits, filters, interpret=True) for filters in (asked, None)
     )

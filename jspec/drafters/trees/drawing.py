@@ -1,46 +1,43 @@
-"""Drawing: how the children of draft nodes are chosen from what a head says may come next.
+"""Choosing the children of draft nodes from the head's logits.
 
-One ``Drawing`` serves a round of any head and any shape of draft; ``jspec.drafters.trees.expand`` says
-which nodes are asked for. What is drawn here is recorded for the acceptance rule as it was drawn.
+One ``Drawing`` serves a round of any head and any tree; ``jspec.drafters.trees.expand`` decides
+which nodes are expanded. The recorded distributions are those that the draws were made from.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jspec.core import logits_processors, sampling
+from jspec.core.branches import Branches
 from jspec.core.types import Array, History, Request
 
 
 class Children(NamedTuple):
-    """Up to k children of each node of a frontier, F being 1 where all nodes have the same."""
+    """Up to k children of each node of a frontier; F is 1 if all nodes have the same."""
 
     ids: Array  # [B, F, k] int32, in the draft's vocabulary
     valid: Array | None = None  # [B, F, k]; None: all
     sampled: Array | None = None  # [B, F, k]; None: none
-    distribution: Array | None = (
-        None  # [B, F, Vd], what they were drawn from; None: they were not drawn
-    )
+    distribution: Array | None = None  # [B, F, Vd] log-weights of the draws; None: no draws
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How the children of a round are chosen.
+    """The way in which the children of a round are chosen.
 
     Attributes:
-      request: what the rows ask for.
+      request: the settings of the rows.
       history: tokens up to the root.
-      method: "probabilistic": drawn, without replacement where a node has several; "greedy": the
-        likeliest; "top_plus_one": the likeliest k - 1, and one drawn from the rest (arXiv
-        2502.18779). Rows at temperature 0 take the likeliest in any case.
+      method: "probabilistic": draws, without replacement among siblings; "greedy": the likeliest
+        tokens; "top_plus_one": the likeliest k - 1 tokens and one draw from the rest (arXiv
+        2502.18779). Rows at temperature 0 always take the likeliest tokens.
       noise: "target" draws with the noise that the target will draw with.
       vocab_size: V, of the target.
       draft_to_target: target ids of the draft's vocabulary, int32 [Vd]; None for the same ids.
-      confidence_threshold: a chain ends behind the first token down to which the product of
-        probabilities is less than this, each as ``sampling.chance`` says; None: it never does.
     """
 
     request: Request
@@ -49,38 +46,42 @@ class Drawing:
     noise: Literal["own", "target"]
     vocab_size: int
     draft_to_target: Array | None = None
-    confidence_threshold: float | None = None
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether no child is drawn."""
-        return self.method == "greedy" or self.request.sampling.greedy
 
     def target_ids(self, ids: Array) -> Array:
-        """Ids of the draft's vocabulary to the target's."""
+        """Map ids of the draft's vocabulary to the target's."""
         return ids if self.draft_to_target is None else self.draft_to_target[ids]
 
     @property
-    def shapes(self) -> bool:
-        """Whether the request changes logits, by what was drafted on a branch among others."""
+    def has_processors(self) -> bool:
+        """Whether the request has logits processors, which may read the tokens of a branch."""
         return self.request.sampling.processors is not None
 
-    def shaped(self, logits: Array, drafted: Array | None = None) -> Array:
-        """Logits [B, F, Vd] as the request wants them after tokens ``drafted`` [B, F, M]."""
-        branches = logits_processors.at_root(self.history)
+    def apply_processors(self, logits: Array, drafted: Array | None = None) -> Array:
+        """Apply the request's logits processors to logits [B, F, Vd].
+
+        ``drafted`` are the target ids from below the root down to each node, int32 [B, F, M], -1
+        past their end; None for no tokens.
+        """
+        branches = Branches.at_root(self.history)
         if drafted is not None:
             branches = branches.replace(drafted=drafted)
-        return self._shaped(logits, self.request.sampling.processors, branches)
+        return logits_processors.apply_to_draft(
+            logits,
+            self.request.sampling.processors,
+            branches,
+            self.vocab_size,
+            self.draft_to_target,
+        )
 
-    def shaped_below(self, logits: Array) -> Array:
-        """Logits [B, F, Vd] of nodes below the root, as far as all their branches are alike."""
-        wanted = self.request.sampling.processors
-        wanted = None if wanted is None else wanted.of_any_branch
-        return self._shaped(logits, wanted, logits_processors.at_root(self.history))
-
-    def _shaped(self, logits: Array, wanted: Any, branches: logits_processors.Branches) -> Array:
-        return logits_processors.shape_draft(
-            logits, wanted, branches, self.vocab_size, self.draft_to_target
+    def apply_branch_free_processors(self, logits: Array) -> Array:
+        """Apply to logits [B, F, Vd] of nodes below the root what is alike on all branches."""
+        processors = self.request.sampling.processors
+        return logits_processors.apply_to_draft(
+            logits,
+            None if processors is None else processors.of_any_branch,
+            Branches.at_root(self.history),
+            self.vocab_size,
+            self.draft_to_target,
         )
 
     def children(
@@ -91,28 +92,21 @@ class Drawing:
         depth: int | Array,
         drafted: Array | None = None,
     ) -> Children:
-        """Chooses the children of a frontier, k = max(widths) for each; those beyond are no use.
+        """Choose k = max(widths) children of each frontier node; a node may need fewer.
 
         Args:
           logits: [B, F, Vd], or [B, 1, Vd] for all nodes.
-          widths: how many children each node needs, static int [F].
+          widths: children that each node needs, static int [F].
           nodes: int32 [F], the nodes: addresses of the noise.
           depth: of the nodes, one for all or int32 [F].
-          drafted: target ids from below the root down to each node, -1 behind it: int32 [B, F, M];
-            None: as if there were none. Only read where the request ``shapes`` logits.
+          drafted: as for ``apply_processors``.
         """
-        return self.children_of(self.shaped(logits, drafted), widths, nodes, depth)
-
-    def children_of(
-        self, logits: Array, widths: np.ndarray, nodes: Array, depth: int | Array
-    ) -> Children:
-        """``children`` by logits that are ``shaped`` already."""
-        width = int(widths.max())
-        if self.deterministic:
+        logits, width = self.apply_processors(logits, drafted), int(widths.max())
+        if self.method == "greedy" or self.request.sampling.greedy:
             return Children(largest(logits, width)[1])
         distribution = sampling.process_logits(logits, self.request.sampling)
         if self.noise == "target":
-            return self._shared_noise(logits, distribution, width, depth)
+            return self._draw_as_target(logits, distribution, width, depth)
         if width == 1:
             return self._draw_one(distribution, nodes)
         if self.method == "top_plus_one":
@@ -128,68 +122,62 @@ class Drawing:
         return self.history.length - 1
 
     def _draw_one(self, distribution: Array, nodes: Array) -> Children:
-        """One child each, by the inverse CDF: a greedy row's law is a point mass already."""
+        """Draw one child of each node by inverse CDF; greedy rows hold one token of weight."""
         uniform = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
-        each = jnp.broadcast_to(distribution, (*uniform.shape[:2], distribution.shape[-1]))
-        ids = sampling.draw(each.reshape(-1, distribution.shape[-1]), uniform.reshape(-1, 2))
+        per_node = jnp.broadcast_to(distribution, (*uniform.shape[:2], distribution.shape[-1]))
+        ids = sampling.draw(per_node.reshape(-1, distribution.shape[-1]), uniform.reshape(-1, 2))
         ids = ids.reshape(*uniform.shape[:2], 1)
-        return Children(
-            ids, sampled=jnp.broadcast_to(self._random_rows, ids.shape), distribution=distribution
-        )
+        sampled = jnp.broadcast_to(self._random_rows, ids.shape)
+        return Children(ids, sampled=sampled, distribution=distribution)
 
     def _draw_distinct(
         self, logits: Array, distribution: Array, width: int, nodes: Array
     ) -> Children:
-        """Successive draws without replacement: the largest of law plus Gumbel noise, in order."""
+        """Draw without replacement: the largest log-weights plus Gumbel noise, in order."""
         noise = sampling.node_noise(self.request.keys, self._root, nodes, distribution.shape[-1])
-        random = self._random_rows
-        heights, ids = largest(
-            jnp.where(random, distribution + noise.astype(distribution.dtype), logits), width
-        )
-        return Children(ids, heights > -jnp.inf, jnp.broadcast_to(random, ids.shape), distribution)
+        random, noisy = self._random_rows, distribution + noise.astype(distribution.dtype)
+        scores, ids = largest(jnp.where(random, noisy, logits), width)
+        return Children(ids, scores > -jnp.inf, jnp.broadcast_to(random, ids.shape), distribution)
 
     def _top_plus_one(
         self, logits: Array, distribution: Array, widths: np.ndarray, nodes: Array
     ) -> Children:
-        """The likeliest ``widths`` - 1 children of each node, and one draw from what is left."""
-        width = int(widths.max())
-        heights, top = largest(distribution, width)
-        rest = jnp.broadcast_to(
-            distribution, (distribution.shape[0], nodes.shape[0], distribution.shape[-1])
-        )
+        """Take the likeliest ``widths`` - 1 children of each node, and draw one from the rest."""
+        width, vocab_size = int(widths.max()), distribution.shape[-1]
+        scores, top = largest(distribution, width)
+        rest = jnp.broadcast_to(distribution, (len(distribution), len(nodes), vocab_size))
         for rank in range(width - 1):
-            taken = jnp.arange(distribution.shape[-1]) == top[..., rank, None]
+            taken = jnp.arange(vocab_size) == top[..., rank, None]
             rest = jnp.where(taken & (rank < widths - 1)[:, None], -jnp.inf, rest)
         drawn = self._draw_one(rest, nodes).ids
         is_drawn = np.arange(width) == widths[:, None] - 1
-        left = (rest > -jnp.inf).any(-1, keepdims=True)
+        has_rest = (rest > -jnp.inf).any(-1, keepdims=True)
         random = self._random_rows
         return Children(
             jnp.where(random, jnp.where(is_drawn, drawn, top), largest(logits, width)[1]),
-            ~random | jnp.where(is_drawn, left, heights > -jnp.inf),
+            ~random | jnp.where(is_drawn, has_rest, scores > -jnp.inf),
             random & is_drawn,
             distribution,
         )
 
-    def _shared_noise(
-        self, logits: Array, distribution: Array, width: int, depth: Array
+    def _draw_as_target(
+        self, logits: Array, distribution: Array, width: int, depth: int | Array
     ) -> Children:
-        """The target's likeliest draws after these nodes, by the head's lights."""
+        """Take the likeliest draws of the target, which shares this noise, by the head's logits."""
         position = self.history.length[:, None] + jnp.atleast_1d(depth)
         noise = sampling.target_noise(self.request.keys, position, self.vocab_size)
-        noise = (
-            noise[..., : distribution.shape[-1]]
-            if self.draft_to_target is None
-            else (noise[..., self.draft_to_target])
-        )
+        if self.draft_to_target is None:
+            noise = noise[..., : distribution.shape[-1]]
+        else:
+            noise = noise[..., self.draft_to_target]
         noisy = distribution + noise.astype(distribution.dtype)
-        heights, ids = largest(jnp.where(self._random_rows, noisy, logits), width)
-        return Children(ids, heights > -jnp.inf)
+        scores, ids = largest(jnp.where(self._random_rows, noisy, logits), width)
+        return Children(ids, scores > -jnp.inf)
 
 
 def largest(logits: Array, width: int) -> tuple[Array, Array]:
-    """The ``width`` largest and their places, ties toward the lower one: both [..., width]."""
+    """Return the ``width`` largest logits and their indices, [..., width]; ties to the lower one."""
     if width > 1:
         return lax.top_k(logits, width)
-    place = sampling.argmax(logits)[..., None]
-    return jnp.take_along_axis(logits, place, -1), place
+    index = sampling.argmax(logits)[..., None]
+    return jnp.take_along_axis(logits, index, -1), index

@@ -10,7 +10,7 @@ from typing import Any
 from jspec.api.llm import LLM
 from jspec.api.metrics import Counts
 from jspec.api.outputs import Transcript
-from jspec.api.requests import Job
+from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
 from jspec.core.types import Params, Shared
 from jspec.engine.batch import Batch
@@ -38,7 +38,7 @@ def trace(llm: LLM, prompt: Any, sampling_params: SamplingParams | None = None) 
 
 
 def _run(
-    todo: Sequence[Job],
+    requests: Sequence[GenerationRequest],
     plan: Plan,
     params: Params,
     shared: Shared,
@@ -47,22 +47,24 @@ def _run(
     tokenizer: Any,
     model: str,
 ) -> tuple[Trace, Counts, Shared]:
-    if len(todo) != 1:
-        raise ValueError(f"a trace is of one prompt, but {len(todo)} were given; call it for each.")
-    [job] = todo
-    _check(job.params)
-    [row], [transcript] = job.rows, job.transcripts
-    tokenizer = tokenizer if job.params.detokenize else None
+    if len(requests) != 1:
+        raise ValueError(
+            f"a trace is of one prompt, but {len(requests)} were given; call it for each."
+        )
+    [request] = requests
+    _check(request.params)
+    [row], [transcript] = request.sequences, request.transcripts
+    tokenizer = tokenizer if request.params.detokenize else None
     seen, shared = record(plan, params, row, transcript, shared, price)
     traced = trace_of(
         seen,
         transcript,
         tokenizer,
-        job.prompt.text,
-        job.prompt.token_ids,
+        request.prompt.text,
+        request.prompt.token_ids,
         {"model": model} | _setting(plan, row),
         rule=_asked(plan),
-        skip_special_tokens=job.params.skip_special_tokens,
+        skip_special_tokens=request.params.skip_special_tokens,
     )
     return traced, traced.counts, shared
 

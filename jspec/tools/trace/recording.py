@@ -16,7 +16,8 @@ from jax import lax
 
 from jspec import verify
 from jspec.api.outputs import Transcript
-from jspec.core import logits_processors, modes, sampling, trees
+from jspec.core import logits_processors, modes, sampling, token_fsm, trees
+from jspec.core.branches import Branches
 from jspec.core.types import (
     Array,
     Draft,
@@ -103,7 +104,7 @@ class Recorder:
             likeliest_p=nodes(jnp.float32, LIKELIEST),
         )
         inner = self.inner.init(params, request, capacity)
-        return Kept(inner, logits_processors.first_state(request.sampling.processors), none)
+        return Kept(inner, token_fsm.first_state(request.sampling.automaton), none)
 
     def prefill(self, params, memory: Kept, tokens, features, start, valid) -> Kept:
         """The inner drafter's."""
@@ -134,7 +135,7 @@ class Recorder:
         )
         before = History(history.tokens, history.length - verdict.num_emitted, memory.grammar)
         seen = _seen(self.rule, self.proposal, request, before, draft, out.logits)
-        seen = jax.tree.map(modes.filled, seen, memory.seen)
+        seen = jax.tree.map(modes.padded, seen, memory.seen)
         return Kept(inner, history.state, seen), shared
 
 
@@ -227,13 +228,11 @@ def _seen(
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(logits))
     tree = jax.tree.map(jnp.asarray, tree)  # static ones are NumPy's, which no loop can index
     # As the rule has it: what the loop handed on may be clipped where the text ends.
-    verdict = verify.verify(rule, request, draft, tree, logits, history)
-    branches = logits_processors.of_draft(history, draft, tree)
-    logits = logits_processors.shape(logits, settings.processors, branches)
+    verdict = verify.verify(rule, proposal, request, draft, tree, logits, history)
+    branches = Branches.of_draft(history, draft, tree)
+    logits = logits_processors.apply(logits, settings.processors, branches)
     # Greedy rows have a law, too, before the likeliest is taken: that of temperature 1.
-    warm = jnp.where(settings.temperature > 0, settings.temperature, 1)
-    names = tuple(dict.fromkeys(("temperature", *settings.names)))
-    processed = sampling.process_logits(logits, settings.replace(temperature=warm, names=names))
+    processed = sampling.process_logits(logits, sampling.greedy_at_one(settings))
     distribution = jax.nn.softmax(processed, -1)  # [B, N, V]
     rows = jnp.arange(len(distribution))[:, None]
     top, ids = lax.top_k(distribution, LIKELIEST)
@@ -243,11 +242,11 @@ def _seen(
     uniforms = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
     chance = uniforms
     nodes = Nodes(processed, draft, tree, uniforms, proposal)
-    if rule.uniforms == "target" or (settings.greedy and rule.greedy_is_match):
+    if rule.randomness == "target" or (settings.greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth
         cool = sampling.process_logits(logits, settings)
         draws = sampling.draw_target(cool, settings, request.keys, positions)
-    elif rule.uniforms == "round":
+    elif rule.randomness == "round":
         root = history.length - 1
         uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         if rule.name == "rejection":
@@ -276,22 +275,14 @@ def _drawn_with(nodes: Nodes) -> Array:
     One node a row at a time, so that no second [B, N, V] is held.
     """
     draft, index = nodes.draft, jnp.arange(nodes.draft.tokens.shape[1])
-    if draft.logits is None or nodes.distribution in (
-        "point",
-        "pruned",
-    ):  # what is recorded is not read
+    if draft.logits is None or nodes.proposal == "deterministic":
         return jnp.full(draft.tokens.shape, jnp.nan)
     rows = jnp.arange(len(draft.tokens))[:, None]
 
     def one(node: Array) -> Array:
         parent = nodes.tree.parents[:, node]
         q, _ = nodes.draft_probs(parent)
-        before = (
-            nodes.children(parent)
-            & nodes.draft.drawn
-            & (index < node)
-            & (nodes.distribution != "iid")
-        )
+        before = nodes.children(parent) & nodes.draft.drawn & (index < node)
         q = q.at[rows, jnp.where(before, draft.tokens, q.shape[1])].set(0, mode="drop")
         return take(q, draft.tokens[:, node]) / q.sum(-1)
 
@@ -336,7 +327,7 @@ def _chances(nodes: Nodes, verdict: Verdict) -> Array:
         rest = nodes.residual(child, state.p, state.q, state.q_mass)
         mass = rest.sum(-1, keepdims=True)
         rest = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1), state.p)
-        drops = one_hot(token, state.q.shape[1]) & nodes.leaves_distribution(child)[:, None]
+        drops = one_hot(token, state.q.shape[1]) & nodes.drops(child)[:, None]
         q = jnp.where(drops, 0, state.q)
         refused = _Judging(rest, q, q.sum(-1), state.waiting & ~is_child, chance)
         goes_down = take(accepted, child)
