@@ -1,9 +1,9 @@
-"""A head from one layout of files into another: ``python -m training.export``.
+"""Conversion of a draft head between layouts of files: ``python -m training.export``.
 
     python -m training.export --head DIR --target DIR --format speculators --output OTHER
 
-The head is read by its content, whoever wrote it; weights keep their values, and their dtype unless
-another is asked for.
+The contents of the files identify the head. Weights keep their values, and their dtype unless
+``--dtype`` sets another.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from typing import Literal
 
 import jax
 
-from jspec.checkpoints.heads import head_files, stitching
+from jspec.checkpoints.heads import head_files, head_formats, stitching
+from jspec.checkpoints.heads.base import HeadConfig
 from jspec.checkpoints.heads.head_files import LoadedHead
-from jspec.checkpoints.heads.head_formats import FORMATS, HeadConfig
 from jspec.core.types import Array
 from jspec.engine import loading
 from jspec.models.decoder import DecoderConfig
@@ -36,7 +36,7 @@ OtherFormat = Literal["mlp_speculator", "arctic-rnn", "arctic-lstm", "hydra"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What goes where.
+    """Options of the command.
 
     Attributes:
       head: folder of a head, or its id on the hub
@@ -72,15 +72,15 @@ def save(
     output: Array | None = None,
     dtype: str | None,
 ) -> None:
-    """Writes a head in ``format``; see ``Settings`` and ``head_files.save_head``.
+    """Write a head in ``format``; see ``Settings`` and ``head_files.save_head``.
 
     Args:
-      directory: made if it does not exist.
-      config: sizes of the head.
-      params: its weights.
+      directory: created if it does not exist.
+      config: config of the head.
+      params: weights of the head.
       target: sizes of the target.
       format: as in ``Settings``; None for the most widely read one.
-      target_name: what the files call the target.
+      target_name: name of the target in the files.
       embedding: the target's [V, D]: ``sglang`` and both ``speculators`` files hold it.
       output: the target's [D, V]: ``dflash-speculators`` files hold it.
       dtype: None keeps that of the weights.
@@ -102,7 +102,7 @@ def save(
 
 
 def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_name: str) -> None:
-    """Refuses what ``save`` would refuse, before there are weights.
+    """Check before training that ``save`` will succeed.
 
     Raises:
       ValueError: the format cannot express the head.
@@ -116,7 +116,7 @@ def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_
 
 
 def layout_of(format: str | None, config: HeadConfig) -> str | None:
-    """The name that ``head_files`` has for a format; None, as there, for the most widely read.
+    """Return the layout of ``head_files`` for a format; None for the most widely read one.
 
     Raises:
       ValueError: heads of this kind have no such format.
@@ -124,9 +124,11 @@ def layout_of(format: str | None, config: HeadConfig) -> str | None:
     if format is None:
         return None
     eagle = isinstance(config, EagleConfig)
-    known = EagleFormat.__args__ if eagle else sorted(FORMATS[type(config)].layouts)
+    head_format = head_formats.of(config)
+    known = sorted(layout.name for layout in head_format.layouts)
+    known = EagleFormat.__args__ if eagle else known
     if format not in known:
-        kind = f"EAGLE-{config.generation}" if eagle else FORMATS[type(config)].name
+        kind = f"EAGLE-{config.generation}" if eagle else head_format.title
         raise bad_option("format", format, f"{kind} heads have {', '.join(known)}")
     if not eagle or format == "speculators":
         return format
@@ -141,7 +143,7 @@ def layout_of(format: str | None, config: HeadConfig) -> str | None:
 
 
 def run(settings: Settings) -> None:
-    """Reads the head, and writes it."""
+    """Read the head and write it."""
     sizes = loading.sizes(settings.target)
     head = loading.load_head(settings.head, sizes)
     if settings.format == "stitched" and isinstance(head.config, MtpConfig):
@@ -179,22 +181,22 @@ def run(settings: Settings) -> None:
 
 
 def _lent(head: LoadedHead, output: Array) -> LoadedHead:
-    """The head without its output matrix where that is the target's."""
-    own = head.params.head
-    if own is None or own.shape != output.shape or not (own == output).all():
+    """Drop the output matrix of a head if it equals the target's."""
+    matrix = head.params.head
+    if matrix is None or matrix.shape != output.shape or not (matrix == output).all():
         return head
     config = dataclasses.replace(head.config, separate_head=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(head=None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see ``trainer.run_command`` for its exit code."""
+    """Run the command; see ``trainer.run_command`` for its exit code."""
     return trainer.run_command(
         Settings,
         lambda settings, _: run(settings),
         argv,
         module="training.export",
-        description="Writes a draft head in another layout of files.",
+        description="Write a draft head in another layout of files.",
     )
 
 

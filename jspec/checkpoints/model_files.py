@@ -127,9 +127,14 @@ def known_dtype(dtype: Any) -> np.dtype:
     )
 
 
+def working_dtype(weights_dtype: np.dtype) -> str:
+    """Return the dtype of activations: float32 on a CPU, that of the weights elsewhere."""
+    return "float32" if ops.default_backend() == "cpu" else weights_dtype.name
+
+
 def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:
-    """The dtypes to work in: on a CPU float32, on accelerators that of the weights."""
-    working = "float32" if ops.default_backend() == "cpu" else weights_dtype.name
+    """Return the config with the working dtypes for weights of ``weights_dtype``."""
+    working = working_dtype(weights_dtype)
     return dataclasses.replace(config, cache_dtype=working, activation_dtype=working)
 
 

@@ -87,5 +87,5 @@ def test_modules_that_do_not_fit_are_refused(root, tmp_path):
     with pytest.raises(ValueError, match="of the speculators library are not supported"):
         head_files.load_head(tmp_path, TARGET, kind="mtp")
     changed = dataclasses.replace(CONFIG, feeds_normed=False)
-    with pytest.raises(ValueError, match="layout='mimo' cannot say"):
+    with pytest.raises(ValueError, match="layout='mimo' cannot express"):
         stitching.stitch(tmp_path, stitched(root), changed, modules())

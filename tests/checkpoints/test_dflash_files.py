@@ -10,6 +10,7 @@ import pytest
 
 from jspec.checkpoints import safetensors_files
 from jspec.checkpoints.heads import head_files
+from jspec.engine import loading
 from tests import tiny
 from tests.drafters import dflashes
 
@@ -108,7 +109,7 @@ def test_the_speculators_form_holds_what_the_head_shares(tmp_path):
     assert raw | wanted == raw
     proposal = raw["speculators_config"]["proposal_methods"][0]
     assert proposal["speculative_tokens"] == 4
-    head = head_files.load_head(tmp_path, TARGET, embedding=target.embedding)
+    head = loading.sharing(head_files.load_head(tmp_path, TARGET), target.embedding)
     assert head.config.separate_head and not head.config.separate_embedding
 
 
@@ -218,14 +219,14 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, name, change, ke
 @pytest.mark.parametrize(
     ("name", "layout", "changes", "message"),
     [
-        ("reduced", "dflash", {}, "an embedding or output matrix of the head's own"),
+        ("reduced", "dflash", {}, "a separate embedding or output matrix"),
         ("dflash", "dflash-speculators", {}, "a head without an output matrix"),
-        ("dflash", "dflash", {"causal": (True, False)}, "layers that are causal and others that"),
+        ("dflash", "dflash", {"causal": (True, False)}, "causal layers beside others"),
         (
             "reduced",
             "dflash-speculators",
             {"causal": (True,)},
-            "causal layers but those that slide",
+            "causal layers, except sliding ones",
         ),
     ],
 )
@@ -247,8 +248,8 @@ def test_what_a_layout_cannot_say_is_not_written(tmp_path, name, layout, changes
     ("changes", "message"),
     [
         ({"block_size": 1}, "block_size=1 must be at least 2"),
-        ({"mask_token": 64}, "mask_token=64 is none of the target's 64 ids"),
-        ({"causal": (True,)}, "must say it for each of 2 layers"),
+        ({"mask_token": 64}, "mask_token=64 must be one of the target's 64 ids"),
+        ({"causal": (True,)}, "must be () or a bool for each of 2 layers"),
         ({"capture_layers": ()}, "must name one hidden state or more"),
         ({"target_hidden_size": 48}, "cannot share the target's embedding or output matrix"),
         ({"target_vocab_size": 80}, "needs an output matrix of its own"),

@@ -266,7 +266,7 @@ def test_an_inner_dim_of_zero_is_the_targets(tmp_path):
         ("tied", None, {"method": "sum_lstm"}, "method is 'sum_lstm', but the tensors are those"),
         ("tied", None, {"input_hidden_dim": 16}, "(input_hidden_dim) where the target has 32"),
         ("lstm", None, {"method": "sum_rnn"}, "method is 'sum_rnn', but the tensors are those of"),
-        ("lstm", None, {"tie_weights": False}, "'sum_lstm' knows tied weights alone"),
+        ("lstm", None, {"tie_weights": False}, "'sum_lstm' has only tied weights"),
         (
             "lstm",
             lambda t: t.update({"cell_emb.0.weight": t["cell_emb.0.weight"] + 1}),

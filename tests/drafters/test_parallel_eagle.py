@@ -153,13 +153,13 @@ def test_a_mask_goes_by_any_of_its_names_and_shapes(tmp_path):
 
 def test_what_a_layout_cannot_say_is_refused(tmp_path):
     save = functools.partial(head_files.save_head, tmp_path, target_config=tiny.TARGET.config)
-    with pytest.raises(ValueError, match="'eagle3' has no place for a second block, the mask of P"):
+    with pytest.raises(ValueError, match="'eagle3' cannot express a second block, the mask of P"):
         save(CONFIG, weights(), layout="eagle3")
     sharing = dataclasses.replace(CONFIG, separate_embedding=False)
     with pytest.raises(ValueError, match="layout='peagle' needs an embedding"):
         save(sharing, weights().replace(embedding=None), layout="peagle")
     plain = dataclasses.replace(CONFIG, mask_token_id=None)
-    with pytest.raises(ValueError, match="'peagle' has no place for a head without a mask"):
+    with pytest.raises(ValueError, match="'peagle' cannot express a head without a mask"):
         save(plain, weights().replace(mask_hidden=None), layout="peagle")
 
 

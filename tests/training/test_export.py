@@ -147,7 +147,7 @@ def test_the_target_is_called_as_asked_and_the_dtype_is_the_one_asked_for(target
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
-        ("eagle", "speculators", "layout='speculators' has no place for EAGLE-1"),
+        ("eagle", "speculators", "layout='speculators' cannot express EAGLE-1"),
         ("eagle3", "medusa", "EAGLE-3 heads have eagle, sglang, speculators"),
         ("medusa", "eagle", "Medusa heads have medusa, medusa-vllm"),
         ("mlp_speculator", "hydra", "MLP speculator heads have arctic-rnn, mlp_speculator"),

@@ -162,6 +162,11 @@ def whole(raw: dict, key: str, least: int = 1) -> int:
     return value
 
 
+def whole_or(raw: dict, key: str, default: int) -> int:
+    """Return ``whole(raw, key)``, or ``default`` if the key is missing or null."""
+    return default if raw.get(key) is None else whole(raw, key)
+
+
 def flag(raw: dict, key: str) -> bool:
     """The boolean under ``key``; null counts as false."""
     value = raw.get(key)

@@ -1,60 +1,65 @@
-"""Snowflake's LSTM speculator in files: its config.json and the tensors' names.
+"""Snowflake's LSTM speculator in files: its config.json and the names of the tensors.
 
 Layout ``arctic-lstm``: ``{forget,input,output,cell}_emb.0`` and ``_proj.{0,1}``, ``cell_ln.0``,
-``state_ln.0`` and ``head.0``. Tied embeddings stand in the file four times, since Arctic Inference
-asks for all of them; ``head.{i}`` may repeat ``head.0``. Copies that differ are refused.
+``state_ln.0`` and ``head.0``. The file holds tied embeddings four times, because Arctic Inference
+requires all of them. ``head.{i}`` may repeat ``head.0``. Copies that differ raise.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from typing import Any
 
 import numpy as np
 
+from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
 from jspec.checkpoints.families.names import Entry, nest
-from jspec.checkpoints.heads import mlp_speculator as shared
+from jspec.checkpoints.heads import base, mlp_speculator
+from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.arctic import GATES, LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.mlp_speculator import NormParams
 from jspec.util.messages import shown
 
-ARCHITECTURE = "ArcticLSTMSpeculatorPreTrainedModel"
+
+def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
+    del raw
+    return ("mlp_speculator", "arctic-lstm") if "forget_proj.0.weight" in tensors else None
 
 
-def layout(tensors: Mapping[str, np.ndarray]) -> str | None:
-    """The layout that the tensors' names have, or None."""
-    return "arctic-lstm" if "forget_proj.0.weight" in tensors else None
+def _read(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+) -> tuple[LstmSpeculatorConfig, LstmSpeculatorParams]:
+    del layout
+    config = _read_config(raw, target)
+    heads = {f"head.{stage}.weight": "head.0.weight" for stage in range(1, config.n_predict)}
+    tensors = base.without_repeats(heads | _tied(config), tensors)
+    entries = _table(config)
+    dtype, arrays = base.join(entries, tensors, dtype)
+    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
+    nested = nest(entries, arrays)
+    for field in ("embeddings", "projections"):
+        nested[field] = base.by_index(nested[field])
+    for field in ("cell_norm", "state_norm"):
+        nested[field] = NormParams(**nested[field])
+    return config, LstmSpeculatorParams(**nested)
 
 
-def read(
-    raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig
-) -> LstmSpeculatorConfig:
-    """The speculator that a config.json describes, for ``target``.
-
-    Raises:
-      ValueError: a key is malformed or not supported, or it was made for another target.
-    """
-    del tensors
+def _read_config(raw: dict, target: DecoderConfig) -> LstmSpeculatorConfig:
     if raw.get("method") != "sum_lstm":
         raise ValueError(
             f"method is {shown(raw.get('method'))}, but the tensors are those of 'sum_lstm'"
         )
     if not common.flag(raw, "tie_weights"):
-        raise ValueError("tie_weights is false, but method 'sum_lstm' knows tied weights alone")
+        raise ValueError("tie_weights is false, but method 'sum_lstm' has only tied weights")
     return LstmSpeculatorConfig(
-        inner_dim=shared.variant_width(raw),
+        inner_dim=mlp_speculator.variant_width(raw),
         tie_embeddings=common.flag(raw, "tie_lstm_embs"),
-        **shared.read_sizes(raw, target, "input_hidden_dim"),
+        **mlp_speculator.read_sizes(raw, target, "input_hidden_dim"),
     )
 
 
-def repeats(config: LstmSpeculatorConfig) -> dict[str, str]:
-    """Names that files may repeat, and the name that each is a copy of."""
-    heads = {f"head.{stage}.weight": "head.0.weight" for stage in range(1, config.n_predict)}
-    return heads | required_repeats(config)
-
-
-def required_repeats(config: LstmSpeculatorConfig) -> dict[str, str]:
-    """Copies that must be in a file that Arctic Inference is to read."""
+def _tied(config: LstmSpeculatorConfig) -> dict[str, str]:
+    """Return the names of the copies of a tied embedding, and the name of the original."""
     if not config.tie_embeddings:
         return {}
     return {_embedding(gate): _embedding(GATES[0]) for gate in GATES[1:]}
@@ -64,46 +69,44 @@ def _embedding(gate: str) -> str:
     return f"{gate}_emb.0.weight"
 
 
-def table(config: LstmSpeculatorConfig, kind: str) -> tuple[Entry, ...]:
-    """Names of the tensors."""
-    del kind
+def _table(config: LstmSpeculatorConfig) -> tuple[Entry, ...]:
     inner, vocab = config.inner_dim, config.vocab_size
-    own = GATES[:1] if config.tie_embeddings else GATES
+    gates = GATES[:1] if config.tie_embeddings else GATES
     entries = [
         Entry(("embeddings", index), (_embedding(gate),), ((vocab, inner),))
-        for index, gate in enumerate(own)
+        for index, gate in enumerate(gates)
     ]
     for stage, inputs in enumerate((config.hidden_size, inner)):
         names = tuple(f"{gate}_proj.{stage}.weight" for gate in GATES)
         shapes = ((inner, inputs),) * len(GATES)
         entries.append(Entry(("projections", stage), names, shapes, transpose=True))
     for norm, name in (("cell_norm", "cell_ln.0"), ("state_norm", "state_ln.0")):
-        entries += shared.norm_entries((norm,), name, inner)
+        entries += mlp_speculator.norm_entries((norm,), name, inner)
     entries.append(Entry(("head",), ("head.0.weight",), ((vocab, inner),), transpose=True))
     return tuple(entries)
 
 
-def assemble(entries: tuple[Entry, ...], arrays: list) -> LstmSpeculatorParams:
-    """Parameters from one array for each entry."""
-    nested = nest(entries, arrays)
-    in_order = lambda part: tuple(nested[part][index] for index in sorted(nested[part]))
-    return LstmSpeculatorParams(
-        embeddings=in_order("embeddings"),
-        projections=in_order("projections"),
-        cell_norm=NormParams(**nested["cell_norm"]),
-        state_norm=NormParams(**nested["state_norm"]),
-        head=nested["head"],
-    )
-
-
-def describe(
-    config: LstmSpeculatorConfig, kind: str, target: DecoderConfig, base_model: str
-) -> dict:
-    """A config.json for ``config`` as Arctic Inference reads it."""
-    del kind
-    return shared.describe_variant(config, target, base_model) | {
-        "architectures": [ARCHITECTURE],
+def _describe(config: LstmSpeculatorConfig, target: DecoderConfig, target_name: str) -> dict:
+    """Return a config.json that Arctic Inference reads."""
+    return mlp_speculator.describe_variant(config, target, target_name) | {
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
         "method": "sum_lstm",
         "tie_weights": True,
         "tie_lstm_embs": config.tie_embeddings,
     }
+
+
+def _extra(
+    config: LstmSpeculatorConfig, params: LstmSpeculatorParams, dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    return base.copies(_tied(config), _table(config), params, dtype)
+
+
+FORMAT = HeadFormat(
+    title="LSTM speculator",
+    kinds=("mlp_speculator",),
+    owns=lambda config: isinstance(config, LstmSpeculatorConfig),
+    layouts=(Layout("arctic-lstm", _table, _describe, _extra, names_target=True),),
+    sniff=_sniff,
+    read=_read,
+)

@@ -1,69 +1,123 @@
-"""What DSpark heads have in files beside DFlash's: keys of config.json, and the tensors' names."""
+"""DSpark heads in files: DFlash's layouts with a Markov head and a confidence head.
 
-from collections.abc import Mapping
+A DSpark head drafts from the root's slot on unless ``sample_from_anchor`` is false, as it is
+trained and served. SpecForge's own loop skips that slot.
+"""
 
-import numpy as np
+import dataclasses
+from typing import Any
 
+from jspec.checkpoints.families import common
 from jspec.checkpoints.families.names import Entry
-from jspec.models.heads.dspark import SparkConfig
+from jspec.checkpoints.heads import base, dflash, speculators
+from jspec.checkpoints.heads.base import HeadFormat, Tensors
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.dflash import DFlashConfig, DFlashParams
+from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.util.messages import shown
 
-MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj"
+_MARKOV, _CONFIDENCE = "markov_head.", "confidence_head.proj"
 _MIXED = {"gated": "gate_proj", "rnn": "joint_proj"}
 
 
-def is_there(tensors: Mapping[str, np.ndarray]) -> bool:
-    """Whether a file has any of it."""
-    return any(name.startswith((MARKOV, CONFIDENCE)) for name in tensors)
+# Reading.
 
 
-def read(settings: dict, tensors: Mapping[str, np.ndarray], hidden: int) -> SparkConfig:
-    """What the tensors say; the keys of config.json must not say otherwise.
+def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
+    layout = dflash.layout_of(raw, tensors)
+    return layout and ("dspark", layout) if _is_spark(raw, tensors) else None
 
-    Raises:
-      ValueError: they do.
-    """
-    before = tensors.get(f"{MARKOV}markov_w1.weight")
-    chances = tensors.get(f"{CONFIDENCE}.weight")
+
+def _is_spark(raw: dict, tensors: Tensors) -> bool:
+    """Return whether the tensors or, without such tensors, config.json are those of DSpark."""
+    if any(name.startswith((_MARKOV, _CONFIDENCE)) for name in tensors):
+        return True
+    nested = raw.get("dflash_config")
+    stated = [raw.get(speculators.KEY)]
+    if isinstance(nested, dict):
+        stated.append(nested.get("projector_type"))
+    return "dspark" in stated or any("DSpark" in name for name in common.architectures(raw))
+
+
+def _read(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+) -> tuple[DFlashConfig, DFlashParams]:
+    del layout
+    config = dflash.read_config(raw, tensors, target, from_anchor=True)
+    spark = _read_spark(dflash.settings(raw), tensors, config.hidden_size)
+    config = dataclasses.replace(config, spark=spark)
+    return base.read_network_head(config, _table(config), tensors, dtype, _assemble)
+
+
+def _read_spark(settings: dict, tensors: Tensors, hidden: int) -> SparkConfig:
+    """Return the config that the tensors imply; config.json must not contradict it."""
+    before = tensors.get(f"{_MARKOV}markov_w1.weight")
+    chances = tensors.get(f"{_CONFIDENCE}.weight")
     rank = 0 if before is None else before.shape[-1]
-    found = [kind for kind, part in _MIXED.items() if f"{MARKOV}{part}.weight" in tensors]
-    markov = found[0] if found else "vanilla"
-    for key, ours, told in (("markov_rank", rank, True), ("markov_head_type", markov, rank > 0)):
-        if told and settings.get(key) not in (None, ours):
+    kinds = [kind for kind, part in _MIXED.items() if f"{_MARKOV}{part}.weight" in tensors]
+    markov = kinds[0] if kinds else "vanilla"
+    stated = {"markov_rank": rank} | ({"markov_head_type": markov} if rank else {})
+    for key, value in stated.items():
+        if settings.get(key) not in (None, value):
             raise ValueError(
-                f"{key} is {shown(settings[key])}, but the tensors are those of {ours!r}"
+                f"{key} is {shown(settings[key])}, but the tensors are those of {value!r}"
             )
-    sees = chances is not None and chances.shape[-1] != hidden
-    return SparkConfig(rank, markov, chances is not None, sees and rank > 0)
+    sees_token = chances is not None and chances.shape[-1] != hidden
+    return SparkConfig(rank, markov, chances is not None, sees_token and rank > 0)
 
 
-def table(
-    config: SparkConfig | None, hidden: int, target_vocab: int, vocab: int
-) -> tuple[Entry, ...]:
-    """Names of the tensors; none without ``config``."""
-    if config is None:
-        return ()
-    entries = []
-    if config.rank:
+# The names of the tensors.
+
+
+def _table(config: DFlashConfig) -> tuple[Entry, ...]:
+    spark, entries = config.spark, list(dflash.table(config))
+    if spark.rank:
         for field, name, rows, transpose in (
-            ("before", "markov_w1", target_vocab, False),
-            ("bias", "markov_w2", vocab, True),
+            ("before", "markov_w1", config.target_vocab_size, False),
+            ("bias", "markov_w2", config.vocab_size, True),
         ):
-            shape = ((rows, config.rank),)
-            entries.append(Entry(("spark", field), (f"{MARKOV}{name}.weight",), shape, transpose))
-    names = {"mix": f"{MARKOV}{_MIXED.get(config.markov)}", "confidence": CONFIDENCE}
-    for field, (inputs, outputs) in config.sizes(hidden).items():
+            shape = ((rows, spark.rank),)
+            entries.append(Entry(("spark", field), (f"{_MARKOV}{name}.weight",), shape, transpose))
+    names = {"mix": f"{_MARKOV}{_MIXED.get(spark.markov)}", "confidence": _CONFIDENCE}
+    for field, (inputs, outputs) in spark.sizes(config.hidden_size).items():
         weight, bias = (f"{names[field]}.{part}" for part in ("weight", "bias"))
         entries.append(Entry(("spark", field), (weight,), ((outputs, inputs),), transpose=True))
         entries.append(Entry(("spark", f"{field}_bias"), (bias,), ((outputs,),)))
     return tuple(entries)
 
 
-def describe(config: SparkConfig) -> dict:
-    """Keys of config.json."""
-    return {
-        "markov_rank": config.rank,
-        "markov_head_type": config.markov,
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence_sees_token,
+def _assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> DFlashParams:
+    params = dflash.assemble(entries, arrays, draft_to_target)
+    return params.replace(spark=SparkParams(**params.spark or {}))
+
+
+# Writing.
+
+
+def _describe(layout: str, config: DFlashConfig, target: DecoderConfig, target_name: str) -> dict:
+    raw = dflash.describe(layout, config, target, target_name, kind="dspark")
+    keys = {
+        "markov_rank": config.spark.rank,
+        "markov_head_type": config.spark.markov,
+        "enable_confidence_head": config.spark.confidence,
+        "confidence_head_with_markov": config.spark.confidence_sees_token,
     }
+    if layout == "dflash-speculators":
+        return raw | keys
+    same = config.network.num_heads == config.network.num_kv_heads
+    raw["dflash_config"] |= keys | {
+        "projector_type": "dspark",
+        "attention_mode": "mha" if same else "gqa",
+        "sample_from_anchor": config.from_anchor,
+    }
+    return raw
+
+
+FORMAT = HeadFormat(
+    title="DSpark",
+    kinds=("dspark",),
+    owns=lambda config: isinstance(config, DFlashConfig) and config.spark is not None,
+    layouts=dflash.layouts(_table, _describe),
+    sniff=_sniff,
+    read=_read,
+)

@@ -1,29 +1,28 @@
-"""EAGLE heads in files: which config.json makes which ``EagleConfig``, and the tensors' names.
+"""EAGLE heads in files: config.json to ``EagleConfig``, and the names of the tensors.
 
-Four layouts, told apart by what is in them, never by a file's name:
+Four layouts. The contents of the files tell them apart, never the names of the files:
 
   * ``eagle``: EAGLE-1 and -2 as published (``fc``, ``layers.i``, no norm at the end).
-  * ``eagle3``: EAGLE-3 as published and as SpecForge writes it (``midlayer.*``); SGLang reads it.
+  * ``eagle3``: EAGLE-3 as published and as SpecForge writes it (``midlayer.*``). SGLang reads it.
   * ``speculators``: EAGLE-3 as the speculators library writes it (``layers.0.*``, and a config.json
     with ``speculators_model_type``), and P-EAGLE (``mask_hidden``, and type "peagle").
   * ``peagle``: P-EAGLE as SpecForge writes it (``layers.0.*``, and a config.json like that of
-    ``eagle3``). Its mask token is read under any of the names in ``mask_token.KEYS``.
+    ``eagle3``). The mask token may have any of the names in ``mask_token.KEYS``.
 
-What the readers of these files disagree about, and how it is read here:
+The readers of these files disagree. jspec reads them as follows:
 
-  * ``norm_before_residual``: missing means false in ``eagle3`` and ``peagle``, and in
-    ``speculators`` for P-EAGLE, as everyone there has it; for its EAGLE-3 heads vLLM takes true and
-    the library itself false, so a file without it is refused.
-  * ``norm_output``: true means that the head's own norm comes before its output is fed back (vLLM,
-    SGLang, speculators, and SpecForge since September 2026; before, SpecForge trained as if it were
-    false whatever it said).
+  * ``norm_before_residual``: a missing key means false in ``eagle3`` and ``peagle``, and in
+    ``speculators`` for P-EAGLE. For EAGLE-3 in ``speculators``, vLLM takes true and the library
+    takes false, so a file without the key raises.
+  * ``norm_output``: true means that the head's own norm precedes the feedback of its output (vLLM,
+    SGLang, speculators, and SpecForge since September 2026; older SpecForge ignored the key).
   * ``eagle_aux_hidden_state_layer_ids``: see ``eagle_layers``.
-  * Biases that config.json does not mention exist if the file has them.
+  * A bias that config.json does not mention exists if the file has it.
   * An ``lm_head`` or ``embed_tokens`` in the file is used, though some servers prefer the target's.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import numpy as np
@@ -31,18 +30,18 @@ import numpy as np
 from jspec.checkpoints import families
 from jspec.checkpoints.families import common, llama, qwen3
 from jspec.checkpoints.families.names import Entry, block_table, blocks, nest
-from jspec.checkpoints.heads import eagle_layers, mask_token
+from jspec.checkpoints.heads import base, eagle_layers, mask_token, speculators
+from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.util.messages import shown
 
-SPECULATORS = "speculators_model_type"
 FIRST = "layers.0"  # called "midlayer" in layout ``eagle3``
-MASK = "mask_hidden"
-_PEAGLE = "PEagleDraftModel"  # SpecForge's name for it, which vLLM knows
+_MASK = "mask_hidden"
+_PEAGLE = "PEagleDraftModel"  # SpecForge's name, which vLLM knows
 _Q_PROJ = f"{FIRST}.self_attn.q_proj.weight"
-# The keys of config.json that these networks share with Llama; others (model_type among them: heads
-# copy their target's) say nothing about a head.
+# The keys of config.json that these networks share with Llama. Other keys do not describe the head:
+# trainers copy model_type and more from the target.
 _NETWORK_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -62,8 +61,8 @@ _NETWORK_KEYS = (
     "quantization_config",
     "compression_config",
 )
-_DEFAULT_TOKENS = 5  # what a server drafts unless it is told otherwise
-# Switches of ``eagle_config`` that nothing here implements, and the value that EAGLE-3 has.
+_DEFAULT_TOKENS = 5  # drafted by a server without a setting
+# Switches of ``eagle_config`` that jspec does not implement, and their value in EAGLE-3.
 _NEUTRAL = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -75,11 +74,11 @@ _NEUTRAL = {
 # Reading.
 
 
-def generation(tensors: Mapping[str, np.ndarray]) -> int | None:
-    """1 for EAGLE-1 and -2, 3 for EAGLE-3, None for something else, by the tensors.
+def _generation(tensors: Tensors) -> int | None:
+    """Return 1 for EAGLE-1 and -2, 3 for EAGLE-3, None for other heads.
 
-    Only EAGLE-3's attention reads the embedding beside the feature, so its inputs are twice as many
-    as fc's outputs.
+    Only the attention of EAGLE-3 reads the embedding beside the feature, so its input is twice as
+    wide as the output of ``fc``.
     """
     if "fc.weight" not in tensors or _Q_PROJ not in tensors:
         return None
@@ -87,41 +86,53 @@ def generation(tensors: Mapping[str, np.ndarray]) -> int | None:
     return 3 if twice or f"{FIRST}.hidden_norm.weight" in tensors else 1
 
 
-def layout(raw: dict, tensors: Mapping[str, np.ndarray]) -> str | None:
-    """The layout of a head with such tensors; None for something else."""
-    found = generation(tensors)
-    if found != 3:
-        return "eagle" if found == 1 else None
-    if SPECULATORS in raw:
-        return "speculators"
-    return "peagle" if MASK in tensors else "eagle3"
+def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
+    generation = _generation(tensors)
+    if generation is None:
+        return None
+    if generation == 1:
+        return "eagle", "eagle"
+    if speculators.KEY in raw:
+        return "eagle3", "speculators"
+    return "eagle3", "peagle" if _MASK in tensors else "eagle3"
 
 
-def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) -> EagleConfig:
-    """The head that a config.json and its tensors describe, for ``target``.
+def _read(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+) -> tuple[EagleConfig, EagleParams]:
+    del layout
+    if _MASK in tensors:  # [1, 1, n], [1, n] or [n]
+        tensors = {**tensors, _MASK: tensors[_MASK].reshape(1, 1, -1)}
+    config = _read_config(raw, tensors, target)
+    if config.fc_bias and not np.any(tensors.get("fc.bias", True)):
+        config = dataclasses.replace(config, fc_bias=False)  # ``eagle`` files hold a zero bias
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
+    return base.read_network_head(config, _table(config), tensors, dtype, _assemble)
 
-    Raises:
-      ValueError: a key is missing, malformed, ambiguous or not supported, or the head was made for
-        another target.
-    """
-    speculators = SPECULATORS in raw
-    inner = _transformer_config(raw) if speculators else raw
-    vocab = _given(raw, "draft_vocab_size", common.whole(inner, "vocab_size"))
-    common_fields = {
-        "network": _network(inner, tensors, vocab),
-        "target_hidden_size": _given(raw, "target_hidden_size", common.whole(inner, "hidden_size")),
-        "target_vocab_size": inner["vocab_size"],
+
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig) -> EagleConfig:
+    from_library = speculators.KEY in raw
+    inner = _network_config(raw) if from_library else raw
+    vocab, hidden = (common.whole(inner, key) for key in ("vocab_size", "hidden_size"))
+    draft_vocab = common.whole_or(raw, "draft_vocab_size", vocab)
+    fields = {
+        "network": _network(inner, tensors, draft_vocab),
+        "target_hidden_size": common.whole_or(raw, "target_hidden_size", hidden),
+        "target_vocab_size": vocab,
         "separate_embedding": "embed_tokens.weight" in tensors,
         "separate_head": "lm_head.weight" in tensors,
-        "fc_bias": _stated(raw, ("bias",), "fc.bias", tensors),
+        "fc_bias": _has_bias(raw, ("bias",), "fc.bias", tensors),
     }
-    _check_target(common_fields, target)
-    if generation(tensors) == 1:
+    base.check_target(
+        ("a hidden size", fields["target_hidden_size"], target.hidden_size),
+        ("a vocabulary", vocab, target.vocab_size),
+    )
+    if _generation(tensors) == 1:
         return EagleConfig(
             generation=1,
             capture_layers=(target.num_layers,),
             norm_inputs=common.flag(raw, "add_para_norm"),
-            **common_fields,
+            **fields,
         )
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
@@ -129,8 +140,8 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
     wrong = [f"{k}={shown(nested[k])}" for k, v in _NEUTRAL.items() if nested.get(k, v) is not v]
     if wrong:
         raise ValueError(f"not supported in eagle_config: {', '.join(wrong)}")
-    parallel = MASK in tensors or raw.get(SPECULATORS) == "peagle"
-    if speculators and not parallel and raw.get("norm_before_residual") is None:
+    parallel = _MASK in tensors or raw.get(speculators.KEY) == "peagle"
+    if from_library and not parallel and raw.get("norm_before_residual") is None:
         raise ValueError(
             "norm_before_residual is missing, which vLLM reads as true and speculators as false; "
             "state the one that the head was trained with"
@@ -143,28 +154,22 @@ def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) ->
         norm_before_residual=common.flag(raw, "norm_before_residual"),
         norm_output=common.flag(raw, "norm_output"),
         mask_token_id=_mask_token(raw) if parallel else None,
-        **common_fields,
+        **fields,
     )
 
 
 def _mask_token(raw: dict) -> int:
-    found = mask_token.mask_token_id(raw)
-    if found is None:
+    token = mask_token.mask_token_id(raw)
+    if token is None:
         raise ValueError(
-            f"the head guesses several tokens in one pass, but config.json names no mask token for "
-            f"it under any of {', '.join(mask_token.KEYS)}; add the one that it was trained with"
+            "the head drafts several tokens in one pass, but config.json names no mask token "
+            f"under any of {', '.join(mask_token.KEYS)}; add the one that it was trained with"
         )
-    return found
+    return token
 
 
-def _transformer_config(raw: dict) -> dict:
-    if raw[SPECULATORS] not in ("eagle3", "peagle"):
-        raise ValueError(
-            f"{SPECULATORS} {shown(raw[SPECULATORS])} is not supported; known: 'eagle3', 'peagle'"
-        )
-    inner = raw.get("transformer_layer_config")
-    if not isinstance(inner, dict):
-        raise ValueError(f"transformer_layer_config must be an object, got {shown(inner)}")
+def _network_config(raw: dict) -> dict:
+    inner = speculators.network_config(raw, ("eagle3", "peagle"))
     kind = inner.get("model_type", "qwen3")
     if kind not in ("llama", "qwen3"):
         raise ValueError(
@@ -174,59 +179,38 @@ def _transformer_config(raw: dict) -> dict:
     return families.FAMILIES[kind].defaults | inner  # the library's networks are transformers'
 
 
-def _network(inner: dict, tensors: Mapping[str, np.ndarray], vocab: int) -> DecoderConfig:
-    """The head's blocks."""
-    sizes = {key: inner[key] for key in _NETWORK_KEYS if key in inner}
-    network = llama.FAMILY.read(sizes)
+def _network(inner: dict, tensors: Tensors, vocab: int) -> DecoderConfig:
+    """Return the config of the head's blocks."""
+    network = llama.FAMILY.read({key: inner[key] for key in _NETWORK_KEYS if key in inner})
     attention = f"{FIRST}.self_attn"
+    biases = {
+        "qkv_bias": (("qkv_bias", "attention_bias"), f"{attention}.q_proj.bias"),
+        "output_bias": (("attention_bias",), f"{attention}.o_proj.bias"),
+        "mlp_bias": (("mlp_bias",), f"{FIRST}.mlp.up_proj.bias"),
+    }
+    windows = ()
+    if inner.get("layer_types") is not None:  # ``sliding_window`` alone has no effect
+        windows = common.windows({"use_sliding_window": True, "sliding_window": None} | inner)
     return dataclasses.replace(
         network,
         vocab_size=vocab,
-        qkv_bias=_stated(
-            inner, ("qkv_bias", "attention_bias"), f"{attention}.q_proj.bias", tensors
-        ),
-        output_bias=_stated(inner, ("attention_bias",), f"{attention}.o_proj.bias", tensors),
-        mlp_bias=_stated(inner, ("mlp_bias",), f"{FIRST}.mlp.up_proj.bias", tensors),
         qk_norm=f"{attention}.q_norm.weight" in tensors,
-        windows=_windows(inner),
+        windows=windows,
+        **{field: _has_bias(inner, *where, tensors) for field, where in biases.items()},
     )
 
 
-def _windows(inner: dict) -> tuple[int | None, ...]:
-    """Sliding windows, where ``layer_types`` names them; ``sliding_window`` alone does nothing."""
-    if inner.get("layer_types") is None:
-        return ()
-    return common.windows({"use_sliding_window": True, "sliding_window": None} | inner)
-
-
-def _stated(raw: dict, keys: tuple[str, ...], name: str, tensors: Mapping[str, np.ndarray]) -> bool:
-    """What the first of ``keys`` that is there says, else whether the file has the tensor."""
+def _has_bias(raw: dict, keys: tuple[str, ...], name: str, tensors: Tensors) -> bool:
+    """Return the first of ``keys`` that is set, else whether the file has the tensor."""
     stated = next((key for key in keys if raw.get(key) is not None), None)
     return name in tensors if stated is None else common.flag(raw, stated)
 
 
-def _given(raw: dict, key: str, default: int) -> int:
-    return default if raw.get(key) is None else common.whole(raw, key)
+# The names of the tensors.
 
 
-def _check_target(fields: dict, target: DecoderConfig) -> None:
-    wrong = [
-        f"{what} of {theirs} where the target has {ours}"
-        for what, theirs, ours in (
-            ("a hidden size", fields["target_hidden_size"], target.hidden_size),
-            ("a vocabulary", fields["target_vocab_size"], target.vocab_size),
-        )
-        if theirs != ours
-    ]
-    if wrong:
-        raise ValueError(f"the head was made for another target: it expects {' and '.join(wrong)}")
-
-
-# Both ways.
-
-
-def table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
-    """Names of a head's tensors; those of its first block begin with ``first``."""
+def _table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
+    """Return the entries of a head; ``first`` is the prefix of its first block."""
     network, hidden, third = config.network, config.hidden_size, config.generation == 3
     entries = [Entry(("fc",), ("fc.weight",), ((hidden, config.fc_inputs),), transpose=True)]
 
@@ -259,7 +243,7 @@ def table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
     if third:
         vector("norm", hidden, "norm.weight")
     if config.mask_token_id is not None:
-        entries.append(Entry((MASK,), (MASK,), ((1, 1, config.fc_inputs),)))
+        entries.append(Entry((_MASK,), (_MASK,), ((1, 1, config.fc_inputs),)))
     if config.separate_head:
         matrix("head", config.vocab_size, "lm_head.weight", transpose=True)
     if config.separate_embedding:
@@ -267,8 +251,7 @@ def table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> EagleParams:
-    """Parameters from one array for each entry."""
+def _assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> EagleParams:
     nested = nest(entries, arrays)
     return EagleParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
 
@@ -276,87 +259,69 @@ def assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> 
 # Writing.
 
 
-def describe(config: EagleConfig, layout: str, target: DecoderConfig, target_name: str) -> dict:
-    """A config.json for ``config`` that vLLM, and for ``eagle`` and ``eagle3`` SGLang, read.
+def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_name: str) -> dict:
+    """Return a config.json that vLLM reads, and SGLang for ``eagle`` and ``eagle3``.
 
-    There is no key ``bias``, though EAGLE-1 knows one for ``fc``: to vLLM and SGLang it means the
+    It has no key ``bias``, though EAGLE-1 knows one for ``fc``: vLLM and SGLang take that for the
     biases of attention.
-
-    Args:
-      config: the head.
-      layout: "eagle", "eagle3", "peagle" or "speculators".
-      target: what it drafts for.
-      target_name: hub id or path of that, for ``speculators``.
-
-    Raises:
-      ValueError: the layout cannot express the head.
     """
-    _check_layout(config, layout)
+    _check_layout(layout, config)
     network = dataclasses.replace(
         config.network, vocab_size=config.target_vocab_size, tie_embeddings=False, windows=()
     )
     family = qwen3.FAMILY if network.qk_norm else llama.FAMILY
     inner = family.write(network) | {"attention_bias": network.output_bias}
     if layout == "eagle":
-        more = {"qkv_bias": network.qkv_bias}
-        return inner | more | ({"add_para_norm": True} if config.norm_inputs else {})
-    eagle_layers.check(config.capture_layers, target.num_layers)
-    flags = {
+        norms = {"add_para_norm": True} if config.norm_inputs else {}
+        return inner | norms | {"qkv_bias": network.qkv_bias}
+    base.check_layers(config.capture_layers, target.num_layers)
+    parallel = config.mask_token_id is not None
+    keys: dict[str, Any] = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.input_norm,
         "fc_norm": config.feature_norms,
         "norm_output": config.norm_output,
+        "draft_vocab_size": config.vocab_size,
     }
-    more = {"draft_vocab_size": config.vocab_size}
     if config.target_hidden_size != config.hidden_size:
-        more["target_hidden_size"] = config.target_hidden_size
-    mask = {} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}
-    if layout in ("eagle3", "peagle"):
-        kind = _PEAGLE if mask else "LlamaForCausalLMEagle3"
-        served = {"pard_token": config.mask_token_id} if mask else {}  # vLLM's name for it
-        return (
-            inner
-            | flags
-            | more
-            | mask
-            | served
-            | {"architectures": [kind]}
-            | (eagle_layers.describe(config.capture_layers, target.num_layers))
-        )
-    verifier = {
-        "name_or_path": target_name,
-        "architectures": families.describe(target)["architectures"],
-    }
-    return flags | more | mask | _speculators_keys(config, inner, verifier)
+        keys["target_hidden_size"] = config.target_hidden_size
+    if parallel:
+        keys["mask_token_id"] = config.mask_token_id
+    if layout == "speculators":
+        return keys | _speculators_keys(config, inner, target, target_name)
+    if parallel:
+        keys["pard_token"] = config.mask_token_id  # vLLM's name for it
+    keys["architectures"] = [_PEAGLE if parallel else "LlamaForCausalLMEagle3"]
+    return inner | keys | eagle_layers.describe(config.capture_layers, target.num_layers)
 
 
-def _check_layout(config: EagleConfig, layout: str) -> None:
+def _check_layout(layout: str, config: EagleConfig) -> None:
     network, first = config.network, config.generation == 1
     parallel = config.mask_token_id is not None
-    limits = {
+    old = {
         "norms of queries and keys": network.qk_norm,
         "sliding windows": any(network.windows),
         "biases of the MLP": network.mlp_bias,
     }
-    uneven = not first and network.qkv_bias != network.output_bias
     third = {
         "EAGLE-1": first,
-        "biases of q, k, v without that of o, or the reverse": uneven,
+        "biases of q, k, v without that of o, or the reverse": not first
+        and network.qkv_bias != network.output_bias,
     }
-    lost = {
-        "eagle": {"EAGLE-3": not first, **limits},
+    features = {
+        "eagle": {"EAGLE-3": not first, **old},
         "eagle3": {
             **third,
-            **limits,
+            **old,
             "a second block": network.num_layers > 1,
             "the mask of P-EAGLE": parallel,
         },
         "peagle": {
             **third,
-            **limits,
+            **old,
             "a head without a mask": not first and not parallel,
             "norms of the hidden states": config.feature_norms or config.input_norm,
-            "a norm of what is fed back": config.norm_output,
+            "a norm of the output that is fed back": config.norm_output,
         },
         "speculators": {
             **third,
@@ -366,39 +331,66 @@ def _check_layout(config: EagleConfig, layout: str) -> None:
             "biases of the MLP beside norms of queries": network.qk_norm and network.mlp_bias,
         },
     }
-    found = [what for what, present in lost[layout].items() if present]
-    if found:
-        raise ValueError(
-            f"layout={layout!r} has no place for {', '.join(found)}; layouts are 'eagle' (EAGLE-1 "
-            "and -2), 'eagle3' and 'speculators' (EAGLE-3), 'peagle' and 'speculators' (P-EAGLE)"
-        )
+    base.refuse(
+        layout,
+        features[layout],
+        "write 'eagle' (EAGLE-1 and -2), 'eagle3' or 'speculators' (EAGLE-3), 'peagle' or "
+        "'speculators' (P-EAGLE)",
+    )
     if layout in ("speculators", "peagle") and not config.separate_embedding:
         raise ValueError(f"layout={layout!r} needs an embedding; pass the target's as embedding")
 
 
-def _speculators_keys(config: EagleConfig, inner: dict, verifier: dict) -> dict:
-    windows = config.network.windows
-    if any(windows):
+def _speculators_keys(
+    config: EagleConfig, inner: dict, target: DecoderConfig, target_name: str
+) -> dict:
+    if any(config.network.windows):
         inner |= common.describe_windows(config.network)
-    kind = "eagle3" if config.mask_token_id is None else "peagle"
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": _DEFAULT_TOKENS,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
-        SPECULATORS: kind,
-        "speculators_version": "0.9.0",  # whose schema this is
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
-        "transformer_layer_config": inner,
+    parallel = config.mask_token_id is not None
+    kind = "peagle" if parallel else "eagle3"
+    return speculators.describe(kind, inner, _DEFAULT_TOKENS, target, target_name) | {
+        "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
         eagle_layers.LAYER_IDS: list(config.capture_layers),
-        "embed_requires_grad": kind == "peagle",
-        "tie_word_embeddings": False,
+        "embed_requires_grad": parallel,
     }
+
+
+def _extra(config: EagleConfig, params: EagleParams, dtype: np.dtype) -> dict[str, np.ndarray]:
+    del dtype
+    return base.vocabulary_maps(config, params)
+
+
+def _extra_first(
+    config: EagleConfig, params: EagleParams, dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    extra = base.vocabulary_maps(config, params)
+    if not config.fc_bias:  # SGLang leaves this bias uninitialised if the file has none
+        extra["fc.bias"] = np.zeros(config.hidden_size, dtype)
+    return extra
+
+
+def _default_layout(config: EagleConfig) -> str:
+    if config.generation == 1:
+        return "eagle"
+    return "eagle3" if config.mask_token_id is None else "peagle"
+
+
+def _layout(name: str, table=_table, extra=_extra, **options) -> Layout:
+    describe = functools.partial(_describe, name)
+    return Layout(name, table, describe, extra, holds_embedding=True, **options)
+
+
+FORMAT = HeadFormat(
+    title="EAGLE",
+    kinds=("eagle", "eagle3"),
+    owns=lambda config: isinstance(config, EagleConfig),
+    layouts=(
+        _layout("eagle", extra=_extra_first),
+        _layout("eagle3", functools.partial(_table, first="midlayer")),
+        _layout("peagle"),
+        _layout("speculators", names_target=True),
+    ),
+    sniff=_sniff,
+    read=_read,
+    default_layout=_default_layout,
+)

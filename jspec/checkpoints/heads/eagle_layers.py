@@ -1,26 +1,26 @@
-"""Which hidden states of the target an EAGLE-3 head reads, and how files say so.
+"""The hidden states of the target that an EAGLE-3 head reads, in config.json.
 
-``eagle_aux_hidden_state_layer_ids`` at the top of config.json are indices into ``hidden_states``.
-Inside ``eagle_config`` a list that begins with 1 counts outputs of layers, one less, and a list
-that begins with 2 counts hidden states (SGLang's rule); others could be either and are refused.
-Without a list: hidden states 2, n // 2 and n - 3 of n layers.
+``eagle_aux_hidden_state_layer_ids`` at the top of config.json holds indices into ``hidden_states``.
+Inside ``eagle_config``, a list that begins with 1 counts outputs of layers, one less. A list that
+begins with 2 counts hidden states (SGLang's rule). Other lists are ambiguous and raise. Without a
+list the head reads hidden states 2, n // 2 and n - 3 of n layers.
 """
 
-import itertools
 from typing import Any
 
+from jspec.checkpoints.heads import base
 from jspec.util.messages import shown
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def default_capture_layers(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that EAGLE-3 reads of a target with ``num_layers`` layers."""
+    """Return the hidden states that EAGLE-3 reads of a target with ``num_layers`` layers."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def read(raw: dict, nested: dict, num_layers: int) -> tuple[int, ...]:
-    """Indices into ``hidden_states``, from config.json and its ``eagle_config``.
+    """Return indices into ``hidden_states``, from config.json and its ``eagle_config``.
 
     Raises:
       ValueError: the list is ambiguous, contradicted, or not of the target's layers.
@@ -41,18 +41,8 @@ def read(raw: dict, nested: dict, num_layers: int) -> tuple[int, ...]:
     count = raw.get("num_aux_hidden_states")
     if count not in (None, len(layers)):
         raise ValueError(f"num_aux_hidden_states is {count}, but {LAYER_IDS} are {list(layers)}")
-    check(layers, num_layers)
+    base.check_layers(layers, num_layers)
     return layers
-
-
-def check(layers: tuple[int, ...], num_layers: int) -> None:
-    """The last hidden state is left out: with the final norm to some readers, without to others."""
-    ascending = all(a < b for a, b in itertools.pairwise(layers))
-    if not ascending or not 0 <= layers[0] <= layers[-1] < num_layers:
-        raise ValueError(
-            f"the head reads hidden states {list(layers)}, which must ascend and lie below the "
-            f"target's {num_layers} layers; state others in {LAYER_IDS}, or use the head's target"
-        )
 
 
 def _ids(source: dict) -> tuple[int, ...] | None:
@@ -63,12 +53,12 @@ def _ids(source: dict) -> tuple[int, ...] | None:
 
 
 def _after(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The hidden states that are the outputs of layers ``ids``."""
+    """Return the hidden states that are the outputs of layers ``ids``."""
     return tuple(i + 1 for i in ids)
 
 
 def describe(layers: tuple[int, ...], num_layers: int) -> dict:
-    """Keys for hidden states that are not the default ones, as vLLM and as SGLang count them."""
+    """Return the keys for hidden states other than the default, as vLLM and SGLang count them."""
     if layers == default_capture_layers(num_layers):
         return {}
     keys: dict[str, Any] = {LAYER_IDS: list(layers)}

@@ -1,26 +1,31 @@
-"""Medusa heads in files: which config.json makes which ``MedusaConfig``, and the tensors' names.
+"""Medusa heads in files: config.json to ``MedusaConfig``, and the names of the tensors.
 
-Two layouts, told apart by the names of the tensors:
+Two layouts, which the names of the tensors tell apart:
 
   * ``medusa``: as published. Head i is ``{i}.0.linear``, ``{i}.1.linear``, … and then its output
-    ``{i}.{number of blocks}``; without outputs the target's head serves. In a Medusa-2 checkpoint
-    these stand under ``medusa_head.`` beside a whole language model.
-  * ``medusa-vllm``: vLLM's ``blocks.{i}.layers.{l}`` and ``lm_heads.{i}``; under
-    ``original_lm_head`` one ``lm_head`` (or ``lm_heads.0``) for all; with a ``token_map`` of
-    absolute ids for a reduced vocabulary. Biases without ``medusa_fc_bias`` are refused: vLLM drops
-    them without a word.
+    ``{i}.{number of blocks}``. Without outputs the head uses the target's. A Medusa-2 checkpoint
+    holds these tensors under ``medusa_head.`` beside a whole language model.
+  * ``medusa-vllm``: vLLM's ``blocks.{i}.layers.{l}`` and ``lm_heads.{i}``. With
+    ``original_lm_head`` one ``lm_head`` (or ``lm_heads.0``) serves all heads. A reduced vocabulary
+    has a ``token_map`` of target ids. Biases without ``medusa_fc_bias`` raise, because vLLM drops
+    them silently.
 
-Heads and blocks are counted from the tensors, since published configs are wrong about them.
+The numbers of heads and blocks come from the tensors, because published configs are wrong.
 """
 
+import dataclasses
+import functools
 import re
-from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
 from jspec.checkpoints.families.names import Entry, nest
+from jspec.checkpoints.heads import base, vocabulary
+from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.medusa import BlockParams, MedusaConfig, MedusaParams
 from jspec.util.messages import shown
@@ -29,98 +34,105 @@ _BLOCKS = {
     "medusa": re.compile(r"(\d+)\.(\d+)\.linear\.weight"),
     "medusa-vllm": re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight"),
 }
-TOKEN_MAP = "token_map"
+_TOKEN_MAP = "token_map"
 
 
 # Reading.
 
 
-def layout(tensors: Mapping[str, np.ndarray]) -> str | None:
-    """The layout that the tensors' names have, or None."""
-    for name, pattern in _BLOCKS.items():
-        if any(pattern.fullmatch(tensor) for tensor in tensors):
-            return name
+def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
+    del raw
+    for layout, pattern in _BLOCKS.items():
+        if any(map(pattern.fullmatch, tensors)):
+            return "medusa", layout
     return None
 
 
-def read(raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig) -> MedusaConfig:
-    """The heads that a config.json and its tensors describe, for ``target``.
-
-    Raises:
-      ValueError: a key is malformed or not supported, or the heads were made for another target.
-    """
-    kind = layout(tensors)
-    matches = [match for name in tensors if (match := _BLOCKS[kind].fullmatch(name))]
-    num_heads, num_layers = common.counted([match.groups() for match in matches], len(tensors))
-    hidden, width = target.hidden_size, tensors[matches[0][0]].shape[-1:]
-    if width != (hidden,):
-        raise ValueError(
-            f"the heads were made for another target: they are {width} wide, and the target's "
-            f"hidden size is {hidden}"
+def _read(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+) -> tuple[MedusaConfig, MedusaParams]:
+    tensors = dict(tensors)
+    if layout == "medusa-vllm" and "lm_head.weight" in tensors:
+        tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
+    config, ids = _read_config(raw, tensors, target, layout), None
+    if layout == "medusa-vllm" and _TOKEN_MAP in tensors and config.reduced:
+        ids, order = vocabulary.from_ids(
+            tensors[_TOKEN_MAP], config.vocab_size, config.target_vocab_size
         )
+        tensors = _reorder(config, tensors, order)
+    elif config.reduced:
+        raise ValueError(
+            f"truncated_vocab_size is {config.vocab_size} of {config.target_vocab_size}, but the "
+            "file has no token_map that names those tokens"
+        )
+    entries = _table(layout, config)
+    dtype, arrays = base.join(entries, tensors, dtype, (_TOKEN_MAP,))
+    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
+    nested = nest(entries, arrays)
+    blocks = tuple(
+        tuple(BlockParams(**block) for block in base.by_index(layers))
+        for layers in base.by_index(nested["blocks"])
+    )
+    outputs = base.by_index(nested.get("outputs", {}))
+    return config, MedusaParams(blocks, outputs, None if ids is None else jnp.asarray(ids))
+
+
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> MedusaConfig:
+    matches = [match for name in tensors if (match := _BLOCKS[layout].fullmatch(name))]
+    num_heads, num_layers = common.counted([match.groups() for match in matches], len(tensors))
+    base.check_width("heads", tensors[matches[0][0]].shape[-1:], target)
     sizes = {
         "num_heads": num_heads,
         "num_layers": num_layers,
-        "hidden_size": hidden,
+        "hidden_size": target.hidden_size,
         "target_vocab_size": target.vocab_size,
         "capture_layers": (target.num_layers,),
     }
-    if kind == "medusa":
-        outputs = [name for name in tensors if re.fullmatch(r"\d+\.\d+\.weight", name)]
-        return MedusaConfig(
-            vocab_size=target.vocab_size, num_outputs=num_heads if outputs else 0, **sizes
-        )
-    return _read_vllm(raw, sizes)
-
-
-def _read_vllm(raw: dict, sizes: dict) -> MedusaConfig:
+    if layout == "medusa":
+        outputs = any(re.fullmatch(r"\d+\.\d+\.weight", name) for name in tensors)
+        num_outputs = num_heads if outputs else 0
+        return MedusaConfig(vocab_size=target.vocab_size, num_outputs=num_outputs, **sizes)
     for key, name in (("num_heads", "num_heads"), ("num_hidden_layers", "num_layers")):
         if raw.get(key) not in (None, sizes[name]):
             raise ValueError(f"{key} is {shown(raw[key])}, but the file holds {sizes[name]}")
     if raw.get("logit_scale", 1.0) not in (None, 1, 1.0):
         raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported, only 1.0")
-    whole = raw.get("vocab_size")
-    if whole not in (None, sizes["target_vocab_size"]):
+    if raw.get("vocab_size") not in (None, target.vocab_size):
         raise ValueError(
-            f"the heads were made for another target: vocab_size is {shown(whole)}, and that of "
-            f"the target {sizes['target_vocab_size']}"
+            f"the heads were made for another target: vocab_size is {shown(raw['vocab_size'])}, "
+            f"and that of the target {target.vocab_size}"
         )
-    reduced = raw.get("truncated_vocab_size") is not None
     return MedusaConfig(
-        vocab_size=common.whole(raw, "truncated_vocab_size")
-        if reduced
-        else whole or sizes["target_vocab_size"],
-        num_outputs=1 if common.flag(raw, "original_lm_head") else sizes["num_heads"],
+        vocab_size=common.whole_or(raw, "truncated_vocab_size", target.vocab_size),
+        num_outputs=1 if common.flag(raw, "original_lm_head") else num_heads,
         bias=common.flag(raw, "medusa_fc_bias"),
         **sizes,
     )
 
 
-def reorder(
-    config: MedusaConfig, tensors: Mapping[str, np.ndarray], order: np.ndarray
+def _reorder(
+    config: MedusaConfig, tensors: dict[str, np.ndarray], order: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The tensors with the rows of the outputs in ``order``, the order of ascending target ids.
+    """Sort the rows of the outputs by target id.
 
-    vLLM takes outputs over the whole vocabulary, too, and picks the rows of ``token_map`` itself.
+    vLLM also takes outputs over the whole vocabulary and picks the rows of ``token_map`` itself.
     """
-    ids = np.asarray(tensors[TOKEN_MAP])[order]
-    result = dict(tensors)
-    for name, tensor in tensors.items():
-        if name.startswith("lm_heads.") and tensor.ndim == 2:
-            if len(tensor) == config.vocab_size:
-                result[name] = tensor[order]
-            elif len(tensor) == config.target_vocab_size:
-                result[name] = tensor[ids]
-    return result
+    rows = {config.vocab_size: order, config.target_vocab_size: tensors[_TOKEN_MAP][order]}
+    return {
+        name: tensor[rows[len(tensor)]]
+        if name.startswith("lm_heads.") and tensor.ndim == 2 and len(tensor) in rows
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
-# Both ways.
+# The names of the tensors.
 
 
-def table(config: MedusaConfig, kind: str) -> tuple[Entry, ...]:
-    """Names of the heads' tensors in layout ``kind``; one output for all is ``lm_heads.0``."""
+def _table(layout: str, config: MedusaConfig) -> tuple[Entry, ...]:
+    """Return the entries of the heads; an output for all heads is ``lm_heads.0``."""
     size, last = config.hidden_size, config.num_layers
-    block = "{}.{}.linear" if kind == "medusa" else "blocks.{}.layers.{}"
+    block = "{}.{}.linear" if layout == "medusa" else "blocks.{}.layers.{}"
     entries = []
     for head in range(config.num_heads):
         for layer in range(config.num_layers):
@@ -130,55 +142,36 @@ def table(config: MedusaConfig, kind: str) -> tuple[Entry, ...]:
             if config.bias:
                 entries.append(Entry((*path, "bias"), (f"{name}.bias",), ((size,),)))
     for index in range(config.num_outputs):
-        name = f"{index}.{last}.weight" if kind == "medusa" else f"lm_heads.{index}.weight"
+        name = f"{index}.{last}.weight" if layout == "medusa" else f"lm_heads.{index}.weight"
         shape = (config.vocab_size, size)
         entries.append(Entry(("outputs", index), (name,), (shape,), transpose=True))
     return tuple(entries)
 
 
-def assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> MedusaParams:
-    """Parameters from one array for each entry."""
-    nested = nest(entries, arrays)
-    in_order = lambda by_index: tuple(by_index[index] for index in sorted(by_index))
-    return MedusaParams(
-        blocks=tuple(
-            tuple(BlockParams(**block) for block in in_order(layers))
-            for layers in in_order(nested["blocks"])
-        ),
-        outputs=in_order(nested.get("outputs", {})),
-        draft_to_target=draft_to_target,
-    )
-
-
 # Writing.
 
 
-def describe(config: MedusaConfig, kind: str, base_model: str) -> dict:
-    """A config.json for ``config`` as the authors' loader, or vLLM's, reads it.
+def _describe(config: MedusaConfig, target: DecoderConfig, target_name: str) -> dict:
+    """Return a config.json that the authors' loader reads."""
+    del target
+    features = {
+        "blocks without biases": not config.bias,
+        "a reduced vocabulary": config.reduced,
+        "one output for all heads": config.num_outputs == 1 < config.num_heads,
+    }
+    base.refuse("medusa", features, "write 'medusa-vllm'")
+    return {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": target_name,
+    }
 
-    Raises:
-      ValueError: the layout cannot express the heads.
-    """
-    if kind == "medusa":
-        lost = {
-            "blocks without biases": not config.bias,
-            "a reduced vocabulary": config.reduced,
-            "one output for all heads": config.num_outputs == 1 < config.num_heads,
-        }
-    else:
-        lost = {"heads without an output of their own": config.num_outputs == 0}
-    found = [what for what, present in lost.items() if present]
-    if found:
-        raise ValueError(
-            f"layout={kind!r} has no place for {', '.join(found)}; the layouts of Medusa heads are "
-            "'medusa' and 'medusa-vllm'"
-        )
-    if kind == "medusa":
-        return {
-            "medusa_num_heads": config.num_heads,
-            "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": base_model,
-        }
+
+def _describe_vllm(config: MedusaConfig, target: DecoderConfig, target_name: str) -> dict:
+    """Return a config.json that vLLM reads."""
+    del target, target_name
+    features = {"heads without an output of their own": config.num_outputs == 0}
+    base.refuse("medusa-vllm", features, "write 'medusa'")
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -190,3 +183,29 @@ def describe(config: MedusaConfig, kind: str, base_model: str) -> dict:
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.num_outputs == 1 < config.num_heads,
     }
+
+
+def _extra(config: MedusaConfig, params: MedusaParams, dtype: np.dtype) -> dict[str, np.ndarray]:
+    del config, dtype
+    if params.draft_to_target is None:
+        return {}
+    return {_TOKEN_MAP: np.asarray(params.draft_to_target).astype(np.int64)}
+
+
+FORMAT = HeadFormat(
+    title="Medusa",
+    kinds=("medusa",),
+    owns=lambda config: isinstance(config, MedusaConfig),
+    layouts=(
+        Layout("medusa-vllm", functools.partial(_table, "medusa-vllm"), _describe_vllm, _extra),
+        Layout(
+            "medusa",
+            functools.partial(_table, "medusa"),
+            _describe,
+            torch_file="medusa_lm_head.pt",
+            names_target=True,
+        ),
+    ),
+    sniff=_sniff,
+    read=_read,
+)

@@ -1,87 +1,87 @@
-"""MLP speculators in files: which config.json makes which config, and the tensors' names.
+"""MLP speculators in files: config.json to ``MlpSpeculatorConfig``, and the names of the tensors.
 
-Two layouts, told apart by the names of the tensors; ``arctic_format`` has the LSTM's:
+Two layouts, which the names of the tensors tell apart. ``arctic`` holds the layout of the LSTM.
 
   * ``mlp_speculator``: IBM's (fms), under a prefix ``speculator.``: ``emb.{i}``, ``proj.{i}``,
-    ``ln.{i}`` and ``head.{i}`` of each stage;
+    ``ln.{i}`` and ``head.{i}`` of each stage.
   * ``arctic-rnn``: Snowflake's ``sum_rnn``: the same, but ``emb.{i}.0``, ``proj.{i}.0`` and
-    ``ln.{i}.0``, and without the prefix.
+    ``ln.{i}.0``, without the prefix.
 
-Where weights are tied the first stage's tensors serve all (and proj.1 all later ones): they are
-written once, and read where they repeat, which they must without a difference.
+With tied weights all stages use the tensors of the first stage (and all later ones ``proj.1``).
+They are written once. A file may repeat them, and the copies must be equal.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
 
-import numpy as np
-
-from jspec.checkpoints import families
+from jspec.checkpoints import families, model_files
 from jspec.checkpoints.families import common
 from jspec.checkpoints.families.names import Entry, nest
+from jspec.checkpoints.heads import base
+from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams, NormParams
 from jspec.util.messages import shown
 
-MODEL_TYPE = "mlp_speculator"
-PREFIX = "speculator."  # of IBM's names, which wrap the net in a class
-ARCHITECTURES = {
-    "mlp_speculator": "MLPSpeculatorPreTrainedModel",
-    "arctic-rnn": "MLPVariantSpeculatorPreTrainedModel",
-}
+_PREFIX = "speculator."  # IBM's class around the network
 _FIRST = {"proj.0.weight": "mlp_speculator", "proj.0.0.weight": "arctic-rnn"}
 
 
 # Reading.
 
 
-def layout(tensors: Mapping[str, np.ndarray]) -> str | None:
-    """The layout that the tensors' names have, or None."""
-    return next((name for tensor, name in _FIRST.items() if tensor in tensors), None)
+def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
+    del raw
+    layout = next((layout for name, layout in _FIRST.items() if name in tensors), None)
+    return layout and ("mlp_speculator", layout)
 
 
-def read(
-    raw: dict, tensors: Mapping[str, np.ndarray], target: DecoderConfig
+def _read(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+) -> tuple[MlpSpeculatorConfig, MlpSpeculatorParams]:
+    config = _read_config(raw, tensors, target, layout)
+    tensors = base.without_repeats(_repeats(config), tensors)
+    entries = _table(layout, config)
+    dtype, arrays = base.join(entries, tensors, dtype)
+    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
+    nested = {part: base.by_index(stages) for part, stages in nest(entries, arrays).items()}
+    norms = tuple(NormParams(**norm) for norm in nested.pop("norms"))
+    return config, MlpSpeculatorParams(norms=norms, **nested)
+
+
+def _read_config(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
 ) -> MlpSpeculatorConfig:
-    """The speculator that a config.json and its tensors describe, for ``target``.
-
-    Raises:
-      ValueError: a key is malformed or not supported, or it was made for another target.
-    """
-    kind = layout(tensors)
-    variant = kind == "arctic-rnn"
+    variant = layout == "arctic-rnn"
     if variant and raw.get("method", "sum_rnn") != "sum_rnn":
         raise ValueError(
             f"method is {shown(raw['method'])}, but the tensors are those of 'sum_rnn'"
         )
     sizes = read_sizes(raw, target, "input_hidden_dim" if variant else "emb_dim")
     inner = variant_width(raw) if variant else common.whole(raw, "inner_dim", least=0)
-    stated = raw.get("tie_weights") is not None or raw.get("tie_wts") is not None
     tied = common.flag(raw, "tie_weights") or common.flag(raw, "tie_wts")
-    if not stated:  # fms wrote no such key at first
+    if raw.get("tie_weights") is None and raw.get("tie_wts") is None:  # early files of fms
         tied = sizes["n_predict"] > 1 and not any(name.startswith("emb.1.") for name in tensors)
-    return MlpSpeculatorConfig(
-        inner_dim=inner or target.hidden_size,
-        tie_weights=tied,
-        **sizes,
-    )
+    return MlpSpeculatorConfig(inner_dim=inner or target.hidden_size, tie_weights=tied, **sizes)
 
 
 def read_sizes(raw: dict, target: DecoderConfig, hidden_key: str) -> dict:
-    """The fields that all speculators have, once they fit the target.
+    """Return the fields that the configs of all speculators have.
 
     Raises:
-      ValueError: a key is malformed or not supported, or it was made for another target.
+      ValueError: a key is malformed or not supported, or the target is another one.
     """
     if raw.get("quantization_config") is not None:
         raise ValueError("quantization_config is not supported: save the weights unquantised")
-    for what, key, own in (
+    for name, key, size in (
         ("hidden size", hidden_key, target.hidden_size),
         ("vocabulary", "vocab_size", target.vocab_size),
     ):
-        if common.whole(raw, key) != own:
+        if common.whole(raw, key) != size:
             raise ValueError(
-                f"the speculator was made for another target: it expects a {what} of {raw[key]} "
-                f"({key}) where the target has {own}"
+                f"the speculator was made for another target: it expects a {name} of {raw[key]} "
+                f"({key}) where the target has {size}"
             )
     return {
         "n_predict": common.whole(raw, "n_predict"),
@@ -93,10 +93,10 @@ def read_sizes(raw: dict, target: DecoderConfig, hidden_key: str) -> dict:
 
 
 def variant_width(raw: dict) -> int:
-    """I of Snowflake's variants, whose three dims must be one and the same number.
+    """Return the inner width of Snowflake's variants, which three equal keys hold.
 
     Raises:
-      ValueError: a dim is malformed, has several layers, or differs from the others.
+      ValueError: a key is malformed, names several layers, or differs from the others.
     """
     dims = {key: _dim(raw, key) for key in ("inner_dim", "emb_dim", "proj_dim")}
     if len(set(dims.values())) > 1:
@@ -106,7 +106,7 @@ def variant_width(raw: dict) -> int:
 
 
 def _dim(raw: dict, key: str) -> int:
-    """A whole number, a list of one, or its digits; several are a stack that we do not run."""
+    """Return a number that may be written as a list of one, or as digits."""
     value = raw.get(key)
     parts = value.split(".") if isinstance(value, str) else value
     parts = parts if isinstance(parts, list) else [parts]
@@ -118,103 +118,90 @@ def _dim(raw: dict, key: str) -> int:
     return digits[0]
 
 
-def repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
-    """Names that files of tied weights may repeat, and the name that each is a copy of."""
+def _repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
+    """Return the names that files of tied weights may repeat, and their originals."""
     if not config.tie_weights:
         return {}
-    first = {"emb": 0, "proj": 1, "ln": 0, "head": 0}
-    ends = {part: (".weight", ".0.weight") for part in ("emb", "proj")} | {"head": (".weight",)}
-    ends["ln"] = (".weight", ".bias", ".0.weight", ".0.bias")
+    firsts = {"emb": 0, "proj": 1, "ln": 0, "head": 0}
+    ends = (".weight", ".bias", ".0.weight", ".0.bias")
     return {
-        f"{part}.{stage}{end}": f"{part}.{at}{end}"
-        for part, at in first.items()
-        for stage in range(at + 1, config.n_predict)
-        for end in ends[part]
+        f"{part}.{stage}{end}": f"{part}.{first}{end}"
+        for part, first in firsts.items()
+        for stage in range(first + 1, config.n_predict)
+        for end in ends
     }
 
 
-def required_repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
-    """Copies that must be in a file: none."""
-    del config
-    return {}
+# The names of the tensors.
 
 
-# Both ways.
-
-
-def table(config: MlpSpeculatorConfig, kind: str) -> tuple[Entry, ...]:
-    """Names of the tensors in layout ``kind``, without the prefix."""
-    inner, vocab, deeper = config.inner_dim, config.vocab_size, ".0" if kind != MODEL_TYPE else ""
+def _table(layout: str, config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
+    """Return the entries, without the prefix."""
+    inner, vocab, end = config.inner_dim, config.vocab_size, ".0" * (layout == "arctic-rnn")
     entries = []
-    for stage in range(config.count("embeddings")):
-        name = f"emb.{stage}{deeper}.weight"
-        entries.append(Entry(("embeddings", stage), (name,), ((vocab, inner),)))
-    for stage in range(config.count("projections")):
-        name, inputs = f"proj.{stage}{deeper}.weight", inner if stage else config.hidden_size
-        shape = (inner, inputs)
-        entries.append(Entry(("projections", stage), (name,), (shape,), transpose=True))
+
+    def matrices(field: str, part: str, shape_of, transpose: bool = True) -> None:
+        for stage in range(config.count(field)):
+            name = f"{part.format(stage)}.weight"
+            entries.append(Entry((field, stage), (name,), (shape_of(stage),), transpose))
+
+    matrices("embeddings", f"emb.{{}}{end}", lambda _: (vocab, inner), transpose=False)
+    matrices(
+        "projections", f"proj.{{}}{end}", lambda i: (inner, inner if i else config.hidden_size)
+    )
     for stage in range(config.count("norms")):
-        entries += norm_entries(("norms", stage), f"ln.{stage}{deeper}", inner)
-    for stage in range(config.count("heads")):
-        shape = (vocab, inner)
-        name = f"head.{stage}.weight"
-        entries.append(Entry(("heads", stage), (name,), (shape,), transpose=True))
+        entries += norm_entries(("norms", stage), f"ln.{stage}{end}", inner)
+    matrices("heads", "head.{}", lambda _: (vocab, inner))
     return tuple(entries)
 
 
+def _ibm_table(config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
+    return base.prefixed(_table("mlp_speculator", config), _PREFIX)
+
+
 def norm_entries(path: tuple[str | int, ...], name: str, size: int) -> list[Entry]:
-    """Names of a norm's weight and bias."""
+    """Return the entries of a norm's weight and bias."""
     return [Entry((*path, kind), (f"{name}.{kind}",), ((size,),)) for kind in ("weight", "bias")]
-
-
-def assemble(entries: tuple[Entry, ...], arrays: list) -> MlpSpeculatorParams:
-    """Parameters from one array for each entry."""
-    nested = nest(entries, arrays)
-    in_order = lambda part: tuple(nested[part][index] for index in sorted(nested[part]))
-    return MlpSpeculatorParams(
-        embeddings=in_order("embeddings"),
-        projections=in_order("projections"),
-        norms=tuple(NormParams(**norm) for norm in in_order("norms")),
-        heads=in_order("heads"),
-    )
 
 
 # Writing.
 
 
-def describe(
-    config: MlpSpeculatorConfig, kind: str, target: DecoderConfig, base_model: str
-) -> dict:
-    """A config.json for ``config`` as fms and vLLM, or Arctic Inference, read it."""
-    if kind == "arctic-rnn":
-        return describe_variant(config, target, base_model) | {
-            "architectures": [ARCHITECTURES[kind]],
-            "method": "sum_rnn",
-            "tie_weights": config.tie_weights,
-            "tie_lstm_embs": False,
-        }
-    return describe_stages(config) | {
-        "architectures": [ARCHITECTURES[kind]],
+def _describe_ibm(config: MlpSpeculatorConfig, target: DecoderConfig, target_name: str) -> dict:
+    """Return a config.json that fms and vLLM read."""
+    del target, target_name
+    return _describe_stages(config) | {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
         "emb_dim": config.hidden_size,
         "inner_dim": config.inner_dim,
         "tie_weights": config.tie_weights,
     }
 
 
-def describe_variant(config, target: DecoderConfig, base_model: str) -> dict:
-    """The keys that Snowflake's variants share. Arctic Inference wants dims as digits."""
-    return describe_stages(config) | {
+def _describe_rnn(config: MlpSpeculatorConfig, target: DecoderConfig, target_name: str) -> dict:
+    """Return a config.json that Arctic Inference reads."""
+    return describe_variant(config, target, target_name) | {
+        "architectures": ["MLPVariantSpeculatorPreTrainedModel"],
+        "method": "sum_rnn",
+        "tie_weights": config.tie_weights,
+        "tie_lstm_embs": False,
+    }
+
+
+def describe_variant(config: Any, target: DecoderConfig, target_name: str) -> dict:
+    """Return the keys that Snowflake's variants share; Arctic Inference reads widths as digits."""
+    return _describe_stages(config) | {
         "base_model_archs": families.describe(target)["architectures"],
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": target_name,
         "input_hidden_dim": config.hidden_size,
         **dict.fromkeys(("inner_dim", "emb_dim", "proj_dim"), str(config.inner_dim)),
     }
 
 
-def describe_stages(config) -> dict:
-    """The keys that all speculators share. fms drafts a tree by the last two: here, a chain."""
+def _describe_stages(config: Any) -> dict:
+    """Return the keys that all speculators share; with the last two, fms drafts a chain."""
     return {
-        "model_type": MODEL_TYPE,
+        "model_type": "mlp_speculator",
         "vocab_size": config.vocab_size,
         "n_predict": config.n_predict,
         "num_lookahead_tokens": config.n_predict,
@@ -222,3 +209,18 @@ def describe_stages(config) -> dict:
         "top_k_tokens_per_head": [1] * config.n_predict,
         "n_candidates": 1,
     }
+
+
+FORMAT = HeadFormat(
+    title="MLP speculator",
+    kinds=("mlp_speculator",),
+    owns=lambda config: isinstance(config, MlpSpeculatorConfig),
+    layouts=(
+        Layout("mlp_speculator", _ibm_table, _describe_ibm),
+        Layout(
+            "arctic-rnn", functools.partial(_table, "arctic-rnn"), _describe_rnn, names_target=True
+        ),
+    ),
+    sniff=_sniff,
+    read=_read,
+)

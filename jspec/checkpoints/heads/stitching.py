@@ -9,7 +9,7 @@ import numpy as np
 from jspec.checkpoints import model_files
 from jspec.checkpoints.checkpoint import load_config
 from jspec.checkpoints.families.names import EMBEDDING, HEAD, mtp_prefixes
-from jspec.checkpoints.heads import head_files, mtp
+from jspec.checkpoints.heads import mtp
 from jspec.checkpoints.model_files import ANY_WEIGHTS, PathLike
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 from jspec.util import staging
@@ -25,34 +25,34 @@ def stitch(
     *,
     dtype: Any = None,
 ) -> None:
-    """Writes a target with modules in its own files: whole or, interrupted, not at all.
+    """Write a target with modules in its own files.
 
-    The target's tensors stay bit for bit as they are, but for modules that it had, which are
-    replaced. Its other files come along. Names are those of the target's family, and MiMo's where
-    it has none; ``num_nextn_predict_layers`` in config.json says how many there are.
+    The target's tensors stay bit for bit, except modules that it had, which are replaced. Its other
+    files are copied. Names are those of the target's family, or MiMo's if it has none.
+    ``num_nextn_predict_layers`` in config.json is the number of modules. An interrupted call leaves
+    the old files whole.
 
     Args:
-      directory: made if it does not exist.
+      directory: created if it does not exist.
       target: a local directory or a hub id; may be ``directory`` itself.
-      config: of the modules.
-      params: their weights.
-      dtype: of the modules, float32, bfloat16 or float16; None for the target's.
+      config: config of the modules.
+      params: weights of the modules.
+      dtype: dtype of the modules, float32, bfloat16 or float16; None for the target's.
 
     Raises:
-      ValueError: the modules are not for this target, or its names cannot say what they are.
+      ValueError: the modules are not for this target, or its names cannot express them.
     """
     sizes, raw = load_config(target)
     layout = mtp.natural_layout(sizes)
     mtp.check(config, layout, sizes)
     source = model_files.locate_weights(target)
     tensors = model_files.open_tensors(source)
-    stale = mtp_prefixes(sizes, raw)
-    kept = {
-        name: tensor for name, tensor in tensors.items() if not stale or not name.startswith(stale)
-    }
+    stale = mtp_prefixes(sizes, raw)  # startswith(()) is False
+    extra = {name: tensor for name, tensor in tensors.items() if not name.startswith(stale)}
     dtype = model_files.known_dtype(dtype or tensors[EMBEDDING].dtype)
-    kept |= _copies(config, layout, tensors, dtype)
-    entries = head_files.entries(config, layout)
+    pair = (tensors[name] for name in (EMBEDDING, HEAD if HEAD in tensors else EMBEDDING))
+    extra |= mtp.copies(config, layout, *(np.asarray(jnp.asarray(x, dtype)) for x in pair))
+    entries = mtp.written_table(config, layout)
     model_files.check_params(entries, params)
     raw = raw | {"num_nextn_predict_layers": config.n_predict}
     with staging.replace_files(directory, ANY_WEIGHTS) as aside:
@@ -60,12 +60,4 @@ def stitch(
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, aside / file.name)
         model_files.write_json(aside / "config.json", raw)
-        model_files.write_weights(aside, entries, params, dtype, extra=kept)
-
-
-def _copies(config: MtpConfig, layout: str, tensors: Any, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Copies of embedding and output matrix that servers look for beside the modules."""
-    pair = (tensors[name] for name in (EMBEDDING, HEAD if HEAD in tensors else EMBEDDING))
-    narrow = (np.asarray(jnp.asarray(tensor, dtype)) for tensor in pair)
-    copies = mtp.required_repeats(config, layout, *narrow)
-    return {f"model.{name}": tensor for name, tensor in copies.items()}
+        model_files.write_weights(aside, entries, params, dtype, extra=extra)
