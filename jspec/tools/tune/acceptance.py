@@ -1,19 +1,18 @@
-"""Acceptance by depth and rank, counted on the rounds of a generation that drafted widely.
+"""Acceptance by depth and rank, recorded once with a wide draft.
 
-Every rule but ``block`` judges node by node, from the root down and in the order of the ranks: so
-what a round accepted of a wide tree says what it would have accepted of any tree within, which is
-the longest beginning of the accepted path that the smaller tree holds.
+Every rule but ``block`` judges node by node, from the root down, in rank order. A smaller tree thus
+accepts the longest prefix of the accepted path that it contains.
 
-Where the target's own draws decide (greedy texts, point-mass drafts, ``match`` and ``coupled``),
-the text is the same whatever is drafted. Then it is recorded one token a round, so that there is a
-draft behind every token, and what any tree would have accepted is read off the text. Else the
-rounds are those of a generation as it is, a sample of what other shapes would meet. So they are for
-methods that learn from call to call, or from round to round, for all rows: what they know depends
-on what they drafted.
+If the target's own draws decide (greedy texts, deterministic drafts, ``match``, ``coupled``), the
+text does not depend on the draft. The text is then recorded one token a round, with a draft after
+every token, and the acceptance of any tree is exact. Otherwise the rounds of a normal generation
+are a sample of what other trees would meet. Drafters with shared state are recorded in the same
+way, because their drafts depend on earlier drafts.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import get_args
 
@@ -24,30 +23,34 @@ from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft, Proposal, Sharing, Tree
 from jspec.engine.batch import Answer
 from jspec.engine.plan import Plan
+from jspec.tools.tune.families import Family
+from jspec.tools.tune.settings import Settings
+from jspec.tools.tune.workload import Workload, generate
+from jspec.util.buckets import bucket
 from jspec.verify import Rule
 from jspec.verify.match import match
 
-_EVIDENCE = 8.0  # trials that what is known of a rank at all depths is worth at one of them
+_PRIOR_TRIALS = 8.0  # weight of a rank's mean over all depths against the counts of one depth
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What became of one row's draft.
+    """The accepted path of one sequence's draft.
 
     Attributes:
       path: ranks of the accepted nodes, from the root down.
       drafted: whether there was a draft.
-      is_whole: whether the draft ended where the path does, and so may have been too short.
+      reached_leaf: whether the path ends at a leaf, so that a deeper tree might accept more.
     """
 
     path: tuple[int, ...]
     drafted: bool = True
-    is_whole: bool = False
+    reached_leaf: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
-    """The rounds of a row.
+class Rounds:
+    """The recorded rounds of one prompt.
 
     Attributes:
       rounds: in order.
@@ -60,10 +63,12 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Acceptance:
-    """Accepted nodes of depth d that had a place for a child of rank r, and how often it was taken.
+    """Counts of accepted nodes by depth and rank, int [D, R] each.
 
-    int [D, R] each. Whether another child was accepted instead, or the drafter left the place
-    empty, makes no difference.
+    Attributes:
+      tried: accepted nodes at depth d whose child of rank r is in the tree.
+      accepted: how many of these children were accepted. A child that was not drafted, or whose
+        sibling was accepted, counts as not accepted.
     """
 
     tried: np.ndarray
@@ -71,119 +76,129 @@ class Acceptance:
 
     @property
     def chances(self) -> np.ndarray:
-        """float [D, R]: how likely the child of rank r of an accepted node is the accepted one.
+        """Probability that the child of rank r of an accepted node is accepted, float [D, R].
 
-        Of all children of the node, so that a row sums to 1 at most. Depths with few counts lean on
-        the others: as if what all depths say of the rank had been seen in eight more trials.
+        Depths with few counts are shrunk towards the mean of the rank over all depths. A row sums
+        to at most 1.
         """
-        tried, accepted = self.tried.sum(0), self.accepted.sum(0)
-        usual = accepted / np.maximum(tried, 1)
-        found = (self.accepted + _EVIDENCE * usual) / (self.tried + _EVIDENCE)
-        return found / np.maximum(found.sum(1, keepdims=True), 1)
+        mean = self.accepted.sum(0) / np.maximum(self.tried.sum(0), 1)
+        chances = (self.accepted + _PRIOR_TRIALS * mean) / (self.tried + _PRIOR_TRIALS)
+        return chances / np.maximum(chances.sum(1, keepdims=True), 1)
 
     def as_dict(self) -> dict[str, list]:
-        """Chances, counts and intervals, for JSON."""
-        low, high = self.interval()
-        fields = {
-            "chances": self.chances,
-            "tried": self.tried,
-            "accepted": self.accepted,
-            "low": low,
-            "high": high,
-        }
-        return {name: value.tolist() for name, value in fields.items()}
+        """Return chances and counts for JSON."""
+        arrays = {"chances": self.chances, "tried": self.tried, "accepted": self.accepted}
+        return {name: array.tolist() for name, array in arrays.items()}
 
-    def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ends of the 95 % intervals of the bare shares (Wilson's): float [D, R], 0 and 1 if none.
 
-        Successive rounds of a text are not independent: take them for a lower bound of the doubt.
-        """
-        z2, n = 1.96**2, np.maximum(self.tried, 1)
-        share = self.accepted / n
-        middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-        half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n**2))) / (1 + z2 / n)
-        none = self.tried == 0
-        return np.where(none, 0, middle - half).clip(0), np.where(none, 1, middle + half).clip(0, 1)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recording:
+    """The recorded drafts of a family.
+
+    Attributes:
+      prompts: the rounds of each prompt.
+      acceptance: None if drafts have no static tree.
+    """
+
+    prompts: Sequence[Rounds]
+    acceptance: Acceptance | None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no draft fitted into an answer, so that nothing can be predicted."""
+        return not any(prompt.rounds for prompt in self.prompts)
+
+
+def record(family: Family, work: Workload, num_prompts: int, settings: Settings) -> Recording:
+    """Generate all answers with the family's widest draft.
+
+    ``num_prompts`` counts the distinct prompts of ``work``, which repeats them in order.
+    """
+    build, tree = family.build(family.probe.config), family.probe.tree
+    exact = by_position(build.plan, settings.temperature)
+    plan = one_by_one(build.plan) if exact else build.plan
+    plan = dataclasses.replace(plan, record_rounds=bucket(settings.max_tokens))
+    answers, _ = generate(plan, build.params, work)
+    rounds = [rounds_of(answer, tree, exact) for answer in answers]
+    acceptance = None if tree is None else count(list(itertools.chain(*rounds)), tree)
+    if not exact:  # pool the random answers to the same prompt
+        pools = [list(itertools.chain(*rounds[i::num_prompts])) for i in range(num_prompts)]
+        rounds = [pools[row % num_prompts] for row in range(len(rounds))]
+    return Recording([Rounds(prompt, exact) for prompt in rounds], acceptance)
 
 
 def by_position(plan: Plan, temperature: float) -> bool:
-    """Whether neither the text nor what the drafter knows depends on what is drafted."""
+    """Return whether neither the text nor the drafter's state depends on what is drafted."""
     rule = plan.effective_rule
-    same_text = rule.uniforms == "target" or (temperature == 0 and rule.greedy_is_match)
+    same_text = rule.randomness == "target" or (temperature == 0 and rule.greedy_is_match)
     return same_text and not isinstance(plan.drafter, Sharing)
 
 
 def one_by_one(plan: Plan) -> Plan:
-    """The plan with a rule that accepts nothing: a draft for every token of the same text."""
-    everything = frozenset(get_args(Proposal))
-    rule = Rule("one_by_one", _root_alone, "target", everything)
+    """Return the plan with a rule that accepts nothing, so that every token gets a draft."""
+    rule = Rule("one_by_one", _reject_all, "target", frozenset(get_args(Proposal)))
     return dataclasses.replace(plan, rule=rule)
 
 
-def _root_alone(
-    processed: Array, draft: Draft, tree: Tree, draws: Array
+def _reject_all(
+    processed: Array, draft: Draft, tree: Tree, draws: Array, proposal: Proposal
 ) -> tuple[Array, Array, Array]:
-    """The target's own draw after the root; arguments as for ``verify.target_only.match``."""
-    path, num_accepted, _ = match(processed, draft, tree, draws)
+    """Emit the target's draw after the root; arguments as for ``verify.match.match``."""
+    path, num_accepted, _ = match(processed, draft, tree, draws, proposal)
     return jnp.zeros_like(path), jnp.zeros_like(num_accepted), processed[:, 0]
 
 
-def rounds_of(answer: Answer, tree: StaticTree | None, every: bool) -> list[Round]:
-    """The rounds of a row.
+def rounds_of(answer: Answer, tree: StaticTree | None, exact: bool) -> list[Round]:
+    """Return the rounds of an answer.
 
-    Of a generation as it is, those whose draft could have reached past the end of the text are left
-    out: they were cut short.
+    Rounds whose draft could pass the end of the text are left out unless ``exact``, because the
+    limit cut them short.
 
     Args:
       answer: with a trace of all rounds.
-      tree: of the drafts; None where they have none: then all ranks are called 0.
-      every: whether the plan was ``one_by_one``, and the rounds are those of every token.
+      tree: of the drafts; None if they have none, then every rank is 0.
+      exact: whether the plan was ``one_by_one``, with a round for every token.
     """
     depth, text = len(answer.accepted) - 1, answer.tokens.tolist()
-    found, begin = [], 0
-    for count, nodes, parents in zip(*(part.tolist() for part in answer.trace), strict=True):
-        drafted = any(token >= 0 for token in nodes[1:])
-        end = len(text) if every else begin + count
-        if every or begin + depth + 1 <= len(text):
-            path = _path(tree, nodes, parents, text[begin:end])
-            is_whole = tree is not None and not _widths(tree).get(path, 0)
-            found.append(Round(path, drafted, is_whole))
-        begin += count + 1
-    return found
+    rounds, begin = [], 0
+    for accepted, tokens, parents in zip(*(part.tolist() for part in answer.trace), strict=True):
+        if exact or begin + depth + 1 <= len(text):
+            path = _path(tree, tokens, parents, text[begin : None if exact else begin + accepted])
+            reached_leaf = tree is not None and not _widths(tree).get(path, 0)
+            rounds.append(Round(path, any(token >= 0 for token in tokens[1:]), reached_leaf))
+        begin += accepted + 1
+    return rounds
 
 
 def count(rounds: Sequence[Round], tree: StaticTree) -> Acceptance:
-    """Counts of all rounds, of drafts of ``tree``."""
+    """Count the accepted nodes of all rounds with drafts of ``tree``."""
     widths = _widths(tree)
     tried = np.zeros((tree.max_depth, max(tree.widths)), int)
     accepted = np.zeros_like(tried)
-    for each in rounds:
-        for depth in range(len(each.path) + 1):
-            width = widths.get(each.path[:depth], 0)
-            taken = each.path[depth] if depth < len(each.path) else None
-            tried[depth : depth + 1, :width] += 1
-            if taken is not None:
-                accepted[depth, taken] += 1
+    for round_ in rounds:
+        for depth in range(len(round_.path) + 1):
+            tried[depth : depth + 1, : widths.get(round_.path[:depth], 0)] += 1
+        accepted[np.arange(len(round_.path)), list(round_.path)] += 1
     return Acceptance(tried, accepted)
 
 
-def extended(row: Recorded, chances: np.ndarray, random: np.random.Generator) -> Recorded:
-    """The rounds, those whose draft was accepted to its end gone on with by ``chances`` [D, R]."""
-    found = []
-    for each in row.rounds:
-        path = list(each.path)
-        while each.is_whole and each.drafted and len(path) < len(chances):
-            distribution = chances[len(path)]
-            rank = int(np.searchsorted(np.cumsum(distribution), random.random(), side="right"))
-            if rank == len(distribution):
+def extended(prompt: Rounds, chances: np.ndarray, random: np.random.Generator) -> Rounds:
+    """Continue the paths that reached a leaf with ranks drawn from ``chances`` [D, R]."""
+    rounds = []
+    for round_ in prompt.rounds:
+        path = list(round_.path)
+        while round_.reached_leaf and round_.drafted and len(path) < len(chances):
+            cumulative = np.cumsum(chances[len(path)])
+            rank = int(np.searchsorted(cumulative, random.random(), side="right"))
+            if rank == len(cumulative):
                 break
             path.append(rank)
-        found.append(dataclasses.replace(each, path=tuple(path), is_whole=False))
-    return dataclasses.replace(row, rounds=found)
+        rounds.append(Round(tuple(path), round_.drafted))
+    return Rounds(rounds, prompt.by_position)
 
 
 def accepted_by(tree: StaticTree, path: Sequence[int]) -> int:
-    """How many nodes of ``path`` a tree of this shape holds, from the root down."""
+    """Return how many nodes of ``path`` the tree contains, from the root down."""
     widths, length = _widths(tree), 0
     while length < len(path) and path[length] < widths.get(tuple(path[:length]), 0):
         length += 1
@@ -191,20 +206,20 @@ def accepted_by(tree: StaticTree, path: Sequence[int]) -> int:
 
 
 def _path(
-    tree: StaticTree | None, nodes: Sequence[int], parents: Sequence[int], text: Sequence[int]
+    tree: StaticTree | None, tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]
 ) -> tuple[int, ...]:
-    """Ranks of the nodes that hold the longest beginning of ``text``; siblings differ."""
-    children = {(parents[n], nodes[n]): n for n in range(1, len(nodes)) if nodes[n] >= 0}
-    here, path = 0, []
+    """Return the ranks of the nodes that hold the longest prefix of ``text``."""
+    children = {(parents[i], tokens[i]): i for i in range(1, len(tokens)) if tokens[i] >= 0}
+    node, path = 0, []
     for token in text:
-        here = children.get((here, token))
-        if here is None:
+        node = children.get((node, token))
+        if node is None:
             break
-        path.append(0 if tree is None else tree.ranks[here])
+        path.append(0 if tree is None else tree.ranks[node])
     return tuple(path)
 
 
 @functools.lru_cache(maxsize=256)
 def _widths(tree: StaticTree) -> dict[tuple[int, ...], int]:
-    """The number of children of each node, by its path."""
+    """Return the number of children of each node, by its path."""
     return dict(zip(((), *tree.paths), tree.widths, strict=True))

@@ -1,4 +1,4 @@
-"""What is searched: families of configs that differ in K or in the tree, and their members."""
+"""The search space: families of configs that differ in K or in the tree, and their candidates."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ from jspec.api import config
 from jspec.api.build import Build, build_plan
 from jspec.core import trees
 from jspec.core.trees import StaticTree
+from jspec.core.types import Drafter
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.drafters.trees import tree_settings
 from jspec.engine import loading
@@ -17,201 +18,193 @@ from jspec.tools.bench.names import name_of, names_of
 from jspec.tools.tune.settings import TREE_STEP, Settings
 
 PLAIN = {"method": "none"}
-_DEPTHS = ("num_speculative_tokens", "tree", "tree_size", "tree_depth", "tree_top_k")
-# Keys that say what a round drafts, or from which the depth must follow.
-_SAYS_ALL = (
-    *_DEPTHS,
+_DEPTH_KEYS = ("num_speculative_tokens", "tree", "tree_size", "tree_depth", "tree_top_k")
+# Keys that fix the draft of a round, or from which its depth follows.
+_FIXING_KEYS = (
+    *_DEPTH_KEYS,
     "parts",
     "adaptive_length",
     "num_speculative_tokens_per_batch_size",
     "synthetic_acceptance_rates",
 )
 _TOP_K = 4  # most children of a node
-_PROBE_NODES = 40  # of the tree by which acceptance is measured
+_PROBE_NODES = 40  # of the tree that records acceptance
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """A config that may be the best.
+    """A config that may be the fastest.
 
     Attributes:
-      family: its place in the list of families.
-      name: for people.
+      family: index into the list of families.
+      name: for tables.
       config: as a user would write it.
-      tree: the static tree of its drafts; None if it has none.
+      tree: of its drafts; None if they have no static tree.
+      depth: edges from the root to the deepest leaf.
+      size: nodes with the root.
     """
 
     family: int
     name: str
-    config: Mapping[str, Any] = dataclasses.field(hash=False)
+    config: Mapping[str, Any]
     tree: StaticTree | None
+    depth: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """Configs of one method.
+    """The configs of one method.
 
     Attributes:
-      number: its place in the list of families.
-      name: for people.
-      given: the config, as it was given.
-      loaded: the same with its networks opened.
-      depth: the largest K; None for a config that is a candidate as it is.
-      takes_trees: whether static trees are searched, too.
-      target: whom it drafts for.
+      number: index into the list of families; 0 is plain decoding.
+      name: for tables.
+      config: as the user gave it.
+      opened: the ``method`` and ``model`` of the config as loaded networks.
+      max_k: the largest K; None if the config is a candidate as it is.
+      takes_trees: whether static trees are searched.
+      target: the target model.
       dtype: of weights.
     """
 
     number: int
     name: str
-    given: Mapping[str, Any]
-    loaded: Mapping[str, Any]
-    depth: int | None
+    config: Mapping[str, Any]
+    opened: Mapping[str, Any]
+    max_k: int | None
     takes_trees: bool
     target: LoadedModel
     dtype: str | None
 
-    def made(self, config_: Mapping[str, Any]) -> Build:
-        """The plan and the weights of one of the family's configs."""
-        return build_plan(self.target, config.read(self.runnable(config_)), dtype=self.dtype)
-
-    def runnable(self, config_: Mapping[str, Any]) -> dict[str, Any]:
-        """One of the family's configs, with its networks opened."""
-        return {
-            **config_,
-            **{key: self.loaded[key] for key in ("method", "model") if key in self.loaded},
-        }
+    def build(self, config_: Mapping[str, Any]) -> Build:
+        """Return the plan and the weights of one of the family's configs."""
+        return build_plan(self.target, config.read({**config_, **self.opened}), dtype=self.dtype)
 
     def chain(self, depth: int) -> Candidate:
-        """The chain of K = ``depth``."""
-        given = {**self.given, "num_speculative_tokens": depth}
-        if self.given.get("method") == "token_recycling":  # whose default is a tree
-            given["tree"] = "chain"
-        return Candidate(self.number, f"{self.name}, K={depth}", given, chain(depth))
+        """Return the chain of K = ``depth``."""
+        chosen = {**self.config, "num_speculative_tokens": depth}
+        if self.config.get("method") == "token_recycling":  # its default is a tree
+            chosen["tree"] = "chain"
+        name = f"{self.name}, K={depth}"
+        return Candidate(self.number, name, chosen, chain(depth), depth, depth + 1)
 
     def tree(self, tree: StaticTree) -> Candidate:
-        """A static tree."""
+        """Return the candidate of a static tree."""
         if max(tree.widths) == 1:
             return self.chain(tree.max_depth)
-        given = {**self.given, "tree": [list(path) for path in tree.paths]}
-        name = f"{self.name}, tree of {shape.size} nodes, K={shape.max_depth}"
-        return Candidate(self.number, name, given, tree)
+        chosen = {**self.config, "tree": [list(path) for path in tree.paths]}
+        name = f"{self.name}, tree of {tree.size} nodes, K={tree.max_depth}"
+        return Candidate(self.number, name, chosen, tree, tree.max_depth, tree.size)
 
     @functools.cached_property
     def probe(self) -> Candidate:
-        """By which acceptance is measured."""
-        if self.depth is None:
-            drafter = self.made(self.given).plan.drafter
-            return Candidate(self.number, self.name, self.given, _static_tree(drafter))
+        """The candidate that records acceptance: the config itself, or the widest draft."""
+        if self.max_k is None:
+            drafter = self.build(self.config).plan.drafter
+            tree, depth = _tree_of(drafter), drafter.max_depth
+            return Candidate(self.number, self.name, self.config, tree, depth, drafter.tree_size)
         if not self.takes_trees:
-            return self.chain(self.depth)
-        full = tree_settings.full(self.depth, _TOP_K)
-        paths = tree_settings.best(min(_PROBE_NODES, full), self.depth, _TOP_K).paths
-        spine = [(0,) * above + (rank,) for above in range(self.depth) for rank in range(_TOP_K)]
+            return self.chain(self.max_k)
+        full = tree_settings.full(self.max_k, _TOP_K)
+        paths = tree_settings.best(min(_PROBE_NODES, full), self.max_k, _TOP_K).paths
+        spine = [(0,) * depth + (rank,) for depth in range(self.max_k) for rank in range(_TOP_K)]
         return self.tree(trees.from_choices({*paths, *spine}))
 
 
 def chain(depth: int) -> StaticTree:
-    """The shape of a chain."""
+    """Return the static tree of a chain."""
     return trees.from_choices([(0,) * length for length in range(1, depth + 1)])
 
 
 def families_of(target: LoadedModel, settings: Settings) -> list[Family]:
-    """Plain decoding, and every config's.
+    """Return plain decoding, and the family of every config.
 
     Raises:
-      ValueError: a config does not go with the target.
+      ValueError: a config does not fit the target.
     """
-    found = [Family(0, "plain decoding", PLAIN, PLAIN, None, False, target, settings.dtype)]
+    families = [Family(0, "plain decoding", PLAIN, PLAIN, None, False, target, settings.dtype)]
     for given in settings.configs:
-        for place, one in enumerate(_spread_out(given, settings)):
+        for index, variant in enumerate(_variants(given, settings)):
             try:
-                found.append(_family(len(found), one, target, settings))
+                families.append(_family(len(families), variant, target, settings))
             except ValueError:
-                if not place:
+                if index == 0:
                     raise
                 break  # the head drafts no deeper
-    # K and the tree are searched: those of one network may come to be another's.
-    names = names_of([family.given for family in found[1:]], unsaid=_DEPTHS)
-    named = zip(found[1:], names, strict=True)
-    return [found[0], *(dataclasses.replace(family, name=name) for family, name in named)]
+    # The search may give one model's config the K of another's: K alone must not name them.
+    names = names_of([family.config for family in families[1:]], unsaid=_DEPTH_KEYS)
+    named = zip(families[1:], names, strict=True)
+    return [families[0], *(dataclasses.replace(family, name=name) for family, name in named)]
 
 
 def check(given: Mapping[str, Any], settings: Settings) -> None:
-    """Raises ValueError where a config is wrong, whatever the target."""
-    one = next(_spread_out(given, settings))
-    config.read(one if says_all(one) else _with_depth(one, 1))
+    """Raise ValueError if a config is wrong for every target."""
+    first = next(_variants(given, settings))
+    config.read(first if _is_fixed(first) else {**first, "num_speculative_tokens": 1})
 
 
-def says_all(given: Mapping[str, Any]) -> bool:
-    """Whether a config leaves nothing to be searched."""
-    return given.get("method") == "none" or any(given.get(key) is not None for key in _SAYS_ALL)
+def tree_sizes(largest: int) -> Sequence[int]:
+    """Return the sizes of the trees that are searched."""
+    return [*range(TREE_STEP, largest, TREE_STEP), largest] if largest >= TREE_STEP else []
 
 
-def tree_sizes(most: int) -> Sequence[int]:
-    """Sizes of the trees that are looked at."""
-    return [*range(TREE_STEP, most, TREE_STEP), most] if most >= TREE_STEP else []
+def _is_fixed(given: Mapping[str, Any]) -> bool:
+    """Return whether a config leaves nothing to search."""
+    return given.get("method") == "none" or any(given.get(key) is not None for key in _FIXING_KEYS)
 
 
-def _spread_out(given: Mapping[str, Any], settings: Settings) -> Iterator[Mapping[str, Any]]:
-    """The config; or one for each K, where what is accepted of a draft depends on how it ends."""
-    whole = given.get("rejection_sample_method") == "block" and settings.temperature > 0
-    if says_all(given) or not whole:
+def _variants(given: Mapping[str, Any], settings: Settings) -> Iterator[Mapping[str, Any]]:
+    """Yield the config, or one for each K under ``block``, which judges a draft as a whole."""
+    by_draft = given.get("rejection_sample_method") == "block" and settings.temperature > 0
+    if _is_fixed(given) or not by_draft:
         yield given
         return
     for depth in range(1, settings.max_speculative_tokens + 1):
-        yield _with_depth(given, depth)
-
-
-def _with_depth(given: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    return {**given, "num_speculative_tokens": depth}
+        yield {**given, "num_speculative_tokens": depth}
 
 
 def _family(
     number: int, given: Mapping[str, Any], target: LoadedModel, settings: Settings
 ) -> Family:
-    fixed = says_all(given)
-    known = config.read(given if fixed else _with_depth(given, 1))
-    loaded: dict[str, Any] = {"method": known.method} if not known.drafter_class else {}
-    if known.needs_model and not known.parts:
-        loaded["model"] = loading.load(known.model, settings.dtype)
-    elif known.needs_head and known.model is not None:
-        loaded["model"] = loading.load_head(
-            known.model, target.config, kind=known.method, dtype=settings.dtype
+    """Open the networks of a config, and find the largest K that its drafter takes."""
+    is_fixed = _is_fixed(given)
+    read = config.read(given if is_fixed else {**given, "num_speculative_tokens": 1})
+    opened: dict[str, Any] = {} if read.drafter_class else {"method": read.method}
+    if read.needs_model and not read.parts:
+        opened["model"] = loading.load(read.model, settings.dtype)
+    elif read.needs_head and read.model is not None:
+        opened["model"] = loading.load_head(
+            read.model, target.config, kind=read.method, dtype=settings.dtype
         )
-    family = Family(number, name_of(given), given, loaded, None, False, target, settings.dtype)
-    if fixed:
-        family.made(given)  # raises what is wrong before anything is measured
+    family = Family(number, name_of(given), given, opened, None, False, target, settings.dtype)
+    if is_fixed:
+        family.build(given)  # raises before anything is measured
         return family
-    depth, made = _deepest(family, settings.max_speculative_tokens)
-    drafter = made.plan.drafter
-    # Lookups of continuations have trees, too, but none of a static shape.
-    takes_trees = bool(settings.max_tree_size) and isinstance(_draft_tree(drafter), StaticTree)
-    return dataclasses.replace(family, depth=depth, takes_trees=takes_trees)
+    depth, drafter = _deepest(family, settings.max_speculative_tokens)
+    # Drafters with trees of their own, such as suffix, have no static tree.
+    takes_trees = bool(settings.max_tree_size) and _static_tree(drafter) is not None
+    return dataclasses.replace(family, max_k=depth, takes_trees=takes_trees)
 
 
-def _deepest(family: Family, most: int) -> tuple[int, Build]:
-    """The largest K that the method can take, and what is made of it.
-
-    Raises:
-      ValueError: not even 1 will do.
-    """
-    for depth in range(most, 0, -1):
+def _deepest(family: Family, largest: int) -> tuple[int, Drafter]:
+    """Return the largest K that a method takes, and its drafter; raise if not even K=1 works."""
+    for depth in range(largest, 1, -1):
         try:
-            return depth, family.made(family.chain(depth).config)
+            return depth, family.build(family.chain(depth).config).plan.drafter
         except ValueError:
-            if depth == 1:
-                raise
-    raise AssertionError(most)
+            continue
+    return 1, family.build(family.chain(1).config).plan.drafter
 
 
-def _static_tree(drafter: Any) -> StaticTree | None:
-    """The static shape of a drafter's drafts, if they have one."""
-    if isinstance(_draft_tree(drafter), StaticTree):
-        return drafter.draft_tree
-    is_chain = drafter.tree_size == drafter.max_depth + 1 and drafter.max_depth
+def _tree_of(drafter: Drafter) -> StaticTree | None:
+    """Return the static tree or the chain that a drafter drafts, if it has a fixed one."""
+    tree = _static_tree(drafter)
+    if tree is not None:
+        return tree
+    is_chain = drafter.tree_size == drafter.max_depth + 1 and drafter.max_depth > 0
     return chain(drafter.max_depth) if is_chain and not isinstance(drafter, Adaptive) else None
 
 
-def _draft_tree(drafter: Any) -> Any:
-    return getattr(drafter, "draft_tree", None)
+def _static_tree(drafter: Any) -> StaticTree | None:
+    tree = getattr(drafter, "draft_tree", None)  # drafters of users' own need not have it
+    return tree if isinstance(tree, StaticTree) else None

@@ -1,10 +1,9 @@
-"""Tokens a second that a shape of drafts is expected to bring, before it has ever generated a text.
+"""Rounds that a candidate would need, predicted from recorded rounds.
 
-The answers are played through: each round accepts what the shape holds of a recorded path, until
-the answer is as long as it was. Where there is a path for every token, the next round is that of
-the token reached; else it is drawn from all rounds of the same prompt, many times over. So a group
-goes on for as long as its slowest row, and a round has a draft where any of its rows has one, as in
-the loop itself.
+Each answer is replayed: a round accepts the part of a recorded path that the candidate's tree
+contains, until the answer has its length. If there is a path for every token, the next round starts
+at the token reached. Otherwise rounds are drawn at random from those of the same prompt. As in the
+loop, a group runs as long as its slowest row, and a round drafts if any row has a draft.
 """
 
 import dataclasses
@@ -13,18 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.trees import StaticTree
-from jspec.engine.batch import Answer
-from jspec.tools.tune.acceptance import Recorded, accepted_by
+from jspec.tools.tune.acceptance import Rounds, accepted_by
 
-_DRAWS = 64  # generations that are played through
+_REPLAYS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What the answers of all groups take.
+    """The rounds that the answers of all groups need.
 
     Attributes:
-      drafted: rounds in which any row had a draft, all groups together.
+      drafted: rounds in which any row has a draft.
       plain: the other rounds.
       tokens_per_pass: of a row, the bonus token included.
     """
@@ -34,86 +32,69 @@ class Passes:
     tokens_per_pass: float
 
 
-def play(
-    recorded: Sequence[Recorded],
+def replay(
+    prompts: Sequence[Rounds],
     tree: StaticTree | None,
     lengths: Sequence[int],
     groups: Sequence[Sequence[int]],
     seed: int = 0,
 ) -> Passes:
-    """Plays the answers through.
+    """Replay all answers with drafts of ``tree``.
 
     Args:
-      recorded: of every prompt; where there are no rounds, those of all prompts are drawn from.
-      tree: of the drafts; None for what was recorded, as it is.
-      lengths: tokens of every answer; where rounds are those of every token, they say it better.
+      prompts: recorded rounds; a prompt without any draws from those of all prompts.
+      tree: of the drafts; None replays the recorded drafts.
+      lengths: tokens of every answer.
       groups: indices of prompts that run together.
-      seed: equal seeds draw equal rounds, so that shapes are compared on the same.
+      seed: equal seeds draw equal rounds for every tree.
 
     Raises:
-      ValueError: there are no rounds at all.
+      ValueError: there are no rounds.
     """
-    every = Recorded([each for some in recorded for each in some.rounds], False)
-    if not every.rounds:
+    pooled = Rounds([round_ for prompt in prompts for round_ in prompt.rounds], False)
+    if not pooled.rounds:
         raise ValueError("no round is left to predict from: answers are too short for the drafts.")
-    drafted = plain = spent = said = 0.0
+    drafted = plain = row_rounds = tokens = 0.0
     for group in groups:
-        played = [
+        rows = [
             _row(
-                recorded[index] if recorded[index].rounds else every,
+                prompts[index] if prompts[index].rounds else pooled,
                 tree,
                 lengths[index],
                 np.random.default_rng((seed, index)),
             )
             for index in group
         ]
-        ran = np.array([[len(draw) for draw in row] for row in played])
-        drafts = np.zeros((_DRAWS, int(ran.max())), bool)
-        for row in played:
-            for draw, had in enumerate(row):
-                drafts[draw, : len(had)] |= had
-        drafted += drafts.sum(1).mean()
-        plain += (ran.max(0) - drafts.sum(1)).mean()
-        spent += ran.sum(0).mean()
-        said += sum(_length(recorded[index], lengths[index]) for index in group)
-    return Passes(float(drafted), float(plain), float(said / spent))
+        counts = np.array([[len(has_draft) for has_draft in row] for row in rows])
+        any_draft = np.zeros((_REPLAYS, int(counts.max())), bool)
+        for row in rows:
+            for index, has_draft in enumerate(row):
+                any_draft[index, : len(has_draft)] |= has_draft
+        drafted += any_draft.sum(1).mean()
+        plain += (counts.max(0) - any_draft.sum(1)).mean()
+        row_rounds += counts.sum(0).mean()
+        tokens += sum(_length(prompts[index], lengths[index]) for index in group)
+    return Passes(float(drafted), float(plain), float(tokens / row_rounds))
 
 
-def counted(answers: Sequence[Answer], groups: Sequence[Sequence[int]]) -> Passes:
-    """The passes of a generation that was. Rows are taken to have drafts independently."""
-    drafted = plain = 0.0
-    for group in groups:
-        some = [answers[index] for index in group]
-        most = max(answer.rounds for answer in some)
-        none = np.prod([1 - answer.drafts / max(answer.rounds, 1) for answer in some])
-        drafted += most * (1 - none)
-        plain += most * none
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return Passes(float(drafted), float(plain), tokens / sum(answer.rounds for answer in answers))
-
-
-def _length(recorded: Recorded, length: int) -> int:
-    return len(recorded.rounds) if recorded.by_position else length
+def _length(prompt: Rounds, length: int) -> int:
+    return len(prompt.rounds) if prompt.by_position else length
 
 
 def _row(
-    recorded: Recorded, tree: StaticTree | None, length: int, random: np.random.Generator
+    prompt: Rounds, tree: StaticTree | None, length: int, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """Whether there was a draft in each of a row's rounds, of many generations: bool [rounds]."""
-    accepted = np.array(
-        [
-            len(each.path) if tree is None else accepted_by(tree, each.path)
-            for each in recorded.rounds
-        ]
-    )
-    has_draft = np.array([each.drafted for each in recorded.rounds])
-    if recorded.by_position:
-        place, visited = 0, []
-        while place < len(accepted):
-            visited.append(place)
-            place += int(accepted[place]) + 1
-        return [has_draft[visited]] * _DRAWS
-    picked = random.integers(len(accepted), size=(_DRAWS, length))
+    """Return whether each round of an answer has a draft, bool [rounds] for each replay."""
+    paths = [round_.path for round_ in prompt.rounds]
+    accepted = np.array([len(p) if tree is None else accepted_by(tree, p) for p in paths])
+    has_draft = np.array([round_.drafted for round_ in prompt.rounds])
+    if prompt.by_position:
+        position, visited = 0, []
+        while position < len(accepted):
+            visited.append(position)
+            position += int(accepted[position]) + 1
+        return [has_draft[visited]] * _REPLAYS
+    picked = random.integers(len(accepted), size=(_REPLAYS, length))
     emitted = 1 + accepted[picked]
-    runs = (np.cumsum(emitted, 1) - emitted < length).sum(1)
-    return [has_draft[row[:count]] for row, count in zip(picked, runs, strict=True)]
+    counts = (np.cumsum(emitted, 1) - emitted < length).sum(1)
+    return [has_draft[row[:count]] for row, count in zip(picked, counts, strict=True)]

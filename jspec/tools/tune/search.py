@@ -1,322 +1,189 @@
-"""The search at one batch size: predict, measure the rounds of the most promising, predict again.
+"""The search at one batch size: predict, measure the most promising candidate, predict again.
 
-What was not measured yet is taken to be as cheap as it can be. So shapes are measured in the order
-of what they may bring, and the search ends when the two best have been measured: nothing else can
-be better, by the predictions.
+Unmeasured candidates count as cheap as they can be. The search ends when the two best candidates
+are measured, because by the predictions no other can then be faster.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jspec.api.build import Build
 from jspec.api.llm import LLM
 from jspec.api.sampling_params import SamplingParams
-from jspec.core.types import Params, Shared, Sharing
-from jspec.engine.plan import Plan
+from jspec.core import trees
+from jspec.core.types import Sharing
 from jspec.tools.bench.contenders import Ours
 from jspec.tools.tune import clocks, prediction
-from jspec.tools.tune.acceptance import Acceptance, Recorded, Round, extended
-from jspec.tools.tune.clocks import Clock
-from jspec.tools.tune.costs import Costs, RoundTime
+from jspec.tools.tune.acceptance import Recording, Round, Rounds, extended
+from jspec.tools.tune.costs import Costs
 from jspec.tools.tune.families import Candidate, Family, tree_sizes
 from jspec.tools.tune.prediction import Passes
-from jspec.tools.tune.requests import Workload, generate
 from jspec.tools.tune.settings import Settings
-from jspec.tools.tune.trees import best_trees
+from jspec.tools.tune.trees import likeliest_paths
+from jspec.tools.tune.workload import Workload, generate
 
-_ROWS_OF_TABLE = 12  # of the candidates that results name
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Known:
-    """What was recorded of a family.
-
-    Attributes:
-      rows: of each prompt.
-      acceptance: where drafts have a shape.
-    """
-
-    rows: Sequence[Recorded]
-    acceptance: Acceptance | None
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether any draft fitted into an answer: without one nothing can be predicted."""
-        return any(row.rounds for row in self.rows)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
-    """A candidate in the search: its size, and the passes that it is expected to take."""
-
-    candidate: Candidate
-    depth: int
-    size: int
-    passes: Passes
+_LISTED = 12  # unmeasured candidates beyond this rank are not reported
 
 
 class Search:
-    """Candidates of one batch size, what is known of them, and the best two."""
+    """The candidates of one batch size, with their predicted passes and measured costs."""
 
     def __init__(
         self,
         families: Sequence[Family],
-        known: Sequence[Known],
+        recordings: Sequence[Recording],
         work: Workload,
         settings: Settings,
         on_step: Callable[[str], None],
     ):
-        self._families, self._known = families, known
-        self._work, self._settings = work, settings
-        self._words = lambda words: on_step(f"{work.case.words}: {words}")
-        self._measured: dict[Candidate, RoundTime] = {}
-        self._firsts: dict[int, float] = {}  # of first tokens, beyond the round
-        self._learnt: dict[Candidate, Shared] = {}
-        self._costs: dict[int, Costs] = {}
-        self.entries: list[Entry] = []
+        self._families, self._work, self._settings = families, work, settings
+        self._on_step = lambda words: on_step(f"{work.case.title}: {words}")
+        self._measure_plain()
+        self._passes: dict[Candidate, Passes] = {}
+        for family, recording in zip(families, recordings, strict=True):
+            self._passes |= self._predicted_passes(family, recording)
+        self.plain = next(iter(self._passes))
+        self._costs.measured(self.plain, self._costs.plain, 0.0)
 
-    def run(self) -> list[Entry]:
-        """The best, the runner-up and plain decoding, the best first, as far as predictions go."""
-        self._begin()
-        self.entries = [entry for family in self._families for entry in self._entries(family)]
+    def run(self) -> list[Candidate]:
+        """Return the predicted best, the runner-up and plain decoding, the fastest first."""
         for _ in range(self._settings.max_programs):
-            new = [e for e in self._ranked()[:2] if e.candidate not in self._measured]
-            if not new:
+            unmeasured = [each for each in self._ranked()[:2] if each not in self._costs.rounds]
+            if not unmeasured:
                 break
-            self._measure(new[0])
-        ranked = [e for e in self._ranked() if e.candidate in self._measured]
-        return [*dict.fromkeys([*ranked[:2], self._plain])]
+            self._measure(unmeasured[0])
+        ranked = [each for each in self._ranked() if each in self._costs.rounds]
+        return [*dict.fromkeys([*ranked[:2], self.plain])]
 
-    def clocks(self, best: Sequence[Entry]) -> list[Clock]:
-        """What times a call for one token, and rounds of each of the best."""
-        self._last = [clock for entry in best for clock in self._rounds(entry, self._made(entry))]
-        return [self._one_call, *self._last]
-
-    def settle(self, best: Sequence[Entry], seconds: Sequence[float]) -> None:
-        """Takes in what the ``clocks`` have shown in the same turns in which the best were run.
-
-        All other times are brought to the speed that the machine had then.
-        """
-        call, *rounds = seconds
-        pairs = list(zip(self._last, rounds, strict=True))
-        plain = next(each for clock, each in pairs if clock.entry.candidate.family == 0)
-        self._rescale(plain / self._costs[0].plain)
-        for entry in best:
-            self._learn(entry, [pair for pair in pairs if pair[0].entry is entry])
-        self._call = call - plain
-
-    def tokens_per_second(self, entry: Entry) -> float:
-        """The prediction, of ``LLM.generate`` on all prompts."""
-        return sum(self._lengths) / self._seconds(entry)
+    def prediction(self, candidate: Candidate) -> dict[str, float]:
+        """Return the predicted speed of ``LLM.generate`` on all prompts, and acceptance length."""
+        return {
+            "predicted_tokens_per_second": sum(self._lengths) / self._seconds(candidate),
+            "predicted_acceptance_length": self._passes[candidate].tokens_per_pass,
+        }
 
     def report(self) -> dict[str, Any]:
-        """What was measured and predicted, for the results."""
-        table = self._costs[0]
-        lines = []
-        for place, entry in enumerate(self._ranked()):
-            measured = self._measured.get(entry.candidate)
-            if place >= _ROWS_OF_TABLE and measured is None:
-                continue
-            lines.append(
-                {
-                    "name": entry.candidate.name,
-                    "predicted_tokens_per_second": self.tokens_per_second(entry),
-                    "predicted_acceptance_length": entry.passes.tokens_per_pass,
-                    "round_ms": 1e3 * self._round_seconds(entry),
-                    "round_was_measured": measured is not None,
-                }
-            )
+        """Return the measurements and predictions for the results."""
+        costs, lines = self._costs, []
+        for rank, candidate in enumerate(self._ranked()):
+            is_measured = candidate in costs.rounds
+            if rank < _LISTED or is_measured:
+                round_ms = {"round_ms": 1e3 * self._round_seconds(candidate)}
+                line = {"name": candidate.name} | self.prediction(candidate) | round_ms
+                lines.append(line | {"round_was_measured": is_measured})
         return {
             "prompts": len(self._work.prompts),
             "answer_tokens": sum(self._lengths),
-            "pass_ms": dict(zip(table.sizes, [1e3 * s for s in table.passes], strict=True)),
-            "plain_round_ms": 1e3 * table.plain,
-            "call_ms": 1e3 * self._call,
+            "pass_ms": dict(zip(costs.sizes, [1e3 * s for s in costs.passes], strict=True)),
+            "plain_round_ms": 1e3 * costs.plain,
+            "call_ms": 1e3 * costs.call,
             "candidates": lines,
         }
 
-    def _begin(self) -> None:
-        """Plain decoding: its texts, what a call, its rounds and passes over N nodes take."""
-        plain, work, settings = self._families[0], self._work, self._settings
-        made = plain.made(plain.given)
+    def _measure_plain(self) -> None:
+        """Generate the plain texts; time a call, prefill, rounds, and passes over N nodes."""
+        plain, work = self._families[0], self._work
+        build = plain.build(plain.config)
         llm = LLM(plain.target, None, dtype=plain.dtype, max_num_seqs=work.case.batch_size)
-        self._words("plain decoding")
-        self._said = Ours(llm, work.case, {"all": work.requests})().tokens
-        self._lengths = [len(text) for text in self._said]
-        batch = clocks.halfway(made.plan, made.params, work, self._said, ())
-        most = max([2, *(self._largest(family) for family in self._families[1:])])
-        sizes = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
-        self._words("compiling passes over 1 to many nodes")
-        passes = [clocks.TargetPasses(made.plan, made.params, batch, size) for size in sizes]
-        rounds = clocks.Rounds(made.plan, made.params, work, self._said, ())
+        self._on_step("plain decoding")
+        self._texts = Ours(llm, work.case, {"all": work.requests})().tokens
+        self._lengths = [len(text) for text in self._texts]
+        batch = work.batch(build.plan, build.params, self._texts, ())
+        largest = max([2, *(self._largest(family) for family in self._families[1:])])
+        sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest]
+        sizes.append(largest)
+        self._on_step("measuring plain decoding and passes over 1 to many nodes")
+        self._plain_rounds, _ = clocks.rounds(build.plan, build.params, work, self._texts, ())
         runs = [
-            clocks.first_tokens(made.plan, made.params, work, ()),
-            clocks.Repeated(self._one_token(llm)),
-            rounds,
-            *passes,
+            clocks.whole(self._one_token(llm)),
+            clocks.prefill(build.plan, build.params, work),
+            self._plain_rounds,
+            *(clocks.passes(build.plan, build.params.target, batch, size) for size in sizes),
         ]
-        self._words("measuring passes over 1 to many nodes")
-        first, call, one, *seconds = clocks.timed(runs, settings.repeats, settings.patience)
-        # A call for one token: the prompts, a round, and what the host does.
-        self._call, self._firsts[0] = call - one, first - one
-        self._one_call = runs[1]
-        blank = Costs(sizes, seconds, one, one)
-        self._costs = {
-            f.number: dataclasses.replace(blank, chains={}, trees={}) for f in self._families
-        }
-        self._plain_rounds = rounds
+        call, prefill, plain_round, *seconds = self._timed(runs)
+        self._costs = Costs(sizes, seconds, plain_round, call - plain_round, {0: prefill})
 
     def _one_token(self, llm: LLM) -> Callable[[], Any]:
-        """A call of ``LLM.generate`` for one token of every row of the middle group."""
-        asked = SamplingParams(
-            temperature=self._work.case.temperature,
-            max_tokens=1,
-            seed=self._work.case.seed,
-            detokenize=False,
+        """Return a call of ``LLM.generate`` for one token of every row of the middle group."""
+        case = self._work.case
+        params = SamplingParams(
+            temperature=case.temperature, max_tokens=1, seed=case.seed, detokenize=False
         )
-        some = [{"prompt_token_ids": self._work.prompts[index]} for index in self._work.middle]
-        return lambda: llm.generate(some, asked)
+        prompts = [{"prompt_token_ids": self._work.prompts[index]} for index in self._work.middle]
+        return lambda: llm.generate(prompts, params)
 
     def _largest(self, family: Family) -> int:
-        """Nodes of the largest draft of a family."""
-        if family.depth is None:
-            return family.made(family.given).plan.drafter.tree_size
-        trees = self._settings.max_tree_size if family.takes_trees else 0
-        return max(family.depth + 1, trees)
+        """Return the nodes of the largest draft of a family."""
+        if family.max_k is None:
+            return family.probe.size
+        return max(family.max_k + 1, self._settings.max_tree_size if family.takes_trees else 0)
 
-    def _entries(self, family: Family) -> list[Entry]:
-        """The candidates of a family; none where too little is known of it."""
+    def _predicted_passes(self, family: Family, recording: Recording) -> dict[Candidate, Passes]:
+        """Return the candidates of a family; none if too little was recorded."""
+        lengths, groups = self._lengths, self._work.groups
         if family.number == 0:
-            nothing = Recorded([Round((), drafted=False)], by_position=False)
-            passes = prediction.play(
-                [nothing] * len(self._lengths), None, self._lengths, self._work.groups
-            )
-            entry = Entry(Candidate(0, family.name, family.given, None), 0, 1, passes)
-            plain = self._costs[0].plain
-            self._measured[entry.candidate] = RoundTime(plain, plain)
-            return [entry]
-        known = self._known[family.number]
-        if not known.is_enough:
-            return []
-        rows = known.rows[: len(self._lengths)]
-        play = lambda tree: prediction.play(rows, tree, self._lengths, self._work.groups)
-        if family.depth is None:
-            drafter = family.made(family.given).plan.drafter
-            candidate = family.probe
-            return [Entry(candidate, drafter.max_depth, drafter.tree_size, play(candidate.tree))]
-        chances = known.acceptance.chances
-        random = np.random.default_rng(self._settings.seed)
-        rows = [extended(row, chances, random) for row in rows]
-        found = {depth: family.chain(depth) for depth in range(1, family.depth + 1)}
-        shapes = dict.fromkeys(found.values())
-        for depth in range(2, family.depth + 1) if family.takes_trees else ():
-            trees = best_trees(chances[:depth], self._settings.max_tree_size)
-            for size in tree_sizes(self._settings.max_tree_size):
-                if trees.tokens[size] > -np.inf:
-                    shapes[family.tree(trees.of_size(size))] = None
-        return [
-            Entry(each, each.tree.max_depth, each.tree.size, play(each.tree)) for each in shapes
-        ]
+            undrafted = [Rounds([Round((), drafted=False)], False)] * len(lengths)
+            plain = Candidate(0, family.name, family.config, None, 0, 1)
+            return {plain: prediction.replay(undrafted, None, lengths, groups)}
+        if recording.is_empty:
+            return {}
+        prompts = recording.prompts[: len(lengths)]
+        if family.max_k is None:
+            candidates = [family.probe]
+        else:
+            chances = recording.acceptance.chances
+            random = np.random.default_rng(self._settings.seed)
+            prompts = [extended(prompt, chances, random) for prompt in prompts]
+            candidates = self._candidates(family, chances)
+        return {each: prediction.replay(prompts, each.tree, lengths, groups) for each in candidates}
 
-    def _made(self, entry: Entry) -> Build:
-        return self._families[entry.candidate.family].made(entry.candidate.config)
+    def _candidates(self, family: Family, chances: np.ndarray) -> list[Candidate]:
+        """Return every chain, and for each depth and size the best static tree."""
+        candidates = [family.chain(depth) for depth in range(1, family.max_k + 1)]
+        sizes = tree_sizes(self._settings.max_tree_size) if family.takes_trees else []
+        for depth in range(2, family.max_k + 1):
+            paths = likeliest_paths(chances[:depth], max(sizes, default=1) - 1)
+            candidates += [
+                family.tree(trees.from_choices(paths[: size - 1]))
+                for size in sizes
+                if size <= len(paths) + 1
+            ]
+        return list({each.tree: each for each in candidates}.values())  # a tree may be a chain
 
-    def _measure(self, entry: Entry) -> None:
-        """Times rounds of a candidate beside plain ones, and the prompts of its family."""
-        candidate, settings, made = entry.candidate, self._settings, self._made(entry)
-        self._words(f"compiling and measuring rounds of {candidate.name}")
-        if isinstance(made.plan.drafter, Sharing):  # drafts of its own shape teach it other things
-            answers, self._learnt[candidate] = generate(made.plan, made.params, self._work)
-            passes = prediction.counted(answers, self._work.groups)
-            place = self.entries.index(entry)
-            entry = self.entries[place] = dataclasses.replace(entry, passes=passes)
-        own = self._rounds(entry, made)
-        runs = [self._plain_rounds, *own]
-        if is_new := candidate.family not in self._firsts:
-            shared = self._learnt.get(candidate, ())
-            runs.append(clocks.first_tokens(made.plan, made.params, self._work, shared))
-        plain, *seconds = clocks.timed(runs, settings.repeats, settings.patience)
-        # Beside plain rounds of the same minutes: the machine may have become slower since.
-        steady = [self._costs[0].plain / plain * each for each in seconds]
-        self._learn(entry, list(zip(own, steady, strict=False)))
-        if is_new:
-            self._firsts[candidate.family] = steady[-1] - self._measured[candidate].without
+    def _measure(self, candidate: Candidate) -> None:
+        """Time the rounds of a candidate, and the prefill of its family."""
+        family = self._families[candidate.family]
+        build, work = family.build(candidate.config), self._work
+        self._on_step(f"compiling and measuring rounds of {candidate.name}")
+        shared = ()
+        if isinstance(build.plan.drafter, Sharing):  # rounds as they are once it has seen answers
+            _, shared = generate(build.plan, build.params, work)
+        clock, drafted = clocks.rounds(build.plan, build.params, work, self._texts, shared)
+        runs = [self._plain_rounds, clock]
+        if family.number not in self._costs.prefill:
+            runs.append(clocks.prefill(build.plan, build.params, work))
+        plain, *seconds = self._timed(runs)
+        # Relative to plain rounds of the same minutes: the speed of the machine may have changed.
+        seconds, *prefill = [self._costs.plain / plain * each for each in seconds]
+        self._costs.measured(candidate, seconds, drafted)
+        if prefill:
+            self._costs.prefill[family.number] = prefill[0]
 
-    def _rounds(self, entry: Entry, made: Build) -> list["_Clock"]:
-        """Its clocks: rounds as they come, and those without a draft.
+    def _timed(self, runs: Sequence[clocks.Clock]) -> list[float]:
+        return clocks.timed(runs, self._settings.repeats, self._settings.patience)
 
-        A method that learns from answers has learnt from them.
-        """
-        shared = self._learnt.get(entry.candidate, ())
-        # The last round of a text teaches such a method: it takes longer than others.
-        both = entry.depth and not isinstance(made.plan.drafter, Sharing)
-        return [
-            _Clock(made.plan, made.params, self._work, self._said, shared, entry, bare)
-            for bare in ((False, True) if both else (False,))
-        ]
+    def _ranked(self) -> list[Candidate]:
+        return sorted(self._passes, key=self._seconds)
 
-    def _rescale(self, factor: float) -> None:
-        """Brings all that was measured to the speed that the machine has now."""
-        for table in self._costs.values():
-            table.rescale(factor)
-        self._measured = {which: time.scaled(factor) for which, time in self._measured.items()}
-        self._firsts = {family: seconds * factor for family, seconds in self._firsts.items()}
+    def _seconds(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of all prompts."""
+        passes = self._passes[candidate]
+        calls = len(self._work.groups) * self._costs.of_call(candidate.family)
+        return calls + (passes.drafted + passes.plain) * self._round_seconds(candidate)
 
-    def _learn(self, entry: Entry, pairs: Sequence[tuple["_Clock", float]]) -> None:
-        """Takes in the seconds that a candidate's clocks have shown."""
-        candidate, table = entry.candidate, self._costs[entry.candidate.family]
-        (clock, seconds), *bare = pairs
-        if candidate.family == 0:
-            self._measured[candidate] = RoundTime(seconds, seconds)
-            return
-        measured = table.times(seconds, clock.drafted, bare[0][1] if bare else None, entry.size)
-        self._measured[candidate] = measured
-        table.learn(entry.depth, entry.size, measured)
-
-    @property
-    def _plain(self) -> Entry:
-        return next(entry for entry in self.entries if entry.candidate.family == 0)
-
-    def _ranked(self) -> list[Entry]:
-        return sorted(self.entries, key=self._seconds)
-
-    def _seconds(self, entry: Entry) -> float:
-        """What all prompts are predicted to take."""
-        more = self._firsts.get(entry.candidate.family, self._firsts[0]) - self._firsts[0]
-        # Differences of clocks: what a busy machine makes of them may be less than nothing.
-        calls = len(self._work.groups) * max(self._call + more, 0.0)
-        times = self._times(entry)
-        return calls + entry.passes.drafted * times.with_draft + entry.passes.plain * times.without
-
-    def _times(self, entry: Entry) -> RoundTime:
-        """What its rounds take, as far as is known."""
-        measured = self._measured.get(entry.candidate)
-        if measured is not None:
-            return measured
-        return self._costs[entry.candidate.family].expected(entry.depth, entry.size)
-
-    def _round_seconds(self, entry: Entry) -> float:
-        """Of a round, on average."""
-        passes, times = entry.passes, self._times(entry)
-        total = passes.drafted + passes.plain
-        return (passes.drafted * times.with_draft + passes.plain * times.without) / total
-
-
-class _Clock(clocks.Rounds):
-    """Rounds of an entry."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        params: Params,
-        work: Workload,
-        said: Sequence,
-        shared: Shared,
-        entry: Entry,
-        bare: bool,
-    ):
-        super().__init__(plan, params, work, said, shared, bare=bare)
-        self.entry = entry
+    def _round_seconds(self, candidate: Candidate) -> float:
+        """Return the mean seconds of a candidate's rounds, with and without a draft."""
+        passes, seconds = self._passes[candidate], self._costs.of_round(candidate)
+        total = passes.drafted * seconds.with_draft + passes.plain * seconds.without
+        return total / (passes.drafted + passes.plain)

@@ -1,4 +1,4 @@
-"""What ``jspec tune`` is asked to search."""
+"""The settings of ``jspec tune``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,29 +9,29 @@ from jspec.core import trees
 from jspec.tools.bench.contenders import Case
 from jspec.tools.bench.settings import check_batch_sizes, check_seed, check_whole
 
-# Nodes of the smallest tree that is searched, and from one to the next: devices pad the rows of a
-# product to as many, or more.
+# Nodes of the smallest static tree that is searched, and the step from one size to the next.
+# Devices pad the rows of a product to at least as many.
 TREE_STEP = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is searched, and how often things are measured.
+    """The space that ``tune`` searches, and how often it measures.
 
     Attributes:
-      configs: each a ``speculative_config``. Of one that says neither K nor a tree both are
-        searched; any other is a candidate as it is. Plain decoding always is one.
-      batch_sizes: requests that run together; each has a winner of its own.
+      configs: ``speculative_config`` values. If a config sets neither K nor a tree, both are
+        searched; any other config is a candidate as it is. Plain decoding is always a candidate.
+      batch_sizes: requests that run together; each size has its own winner.
       temperature: 0 is greedy.
       max_speculative_tokens: largest K.
-      max_tree_size: most nodes of a tree, root included, at least 4; 0 searches chains alone.
+      max_tree_size: most nodes of a tree with the root, at least 4; 0 searches chains only.
       max_tokens: most tokens of an answer.
-      prompt_tokens: first turns are cut to so many tokens, and longer later ones left out (0: no
+      prompt_tokens: first turns are cut to this length, and longer later turns are left out (0: no
         limit).
       per_category: questions of each category (0: all).
-      repeats: undisturbed samples of whatever is timed.
-      patience: further turns to wait for such samples while others use the machine.
-      max_programs: shapes of drafts whose rounds are measured for a batch size, at most.
+      repeats: undisturbed samples of every measurement.
+      patience: further turns to wait for such samples while other processes use the machine.
+      max_programs: most candidates whose rounds are measured at a batch size.
       dtype: of weights, as in ``LLM``.
       seed: of all noise.
 
@@ -68,9 +68,9 @@ class Settings:
         check_batch_sizes(self.batch_sizes)
         check_seed(self.seed)
         for name in ("max_speculative_tokens", "max_tree_size"):
-            if getattr(self, name) > trees.MOST_NODES:
-                given = getattr(self, name)
-                raise ValueError(f"{name}={given} must be at most {trees.MOST_NODES}.")
+            value = getattr(self, name)
+            if value > trees.MOST_NODES:
+                raise ValueError(f"{name}={value} must be at most {trees.MOST_NODES}.")
         if 0 < self.max_tree_size < TREE_STEP:
             raise ValueError(
                 f"max_tree_size={self.max_tree_size} must be 0, for chains alone, or at least "
@@ -81,5 +81,5 @@ class Settings:
             raise ValueError("there is no method to tune; name one with --config.")
 
     def case(self, batch_size: int) -> Case:
-        """What everybody does at a batch size."""
+        """Return the work of every candidate at a batch size."""
         return Case(batch_size, self.temperature, self.max_tokens, self.seed)

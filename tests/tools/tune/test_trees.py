@@ -1,4 +1,4 @@
-"""The best static tree, beside all trees there are and the golden numbers of Sequoia's program."""
+"""The best static tree, against all trees and the golden numbers of Sequoia's program."""
 
 import functools
 import itertools
@@ -6,25 +6,25 @@ import itertools
 import numpy as np
 import pytest
 
-from jspec.core import trees as core_trees
-from jspec.tools.tune.trees import best_trees, expected_tokens
+from jspec.core import trees
+from jspec.tools.tune.trees import likeliest_paths
 
 SEQUOIA = (0.7, 0.1, 0.05, 0.03)
 
 
 @functools.cache
 def subtrees(size, depth, ranks):
-    """All trees of ``size`` nodes below and with a root, at most so deep, as tuples of subtrees."""
+    """All trees of ``size`` nodes with the root and at most this depth, as tuples of subtrees."""
     if size == 1:
         return [()]
     if depth == 0:
         return []
-    found = []
+    trees_of_size = []
     for width in range(1, min(ranks, size - 1) + 1):
         for cut in itertools.combinations(range(1, size - 1), width - 1):
             sizes = np.diff((0, *cut, size - 1))
-            found += itertools.product(*(subtrees(int(s), depth - 1, ranks) for s in sizes))
-    return found
+            trees_of_size += itertools.product(*(subtrees(int(s), depth - 1, ranks) for s in sizes))
+    return trees_of_size
 
 
 def value(tree, chances, depth=0):
@@ -33,15 +33,21 @@ def value(tree, chances, depth=0):
     )
 
 
+def expected_tokens(paths, chances):
+    """Tokens that a round is expected to emit, the one after the draft included."""
+    chance = lambda path: np.prod([chances[depth, rank] for depth, rank in enumerate(path)])
+    return 1 + sum(map(chance, paths))
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_no_tree_there_is_emits_more(depth):
-    chances = np.random.default_rng(depth).dirichlet((3, 1, 1, 0.5), size=depth)[:, :3]
-    trees = best_trees(chances, 9)
-    for size in range(1, 10):
-        every = subtrees(size, depth, 3)
-        best = max((value(tree, chances) for tree in every), default=-np.inf)
-        assert trees.tokens[size] == pytest.approx(best, abs=1e-12), (size, len(every))
-    assert len(subtrees(9, 4, 3)) > 500
+def test_no_tree_emits_more(depth):
+    chances = np.random.default_rng(depth).dirichlet((3, 1, 1, 0.5), size=depth)
+    chances = -np.sort(-chances, axis=1)[:, :3]
+    paths = likeliest_paths(chances, 8)
+    for size in range(1, len(paths) + 2):
+        best = max(value(tree, chances) for tree in subtrees(size, depth, 3))
+        assert expected_tokens(paths[: size - 1], chances) == pytest.approx(best, abs=1e-12)
+    assert len(paths) == (3 if depth == 1 else 8) and len(subtrees(9, 4, 3)) > 500
 
 
 @pytest.mark.parametrize(
@@ -52,35 +58,30 @@ def test_no_tree_there_is_emits_more(depth):
         ((0.8, 0.07, 0.03, 0.01), 16, 4.9071221),
     ],
 )
-def test_the_golden_numbers_of_the_paper_s_program(chances, size, tokens):
+def test_the_golden_numbers_of_the_papers_program(chances, size, tokens):
     deep = np.tile(chances, (size - 1, 1))
-    trees = best_trees(deep, size)
-    assert trees.tokens[size] == pytest.approx(tokens, abs=1e-7)
-    tree = trees.of_size(size)
+    paths = likeliest_paths(deep, size - 1)
+    tree = trees.from_choices(paths)
     assert (tree.size, tree.gapless) == (size, True)
-    assert expected_tokens(tree, deep) == pytest.approx(tokens, abs=1e-7)
+    assert expected_tokens(paths, deep) == pytest.approx(tokens, abs=1e-7)
 
 
 def test_a_chain_emits_the_sum_of_the_powers():
-    chain = core_trees.from_choices([(0,) * length for length in range(1, 16)])
-    assert expected_tokens(chain, np.full((15, 1), 0.7)) == pytest.approx(3.3222557, abs=1e-7)
-    assert best_trees(np.full((15, 1), 0.7), 16).of_size(16) == chain
+    chances = np.full((15, 1), 0.7)
+    paths = likeliest_paths(chances, 15)
+    assert paths == [(0,) * length for length in range(1, 16)]
+    assert expected_tokens(paths, chances) == pytest.approx(3.3222557, abs=1e-7)
 
 
 def test_chances_may_depend_on_the_depth():
-    """Where the second token is never accepted, all nodes are children of the root."""
-    trees = best_trees(np.array([[0.4, 0.3, 0.2], [0, 0, 0]]), 4)
-    assert trees.of_size(4).paths == ((0,), (1,), (2,)) and trees.tokens[4] == pytest.approx(1.9)
-    deep = best_trees(np.array([[0.4, 0.01, 0.01], [0.9, 0, 0], [0.9, 0, 0]]), 4)
-    assert deep.of_size(4).paths == ((0,), (0, 0), (0, 0, 0))
+    """If the second token is never accepted, all nodes are children of the root."""
+    wide = likeliest_paths(np.array([[0.4, 0.3, 0.2], [0, 0, 0]]), 3)
+    assert wide == [(0,), (1,), (2,)]
+    deep = likeliest_paths(np.array([[0.4, 0.01, 0.01], [0.9, 0, 0], [0.9, 0, 0]]), 3)
+    assert deep == [(0,), (0, 0), (0, 0, 0)]
 
 
-def test_sizes_that_no_tree_has_are_refused():
-    trees = best_trees(np.array([[0.5, 0.2]]), 9)
-    assert trees.tokens[4] == -np.inf
-    with pytest.raises(ValueError, match="size=4 must be 2 to 3"):
-        trees.of_size(4)
-    with pytest.raises(ValueError, match="must be probabilities"):
-        best_trees(np.array([[1.5]]), 4)
-    with pytest.raises(ValueError, match="most_nodes=0"):
-        best_trees(np.array([[0.5]]), 0)
+def test_ranks_stay_gapless_if_a_later_one_was_accepted_more_often():
+    paths = likeliest_paths(np.array([[0.5, 0.0, 0.4]]), 2)
+    assert paths == [(0,), (1,)]
+    assert len(likeliest_paths(np.array([[0.5, 0.2]]), 9)) == 2  # a full tree has no more nodes

@@ -1,4 +1,4 @@
-"""``jspec tune`` on tiny models: what it writes is what was fastest, and loads."""
+"""``jspec tune`` on tiny models: it writes the fastest config, which loads."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import pytest
 
 import jspec
 from jspec.cli import main
-from jspec.tools.bench import names as naming
+from jspec.tools.bench import names
 from jspec.tools.bench.questions import Question
 from jspec.tools.tune import clocks, report, search, verification
 from jspec.tools.tune.families import families_of
@@ -29,12 +29,12 @@ ABOUT = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    found = tmp_path_factory.getbasetemp() / "llm"
-    head = found / "tuned-eagle3"
+    folder = tmp_path_factory.getbasetemp() / "llm"
+    head = folder / "tuned-eagle3"
     if not head.exists():
-        llm_fixtures.checkpoints(found)
+        llm_fixtures.checkpoints(folder)
         llm_fixtures.write_eagle3_head(head)
-    return found
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,8 @@ def run(monkeypatch, *arguments):
     return ended.value.code
 
 
-def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypatch, capsys):
-    """A head whose trees are searched, and lookups of one length."""
+def test_the_command_writes_the_fastest_config(root, tmp_path, monkeypatch, capsys):
+    """The candidates are the trees of a head, and lookups of one length."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"prompt": q.turns[0]}) + "\n" for q in QUESTIONS))
     head = {"method": "eagle3", "model": str(root / "tuned-eagle3")}
@@ -80,9 +80,9 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
         "--json",
         results,
     )
-    said, found = capsys.readouterr().out, json.loads(results.read_text())
+    printed, tuned = capsys.readouterr().out, json.loads(results.read_text())
     assert code == 0
-    [batch] = found["batches"]
+    [batch] = tuned["batches"]
     rows = batch["rows"]
     assert json.loads(out.read_text()) == rows[0]["speculative_config"]
     speeds = [row["tokens_per_second"]["median"] for row in rows]
@@ -93,15 +93,15 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
         assert row["predicted_acceptance_length"] == pytest.approx(row["acceptance_length"])
         predicted, measured = row["predicted_tokens_per_second"], row["tokens_per_second"]["median"]
         assert row["error"] == pytest.approx(predicted / measured - 1) and predicted > 0
-        assert f"{row['error']:+.1%}" in said
+        assert f"{row['error']:+.1%}" in printed
         llm = jspec.LLM(str(root / "target"), row["speculative_config"])
-        assert llm.get_metrics() and row["name"] in said
-    names = {each["name"] for each in batch["candidates"]}
-    [tree] = [name for name in names if name.startswith("eagle3, tree of 4 nodes")]
-    lookups = naming.name_of(lookup)
-    assert names == {"plain decoding", lookups, "eagle3, K=1", "eagle3, K=2", tree}
-    assert [line["name"] for line in found["acceptance"]] == ["eagle3", lookups]
-    assert json.dumps(rows[0]["speculative_config"]) in said.replace("\n", " ")
+        assert llm.get_metrics() and row["name"] in printed
+    listed = {each["name"] for each in batch["candidates"]}
+    [tree] = [name for name in listed if name.startswith("eagle3, tree of 4 nodes")]
+    lookups = names.name_of(lookup)
+    assert listed == {"plain decoding", lookups, "eagle3, K=1", "eagle3, K=2", tree}
+    assert [line["name"] for line in tuned["acceptance"]] == ["eagle3", lookups]
+    assert json.dumps(rows[0]["speculative_config"]) in printed.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -130,30 +130,30 @@ def test_the_command_writes_the_config_that_was_fastest(root, tmp_path, monkeypa
         ([], "there is no question in the files given"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+def test_errors_come_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     if arguments[:1] == ["--config"]:
         monkeypatch.setattr("jspec.tools.bench.questions.read", lambda *_: QUESTIONS)
     assert run(monkeypatch, "no/such/model", *arguments) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
-def test_heads_of_one_method_have_names_of_their_own(root, tmp_path):
-    """Even where one is searched, and might come to the K that is given of the other."""
+def test_heads_of_one_method_have_different_names(root, tmp_path):
+    """The search may give one head the K that the config of the other has."""
     for folder in ("a/export", "b/export"):
         shutil.copytree(root / "tuned-eagle3", tmp_path / folder)
     heads = [{"method": "eagle3", "model": str(tmp_path / name / "export")} for name in "ab"]
     heads[0]["num_speculative_tokens"] = 2
-    asked = Settings((*heads, {"method": "ngram"}), max_speculative_tokens=2, max_tree_size=0)
-    found = families_of(llm_fixtures.loaded(root)["target"], asked)
-    said = [each.name for each in found]
-    assert said == ["plain decoding", "eagle3, a/export, K=2", "eagle3, b/export", "ngram"]
-    assert found[2].chain(2).name == "eagle3, b/export, K=2"
+    settings = Settings((*heads, {"method": "ngram"}), max_speculative_tokens=2, max_tree_size=0)
+    families = families_of(llm_fixtures.loaded(root)["target"], settings)
+    names_ = [family.name for family in families]
+    assert names_ == ["plain decoding", "eagle3, a/export, K=2", "eagle3, b/export", "ngram"]
+    assert families[2].chain(2).name == "eagle3, b/export, K=2"
 
 
 def test_a_method_whose_drafts_are_too_long_for_the_answers_is_left_out(root):
-    """What learns from answers is recorded as it runs, with drafts of the largest K."""
-    asked = Settings(
+    """Methods that learn from answers are recorded as they run, with drafts of the largest K."""
+    settings = Settings(
         ({"method": "suffix"}, {"method": "ngram", "prompt_lookup_max": 1}),
         max_tokens=8,
         max_programs=1,
@@ -161,37 +161,36 @@ def test_a_method_whose_drafts_are_too_long_for_the_answers_is_left_out(root):
         patience=0,
     )
     target = llm_fixtures.loaded(root)["target"]
-    found = tune(target, QUESTIONS[:1], asked)
-    [batch] = found["batches"]
+    tuned = tune(target, QUESTIONS[:1], settings)
+    [batch] = tuned["batches"]
     methods = {each["name"].split(",")[0] for each in batch["candidates"]}
     assert methods == {"plain decoding", "ngram"}
-    said = "Left out: suffix; the answers are too short for the drafts, raise --max-tokens."
-    assert said in report.notes(ABOUT | found)
-    alone = dataclasses.replace(asked, configs=asked.configs[:1])
+    note = "Left out: suffix; the answers are too short for the drafts, raise --max-tokens."
+    assert note in report.notes(ABOUT | tuned)
+    alone = dataclasses.replace(settings, configs=settings.configs[:1])
     with pytest.raises(ValueError, match="too short for the drafts of suffix: raise --max-tokens"):
         tune(target, QUESTIONS[:1], alone)
 
 
-def test_what_was_measured_is_listed_beside_what_may_be_faster(root, monkeypatch):
-    """However many of those that were not measured look better, and that is said."""
-    monkeypatch.setattr(search, "_ROWS_OF_TABLE", 1)
+def test_measured_candidates_are_listed_and_a_faster_unmeasured_one_is_noted(root, monkeypatch):
+    monkeypatch.setattr(search, "_LISTED", 1)
     lookups = tuple({"method": "ngram", "prompt_lookup_max": most} for most in (1, 2))
-    asked = Settings(
+    settings = Settings(
         lookups, max_speculative_tokens=2, max_programs=1, max_tokens=17, repeats=1, patience=0
     )
-    found = tune(llm_fixtures.loaded(root)["target"], QUESTIONS[:1], asked)
-    [batch] = found["batches"]
+    tuned = tune(llm_fixtures.loaded(root)["target"], QUESTIONS[:1], settings)
+    [batch] = tuned["batches"]
     listed = {each["name"]: each["round_was_measured"] for each in batch["candidates"]}
     assert {row["name"] for row in batch["rows"]} <= {name for name in listed if listed[name]}
-    said = "batch 1, greedy: what was not measured may be faster; raise --max-programs."
-    for speed, is_said in ((1e9, True), (0.0, False)):
+    note = "batch 1, greedy: an unmeasured candidate may be faster; raise --max-programs."
+    for speed, is_noted in ((1e9, True), (0.0, False)):
         other = {"predicted_tokens_per_second": speed, "round_was_measured": False}
         batch["candidates"] = [other]
-        assert (said in report.notes(ABOUT | found)) == is_said
+        assert (note in report.notes(ABOUT | tuned)) == is_noted
 
 
-def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
-    """The race is left when everyone has a sample; the second batch size is never begun."""
+def test_ctrl_c_keeps_the_finished_batch_sizes(root, monkeypatch):
+    """The race ends once every candidate has a sample, and the second batch size never starts."""
     race, seen = verification.race, []
 
     def interrupted(field, repeats, patience):
@@ -200,7 +199,7 @@ def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
 
     monkeypatch.setattr(verification, "race", interrupted)
     lookup = {"method": "ngram", "prompt_lookup_max": 1}
-    asked = Settings(
+    settings = Settings(
         (lookup,),
         batch_sizes=(2, 1),
         max_speculative_tokens=2,
@@ -210,13 +209,13 @@ def test_ctrl_c_keeps_the_batch_sizes_that_were_finished(root, monkeypatch):
         patience=0,
     )
     target = llm_fixtures.loaded(root)["target"]
-    found = tune(target, QUESTIONS, asked, on_batch=seen.append)
-    assert found["interrupted"] and seen == [found]
-    [batch] = found["batches"]
+    tuned = tune(target, QUESTIONS, settings, on_batch=seen.append)
+    assert tuned["interrupted"] and seen == [tuned]
+    [batch] = tuned["batches"]
     assert batch["batch_size"] == 2 and len(batch["rows"][0]["seconds"]) == 1
-    assert report.output(found) == {"2": batch["rows"][0]["speculative_config"]}
-    assert any("interrupted" in note for note in report.notes(ABOUT | found))
+    assert report.output(tuned) == {"2": batch["rows"][0]["speculative_config"]}
+    assert any("interrupted" in note for note in report.notes(ABOUT | tuned))
 
     monkeypatch.setattr(verification, "race", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    found = tune(target, QUESTIONS, asked)
-    assert found["interrupted"] and found["batches"] == [] and report.output(found) is None
+    tuned = tune(target, QUESTIONS, settings)
+    assert tuned["interrupted"] and tuned["batches"] == [] and report.output(tuned) is None

@@ -1,0 +1,102 @@
+"""The prompts of one batch size, and the groups in which ``LLM`` runs them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jspec.core.types import Params, Shared
+from jspec.engine import loading
+from jspec.engine.batch import Answer, Batch, advance, groups, read, start
+from jspec.engine.costs import CostTable
+from jspec.engine.loading import LoadedModel
+from jspec.engine.loop import init_shared
+from jspec.engine.plan import Plan
+from jspec.engine.sequences import SequenceParams, filters_of
+from jspec.tools.bench.contenders import Case, filled
+from jspec.tools.bench.questions import Request
+
+_SAMPLED_ANSWERS = 16  # at least: a single random answer must not decide
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Prompts that fill whole groups of a batch size.
+
+    Attributes:
+      case: the settings of the run.
+      prompts: token ids; if there are too few, they repeat with other seeds.
+      stop_token_ids: ids that end a text.
+    """
+
+    case: Case
+    prompts: tuple[tuple[int, ...], ...]
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def requests(self) -> list[Request]:
+        """The prompts for ``jspec.tools.bench.contenders.Ours``."""
+        return [Request("all", prompt) for prompt in self.prompts]
+
+    def rows(self, texts: Sequence[Sequence[int]] | None = None) -> list[SequenceParams]:
+        """Return the sequences as ``LLM`` builds them, with ``texts`` appended to the prompts."""
+        texts = [()] * len(self.prompts) if texts is None else texts
+        return [
+            SequenceParams(
+                (*prompt, *map(int, text)),
+                self.case.max_tokens - len(text),
+                temperature=self.case.temperature,
+                stop_token_ids=self.stop_token_ids,
+                seed=self.case.seed + index,
+            )
+            for index, (prompt, text) in enumerate(zip(self.prompts, texts, strict=True))
+        ]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Indices of the prompts that run together."""
+        return list(groups(self.rows(), self.case.batch_size))
+
+    @property
+    def middle(self) -> list[int]:
+        """The group whose prompts are nearest to the mean length."""
+        mean = sum(map(len, self.prompts)) / len(self.prompts)
+        length = lambda group: sum(len(self.prompts[index]) for index in group) / len(group)
+        return min(self.groups, key=lambda group: abs(length(group) - mean))
+
+    def batch(self, plan: Plan, params: Params, texts: Sequence | None, shared: Shared) -> Batch:
+        """Prefill the middle group with the first half of its ``texts``."""
+        rows = self.rows(texts and [text[: len(text) // 2] for text in texts])
+        return _prefilled(plan, params, self.middle, rows, CostTable(), shared)
+
+
+def workload(
+    case: Case, requests: Sequence[Request], target: LoadedModel, least: int = 0
+) -> Workload:
+    """Repeat prompts until there are ``least`` and the last group is full."""
+    least = max(least, _SAMPLED_ANSWERS if case.temperature else 0)
+    prompts = (request.token_ids for request in filled(requests, case.batch_size, least))
+    return Workload(case, tuple(prompts), loading.text_ends(target))
+
+
+def generate(plan: Plan, params: Params, work: Workload) -> tuple[list[Answer], Shared]:
+    """Return the answer to every prompt, and the drafter's shared state after all of them."""
+    answers: dict[int, Answer] = {}
+    rows, shared, costs = work.rows(), init_shared(plan), CostTable()
+    for group in work.groups:
+        batch = advance(plan, params, _prefilled(plan, params, group, rows, costs, shared))
+        shared = batch.shared
+        answers |= dict(zip(group, read(batch), strict=True))
+    return [answers[index] for index in range(len(rows))], shared
+
+
+def _prefilled(
+    plan: Plan,
+    params: Params,
+    group: Sequence[int],
+    rows: Sequence[SequenceParams],
+    costs: CostTable,
+    shared: Shared,
+) -> Batch:
+    """Prefill a group of ``rows`` in the program that is compiled for all of them."""
+    batch = start(plan, params, [rows[index] for index in group], filters=filters_of(rows))
+    batch = batch.replace(shared=shared)
+    return batch.replace(shared=costs.price(plan, params, batch))
