@@ -1,4 +1,4 @@
-"""The results as one picture."""
+"""The results of ``jspec bench`` as one picture."""
 
 import importlib.util
 import io
@@ -11,7 +11,7 @@ _COLORS = ("#4c78a8", "#9ecae9", "#d9d9d9")  # of the parts of a round
 
 
 def check() -> None:
-    """Raises ValueError where pictures cannot be drawn."""
+    """Raise ValueError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "--output draws a picture and needs matplotlib; pip install 'jspec-decoding[bench]', "
@@ -20,11 +20,11 @@ def check() -> None:
 
 
 def draw(results: dict[str, Any]) -> bytes:
-    """A PNG: speed-up, acceptance by position and a round's time, a line of three a case."""
+    """Return a PNG: speed-up, acceptance by position and time of a round for each case."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cases = list(titles(results))
+    cases = titles(results)
     most = max((len(rows) for _, rows in cases), default=1)
     figure = Figure(figsize=(16, len(cases) * (2.4 + 0.34 * most)), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
@@ -39,7 +39,7 @@ def draw(results: dict[str, Any]) -> bytes:
 
 
 def _names(rows: list[dict[str, Any]]) -> list[str]:
-    """Of contenders; between two dollars matplotlib would read a formula."""
+    """Return the contenders' names, escaped: matplotlib reads text between dollars as a formula."""
     return [row["name"].replace("$", r"\$") for row in rows]
 
 
@@ -50,10 +50,10 @@ def _speedups(axes, title: str, rows: list[dict[str, Any]]) -> None:
     colors = [
         "#bab0ac" if row["name"] == PLAIN or "split_ms" not in row else _COLORS[0] for row in rows
     ]
-    places = range(len(rows))
-    axes.barh(places, middle, xerr=(below, above), color=colors, error_kw={"ecolor": "#333333"})
+    positions = range(len(rows))
+    axes.barh(positions, middle, xerr=(below, above), color=colors, error_kw={"ecolor": "#333333"})
     axes.axvline(1, color="#333333", linewidth=0.8)
-    axes.set_yticks(places, _names(rows))
+    axes.set_yticks(positions, _names(rows))
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over plain decoding (median, least to most)")
     axes.set_title(title, loc="left")
@@ -82,6 +82,6 @@ def _rounds(axes, rows: list[dict[str, Any]]) -> None:
     axes.set_yticks(range(len(rows)), _names(rows))
     axes.invert_yaxis()
     axes.set_xlabel("a round, ms")
-    if rows:  # above the bars: within, it would hide one
+    if rows:  # above the bars, so that it hides none
         above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(PARTS)}
         axes.legend(fontsize="small", frameon=False, **above)

@@ -1,4 +1,4 @@
-"""Where and of what a measurement was made."""
+"""The device, versions and command line of a measurement."""
 
 import os
 import platform
@@ -9,13 +9,13 @@ from importlib import metadata
 from pathlib import Path
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
-_PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # of them one, or none
+_PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # one of them, or none
 
 
 def describe(program: str | None = None) -> dict:
-    """Device, versions, commit, command line and load, without any path of this machine.
+    """Return device, versions, commit, command line and load, without paths of this machine.
 
-    ``program`` is what was called; None for the module that runs.
+    ``program`` names the command; None names the module that runs.
     """
     import jax
 
@@ -46,11 +46,11 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     root = Path(__file__).resolve().parents[3]
-    if not (root / "pyproject.toml").is_file():  # installed, maybe inside of someone's checkout
+    if not (root / "pyproject.toml").is_file():  # installed, maybe inside another checkout
         return None
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
-    except OSError:  # there is no git here
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -65,5 +65,5 @@ def _cpu_model() -> str:
 
 
 def _shortened(word: str) -> str:
-    """A path's last two parts: the rest is of interest to nobody and names this machine."""
+    """Return the last two parts of an absolute path, without the folders of this machine."""
     return "/".join(Path(word).parts[-2:]) if word.startswith("/") else word

@@ -1,4 +1,4 @@
-"""What ``--output`` holds: JSON, Markdown, a picture, and a page with all of it."""
+"""The output files of ``jspec bench``: JSON, Markdown, a picture, and a page with all of them."""
 
 import base64
 import importlib.resources
@@ -13,10 +13,10 @@ from jspec.util import atomic_files
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """Writes results.json, results.md, results.png and results.html, each whole or not at all."""
+    """Write results.json, results.md, results.png and results.html atomically."""
     folder = atomic_files.followed(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results, indent=1, default=str)
+    text = json_of(results)
     picture = chart.draw(results)
     contents = {
         "results.json": text.encode() + b"\n",
@@ -29,25 +29,22 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 
 def write_json(results: dict[str, Any], path: Path) -> None:
-    """Writes the results alone, whole or not at all."""
-    text = json.dumps(results, indent=1, default=str)
-    atomic_files.write(path, text.encode() + b"\n")
+    """Write the results alone atomically."""
+    atomic_files.write(path, json_of(results).encode() + b"\n")
+
+
+def json_of(results: dict[str, Any]) -> str:
+    """Return the results as JSON; values without a JSON form become text."""
+    return json.dumps(results, indent=1, default=str)
 
 
 def page(results: dict[str, Any], text: str, picture: bytes) -> str:
-    """The page; it fetches nothing."""
+    """Return the HTML page, which needs no network."""
     source = importlib.resources.files("jspec.tools.bench").joinpath("page.html.jinja").read_text()
-    cases = []
-    for title, rows in report.titles(results):
-        tables = [("", report.headings(), [report.cells(row) for row in rows])]
-        if len(results["questions"]) > 1:
-            caption = "speed-up and acceptance length by category (questions)"
-            tables.append((caption, *report.by_category(results, rows)))
-        cases.append((title, tables))
     template = jinja2.Environment(autoescape=True).from_string(source)
     return template.render(
         about=report.about(results),
-        cases=cases,
+        cases=list(report.tables(results)),
         json=text,
         notes=[note for note in report.notes(results) if note != report.about(results)],
         picture=base64.b64encode(picture).decode(),

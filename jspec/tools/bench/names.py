@@ -1,4 +1,4 @@
-"""How results call a config: in a name for people, and as JSON that is of use elsewhere."""
+"""Names and portable forms of configs in results."""
 
 import json
 import os
@@ -10,26 +10,24 @@ from jspec.engine.loading import LoadedModel
 
 
 def names_of(configs: Sequence[Mapping[str, Any]], unsaid: Collection[str] = ()) -> list[str]:
-    """The names of all configs; of those that would be equal, each says which its model is.
+    """Return the name of each config; equal names get the end of their model's path.
 
     Args:
       configs: of all contenders but plain decoding.
-      unsaid: keys that do not tell contenders apart.
+      unsaid: keys that do not distinguish contenders.
     """
     alike = [name_of(_without(given, unsaid)) for given in configs]
     models = [_path(given.get("model")) for given in configs]
     names = []
-    for given, name, own in zip(configs, alike, models, strict=True):
-        others = {path for path, other in zip(models, alike, strict=True) if other == name} - {own}
-        names.append(name_of(given, _tail(own, models) if own and others else ""))
+    for given, name, model in zip(configs, alike, models, strict=True):
+        others = {path for path, other in zip(models, alike, strict=True) if other == name}
+        is_alone = model is None or others == {model}
+        names.append(name_of(given, "" if is_alone else _tail(model, models)))
     return names
 
 
 def name_of(config: Mapping[str, Any], which: str = "") -> str:
-    """A contender's name: its method and what is set beside, folders and ids cut short.
-
-    ``which`` tells its model from others.
-    """
+    """Return a contender's name: its method and other keys, and ``which`` model if given."""
     rest = _without(config, ("method", "model"))
     words = [config.get("method") or which or (_path(config.get("model")) or Path("?")).name]
     words += [which] if which and config.get("method") else []
@@ -40,22 +38,20 @@ def name_of(config: Mapping[str, Any], which: str = "") -> str:
 
 
 def portable(given: Mapping[str, Any], among: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """A config without folders, which are of interest to nobody else.
+    """Return a config without this machine's folders.
 
-    But for those that tell a path from what others ``among`` all configs have in its place.
+    Keeps the shortest path suffix that distinguishes the config from the others ``among``.
     """
-    return {
-        key: _tail(Path(value), [_path(other.get(key)) for other in among])
-        if isinstance(value, str | os.PathLike) and Path(value).is_absolute()
-        else value.path
-        if isinstance(value, LoadedModel)
-        else value
-        for key, value in given.items()
-    }
+    result = {}
+    for key, value in given.items():
+        if isinstance(value, str | os.PathLike) and Path(value).is_absolute():
+            value = _tail(Path(value), [_path(other.get(key)) for other in among])
+        result[key] = value.path if isinstance(value, LoadedModel) else value
+    return result
 
 
 def _tail(path: Path, among: Iterable[Path | None]) -> str:
-    """The shortest end of a path that no other one has.
+    """Return the shortest path suffix that no other path has.
 
     >>> _tail(Path("/runs/a/export"), [Path("/runs/b/export"), Path("/runs/a/head")])
     'a/export'
@@ -69,7 +65,7 @@ def _tail(path: Path, among: Iterable[Path | None]) -> str:
 
 
 def _path(model: Any) -> Path | None:
-    """Where a model lies, if that is known."""
+    """Return the path of a model, if it has one."""
     model = getattr(model, "path", model)
     return Path(model) if isinstance(model, str | os.PathLike) else None
 

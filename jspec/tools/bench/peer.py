@@ -1,17 +1,31 @@
-"""The client of the ``peer_transformers`` worker."""
+"""transformers as a contender: the client of the ``peer_transformers`` worker."""
 
 import contextlib
+import dataclasses
+import importlib.util
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec.api import config
+from jspec.tools.bench.contenders import Case, of_categories
+from jspec.tools.bench.questions import Request
+from jspec.tools.bench.timing import Sample
+
+MODES = {
+    "eager": "transformers",
+    "assisted": "transformers, assisted",
+    "prompt_lookup": "transformers, prompt lookup",
+}
 _SCRIPT = Path(__file__).with_name("peer_transformers.py")
 
 
 class PeerError(RuntimeError):
-    """The worker could not do what it was asked."""
+    """A failed call of the worker."""
 
 
 class Peer:
@@ -21,11 +35,11 @@ class Peer:
     """
 
     def __init__(self, model: str | Path, draft: str | Path | None = None, dtype: str = "float32"):
-        # -E: PYTHONPATH and its like are of this process.
+        # -E: PYTHONPATH and similar settings are for this process.
         command = [sys.executable, "-E", str(_SCRIPT), "--model", str(model), "--dtype", dtype]
         if draft:
             command += ["--draft", str(draft)]
-        # Of a session of its own: Ctrl-C is for this process, which then ends the worker.
+        # In its own session: Ctrl-C goes to this process, which then ends the worker.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -42,19 +56,17 @@ class Peer:
         self.close()
 
     def generate(self, mode: str, prompts: list[list[int]], **settings: Any) -> dict:
-        """One call; see the protocol in ``peer_transformers`` for settings and the reply."""
-        return self._ask(op="generate", mode=mode, prompts=prompts, **settings)
-
-    def close(self) -> None:
-        """Ends the worker, whatever it does."""
-        self._process.terminate()
-        self._process.communicate()
-
-    def _ask(self, **request: Any) -> dict:
-        with contextlib.suppress(BrokenPipeError):  # what is read says so
+        """Make one call; ``peer_transformers`` documents the settings and the reply."""
+        request = {"op": "generate", "mode": mode, "prompts": prompts, **settings}
+        with contextlib.suppress(BrokenPipeError):  # the read raises then
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._read()
+
+    def close(self) -> None:
+        """End the worker, whatever it does."""
+        self._process.terminate()
+        self._process.communicate()
 
     def _read(self) -> dict:
         line = self._process.stdout.readline()
@@ -64,3 +76,71 @@ class Peer:
         if not answer.pop("ok"):
             raise PeerError(answer["error"])
         return answer
+
+
+@dataclasses.dataclass(eq=False)
+class Theirs:
+    """transformers as a contender.
+
+    Attributes:
+      peer: with the target loaded.
+      mode: one of ``MODES``.
+      case: the settings.
+      requests: by category.
+      settings: of speculative modes, in the worker's protocol.
+      eos_token_ids: ids that end an answer.
+    """
+
+    peer: Peer
+    mode: str
+    case: Case
+    requests: dict[str, list[Request]]
+    settings: dict[str, int]
+    eos_token_ids: tuple[int, ...]
+
+    def __call__(self) -> Sample:
+        """Answer all requests; seconds are those inside the worker."""
+        return of_categories({name: self._category(some) for name, some in self.requests.items()})
+
+    def _category(self, requests: list[Request]) -> Sample:
+        total = Sample(0.0, 0.0, [[] for _ in requests])
+        ordered = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
+        for first in range(0, len(ordered), self.case.batch_size):
+            group = ordered[first : first + self.case.batch_size]
+            answer = self.peer.generate(
+                self.mode,
+                [list(requests[index].token_ids) for index in group],
+                max_new_tokens=self.case.max_tokens,
+                temperature=self.case.temperature,
+                seed=self.case.seed + first,
+                eos_token_ids=list(self.eos_token_ids),
+                threads=os.cpu_count(),
+                **self.settings,
+            )
+            total.seconds += answer["seconds"]
+            total.cpu_seconds += answer["cpu_seconds"]
+            for index, tokens in zip(group, answer["tokens"], strict=True):
+                total.tokens[index] = tokens
+        return total
+
+
+def settings_of(mode: str, configs: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Return a mode's settings from the first config that does the same; None without one."""
+    method = {"assisted": "draft_model", "prompt_lookup": "ngram"}.get(mode)
+    if method is None:
+        return {}
+    given = next((each for each in configs if each.get("method") == method), None)
+    if given is None:
+        return None
+    ours = config.read(given).settings
+    same = {"num_speculative_tokens": ours["num_speculative_tokens"]}
+    return same | ({"ngram_max": ours["prompt_lookup_max"]} if method == "ngram" else {})
+
+
+def refusal(model: Any, dtype: str) -> str | None:
+    """Return why transformers cannot run the target in ``dtype``; None if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
+        return "the model is not a local directory"
+    return None if dtype in ("float32", "bfloat16") else f"it is not measured in {dtype}"

@@ -2,15 +2,15 @@
 
     python jspec/tools/bench/peer_transformers.py --model DIR [--draft DIR] [--dtype float32]
 
-Nobody types this: ``jspec.tools.bench.peer.Peer`` starts it, so that torch has a process and an
-environment of its own and never runs while JAX does. The protocol is one JSON object a line, a
-request on stdin and its reply on stdout; the first reply (to nothing) says the models are loaded.
+``jspec.tools.bench.peer.Peer`` starts it, so that torch has its own process and environment and
+never runs at the same time as JAX. The protocol is one JSON object a line, a request on stdin and
+its reply on stdout. The first reply, before any request, reports that the models are loaded.
 
     {"op": "generate", "mode": "eager",      eager | compiled | assisted | prompt_lookup
      "prompts": [[1, 2], [3, 4]],            token ids; ragged batches are padded on the left
      "max_new_tokens": 128,                  exactly so many, unless a stop token ends the text
      "eos_token_ids": [],                    stop tokens; [] for none
-     "temperature": 0.8, "seed": 0,          0 is greedy; no other warp
+     "temperature": 0.8, "seed": 0,          0 is greedy; no other filter
      "threads": 2,                           torch.set_num_threads for this call
      "num_speculative_tokens": 4,            assisted, prompt_lookup: K, the same in every round
      "ngram_max": 3,                         prompt_lookup: longest n-gram looked for (down to 1)
@@ -22,8 +22,8 @@ request on stdin and its reply on stdout; the first reply (to nothing) says the 
     {"op": "exit"} -> the worker ends
     failures       -> {"ok": false, "error": "..."}
 
-Seconds cover ``generate`` alone, from token ids to token ids. It runs in ``torch.inference_mode``,
-which few of its users write but which is a tenth faster than its own ``no_grad``.
+Seconds cover ``generate`` alone, from token ids to token ids, in ``torch.inference_mode``, which is
+a tenth faster than its own ``no_grad``.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-# Settings of one runtime must not reach the other: the worker runs with torch's own defaults.
+# Settings of JAX must not affect torch: the worker runs with torch's own defaults.
 _FOREIGN = ("JAX_", "XLA_", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH")
 MODES = ("eager", "compiled", "assisted", "prompt_lookup")
 
 
 class Worker:
-    """The loaded models, and one method a request."""
+    """The loaded models."""
 
     def __init__(self, model: str, draft: str | None, dtype: str):
         import torch
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # assisted generation warns of its own inner call
+        logging.set_verbosity_error()  # assisted generation warns about its own inner call
         self.torch = torch
         self.target = self._load(model, dtype)
         self.draft = self._load(draft, dtype) if draft else None
@@ -65,7 +65,7 @@ class Worker:
         return model
 
     def info(self) -> dict:
-        """Versions and threads."""
+        """Return versions and threads."""
         import transformers
 
         return {
@@ -75,7 +75,7 @@ class Worker:
         }
 
     def generate(self, request: dict) -> dict:
-        """Runs one call of ``generate`` under the clock."""
+        """Time one call of ``generate``."""
         torch = self.torch
         threads = request.get("threads")
         if threads and threads != torch.get_num_threads():
@@ -97,14 +97,14 @@ class Worker:
         }
 
     def _batch(self, prompts: list[list[int]]) -> tuple[Any, Any]:
-        """Token ids and attention mask; a mask of ones costs nothing."""
+        """Return token ids and attention mask; a mask of ones costs nothing."""
         longest = max(map(len, prompts))
         ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         return self.torch.tensor(ids), self.torch.tensor(mask)
 
     def _settings(self, request: dict, prompt_length: int) -> dict:
-        """Keyword arguments of ``generate``; they stay fixed within a case."""
+        """Return the keyword arguments of ``generate``, which are the same throughout a case."""
         mode, temperature = request.get("mode", "eager"), request.get("temperature", 0.0)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
@@ -112,7 +112,7 @@ class Worker:
         if request.get("eos_token_ids"):
             settings["eos_token_id"] = request["eos_token_ids"]
         if temperature > 0:
-            # top_k is 50 unless it is switched off.
+            # The default of top_k is 50.
             settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         if mode == "compiled":
             length = prompt_length + request["max_new_tokens"]
@@ -125,7 +125,7 @@ class Worker:
         return settings
 
     def _compiled(self, length: int, cpp_wrapper: bool) -> dict:
-        """Static cache and a compiled decoding step."""
+        """Return the settings of a static cache and a compiled decoding step."""
         from transformers import CompileConfig
 
         # Its default mode, "reduce-overhead", adds CUDA graphs and excludes options.
@@ -136,7 +136,7 @@ class Worker:
         return {"cache_implementation": "static", "max_cache_len": length, "compile_config": config}
 
     def _assistant(self, num_tokens: int) -> Any:
-        """The draft model with a K that neither a schedule nor its confidence changes."""
+        """Return the draft model with a fixed K, without a schedule or a confidence threshold."""
         if self.draft is None:
             raise ValueError("mode assisted needs --draft")
         config = self.draft.generation_config
@@ -147,7 +147,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _counter(self) -> Iterator[list]:
-        """A context that gives a list with an entry for every pass of the target."""
+        """Yield a list that gets an entry for every pass of the target."""
         passes: list[None] = []
         hook = self.target.model.register_forward_pre_hook(lambda *_: passes.append(None))
         try:
@@ -157,7 +157,7 @@ class Worker:
 
 
 def _ended(rows: list[list[int]], stops: Sequence[int]) -> list[list[int]]:
-    """Rows up to their stop token: what follows it is padding."""
+    """Return the rows up to their stop token; padding follows it."""
     ends = [next((i + 1 for i, token in enumerate(row) if token in stops), None) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
@@ -177,34 +177,31 @@ def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
                 raise ValueError(f"unknown op {request['op']!r}")
             answer = worker.generate(request) if request["op"] == "generate" else worker.info()
             reply(ok=True, **answer)
-        except Exception as error:  # the client decides what a failed call means
+        except Exception as error:  # the client handles failed calls
             reply(ok=False, error=f"{type(error).__name__}: {error}")
 
 
 def _clean_environment() -> None:
-    """Remove the settings of other runtimes; torch is imported later and reads the rest."""
+    """Remove the settings of other runtimes before torch is imported."""
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _hide_repository() -> None:
-    """Takes the repository's root off the path.
-
-    Its folder ``kernels`` would otherwise pass for Hugging Face's package of that name.
-    """
+    """Remove the repository's root from the path: ``kernels`` is also a package of Hugging Face."""
     root = Path(__file__).resolve().parents[3]
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
 
 
 def main() -> None:
-    """Loads the models and serves requests until stdin ends."""
+    """Load the models and serve requests until stdin ends."""
     parser = argparse.ArgumentParser(description="transformers behind a pipe")
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
-    # What libraries print must not mix with the replies.
+    # Output of libraries must not mix with the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _clean_environment()

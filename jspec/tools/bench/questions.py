@@ -1,8 +1,8 @@
-"""Question files of the field, read into one form.
+"""Readers of public question files.
 
-Known by what a line holds: Spec-Bench (``turns``, ``category``), HumanEval (``task_id``,
-``prompt``), GSM8K (``question``), ShareGPT (``conversations``), OpenAI's ``messages``, plain
-``prompt`` or ``text``. JSON lines, or one JSON list; ``.gz`` too. Any other file is one text.
+The keys of an object tell its format: Spec-Bench (``turns``, ``category``), HumanEval (``prompt``),
+GSM8K (``question``), ShareGPT (``conversations``), OpenAI's ``messages``, or ``text``. Files hold
+JSON lines or one JSON list, ``.gz`` or not. Any other file is one text.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from jspec.util.messages import shown
 from jspec.util.values import json_of
 
 _JSON = (".json", ".jsonl")
-_SYSTEM, _USER = ("system", "developer"), ("user", "human")  # who speaks, in public files
+_SYSTEM, _USER = ("system", "developer"), ("user", "human")  # roles in public files
 _OTHERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "tool", "function")
 _KINDS = "turns, messages, conversations, question, prompt or text"
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Something to be answered.
+    """A question or a text to continue.
 
     Attributes:
-      category: what its figures are counted under.
-      turns: what the user says, turn by turn; one for most.
-      is_chat: whether they are messages to answer, and not a text to go on with.
-      system: what comes before the first turn, of chats; "" for nothing.
+      category: groups questions in the tables.
+      turns: the user's messages; most questions have one.
+      is_chat: whether the turns are messages, rather than a text to continue.
+      system: the system message of a chat; "" for none.
     """
 
     category: str
@@ -50,21 +50,21 @@ class Request:
 
 
 def read(paths: Sequence[str | Path], per_category: int = 0) -> list[Question]:
-    """The questions of all files, in their order; the first ``per_category`` of each (0: all).
+    """Return the questions of all files in order, the first ``per_category`` of each (0: all).
 
     Raises:
-      ValueError: a file cannot be read, or holds none; names file and line.
+      ValueError: a file cannot be read or holds no question; the message names file and line.
     """
-    found = [question for path in paths for question in _read_file(Path(path))]
-    if not found:
+    questions = [question for path in paths for question in _read_file(Path(path))]
+    if not questions:
         raise ValueError("there is no question in the files given; name one with --questions.")
-    counts: dict[str, int] = {}
-    kept = []
-    for question in found:
-        counts[question.category] = counts.get(question.category, 0) + 1
-        if not per_category or counts[question.category] <= per_category:
-            kept.append(question)
-    return kept
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(question.category, []).append(question)
+    first = {
+        id(question) for group in groups.values() for question in group[: per_category or None]
+    }
+    return [question for question in questions if id(question) in first]
 
 
 def requests(
@@ -75,45 +75,46 @@ def requests(
     prompt_tokens: int = 0,
     longest: int,
 ) -> tuple[list[Request], int]:
-    """Every turn of every question as a prompt, and how many turns were left out.
+    """Return every turn of every question as a prompt, and the number of turns left out.
 
-    Later turns follow the answers of ``answer``, which maps prompts to texts: the same for all who
-    are measured, so that they are given equal prompts. Only first turns are cut: cut to their
-    common beginning, all turns of a question would be the same prompt, and what learns from answers
-    would recite the first. After a turn that was cut or does not fit, later ones are left out.
+    Later turns follow the texts of ``answer``, so that all contenders get equal prompts. Only first
+    turns are cut. If later turns were cut to their common prefix, all turns of a question would be
+    one prompt, and methods that learn from answers would recite the first answer. The turns after
+    one that is cut or too long are left out.
 
     Args:
       questions: at least one.
-      tokenizer: with or without a chat template; without one turns are joined by blank lines.
-      answer: of the target by itself.
-      prompt_tokens: most tokens of a prompt; first turns are cut to them (0: no limit).
-      longest: tokens of a prompt that still fits.
+      tokenizer: without a chat template, turns are joined by blank lines.
+      answer: maps prompts to the target's own texts.
+      prompt_tokens: first turns are cut to this length (0: no limit).
+      longest: most tokens of a prompt that fits.
     """
-    made: list[Request] = []
-    said: list[list[str]] = [[] for _ in questions]
+    prompts_made: list[Request] = []
+    answers: list[list[str]] = [[] for _ in questions]
     running = list(range(len(questions)))
     for turn in range(max(len(question.turns) for question in questions)):
-        prompts = {index: _encode(questions[index], said[index], tokenizer) for index in running}
+        prompts = {index: _encode(questions[index], answers[index], tokenizer) for index in running}
         cut = {i for i, ids in prompts.items() if 0 < prompt_tokens < len(ids)}
         if turn:  # only first ones are cut
             prompts = {i: ids for i, ids in prompts.items() if i not in cut}
         prompts = {i: ids[: prompt_tokens or None] for i, ids in prompts.items()}
         fitting = {i: ids for i, ids in prompts.items() if 0 < len(ids) <= longest}
-        made += [Request(questions[index].category, tuple(ids)) for index, ids in fitting.items()]
+        prompts_made += [Request(questions[i].category, tuple(ids)) for i, ids in fitting.items()]
         running = [i for i in fitting if i not in cut and len(questions[i].turns) > turn + 1]
         texts = answer([fitting[index] for index in running]) if running else []
         for index, text in zip(running, texts, strict=True):
-            said[index].append(text)
-    return made, sum(len(question.turns) for question in questions) - len(made)
+            answers[index].append(text)
+    num_turns = sum(len(question.turns) for question in questions)
+    return prompts_made, num_turns - len(prompts_made)
 
 
 def answered_by(
     plain: LLM, questions: Sequence[Question], *, max_tokens: int, prompt_tokens: int = 0
 ) -> tuple[list[Request], int]:
-    """``requests`` whose later turns follow the greedy answers of ``plain``, of ``max_tokens``.
+    """Return ``requests`` whose later turns follow the greedy answers of ``plain``.
 
     Raises:
-      ValueError: answers of ``max_tokens`` or no question fit the model.
+      ValueError: ``max_tokens`` leaves no room for a prompt, or no question fits.
     """
     longest = plain.max_model_len - max_tokens
     if longest < 1:
@@ -127,30 +128,30 @@ def answered_by(
         wrapped = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [output.outputs[0].text for output in plain.generate(wrapped, greedy)]
 
-    made, left_out = requests(
+    prompts, left_out = requests(
         questions, plain.get_tokenizer(), answer, prompt_tokens=prompt_tokens, longest=longest
     )
-    if not made:
+    if not prompts:
         raise ValueError(
             f"no question fits: with max_tokens={max_tokens} prompts may have {longest} tokens; "
             "lower max_tokens, or cut prompts with prompt_tokens."
         )
-    return made, left_out
+    return prompts, left_out
 
 
-def _encode(question: Question, said: Sequence[str], tokenizer: Any) -> list[int]:
-    """The prompt of the turn after those that ``said`` answers."""
-    turns = question.turns[: len(said) + 1]
+def _encode(question: Question, answers: Sequence[str], tokenizer: Any) -> list[int]:
+    """Return the prompt of the turn after the ``answers``."""
+    turns = question.turns[: len(answers) + 1]
     if question.is_chat and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "system", "content": question.system}] if question.system else []
-        for asked, answered in zip(turns, [*said, None], strict=True):
+        for asked, answered in zip(turns, [*answers, None], strict=True):
             messages.append({"role": "user", "content": asked})
             if answered is not None:
                 messages.append({"role": "assistant", "content": answered})
         text = rendered(tokenizer, messages, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
     parts = [question.system] if question.system else []
-    for asked, answered in zip(turns, [*said, ""], strict=True):
+    for asked, answered in zip(turns, [*answers, ""], strict=True):
         parts += [asked, answered]
     return list(tokenizer.encode("\n\n".join(part for part in parts if part)))
 
@@ -176,12 +177,12 @@ def _read_file(path: Path) -> Iterator[Question]:
 
 
 def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Objects of a JSON list, or of JSON lines, and where each stands."""
+    """Yield the position and value of each object in a JSON list or in JSON lines."""
     if text.lstrip().startswith("["):
-        whole = _parsed(text, str(path))
-        yield from ((f"item {number}", item) for number, item in enumerate(whole, 1))
+        items = _parsed(text, str(path))
+        yield from ((f"item {number}", item) for number, item in enumerate(items, 1))
         return
-    # Not splitlines: it parts at U+2028, U+2029 and U+0085 as well, which JSON's texts may hold.
+    # Not splitlines, which also splits at U+2028, U+2029 and U+0085: JSON strings may hold them.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {number}", _parsed(line, f"{path}, line {number}")
@@ -195,9 +196,9 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _question(item: Any, stem: str, where: str) -> Question | None:
-    """What an object asks; None where it is a conversation in which no human says anything."""
+    """Return the question in an object; None for a conversation without a human message."""
     if not isinstance(item, dict):
-        raise ValueError(f"{where}: {shown(item)} is no object with {_KINDS}.")
+        raise ValueError(f"{where}: {shown(item)} must be an object with {_KINDS}.")
     category = item.get("category", stem)
     turns, system, is_chat = (), "", True
     if "turns" in item:  # Spec-Bench, MT-bench
@@ -212,23 +213,22 @@ def _question(item: Any, stem: str, where: str) -> Question | None:
     elif "prompt" in item or "text" in item:  # HumanEval, and texts to go on with
         turns, is_chat = (item.get("prompt", item.get("text")),), False
     if isinstance(turns, str) or not isinstance(turns, Sequence) or not turns:
-        raise ValueError(f"{where}: there is nothing to answer; it needs {_KINDS}.")
+        raise ValueError(f"{where}: there is no question; give {_KINDS}.")
     for text in (category, *turns):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{where}: {shown(text)} must be a text that is not empty.")
     for text in (category, system, *turns):
         if not encodes(text):
             raise ValueError(
-                f"{where}: {shown(text)} holds half of a surrogate pair; it must be text that "
-                "UTF-8 can say."
+                f"{where}: {shown(text)} holds half of a surrogate pair; it must be valid Unicode."
             )
     return Question(category, tuple(turns), is_chat, system)
 
 
 def _asked_in(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
-    """What the system says, and the user's first message after it; none where no user speaks.
+    """Return the system message and the user's first message, if any.
 
-    Later ones answer what another model said; put to this one they would make no sense.
+    Later messages respond to the answers of another model.
     """
     system: list[str] = []
     for role, text in _messages(item, where):
@@ -237,7 +237,7 @@ def _asked_in(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
         if role in _SYSTEM and isinstance(text, str):
             system += [text] if text.strip() else []
         elif role in _SYSTEM:
-            raise ValueError(f"{where}: the {role} says {shown(text)}; it must be a text.")
+            raise ValueError(f"{where}: the {role} message {shown(text)} must be a text.")
         elif role not in _OTHERS:
             known = ", ".join((*_SYSTEM, *_USER, *_OTHERS))
             raise ValueError(f"{where}: role {shown(role)} is unknown; known are {known}.")
@@ -245,7 +245,7 @@ def _asked_in(item: dict, where: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def _messages(item: dict, where: str) -> list[tuple[Any, Any]]:
-    """Role and text of each message, by OpenAI's names or ShareGPT's, in a list of either name."""
+    """Return role and text of each message, by OpenAI's or ShareGPT's names."""
     name = "messages" if "messages" in item else "conversations"
     messages = item[name]
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):

@@ -1,65 +1,66 @@
-"""The measurement: every method beside plain decoding, in turns, case by case."""
+"""The measurement of ``jspec bench``: every method beside plain decoding, in turns."""
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.api import config
-from jspec.api.build import build_plan
+from jspec.api.build import Build, build_plan
 from jspec.api.llm import LLM
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
-from jspec.tools.bench import questions as reading
-from jspec.tools.bench.contenders import by_category, peer_refusal
-from jspec.tools.bench.names import portable
-from jspec.tools.bench.peer import Peer, PeerError
-from jspec.tools.bench.questions import Question
+from jspec.tools.bench import costs, peer, rows
+from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled
+from jspec.tools.bench.names import names_of, portable
+from jspec.tools.bench.peer import Peer, PeerError, Theirs
+from jspec.tools.bench.questions import Question, Request, answered_by
 from jspec.tools.bench.settings import Settings
-from jspec.tools.bench.table import CaseTable
+from jspec.tools.bench.timing import Contender, Sample, race
 
 DEFINITION = (
-    "acceptance length: tokens a pass of the target emits, the bonus token and passes without a "
-    "draft included; 1 is no gain. per position: of all drafts, the share whose i-th token was "
-    "accepted. speed-up: tokens/s beside plain decoding in the same turn, median (least to most); "
-    "prompts, host and all."
+    "acceptance length: tokens emitted by a pass of the target, the bonus token and passes without "
+    "a draft included; 1 is no gain. per position: of all drafts, the share whose i-th token was "
+    "accepted. speed-up: tokens/s relative to plain decoding in the same turn, median (least to "
+    "most); prompts and host included."
 )
 
 
 def bench(
     model: str | os.PathLike | LoadedModel,
-    asked: Sequence[Question],
+    questions: Sequence[Question],
     settings: Settings,
     *,
     on_case: Callable[[dict[str, Any]], None] = lambda _: None,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures; the results as JSON has them.
+    """Measure all methods; return the results as their JSON file holds them.
 
     Args:
       model: the target, as in ``LLM``.
-      asked: questions, from ``questions.read``.
-      settings: what is measured.
+      questions: from ``questions.read``.
+      settings: methods, cases and repeats.
       on_case: called with the results so far after each case.
-      on_step: called with words for a progress line.
+      on_step: called with the words of a progress line.
 
     Raises:
-      ValueError: the model, a config or the questions do not go together.
+      ValueError: the model, a config and the questions do not fit together.
     """
     on_step("loading")
     target = loading.load(model, settings.dtype)
     plain = LLM(target)
-    for each in settings.configs:  # what is wrong with the last is not found out after hours
-        build_plan(target, config.read(each), dtype=settings.dtype)
-    made, left_out = reading.answered_by(
-        plain, asked, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
+    for given in settings.configs:  # errors of the last config must not come after hours
+        build_plan(target, config.read(given), dtype=settings.dtype)
+    asked, left_out = answered_by(
+        plain, questions, max_tokens=settings.max_tokens, prompt_tokens=settings.prompt_tokens
     )
-    requests = by_category(made)
+    requests = by_category(asked)
+    configs = [portable(given, settings.configs) for given in settings.configs]
     results: dict[str, Any] = {
         "definition": DEFINITION,
-        "setting": dataclasses.asdict(settings)
-        | {"configs": [portable(each, settings.configs) for each in settings.configs]},
+        "setting": dataclasses.asdict(settings) | {"configs": configs},
         "questions": {name: len(some) for name, some in requests.items()},
         "left_out": left_out,
         "peer": None,
@@ -67,19 +68,19 @@ def bench(
         "rows": [],
     }
     dtype = target.params.embedding.dtype.name
-    with _peer(model, dtype, settings, results) as peer:
+    with _peer(model, dtype, settings, results) as worker:
         for case in settings.cases:
-            table = CaseTable(target, settings, case, requests, peer)
+            table = CaseTable(target, settings, case, requests, worker)
             try:
                 table.run(on_step)
             except KeyboardInterrupt:
                 results["interrupted"] = True
-            except PeerError as error:  # while it was measured; what there is stays
+            except PeerError as error:  # during the race; finished samples stay
                 table.failed["the peer"] = str(error)
             results["rows"] += table.rows()
             for name, reason in table.failed.items():
-                results["peer"] += f"; {case.words}: {name} failed ({reason})"
-            if results["rows"]:  # none, where Ctrl-C comes before the first sample
+                results["peer"] += f"; {case.title}: {name} failed ({reason})"
+            if results["rows"]:  # none if Ctrl-C comes before the first sample
                 on_case(results)
             if results["interrupted"]:
                 break
@@ -88,20 +89,102 @@ def bench(
 
 @contextlib.contextmanager
 def _peer(model: Any, dtype: str, settings: Settings, results: dict) -> Iterator[Peer | None]:
-    """transformers with the model loaded, or None; the results say which."""
-    refusal = peer_refusal(model, dtype) if settings.peers else "not asked for"
+    """Yield transformers with the model loaded, or None; ``results["peer"]`` says which."""
+    refusal = peer.refusal(model, dtype) if settings.peers else "not asked for"
     draft = settings.draft_folder
     try:
-        peer = None if refusal else Peer(model, draft, dtype)
+        worker = None if refusal else peer.Peer(model, draft, dtype)
     except PeerError as error:
-        peer, refusal = None, f"transformers cannot load the models ({error})"
-    if peer is None:
+        worker, refusal = None, f"transformers cannot load the models ({error})"
+    if worker is None:
         results["peer"] = refusal
         yield None
         return
-    with peer:
-        versions = "transformers {transformers}, torch {torch}".format_map(peer.info)
+    with worker:
+        versions = "transformers {transformers}, torch {torch}".format_map(worker.info)
         results["peer"] = f"{versions}, {dtype}"
         if draft is None:
             results["peer"] += "; assisted generation needs a draft_model in a local directory"
-        yield peer
+        yield worker
+
+
+class CaseTable:
+    """The contenders of one case and their samples."""
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        settings: Settings,
+        case: Case,
+        requests: Mapping[str, Sequence[Request]],
+        worker: Peer | None,
+    ):
+        self._target, self._settings, self._case, self._peer = target, settings, case, worker
+        self._questions = {name: len(some) for name, some in requests.items()}
+        self._requests = {name: filled(some, case.batch_size) for name, some in requests.items()}
+        self.failed: dict[str, str] = {}  # contenders of the peer, and the reasons
+        self._builds: dict[str, tuple[Mapping | None, Build]] = {}
+        self._first: dict[str, tuple[float, Sample]] = {}
+        self._field: list[Contender] = []
+        self._costs: dict[str, dict[str, Any]] = {}
+
+    def run(self, on_step: Callable[[str], None]) -> None:
+        """Compile and warm up all contenders, race them, and take their rounds apart."""
+        for name, run in self._contenders():
+            on_step(f"{self._case.title}: compiling {name}")
+            begin = time.perf_counter()
+            try:
+                run()
+            except PeerError as error:
+                self.failed[name] = str(error)
+                continue
+            first = time.perf_counter() - begin
+            self._first[name] = first, run()
+            self._field.append(Contender(name, run))
+        on_step(f"{self._case.title}: measuring")
+        race(self._field, self._settings.repeats, self._settings.patience)
+        for each in self._field:
+            if each.name in self._builds:
+                on_step(f"{self._case.title}: timing the parts of {each.name}")
+                self._costs[each.name] = costs.measure(each.run, self._builds[each.name][1])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each contender with a sample; none if plain decoding has none."""
+        field = [each for each in self._field if each.samples]
+        if not field or field[0].name != PLAIN:
+            return []
+        plain = field[0]
+        made = []
+        for each in field:
+            first_seconds, sample = self._first[each.name]
+            row = rows.row(self._case, each, plain, self._questions)
+            row["first_call_seconds"] = first_seconds
+            if self._case.temperature == 0:
+                pairs = zip(sample.tokens, self._first[PLAIN][1].tokens, strict=True)
+                row["texts_equal_to_plain"] = sum(text == expected for text, expected in pairs)
+                row["texts"] = len(sample.tokens)
+            if each.name in self._builds:
+                given = self._builds[each.name][0]
+                row["config"] = given and portable(given, self._settings.configs)
+                row |= rows.acceptance(each.run, row["categories"])
+            else:
+                row["config"] = dict(each.run.settings)
+            made.append(row | self._costs.get(each.name, {}))
+        return made
+
+    def _contenders(self) -> Iterator[tuple[str, Ours | Theirs]]:
+        settings, case = self._settings, self._case
+        named = zip((None, *settings.configs), (PLAIN, *names_of(settings.configs)), strict=True)
+        for given, name in named:
+            llm = LLM(self._target, given, dtype=settings.dtype, max_num_seqs=case.batch_size)
+            while name in self._builds:
+                name += "'"
+            self._builds[name] = given, llm.build
+            yield name, Ours(llm, case, self._requests)
+        for mode, name in peer.MODES.items() if self._peer else ():
+            same = peer.settings_of(mode, settings.configs)
+            if same is None or (mode == "assisted" and settings.draft_folder is None):
+                continue
+            if mode == "eager" or case.batch_size == 1:  # all that transformers supports
+                eos = self._target.eos_token_ids
+                yield name, Theirs(self._peer, mode, case, self._requests, same, eos)

@@ -1,4 +1,4 @@
-"""What ``jspec bench`` is asked to measure."""
+"""The settings of ``jspec bench``."""
 
 import dataclasses
 import itertools
@@ -16,52 +16,49 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def check_whole(settings: Any, **least: int) -> None:
-    """Raises ValueError where an attribute is no whole number of at least its ``least``."""
+    """Raise ValueError unless the attributes are whole numbers of at least their ``least``."""
     for name, limit in least.items():
-        if not is_whole(getattr(settings, name), limit):
-            given = shown(getattr(settings, name))
-            raise ValueError(f"{name}={given} must be a whole number of at least {limit}.")
+        value = getattr(settings, name)
+        if not is_whole(value, limit):
+            raise ValueError(f"{name}={shown(value)} must be a whole number of at least {limit}.")
 
 
 def check_batch_sizes(sizes: Sequence[int]) -> None:
-    """Raises ValueError where there is none, or one is no whole number of at least 1, or twice."""
+    """Raise ValueError unless there are sizes of at least 1, each once."""
     if not sizes or not all(is_whole(size, 1) for size in sizes):
         raise ValueError(f"batch_sizes={shown(sizes)} must be at least 1 each.")
     check_once("batch_sizes", sizes)
 
 
 def check_once(name: str, values: Sequence[float]) -> None:
-    """Raises ValueError where a value stands twice: it would be measured twice, as one table."""
-    for place, value in enumerate(values):
-        if value in values[:place]:
+    """Raise ValueError for a repeated value, which would be measured twice in one table."""
+    for index, value in enumerate(values):
+        if value in values[:index]:
             raise ValueError(f"{name}={shown(values)} has {shown(value)} twice; leave one out.")
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError where requests, which take it and those after it, would not all be seeded.
-
-    To ``SamplingParams`` -1 is no seed.
-    """
+    """Raise ValueError unless ``seed`` is not negative; -1 would mean no seed."""
     if not is_whole(seed, 0, _LARGEST_SEED):
         raise ValueError(f"seed={shown(seed)} must be a whole number from 0 to 2**63 - 1.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured, and how often.
+    """The methods and cases that ``bench`` measures.
 
     Attributes:
-      configs: each a ``speculative_config``, one a method.
-      batch_sizes: requests that run together; every one is a table.
-      temperatures: likewise.
+      configs: a ``speculative_config`` for each method.
+      batch_sizes: requests that run together; each size is a table.
+      temperatures: each temperature is a table.
       max_tokens: most tokens of an answer.
-      prompt_tokens: first turns are cut to so many tokens, and longer later ones left out (0: no
+      prompt_tokens: first turns are cut to this length, and longer later turns are left out (0: no
         limit).
       per_category: questions of each category (0: all).
       repeats: undisturbed samples of every contender.
-      patience: further turns to wait for such samples while others use the machine.
+      patience: further turns to wait for such samples while other processes use the machine.
       dtype: of weights, as in ``LLM``.
-      peers: whether transformers is measured, too, where it is installed.
+      peers: whether transformers is measured too, if it is installed.
       seed: of all noise.
 
     Raises:
@@ -96,13 +93,13 @@ class Settings:
 
     @property
     def cases(self) -> list[Case]:
-        """Every batch at every temperature."""
+        """Every batch size at every temperature."""
         pairs = itertools.product(self.temperatures, self.batch_sizes)
-        return [Case(size, degree, self.max_tokens, self.seed) for degree, size in pairs]
+        return [Case(size, value, self.max_tokens, self.seed) for value, size in pairs]
 
     @property
     def draft_folder(self) -> str | None:
-        """A draft model that transformers can load, too, if there is one."""
+        """The folder of a draft model, which transformers can load too; None without one."""
         for each in self.configs:
             model = each.get("model")
             if each.get("method") == "draft_model" and model and Path(str(model)).is_dir():

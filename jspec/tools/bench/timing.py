@@ -1,10 +1,9 @@
-"""Timing contenders against each other on a machine that others may be using.
+"""Timing contenders against each other on a machine with other processes.
 
-Contenders run in turns, so that a slow minute is everybody's; the best of n says what the code can
-do, the median what happened. Disturbance is not fair: OpenMP threads that spin lose far more to a
-busy neighbour than XLA's do, so a ratio from a busy machine flatters us. So each sample carries how
-many cores other processes kept busy meanwhile; samples that were disturbed are replaced, within
-limits, and counted where they stay.
+Contenders run in turns, so that a slow minute affects all of them. The best of n shows the speed of
+the code, the median what happened. Disturbance is not fair: OpenMP threads that spin lose far more
+to a busy neighbour than XLA's do. So each sample records how many cores other processes used.
+Disturbed samples are repeated, within limits, and counted if they stay.
 """
 
 import dataclasses
@@ -25,8 +24,8 @@ class Sample:
       cpu_seconds: of all threads of the contender.
       tokens: generated ids, one list a row.
       passes: of the target, summed over calls, if counted.
-      foreign: mean cores that other processes kept busy; None where that cannot be known.
-      parts: the same of each part of the work, by its name.
+      foreign: mean cores that other processes used; None if unknown.
+      parts: the same for each part of the work, by name.
     """
 
     seconds: float
@@ -38,24 +37,29 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens, all rows together."""
+        """Generated tokens of all rows."""
         return sum(map(len, self.tokens))
 
+    @property
+    def speed(self) -> float:
+        """Tokens/s."""
+        return self.num_tokens / self.seconds
+
     def quiet(self, limit: float) -> bool:
-        """Whether others used less than ``limit`` cores meanwhile."""
+        """Return whether other processes used at most ``limit`` cores."""
         return self.foreign is None or self.foreign <= limit
 
 
 @dataclasses.dataclass
 class Contender:
-    """Something that can be run under the clock.
+    """A program to time.
 
     Attributes:
       name: for tables.
-      run: what is timed; or its parts, as many for everybody, in any order, which add up to a
-        sample: contenders take turns part by part then, and only what was disturbed is run again.
+      run: the program, or its parts, which add up to a sample. All contenders need equally many
+        parts. They then take turns part by part, and only disturbed parts run again.
       samples: so far.
-      limit: cores that others may use for a sample to be undisturbed.
+      limit: cores that others may use in an undisturbed sample.
     """
 
     name: str
@@ -64,27 +68,32 @@ class Contender:
     limit: float = 0.1
 
     @property
-    def has_quiet(self) -> bool:
-        """Whether any sample was undisturbed."""
-        return any(sample.quiet(self.limit) for sample in self.samples)
+    def num_quiet(self) -> int:
+        """Undisturbed samples."""
+        return sum(sample.quiet(self.limit) for sample in self.samples)
 
     @property
-    def kept(self) -> list[Sample]:
+    def usable(self) -> list[Sample]:
         """The undisturbed samples, or all of them if there are none."""
         return [sample for sample in self.samples if sample.quiet(self.limit)] or self.samples
 
     @property
+    def speeds(self) -> list[float]:
+        """Tokens/s of the usable samples."""
+        return [sample.speed for sample in self.usable]
+
+    @property
     def best(self) -> float:
         """Highest tokens/s."""
-        return max(sample.num_tokens / sample.seconds for sample in self.kept)
+        return max(self.speeds)
 
     @property
     def median(self) -> float:
         """Median tokens/s."""
-        return statistics.median(sample.num_tokens / sample.seconds for sample in self.kept)
+        return statistics.median(self.speeds)
 
     def summary(self) -> dict:
-        """Figures for the JSON file."""
+        """Return the figures for a JSON file."""
         return {
             "name": self.name,
             "tokens_per_second_best": round(self.best, 2),
@@ -92,99 +101,87 @@ class Contender:
             "seconds": [round(sample.seconds, 5) for sample in self.samples],
             "cpu_seconds": [round(sample.cpu_seconds, 5) for sample in self.samples],
             "foreign_cores": [sample.foreign for sample in self.samples],
-            "quiet_samples": sum(sample.quiet(self.limit) for sample in self.samples),
+            "quiet_samples": self.num_quiet,
         }
 
 
 def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
-    """Runs all contenders in turns until each has ``repeats`` quiet samples.
+    """Run all contenders in turns until each has ``repeats`` quiet samples.
 
-    Gives up after ``patience`` further rounds. Every round starts with another contender, and
-    nobody always follows the same one. Where samples have parts, as many turns with a part as
-    ``patience`` rounds have are run again if anybody was disturbed in them.
+    At most ``patience`` further rounds replace disturbed samples. All contenders run in them,
+    because a ratio compares samples of the same minutes. With parts, single turns are repeated
+    instead, as many as ``patience`` rounds have.
     """
     if not contenders:
         return
-    whole = callable(contenders[0].run)
-    spare = 0 if whole else patience * len(contenders[0].run)
-    for round_ in range(repeats + patience):
-        waiting = [
-            each
-            for each in contenders
-            if sum(sample.quiet(each.limit) for sample in each.samples) < repeats
-        ]
-        if not waiting:
+    has_parts = not callable(contenders[0].run)
+    spare = patience * len(contenders[0].run) if has_parts else 0
+    for index in range(repeats + patience):
+        if all(each.num_quiet >= repeats for each in contenders):
             return
-        # Everybody runs again: a ratio compares samples of the same minutes.
-        if whole:
-            for each in _in_turn(contenders, round_):
-                each.samples.append(watched(each.run))  # at once: who is interrupted keeps it
-        else:
-            spare = _by_parts(contenders, round_, spare)
+        if has_parts:
+            spare = _by_parts(contenders, index, spare)
+            continue
+        for each in _in_turn(contenders, index):
+            each.samples.append(watched(each.run))  # at once, so that Ctrl-C loses no sample
 
 
 def _by_parts(contenders: Sequence[Contender], round_: int, spare: int) -> int:
-    """Adds a sample to each; takes and returns how many disturbed turns may be run again."""
-    timed = [[] for _ in contenders]
-    for place in range(len(contenders[0].run)):
+    """Add a sample to each contender; return how many disturbed turns may still be repeated."""
+    samples = [[] for _ in contenders]
+    for part in range(len(contenders[0].run)):
         while True:
-            order = _in_turn(range(len(contenders)), round_ + place)
-            turn = {index: watched(contenders[index].run[place]) for index in order}
+            order = _in_turn(range(len(contenders)), round_ + part)
+            turn = {index: watched(contenders[index].run[part]) for index in order}
             quiet = all(sample.quiet(contenders[i].limit) for i, sample in turn.items())
             if quiet or not spare:
                 break
             spare -= 1
         for index, sample in turn.items():
-            timed[index].append(sample)
-    for each, parts in zip(contenders, timed, strict=True):
-        each.samples.append(_joined(parts))
+            samples[index].append(sample)
+    for each, parts in zip(contenders, samples, strict=True):
+        each.samples.append(joined(parts))
     return spare
 
 
-def _in_turn(things: Sequence, turn: int) -> list:
-    """They in the order of a turn: each is the first in turn, then again the other way about.
+def _in_turn(items: Sequence, turn: int) -> list:
+    """Return the items in the order of a turn.
 
-    So nobody always comes after the same one, which may leave the machine hot and slow.
+    Each item comes first in turn, then again in the opposite direction. So none always follows the
+    same neighbour, which may leave the machine hot and slow.
     """
-    count = len(things)
-    cycle, first = divmod(turn, count)
+    cycle, first = divmod(turn, len(items))
     step = -1 if cycle % 2 else 1
-    return [things[(first + step * place) % count] for place in range(count)]
+    return [items[(first + step * index) % len(items)] for index in range(len(items))]
 
 
-def _joined(parts: Sequence[Sample]) -> Sample:
-    """The sample that they are parts of."""
+def joined(parts: Sequence[Sample]) -> Sample:
+    """Return the sample that the parts add up to."""
     seconds = sum(part.seconds for part in parts)
-    foreign = None
+    foreign = passes = None
     if all(part.foreign is not None for part in parts):
         foreign = round(sum(part.foreign * part.seconds for part in parts) / seconds, 3)
-    passes = None
     if all(part.passes is not None for part in parts):
         passes = sum(part.passes for part in parts)
-    return Sample(
-        seconds,
-        sum(part.cpu_seconds for part in parts),
-        [tokens for part in parts for tokens in part.tokens],
-        passes,
-        foreign,
-    )
+    cpu_seconds = sum(part.cpu_seconds for part in parts)
+    tokens = [tokens for part in parts for tokens in part.tokens]
+    return Sample(seconds, cpu_seconds, tokens, passes, foreign)
 
 
 def ratios(each: Contender, plain: Contender) -> list[float]:
-    """Speed beside ``plain``, turn by turn; of undisturbed turns, if there are any."""
+    """Return the speeds relative to ``plain`` turn by turn, of undisturbed turns if any."""
     pairs = list(zip(each.samples, plain.samples, strict=False))
-    quiet = [pair for pair in pairs if all(s.quiet(each.limit) for s in pair)]
-    speed = lambda sample: sample.num_tokens / sample.seconds
-    return [speed(own) / speed(other) for own, other in quiet or pairs]
+    quiet = [pair for pair in pairs if all(sample.quiet(each.limit) for sample in pair)]
+    return [sample.speed / other.speed for sample, other in quiet or pairs]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Their median and ends."""
+    """Return median, least and most."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def watched(run: Callable[[], Sample]) -> Sample:
-    """Runs once and notes what other processes used."""
+    """Run once, and record the cores that other processes used."""
     before, start = _busy_seconds(), time.perf_counter()
     sample = run()
     after, elapsed = _busy_seconds(), time.perf_counter() - start
@@ -196,7 +193,7 @@ def watched(run: Callable[[], Sample]) -> Sample:
 
 
 def _busy_seconds() -> float | None:
-    """CPU time that all processes of the machine have used, or None where nothing tells."""
+    """Return the CPU time of all processes of the machine; None without /proc/stat."""
     try:
         first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     except OSError:

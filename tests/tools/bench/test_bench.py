@@ -13,9 +13,8 @@ from jspec.tools.bench import chart, files, names, report
 from jspec.tools.bench.contenders import Case, Ours
 from jspec.tools.bench.peer import PeerError
 from jspec.tools.bench.questions import Question, Request
-from jspec.tools.bench.run import bench
+from jspec.tools.bench.run import CaseTable, bench
 from jspec.tools.bench.settings import Settings
-from jspec.tools.bench.table import CaseTable
 from jspec.util import values
 from tests import browser, llm_fixtures
 
@@ -164,8 +163,8 @@ class FakePeer:
 
 def test_the_peer_does_as_the_first_of_ours_and_may_fail_at_some(root, monkeypatch):
     both = llm_fixtures.checkpoints(root)
-    monkeypatch.setattr("jspec.tools.bench.run.Peer", FakePeer)
-    monkeypatch.setattr("jspec.tools.bench.run.peer_refusal", lambda *_: None)
+    monkeypatch.setattr("jspec.tools.bench.peer.Peer", FakePeer)
+    monkeypatch.setattr("jspec.tools.bench.peer.refusal", lambda *_: None)
     configs = (
         {"method": "draft_model", "model": str(both["draft"]), "num_speculative_tokens": 2},
         {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2},
@@ -376,7 +375,7 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
     assert found["interrupted"] and seen == [found]
     assert [row["batch_size"] for row in found["rows"]] == [1, 1]
     assert [len(row["seconds"]) for row in found["rows"]] == ([1, 2] if last == 7 else [2, 2])
-    missing = "where the time of 2 methods of the last table goes; 1 of 2 tables"
+    missing = "the parts of a round for 2 methods of the last table; 1 of 2 tables"
     missing = f"samples of the last table; {missing}" if last == 7 else missing
     said = f"The run was interrupted; missing: {missing}."
     assert said in report.notes(ABOUT | found) and said in report.markdown(ABOUT | found)

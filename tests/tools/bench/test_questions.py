@@ -78,7 +78,7 @@ def test_any_other_file_is_one_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"turns": []}', "line 1: there is nothing to answer; it needs turns, messages"),
+        ('{"turns": []}', "line 1: there is no question; give turns, messages"),
         ('{"prompt": "x"}\n{"turns": ["a", 5]}', "line 2: 5 must be a text that is not empty"),
         ('{"prompt": "x"}\n{oops}', "line 2: not JSON"),
         (
@@ -86,13 +86,13 @@ def test_any_other_file_is_one_text(tmp_path):
             "line 2: not JSON .*5001 digits",
         ),
         ('{"prompt": ' + "[" * 9000, "line 1: not JSON .nested too deeply"),
-        ('["text"]', "item 1: 'text' is no object with turns"),
+        ('["text"]', "item 1: 'text' must be an object with turns"),
         ('{"messages": "x"}', "line 1: messages must be a list of objects"),
         ('{"prompt": "x"}\n{"prompt": "caf\\ud83d"}', "line 2: .* holds half of a surrogate pair"),
         ('{"messages": [{"role": "user", "content": " "}]}', "line 1: ' ' must be a text"),
         (
             '{"messages": [{"role": "assistant", "content": "Hi."}]}',
-            "line 1: there is nothing to answer",
+            "line 1: there is no question",
         ),
         (
             '{"prompt": "x"}\n{"messages": [{"role": "usr", "content": "Hi."}]}',
@@ -101,7 +101,7 @@ def test_any_other_file_is_one_text(tmp_path):
         ('{"conversations": [{"value": "Hi."}]}', "line 1: role None is unknown"),
         (
             '{"messages": [{"role": "system", "content": 5}]}',
-            "line 1: the system says 5; it must be",
+            "line 1: the system message 5 must be a text",
         ),
         ('{"conversations": 5}', "line 1: conversations must be a list of objects"),
         ('{"conversations": []}', "holds no conversation in which a human speaks"),

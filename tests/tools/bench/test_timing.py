@@ -51,7 +51,7 @@ def test_a_race_on_a_busy_machine_ends_with_disturbed_samples(monkeypatch):
     race(field, repeats=1, patience=1)
     assert len(log) == 2 * (2 + 2 + 2)  # both rounds, and as many turns again as one has
     assert [len(each.samples) for each in field] == [2, 2]
-    assert not any(each.has_quiet for each in field)
+    assert not any(each.num_quiet for each in field)
 
 
 def test_a_race_of_nobody_is_over():
