@@ -82,13 +82,13 @@ class Hybrid:
                 )
         names = [type(part).__name__ for part in self.parts]
         first, second = self.parts
-        if first.proposal != "point" or first.capture_layers:
+        if first.proposal != "deterministic" or first.capture_layers:
             raise ValueError(
                 f"the first of parts must look up what it drafts, but {names[0]} does not; put "
                 "'ngram', 'suffix' or 'token_recycling' first."
             )
         if self.combine == "merge" and second.proposal not in (
-            "point",
+            "deterministic",
             "chain",
             "without_replacement",
         ):
@@ -148,7 +148,7 @@ class Hybrid:
         """The law of siblings, some of which may have been looked up."""
         distribution = self.parts[1].proposal
         if self.combine == "merge":
-            return "point" if distribution == "point" else "points_last"
+            return "deterministic" if distribution == "deterministic" else "deterministic_last"
         is_chain = self.tree_size == self.max_depth + 1
         return "mixed" if distribution == "chain" and not is_chain else distribution
 

@@ -28,7 +28,7 @@ class NGram:
     prompt_lookup_max: int = 5
 
     capture_layers = ()
-    proposal = "point"
+    proposal = "deterministic"
     noise = "own"
 
     def __post_init__(self):

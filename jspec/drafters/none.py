@@ -16,7 +16,7 @@ class NoDrafter:
     max_depth = 0
     tree_size = 1
     capture_layers = ()
-    proposal = "point"
+    proposal = "deterministic"
     noise = "own"
 
     def init(self, params, request, capacity):

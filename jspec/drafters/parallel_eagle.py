@@ -1,16 +1,16 @@
 """P-EAGLE: an EAGLE-3 head drafts K tokens in one pass, behind mask rows (arXiv 2602.01469).
 
-Behind the rows whose features have become true, which enter the head's cache, stand K - 1 rows of
-the mask token and of the learned feature that goes with it, at the places of the rows that they are
-there for. With the root at position r, so that row r - 1 is the last true one: ::
+K - 1 rows follow the rows of the target's features. Each pairs the mask token with a learned mask
+feature, at the position of the row that it stands for. With the root at position r, so that row
+r - 1 is the last row of the target's features: ::
 
     row             ...   r-2       r-1    |   r        r+1    ...  r+K-2
     feature         ...  f_{r-2}   f_{r-1} |  masked   masked
     token           ...  t_{r-1}    root   |  mask     mask
     predicts                        x_1    |  x_2      x_3          x_K
 
-Every row sees those before it. Left of the bar the rows stay; right of it they are forgotten, and
-what they gave out is all that a round starts from: all nodes of a depth share a law.
+Every row sees the rows before it. The rows left of the bar enter the cache. Of the mask rows only
+the outputs are kept, until the next round. So all nodes of a depth share a distribution.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jspec.drafters.base.cached import CachedDrafter
-from jspec.drafters.base.features import CachedMemory
+from jspec.drafters.base.cached import CachedDrafter, CachedMemory
 from jspec.drafters.base.tree_drafter import last_of
 from jspec.drafters.trees import marginals
 from jspec.models.heads import eagle as head
@@ -29,12 +28,12 @@ from jspec.models.heads.network import embed
 
 @dataclasses.dataclass(frozen=True)
 class ParallelEagle(CachedDrafter):
-    """Drafting by a P-EAGLE head, a chain or a tree that needs no second pass.
+    """Drafting by a P-EAGLE head, a chain or any tree that needs one pass.
 
-    Its memory's ``hidden`` is [B, K, D]: what row r - 1 and the mask rows gave out.
+    ``CachedMemory.hidden`` is [B, K, D]: the outputs of row r - 1 and of the mask rows.
 
     Raises:
-      ValueError: a setting is out of range or does not go with the tree, or the head has no mask.
+      ValueError: a setting is out of range or contradicts the tree, or the head has no mask.
     """
 
     follows: ClassVar[str] = "best_first"
@@ -42,8 +41,7 @@ class ParallelEagle(CachedDrafter):
 
     config: EagleConfig
 
-    def __post_init__(self):
-        super().__post_init__()
+    def _check_depth(self):
         if self.config.mask_token_id is None:
             raise ValueError(
                 "For parallel drafting, the head must have a mask_hidden, and `pard_token`, "
@@ -53,33 +51,31 @@ class ParallelEagle(CachedDrafter):
             )
 
     def init(self, params, request, capacity):
-        """An empty cache."""
-        shape = request.max_length.shape[0], self.max_depth, self.config.hidden_size
-        hidden = jnp.zeros(shape, self.config.network.activation_dtype)
-        return CachedMemory(head.init_cache(self.config, shape[0], capacity), hidden)
+        """Allocate an empty cache."""
+        cache = head.init_cache(self.config, request.max_length.shape[0], capacity)
+        return CachedMemory.empty(cache, self.max_depth, self.config)
 
     def propose(self, params, request, shared, memory, history):
-        """Drafts from what the last pass gave out."""
+        """Draft from the outputs of the last pass."""
         logits = head.unembed(
             params.drafter, self.config, memory.hidden, self.target, params.target
         )
         draft = marginals.grow(self.drawing(request, history, params), self.draft_tree, logits)
-        # The first feature comes with the second token.
         return self.limit(draft, history, memory.cache.length > 0), memory
 
-    def _take_in(self, params, memory, following, features, count):
+    def _commit(self, params, memory, following, features, count):
         size = following.shape[1]
         behind = [(0, 0), (0, self.max_depth - 1)]
-        true = jnp.arange(size + self.max_depth - 1) < count[:, None]
-        tokens = jnp.where(true, jnp.pad(following, behind), self.config.mask_token_id)
+        known = jnp.arange(size + self.max_depth - 1) < count[:, None]
+        tokens = jnp.where(known, jnp.pad(following, behind), self.config.mask_token_id)
         fused = jnp.where(
-            true[..., None],
+            known[..., None],
             jnp.pad(head.fuse(params.drafter, self.config, features), [*behind, (0, 0)]),
             head.mask_feature(params.drafter, self.config),
         )
         embedded = embed(params.drafter, self.config, tokens, self.target, params.target)
-        guessing = last_of(count) + jnp.arange(self.max_depth)
-        out, entries = head.take_in(
-            params.drafter, self.config, embedded, fused, memory.cache, guessing
+        drafting = last_of(count) + jnp.arange(self.max_depth)
+        out, entries = head.prefill(
+            params.drafter, self.config, embedded, fused, memory.cache, drafting
         )
-        return memory.take_in(out, entries, count, size)
+        return memory.commit(out, entries, count, size)

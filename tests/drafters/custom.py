@@ -93,7 +93,7 @@ class Half:
     model: str = ""
     max_depth = 1
     tree_size = 2
-    proposal = "point"
+    proposal = "deterministic"
 
     def init(self, params, request, capacity):
         return ()
@@ -119,5 +119,5 @@ class Odd(jspec.NoDrafter):
     max_depth: object = 0
     tree_size: object = 1
     capture_layers: object = ()
-    proposal: object = "point"
+    proposal: object = "deterministic"
     anything: object = None

@@ -56,7 +56,7 @@ def trained_params(name: str):
         state, total = features[0][batch], 0.0
         if config.network is not None:
             empty = decoder.init_cache(config.network, len(batch), 0)
-            state, _ = hydra.take_in(params, config, state, empty)
+            state, _ = hydra.prefill(params, config, state, empty)
         state = state[:, :length]
         for head in range(config.num_heads):
             fed = windows[batch, 1 + head : 1 + head + length]

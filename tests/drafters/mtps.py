@@ -51,7 +51,7 @@ def rows_of_text(params, config, texts, features):
     hidden = features[:, :-1]
     for module in range(config.n_predict):
         empty = mtp.init_cache(config, len(texts), 0)
-        out, _ = mtp.take_in(params, config, module, embedded, hidden, empty)
+        out, _ = mtp.prefill(params, config, module, embedded, hidden, empty)
         found.append(out)
         hidden, embedded = out[:, :-1], embedded[:, 1:]
     return found

@@ -180,9 +180,7 @@ def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("draft_model", "parallel")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("draft_model", "parallel") else pytest.param(name, marks=pytest.mark.slow)
         for name in DRAFTERS
     ],
 )

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.core import trees
 from jspec.core.types import Params
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.engine import batch as host
@@ -89,38 +88,6 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
     np.testing.assert_allclose(gap - gap.mean(-1, keepdims=True), 0, atol=1e-4)
 
 
-@pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("tree", [pytest.param("chain", marks=pytest.mark.slow), "sampled"])
-def test_a_draft_ends_where_the_chance_of_what_stands_above_is_poor(tree):
-    """By the head's guesses for the tokens above a node: never by the node's own token."""
-    torch = pytest.importorskip("torch")
-    params, prompt = params_of("vanilla"), tiny.prompts((9,))[0]
-    size = {} if tree == "chain" else {"tree_size": 8}
-    settings = dict(num_speculative_tokens=3, tree=tree, **size)
-    whole = drafted(dflashes.drafter("vanilla", **settings), params, prompt)
-    depths = trees.from_parents(whole.parents, 3).depth
-    nodes, parents = np.asarray(whole.tokens[0]), np.asarray(whole.parents)
-    reference = dflashes.torch_reference("vanilla", params.drafter)
-    states = states_of(prompt, (1,))[:-1]
-
-    @torch.inference_mode()
-    def survival(node):
-        above = []
-        while parents[node] >= 0:
-            node = parents[node]
-            above.insert(0, int(nodes[node]))
-        return reference.chances(states, above, 3).prod().item()
-
-    chances = np.array([survival(node) for node in range(1, len(nodes))])
-    levels = np.unique(chances.round(6))
-    assert len(levels) > 2 and depths.max() == 3 and np.asarray(whole.valid).all()
-    threshold = float(levels[1:3].mean())
-    drafter = dflashes.drafter("vanilla", **settings, confidence_threshold=threshold)
-    cut = drafted(drafter, params, prompt)
-    np.testing.assert_array_equal(cut.tokens, whole.tokens)
-    assert np.asarray(cut.valid[0, 1:]).tolist() == (chances >= threshold).tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_programs")
 def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
@@ -145,8 +112,6 @@ def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
     [
         ("gated", {"num_speculative_tokens": 5}, "a block of 5 slots drafts 4 tokens"),
         ("gated", {"num_speculative_tokens": 2, "tree": "best_first"}, "use 'eagle2'"),
-        ("gated", {"num_speculative_tokens": 2, "confidence_threshold": 1.5}, "must be 0 to 1"),
-        ("rnn", {"num_speculative_tokens": 2, "confidence_threshold": 0.5}, "guesses no chances"),
         (
             "rnn",
             {"num_speculative_tokens": 2, "dspark_draft_topk": 41},

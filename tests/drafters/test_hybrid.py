@@ -170,8 +170,8 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
         (
             (LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)),
             {"combine": "choose"},
-            "num_speculative_tokens=4 does not fit into the draft model's sliding window of 19, as a "
-            "round takes in 16 tokens before; it must be at most 3.",
+            "num_speculative_tokens=4 must be at most 3: the 20 rows of a round must fit into the "
+            "sliding window of 19.",
         ),
     ],
 )

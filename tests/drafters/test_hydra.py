@@ -259,7 +259,7 @@ def test_files_that_torch_wrote_are_read_as_torch_reads_them(tmp_path, prefixed)
     state = jnp.asarray(features.numpy())
     if prefixed:
         empty = hydras.decoder.init_cache(head.config.network, 1, 0)
-        state = hydras.hydra.take_in(head.params, head.config, state[None], empty)[0][0]
+        state = hydras.hydra.prefill(head.params, head.config, state[None], empty)[0][0]
     state, found = state[-1], []
     for index, token in enumerate(fed):
         embedded = jnp.asarray(embedding[token].numpy())

@@ -233,7 +233,9 @@ class Drafting:
         """The drafter's draft."""
         inner = _inner(shared)
         draft, inner = self.drafter.propose(params, request, inner, memory.inner, history)
-        if isinstance(shared, Costs) and self.proposal == "point":  # others always find something
+        if (
+            isinstance(shared, Costs) and self.proposal == "deterministic"
+        ):  # others always find something
             draft = _filled_up(draft, shared.timed)
         return draft, memory.replace(inner=inner)
 
@@ -253,7 +255,7 @@ class Resting:
     whole: Adaptive
 
     max_depth, tree_size, node_buckets = 0, 1, (1,)
-    proposal = "point"
+    proposal = "deterministic"
     capture_layers = property(lambda self: self.whole.capture_layers)
 
     def keeps_mode(

@@ -1,1 +1,1 @@
-"""Shared code of drafters that have a network."""
+"""Shared code of drafters that have a head."""

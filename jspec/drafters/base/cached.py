@@ -1,18 +1,18 @@
-"""What drafters have in common whose head keeps a cache of its own, in step with the target's.
+"""Drafters whose head keeps a KV cache of its own, in step with the target's.
 
-Row i of such a head pairs the target's feature f_i with the token after it, t_{i+1}, and predicts
-t_{i+2}. With the root at position r, the last row of true features is r - 1: ::
+Row i of such a head pairs the target's feature f_i with the next token t_{i+1}, and predicts
+t_{i+2}. With the root at position r, the last row of the target's features is r - 1: ::
 
-    row                    0      1    ...   r-1    |    r      r+1   ...   guesses
-    feature               f_0    f_1   ...  f_{r-1} |   f'_{r}  f'_{r+1}    what the row before gave
+    row                    0      1    ...   r-1    |    r      r+1   ...   drafted rows
+    feature               f_0    f_1   ...  f_{r-1} |   f'_{r}  f'_{r+1}    output of the row before
     token                 t_1    t_2   ...  root    |   x_1     x_2         drafted
     rotated to             0      1    ...   r-1    |    r      r+1
     predicts              t_2    t_3   ...   x_1    |   x_2     x_3
 
-What lies right of the bar lives in a side buffer for a round and is thrown away. Once the target
-has judged a draft, its features along the accepted path are true: these rows enter the cache, and
-what the last of them gives out is where the next round starts. So the cache only ever holds rows of
-true features. After a prompt of one token there is none, and the first round is a plain one.
+The drafted rows live in a side buffer for one round. After the verdict, the target's features of
+the accepted path are known: these rows enter the cache, and the next round starts from the output
+of the last one. So all rows of the cache hold features of the target. A prompt of one token gives
+no row, so its first round drafts nothing.
 """
 
 import dataclasses
@@ -20,62 +20,89 @@ import functools
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from flax import struct
 
+from jspec.core import kv_cache
 from jspec.core.types import Array, History
-from jspec.drafters.base.tree_drafter import TreeDrafter
+from jspec.drafters.base.tree_drafter import TreeDrafter, along_path
 from jspec.drafters.trees import expand
 from jspec.drafters.trees.tree_settings import Dynamic
+
+
+@struct.dataclass
+class CachedMemory:
+    """The head's cache of rows 0 to r - 1, and its outputs that the next round starts from."""
+
+    cache: kv_cache.KVCache
+    hidden: Array  # [B, m, D], output of row r - 1, and of mask rows behind it if there are any
+
+    @classmethod
+    def empty(cls, cache: kv_cache.KVCache, rows: int, config: Any) -> "CachedMemory":
+        """Return a memory of an empty cache, and ``rows`` outputs of the config's size."""
+        shape = len(cache.length), rows, config.hidden_size
+        return cls(cache, jnp.zeros(shape, config.network.activation_dtype))
+
+    def commit(self, out: Array, entries: tuple, count: Array, size: int) -> "CachedMemory":
+        """Commit the first ``count`` [B] of ``size`` rows.
+
+        ``out`` [B, m, D] are the outputs of the last of them and of the mask rows behind it.
+        """
+        # The entries are known before the rows have attended to the cache. The write waits for
+        # their output (as a row of NaN commits nothing), or XLA copies the cache.
+        count = jnp.where(jnp.isnan(out[:, 0, 0]), 0, count)
+        rows = jnp.broadcast_to(jnp.arange(size), (len(count), size))
+        return CachedMemory(
+            cache=kv_cache.append(self.cache, entries, rows, count),
+            hidden=jnp.where((count > 0)[:, None, None], out, self.hidden),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedDrafter(TreeDrafter):
     """Drafting by rows of features and tokens, a chain or any tree.
 
-    A method says how rows of true features are taken in (``_take_in``), where a round starts
-    (``_start``) and how drafted rows run beside the cache (``_feed``, see ``growth.Feed``).
+    A method defines how rows of the target's features are committed (``_commit``), the first
+    frontier of a round (``_start``), and how drafted rows run beside the cache (``_feed``, an
+    ``expand.Feed``). A method that drafts in one pass replaces ``propose`` instead of the last two.
     """
 
-    # Whether ``_feed`` needs depths and slots static.
+    # Whether ``_feed`` needs static depths and slots.
     unrolled: ClassVar[bool] = False
 
     def missing(self, memory, history):
-        """Rows of true features that are not in the cache."""
+        """Return the number of rows of the target's features that are not in the cache, [B]."""
         return history.length - 1 - self._length(memory)
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Takes in a chunk of the prompt: its features, each with the token after."""
-        return self._take_in(params, memory, tokens[:, 1:], features, valid)
+        """Commit a chunk of the prompt: its features, each with the next token."""
+        return self._commit(params, memory, tokens[:, 1:], features, valid)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Takes in the rows of the accepted path, whose features are now true."""
+        """Commit the rows of the accepted path, whose features the target has computed."""
         root = history.length - verdict.num_emitted - 1
         positions = root[:, None] + jnp.arange(verdict.path.shape[1])
         following = jnp.take_along_axis(history.tokens, positions + 1, 1, mode="clip")
-        features = tuple(
-            jnp.take_along_axis(feature, verdict.path[..., None], 1) for feature in out.features
-        )
-        memory = self._take_in(params, memory, following, features, verdict.num_emitted)
-        return memory, shared
+        features = along_path(out.features, verdict.path)
+        return self._commit(params, memory, following, features, verdict.num_emitted), shared
 
     def propose(self, params, request, shared, memory, history):
-        """Drafts from what the last row of true features gave out."""
+        """Draft from the output of the last committed row."""
         drawing = self.drawing(request, history, params)
-        frontier, logits, length = self._start(params, memory)
+        frontier, logits = self._start(params, memory)
         feed = functools.partial(self._feed, params, memory, history)
         draft = expand.grow(
             drawing, self.draft_tree, logits, feed, frontier, unrolled=self.unrolled
         )
-        # The first feature comes with the second token.
-        return self.limit(draft, history, length > 0), memory
+        return self.limit(draft, history, self._length(memory) > 0), memory
 
-    def _take_in(
+    def _commit(
         self, params: Any, memory: Any, following: Array, features: tuple[Array, ...], count: Array
     ) -> Any:
-        """Commits the first ``count`` [B] of n rows of true features [B, n, D_target]."""
+        """Commit the first ``count`` [B] of n rows: the target's features [B, n, D], next tokens."""
         raise NotImplementedError
 
-    def _start(self, params: Any, memory: Any) -> tuple[Any, Array, Array]:
-        """Row r - 1 as the first frontier, its logits [B, 1, Vd], and rows in the cache [B]."""
+    def _start(self, params: Any, memory: Any) -> tuple[Any, Array]:
+        """Return row r - 1 as the first frontier, and its logits [B, 1, Vd]."""
         raise NotImplementedError
 
     def _feed(
@@ -89,28 +116,28 @@ class CachedDrafter(TreeDrafter):
         depth: int | Array,
         slot: int | Array,
     ) -> tuple[Any, Array]:
-        """Runs the rows of drafted tokens [B, F] on what their parents gave out."""
+        """Run the rows of drafted tokens [B, F] on the outputs of their parents."""
         raise NotImplementedError
 
     def _length(self, memory: Any) -> Array:
-        """Rows in the cache [B]."""
+        """Return the number of rows in the cache [B]."""
         return memory.cache.length
 
     @property
     def _frontier_size(self) -> tuple[int, int]:
-        """Nodes of the first frontier, and slots of a round: a dynamic tree wants full width."""
+        """Nodes of the first frontier (of full width in a dynamic tree), and slots of a round."""
         if isinstance(self.draft_tree, Dynamic):
             width, slots = self.draft_tree.top_k, (self.max_depth - 1) * self.draft_tree.top_k
         else:
             width, slots = 1, sum(width > 0 for width in self.draft_tree.widths[1:])
-        return width, max(slots, 1)  # attention reads something
+        return width, max(slots, 1)  # attention needs at least one slot
 
 
 def own_slots(slots: int, slot: int | Array, count: int) -> Array:
-    """bool [F, slots]: the side slot of each of ``count`` rows, the first of them at ``slot``."""
+    """Return bool [F, slots]: the side slot of each of ``count`` rows, the first at ``slot``."""
     return jnp.arange(slots) == slot + jnp.arange(count)[:, None]
 
 
 def positions_of(history: History, drafted: Array, depth: int | Array) -> Array:
-    """Positions [B, F] of the features of drafted tokens [B, F] at ``depth``."""
+    """Return the positions [B, F] of the rows of drafted tokens [B, F] at ``depth``."""
     return jnp.broadcast_to((history.length - 2 + depth)[:, None], drafted.shape)

@@ -1,7 +1,8 @@
-"""What drafters that grow trees with a head have in common: their settings."""
+"""The settings and checks that all drafters with a head share."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jspec.core import trees, validation
 from jspec.core.types import Array, Draft, History, Params, Request, Target
 from jspec.drafters.trees import tree_settings
 from jspec.drafters.trees.drawing import Drawing
-from jspec.drafters.trees.tree_settings import BestFirst, Dynamic, Grown
+from jspec.drafters.trees.tree_settings import BestFirst, DraftTree, Dynamic
 from jspec.models.layers import rows_at
 
 
@@ -21,30 +22,30 @@ class TreeDrafter:
 
     Attributes:
       config: of the head.
-      target: whose embedding and output matrix the head shares where it has none of its own.
+      target: supplies the embedding and output matrix that the head does not have itself.
       num_speculative_tokens: K, edges from the root to the deepest leaf.
       tree: "chain", ``follows``, "sampled", a name in ``tree_settings.PUBLISHED``, or rank paths.
-      tree_size: N, nodes a row with the root; None for the tree's own, see ``tree_settings.requested``.
+      tree_size: N, nodes of the tree, root included; None for the default of
+        ``tree_settings.requested``.
       tree_depth: another name of ``num_speculative_tokens``.
-      tree_top_k: children of a node at most.
-      draft_sample_method: "probabilistic", "greedy" or "top_plus_one", see
-        ``jspec.drafters.trees.drawing``; None for "probabilistic", but for trees that admit no draws.
+      tree_top_k: most children of a node.
+      draft_sample_method: "probabilistic", "greedy" or "top_plus_one", as in
+        ``jspec.drafters.trees.drawing``; None for "probabilistic", or "greedy" for trees without
+        exact draws.
       max_length: history length past which nothing is drafted.
       noise: "target" draws with the target's noise (rule ``coupled``).
-      confidence_threshold: a chain ends behind the first token down to which the product of the
-        head's probabilities is less than this, 0 to 1; None: it never does.
 
     Raises:
-      ValueError: a setting is out of range, or does not go with the tree or the head.
+      ValueError: a setting is out of range, or contradicts the tree or the head.
     """
 
-    # Whether the head says how deep it drafts where the settings do not.
+    # Whether the default depth is the config's ``n_predict``, the number of stages or modules.
     knows_depth: ClassVar[bool] = False
-    # Whether the head itself guesses how likely it is right.
-    knows_chances: ClassVar[bool] = False
-    # The tree that follows the head's confidence: "best_first" where all nodes of a depth have one
-    # law, so that the likeliest paths are known at once; "eagle2" where each node has its own.
+    # The tree that follows the head's confidence: "best_first" if all nodes of a depth share a
+    # distribution, so that the likeliest paths are known at once; "eagle2" if each has its own.
     follows: ClassVar[str] = "eagle2"
+    # Whether the weights may have ``draft_to_target``, the target ids of a reduced vocabulary.
+    maps_vocabulary: ClassVar[bool] = True
     # The type of the head's weights, or several.
     weights: ClassVar[tuple[type, ...]]
 
@@ -58,7 +59,6 @@ class TreeDrafter:
     draft_sample_method: str | None = None
     max_length: int | None = None
     noise: Literal["own", "target"] = "own"
-    confidence_threshold: float | None = None
 
     def __post_init__(self):
         validation.check_config(self.config)
@@ -71,63 +71,52 @@ class TreeDrafter:
                 f"and this one {does}: use {self.follows!r}, 'chain', 'sampled', a published tree "
                 "or paths."
             )
+        unset = self.num_speculative_tokens is None and self.tree_depth is None
+        if self.knows_depth and unset and self.tree in tree_settings.OF_ANY_DEPTH:
+            object.__setattr__(self, "num_speculative_tokens", self.config.n_predict)
         tree_settings.drawn_by(self.tree, self.draft_tree, self.draft_sample_method)
         self._check_vocabulary(self.config.vocab_size)
         object.__setattr__(self, "tree_size", self.draft_tree.size)
-        self._check_threshold()
+        self._check_depth()
 
     @functools.cached_property
-    def draft_tree(self) -> Grown:
-        """The tree."""
+    def draft_tree(self) -> DraftTree:
+        """The static tree, or the budget of a dynamic one."""
         return tree_settings.requested(
             self.tree, self.num_speculative_tokens, self.tree_size, self.tree_depth, self.tree_top_k
         )
 
     @functools.cached_property
     def method(self) -> str:
-        """How children are chosen."""
+        """The way in which children are chosen, as of ``Drawing``."""
         return tree_settings.drawn_by(self.tree, self.draft_tree, self.draft_sample_method)
 
     def _check_vocabulary(self, size: int) -> None:
-        if isinstance(self.draft_tree, BestFirst):
-            most = tree_settings.full(self.draft_tree.max_depth, size)
-            if self.draft_tree.size > most:
+        tree = self.draft_tree
+        if isinstance(tree, BestFirst):
+            most = tree_settings.full(tree.max_depth, size)
+            if tree.size > most:
                 raise ValueError(
-                    f"tree_size={self.shape.size} must be at most {most}: there are no more paths "
-                    f"of up to {self.max_depth} of the {size} tokens that the head knows."
+                    f"tree_size={tree.size} must be at most {most}, the number of paths of up to "
+                    f"{tree.max_depth} of the head's {size} tokens; draft fewer nodes."
                 )
             return
-        dynamic = isinstance(self.draft_tree, Dynamic)
-        width = self.draft_tree.top_k if dynamic else max(self.draft_tree.widths)
+        width = tree.top_k if isinstance(tree, Dynamic) else max(tree.widths)
         if width > size:
             raise ValueError(
                 f"the tree has nodes with {width} children, but the head knows only {size} tokens."
             )
 
-    def _check_threshold(self) -> None:
-        threshold = self.confidence_threshold
-        if threshold is None:
+    def _check_depth(self) -> None:
+        """Refuse a tree that is deeper than the head can draft."""
+        if not self.knows_depth:
             return
-        tree_settings.check_threshold(threshold)
-        if self.knows_chances:
-            return
-        if self.follows == "best_first":
+        count = self.config.n_predict
+        if self.max_depth > count and self.max_depth % count:
             raise ValueError(
-                f"confidence_threshold={threshold} ends what is drafted token by token, but this "
-                "method drafts all at once; leave it out."
+                f"num_speculative_tokens:{self.max_depth} must be divisible by n_predict={count} "
+                "where it is more: use a multiple, or fewer tokens."
             )
-        if isinstance(self.draft_tree, Dynamic) or max(self.draft_tree.widths) > 1:
-            raise ValueError(
-                f"confidence_threshold={threshold} ends chains, but tree={self.tree!r}; leave it "
-                "out, or take tree='chain'."
-            )
-
-    @property
-    def node_buckets(self) -> tuple[int, ...]:
-        """Node counts worth a program of their own."""
-        return tree_settings.node_buckets(
-            self.draft_tree.size, self.confidence_threshold is not None
-        )
 
     @property
     def max_depth(self) -> int:
@@ -136,44 +125,53 @@ class TreeDrafter:
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """What the head reads."""
+        """The layers of the target that the head reads."""
         return self.config.capture_layers
 
     @property
     def proposal(self) -> str:
-        """The law of a node's children."""
+        """The way in which the children of a node are chosen."""
         return tree_settings.proposal(self.draft_tree, self.method)
 
     def check_params(self, params):
-        """Refuses what are no weights of such a head."""
+        """Refuse weights of another type of head."""
         validation.check_kind(params, *self.weights)
 
     def drawing(self, request: Request, history: History, params: Params) -> Drawing:
-        """How the children of this round are chosen."""
-        return Drawing(
-            request,
-            history,
-            self.method,
-            self.noise,
-            self.target.vocab_size,
-            getattr(params.drafter, "draft_to_target", None),
-            None if self.knows_chances else self.confidence_threshold,
-        )
+        """Return the way in which the children of this round are chosen."""
+        draft_to_target = params.drafter.draft_to_target if self.maps_vocabulary else None
+        vocab_size = self.target.vocab_size
+        return Drawing(request, history, self.method, self.noise, vocab_size, draft_to_target)
 
     def limit(self, draft: Draft, history: History, ready: Array) -> Draft:
-        """Drops nodes past ``max_length``, and all but the root of rows not ``ready`` [B]."""
-        wanted = ready[:, None]
+        """Drop nodes past ``max_length``, and all but the root of rows not ``ready`` [B]."""
+        valid = ready[:, None]
         if self.max_length is not None:
             depth = trees.from_parents(draft.parents, draft.max_depth).depth
-            wanted &= history.length[:, None] - 1 + depth < self.max_length
-        return draft.replace(valid=draft.valid & (wanted | (jnp.arange(self.tree_size) == 0)))
+            valid &= history.length[:, None] - 1 + depth < self.max_length
+        return draft.replace(valid=draft.valid & (valid | (jnp.arange(self.tree_size) == 0)))
 
 
 def rows(x: Array, index: Array | np.ndarray) -> Array:
-    """Rows ``index`` [F] or [B, F] of x [B, F', ...]."""
+    """Return rows ``index`` [F] or [B, F] of x [B, F', ...]."""
     return x[:, index] if index.ndim == 1 else rows_at(x, index)
 
 
+def along_path(features: tuple[Array, ...], path: Array) -> tuple[Array, ...]:
+    """Return the rows of features [B, N, D] at the nodes of an accepted ``path`` [B, K+1]."""
+    return tuple(rows_at(feature, path) for feature in features)
+
+
+def check_window(windows: Sequence[int | None], max_depth: int, slots: int) -> None:
+    """Refuse a draft whose ``slots`` of a round do not fit into the smallest sliding window."""
+    window = min((window for window in windows if window), default=None)
+    if window is not None and window < slots:
+        raise ValueError(
+            f"num_speculative_tokens={max_depth} must be at most {max_depth - slots + window}: the "
+            f"{slots} rows of a round must fit into the sliding window of {window}."
+        )
+
+
 def last_of(count: Array) -> Array:
-    """The last of the first ``count`` [B] rows, int32 [B, 1]; the first where there are none."""
+    """Return the index of the last of ``count`` [B] rows, int32 [B, 1]; 0 if there are none."""
     return jnp.maximum(count - 1, 0)[:, None]

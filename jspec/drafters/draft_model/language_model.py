@@ -1,13 +1,11 @@
-"""What drafters share that draft with a language model, which may have a vocabulary of its own.
+"""Shared code of drafters that run a language model autoregressively or in parallel.
 
-Such a draft model drafts the tokens that it shares with the target (TLI, arXiv 2502.05202, section
-4): its logits are cut to those before they are warped, so that the law of a draft, which is
-recorded over the target's ids, is normalised there and 0 elsewhere, and every rule is exact. What
-it reads is spelled in its own ids, token by token: tokens of the target that it lacks, in the
-prompt or in what the target said, are its unknown token, or else its end of text.
+A draft model with a vocabulary of its own drafts the tokens that it shares with the target (TLI,
+arXiv 2502.05202, section 4). Its logits are restricted to those before they are processed, so the
+recorded distribution is normalised over the shared tokens and 0 elsewhere, and every rule is exact.
+It reads the text in its own ids, token by token. A token of the target that it lacks becomes its
+unknown token, or else its end-of-text token.
 """
-
-from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -20,7 +18,7 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 
 @struct.dataclass
 class TranslatingParams:
-    """Weights of a draft model with a vocabulary of its own, and its way to the target's.
+    """Weights of a draft model with another vocabulary, and the maps between the two.
 
     ``translating`` makes them.
     """
@@ -28,19 +26,19 @@ class TranslatingParams:
     model: DecoderParams
     draft_to_target: Array  # [M] int32, ascending: the target's ids of the shared tokens
     shared_ids: Array  # [M] int32: the draft model's ids of the same tokens
-    target_to_draft: Array  # [V] int32: the draft model's ids, one and the same where not shared
+    target_to_draft: Array  # [V] int32: the draft model's ids, its unknown token if not shared
 
 
 def translating(
     model: DecoderParams, target_ids: Array, draft_ids: Array, target_to_draft: Array
 ) -> TranslatingParams:
-    """Parameters for ``use_heterogeneous_vocab``.
+    """Return parameters for ``use_heterogeneous_vocab``.
 
     Args:
       model: the draft model's weights.
       target_ids: [M], ascending: the target's ids of the tokens that both have.
       draft_ids: [M], the draft model's ids of the same tokens.
-      target_to_draft: [V], what the draft model reads for each of the target's tokens.
+      target_to_draft: [V], the draft model's id for each of the target's tokens.
     """
     return TranslatingParams(
         model, *(jnp.asarray(ids, jnp.int32) for ids in (target_ids, draft_ids, target_to_draft))
@@ -50,33 +48,33 @@ def translating(
 def check_params(
     params: DecoderParams | TranslatingParams, config: DecoderConfig, translated: bool
 ) -> None:
-    """Refuses weights of another draft model, or without the way between two vocabularies.
+    """Refuse weights of another draft model, or of the wrong type for its vocabulary.
 
     Raises:
-      ValueError: they are not ``TranslatingParams`` though ``translated``, or are though not, or
-        do not fit ``config``.
+      ValueError: the weights do not fit ``config``, or are not ``TranslatingParams`` exactly if
+        ``translated``.
     """
     validation.check_kind(params, TranslatingParams if translated else DecoderParams)
     decoder.check_params(weights_of(params), config)
 
 
 def weights_of(params: DecoderParams | TranslatingParams) -> DecoderParams:
-    """The draft model's own weights."""
+    """Return the weights of the decoder."""
     return params.model if isinstance(params, TranslatingParams) else params
 
 
 def spell(params: DecoderParams | TranslatingParams, ids: Array) -> Array:
-    """The target's token ids in those of the draft model."""
+    """Map the target's token ids to the draft model's."""
     return params.target_to_draft[ids] if isinstance(params, TranslatingParams) else ids
 
 
 def next_logits(
     params: DecoderParams | TranslatingParams, config: DecoderConfig, hidden: Array, vocab_size: int
 ) -> Array:
-    """Logits [..., Vd] of what follows, from last residual streams [..., D].
+    """Return next-token logits [..., Vd] from final hidden states [..., D].
 
-    Over the shared tokens where the draft model has a vocabulary of its own; else cut or padded to
-    the ``vocab_size`` tokens of the target, padding never being drawn.
+    Vd counts the shared tokens if the draft model has another vocabulary. Otherwise it is the
+    target's ``vocab_size``: logits are cut or padded with -inf.
     """
     logits = decoder.unembed(weights_of(params), config, hidden)
     if isinstance(params, TranslatingParams):
@@ -88,10 +86,14 @@ def next_logits(
     return jnp.pad(logits, padding, constant_values=-jnp.inf)
 
 
-def take_in(
-    params: Any, config: DecoderConfig, chunk: Array, cache: kv_cache.KVCache, count: Array
-):
-    """The cache with the first ``count`` [B] of the target's tokens ``chunk`` [B, C] behind it."""
+def read(
+    params: DecoderParams | TranslatingParams,
+    config: DecoderConfig,
+    chunk: Array,
+    cache: kv_cache.KVCache,
+    count: Array,
+) -> kv_cache.KVCache:
+    """Append the first ``count`` [B] of the target's tokens ``chunk`` [B, C] to the cache."""
     batch, size = chunk.shape
     tree = trees.from_parents(trees.chain(size - 1), size - 1)
     out = decoder.forward(weights_of(params), config, spell(params, chunk), tree, cache)

@@ -73,7 +73,7 @@ class Suffix:
     suffix_decoding_max_occurrences: int = 32
 
     capture_layers = ()
-    proposal = "point"
+    proposal = "deterministic"
     noise = "own"
 
     def __post_init__(self):

@@ -1,13 +1,13 @@
-"""Growing a draft level by level, in static shapes, by any head that says what may come next.
+"""Growing a draft depth by depth, in static shapes, with any head that gives logits.
 
-The nodes whose children are wanted next are a *frontier* of F nodes; a head is a function that
-takes a frontier in and gives a row of logits for each of its nodes. Three kinds of trees:
+The nodes whose children are drafted next are a *frontier* of F nodes. A head is a function that
+takes a frontier and returns a row of logits for each of its nodes. Three kinds of trees:
 
 * ``chain``: one child a node;
-* ``ranked``: a static ``StaticTree``. Its children are the likeliest tokens, draws without replacement,
-  or the likeliest and one draw;
-* ``dynamic``: EAGLE-2's tree (arXiv 2406.16858), whose shape follows the head's confidence. Its
-  children are the likeliest tokens: a node that was drawn may not be dropped for its value.
+* ``ranked``: a ``StaticTree``. The children of a node are the likeliest tokens, draws without
+  replacement, or the likeliest tokens and one draw;
+* ``dynamic``: EAGLE-2's tree (arXiv 2406.16858), which follows the head's confidence. Its children
+  are the likeliest tokens, because no rule is exact for draws that are dropped for their values.
 """
 
 from collections.abc import Callable
@@ -28,23 +28,10 @@ from jspec.drafters.trees.tree_settings import Dynamic
 Frontier = Any
 # feed(frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) -> (frontier', logits)
 #
-# ``tokens`` become the frontier. ``parents`` index the frontier before; ``depth`` is that of the
-# tokens, the root's being 0; ``slot`` counts the nodes fed before in this round. All but the
-# frontier and its tokens may be static. The logits are [B, F', Vd], or [B, 1, Vd] for all alike.
+# The nodes of ``tokens`` become the frontier. ``parents`` index the frontier before. ``depth`` is
+# that of the tokens, the root's being 0. ``slot`` counts the nodes fed before in this round. All but
+# frontier and tokens may be static. Logits are [B, F', Vd], or [B, 1, Vd] for all nodes.
 Feed = Callable[..., tuple[Frontier, Array]]
-
-
-class Level(NamedTuple):
-    """The nodes of a chain at one depth, [B], or at several, [B, n]."""
-
-    tokens: Array  # int32, target ids
-    distribution: Array | None  # [..., Vd], what they were drawn from
-    likely: Array | None  # the product of probabilities from the root on, where it counts
-
-    @property
-    def carried(self) -> "Level":
-        """What the next depth reads of it."""
-        return self._replace(distribution=None)
 
 
 def grow(
@@ -56,11 +43,11 @@ def grow(
     *,
     unrolled: bool = False,
 ) -> Draft:
-    """A draft of any shape; arguments as for ``chain``, ``dynamic`` and ``ranked``."""
+    """Return a draft of any tree; arguments as for ``chain``, ``dynamic`` and ``ranked``."""
     if isinstance(tree, Dynamic):
         return dynamic(drawing, tree, logits, feed, frontier, unrolled=unrolled)
     if max(tree.widths) == 1:
-        return chain(drawing, tree.max_depth, logits, feed, frontier, unrolled=unrolled)
+        return chain(drawing, tree.max_depth, logits, feed, frontier, unrolled=unrolled)[0]
     return ranked(drawing, tree, logits, feed, frontier)
 
 
@@ -72,81 +59,42 @@ def chain(
     frontier: Frontier,
     *,
     unrolled: bool = False,
-) -> Draft:
-    """A chain of ``depth`` nodes, of which those behind its end are not valid.
-
-    Where it ends is decided by the tokens before, so no law is changed (SpecDec++, arXiv
-    2405.19715, has a trained head decide). Where all rows have ended, the head does not run, unless
-    it is ``unrolled``.
+) -> tuple[Draft, Frontier]:
+    """Return a chain of ``depth`` nodes, and the frontier after its last node but one.
 
     Args:
       drawing: how children are chosen.
       depth: K.
       logits: after the root, [B, 1, Vd].
-      feed: takes in drafted tokens; depth and slot are traced, but where ``unrolled``.
+      feed: reads drafted tokens; depth and slot are traced unless ``unrolled``.
       frontier: the root.
-      unrolled: whether ``feed`` needs depth and slot static, its weights being those of a depth.
+      unrolled: whether ``feed`` needs static depth and slot, as its weights depend on the depth.
     """
-    only, least = np.ones(1, int), drawing.confidence_threshold
+    one = np.ones(1, int)
 
-    def draw(logits: Array, node: int | Array, said: Array | None, likely: Array | None) -> Level:
-        logits = drawing.shaped(logits, said)
-        drawn = drawing.children_of(logits, only, jnp.int32(node)[None], node)
-        ids = drawn.ids[:, :, 0]
-        if likely is not None:
-            likely *= sampling.chance(logits, drawn.distribution, ids, drawing.request.sampling)
-        return Level(drawing.target_ids(ids), drawn.distribution, likely)
+    def draw(logits: Array, node: int | Array, drafted: Array | None) -> tuple:
+        children = drawing.children(logits, one, jnp.int32(node)[None], node, drafted)
+        return drawing.target_ids(children.ids[:, :, 0]), children.distribution
 
-    def step(carry: tuple[Frontier, Array | None, Level], node: int | Array):
-        frontier, said, before = carry
-        frontier, logits = feed(frontier, before.tokens, only - 1, node, node - 1)
-        if said is not None:
-            said = said.at[:, :, node - 1].set(before.tokens)
-        level = draw(logits, node, said, before.likely)
-        return (frontier, said, level.carried), level
+    def step(carry: tuple[Frontier, Array | None, Array], node: int | Array):
+        frontier, drafted, tokens = carry
+        frontier, logits = feed(frontier, tokens, one - 1, node, node - 1)
+        if drafted is not None:
+            drafted = drafted.at[:, :, node - 1].set(tokens)
+        tokens, distribution = draw(logits, node, drafted)
+        return (frontier, drafted, tokens), (tokens, distribution)
 
-    batch = logits.shape[0]
-    said = jnp.full((batch, 1, depth), -1, jnp.int32) if drawing.shapes else None
-    first = draw(logits, 0, said, None if least is None else jnp.ones((batch, 1)))
-    levels = _levels(step, (frontier, said, first.carried), first, depth, unrolled, least)
-    draft = chained(drawing, levels.tokens, levels.distribution)
-    return draft if least is None else ended(draft, levels.likely, least)
+    drafted = None
+    if drawing.has_processors:
+        drafted = jnp.full((logits.shape[0], 1, depth), -1, jnp.int32)
+    first = draw(logits, 0, drafted)
+    carry = frontier, drafted, first[0]
+    (frontier, _, _), (tokens, distributions) = _all_depths(step, carry, first, depth, unrolled)
+    return chain_draft(drawing, tokens, distributions), frontier
 
 
-def scan_likely(step: Callable, carry: tuple, nodes: Array, least: float | None) -> tuple:
-    """``lax.scan`` over the depths of a chain, until no row is ``least`` likely any more.
-
-    ``carry`` ends with the ``Level`` before; ``step`` gives a level. Those not come to are zeros.
-    """
-    if least is None or not nodes.size:
-        return lax.scan(step, carry, nodes)
-    # Not a scan of ``lax.cond``: what a branch reads, the head's cache, may be copied for it.
-    _, level = jax.eval_shape(step, carry, nodes[0])
-    levels = jax.tree.map(lambda x: jnp.zeros((nodes.size, *x.shape), x.dtype), level)
-
-    def goes_on(loop: tuple) -> Array:
-        index, carry, _ = loop
-        return (index < nodes.size) & (carry[-1].likely >= least).any()
-
-    def advance(loop: tuple) -> tuple:
-        index, carry, levels = loop
-        carry, level = step(carry, nodes[index])
-        put = lambda all_of_them, one: all_of_them.at[index].set(one)
-        return index + 1, carry, jax.tree.map(put, levels, level)
-
-    _, carry, levels = lax.while_loop(goes_on, advance, (jnp.int32(0), carry, levels))
-    return carry, levels
-
-
-def ended(draft: Draft, likely: Array, least: float) -> Draft:
-    """A chain whose nodes 1 to K are as ``likely`` [B, K], cut behind the first below ``least``."""
-    goes_on = jnp.cumprod(likely[:, :-1] >= least, 1, dtype=jnp.int32).astype(bool)
-    valid = jnp.pad(goes_on, ((0, 0), (2, 0)), constant_values=True)  # of the root and its child
-    return draft.replace(valid=draft.valid & valid)
-
-
-def chained(drawing: Drawing, drafted: Array, distributions: Array | None) -> Draft:
-    """The draft of a chain of target ids [B, K], drawn from ``laws`` [B, K, Vd] if there are."""
+def chain_draft(drawing: Drawing, drafted: Array, distributions: Array | None) -> Draft:
+    """Return the chain of target ids [B, K], drawn from ``distributions`` [B, K, Vd] if any."""
     if distributions is not None:  # and a row for the leaf, which has no children
         distributions = jnp.concatenate([distributions, jnp.zeros_like(distributions[:, :1])], 1)
     drafted = jnp.concatenate([root_token(drawing.history)[:, None], drafted], 1)
@@ -161,82 +109,26 @@ def chained(drawing: Drawing, drafted: Array, distributions: Array | None) -> Dr
     )
 
 
-def _levels(
-    step: Callable,
-    carry: Any,
-    first: Any,
-    max_depth: int,
-    unrolled: bool,
-    least: float | None = None,
-) -> Any:
-    """``first`` and what ``step`` gives at depths 1, 2, ..., joined along axis 1.
+def _all_depths(
+    step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bool
+) -> tuple[Any, Any]:
+    """Return the last carry, and ``first`` and the outputs of ``step`` joined along axis 1.
 
-    One program serves all depths, or each has its own where ``unrolled``. ``least`` is of
-    ``scan_likely``; unrolled, what is carried may grow from depth to depth, and all are run.
+    One program serves all depths 1, 2, ... < ``max_depth``. If ``unrolled``, each depth has its
+    own, and the carry may grow.
     """
     if unrolled:
-        found = [first]
+        outputs = [first]
         for depth in range(1, max_depth):
-            carry, level = step(carry, depth)
-            found.append(level)
-        return jax.tree.map(lambda *levels: jnp.concatenate(levels, 1), *found)
-    _, later = scan_likely(step, carry, jnp.arange(1, max_depth, dtype=jnp.int32), least)
+            carry, output = step(carry, depth)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *outputs)
+    carry, later = lax.scan(step, carry, jnp.arange(1, max_depth, dtype=jnp.int32))
     flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)
 
 
-def ranked(
-    drawing: Drawing, tree: StaticTree, logits: Array, feed: Feed, frontier: Frontier
-) -> Draft:
-    """A tree of a static shape; arguments as for ``chain``, but depths and slots are static."""
-    parents, ranks, depths, widths = (
-        np.array(part) for part in (tree.parents, tree.ranks, tree.depth, tree.widths)
-    )
-    root = root_token(drawing.history)[:, None]
-    grown = _Grown(root, jnp.ones_like(root, dtype=bool), jnp.zeros_like(root, dtype=bool))
-    inner, distributions, slot = np.zeros(1, int), [], 0  # nodes of a level that have children
-    for depth in range(tree.max_depth):
-        children = drawing.children(
-            logits,
-            widths[inner],
-            jnp.asarray(inner),
-            depth,
-            grown.tokens[:, _paths(parents, inner, depth)] if drawing.shapes else None,
-        )
-        if children.distribution is not None:
-            distributions.append(
-                children.distribution[:, np.arange(inner.size) % children.distribution.shape[1]]
-            )
-        below = np.flatnonzero(depths == depth + 1)
-        row = np.searchsorted(inner, parents[below])
-        grown = _append(grown, drawing, children, parents[below], row, ranks[below])
-        inner = below[widths[below] > 0]
-        if inner.size:
-            rows = row[inner - below[0]]
-            frontier, logits = feed(frontier, grown.tokens[:, inner], rows, depth + 1, slot)
-            slot += inner.size
-    # A row for every node; leaves, which have no law, repeat another's.
-    row = np.maximum(np.cumsum(widths > 0) - 1, 0)
-    return Draft(
-        tokens=grown.tokens,
-        parents=np.array(parents, np.int32),
-        valid=grown.valid,
-        logits=jnp.concatenate(distributions, 1)[:, row] if distributions else None,
-        sampled=grown.sampled if distributions else None,
-        draft_to_target=drawing.draft_to_target if distributions else None,
-        max_depth=tree.max_depth,
-    )
-
-
-def _paths(parents: np.ndarray, nodes: np.ndarray, depth: int) -> np.ndarray:
-    """The nodes from below the root down to each of ``nodes`` [F] at ``depth``: [F, depth]."""
-    path = np.zeros((nodes.size, depth), int)
-    for level in reversed(range(depth)):
-        path[:, level], nodes = nodes, parents[nodes]
-    return path
-
-
-class _Grown(NamedTuple):
+class _Nodes(NamedTuple):
     """The nodes so far, [B, n]."""
 
     tokens: Array
@@ -244,25 +136,83 @@ class _Grown(NamedTuple):
     sampled: Array
 
 
+def ranked(
+    drawing: Drawing, tree: StaticTree, logits: Array, feed: Feed, frontier: Frontier
+) -> Draft:
+    """Return a static tree; arguments as for ``chain``, but depths and slots are static."""
+    parents, ranks, depths, widths = (
+        np.array(part) for part in (tree.parents, tree.ranks, tree.depth, tree.widths)
+    )
+    root = root_token(drawing.history)[:, None]
+    nodes = _Nodes(root, jnp.ones_like(root, dtype=bool), jnp.zeros_like(root, dtype=bool))
+    inner, distributions, slot = np.zeros(1, int), [], 0  # ``inner`` nodes have children
+    for depth in range(tree.max_depth):
+        drafted = None
+        if drawing.has_processors:
+            drafted = nodes.tokens[:, _paths(parents, inner, depth)]
+        children = drawing.children(logits, widths[inner], jnp.asarray(inner), depth, drafted)
+        if children.distribution is not None:
+            rows = np.arange(inner.size) % children.distribution.shape[1]
+            distributions.append(children.distribution[:, rows])
+        below = np.flatnonzero(depths == depth + 1)
+        row = np.searchsorted(inner, parents[below])
+        nodes = _append(nodes, drawing, children, parents[below], row, ranks[below])
+        inner = below[widths[below] > 0]
+        if inner.size:
+            rows = row[inner - below[0]]
+            frontier, logits = feed(frontier, nodes.tokens[:, inner], rows, depth + 1, slot)
+            slot += inner.size
+    # A row for every node; leaves, which have no children, repeat another node's row.
+    row = np.maximum(np.cumsum(widths > 0) - 1, 0)
+    return Draft(
+        tokens=nodes.tokens,
+        parents=np.array(parents, np.int32),
+        valid=nodes.valid,
+        logits=jnp.concatenate(distributions, 1)[:, row] if distributions else None,
+        sampled=nodes.sampled if distributions else None,
+        draft_to_target=drawing.draft_to_target if distributions else None,
+        max_depth=tree.max_depth,
+    )
+
+
+def _paths(parents: np.ndarray, nodes: np.ndarray, depth: int) -> np.ndarray:
+    """Return the nodes from below the root to each of ``nodes`` [F] at ``depth``: [F, depth]."""
+    path = np.zeros((nodes.size, depth), int)
+    for above in reversed(range(depth)):
+        path[:, above], nodes = nodes, parents[nodes]
+    return path
+
+
 def _append(
-    grown: _Grown,
+    nodes: _Nodes,
     drawing: Drawing,
     children: Children,
     parents: np.ndarray,
     row: np.ndarray,
     rank: np.ndarray,
-) -> _Grown:
-    """Adds a level: child ``rank`` [n] of frontier node ``row`` [n], whose node is ``parents``."""
+) -> _Nodes:
+    """Append child ``rank`` [n] of frontier node ``row`` [n], whose index is ``parents`` [n]."""
     pick = lambda x: x[:, row % x.shape[1], rank]
-    valid = grown.valid[:, parents]
+    valid = nodes.valid[:, parents]
     if children.valid is not None:
         valid &= pick(children.valid)
     sampled = jnp.zeros_like(valid) if children.sampled is None else pick(children.sampled) & valid
-    drafted = jnp.where(valid, drawing.target_ids(pick(children.ids)), 0)
-    join = lambda old, new: jnp.concatenate([old, new], 1)
-    return _Grown(
-        join(grown.tokens, drafted), join(grown.valid, valid), join(grown.sampled, sampled)
-    )
+    tokens = jnp.where(valid, drawing.target_ids(pick(children.ids)), 0)
+    new = _Nodes(tokens, valid, sampled)
+    return _Nodes(*(jnp.concatenate(pair, 1) for pair in zip(nodes, new, strict=True)))
+
+
+class Candidates(NamedTuple):
+    """Candidate nodes of a tree, [B, n]."""
+
+    tokens: Array  # target ids
+    scores: Array  # log of the product of probabilities along the path
+    parents: Array  # index of the parent; -1 for the root
+    index: Array  # in the order of expansion
+
+    def take(self, rows: Array) -> "Candidates":
+        """Return the candidates at ``rows`` [B, n]."""
+        return Candidates(*(jnp.take_along_axis(x, rows, 1) for x in self))
 
 
 def dynamic(
@@ -274,74 +224,62 @@ def dynamic(
     *,
     unrolled: bool = False,
 ) -> Draft:
-    """EAGLE-2's tree: widen where the head is confident, then keep the most confident nodes.
+    """Return EAGLE-2's tree: expand the most confident nodes, then keep the most confident ones.
 
-    A node's confidence is the product of the head's probabilities along its path. Each level feeds
-    the k most confident nodes of the level above and looks at k children of each; of all that were
-    looked at, the N - 1 most confident stay. No child is more confident than its parent, and ties
-    go to the node that was looked at first, so parents stay with their children.
+    A node's confidence is the product of the head's probabilities along its path. Each depth feeds
+    the k most confident nodes of the depth above and expands each to its k likeliest children. Of
+    all these candidates the N - 1 most confident are kept. No child is more confident than its
+    parent, and ties go to the node that was expanded first, so parents stay with their children.
 
-    Arguments as for ``chain``; ``frontier`` holds the root k times.
+    Arguments as for ``chain``; ``frontier`` holds the root k times, or once if ``unrolled``.
     """
     top_k, batch = budget.top_k, logits.shape[0]
 
-    def likeliest(logits: Array, said: Array | None) -> tuple[Array, Array]:
-        logits = drawing.shaped(logits, said)
+    def likeliest(logits: Array, drafted: Array | None) -> tuple[Array, Array]:
+        logits = drawing.apply_processors(logits, drafted)
         scores, ids = largest(sampling.log_probs(logits), top_k)
         return scores, drawing.target_ids(ids)
 
     def step(carry, depth: int | Array):
-        frontier, fed, rows, said = carry
+        frontier, fed, rows, drafted = carry
         frontier, logits = feed(frontier, fed.tokens, rows, depth, (depth - 1) * top_k)
-        if said is not None:
-            said = jnp.take_along_axis(said, rows[..., None], 1)
-            said = said.at[:, :, depth - 1].set(fed.tokens)
-        scores, drafted = likeliest(logits, said)
+        if drafted is not None:
+            drafted = jnp.take_along_axis(drafted, rows[..., None], 1)
+            drafted = drafted.at[:, :, depth - 1].set(fed.tokens)
+        scores, tokens = likeliest(logits, drafted)
         flat = lambda x: jnp.broadcast_to(x, (batch, top_k, top_k)).reshape(batch, -1)
         order = jnp.arange(top_k**2, dtype=jnp.int32).reshape(top_k, top_k)
-        looked_at = Candidates(
-            flat(drafted),
+        candidates = Candidates(
+            flat(tokens),
             flat(fed.scores[..., None] + scores),
             flat(fed.index[..., None]),
             flat(top_k + (depth - 1) * top_k**2 + order),
         )
-        _, best = largest(looked_at.scores, top_k)
-        return (frontier, looked_at.take(best), best // top_k, said), looked_at
+        _, best = largest(candidates.scores, top_k)
+        return (frontier, candidates.take(best), best // top_k, drafted), candidates
 
-    said = None
-    if drawing.shapes:
-        said = jnp.full((batch, top_k, budget.max_depth), -1, jnp.int32)
-    scores, drafted = (x[:, 0] for x in likeliest(logits, said))
+    drafted = None
+    if drawing.has_processors:
+        drafted = jnp.full((batch, top_k, budget.max_depth), -1, jnp.int32)
+    scores, tokens = (x[:, 0] for x in likeliest(logits, drafted))
     order = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, top_k))
-    first = Candidates(drafted, scores, jnp.full_like(order, -1), order)
-    carry = (frontier, first, jnp.zeros_like(order), said)
-    every = _levels(step, carry, first, budget.max_depth, unrolled)
-    _, best = largest(every.scores, budget.size - 1)
-    return rerooted(drawing, every.take(jnp.sort(best, -1)), budget.max_depth)
+    first = Candidates(tokens, scores, jnp.full_like(order, -1), order)
+    carry = frontier, first, jnp.zeros_like(order), drafted
+    _, candidates = _all_depths(step, carry, first, budget.max_depth, unrolled)
+    return likeliest_tree(drawing, candidates, budget.size, budget.max_depth)
 
 
-class Candidates(NamedTuple):
-    """Nodes that were looked at, [B, n]: what may become a tree."""
-
-    tokens: Array  # target ids
-    scores: Array  # log of the product of probabilities along the path
-    parents: Array  # index of the parent; -1 for the root
-    index: Array  # in the order of being looked at
-
-    def take(self, rows: Array) -> "Candidates":
-        """Those at ``rows`` [B, n]."""
-        return Candidates(*(jnp.take_along_axis(x, rows, 1) for x in self))
-
-
-def rerooted(drawing: Drawing, kept: Candidates, max_depth: int) -> Draft:
-    """The draft of the candidates that were kept, in ascending order, under the root."""
-    before = (kept.index[:, None, :] < kept.parents[:, :, None]).sum(-1, dtype=jnp.int32)
-    parents = jnp.where(kept.parents < 0, 0, 1 + before)
-    valid = kept.scores > -jnp.inf
+def likeliest_tree(drawing: Drawing, candidates: Candidates, size: int, max_depth: int) -> Draft:
+    """Return the tree of the root and the ``size`` - 1 candidates of the highest scores."""
+    _, best = largest(candidates.scores, size - 1)
+    chosen = candidates.take(jnp.sort(best, -1))
+    before = (chosen.index[:, None, :] < chosen.parents[:, :, None]).sum(-1, dtype=jnp.int32)
+    parents = jnp.where(chosen.parents < 0, 0, 1 + before)
+    valid = chosen.scores > -jnp.inf
     lead = lambda x, fill: jnp.pad(x, ((0, 0), (1, 0)), constant_values=fill)
-    drafted = lead(jnp.where(valid, kept.tokens, 0), 0)
+    tokens = lead(jnp.where(valid, chosen.tokens, 0), 0)
     return Draft(
-        tokens=drafted.at[:, 0].set(root_token(drawing.history)),
+        tokens=tokens.at[:, 0].set(root_token(drawing.history)),
         parents=lead(jnp.where(valid, parents, 0), -1),
         valid=lead(valid, True),
         max_depth=max_depth,

@@ -12,7 +12,7 @@ def graft(stock: Draft, scion: Draft) -> Draft:
 
     A node of ``scion`` whose path ``stock`` has too is that node, and grows on from there; all
     others come after the nodes of ``stock``. So where ``stock`` was drawn without replacement the
-    law of the whole is "points_last".
+    law of the whole is "deterministic_last".
 
     Args:
       stock: point masses, a drawn chain, or a tree drawn without replacement.

@@ -1,7 +1,8 @@
-"""What a drafter's tree settings ask for: a static shape, or the budget of a tree that has none.
+"""The tree settings of a drafter: a static tree, or the budget of a dynamic one.
 
-A published tree stands here as the number of children of every node, level by level, nodes without
-children left out at a level's end; children have the ranks 0, 1, 2, ... (all published trees do).
+A published tree is written as the number of children of every node, depth by depth. Nodes without
+children are left out at the end of a depth. Children have the ranks 0, 1, 2, ..., as in all
+published trees.
 """
 
 import dataclasses
@@ -13,8 +14,8 @@ from jspec.core import trees
 from jspec.core.trees import StaticTree
 from jspec.util.messages import did_you_mean, shown
 
-# The names are those of the tables in EAGLE's and Medusa's repositories, behind the method's: both
-# call their first table mc_sim_7b_63.
+# The method's name, then that of the table in EAGLE's or Medusa's repository: both call their first
+# table mc_sim_7b_63.
 PUBLISHED = {
     "eagle_mc_sim_7b_63": "4, 3 2 2 1, 3 2 2 1, 3, 2",  # 25 nodes, in spite of its name
     "medusa_mc_sim_7b_63": "10, 10 7 3 2 1 1 1 1 1 1, 10 3 2 1 1 1 1 1 0 0 2 0 0 0 0 0 0 1, 2",
@@ -37,22 +38,12 @@ _SAMPLED = {"size": 16, "top_k": 4}
 _BEST_FIRST = 16  # nodes
 
 Tree = str | tuple[tuple[int, ...], ...]
-Proposal = Literal["point", "chain", "without_replacement", "top_plus_one"]
+Proposal = Literal["deterministic", "chain", "without_replacement", "top_plus_one"]
 
 
-def check_threshold(threshold: float) -> None:
-    """Raises a ValueError unless ``confidence_threshold`` is a probability."""
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"confidence_threshold={threshold} must be 0 to 1.")
-
-
-def node_buckets(size: int, varies: bool = False) -> tuple[int, ...]:
-    """Node counts of drafts up to ``size`` that are worth a program of the target's own.
-
-    Where the length ``varies``, K tokens, half of them, a quarter and so on, root included.
-    """
-    halves = itertools.takewhile(bool, ((size - 1) >> step for step in itertools.count()))
-    return tuple(sorted({1, size, *(1 + half for half in halves if varies)}))
+def node_buckets(size: int) -> tuple[int, ...]:
+    """Return the default node counts that get a target program of their own: no draft, or all."""
+    return tuple(sorted({1, size}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +52,11 @@ class Dynamic:
 
     Attributes:
       size: N, the root included.
-      max_depth: edges from the root to the deepest leaf, at most.
-      top_k: children of a node, and nodes of a level that get children.
+      max_depth: most edges from the root to a leaf.
+      top_k: children of a node, and nodes of a depth that are expanded.
 
     Raises:
-      ValueError: fewer than ``size`` nodes are ever candidates.
+      ValueError: there are fewer than ``size`` candidates.
     """
 
     size: int
@@ -84,14 +75,14 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class BestFirst:
-    """The budget of the likeliest paths of a head that has one law for all nodes of a depth.
+    """The budget of a tree of the likeliest paths, where all nodes of a depth share a distribution.
 
     Attributes:
       size: N, the root included.
-      max_depth: edges from the root to the deepest leaf, at most.
+      max_depth: most edges from the root to a leaf.
 
     Raises:
-      ValueError: there is room for the root alone.
+      ValueError: ``size`` has room for the root alone.
     """
 
     size: int
@@ -102,11 +93,11 @@ class BestFirst:
             raise ValueError(f"tree_size={self.size} must be at least 2, the root included.")
 
 
-Grown = StaticTree | Dynamic | BestFirst  # what a tree may be
+DraftTree = StaticTree | Dynamic | BestFirst
 
 
 def _num_candidates(max_depth: int, top_k: int) -> int:
-    """How many nodes EAGLE-2's expansion looks at: k, and k times k at every level below."""
+    """Count the candidates of EAGLE-2's tree: k at depth 1, and k times k at each depth below."""
     return top_k + (max_depth - 1) * top_k**2
 
 
@@ -116,34 +107,32 @@ def requested(
     tree_size: int | None = None,
     tree_depth: int | None = None,
     tree_top_k: int | None = None,
-) -> Grown:
-    """The tree that the settings of a drafter ask for.
+) -> DraftTree:
+    """Return the tree of a drafter's settings.
 
     Args:
       tree: "chain", "eagle2", "best_first", "sampled" (``best`` of the budget), a name in
         ``PUBLISHED``, or rank paths.
       num_speculative_tokens: K, edges from the root to the deepest leaf.
-      tree_size: N, nodes with the root. None for 60 ("eagle2") or 16 ("best_first", "sampled"), or
-        for as many as there can be where that is less.
-      tree_depth: the same as ``num_speculative_tokens``.
-      tree_top_k: children of a node at most. None for 10 ("eagle2") or 4 ("sampled"); a tree that
-        is "best_first" has no such bound.
+      tree_size: N, nodes of the tree, root included. None for 60 ("eagle2") or 16 ("best_first",
+        "sampled"), or for all nodes that such a tree can have, if fewer.
+      tree_depth: another name of ``num_speculative_tokens``.
+      tree_top_k: most children of a node. None for 10 ("eagle2") or 4 ("sampled"); "best_first" has
+        no such bound.
 
     Raises:
       ValueError: a setting is out of range, contradicts another, or is not used by that tree.
     """
-    given = {
+    settings = {
         "num_speculative_tokens": num_speculative_tokens,
         "tree_depth": tree_depth,
         "tree_size": tree_size,
         "tree_top_k": tree_top_k,
     }
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_positive(settings)
     if tree not in OF_ANY_DEPTH:
-        draft_tree = published(tree) if isinstance(tree, str) else trees.from_choices(tree)
-        return _agreeing(tree, draft_tree, given)
+        static = published(tree) if isinstance(tree, str) else trees.from_choices(tree)
+        return _agreeing(tree, static, settings)
     depth = tree_depth if num_speculative_tokens is None else num_speculative_tokens
     if depth is None:
         raise ValueError(f"tree={tree!r} needs num_speculative_tokens, the depth of its leaves.")
@@ -153,7 +142,7 @@ def requested(
         )
     if tree == "chain":
         paths = [(0,) * length for length in range(1, depth + 1)]
-        return _agreeing(tree, trees.from_choices(paths), given)
+        return _agreeing(tree, trees.from_choices(paths), settings)
     if tree == "best_first":
         if tree_top_k is not None:
             raise ValueError("tree_top_k is not used by tree='best_first'; leave it out.")
@@ -166,26 +155,33 @@ def requested(
     return best(tree_size or min(defaults["size"], full(depth, top_k)), depth, top_k)
 
 
-def _agreeing(tree: Tree, draft_tree: StaticTree, given: dict[str, int | None]) -> StaticTree:
-    """A shape that has a depth and size of its own; settings must not say otherwise."""
-    own = {
-        "num_speculative_tokens": draft_tree.max_depth,
-        "tree_depth": draft_tree.max_depth,
-        "tree_size": draft_tree.size,
-        "tree_top_k": max(draft_tree.widths),
+def check_positive(settings: dict[str, int | None]) -> None:
+    """Refuse settings that are neither None nor at least 1."""
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def _agreeing(tree: Tree, static: StaticTree, settings: dict[str, int | None]) -> StaticTree:
+    """Return ``static``; refuse settings that contradict it."""
+    actual = {
+        "num_speculative_tokens": static.max_depth,
+        "tree_depth": static.max_depth,
+        "tree_size": static.size,
+        "tree_top_k": max(static.widths),
     }
-    for name, value in given.items():
-        if value not in (None, own[name]):
+    for name, value in settings.items():
+        if value not in (None, actual[name]):
             which = f"tree={tree!r}" if isinstance(tree, str) else "the tree of these paths"
-            raise ValueError(f"{name}={value}, but {which} has {own[name]}; leave {name} out.")
-    return draft_tree
+            raise ValueError(f"{name}={value}, but {which} has {actual[name]}; leave {name} out.")
+    return static
 
 
-def drawn_by(tree: Tree, draft_tree: Grown, method: str | None) -> str:
-    """How the children of a tree are chosen: by ``method``; None draws wherever that is exact.
+def drawn_by(tree: Tree, draft_tree: DraftTree, method: str | None) -> str:
+    """Return the method that chooses the children of a tree; None draws if that is exact.
 
     Raises:
-      ValueError: the method is unknown, or would not be exact for this tree.
+      ValueError: the method is unknown, or is not exact for this tree.
     """
     if method is None:
         can_draw = isinstance(draft_tree, StaticTree) and draft_tree.gapless
@@ -217,20 +213,20 @@ def drawn_by(tree: Tree, draft_tree: Grown, method: str | None) -> str:
     return method
 
 
-def proposal(draft_tree: Grown, method: str) -> Proposal:
-    """The law of the children that ``method`` chooses."""
+def proposal(draft_tree: DraftTree, method: str) -> Proposal:
+    """Return the ``Proposal`` of the children that ``method`` chooses."""
     if method == "greedy":
-        return "point"
+        return "deterministic"
     if max(draft_tree.widths) == 1:
         return "chain"
     return "top_plus_one" if method == "top_plus_one" else "without_replacement"
 
 
 def published(name: str) -> StaticTree:
-    """A published tree by its name.
+    """Return a published tree.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is no tree of that name.
     """
     if name not in PUBLISHED:
         raise ValueError(f"no tree is published as {shown(name)}{did_you_mean(name, PUBLISHED)}")
@@ -238,30 +234,30 @@ def published(name: str) -> StaticTree:
 
 
 def _paths(counts: str) -> list[tuple[int, ...]]:
-    paths, level = [], [()]
+    paths, above = [], [()]
     for line in counts.split(","):
         children = [int(count) for count in line.split()]
-        level = [
+        above = [
             (*path, rank)
-            for path, count in zip(level, children, strict=False)
+            for path, count in zip(above, children, strict=False)
             for rank in range(count)
         ]
-        paths += level
+        paths += above
     return paths
 
 
 def best(size: int, max_depth: int, top_k: int) -> StaticTree:
-    """The static tree of ``size`` nodes that is expected to accept most.
+    """Return the static tree of ``size`` nodes with the most expected accepted nodes.
 
-    Where the child of rank r is the accepted one with probability a_r, whatever is above it, a node
-    is reached with the product of the a's along its path, and the expected number of accepted nodes
-    is the sum of these. So the best tree holds the ``size - 1`` most probable paths (what Sequoia's
-    dynamic program finds, arXiv 2402.12374). Taken here is a_r = 0.6 / (1 + r) ** 2.
+    Let the child of rank r be the accepted one with probability a_r, whatever is above it. Then a
+    node is reached with the product of the a's along its path, and the expected number of accepted
+    nodes is the sum of these products. So the best tree holds the ``size`` - 1 most probable paths,
+    which Sequoia's dynamic program also finds (arXiv 2402.12374). Here a_r = 0.6 / (1 + r) ** 2.
 
     Args:
       size: N, the root included.
-      max_depth: edges from the root to the deepest leaf, at most.
-      top_k: children of a node, at most.
+      max_depth: most edges from the root to a leaf.
+      top_k: most children of a node.
 
     Raises:
       ValueError: a full tree of that depth and width has fewer nodes.
@@ -272,7 +268,7 @@ def best(size: int, max_depth: int, top_k: int) -> StaticTree:
             f"tree_size={size} must be 2 to {shown(most, 40)}, the nodes of a full tree of "
             f"tree_depth={max_depth} and tree_top_k={top_k}, root included."
         )
-    counter = itertools.count()  # of equal paths the one found first, which is never the deeper
+    counter = itertools.count()  # breaks ties by age, so toward the shallower path
     heap = [(-_chance(0), next(counter), (0,))]
     paths: list[tuple[int, ...]] = []
     while len(paths) < size - 1:
@@ -287,7 +283,7 @@ def best(size: int, max_depth: int, top_k: int) -> StaticTree:
 
 
 def full(max_depth: int, top_k: int) -> int:
-    """Nodes of a tree in which all but the deepest have ``top_k`` children, root included."""
+    """Count the nodes of a full tree of that depth and width, root included."""
     return sum(top_k**depth for depth in range(max_depth + 1))
 
 

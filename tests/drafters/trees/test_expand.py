@@ -58,7 +58,7 @@ def grow(request, starts, tree, method="greedy", noise="own", draft_to_target=No
         frontier = jnp.repeat(starts[:, None], tree.top_k, 1)
         return expand.dynamic(drawing, tree, logits, feed, frontier)
     if max(tree.widths) == 1:
-        return expand.chain(drawing, tree.max_depth, logits, feed, starts[:, None])
+        return expand.chain(drawing, tree.max_depth, logits, feed, starts[:, None])[0]
     return expand.ranked(drawing, tree, logits, feed, starts[:, None])
 
 

@@ -103,7 +103,7 @@ def test_a_tree_that_drops_nodes_for_their_values_draws_none():
     tree = tree_settings.requested("best_first", 3)
     assert tree == BestFirst(16, 3)
     assert tree_settings.drawn_by("best_first", tree, None) == "greedy"
-    assert tree_settings.proposal(tree, "greedy") == "point"
+    assert tree_settings.proposal(tree, "greedy") == "deterministic"
     with pytest.raises(ValueError, match="not exact for tree='best_first'"):
         tree_settings.drawn_by("best_first", tree, "probabilistic")
-    assert isinstance(trees.from_choices([(0,)]), tree_settings.Grown)
+    assert isinstance(trees.from_choices([(0,)]), tree_settings.DraftTree)
