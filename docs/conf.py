@@ -1,4 +1,4 @@
-"""Sphinx: ``make docs`` builds the site into docs/_build."""
+"""Settings of Sphinx; ``make docs`` builds the site in docs/_build."""
 
 from importlib import metadata
 
@@ -14,10 +14,10 @@ myst_heading_anchors = 3
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "exclude-members": "replace"}  # flax gives it to all
+autodoc_default_options = {"members": True, "exclude-members": "replace"}  # a method of every flax dataclass
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 default_role = "code"
-# Pages are read in the repository as well, where links lead to files that are no pages.
+# Pages are also read in the repository, so some links lead to files outside of the site.
 suppress_warnings = ["myst.xref_missing"]

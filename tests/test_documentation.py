@@ -5,7 +5,6 @@ Embedded models replace the ids of models, and names that a page leaves open are
 
 import ast
 import functools
-import importlib.util
 import json
 import os
 import pkgutil
@@ -176,12 +175,9 @@ def test_every_short_command_on_a_page_runs(line, tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_every_dotted_name_on_a_page_imports(page):
     text = page.read_text(encoding="utf-8")
-    for name in set(re.findall(r"(?<![\w/.])(?:jspec|training|benchmarks)(?:\.\w+)+", text)):
-        if name.endswith((".py", ".json", ".html")):
-            continue
-        if not name.startswith("jspec."):
-            assert importlib.util.find_spec(name), name
-        else:
+    names = set(re.findall(r"(?<![\w/.])(?:jspec|training|benchmarks)(?:\.\w+)+", text))
+    for name in names:
+        if not name.endswith((".py", ".json", ".html")):
             pkgutil.resolve_name(name)
 
 
