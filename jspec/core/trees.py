@@ -131,6 +131,11 @@ def chain(depth: int) -> np.ndarray:
     return np.arange(-1, depth, dtype=np.int32)
 
 
+def chain_tree(batch: int, size: int) -> Tree:
+    """Return the static tree of a chain of ``size`` nodes, root included, for ``batch`` rows."""
+    return broadcast(from_parents(chain(size - 1), size - 1), batch)
+
+
 def is_chain(parents: Array | np.ndarray) -> bool:
     """Return whether ``parents`` are those of a static chain.
 

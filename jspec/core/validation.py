@@ -1,6 +1,6 @@
-"""What targets, drafters and their weights must be: a mistake is told by its name.
+"""Checks of targets, drafters and their weights, when a plan is built and when a batch starts.
 
-Checked when a plan is built and when a batch starts; what they give is checked in ``round_checks``.
+``shape_checks`` checks the arrays that they return in a round.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ _MULTI_MODE = ("modes", "select_mode")
 
 
 def check_target(target: Target) -> None:
-    """Refuses what is no target.
+    """Refuse an object that is not a target.
 
     Raises:
-      ValueError: it is a class, lacks members, or cannot be hashed.
+      ValueError: it is a class, lacks members, or is not hashable.
     """
     hint = "pass a jspec.Target, such as jspec.load(...).target"
     if hasattr(target, "target") and hasattr(target, "params"):
@@ -30,10 +30,10 @@ def check_target(target: Target) -> None:
 
 
 def check_drafter(drafter: Drafter) -> None:
-    """Refuses what is no drafter.
+    """Refuse an object that is not a drafter.
 
     Raises:
-      ValueError: it is a class, lacks members, cannot be hashed, or declares what none can be.
+      ValueError: it is a class, lacks members, is not hashable, or a member has an invalid value.
     """
     hint = "pass a jspec.Drafter, such as jspec.NGram(4, 2, 5)"
     if isinstance(drafter, str):
@@ -43,83 +43,76 @@ def check_drafter(drafter: Drafter) -> None:
             "a model drafts by jspec.DraftModel(model.config, num_speculative_tokens), with its "
             "weights as drafter_params"
         )
-    more = _MULTI_MODE if isinstance(drafter, MultiMode) else _ROUNDS
-    _check_members("drafter", drafter, (*_DRAFTER, *more), hint)
+    methods = _MULTI_MODE if isinstance(drafter, MultiMode) else _ROUNDS
+    _check_members("drafter", drafter, (*_DRAFTER, *methods), hint)
     least = drafter.max_depth + 1 if is_whole(drafter.max_depth) else 1
-    layers, distributions = drafter.capture_layers, get_args(Proposal)
+    layers, proposals = drafter.capture_layers, get_args(Proposal)
     indices = isinstance(layers, tuple) and all(is_whole(layer, 0) for layer in layers)
-    for member, holds, wanted in (
+    size = f"a whole number of at least {least}, root included"
+    for member, is_valid, expected in (
         ("max_depth", is_whole(drafter.max_depth, 0), "a whole number of at least 0"),
-        (
-            "tree_size",
-            is_whole(drafter.tree_size, least),
-            f"a whole number of at least {least}, root included",
-        ),
+        ("tree_size", is_whole(drafter.tree_size, least), size),
         ("capture_layers", indices, "a tuple of hidden_states indices, () for none"),
-        (
-            "proposal",
-            drafter.proposal in distributions,
-            f"one of {', '.join(map(repr, distributions))}",
-        ),
+        ("proposal", drafter.proposal in proposals, f"one of {', '.join(map(repr, proposals))}"),
         ("noise", drafter.noise in ("own", "target"), "'own' or 'target'"),
     ):
-        if not holds:
+        if not is_valid:
             value = shown(getattr(drafter, member))
-            raise ValueError(f"{type(drafter).__name__}.{member}={value} must be {wanted}.")
+            raise ValueError(f"{type(drafter).__name__}.{member}={value} must be {expected}.")
 
 
 def sharing_noise(drafter: Drafter) -> Drafter:
-    """The drafter as it draws with the target's noise, which rule ``coupled`` is for.
+    """Return the drafter with ``noise="target"``, as rule ``coupled`` needs it.
 
-    Point masses are not drawn.
+    A deterministic drafter is returned unchanged.
 
     Raises:
-      ValueError: it draws, but has no field to be told so.
+      ValueError: the drafter draws, but has no field ``noise``.
     """
-    if drafter.proposal == "point":
+    if drafter.proposal == "deterministic":
         return drafter
     name, is_dataclass = type(drafter).__name__, dataclasses.is_dataclass(drafter)
     fields = dataclasses.fields(drafter) if is_dataclass else ()
     if not any(field.name == "noise" and field.init for field in fields):
         raise ValueError(
-            f"rule='coupled' has drafts drawn with the target's noise, but {name} has no field "
-            "noise: Literal['own', 'target'] = 'own' to be told so; add it to the frozen "
-            "dataclass, and draw with jspec.sampling.draw_target where it is 'target'."
+            f"rule='coupled' needs drafts that are drawn with the target's noise, but {name} has "
+            "no field noise: Literal['own', 'target'] = 'own'; add it to the frozen dataclass, "
+            "and draw with jspec.sampling.draw_target if it is 'target'."
         )
     return dataclasses.replace(drafter, noise="target")
 
 
-def _check_members(role: str, given: Any, members: Iterable[str], hint: str) -> None:
-    if isinstance(given, type):
+def _check_members(role: str, value: Any, members: Iterable[str], hint: str) -> None:
+    if isinstance(value, type):
         raise ValueError(
-            f"{role}={given.__name__} is a class; pass an instance of it, {given.__name__}(...)."
+            f"{role}={value.__name__} is a class; pass an instance of it, {value.__name__}(...)."
         )
-    missing = [name for name in members if not hasattr(given, name)]
+    missing = [name for name in members if not hasattr(value, name)]
     if missing:
-        raise ValueError(f"{role}={shown(given, 60)} has no {', '.join(missing)}; {hint}.")
-    check_hashable(role, given)
+        raise ValueError(f"{role}={shown(value, 60)} has no {', '.join(missing)}; {hint}.")
+    check_hashable(role, value)
 
 
-def check_hashable(role: str, given: Any) -> None:
-    """Refuses what cannot be part of a plan.
+def check_hashable(role: str, value: Any) -> None:
+    """Refuse a part of a plan that is not hashable.
 
     Raises:
-      ValueError: it cannot be hashed.
+      ValueError: ``hash`` fails.
     """
     try:
-        hash(given)
+        hash(value)
     except TypeError as error:
         raise ValueError(
-            f"{role}={type(given).__name__} must be hashable, as it is part of the key of compiled "
-            f"programs: {error}; make it a frozen dataclass, its settings tuples and frozensets."
+            f"{role}={type(value).__name__} must be hashable, because it keys compiled programs: "
+            f"{error}; make it a frozen dataclass with tuples and frozensets as settings."
         ) from None
 
 
 def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str = "") -> None:
-    """Refuses indices of hidden states that a target of ``num_layers`` has not.
+    """Refuse hidden-state indices beyond a target's ``num_layers``; ``name`` is the drafter's.
 
     Raises:
-      ValueError: there are such in ``capture_layers``, of the drafter ``name``.
+      ValueError: an index is too large.
     """
     if max(capture_layers, default=0) > num_layers:
         raise ValueError(
@@ -129,10 +122,10 @@ def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str =
 
 
 def check_params(target: Target, drafter: Drafter, params: Params) -> None:
-    """Refuses weights that are not those of target and drafter, where these can tell.
+    """Refuse weights that do not belong to the target or the drafter.
 
     Raises:
-      ValueError: ``params`` is no ``jspec.Params``, or holds other weights.
+      ValueError: ``params`` is not a ``jspec.Params``, or ``check_weights`` fails for either.
     """
     if not isinstance(params, Params):
         raise ValueError(
@@ -142,26 +135,26 @@ def check_params(target: Target, drafter: Drafter, params: Params) -> None:
     check_weights(drafter, params.drafter)
 
 
-def check_weights(user: Any, weights: Any) -> None:
-    """Refuses weights that are not those of ``user``, which has ``check_params`` if it can tell.
+def check_weights(owner: Target | Drafter, weights: Any) -> None:
+    """Refuse weights that do not belong to ``owner``, if it defines ``check_params``.
 
     Raises:
-      ValueError: it says that they are not.
+      ValueError: ``owner.check_params`` fails.
     """
-    check = getattr(user, "check_params", None)
+    check = getattr(owner, "check_params", None)
     if check is None:
         return
     try:
         check(weights)
     except ValueError as error:
-        raise ValueError(f"the weights do not fit {type(user).__name__}: {error}") from None
+        raise ValueError(f"the weights do not fit {type(owner).__name__}: {error}") from None
 
 
 def check_kind(weights: Any, *kinds: type) -> None:
-    """Refuses weights that are of none of ``kinds``.
+    """Refuse weights of another type.
 
     Raises:
-      ValueError: they are not.
+      ValueError: ``weights`` is not an instance of ``kinds``.
     """
     if not isinstance(weights, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
@@ -169,10 +162,10 @@ def check_kind(weights: Any, *kinds: type) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Refuses a model, or what was loaded of one, where its sizes are wanted.
+    """Refuse a model that is passed in place of its config.
 
     Raises:
-      ValueError: it has a ``config`` of its own.
+      ValueError: ``config`` has a member ``config``.
     """
     if hasattr(config, "config"):
         raise ValueError(f"config={shown(config, 60)} is {kind_of(config)}; pass its .config.")

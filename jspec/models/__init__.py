@@ -1,1 +1,1 @@
-"""Networks: they know weights, never what a draft or a verdict is for."""
+"""Networks, which know neither drafters nor rules."""

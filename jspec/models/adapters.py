@@ -1,29 +1,29 @@
-"""A user's own language model, in plain JAX, Flax Linen or Flax NNX, as a ``Target``.
+"""Adapters that turn a language model in plain JAX, Flax Linen or Flax NNX into a ``Target``.
 
-There are two ways in. With a cache, at full speed: the model hands its queries, keys and values to
-``attend`` where its own attention stood, and jspec brings the cache and the tree attention. ::
+With a cache, at full speed: the model calls ``attend`` in place of its own attention, and jspec
+provides the cache and the tree attention. ::
 
     def apply(params, tokens, positions, attend):  # int32 [B, N], int32 [B, N]
-        ...                             # rotate or embed by positions, not by place in the row
+        ...                             # rotate or embed by positions, not by index in the row
         mixed = attend(layer, q, k, v)  # q [B, H, N, D], k and v [B, Hkv, N, D] -> [B, H, N, D]
         ...                             # once for each layer 0, 1, ...; no mask
         return logits                   # [B, N, V]
 
-With ``use_cache=False`` any causal model will do, ``apply(params, tokens [B, T]) -> logits
-[B, T, V]``, unchanged. It is run over the whole buffer again in every round, once for each leaf of
-a draft: slow, but every method and rule works.
+Without a cache (``use_cache=False``): any causal model ``apply(params, tokens [B, T]) -> logits
+[B, T, V]``, unchanged. It runs over the full buffer in every round, once for each leaf of a draft.
+This is slow, but every method and rule works.
 
-Both may return ``(logits, hidden)`` instead, ``hidden`` a sequence of [B, N, D] that the drafter's
-``capture_layers`` index (by Hugging Face's ``hidden_states`` where heads made for it are used).
+Both may return ``(logits, hidden)``; ``hidden`` is a sequence of [B, N, D] that ``capture_layers``
+index. Published heads expect the indices of Hugging Face's ``hidden_states``.
 
-The model must be a pure function of its weights and of what each token sees: no dropout, no
-statistics of a batch, no routing that lets tokens compete. ``check`` tests it by running it.
+The model must be a pure function of its weights and of the tokens that each token sees: no dropout,
+no batch statistics, no routing in which tokens compete. ``check`` runs the model to test this.
 
-The constructors give ``(target, params)``; weights stay arguments of the compiled program. Targets
-are equal, and share compiled programs, if their settings are equal and their models are: Linen
-modules by their fields, NNX modules by their graph (structure and static attributes), functions by
-identity. So pass a function defined once, not a lambda or ``functools.partial`` made for each call;
-for a function with settings write a frozen dataclass with ``__call__``.
+The constructors return ``(target, params)``; weights stay arguments of compiled programs. Targets
+with equal settings and equal models are equal and share programs. Linen modules compare by fields,
+NNX modules by graph (structure and static attributes), functions by identity. So do not pass a
+lambda or ``functools.partial`` that is made per call; give a function with settings the form of a
+frozen dataclass with ``__call__``.
 """
 
 import dataclasses
@@ -36,19 +36,12 @@ from flax import errors as flax_errors
 from flax import struct
 from jax import lax
 
-from jspec.core import kv_cache, trees
+from jspec.core import kv_cache, trees, validation
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder, probe
 from jspec.models.probe import check
 
-__all__ = [
-    "CachedTarget",
-    "StatelessTarget",
-    "check",
-    "from_function",
-    "from_linen",
-    "from_nnx",
-]
+__all__ = ["CachedTarget", "StatelessTarget", "check", "from_function", "from_linen", "from_nnx"]
 
 _INFERENCE = "put it in inference mode: no dropout, running averages, no cache of its own"
 
@@ -58,7 +51,7 @@ _INFERENCE = "put it in inference mode: no dropout, running averages, no cache o
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedTarget:
-    """What both kinds of adapted targets have; made by the constructors below."""
+    """The base of both adapted targets; use the constructors below."""
 
     apply: Callable[..., Any]
     vocab_size: int
@@ -67,32 +60,32 @@ class AdaptedTarget:
     unembed_function: Callable[..., Array] | None
 
     def embed(self, params: Any, tokens: Array) -> Array:
-        """Token ids to the model's input vectors [..., D].
+        """Return input vectors [..., D] of token ids.
 
         Raises:
           ValueError: the adapter was made without ``embed``.
         """
-        return _given(self.embed_function, "embed")(params, tokens)
+        return _require(self.embed_function, "embed")(params, tokens)
 
     def unembed(self, params: Any, hidden: Array, *, norm: bool = True) -> Array:
-        """Last residual stream [..., D] to logits [..., V]; without ``norm`` the head alone.
+        """Return logits [..., V] of the last residual stream [..., D]; see ``Target``.
 
         Raises:
           ValueError: the adapter was made without ``unembed``.
         """
-        return _given(self.unembed_function, "unembed")(params, hidden, norm=norm)
+        return _require(self.unembed_function, "unembed")(params, hidden, norm=norm)
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedTarget(AdaptedTarget):
     """A model that calls ``attend``."""
 
-    entries: tuple[tuple[int, int, str], ...]  # of each layer: key heads, head_dim, dtype
+    entries: tuple[tuple[int, int, str], ...]  # per layer: key heads, head_dim, dtype
     scale: float | None
     windows: tuple[int | None, ...]
 
     def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
-        """An empty cache of ``capacity`` slots a row."""
+        """Return an empty cache of ``capacity`` slots per row."""
         layers = tuple(
             kv_cache.allocate(1, batch, heads, capacity, size, jnp.dtype(dtype)).layers[0]
             for heads, size, dtype in self.entries
@@ -100,7 +93,7 @@ class CachedTarget(AdaptedTarget):
         return kv_cache.KVCache(layers, jnp.zeros((batch,), jnp.int32))
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
-        """Scores the nodes ``tokens`` [B, N] of ``tree``, placed after the cache's prefix."""
+        """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
         tree = trees.broadcast(tree, tokens.shape[0])
         mix, tree_kv = decoder.attention_over(cache, tree, scale=self.scale, windows=self.windows)
         attend = lambda layer, q, k, v: mix(layer, q, k, v).astype(q.dtype)
@@ -111,28 +104,28 @@ class CachedTarget(AdaptedTarget):
 
 @struct.dataclass
 class TokenSlots:
-    """The cache entry of a model without a cache: the committed tokens themselves."""
+    """The cache entry of a model without a cache: the committed tokens."""
 
     tokens: Array  # [B, 1, S, 1] int32
 
 
 @dataclasses.dataclass(frozen=True)
 class StatelessTarget(AdaptedTarget):
-    """A causal model that is run from the first token again in every round."""
+    """A causal model that runs over the full text in every round."""
 
     def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
-        """Room for ``capacity`` tokens a row."""
+        """Return an empty buffer of ``capacity`` tokens per row."""
         slots = TokenSlots(jnp.zeros((batch, 1, capacity, 1), jnp.int32))
         return kv_cache.KVCache((slots,), jnp.zeros((batch,), jnp.int32))
 
     def forward(self, params, tokens, tree, cache, capture_layers=()) -> TargetOutput:
-        """Scores the nodes ``tokens`` [B, N] of ``tree``, placed after the cache's prefix.
+        """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix.
 
-        One pass for each leaf, over its path from the root: a chain takes one.
+        It takes one pass per leaf, over the path from the root: one pass for a chain.
         """
         tree = trees.broadcast(tree, tokens.shape[0])
         above = trees.unpack_bits(tree.ancestors, tokens.shape[1])  # [B, N, N]
-        is_leaf = above.sum(1) == 1  # an ancestor of itself alone
+        is_leaf = above.sum(1) == 1  # an ancestor of no other node
         leaves = jnp.argsort(~is_leaf, axis=1, stable=True)
         run = lambda leaf: self._run_path(params, tokens, tree, cache, capture_layers, above, leaf)
 
@@ -151,21 +144,20 @@ class StatelessTarget(AdaptedTarget):
         return TargetOutput(logits, features, (TokenSlots(tokens[:, None, :, None]),))
 
     def _run_path(self, params, tokens, tree: Tree, cache, capture_layers, above, leaf):
-        """Logits and features of the nodes on the way to ``leaf`` [B], and which those are."""
+        """Return logits and features of the nodes on the path to ``leaf`` [B], and its mask."""
         on_path = jnp.take_along_axis(above, leaf[:, None, None], 1)[:, 0]  # [B, N]
         stored = cache.layers[0].tokens[:, 0, : self.max_positions, 0]
         positions = cache.length[:, None] + tree.depth
-        place = jnp.where(on_path, positions, stored.shape[1])
-        sequence = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(
-            stored, place, tokens
-        )
+        slots = jnp.where(on_path, positions, stored.shape[1])  # others are out of range: dropped
+        write = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+        sequence = write(stored, slots, tokens)
         logits, hidden = probe.outputs(self.apply(params, sequence))
         at_nodes = lambda x: jnp.take_along_axis(x, positions[:, :, None], 1, mode="clip")
         results = jax.tree.map(at_nodes, (logits, _captured(hidden, capture_layers)))
         return results, on_path[:, :, None]
 
 
-def _given(function: Callable | None, name: str) -> Callable:
+def _require(function: Callable | None, name: str) -> Callable:
     if function is None:
         raise ValueError(
             f"the drafter uses the target's {name}, but the adapter was made without one; "
@@ -206,27 +198,25 @@ def from_function(
     embed: Callable[[Any, Array], Array] | None = None,
     unembed: Callable[..., Array] | None = None,
 ) -> tuple[CachedTarget | StatelessTarget, Any]:
-    """A plain function as a target; the module's docstring says what it takes and returns.
+    """Return a plain function as a target, and ``params`` unchanged.
 
-    Sizes (layers, heads, vocabulary) are found by tracing the function: nothing runs or compiles.
+    The module's docstring describes the function. Its sizes (layers, heads, vocabulary) are read by
+    tracing; nothing runs or compiles.
 
     Args:
       apply: the model, a pure function of ``params`` and tokens.
       params: its weights, a pytree.
-      max_positions: longest sequence that the model can take.
+      max_positions: longest sequence that the model supports.
       use_cache: whether ``apply`` takes positions and ``attend``.
-      vocab_size: width of the logits; only to check it against what the model returns.
-      scale: factor on the attention scores, ``head_dim ** -0.5`` if None.
-      windows: sliding window of each layer, None for a layer without; () for none at all.
-      embed: ``(params, tokens [...]) -> [..., D]``; for drafters that share the embedding.
-      unembed: ``(params, hidden [..., D], *, norm) -> [..., V]``; for drafters that share the
-        head. ``norm`` says whether the final norm comes first or has been applied already.
-
-    Returns:
-      The target, and ``params`` unchanged.
+      vocab_size: expected width of the logits, as a check.
+      scale: factor on the attention scores; None for ``head_dim ** -0.5``.
+      windows: sliding window of each layer or None; () for no windows.
+      embed: ``(params, tokens [...]) -> [..., D]``, for drafters that share the embedding.
+      unembed: ``(params, hidden [..., D], *, norm) -> [..., V]``, for drafters that share the head;
+        ``norm`` tells whether to apply the final norm first.
 
     Raises:
-      ValueError: the model does not fit its description.
+      ValueError: the model does not match these arguments.
     """
     if max_positions < 1:
         raise ValueError(f"max_positions={max_positions} must be at least 1.")
@@ -235,12 +225,12 @@ def from_function(
     if use_cache:
         width, entries = probe.cached(apply, params, max_positions)
         target = CachedTarget(apply, width, *common, entries, scale, tuple(windows))
-        probe.check_windows(target.windows, len(entries))
+        _check_windows(target.windows, len(entries))
     else:
         if windows or scale is not None:
             raise ValueError(
-                "scale and windows belong to use_cache=True; a model that brings its own "
-                "attention applies its own."
+                "scale and windows belong to use_cache=True; a model with its own attention "
+                "applies them itself."
             )
         target = StatelessTarget(apply, probe.stateless(apply, params, max_positions), *common)
     if vocab_size not in (None, target.vocab_size):
@@ -248,8 +238,18 @@ def from_function(
             f"vocab_size={vocab_size}, but the model's logits have {target.vocab_size} columns; "
             "drop vocab_size, or pass the padded size."
         )
-    probe.check_hashable(target)
+    validation.check_hashable("model", target)
     return target, params
+
+
+def _check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:
+    if windows and len(windows) != num_layers:
+        raise ValueError(
+            f"windows={windows} has {len(windows)} entries for {num_layers} layers; give one for "
+            "each layer, None for no window."
+        )
+    if any(window is not None and window < 1 for window in windows):
+        raise ValueError(f"windows={windows} must be at least 1 each, or None.")
 
 
 def from_linen(
@@ -262,21 +262,22 @@ def from_linen(
     unembed: Callable | str | None = None,
     **settings: Any,
 ) -> tuple[CachedTarget | StatelessTarget, Any]:
-    """A Flax Linen module as a target; its call takes what ``apply`` does, but for ``params``.
+    """Return a Flax Linen module as a target, and its variables.
 
     Args:
-      module: unbound; its fields must be hashable (tuples, not lists).
-      variables: what ``module.init`` gave: parameters, running averages.
-      method: the method to call, ``__call__`` if None.
+      module: unbound, with hashable fields (tuples, not lists). Its call takes the arguments of
+        ``apply`` without ``params``.
+      variables: result of ``module.init``: parameters, running averages.
+      method: the method to call; None for ``__call__``.
       options: keyword arguments of every call, such as ``{"deterministic": True}``.
-      embed: a method's name, or a function ``(module, tokens)``.
-      unembed: a method's name, or a function ``(module, hidden, *, norm)``.
+      embed: name of a method, or a function ``(module, tokens)``.
+      unembed: name of a method, or a function ``(module, hidden, *, norm)``.
       **settings: those of ``from_function``; ``max_positions`` is required.
 
     Raises:
       ValueError: as ``from_function``; or the call draws random numbers or updates variables.
     """
-    from flax import linen  # whoever has a module has imported it; others need not
+    from flax import linen  # imported here because its import is slow
 
     _check_kind(module, linen.Module, "from_linen")
     bind = lambda method, options=(): _LinenCall(module, method, options)
@@ -292,37 +293,29 @@ def from_nnx(
     unembed: Callable | str | None = None,
     **settings: Any,
 ) -> tuple[CachedTarget | StatelessTarget, Any]:
-    """A Flax NNX module as a target; its call takes what ``apply`` does, but for ``params``.
+    """Return a Flax NNX module as a target, and a snapshot of its variables as nested dicts.
 
-    The module is split once, and merged again only while tracing. Dropout and batch statistics are
-    put in inference mode, in the target and not in ``module``. What comes back as ``params`` is a
-    snapshot of its variables as nested dicts: training ``module`` on does not change it.
-
-    Args:
-      module: an ``nnx.Module``.
-      method: the method to call, ``__call__`` if None.
-      options: keyword arguments of every call.
-      embed: a method's name, or a function ``(module, tokens)``.
-      unembed: a method's name, or a function ``(module, hidden, *, norm)``.
-      **settings: those of ``from_function``; ``max_positions`` is required.
+    The arguments are those of ``from_linen``, without ``variables``. The target is a copy in
+    inference mode (dropout, batch statistics); ``module`` itself is not changed, and training it
+    further does not change the snapshot.
 
     Raises:
-      ValueError: as ``from_function``; or the call updates variables or draws random numbers. That
-        is not seen inside ``nnx.jit`` and ``nnx.remat``, which rewrite every variable.
+      ValueError: as ``from_function``; or the call updates variables or draws random numbers. This
+        is not detected inside ``nnx.jit`` and ``nnx.remat``, which rewrite every variable.
     """
-    from flax import nnx  # whoever has a module has imported it; others need not
+    from flax import nnx  # imported here because its import is slow
 
     _check_kind(module, nnx.Module, "from_nnx")
-    quiet = nnx.merge(*nnx.split(module))
-    quiet.eval()
-    graph, state = nnx.split(quiet)
+    inference = nnx.merge(*nnx.split(module))
+    inference.eval()
+    graph, state = nnx.split(inference)
     bind = lambda method, options=(): _NNXCall(graph, method, options)
     params = nnx.to_pure_dict(state)
     return _from_module(module, bind, params, method, options, embed, unembed, settings)
 
 
 def _from_module(module, bind, params, method, options, embed, unembed, settings):
-    """The target of ``bind(method, options)``, a function of (params, …)."""
+    """Return the target of ``bind(method, options)``, a function of (params, …)."""
     options = tuple(sorted(dict(options or {}).items()))
     probe.check_takes(
         getattr(module, method or "__call__"), settings.get("use_cache", True), None, dict(options)
@@ -340,7 +333,7 @@ def _check_kind(module: Any, kind: type, name: str) -> None:
     if not isinstance(module, kind):
         raise ValueError(
             f"{name} takes an instance of {kind.__module__.split('.')[1]}.{kind.__name__}, not "
-            f"{module!r:.80}; there are from_linen, from_nnx and from_function."
+            f"{module!r:.80}; use from_linen, from_nnx or from_function."
         )
 
 
@@ -359,8 +352,8 @@ class _LinenCall:
         except (flax_errors.InvalidRngError, flax_errors.ModifyScopeVariableError) as error:
             raise ValueError(
                 f"{type(self.module).__name__} is not a pure function of its variables: {error} "
-                f"To make a target of it, {_INFERENCE}; options={{'deterministic': True}} passes "
-                "such a switch on."
+                f"To make a target of it, {_INFERENCE}; options={{'deterministic': True}} sets a "
+                "switch."
             ) from error
 
 
@@ -386,7 +379,7 @@ class _NNXCall:
         result = function(module, *args, **dict(self.options), **more)
         after = values()
         changed = [path for path, (_, old) in before.items() if after[path][1] is not old]
-        # Where even parameters are new, a transformation has rewritten them all, unchanged.
+        # If parameters are new objects too, a transformation has rewritten all of them, unchanged.
         if changed and not any(isinstance(before[path][0], nnx.Param) for path in changed):
             names = ", ".join(".".join(map(str, path)) for path in changed)
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Attention of the usual kind, and what every kind attends to: a committed prefix and new nodes."""
+"""Standard attention, and the ``attend`` functions over a committed prefix and new nodes."""
 
 from collections.abc import Callable
 
@@ -13,15 +13,15 @@ from jspec.models.layers import affine, rows_at
 
 # attend(layer, q [B, H, M, head_dim], k and v [B, Hkv, T, head_dim]) -> [B, H, M, head_dim]
 #
-# M is T, or fewer where only some rows are wanted of a layer. The scores are divided by the root of
-# head_dim. Of a layer whose cache keeps one buffer, k is v.
+# M is T, or less if only some rows of a layer are computed. Scores are divided by sqrt(head_dim).
+# A layer whose cache has one buffer passes it as k and v.
 Attend = Callable[[int, Array, Array, Array], Array]
 
 
-def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) -> Array:
-    """A block's attention [B, T, D] for its normed input x [B, T, inputs of ``layer.qkv``].
+def attention(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
+    """Return the attention output [B, T, D] of a block for its normed input x [B, T, D].
 
-    Of the rows ``wanted`` [B, M] alone, if they are given: [B, M, D].
+    ``rows`` [B, M] restricts the queries, and the output to [B, M, D].
     """
     batch, length, _ = x.shape
     fused = affine(x, layer.qkv, layer.qkv_bias, linear)
@@ -31,7 +31,7 @@ def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) ->
     if config.qk_norm:
         q, k = config.norm(q, layer.q_norm), config.norm(k, layer.k_norm)
     q, k = rope_lib.rotate(q, cos, sin), rope_lib.rotate(k, cos, sin)
-    q = rows_at(q, wanted)
+    q = rows_at(q, rows)
     mixed = attend(index, *(part.swapaxes(1, 2) for part in (q, k, v)))
     mixed = mixed.swapaxes(1, 2).reshape(batch, q.shape[1], -1)
     return affine(mixed, layer.output, layer.output_bias, linear).astype(x.dtype)
@@ -44,47 +44,47 @@ def attention_over(
     scale: float | None = None,
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> tuple[Attend, list[kv_cache.Entry]]:
-    """Attention over a committed prefix and a tree, for any network that calls it once a layer.
+    """Return an ``attend`` over a committed prefix and a draft tree.
 
     Args:
       cache: the committed prefix, read only.
-      tree: shape of the nodes, with a batch axis.
+      tree: of the nodes, with a batch axis.
       scale: factor on the scores; None for ``head_dim ** -0.5``.
       windows: sliding window of each layer; () for none.
       implementation: of ``ops.attention``; None for the device's default.
-      wanted: int32 [B, M], the nodes that the last layer has queries of; None for all.
+      rows: int32 [B, M], the nodes that the last layer has queries of; None for all.
 
     Returns:
-      ``attend``, and the list of entries, N slots each, one a layer, that it fills.
+      ``attend``, and the list of cache entries that it fills: one per layer, with N slots.
     """
     positions = cache.length[:, None] + tree.depth
-    fresh = list(cache.layers)  # replaced one by one
-    last = len(fresh) - 1
+    entries = list(cache.layers)  # attend replaces them
+    last = len(entries) - 1
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         entry = cache.layers[index]
-        # As the cache will hold them: a token's logits must not depend on what is committed yet.
-        fresh[index] = new = entry.holding(k, v)
+        # Round k and v like the cache, so that logits do not depend on which nodes are committed.
+        entries[index] = new = entry.holding(k, v)
         window = windows[index] if windows else None
-        near = tree.ancestors if window is None else trees.within(tree, window)
-        asking = wanted if index == last else None
+        visible = tree.ancestors if window is None else trees.within(tree, window)
+        queried = rows if index == last else None
         return ops.attention(
             q,
             new.k,
             new.v,
-            rows_at(near, asking),
+            rows_at(visible, queried),
             entry.k,
             entry.v,
             cache.length,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=window,
-            positions=rows_at(positions, asking),
+            positions=rows_at(positions, queried),
             implementation=implementation,
         )
 
-    return attend, fresh
+    return attend, entries
 
 
 def attention_beside(
@@ -97,37 +97,36 @@ def attention_beside(
     windows: tuple[int | None, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Attend, list[kv_cache.Entry]]:
-    """Attention over a committed prefix and side buffers, for the steps of a drafting network.
+    """Return an ``attend`` over a committed prefix and side buffers, for steps of a draft network.
 
     Args:
       cache: the committed prefix, read only.
-      side: one entry a layer, M slots each: this round's keys and values so far.
-      slot: int32 [], where in ``side`` the n new entries go.
-      mask: bool [B, n, M], which side slots each token sees, its own included.
+      side: one entry per layer with M slots: this round's keys and values so far.
+      slot: int32 [], the first slot of ``side`` that the n new entries take.
+      mask: bool [B, n, M], the side slots that each token sees, its own included.
       positions: int32 [B, n].
-      windows: as in ``attention_over``.
+      windows: as in ``attention_over``; they bound the view of the cache only.
       implementation: as in ``attention_over``.
 
     Returns:
-      ``attend``, and the list of side buffers that it updates, one a layer.
+      ``attend``, and the list of side buffers that it updates, one per layer.
     """
-    side, seen = list(side), trees.pack_bits(mask)
+    side, visible = list(side), trees.pack_bits(mask)
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         put = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, slot, axis=2)
-        near = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
-        window = windows[index] if windows else None
+        new = side[index] = jax.tree.map(put, side[index], side[index].holding(k, v))
         entry = cache.layers[index]
         return ops.attention(
             q,
-            near.k,
-            near.v,
-            seen,
+            new.k,
+            new.v,
+            visible,
             entry.k,
             entry.v,
             cache.length,
             scale=q.shape[-1] ** -0.5,
-            window=window,
+            window=windows[index] if windows else None,
             positions=positions,
             implementation=implementation,
         )

@@ -1,11 +1,11 @@
-"""A decoder whose logits, to the bit, do not depend on how tokens were put into passes.
+"""A decoder whose logits do not depend, to the bit, on how tokens are grouped into passes.
 
-A token's logits are then a matter of the tokens before it alone: verified with K others, decoded by
-itself or taken in with a prompt, in whatever batch and cache. So greedy text, and the text of rule
-``coupled``, is that of plain decoding even in bfloat16, where ordinary passes differ by rounding.
+A token's logits then depend only on the tokens before it: whether it is verified with K others,
+decoded alone or prefilled, in any batch and cache. So greedy text, and the text of rule
+``coupled``, equals plain decoding even in bfloat16, where ordinary passes differ by rounding.
 
-It costs speed: every matmul runs in tiles of one shape, and attention adds up in the order of
-positions. Chains only: the nodes of a tree that share a position have no one order.
+This costs speed: every matmul runs in tiles of one shape, and attention sums in the order of
+positions. Only chains are supported, because nodes of a tree may share a position.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
 
 @dataclasses.dataclass(frozen=True)
 class _Tiled(DecoderConfig):
-    """The sizes of a decoder, with norms that run in tiles."""
+    """A decoder config with norms that run in tiles."""
 
     def norm(self, x: Array, weight: Array) -> Array:
         """See ``DecoderConfig``."""
@@ -35,28 +35,28 @@ def _linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class BatchInvariantDecoder(Decoder):
-    """A ``Decoder`` with passes that agree to the bit.
+    """A ``Decoder`` whose passes agree to the bit.
 
     Raises:
-      ValueError: the network has experts or latent attention, or names a kernel for its attention.
+      ValueError: the network has experts or latent attention, or ``attention`` names a kernel.
     """
 
     def __post_init__(self):
         config = self.config
-        refused = {
+        unsupported = {
             "experts": config.moe,
             "latent attention": config.mla,
             f"attention={config.attention!r}": config.attention,
         }
-        wrong = [words for words, has in refused.items() if has is not None]
-        if wrong:
+        present = [name for name, value in unsupported.items() if value is not None]
+        if present:
             raise ValueError(
-                f"deterministic=True does not reach {' and '.join(wrong)} of this target, whose "
-                "sums depend on what else is in a pass; leave it out."
+                f"deterministic=True does not support {' and '.join(present)} of this target, "
+                "whose sums depend on the other tokens of a pass; leave it out."
             )
 
     def init_cache(self, batch: int, capacity: int) -> kv_cache.KVCache:
-        """An empty cache of ``capacity`` slots or a few more."""
+        """Return an empty cache of ``capacity`` slots, rounded up to whole blocks."""
         block = ops.ORDERED_BLOCK
         return super().init_cache(batch, max(1, -(-capacity // block)) * block)
 
@@ -68,10 +68,10 @@ class BatchInvariantDecoder(Decoder):
         cache: kv_cache.KVCache,
         capture_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Scores a chain ``tokens`` [B, N] placed after the cache's prefix; see ``Target``.
+        """Score a chain ``tokens`` [B, N] that follows the cache's prefix; see ``Target``.
 
         Raises:
-          ValueError: ``tree`` is no static chain.
+          ValueError: ``tree`` is not a static chain.
         """
         nodes = tokens.shape[1]
         static = isinstance(tree.parents, np.ndarray)
@@ -99,12 +99,12 @@ class BatchInvariantDecoder(Decoder):
 def _attention_over(
     cache: kv_cache.KVCache, windows: tuple[int | None, ...]
 ) -> tuple[Attend, list[kv_cache.Entry]]:
-    """``attention_over`` of the ordinary decoder, for chains, in the order of positions."""
-    fresh = list(cache.layers)
+    """Return ``attention_over`` for chains, with sums in the order of positions."""
+    entries = list(cache.layers)
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         entry = cache.layers[index]
-        fresh[index] = new = entry.holding(k, v)
+        entries[index] = new = entry.holding(k, v)
         return ops.ordered_attention(
             q,
             new.k,
@@ -116,4 +116,4 @@ def _attention_over(
             window=windows[index] if windows else None,
         )
 
-    return attend, fresh
+    return attend, entries

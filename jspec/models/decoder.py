@@ -1,8 +1,8 @@
-"""One decoder for the Llama-like families; a family is a configuration, not a class.
+"""One decoder for all Llama-like families; a family is a configuration, not a class.
 
-Free functions over a plain pytree of weights. Projections are stored [in, out], with q, k, v in one
-matrix and gate, up in another: on every device fewer and larger matmuls are faster. Layers are a
-tuple and their loop is unrolled, because a cache stacked over layers is copied by XLA.
+The functions take a plain pytree of weights. Projections are stored [in, out]; q, k, v share one
+matrix and gate, up another, because fewer and larger matmuls are faster. Layers are a tuple and
+their loop is unrolled, because XLA would copy a cache that is stacked over layers.
 """
 
 import dataclasses
@@ -39,29 +39,29 @@ class DecoderConfig:
     rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
     tie_embeddings: bool = False
     qkv_bias: bool = False
-    output_bias: bool = False  # of the attention's output projection
+    output_bias: bool = False  # on the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm of every query and key head before the rotation
+    qk_norm: bool = False  # RMS norm of each query and key head before the rotation
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; () for none
     cache_dtype: str = "float32"
     activation_dtype: str = "float32"  # of the residual stream
     attention: str | None = None  # implementation of ops.attention; None for the device's default
-    rotary_dim: int | None = None  # features of a head that are rotated, the first; None for all
-    mla: MlaConfig | None = None  # latent attention in place of the usual kind
-    moe: MoeConfig | None = None  # experts in place of the MLP
+    rotary_dim: int | None = None  # leading features of a head that are rotated; None for all
+    mla: MlaConfig | None = None  # latent attention instead of standard attention
+    moe: MoeConfig | None = None  # experts instead of the MLP
 
     @property
     def rope_dim(self) -> int:
-        """Features of a head that are rotated."""
+        """Number of features of a head that are rotated."""
         return self.mla.rope_dim if self.mla else self.rotary_dim or self.head_dim
 
     @property
     def mixed_size(self) -> int:
-        """Width of what the attention's output projection reads."""
+        """Input width of the attention's output projection."""
         return self.num_heads * (self.mla.value_dim if self.mla else self.head_dim)
 
     def with_plain_blocks(self) -> "DecoderConfig":
-        """The same sizes, of blocks with the usual attention and MLP: what heads are made of."""
+        """Return the config with standard attention and MLPs, as draft heads use them."""
         return dataclasses.replace(
             self,
             mla=None,
@@ -71,7 +71,7 @@ class DecoderConfig:
         )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether block ``layer`` is a mixture of experts."""
+        """Return whether block ``layer`` is a mixture of experts."""
         return self.moe is not None and layer >= self.moe.first_dense
 
     @property
@@ -80,19 +80,19 @@ class DecoderConfig:
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def norm(self, x: Array, weight: Array) -> Array:
-        """The RMS norm of blocks, over the last axis of x."""
+        """Return the RMS norm of x over its last axis."""
         return rms_norm(x, weight, self.norm_eps)
 
 
 @struct.dataclass
 class LayerParams:
-    """Weights of one block; None where the family has no such tensor."""
+    """Weights of one block; None for tensors that the family lacks."""
 
-    attention_norm: Array | None  # [D]; None for a first block whose input is prepared already
+    attention_norm: Array | None  # [D]; None for a first block whose input is already normed
     qkv: Array | None  # [D, (H + 2 Hkv) * head_dim]; None for latent attention
     output: Array  # [H * head_dim, D]
     mlp_norm: Array  # [D]
-    gate_up: Array  # [D, 2 * intermediate]; of a mixture, the expert that every token meets
+    gate_up: Array  # [D, 2 * intermediate]; in a mixture, the shared expert
     down: Array  # [intermediate, D]
     qkv_bias: Array | None = None
     output_bias: Array | None = None
@@ -106,7 +106,7 @@ class LayerParams:
 
 @struct.dataclass
 class DecoderParams:
-    """Weights of a decoder. ``head`` is None where the embedding is tied."""
+    """Weights of a decoder; ``head`` is None if the embedding is tied."""
 
     embedding: Array  # [V, D]
     layers: tuple[LayerParams, ...]
@@ -115,7 +115,7 @@ class DecoderParams:
 
 
 def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> DecoderParams:
-    """Random weights: normal, 0.02 wide, the projections into the residual stream narrower."""
+    """Return random normal weights of std 0.02, less for projections into the residual stream."""
     embedding_key, *layer_keys, head_key = jax.random.split(key, 4 * config.num_layers + 2)
     vocab, hidden = config.vocab_size, config.hidden_size
     tied = config.tie_embeddings
@@ -128,35 +128,35 @@ def init_params(key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float3
 
 
 def check_params(params: DecoderParams, config: DecoderConfig) -> None:
-    """Refuses weights of another model.
+    """Refuse weights of another model.
 
     Raises:
-      ValueError: they are no decoder's, or of other sizes.
+      ValueError: the weights are not a decoder's, or have other sizes.
     """
     validation.check_kind(params, DecoderParams)
-    found = *params.embedding.shape, len(params.layers)
-    wanted = config.vocab_size, config.hidden_size, config.num_layers
-    if found != wanted:
+    actual = *params.embedding.shape, len(params.layers)
+    expected = config.vocab_size, config.hidden_size, config.num_layers
+    if actual != expected:
         raise ValueError(
             "its vocabulary, width and number of layers are {}, {}, {}, but theirs {}, {}, {}; "
-            "were they loaded from another checkpoint?".format(*wanted, *found)
+            "were they loaded from another checkpoint?".format(*expected, *actual)
         )
 
 
 def init_layers(
     key: Array, config: DecoderConfig, dtype: jnp.dtype = jnp.float32
 ) -> tuple[LayerParams, ...]:
-    """The blocks of ``init_params`` alone."""
+    """Return the blocks of ``init_params``."""
     return _init_layers(jax.random.split(key, 4 * config.num_layers), config, dtype)
 
 
 def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerParams, ...]:
-    """Blocks from four keys each."""
+    """Return blocks drawn from four keys each."""
     hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
     q_size, kv_size = config.qkv_sizes
 
-    def bias(wanted: bool, size: int) -> Array | None:
-        return jnp.zeros((size,), dtype) if wanted else None
+    def bias(exists: bool, size: int) -> Array | None:
+        return jnp.zeros((size,), dtype) if exists else None
 
     def head_norm() -> Array | None:
         return jnp.ones((config.head_dim,), dtype) if config.qk_norm else None
@@ -193,7 +193,7 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
 
 
 def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
-    """Token ids [...] to the first residual stream [..., D]."""
+    """Return the first residual stream [..., D] of token ids [...]."""
     return ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
 
 
@@ -205,9 +205,9 @@ def unembed(
     *,
     norm: bool = True,
 ) -> Array:
-    """Last residual stream [..., D] to float32 logits [..., V]: final norm and head.
+    """Return float32 logits [..., V] of the last residual stream [..., D].
 
-    Without ``norm`` the head alone, for a stream that the final norm has passed already.
+    ``norm=False`` skips the final norm.
     """
     if norm:
         x = config.norm(x, params.norm)
@@ -228,17 +228,16 @@ def trunk(
     linear: Linear = ops.linear,
     capture_layers: tuple[int, ...] = (),
     remat: bool = False,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Runs every block over x [B, T, D] at int32 positions [B, T].
+    """Run every block over x [B, T, D] at int32 positions [B, T].
 
-    ``attend`` owns the attention: training attends causally within x, decoding over a cache. With
-    ``remat`` a backward pass keeps only what enters a block, and computes the block again. The last
-    block runs the rows ``wanted`` [B, M] alone, if they are given, beside the keys and values of
-    all.
+    ``attend`` implements the attention: causal within x for training, over a cache for decoding.
+    With ``remat`` a backward pass stores only the inputs of blocks and recomputes the rest. If
+    ``rows`` [B, M] is given, the last block computes only these rows, and keys and values of all.
 
     Returns:
-      The last residual stream [B, T, D] (before the final norm) and the streams named by
+      The last residual stream [B, T, D] (before the final norm), and the streams of
       ``capture_layers``: index i is the input of block i, as in Hugging Face's ``hidden_states``;
       index ``num_layers`` is the output of the final norm.
     """
@@ -248,7 +247,7 @@ def trunk(
 
     def run(index: int, layer: LayerParams, x: Array) -> Array:
         last = index == len(params.layers) - 1
-        return block(layer, config, x, cos, sin, index, attend, linear, wanted if last else None)
+        return block(layer, config, x, cos, sin, index, attend, linear, rows if last else None)
 
     if remat:
         run = jax.checkpoint(run, static_argnums=0)
@@ -260,22 +259,22 @@ def trunk(
     return x, tuple(stream[index] for index in capture_layers)
 
 
-def block(layer, config, x, cos, sin, index, attend, linear, wanted=None) -> Array:
-    """A whole block for the residual stream x [B, T, D]; ``index`` is what ``attend`` is told.
+def block(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
+    """Return the residual stream [B, T, D] after a block; ``index`` is passed to ``attend``.
 
-    What leaves it are the rows ``wanted`` [B, M] alone, if they are given.
+    ``rows`` [B, M] restricts the output to [B, M, D].
     """
     kind = attention if layer.mla is None else mla.attention
     with jax.named_scope("attention"):
         normed = config.norm(x, layer.attention_norm)
-        mixed = kind(layer, config, normed, cos, sin, index, attend, linear, wanted)
-        x = rows_at(x, wanted) + mixed
+        mixed = kind(layer, config, normed, cos, sin, index, attend, linear, rows)
+        x = rows_at(x, rows) + mixed
     with jax.named_scope("mlp"):
         return x + mlp(layer, config, x, linear)
 
 
 def mlp(layer, config, x, linear) -> Array:
-    """A block's norm and MLP, or its experts, [B, T, D] for the residual stream x [B, T, D]."""
+    """Return the output [B, T, D] of a block's norm and MLP (or experts) for x [B, T, D]."""
     normed = config.norm(x, layer.mlp_norm)
     if layer.moe is not None:
         shared = gated(normed, layer.gate_up, layer.down, linear)
@@ -285,7 +284,7 @@ def mlp(layer, config, x, linear) -> Array:
 
 
 def init_cache(config: DecoderConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """An empty cache of ``capacity`` slots a row."""
+    """Return an empty cache of ``capacity`` slots per row."""
     dtype = jnp.dtype(config.cache_dtype)
     if config.mla:
         return kv_cache.allocate_latent(config.num_layers, batch, capacity, config.mla.width, dtype)
@@ -302,10 +301,7 @@ def forward(
     cache: kv_cache.KVCache,
     capture_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
-    """Scores the nodes ``tokens`` [B, N] of ``tree``, placed after the cache's prefix.
-
-    Writes nothing: the keys and values of the nodes come back as ``tree_kv``.
-    """
+    """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
     tree = trees.broadcast(tree, tokens.shape[0])
     attend, tree_kv = attention_over(
         cache, tree, windows=config.windows, implementation=config.attention
@@ -332,17 +328,9 @@ def extend(
     slot: Array,
     mask: Array,
 ) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
-    """A drafting step: feeds ``tokens`` [B, n] and keeps their entries beside the cache.
+    """Run a drafting step over ``tokens`` [B, n] at ``positions`` [B, n].
 
-    Args:
-      params: weights.
-      config: sizes.
-      tokens: int32 [B, n].
-      positions: int32 [B, n].
-      cache: the committed prefix, read only.
-      side: one entry a layer, M slots each: this round's keys and values so far.
-      slot: int32 [], where in ``side`` the n new entries go.
-      mask: bool [B, n, M], which side slots each token sees, its own included.
+    ``cache``, ``side``, ``slot`` and ``mask`` are those of ``attention_beside``.
 
     Returns:
       The last residual stream [B, n, D] and the side buffers with the new entries.
@@ -362,18 +350,18 @@ def extend(
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder as a ``Target``: the configuration bound to the free functions above."""
+    """A decoder as a ``Target``: a config bound to the functions of this module."""
 
     config: DecoderConfig
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head, padding included."""
+        """V, padding of the head included."""
         return self.config.vocab_size
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the checkpoint was made for."""
+        """Longest sequence that the checkpoint supports."""
         return self.config.max_positions
 
     def check_params(self, params: DecoderParams) -> None:

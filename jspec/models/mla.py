@@ -1,17 +1,16 @@
-"""Multi-head latent attention (arXiv 2405.04434, section 2.1): DeepSeek's kind of attention.
+"""Multi-head latent attention of DeepSeek (arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are made from one latent of ``kv_rank`` numbers a token, and all heads
-share one key of ``rope_dim`` numbers that is rotated: ::
+The keys and values of all heads are projections of one latent with ``kv_rank`` features per token.
+All heads share one rotated key of ``rope_dim`` features: ::
 
     c = norm(W_c x)      k_h = [W_uk_h c; rotate(W_kr x)]      v_h = W_uv_h c
 
-Only [c; rotated key] is cached, once for all heads. It stays latent here: a query moves to the
-latent's side instead (q W_uk), and what attention mixes is latents, of which W_uv makes the values
-after. So to attention this is one key head whose keys are the cache and whose values are the same
-buffer, the rotated part of the mixture being dropped: at DeepSeek-V3's sizes that mixes 576 numbers
-where 512 would do, in return for a cache that is stored and read as it is. For a few tokens, where
-reading the cache is what costs, this is the cheap form; over a long prompt it takes 3.4 times the
-products of the expanded one.
+Only [c; rotated key] is cached, once for all heads. Queries are projected to the latent space
+(q W_uk), attention mixes latents, and W_uv then projects the mixture to values. So attention sees
+one key head whose keys and values are the same buffer; the rotated part of the mixture is dropped.
+At DeepSeek-V3's sizes this mixes 576 features instead of 512, but needs no copy of the cache. For a
+few tokens, reading the cache dominates and this form is cheap. Over a long prompt it takes 3.4
+times the multiplications of the expanded form.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jspec.core.types import Array
 from jspec.models import rope as rope_lib
 from jspec.models.layers import normal, product, rms_norm, rows_at
 
-_NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
+_NORM_EPS = 1e-6  # of the latents' norms; config.json's value is for the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +33,11 @@ class MlaConfig:
 
     Attributes:
       kv_rank: width of the latent.
-      q_rank: width of the queries' latent; None where they are projected at once.
+      q_rank: width of the queries' latent; None for queries without one.
       nope_dim: features of a head's query and key that are not rotated.
-      rope_dim: those that are.
+      rope_dim: features of a head's query and key that are rotated.
       value_dim: features of a head's value.
-      interleaved: whether the files pair neighbours, 2j and 2j + 1, for the rotation.
+      interleaved: whether the rotation pairs features 2j and 2j + 1 in the checkpoint.
       mscale: YaRN's ``mscale_all_dim``, which scales the scores; 0 for none.
     """
 
@@ -52,30 +51,30 @@ class MlaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Features of a head's query."""
+        """Number of features of a head's query."""
         return self.nope_dim + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Numbers that are cached a token."""
+        """Number of features cached per token."""
         return self.kv_rank + self.rope_dim
 
 
 @struct.dataclass
 class MlaParams:
-    """Weights of latent attention, but for its output projection."""
+    """Weights of latent attention without its output projection."""
 
-    down: Array  # [D, q_rank + kv_rank + rope_dim]; without q_rank where there is none
+    down: Array  # [D, q_rank + kv_rank + rope_dim]; q_rank counts 0 if None
     q_up: Array  # [q_rank or D, H * (nope_dim + rope_dim)]
     kv_norm: Array  # [kv_rank]
-    kv_up: Array  # [H * (nope_dim + value_dim), kv_rank], as the files have it
+    kv_up: Array  # [H * (nope_dim + value_dim), kv_rank], the layout of checkpoints
     q_norm: Array | None = None  # [q_rank]
 
 
 def init_params(
     key: Array, mla: MlaConfig, hidden: int, num_heads: int, dtype: jnp.dtype
 ) -> MlaParams:
-    """Random weights, as in ``decoder.init_params``."""
+    """Return random weights, as in ``decoder.init_params``."""
     keys, rank = jax.random.split(key, 3), mla.q_rank or 0
     return MlaParams(
         down=normal(keys[0], (hidden, rank + mla.width), dtype),
@@ -86,18 +85,18 @@ def init_params(
     )
 
 
-def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) -> Array:
-    """A block's attention [B, T, D] for its normed input x [B, T, D].
+def attention(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
+    """Return the attention output [B, T, D] of a block for its normed input x [B, T, D].
 
-    Of the rows ``wanted`` [B, M] alone, if they are given: [B, M, D].
+    ``rows`` [B, M] restricts the queries, and the output to [B, M, D].
     """
     mla, weights = config.mla, layer.mla
     query, key = _latent_heads(mla, weights, x, cos, sin, linear)
-    query = rows_at(query, wanted)
+    query = rows_at(query, rows)
     up = weights.kv_up.reshape(config.num_heads, -1, mla.kv_rank)
-    moved = product("bthn,hnr->bthr", query[..., : mla.nope_dim], up[:, : mla.nope_dim])
-    query = jnp.concatenate([moved, query[..., mla.nope_dim :].astype(moved.dtype)], -1)
-    # ``attend`` divides by the root of the width that it sees.
+    latent = product("bthn,hnr->bthr", query[..., : mla.nope_dim], up[:, : mla.nope_dim])
+    query = jnp.concatenate([latent, query[..., mla.nope_dim :].astype(latent.dtype)], -1)
+    # Undo the scale of ``attend``, which divides by the square root of the width of its queries.
     query = query * (_score_scale(config) * mla.width**0.5)
     key = key.swapaxes(1, 2)
     mixed = attend(index, query.swapaxes(1, 2), key, key)[..., : mla.kv_rank]
@@ -106,27 +105,27 @@ def attention(layer, config, x, cos, sin, index, attend, linear, wanted=None) ->
 
 
 def _latent_heads(mla, weights, x, cos, sin, linear) -> tuple[Array, Array]:
-    """Queries [B, T, H, head_dim] and the one key [B, T, 1, width], rotated parts last."""
+    """Return queries [B, T, H, head_dim] and the key [B, T, 1, width], rotated parts last."""
     low = linear(x, weights.down).astype(x.dtype)
     rank = mla.q_rank or 0
-    q_low, latent, turned = jnp.split(low, [rank, rank + mla.kv_rank], axis=-1)
+    q_low, latent, k_rope = jnp.split(low, [rank, rank + mla.kv_rank], axis=-1)
     q_low = rms_norm(q_low, weights.q_norm, _NORM_EPS) if rank else x
     q = linear(q_low, weights.q_up)
     q = q.reshape(*q.shape[:2], -1, mla.head_dim)
-    q, q_turned = q[..., : mla.nope_dim], q[..., mla.nope_dim :]
-    turn = lambda part: rope_lib.rotate(_paired(part, mla.interleaved), cos, sin)
+    q, q_rope = q[..., : mla.nope_dim], q[..., mla.nope_dim :]
+    rotate = lambda part: rope_lib.rotate(_paired(part, mla.interleaved), cos, sin)
     latent = rms_norm(latent, weights.kv_norm, _NORM_EPS)[:, :, None]
-    key = jnp.concatenate([latent, turn(turned[:, :, None]).astype(latent.dtype)], -1)
-    return jnp.concatenate([q, turn(q_turned)], -1), key
+    key = jnp.concatenate([latent, rotate(k_rope[:, :, None]).astype(latent.dtype)], -1)
+    return jnp.concatenate([q, rotate(q_rope)], -1), key
 
 
 def _paired(x: Array, interleaved: bool) -> Array:
-    """Features in the order that ``rope.rotate`` pairs; queries and keys change alike."""
+    """Reorder features to the pairs of ``rope.rotate``, for queries and keys alike."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if interleaved else x
 
 
 def _score_scale(config) -> float:
-    """Factor on the scores: YaRN's temperature is squared, being that of query and key."""
+    """Return the factor on the scores; YaRN's is squared because it scales query and key."""
     mla, factor = config.mla, config.rope.factor
     growth = 1.0
     if mla.mscale and config.rope.kind != "default" and factor > 1:

@@ -1,20 +1,18 @@
-"""Mixtures of experts as DeepSeek-V3 has them (arXiv 2412.19437, section 2.1.2) and GLM-4.5.
+"""Mixtures of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and GLM-4.5.
 
-A router gives every token a score in (0, 1) of each expert; the k best, by score plus a bias that
-only balances the load, are run and weighed by their scores. With groups of experts, only those of
-the best groups stand for choice; a group is as good as its two best experts.
+A router gives each token a score in (0, 1) for every expert. The k experts with the highest score
+plus bias run, weighted by their scores; the bias only balances the load. With groups of experts,
+only experts of the best groups are eligible; a group's score is the sum of its two best experts.
 
-How the experts run depends on the device, because few tokens meet many experts in speculation (8
-nodes of 4 rows with 8 of 256 experts each: 256 pairs). What must be avoided is reading experts that
-nobody chose, and copying weights for every token.
+In speculation few tokens meet many experts: 8 nodes of 4 rows with 8 of 256 experts each are 256
+pairs. The implementations avoid reading unselected experts and copying weights per token.
 
-  * On a CPU, a loop over blocks of a few tokens that share an expert: each turn reads one expert
-    where it lies, so an expert is read once for ``block`` tokens and others not at all.
-  * Elsewhere ``lax.ragged_dot`` over tokens sorted by expert. TPUs have it as one instruction. For
-    GPUs, as for CPUs, XLA makes it a product of every token with every expert, most of them masked:
-    no loss while the tokens of a pass choose most of the experts anyway and reading those is what
-    costs, but dear with hundreds of experts. A loop, each turn of which waits for the host there,
-    would cost a GPU more.
+  * On a CPU, a loop over blocks of a few tokens that share an expert. Each iteration reads one
+    expert in place, so an expert is read once per block and unselected experts never.
+  * Elsewhere ``lax.ragged_dot`` over tokens sorted by expert, one instruction on TPUs. On GPUs (and
+    CPUs) XLA multiplies every token with every expert and masks the rest. That costs nothing while
+    a pass selects most experts and reading them dominates, but is slow with hundreds of experts. A
+    loop would cost a GPU more, because each iteration waits for the host.
 """
 
 import dataclasses
@@ -28,7 +26,7 @@ from jspec import ops
 from jspec.core.types import Array
 from jspec.models.layers import normal
 
-_LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens of one expert that a CPU multiplies at a time
+_LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +34,13 @@ class MoeConfig:
     """Sizes of a mixture; static and hashable.
 
     Attributes:
-      num_experts: E, of which a token meets ``experts_per_token``.
+      num_experts: E.
       experts_per_token: k.
-      intermediate_size: F, of an expert.
-      shared_size: of the expert that every token meets.
-      first_dense: blocks, from the first, that have a plain MLP instead.
+      intermediate_size: F, width of an expert.
+      shared_size: width of the shared expert, which every token uses.
+      first_dense: number of leading blocks with a plain MLP.
       num_groups: groups of experts.
-      groups_per_token: groups whose experts stand for choice.
+      groups_per_token: groups whose experts are eligible.
       normalise: whether the k weights are divided by their sum.
       scale: factor on the weights.
     """
@@ -63,8 +61,8 @@ class MoeConfig:
             raise ValueError(
                 f"{self.num_experts} experts do not make {self.num_groups} groups of two or more."
             )
-        standing = self.groups_per_token * in_group
-        if self.groups_per_token > self.num_groups or self.experts_per_token > standing:
+        eligible = self.groups_per_token * in_group
+        if self.groups_per_token > self.num_groups or self.experts_per_token > eligible:
             raise ValueError(
                 f"{self.experts_per_token} experts a token do not fit into {self.groups_per_token} "
                 f"of {self.num_groups} groups of {in_group}."
@@ -73,16 +71,16 @@ class MoeConfig:
 
 @struct.dataclass
 class MoeParams:
-    """Weights of a mixture, but for the expert that every token meets."""
+    """Weights of a mixture without its shared expert."""
 
     router: Array  # [D, E]
     gate_up: Array  # [E, D, 2F]
     down: Array  # [E, F, D]
-    bias: Array  # [E] float32, added to the scores when experts are chosen
+    bias: Array  # [E] float32, added to the scores to select experts
 
 
 def init_params(key: Array, moe: MoeConfig, hidden: int, shrink: float, dtype) -> MoeParams:
-    """Random weights, as in ``decoder.init_params``."""
+    """Return random weights, as in ``decoder.init_params``."""
     keys, (experts, wide) = jax.random.split(key, 3), (moe.num_experts, moe.intermediate_size)
     return MoeParams(
         router=normal(keys[0], (hidden, experts), dtype),
@@ -93,17 +91,17 @@ def init_params(key: Array, moe: MoeConfig, hidden: int, shrink: float, dtype) -
 
 
 def route(params: MoeParams, moe: MoeConfig, x: Array) -> tuple[Array, Array]:
-    """Experts int32 [T, k] of tokens x [T, D], and their weights [T, k] in float32."""
+    """Return the experts int32 [T, k] of tokens x [T, D] and their weights [T, k] in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     scores = jax.nn.sigmoid(ops.linear(x.astype(wide), params.router.astype(wide)))
-    standing = scores + params.bias.astype(wide)
+    eligible = scores + params.bias.astype(wide)
     if moe.num_groups > 1:
-        groups = standing.reshape(len(x), moe.num_groups, -1)
+        groups = eligible.reshape(len(x), moe.num_groups, -1)
         best = lax.top_k(groups, 2)[0].sum(-1)
-        chosen = lax.top_k(best, moe.groups_per_token)[1]
-        open_ = (jnp.arange(moe.num_groups) == chosen[..., None]).any(1)
-        standing = jnp.where(open_[..., None], groups, -jnp.inf).reshape(scores.shape)
-    experts = lax.top_k(standing, moe.experts_per_token)[1]
+        selected = lax.top_k(best, moe.groups_per_token)[1]
+        mask = (jnp.arange(moe.num_groups) == selected[..., None]).any(1)
+        eligible = jnp.where(mask[..., None], groups, -jnp.inf).reshape(scores.shape)
+    experts = lax.top_k(eligible, moe.experts_per_token)[1]
     weights = jnp.take_along_axis(scores, experts, 1)
     if moe.normalise:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -113,10 +111,10 @@ def route(params: MoeParams, moe: MoeConfig, x: Array) -> tuple[Array, Array]:
 def mixture(
     params: MoeParams, moe: MoeConfig, x: Array, *, implementation: str | None = None
 ) -> Array:
-    """What the chosen experts make of x [..., D], weighed and added up, in float32 (or wider).
+    """Return the weighted sum of the selected experts for x [..., D], in float32 (or wider).
 
-    ``implementation`` forces "blocks" or "ragged"; None takes the device's. "blocks" cannot be
-    differentiated: its loop has no fixed length.
+    ``implementation`` forces "blocks" or "ragged"; None is the device's default. "blocks" is not
+    differentiable, because its loop has a dynamic length.
     """
     rows = x.reshape(-1, x.shape[-1])
     experts, weights = route(params, moe, rows)
@@ -125,12 +123,12 @@ def mixture(
     token, weight = order // moe.experts_per_token, weights.reshape(-1)[order]
     arrays = (params.gate_up, params.down, rows, token, weight, sizes)
     if implementation is not None:
-        return {"blocks": _by_blocks, "ragged": _at_once}[implementation](*arrays).reshape(x.shape)
-    return lax.platform_dependent(*arrays, cpu=_by_blocks, default=_at_once).reshape(x.shape)
+        return {"blocks": _by_blocks, "ragged": _ragged}[implementation](*arrays).reshape(x.shape)
+    return lax.platform_dependent(*arrays, cpu=_by_blocks, default=_ragged).reshape(x.shape)
 
 
-def _at_once(gate_up, down, x, token, weight, sizes) -> Array:
-    """All (token, expert) pairs, sorted by expert, in two ragged products."""
+def _ragged(gate_up, down, x, token, weight, sizes) -> Array:
+    """Multiply all (token, expert) pairs, sorted by expert, in two ragged products."""
     precision = lax.Precision.HIGHEST if gate_up.dtype == jnp.float32 else None
 
     def ragged(rows: Array, weights: Array) -> Array:
@@ -148,9 +146,9 @@ def _at_once(gate_up, down, x, token, weight, sizes) -> Array:
 
 
 def _by_blocks(gate_up, down, x, token, weight, sizes) -> Array:
-    """Pairs of one expert, some at a time; experts without tokens take no turn."""
+    """Multiply blocks of pairs of one expert; experts without tokens take no iteration."""
     pairs, experts = len(token), len(sizes)
-    share = max(pairs // experts, 1)  # of an expert, if all are chosen alike
+    share = max(pairs // experts, 1)  # pairs per expert, if all are equally frequent
     block = min(max(1 << (share - 1).bit_length(), _LEAST_BLOCK), _LARGEST_BLOCK)
     turns, end = -(-sizes // block), jnp.cumsum(sizes)
     last_turn = jnp.cumsum(turns)
@@ -158,12 +156,12 @@ def _by_blocks(gate_up, down, x, token, weight, sizes) -> Array:
     def turn(index: Array, total: Array) -> Array:
         expert = jnp.searchsorted(last_turn, index, side="right")
         nth = index - (last_turn[expert] - turns[expert])
-        place = end[expert] - sizes[expert] + nth * block + jnp.arange(block)
-        here = jnp.minimum(place, pairs - 1)
-        gate, up = jnp.split(ops.linear(x[token[here]], gate_up[expert]), 2, -1)
+        pair = end[expert] - sizes[expert] + nth * block + jnp.arange(block)
+        clipped = jnp.minimum(pair, pairs - 1)
+        gate, up = jnp.split(ops.linear(x[token[clipped]], gate_up[expert]), 2, -1)
         out = ops.linear(jax.nn.silu(gate) * up, down[expert])
-        share = jnp.where(place < end[expert], weight[here], 0)
-        return total.at[token[here]].add(out * share[:, None])
+        scale = jnp.where(pair < end[expert], weight[clipped], 0)
+        return total.at[token[clipped]].add(out * scale[:, None])
 
     wide = jnp.promote_types(gate_up.dtype, jnp.float32)
     return lax.fori_loop(0, last_turn[-1], turn, jnp.zeros(x.shape, wide))

@@ -1,11 +1,11 @@
-"""Finding out what a user's own model is: its sizes by tracing it, its honesty by running it.
+"""Inspection of a user's model: its sizes by tracing, its purity by running it.
 
-Tracing needs no device, no compilation and no time to speak of, so the adapters refuse a model that
-does not fit its description before anything else happens.
+Tracing needs no device and no compilation. So the adapters refuse a model that does not match its
+description before anything else happens.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,22 +15,21 @@ import numpy as np
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Target
 
-# Of the keys and values of one layer: number of heads, head_dim, dtype.
-LayerShape = tuple[int, int, str]
+LayerShape = tuple[int, int, str]  # key heads, head_dim and dtype of a layer
 
 
 def outputs(result: Any) -> tuple[Any, tuple[Array, ...] | None]:
-    """Logits and hidden states (None if not offered) of what a model returned."""
+    """Return the logits and the hidden states (None if absent) of a model's result."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple | list):
         return result[0], tuple(result[1])
     return result, None
 
 
 def stateless(apply: Callable, params: Any, max_positions: int) -> int:
-    """Width V of the logits of ``apply(params, tokens [B, T]) -> logits [B, T, V]``.
+    """Return the width V of the logits of ``apply(params, tokens [B, T]) -> logits [B, T, V]``.
 
     Raises:
-      ValueError: the model returns something else, or not for every B and T.
+      ValueError: the model returns something else for some B and T.
     """
     shapes = ((2, min(3, max_positions)), (1, max_positions))
     widths = {_width(_trace(apply, params, *shape), shape) for shape in shapes}
@@ -40,12 +39,12 @@ def stateless(apply: Callable, params: Any, max_positions: int) -> int:
 
 
 def cached(apply: Callable, params: Any, max_positions: int) -> tuple[int, tuple[LayerShape, ...]]:
-    """Width of the logits of ``apply(params, tokens, positions, attend)``, and its layers.
+    """Return the logits' width and the layers of ``apply(params, tokens, positions, attend)``.
 
     Raises:
-      ValueError: the model returns something else, or calls ``attend`` in a wrong way.
+      ValueError: the model returns something else, or calls ``attend`` incorrectly.
     """
-    shape = 2, min(13, max_positions)  # 13 is nobody's number of heads
+    shape = 2, min(13, max_positions)  # no model has 13 heads, so swapped axes are detected
     layers: dict[int, LayerShape] = {}
 
     def run(params: Any, tokens: Array):
@@ -66,7 +65,7 @@ def cached(apply: Callable, params: Any, max_positions: int) -> tuple[int, tuple
     if not layers:
         raise ValueError(
             "the model never called attend, so its tokens cannot see each other; call it in place "
-            "of the attention, or give use_cache=False for a model with its own."
+            "of the attention, or pass use_cache=False for a model with its own."
         )
     if sorted(layers) != list(range(len(layers))):
         raise ValueError(f"attend was called for layers {sorted(layers)}; number them from 0 on.")
@@ -76,22 +75,19 @@ def cached(apply: Callable, params: Any, max_positions: int) -> tuple[int, tuple
 def check_takes(
     function: Callable, use_cache: bool, first: str | None, options: Iterable[str] = ()
 ) -> None:
-    """Refuses a function that cannot be called with what ``use_cache`` will pass.
+    """Refuse a function that does not take the arguments that ``use_cache`` implies.
 
-    Args:
-      function: of the user.
-      use_cache: whether it takes positions and ``attend``.
-      first: name of what comes before the tokens, None if nothing does.
-      options: names of the keyword arguments that will be passed.
+    ``first`` is the name of the argument before the tokens, None if there is none. ``options`` are
+    the names of further keyword arguments.
 
     Raises:
-      ValueError: it does not take them.
+      ValueError: ``function`` does not take them.
     """
     arguments = [first] if first else []
     arguments += ["tokens", "positions", "attend"] if use_cache else ["tokens"]
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin: tracing will tell
+    except (TypeError, ValueError):  # a builtin: tracing raises if it does not fit
         return
     try:
         signature.bind(*arguments, **dict.fromkeys(options))
@@ -104,38 +100,8 @@ def check_takes(
         ) from None
 
 
-def check_hashable(target: Hashable) -> None:
-    """Refuses a target that cannot be the key of a compiled program.
-
-    Raises:
-      ValueError: something in it cannot be hashed.
-    """
-    try:
-        hash(target)
-    except TypeError as error:
-        raise ValueError(
-            f"the model must be hashable, as it is part of the key of compiled programs: {error}; "
-            "use tuples and frozen dataclasses for the settings of modules, not lists or dicts."
-        ) from error
-
-
-def check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:
-    """Refuses sliding windows that do not fit the layers.
-
-    Raises:
-      ValueError: their number or a size is wrong.
-    """
-    if windows and len(windows) != num_layers:
-        raise ValueError(
-            f"windows={windows} has {len(windows)} entries for {num_layers} layers; give one for "
-            "each layer, None where there is no window."
-        )
-    if any(window is not None and window < 1 for window in windows):
-        raise ValueError(f"windows={windows}: a window must be at least 1, or None.")
-
-
 def _trace(run: Callable, params: Any, batch: int, length: int) -> Any:
-    """Abstract results of ``run(params, tokens)`` for int32 tokens [batch, length]."""
+    """Return the abstract result of ``run(params, tokens)`` for int32 tokens [batch, length]."""
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     try:
         program, result = jax.make_jaxpr(run, return_shape=True)(params, tokens)
@@ -144,15 +110,14 @@ def _trace(run: Callable, params: Any, batch: int, length: int) -> Any:
         raise
     if any(isinstance(constant, jax.core.Tracer) for constant in program.consts):
         raise ValueError(
-            "keys or values that the model gave to attend belong to a transformation inside it; "
-            "call attend outside jax.jit, jax.checkpoint, vmap and scan, in a Python loop over "
-            "the layers."
+            "the keys or values that the model passed to attend belong to a transformation; call "
+            "attend outside jax.jit, jax.checkpoint, vmap and scan, in a Python loop over layers."
         )
     return result
 
 
 def _width(result: Any, shape: tuple[int, int]) -> int:
-    """Refuses misshapen results of a model; returns the width of the logits."""
+    """Return the width of the logits of a model's result after checking its shapes."""
     logits, hidden = outputs(result)
     batch, length = shape
     if not _is_array(logits) or logits.ndim != 3 or logits.shape[:2] != shape:
@@ -165,9 +130,7 @@ def _width(result: Any, shape: tuple[int, int]) -> int:
         raise ValueError(f"logits must be floating point numbers, not {logits.dtype}.")
     for index, states in enumerate(hidden or ()):
         if not _is_array(states) or states.ndim != 3 or states.shape[:2] != shape:
-            raise ValueError(
-                f"hidden state {index} must be [{batch}, {length}, D], but is {states}."
-            )
+            raise ValueError(f"hidden state {index} must be [{batch}, {length}, D], not {states}.")
     return logits.shape[2]
 
 
@@ -186,84 +149,80 @@ def _check_layer(layer: Any, seen: dict[int, LayerShape]) -> None:
 
 
 def _check_heads(layer: int, q: Array, k: Array, v: Array, tokens_shape: tuple[int, int]) -> None:
-    gave = (
-        f"layer {layer} gave attend q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)} and "
+    passed = (
+        f"layer {layer} passed attend q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)} and "
         f"v {v.dtype}{list(v.shape)} for tokens {list(tokens_shape)}"
     )
-    around = lambda x: (x.ndim, x.shape[0], *x.shape[2:])  # all but the number of heads
-    batch, length = tokens_shape
-    wanted = (4, batch, length, q.shape[-1])
-    if {around(q), around(k), around(v)} != {wanted} or k.shape != v.shape:
+    around = lambda x: (x.ndim, x.shape[0], *x.shape[2:])  # without the number of heads
+    expected = (4, *tokens_shape, q.shape[-1])
+    if {around(q), around(k), around(v)} != {expected} or k.shape != v.shape:
         raise ValueError(
-            f"{gave}; it takes q [B, H, N, D] and k, v [B, Hkv, N, D], with heads before nodes: "
+            f"{passed}; it takes q [B, H, N, D] and k, v [B, Hkv, N, D], heads before nodes: apply "
             "swapaxes(1, 2) if yours come after."
         )
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{gave}; the number of query heads must be a multiple of the key heads.")
+        raise ValueError(f"{passed}; the query heads must be a multiple of the key heads.")
     if k.dtype != v.dtype:
-        raise ValueError(f"{gave}; keys and values must have one dtype, that of the cache.")
+        raise ValueError(f"{passed}; keys and values must have one dtype, that of the cache.")
 
 
 def check(target: Target, params: Any, *, tolerance: float = 1e-3, seed: int = 0) -> float:
-    """Runs a target on random tokens and compares logits that must not differ.
+    """Run a target on random tokens and return the largest difference of logits that must be equal.
 
-    Shapes cannot tell a model that sees the future, that numbers its tokens itself, or in which the
-    rows of a batch meet; this does, in one small compiled program.
+    It detects a model that sees the future, numbers its tokens itself, or mixes rows of a batch, in
+    one small compiled program. Shapes cannot show this.
 
     Args:
       target: of any kind.
       params: its weights.
-      tolerance: as a part of the largest logit; bfloat16 models need a wider one.
+      tolerance: relative to the largest logit, like the result; bfloat16 models need more.
       seed: of the tokens.
 
-    Returns:
-      The largest difference seen, as a part of the largest logit.
-
     Raises:
-      ValueError: it exceeds ``tolerance``.
+      ValueError: the difference exceeds ``tolerance``.
     """
-    if target.max_positions < _CHECKED:
-        raise ValueError(f"check needs {_CHECKED} positions; the model has {target.max_positions}.")
-    future, placed = (float(gap) for gap in jax.jit(_gaps, static_argnums=0)(target, params, seed))
+    if target.max_positions < _LENGTH:
+        raise ValueError(f"check needs {_LENGTH} positions; the model has {target.max_positions}.")
+    future, branched = jax.jit(_gaps, static_argnums=0)(target, params, seed)
+    future, branched = float(future), float(branched)
     if not future <= tolerance:
         raise ValueError(
-            f"the logits of a token change with the tokens after it, by {future:.2g} of the "
-            "largest: is the model causal, and each token's work its own?"
+            f"the logits of a token change with later tokens, by {future:.2g} of the largest; "
+            "make the model causal, and independent of the other tokens of a pass."
         )
-    if not placed <= tolerance:
+    if not branched <= tolerance:
         raise ValueError(
-            f"the logits of a draft tree differ from those of the same text in one piece, by "
-            f"{placed:.2g} of the largest: does the model number its tokens by the positions it is "
-            "given, and keep rows apart?"
+            f"the logits of a draft tree differ from those of the same text, by {branched:.2g} of "
+            "the largest; number tokens by the positions it is given, and keep rows independent."
         )
-    return max(future, placed)
+    return max(future, branched)
 
 
-_CHECKED = 10  # tokens of a text that ``check`` runs
+_LENGTH = 10  # tokens of the text that ``check`` runs
 
 
 def _gaps(target: Target, params: Any, seed: Array) -> tuple[Array, Array]:
-    """How far later tokens change earlier logits, and a tree differs from plain text."""
+    """Return the changes of logits by later tokens, and between a tree and plain text."""
     prefix, vocab = jnp.array([3, 1]), target.vocab_size
-    tokens = jax.random.randint(jax.random.key(seed), (2, _CHECKED), 0, vocab)
-    chain = trees.from_parents(trees.chain(_CHECKED - 1), _CHECKED - 1)
-    empty = target.init_cache(2, _CHECKED)
+    tokens = jax.random.randint(jax.random.key(seed), (2, _LENGTH), 0, vocab)
+    chain = trees.chain_tree(2, _LENGTH)
+    empty = target.init_cache(2, _LENGTH)
     plain = target.forward(params, tokens, chain, empty, ())
     largest = jnp.abs(plain.logits).max()
     gap = lambda a, b: jnp.abs(a - b).max() / largest
 
-    half = _CHECKED // 2
-    later = jnp.arange(_CHECKED) >= half
+    half = _LENGTH // 2
+    later = jnp.arange(_LENGTH) >= half
     other = target.forward(params, (tokens + later) % vocab, chain, empty, ())
     future = gap(plain.logits[:, :half], other.logits[:, :half])
 
-    # After a ragged prefix, nodes 0, 1 and 3 go on with the text; 2 and 4 are a wrong turn.
-    rows = jnp.broadcast_to(jnp.arange(_CHECKED), tokens.shape)
+    # After a ragged prefix, nodes 0, 1 and 3 continue the text; 2 and 4 are another branch.
+    rows = jnp.broadcast_to(jnp.arange(_LENGTH), tokens.shape)
     cache = kv_cache.append(empty, plain.tree_kv, rows, prefix)
     tree = trees.from_parents(np.array([-1, 0, 0, 1, 2], np.int32), 2)
-    place = prefix[:, None] + tree.depth
-    drafted = jnp.take_along_axis(tokens, place, 1) + np.array([0, 0, 1, 0, 1])
+    positions = prefix[:, None] + tree.depth
+    drafted = jnp.take_along_axis(tokens, positions, 1) + np.array([0, 0, 1, 0, 1])
     branched = target.forward(params, drafted % vocab, tree, cache, ())
-    straight = jnp.take_along_axis(plain.logits, place[:, :, None], 1)
+    straight = jnp.take_along_axis(plain.logits, positions[:, :, None], 1)
     text = np.array([0, 1, 3])
     return future, gap(straight[:, text], branched.logits[:, text])

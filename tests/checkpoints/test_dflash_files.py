@@ -249,7 +249,7 @@ def test_what_a_layout_cannot_say_is_not_written(tmp_path, name, layout, changes
     [
         ({"block_size": 1}, "block_size=1 must be at least 2"),
         ({"mask_token": 64}, "mask_token=64 must be one of the target's 64 ids"),
-        ({"causal": (True,)}, "must be () or a bool for each of 2 layers"),
+        ({"causal": (True,)}, "a bool for each of 2 layers"),
         ({"capture_layers": ()}, "must name one hidden state or more"),
         ({"target_hidden_size": 48}, "cannot share the target's embedding or output matrix"),
         ({"target_vocab_size": 80}, "needs an output matrix of its own"),

@@ -1,4 +1,4 @@
-"""What drafters, targets and rules of one's own give in a round: a mistake is told by its name."""
+"""Tests of the checks of custom drafters, targets and rules: errors name the faulty array."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests import tiny
 from tests.core.test_validation import EAGLE, WEIGHTS, generate, refused
 from tests.drafters import heads
 
-# --- What a drafter of one's own gives ----------------------------------------------------------
+# --- Drafters -----------------------------------------------------------------------------------
 
 
 def _draft(size=5, batch=1, depth=4, **changed):
@@ -30,11 +30,11 @@ def _draft(size=5, batch=1, depth=4, **changed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(jspec.NoDrafter):
-    """A chain of 4 tokens, as one mistakes it."""
+class Custom(jspec.NoDrafter):
+    """A drafter of 4 tokens whose ``propose`` and ``update`` a test replaces."""
 
-    give: Callable = lambda memory: (_draft(), memory)
-    learn: Callable = lambda memory, shared: (memory, shared)
+    proposed: Callable = lambda memory: (_draft(), memory)
+    updated: Callable = lambda memory, shared: (memory, shared)
 
     max_depth: int = 4
 
@@ -44,14 +44,14 @@ class Own(jspec.NoDrafter):
         return {"seen": jnp.zeros(1, jnp.int32)}
 
     def propose(self, params, request, shared, memory, history):
-        return self.give(memory)
+        return self.proposed(memory)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        return self.learn(memory, shared)
+        return self.updated(memory, shared)
 
 
 DRAFTS = {
-    "no root": (_draft(4), ["tokens of int32[1, 4] in place of int32[1, 5]", "the root included"]),
+    "no root": (_draft(4), ["tokens of int32[1, 4] in place of int32[1, 5]", "root included"]),
     "no batch": (_draft(tokens=jnp.zeros(5, jnp.int32)), ["tokens of int32[5]", "B=1 rows"]),
     "floats": (_draft(tokens=jnp.zeros((1, 5))), ["tokens of float32[1, 5]", "int32[1, 5]"]),
     "valid of the row": (_draft(valid=jnp.ones(5, bool)), ["valid of bool[5]", "bool[1, 5]"]),
@@ -59,39 +59,47 @@ DRAFTS = {
     "few parents": (_draft(parents=np.array([-1, 0])), ["parents of int", "int32[5]"]),
     "parents behind": (
         _draft(parents=np.array([-1, 2, 0, 2, 3], np.int32)),
-        ["parents=[-1, 2, 0, 2, 3]", "node 1 does not stand behind its parent"],
+        ["parents=[-1, 2, 0, 2, 3]", "node 1 does not follow its parent"],
     ),
     "narrow logits": (_draft(logits=jnp.zeros((1, 5, 8))), ["logits of float32[1, 5, 8]", "64]"]),
     "flat logits": (_draft(logits=jnp.zeros(64)), ["logits of float32[64]", "[1, 5, 64]"]),
     "drawn at no node": (_draft(sampled=jnp.ones(5, bool)), ["sampled of bool[5]"]),
-    "laws of points": (
+    "distributions of deterministic nodes": (
         _draft(logits=jnp.zeros((1, 5, 64))),
-        ["recorded logits", "proposal='point', by which nothing is drawn", "proposal = 'chain'"],
+        ["recorded logits", "proposal='deterministic', by which", "proposal = 'chain'"],
     ),
-    "drawn of no law": (_draft(sampled=jnp.ones((1, 5), bool)), ["sampled", "gives no logits"]),
+    "drawn without logits": (
+        _draft(sampled=jnp.ones((1, 5), bool)),
+        ["sampled", "gives no logits"],
+    ),
     "parents listed": (_draft(parents=[-1, 0, 1, 2, 3]), ["parents as a list", "NumPy array [N]"]),
     "parents of the device": (
         _draft(parents=jnp.arange(-1, 4)),
-        ["gave parents as ", "static: a NumPy array [N], as of jspec.topology.chain"],
+        [
+            "gave parents as ",
+            "give a static NumPy array [N] for all rows, as from jspec.core.trees.chain",
+        ],
     ),
     "another depth": (_draft(depth=3), ["max_depth=3", "the drafter has max_depth=4"]),
 }
 
 
 @pytest.mark.parametrize("mistake", DRAFTS)
-def test_a_misshapen_draft_is_told_what_it_should_be(mistake):
+def test_errors_name_the_misshapen_array_of_a_draft(mistake):
     draft, words = DRAFTS[mistake]
-    refused("Own.propose", *words, drafter=Own(lambda memory: (draft, memory)))
+    refused("Custom.propose", *words, drafter=Custom(lambda memory: (draft, memory)))
 
 
-def test_a_draft_that_is_deeper_than_its_drafter_says_is_refused():
-    shallow = Own(lambda memory: (_draft(depth=3), memory), max_depth=3)
+def test_a_draft_deeper_than_max_depth_raises():
+    shallow = Custom(lambda memory: (_draft(depth=3), memory), max_depth=3)
     refused("parents=[-1, 0, 1, 2, 3], 4 deep, but the drafter has max_depth=3", drafter=shallow)
 
 
-@pytest.mark.parametrize("given", [None, _draft(), (jnp.zeros((1, 5)), ()), (_draft(), (), ())])
-def test_what_is_no_draft_with_a_memory_is_refused(given):
-    refused("Own.propose must return (jspec.Draft, memory), not ", drafter=Own(lambda _: given))
+@pytest.mark.parametrize("result", [None, _draft(), (jnp.zeros((1, 5)), ()), (_draft(), (), ())])
+def test_propose_must_return_a_draft_and_a_memory(result):
+    refused(
+        "Custom.propose must return (jspec.Draft, memory), not ", drafter=Custom(lambda _: result)
+    )
 
 
 MEMORIES = {
@@ -99,78 +107,81 @@ MEMORIES = {
     "another dtype": ({"seen": jnp.zeros(1)}, "memory['seen'] of float32[1], but began with mem"),
     "another name": ({"met": jnp.zeros(1, jnp.int32)}, "memory['met'], but began with memory['s"),
     "another container": ({"seen": jnp.zeros(1, jnp.int32), "met": ()}, "'met': ()"),
-    "no memory": ((), "a round of Own ends with nothing, but began with memory['seen']"),
+    "no memory": ((), "a round of Custom ends with nothing, but began with memory['seen']"),
 }
 
 
 @pytest.mark.parametrize("mistake", MEMORIES)
-def test_a_memory_that_changes_its_form_is_refused(mistake):
+def test_a_memory_that_changes_shape_dtype_or_structure_raises(mistake):
     memory, words = MEMORIES[mistake]
-    refused(words, drafter=Own(lambda _: (_draft(), memory)))
-    refused(words, drafter=Own(learn=lambda _, shared: (memory, shared)))
+    refused(words, drafter=Custom(lambda _: (_draft(), memory)))
+    refused(words, drafter=Custom(updated=lambda _, shared: (memory, shared)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Absorbing(Own):
-    """As ``prefill`` is mistaken."""
+class Prefilling(Custom):
+    """A drafter whose ``prefill`` a test replaces."""
 
-    keep: Callable = lambda memory: memory
+    prefilled: Callable = lambda memory: memory
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        return self.keep(memory)
+        return self.prefilled(memory)
 
 
 @pytest.mark.parametrize(
-    ("keep", "words"),
+    ("prefilled", "words"),
     [
-        (lambda _: None, "Absorbing.absorb ends with nothing, but began with memory['seen']; abs"),
+        (lambda _: None, "Prefilling.prefill ends with nothing, but began with memory['seen']; pr"),
         (lambda memory: {"seen": memory["seen"] + 0.5}, "ends with memory['seen'] of float32[1]"),
-        (lambda memory: [memory["seen"]], "absorb must hand on what init allocated in its form"),
+        (
+            lambda memory: [memory["seen"]],
+            "prefill must return the structure, shapes and dtypes that init",
+        ),
     ],
 )
-def test_a_prompt_that_changes_the_form_of_the_memory_is_refused(keep, words):
-    refused(words, drafter=Absorbing(keep=keep))
+def test_a_prefill_that_changes_the_memory_structure_raises(prefilled, words):
+    refused(words, drafter=Prefilling(prefilled=prefilled))
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2, 3], [-1, 0, 1, 4, 3]])
-def test_nodes_of_a_traced_tree_that_are_too_deep_or_off_the_root_are_not_drafted(parents):
+def test_dynamic_trees_drop_nodes_that_are_too_deep_or_detached(parents):
     plain = generate(max_new_tokens=12)[0].tokens
-    often = jnp.full((1, 5), plain[1])  # what the text repeats: as many are accepted as may be
-    draft = _draft(tokens=often, parents=jnp.array([parents]), depth=2)
-    drafter = Own(lambda memory: (draft, memory), max_depth=2)
+    repeated = jnp.full((1, 5), plain[1])  # the text repeats it, so most nodes are accepted
+    draft = _draft(tokens=repeated, parents=jnp.array([parents]), depth=2)
+    drafter = Custom(lambda memory: (draft, memory), max_depth=2)
     answer = generate(drafter=drafter, max_new_tokens=12)[0]
     assert answer.tokens.tolist() == plain.tolist()
     assert 0 < answer.drafted <= 2 * answer.rounds
 
 
-def test_nodes_that_are_said_to_be_drawn_need_the_laws_whoever_asks():
+def test_drawn_raises_without_logits():
     draft = _draft(sampled=jnp.ones((1, 5), bool))
-    with pytest.raises(ValueError, match="must record the laws: give `logits`"):
+    with pytest.raises(ValueError, match="must record its distributions; give `logits`"):
         _ = draft.drawn
 
 
-def test_update_must_give_back_memory_and_what_is_shared():
-    memory_alone = Own(learn=lambda memory, _: memory)
-    refused("Own.update must return (memory, shared), not a dict", drafter=memory_alone)
-    sharing = Own(learn=lambda memory, _: (memory, jnp.zeros(1)))
+def test_update_must_return_memory_and_shared():
+    memory_alone = Custom(updated=lambda memory, _: memory)
+    refused("Custom.update must return (memory, shared), not a dict", drafter=memory_alone)
+    sharing = Custom(updated=lambda memory, _: (memory, jnp.zeros(1)))
     refused("ends with memory['seen'], shared, but began with memory['seen'];", drafter=sharing)
 
 
-# --- What a target of one's own gives -----------------------------------------------------------
+# --- Targets ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrong(Decoder):
-    """The tiny target, as one mistakes it."""
+    """The tiny target with an output that a test changes."""
 
-    give: Callable = lambda out: out
+    changed: Callable = lambda out: out
 
     def forward(self, *arguments):
-        return self.give(super().forward(*arguments))
+        return self.changed(super().forward(*arguments))
 
 
 @pytest.mark.parametrize(
-    ("give", "drafter", "words"),
+    ("changed", "drafter", "words"),
     [
         (lambda out: out.logits, tiny.NONE, ["Wrong.forward must return a jspec.types.TargetOut"]),
         (
@@ -200,36 +211,36 @@ class Wrong(Decoder):
         ),
     ],
 )
-def test_what_a_target_fails_to_give_is_named(give, drafter, words):
-    target = Wrong(tiny.TARGET.config, give)
+def test_errors_name_the_faulty_output_of_a_target(changed, drafter, words):
+    target = Wrong(tiny.TARGET.config, changed)
     weights = None if drafter is tiny.NONE else heads.random_params("eagle")
     refused(*words, target=target, drafter=drafter, drafter_params=weights)
 
 
-def test_hidden_states_that_a_decoder_has_not_are_named():
+def test_hidden_states_beyond_the_layers_of_the_target_raise():
     @dataclasses.dataclass(frozen=True)
-    class Deep(Own):
+    class Deep(Custom):
         capture_layers = (0, 9)
 
     refused("capture_layers=(0, 9) must be at most 2, the layers of the target", drafter=Deep())
 
 
-# --- What a rule of one's own gives -------------------------------------------------------------
+# --- Rules --------------------------------------------------------------------------------------
 
 
 def ruled(name, walk, **changes):
     return dataclasses.replace(RULES[name], name="mine", walk=walk, **changes)
 
 
-def likeliest(distribution, draft, tree, _):
-    """The walk of ``match`` over the likeliest tokens, and a law after every node, not the last."""
+def likeliest(distribution, draft, tree, _, proposal):
+    """Walk like ``match``, but return next_logits of all nodes by mistake."""
     draws = distribution.argmax(-1).astype(jnp.int32)
-    return *RULES["match"].walk(distribution, draft, tree, draws)[:2], distribution
+    return *RULES["match"].walk(distribution, draft, tree, draws, proposal)[:2], distribution
 
 
 @dataclasses.dataclass
 class Listed:
-    """A walk with a setting that is a list."""
+    """A walk that is not hashable, because a setting is a list."""
 
     setting: list
 
@@ -246,7 +257,6 @@ class Listed:
             ruled("match", Listed([]), exact_for=frozenset({"chain"})),
             ["rule=Rule must be hashable", "frozen"],
         ),
-        (ruled("match", likeliest, point_rule="matchh"), ["point_rule='matchh' of rule='mine'"]),
         (
             ruled("match", lambda *given: given[0]),
             ["the walk of rule 'mine' must return (path, num_accepted, next_logits), not "],
@@ -265,11 +275,11 @@ class Listed:
         ),
     ],
 )
-def test_what_is_no_rule_is_told_what_it_should_be(rule, words):
+def test_errors_name_the_faulty_part_of_a_rule(rule, words):
     drafting = dict(drafter=tiny.DRAFT, drafter_params=WEIGHTS.drafter, temperature=0.8)
     refused(*words, rule=rule, **drafting)
 
 
-def test_a_drafter_without_mistakes_gives_the_text_of_plain_decoding():
-    drafted, plain = generate(drafter=Own())[0], generate()[0]
+def test_a_correct_custom_drafter_gives_the_text_of_plain_decoding():
+    drafted, plain = generate(drafter=Custom())[0], generate()[0]
     assert drafted.tokens.tolist() == plain.tokens.tolist() and drafted.drafted > 0

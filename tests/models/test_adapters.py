@@ -1,5 +1,5 @@
-"""A user's own model as a target: plain JAX, Linen and NNX, with a cache and without."""
-# ruff: noqa: ARG005 (models that ignore what they are given)
+"""Tests of the adapters for models in plain JAX, Linen and NNX, with and without a cache."""
+# ruff: noqa: ARG005 (models that ignore arguments)
 
 import dataclasses
 import functools
@@ -25,22 +25,22 @@ PROMPTS = ((3,), (5, 9, 5, 9, 5, 9, 5), (1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3))  # sh
 NEW_TOKENS = 20
 
 
-# --- The user's models. Each brings its own attention, and uses ``attend`` where it is given. ---
+# --- Models of a user, with their own attention, or ``attend`` if it is given ---
 
 
-def own_attention(q, k, v, window=None):
-    """Causal attention over q [B, H, T, D] and k, v [B, Hkv, T, D]; shares no code with jspec."""
+def separate_attention(q, k, v, window=None):
+    """Return causal attention of q [B, H, T, D] and k, v [B, Hkv, T, D], without jspec."""
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    place = jnp.arange(q.shape[2])
-    seen = place[:, None] >= place
+    index = jnp.arange(q.shape[2])
+    mask = index[:, None] >= index
     if window is not None:
-        seen &= place[:, None] - place < window
-    scores = jnp.where(seen, q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5, -jnp.inf)
+        mask &= index[:, None] - index < window
+    scores = jnp.where(mask, q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5, -jnp.inf)
     return jax.nn.softmax(scores, -1) @ v
 
 
 def split_heads(fused):
-    """[B, T, (H + 2 Hkv) D] to q, k, v with heads before tokens."""
+    """Split [B, T, (H + 2 Hkv) D] into q, k, v with heads before tokens."""
     heads = fused.reshape(*fused.shape[:2], -1, HEAD_DIM).swapaxes(1, 2)
     return jnp.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
 
@@ -80,7 +80,7 @@ def plain_model(params, tokens, positions=None, attend=None, windows=(None, None
     hidden = [x]
     for index, layer in enumerate(params["layers"]):
         q, k, v = split_heads(norm(x) @ layer["qkv"])
-        mixed = attend(index, q, k, v) if attend else own_attention(q, k, v, windows[index])
+        mixed = attend(index, q, k, v) if attend else separate_attention(q, k, v, windows[index])
         x = x + join_heads(mixed) @ layer["out"]
         x = x + jax.nn.gelu(norm(x) @ layer["up"]) @ layer["down"]
         hidden.append(x)
@@ -88,7 +88,7 @@ def plain_model(params, tokens, positions=None, attend=None, windows=(None, None
 
 
 class LinenModel(linen.Module):
-    """Dropout and a batch norm are there to be put to sleep."""
+    """A model with dropout and a batch norm, which inference mode turns off."""
 
     sizes: tuple[int, ...] = (2 * WIDTH,) * LAYERS
 
@@ -101,7 +101,7 @@ class LinenModel(linen.Module):
             q, k, v = split_heads(
                 linen.Dense((HEADS + 2 * KV_HEADS) * HEAD_DIM)(linen.RMSNorm()(x))
             )
-            mixed = attend(index, q, k, v) if attend else own_attention(q, k, v)
+            mixed = attend(index, q, k, v) if attend else separate_attention(q, k, v)
             x = x + linen.Dropout(0.1, deterministic=not train)(
                 linen.Dense(WIDTH)(join_heads(mixed))
             )
@@ -114,7 +114,7 @@ class LinenModel(linen.Module):
 
 
 def rotate(x, positions):
-    """Rotates x [B, H, T, D] by positions [B or 1, T]."""
+    """Rotate x [B, H, T, D] by positions [B or 1, T]."""
     angles = positions[:, None, :, None] / 100.0 ** jnp.linspace(0, 1, HEAD_DIM // 2)
     left, right = jnp.split(x, 2, -1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -133,7 +133,7 @@ class NNXBlock(nnx.Module):
     def __call__(self, x, positions, index, attend):
         q, k, v = split_heads(self.qkv(norm(x)))
         q, k = rotate(q, positions), rotate(k, positions)
-        mixed = attend(index, q, k, v) if attend else own_attention(q, k, v)
+        mixed = attend(index, q, k, v) if attend else separate_attention(q, k, v)
         x = self.batch_norm(x + self.dropout(self.out(join_heads(mixed))))
         return x + self.down(jax.nn.gelu(self.up(norm(x))))
 
@@ -157,12 +157,12 @@ def nnx_model(seed):
     return nnx.jit(lambda key: NNXModel(nnx.Rngs(key)))(jax.random.key(seed))
 
 
-# --- What each becomes, and the independent forward to compare with. ---
+# --- Their targets, and an independent forward pass ---
 
 
 @functools.cache
 def model_of(kind):
-    """(a function of use_cache -> (target, params), the plain forward tokens -> logits)."""
+    """Return a function use_cache -> (target, params), and the forward pass tokens -> logits."""
     sizes = {"max_positions": POSITIONS, "vocab_size": VOCAB}
     if kind == "plain":
         params = plain_init(0)
@@ -181,14 +181,14 @@ def model_of(kind):
     else:
         module = nnx_model(2)
         make = lambda use_cache: adapters.from_nnx(module, use_cache=use_cache, **sizes)
-        sleeping = nnx.view(module, deterministic=True, use_running_average=True)
-        forward = lambda tokens: sleeping(tokens)
+        inference = nnx.view(module, deterministic=True, use_running_average=True)
+        forward = lambda tokens: inference(tokens)
     return make, jax.jit(forward)
 
 
 @functools.cache
 def greedy_text(kind):
-    """NEW_TOKENS greedy tokens after each prompt, every one by a run over the whole text."""
+    """Return NEW_TOKENS greedy tokens after each prompt, each by a pass over the full text."""
     _, forward = model_of(kind)
     tokens = np.zeros((len(PROMPTS), POSITIONS), np.int32)
     lengths = np.array([len(prompt) for prompt in PROMPTS])
@@ -208,12 +208,12 @@ def greedy_text(kind):
 
 @dataclasses.dataclass(frozen=True)
 class WindingTree:
-    """Knows the text, and hides it in a branching tree: left or right by turns, or not at all."""
+    """A drafter of trees in which the text is on changing branches, or absent."""
 
-    text: tuple[tuple[int, ...], ...]  # of each row, padding rows of the batch included
+    text: tuple[tuple[int, ...], ...]  # per row, padding rows of the batch included
 
     max_depth, tree_size = 2, 7
-    capture_layers, proposal, noise = (), "point", "own"
+    capture_layers, proposal, noise = (), "deterministic", "own"
 
     def init(self, params, request, capacity):
         return ()
@@ -224,10 +224,10 @@ class WindingTree:
     def propose(self, params, request, shared, memory, history):
         parents = np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
         depth, side = np.array([0, 1, 1, 2, 2, 2, 2]), np.array([0, 0, 1, 0, 1, 0, 1])
-        place = history.length[:, None] - 1 + depth
-        right = jnp.take_along_axis(jnp.array(self.text), place, 1, mode="clip")
-        turn = (place + parents) % 2 == side  # this one of the two siblings is right
-        drafted = jnp.where(turn & (place % 5 > 0), right, right + 1 + side) % VOCAB
+        position = history.length[:, None] - 1 + depth
+        right = jnp.take_along_axis(jnp.array(self.text), position, 1, mode="clip")
+        correct = (position + parents) % 2 == side  # one of two siblings
+        drafted = jnp.where(correct & (position % 5 > 0), right, right + 1 + side) % VOCAB
         valid = jnp.ones_like(drafted, dtype=bool)
         drafted = drafted.at[:, 0].set(root_token(history))
         return Draft(drafted, parents, valid, max_depth=2), memory
@@ -248,7 +248,7 @@ def drafter_of(name, kind):
 
 
 def generated(target, params, drafter, count=NEW_TOKENS):
-    """Texts after PROMPTS; on one rung, since ``none`` is the other one and compiling is slow."""
+    """Return the texts after PROMPTS, with one node bucket because compilation is slow."""
     plan = Plan(target, drafter, node_buckets=(drafter.tree_size,))
     rows = [SequenceParams(prompt, count) for prompt in PROMPTS]
     return generate_sequences(plan, Params(params), rows)
@@ -257,7 +257,7 @@ def generated(target, params, drafter, count=NEW_TOKENS):
 # --- Text ---
 
 
-# Every kind, both ways in, every drafter.
+# Each kind of model, with and without a cache, and each drafter.
 COVER = [
     ("plain", True, "none"),
     ("plain", True, "tree"),
@@ -271,19 +271,19 @@ COVER = [
 
 
 @pytest.mark.parametrize(("kind", "use_cache", "name"), COVER)
-def test_an_adapted_model_writes_the_text_of_its_own_greedy_loop(kind, use_cache, name):
+def test_an_adapted_model_gives_the_text_of_its_greedy_loop(kind, use_cache, name):
     target, params = model_of(kind)[0](use_cache)
     answers = generated(target, params, drafter_of(name, kind))
     assert tuple(tuple(answer.tokens.tolist()) for answer in answers) == greedy_text(kind)
-    if name == "tree":  # its right nodes are scattered over the tree, and were accepted
+    if name == "tree":  # nodes on changing branches were accepted
         assert min(answer.acceptance_length for answer in answers) > 1.8
 
 
 def test_a_text_may_fill_every_position_of_a_model_without_a_cache():
     target, params = model_of("plain")[0](False)
-    room = POSITIONS - len(PROMPTS[-1])
-    answers = generated(target, params, drafter_of("ngram", "plain"), room)
-    assert [len(answer.tokens) for answer in answers] == [room] * len(PROMPTS)
+    count = POSITIONS - len(PROMPTS[-1])
+    answers = generated(target, params, drafter_of("ngram", "plain"), count)
+    assert [len(answer.tokens) for answer in answers] == [count] * len(PROMPTS)
     texts = tuple(tuple(answer.tokens[:NEW_TOKENS].tolist()) for answer in answers)
     assert texts == greedy_text("plain")
 
@@ -295,12 +295,12 @@ TEXT = np.random.default_rng(3).integers(0, VOCAB, (2, 9), np.int32)
 
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "stateless"])
-def test_captured_states_of_a_tree_are_those_of_the_plain_text(use_cache):
+def test_captured_states_of_a_tree_equal_those_of_plain_text(use_cache):
     target, params = model_of("plain")[0](use_cache)
     start = np.array([4, 2])
     tree = trees.from_parents(np.array([-1, 0, 0, 2, 1, 3]), 3)  # 0, 2, 3, 5 are the text
-    nodes, place = np.array([0, 2, 3, 5]), start[:, None] + tree.depth
-    drafted = np.take_along_axis(TEXT, place, 1)
+    nodes, positions = np.array([0, 2, 3, 5]), start[:, None] + tree.depth
+    drafted = np.take_along_axis(TEXT, positions, 1)
     drafted[:, [1, 4]] = 7
 
     @jax.jit
@@ -313,9 +313,9 @@ def test_captured_states_of_a_tree_are_those_of_the_plain_text(use_cache):
         logits, hidden = plain_model(params, TEXT)
         return (out.logits, *out.features), (logits, hidden[2], hidden[0])
 
-    for got, want in zip(*run(params), strict=True):
-        want = np.take_along_axis(np.asarray(want), place[:, :, None], 1)
-        np.testing.assert_allclose(got[:, nodes], want[:, nodes], atol=1e-5)
+    for actual, expected in zip(*run(params), strict=True):
+        expected = np.take_along_axis(np.asarray(expected), positions[:, :, None], 1)
+        np.testing.assert_allclose(actual[:, nodes], expected[:, nodes], atol=1e-5)
 
 
 def test_sliding_windows_and_a_scale_reach_the_attention():
@@ -337,7 +337,7 @@ def test_sliding_windows_and_a_scale_reach_the_attention():
     np.testing.assert_allclose(*run(params), atol=1e-5)
 
 
-def test_embed_and_unembed_are_what_the_user_gives():
+def test_embed_and_unembed_call_the_functions_of_the_user():
     params = plain_init(0)
     target, _ = adapters.from_function(
         plain_model,
@@ -390,7 +390,7 @@ def test_equal_modules_with_other_weights_share_a_program():
     assert texts[0] != texts[1]
 
 
-def test_an_nnx_module_stays_in_training_and_its_snapshot_stays_as_it_was():
+def test_an_nnx_module_keeps_training_and_its_snapshot_does_not_change():
     module = nnx.clone(nnx_model(2))
     _, params = adapters.from_nnx(module, max_positions=POSITIONS)
     before = params["head"]["bias"]
@@ -411,7 +411,7 @@ def stateless(model):
 
 
 def with_attend(change):
-    """The plain model, whose calls of attend are changed."""
+    """Return the target of the plain model with changed calls of attend."""
     return cached(
         lambda params, tokens, positions, attend: plain_model(
             params, tokens, positions, functools.partial(change, attend)
@@ -420,7 +420,7 @@ def with_attend(change):
 
 
 class Noisy(nnx.Module):
-    """Draws random numbers whatever the mode."""
+    """A model that draws random numbers in every mode."""
 
     def __init__(self, rngs):
         self.rngs = rngs
@@ -556,13 +556,13 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_model_that_does_not_fit_is_refused_by_name(case):
+def test_errors_name_the_mismatch_of_a_model(case):
     make, message = REFUSALS[case]
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_capturing_states_that_a_model_does_not_return_is_refused():
+def test_capturing_states_that_a_model_does_not_return_raises():
     target, params = model_of("nnx")[0](False)
     chain = trees.from_parents(trees.chain(1), 1)
     run = lambda target, params, layers: target.forward(
@@ -584,16 +584,16 @@ def test_an_error_of_the_model_itself_keeps_its_type_and_gains_a_note():
     assert "int32 tokens [2, 3]" in "".join(caught.value.__notes__)
 
 
-# --- Running a model to find out whether it is what it says ---
+# --- The check that runs a model ---
 
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "stateless"])
-def test_check_passes_an_honest_model(use_cache):
+def test_check_passes_a_pure_causal_model(use_cache):
     target, params = model_of("plain")[0](use_cache)
     assert adapters.check(target, params) < 1e-5
 
 
-def test_check_finds_a_model_that_sees_the_future():
+def test_check_detects_a_model_that_sees_the_future():
     def model(params, tokens):
         x = params["embedding"][tokens]
         return (x + x.mean(1, keepdims=True)) @ params["embedding"].T
@@ -603,7 +603,7 @@ def test_check_finds_a_model_that_sees_the_future():
         adapters.check(target, params)
 
 
-def test_check_finds_a_model_that_numbers_its_tokens_itself():
+def test_check_detects_a_model_that_numbers_its_tokens_itself():
     def model(params, tokens, positions, attend):
         return plain_model(params, tokens, None, attend)
 

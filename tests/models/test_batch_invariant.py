@@ -90,5 +90,5 @@ def test_what_has_no_order_of_positions_is_refused_by_name():
         ("moe", experts, "experts"),
         ("attention", "pallas_tpu", "attention='pallas_tpu'"),
     ):
-        with pytest.raises(ValueError, match=f"deterministic=True does not reach {words} of"):
+        with pytest.raises(ValueError, match=f"deterministic=True does not support {words} of"):
             BatchInvariantDecoder(dataclasses.replace(tiny.TARGET.config, **{name: value}))

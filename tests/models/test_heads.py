@@ -39,7 +39,7 @@ def take_in(params, config, states, tokens, cache):
     """Logits of rows of true features [1, n, ...], what they gave out, and the cache with them."""
     embedded = embed(params, config, tokens, MODEL, target_params())
     features = eagle.fuse(params, config, states)
-    hidden, entries = eagle.take_in(params, config, embedded, features, cache)
+    hidden, entries = eagle.prefill(params, config, embedded, features, cache)
     size = tokens.shape[1]
     cache = kv_cache.append(cache, entries, jnp.arange(size)[None], jnp.full((1,), size))
     return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, cache

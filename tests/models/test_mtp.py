@@ -57,7 +57,7 @@ def drafted(params, config, target, embedded, features):
     found, hidden = [], features
     for module in range(config.n_predict):
         empty = mtp.init_cache(config, len(embedded), 0)
-        hidden, _ = mtp.take_in(params, config, module, embedded, hidden, empty)
+        hidden, _ = mtp.prefill(params, config, module, embedded, hidden, empty)
         found.append(mtp.unembed(params, config, module, hidden, decoder.Decoder(SIZES), target))
         hidden, embedded = hidden[:, :-1], embedded[:, 1:]
     return found

@@ -97,7 +97,7 @@ def _serve(params, config, target, tokens, steps):
     features = (normed,) if config.generation == 1 else captured
     fused = eagle.fuse(params, config, tuple(x[:, :rows] for x in features))
     vectors = lambda ids: embed(params, config, ids, module, target)
-    hidden, entries = eagle.take_in(
+    hidden, entries = eagle.prefill(
         params, config, vectors(tokens[None, 1:]), fused, eagle.init_cache(config, 1, rows)
     )
     each = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))

@@ -251,7 +251,7 @@ def _guess(params, target, tokens, features):
     fused = jnp.pad(eagle.fuse(params, HEAD, features), [*behind, (0, 0)])
     fused = jnp.where(rows[..., None], fused, eagle.mask_feature(params, HEAD))
     embedded = embed(params, HEAD, fed, model, target)
-    out, _ = eagle.take_in(params, HEAD, embedded, fused, eagle.init_cache(HEAD, count, 0))
+    out, _ = eagle.prefill(params, HEAD, embedded, fused, eagle.init_cache(HEAD, count, 0))
     place = jnp.arange(count)[:, None] + jnp.arange(DEPTHS)
     hidden = jnp.take_along_axis(out, place[..., None], 1)
     return eagle.unembed(params, HEAD, hidden, model, target)

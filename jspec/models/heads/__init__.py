@@ -1,1 +1,1 @@
-"""Draft networks that read the target's hidden states, and their formats in files."""
+"""Draft networks that read the target's hidden states."""

@@ -1,13 +1,13 @@
 """Snowflake's LSTM speculator (Arctic Inference, ``sum_lstm``): an MLP speculator with a cell.
 
-As in ``mlp_speculator``, stages take the state of the stage before and the token last drafted; what
-a stage adds up makes three gates and a candidate for the cell, which starts empty: ::
+As in ``mlp_speculator``, a stage reads the state of the stage before and the last drafted token. It
+computes three gates and a candidate for the cell, which starts at 0: ::
 
     g = s P_i + (e / w) E[token]           four parts, each with a P (and, untied, an E) of its own
     f, i, o = sigmoid(g_forget), sigmoid(g_input), sigmoid(g_output)
     c = f c + i gelu(norm_c(g_cell));  s = o gelu(norm_s(c));  logits = s H
 
-P_0 reads the target's hidden state and P_1 serves all later stages; all other weights serve all.
+P_0 reads the target's hidden state, P_1 serves all later stages. All stages share other weights.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ class LstmSpeculatorConfig:
     """Sizes of a speculator; static and hashable.
 
     Attributes:
-      n_predict: stages it was trained with; also scales the embeddings.
+      n_predict: number of stages in training; also scales the embeddings.
       hidden_size: D, the target's.
-      inner_dim: I, width of the state, the cell and the embeddings.
+      inner_dim: I, width of state, cell and embeddings.
       vocab_size: V, the target's.
-      capture_layers: the target's hidden state after its final norm: (number of its layers,).
+      capture_layers: (number of the target's layers,), its hidden state after the final norm.
       scale_input: whether the hidden state is normed first.
-      tie_embeddings: whether one embedding serves gates and cell.
+      tie_embeddings: whether gates and cell share one embedding.
       activation_dtype: of state and cell.
 
     Raises:
@@ -57,12 +57,12 @@ class LstmSpeculatorConfig:
 
     @property
     def target_vocab_size(self) -> int:
-        """V; the speculator knows all of the target's tokens."""
+        """V; the draft vocabulary is the target's."""
         return self.vocab_size
 
     @property
     def tie_weights(self) -> bool:
-        """Whether the stages share their weights: always."""
+        """True: the stages share their weights."""
         return True
 
 
@@ -79,7 +79,7 @@ class LstmSpeculatorParams:
 
 @struct.dataclass
 class LstmState:
-    """What a stage hands to the next."""
+    """The state that a stage passes to the next."""
 
     hidden: Array  # [..., D or I]
     cell: Array  # [..., I]
@@ -88,7 +88,7 @@ class LstmState:
 def init_params(
     key: Array, config: LstmSpeculatorConfig, dtype: jnp.dtype = jnp.float32
 ) -> LstmSpeculatorParams:
-    """Random weights: normal, 1 / sqrt(I) wide; norms that only divide."""
+    """Return random normal weights of std 1 / sqrt(I)."""
     inner, vocab = config.inner_dim, config.vocab_size
     keys = iter(jax.random.split(key, len(GATES) + 3))
     normal = lambda *shape: (jax.random.normal(next(keys), shape) * inner**-0.5).astype(dtype)
@@ -102,7 +102,7 @@ def init_params(
 
 
 def start(config: LstmSpeculatorConfig, hidden: Array) -> LstmState:
-    """The target's hidden state [..., D] to the state that the first stage takes."""
+    """Return the state of the first stage for the target's hidden state [..., D]."""
     hidden = mlp_speculator.start(config, hidden)
     return LstmState(hidden, jnp.zeros((*hidden.shape[:-1], config.inner_dim), hidden.dtype))
 
@@ -116,7 +116,7 @@ def step(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[LstmState, Array]:
-    """One stage, as ``mlp_speculator.step``: the state, and its part that the head takes."""
+    """Run one stage, as ``mlp_speculator.step``: return the state and the input of the head."""
     embedded = [ops.look_up(table, tokens).astype(jnp.float32) for table in params.embeddings]
     embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
     scale = mlp_speculator.embedding_scale(config.n_predict, config.inner_dim)
@@ -137,6 +137,6 @@ def advance(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[LstmState, Array]:
-    """One stage, as ``mlp_speculator.advance``: the state and float32 logits [..., V]."""
+    """Run one stage, as ``mlp_speculator.advance``: return the state and logits [..., V]."""
     state, x = step(params, config, state, tokens, stage, linear=linear)
     return state, linear(x, params.head)

@@ -1,24 +1,23 @@
-"""DFlash heads: a block of masked tokens filled in at once, over the target's hidden states.
+"""DFlash heads: all tokens of a block predicted in one pass, over the target's hidden states.
 
-DFlash (arXiv 2602.06036) reads the target's hidden states as if they were a text of its own: fused
-and normed once, every block turns them into keys and values, which no layer of the head changes.
-So they are computed once for a committed position and stay in a cache: ::
+DFlash (arXiv 2602.06036) fuses and norms the target's hidden states once. Every layer of the head
+projects them to keys and values, which do not depend on the block. So they are computed once per
+committed position and cached: ::
 
     context = norm (fc [HS_a; HS_b; ...])       positions 0 .. r-1, all that the target has computed
     block   = embed [root, MASK, MASK, ...]     positions r, r+1, r+2, ...
     in every layer:  q                of norm block
-                     keys and values  of context (as it is) and of norm block, side by side
+                     keys and values  of context (unnormed) and of norm block, concatenated
     logits  = head (norm block)
 
-The slots of a block see each other, later ones too, and slot i, which stands at position r + i,
-says what the token at its OWN position is; slot 0 holds the root and says nothing. In a head that
-samples ``from_anchor`` it is the token after: slot 0 says what stands at r + 1. Keys and values of
-a block are forgotten when it is drafted.
+The slots of a block see each other, later ones too. Slot i, at position r + i, predicts the token
+at its OWN position; slot 0 holds the root and predicts nothing. With ``from_anchor``, slot i
+predicts the token at r + i + 1. The keys and values of a block are discarded after it is drafted.
 
-A block need not have all ``block_size`` slots: to draft K tokens it has the root and K masks, as in
-vLLM and in the authors' program when asked for smaller blocks.
+To draft K tokens, a block has the root and K masks, at most ``block_size`` slots. vLLM and the
+authors' program draft smaller blocks in the same way.
 
-DSpark heads are the same with something on top, see ``jspec.models.heads.dspark``.
+DSpark heads extend these, see ``jspec.models.heads.dspark``.
 """
 
 import dataclasses
@@ -36,25 +35,26 @@ from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
 from jspec.models.heads import dspark
 from jspec.models.heads.dspark import SparkConfig, SparkParams
-from jspec.models.heads.network import NetworkSizes, embed
+from jspec.models.heads.network import SharingSizes, embed
+from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashConfig(NetworkSizes):
+class DFlashConfig(SharingSizes):
     """Sizes and switches of a head; static and hashable.
 
     Attributes:
-      network: the head's blocks. Its ``vocab_size`` is that of the draft, Vd.
-      capture_layers: hidden states of the target that the head reads, as Hugging Face counts them.
-      target_hidden_size: width of those.
+      network: the head's blocks; its ``vocab_size`` is Vd, that of the draft.
+      capture_layers: indices of the target's ``hidden_states`` that the head reads.
+      target_hidden_size: D_target, their width.
       target_vocab_size: V.
-      block_size: slots of a block that the head was trained for, the root's included.
-      mask_token: the target's id that stands in every slot to be filled in.
-      causal: for each layer, whether a slot sees only those before it; () for none does.
-      from_anchor: whether the root's slot drafts too, each slot the token after its own position.
+      block_size: slots of a block in training, root included.
+      mask_token: the target id of the mask.
+      causal: for each layer, whether a slot sees only earlier slots; () if no layer is causal.
+      from_anchor: whether slot i predicts the token after its position, so that slot 0 drafts too.
       own_embedding: whether the head brings an embedding; the target's serves otherwise.
       own_head: whether it brings an output matrix; the target's serves otherwise.
-      spark: what a DSpark head has on top; None for DFlash.
+      spark: the extension of a DSpark head; None for DFlash.
 
     Raises:
       ValueError: the settings contradict each other.
@@ -77,22 +77,22 @@ class DFlashConfig(NetworkSizes):
 
     @property
     def fc_inputs(self) -> int:
-        """Rows of ``fc``."""
+        """Number of rows of ``fc``."""
         return len(self.capture_layers) * self.target_hidden_size
 
     @property
     def max_depth(self) -> int:
-        """Tokens that a whole block drafts."""
+        """Number of tokens that a block of ``block_size`` slots drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     def slots(self, depth: int) -> int:
-        """Slots of a block that drafts ``depth`` tokens."""
+        """Return the number of slots of a block that drafts ``depth`` tokens."""
         return depth if self.from_anchor else depth + 1
 
 
 @struct.dataclass
 class DFlashParams:
-    """Weights of a head; None where it has no such tensor."""
+    """Weights of a head; None for tensors that it lacks."""
 
     fc: Array  # [C * D_target, D]
     hidden_norm: Array  # [D], of the fused hidden states
@@ -105,32 +105,31 @@ class DFlashParams:
 
 
 def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32) -> DFlashParams:
-    """Random weights: normal, 0.02 wide; a reduced vocabulary is the first Vd tokens."""
+    """Return random normal weights of std 0.02; a reduced vocabulary is the first Vd tokens."""
     fc_key, layers_key, head_key, embedding_key, spark_key = jax.random.split(key, 5)
-    hidden = config.hidden_size
+    hidden, vocab = config.hidden_size, config.vocab_size
 
-    def normal(key: Array, *shape: int) -> Array:
-        return (0.02 * jax.random.normal(key, shape)).astype(dtype)
+    def matrix(key: Array, *shape: int, exists: bool = True) -> Array | None:
+        return normal(key, shape, dtype) if exists else None
 
+    spark = config.spark
     return DFlashParams(
-        fc=normal(fc_key, config.fc_inputs, hidden),
+        fc=matrix(fc_key, config.fc_inputs, hidden),
         hidden_norm=jnp.ones((hidden,), dtype),
         layers=decoder.init_layers(layers_key, config.network, dtype),
         norm=jnp.ones((hidden,), dtype),
-        head=normal(head_key, hidden, config.vocab_size) if config.separate_head else None,
-        embedding=normal(embedding_key, config.target_vocab_size, hidden)
-        if config.separate_embedding
-        else None,
-        draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
-        spark=config.spark
-        and dspark.init_params(
-            spark_key, config.spark, hidden, config.target_vocab_size, config.vocab_size, dtype
+        head=matrix(head_key, hidden, vocab, exists=config.separate_head),
+        embedding=matrix(
+            embedding_key, config.target_vocab_size, hidden, exists=config.separate_embedding
         ),
+        draft_to_target=jnp.arange(vocab, dtype=jnp.int32) if config.reduced else None,
+        spark=spark
+        and dspark.init_params(spark_key, spark, hidden, config.target_vocab_size, vocab, dtype),
     )
 
 
 def init_cache(config: DFlashConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """An empty cache of ``capacity`` slots a row; slot i is for the target's position i."""
+    """Return an empty cache of ``capacity`` slots per row; slot i is for position i."""
     return decoder.init_cache(config.network, batch, capacity)
 
 
@@ -141,7 +140,7 @@ def fuse(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """Hidden states of the target, one [..., D_target] a captured layer, to context [..., D]."""
+    """Return context [..., D] of the target's hidden states, [..., D_target] per captured layer."""
     dtype = config.network.activation_dtype
     joined = jnp.concatenate([x.astype(dtype) for x in features], -1)
     fused = linear(joined, params.fc).astype(dtype)
@@ -156,10 +155,9 @@ def inject(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[kv_cache.AttentionKV, ...]:
-    """What every layer makes of context [B, n, D] at int32 positions [B, n].
+    """Return each layer's cache entry of context [B, n, D] at int32 positions [B, n].
 
-    Returns:
-      One entry a layer, [B, Hkv, n, head_dim] each, for ``kv.append``.
+    The entries [B, Hkv, n, head_dim] are for ``kv_cache.append``.
     """
     network = config.network
     cos, sin = rope_lib.cos_sin(network.rope, network.head_dim, positions)
@@ -185,12 +183,9 @@ def blocks(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """Runs the slots' streams [B, T, D] at int32 positions [B, T] to what ``unembed`` takes.
+    """Return the normed output [B, T, D] of the slots' embeddings at int32 positions [B, T].
 
-    ``attend`` owns the attention, as in ``decoder.trunk``, and brings in the context.
-
-    Returns:
-      [B, T, D], after the head's final norm.
+    ``attend`` is that of ``decoder.trunk`` and adds the context.
     """
     network, x = config.network, embedded
     cos, sin = rope_lib.cos_sin(network.rope, network.head_dim, positions)
@@ -210,19 +205,13 @@ def fill_in(
     target: Target,
     target_params: object,
 ) -> Array:
-    """One pass over a block: the root and the masks behind it, over the context in the cache.
+    """Run one pass over a block: the root int32 [B] and the masks after it.
 
-    Args:
-      params: weights.
-      config: sizes.
-      root: int32 [B], the last committed token.
-      depth: K, tokens to draft, at most ``config.max_depth``.
-      cache: of the context, read only; the root stands at its ``length``.
-      target: whose embedding serves where the head has none.
-      target_params: its weights.
+    ``cache`` holds the context; the root's position is its ``length``. ``depth`` is K, at most
+    ``config.max_depth``.
 
     Returns:
-      [B, K, D], one row a drafted token, for ``unembed``.
+      [B, K, D], one row per drafted token, for ``unembed``.
     """
     slots = config.slots(depth)
     masks = jnp.full((root.shape[0], slots - 1), config.mask_token, root.dtype)
@@ -234,15 +223,14 @@ def fill_in(
 
 
 def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> Attend:
-    """Attention of a block's slots over the context and over each other."""
+    """Return an ``attend`` of a block's slots over the context and each other."""
     network, (batch, slots) = config.network, positions.shape
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         entry = cache.layers[index]
-        seen = (
-            np.tri(slots, dtype=bool) if is_causal(config, index) else np.ones((slots,) * 2, bool)
-        )
-        words = trees.pack_bits(seen)
+        square = (slots, slots)
+        mask = np.tri(*square, dtype=bool) if is_causal(config, index) else np.ones(square, bool)
+        words = trees.pack_bits(mask)
         return ops.attention(
             q,
             k.astype(entry.k.dtype),
@@ -261,7 +249,7 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
 
 
 def is_causal(config: DFlashConfig, layer: int) -> bool:
-    """Whether a slot of that layer sees only those before it."""
+    """Return whether a slot of ``layer`` sees only earlier slots."""
     return bool(config.causal) and config.causal[layer]
 
 
@@ -274,7 +262,7 @@ def unembed(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """What ``blocks`` gave [..., D] to float32 logits [..., Vd] over the draft's vocabulary."""
+    """Return float32 logits [..., Vd] of the output [..., D] of ``blocks``."""
     del config
     if params.head is None:
         return target.unembed(target_params, hidden, norm=False)
@@ -286,24 +274,14 @@ def _check(config: DFlashConfig) -> None:
         raise ValueError(f"block_size={config.block_size} must be at least 2: a root and a mask.")
     if not 0 <= config.mask_token < config.target_vocab_size:
         raise ValueError(
-            f"mask_token={config.mask_token} is none of the target's {config.target_vocab_size} "
-            "ids."
+            f"mask_token={config.mask_token} must be one of the target's "
+            f"{config.target_vocab_size} ids."
         )
     if config.causal and len(config.causal) != config.network.num_layers:
         raise ValueError(
-            f"causal={config.causal} must say it for each of {config.network.num_layers} layers."
+            f"causal={config.causal} must be () or a bool for each of "
+            f"{config.network.num_layers} layers."
         )
     if not config.capture_layers:
         raise ValueError("capture_layers=() must name one hidden state or more.")
-    shared = [name for name in ("separate_embedding", "separate_head") if not vars(config)[name]]
-    if config.hidden_size != config.target_hidden_size and shared:
-        raise ValueError(
-            f"the head is {config.hidden_size} wide and the target {config.target_hidden_size}, so "
-            "it cannot share the target's embedding or output matrix; only a head with both of its "
-            "own can differ."
-        )
-    if config.reduced and not config.separate_head:
-        raise ValueError(
-            f"a head with {config.vocab_size} of the target's {config.target_vocab_size} tokens "
-            "needs an output matrix of its own (own_head=True)."
-        )
+    config.check_sharing()

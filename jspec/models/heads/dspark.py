@@ -1,17 +1,17 @@
-"""What DSpark heads have on top of DFlash's: a word with the token before, and a guess at success.
+"""The extension of DSpark heads over DFlash: a bias by the previous token, and a confidence.
 
-The slots of a DFlash block do not see what the others say. DSpark (arXiv 2607.05147) adds to the
-logits of a slot a bias by the token before it, of low rank, so that drafting one token after the
-other costs two thin matrices a token and no pass of the blocks: ::
+The slots of a DFlash block do not see the tokens drawn in other slots. DSpark (arXiv 2607.05147)
+adds a low-rank bias by the previous token to the logits of a slot. So sequential drafting costs two
+thin matrices per token, and no pass of the blocks: ::
 
     vanilla  bias = W2 w                  w = W1[token before]
-    gated    bias = W2 (g * w)            g = sigmoid (G [h; w])      h: what the slot's blocks gave
+    gated    bias = W2 (g * w)            g = sigmoid (G [h; w])      h: output of the blocks
     rnn      bias = W2 tanh (o)           s' = g * s + (1 - g) * tanh (c), from s = 0 at the root
                                           [g; c; o] = J [s; w; h], g through a sigmoid
 
-And from h, and w if it was so trained, a guess at the chance that the slot's token will be
-accepted. It does not depend on that token, so a draft may end where chances are poor and what is
-kept of it still follows the recorded law.
+The confidence estimates the acceptance probability of the slot's token from h, and from w if it was
+trained so. It does not depend on the token itself. So a draft may end where it is low, and the
+remaining tokens still follow the recorded distributions.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class SparkConfig:
     """Sizes and switches; static and hashable.
 
     Attributes:
-      rank: R, width of the token before; 0 for no bias.
-      markov: how the bias is made.
-      confidence: whether chances of acceptance are guessed.
-      confidence_sees_token: whether that guess reads the token before, too.
+      rank: R, width of the previous token's vector; 0 for no bias.
+      markov: how the bias is computed.
+      confidence: whether the head has a confidence.
+      confidence_sees_token: whether the confidence reads the previous token too.
 
     Raises:
       ValueError: the settings contradict each other.
@@ -58,19 +58,19 @@ class SparkConfig:
             )
 
     def sizes(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the matrices with a bias, by their fields."""
-        found, rank = {}, self.rank
+        """Return the shapes of the matrices that have a bias, by field name."""
+        shapes, rank = {}, self.rank
         if rank and self.markov != "vanilla":
             gated = self.markov == "gated"
-            found["mix"] = (hidden + rank, rank) if gated else (2 * rank + hidden, 3 * rank)
+            shapes["mix"] = (hidden + rank, rank) if gated else (2 * rank + hidden, 3 * rank)
         if self.confidence:
-            found["confidence"] = (hidden + rank * self.confidence_sees_token, 1)
-        return found
+            shapes["confidence"] = (hidden + rank * self.confidence_sees_token, 1)
+        return shapes
 
 
 @struct.dataclass
 class SparkParams:
-    """Weights; None where the head has no such tensor."""
+    """Weights; None for tensors that the head lacks."""
 
     before: Array | None = None  # W1 [V, R]
     bias: Array | None = None  # W2 [R, Vd]
@@ -88,21 +88,21 @@ def init_params(
     vocab: int,
     dtype: jnp.dtype = jnp.float32,
 ) -> SparkParams:
-    """Random weights, but that no bias is added and all chances are even at first."""
+    """Return random weights with which the bias is 0 and the confidence 0.5."""
     before_key, mix_key = jax.random.split(key)
-    made = {}
+    weights = {}
     if config.rank:
-        made["before"] = 0.02 * jax.random.normal(before_key, (target_vocab, config.rank))
-        made["bias"] = jnp.zeros((config.rank, vocab))
+        weights["before"] = 0.02 * jax.random.normal(before_key, (target_vocab, config.rank))
+        weights["bias"] = jnp.zeros((config.rank, vocab))
     for name, (inputs, outputs) in config.sizes(hidden).items():
         weight = 0.02 * jax.random.normal(mix_key, (inputs, outputs))
-        made[name] = weight * (name == "mix")
-        made[f"{name}_bias"] = jnp.zeros((outputs,))
-    return SparkParams(**{name: weight.astype(dtype) for name, weight in made.items()})
+        weights[name] = weight * (name == "mix")
+        weights[f"{name}_bias"] = jnp.zeros((outputs,))
+    return SparkParams(**{name: weight.astype(dtype) for name, weight in weights.items()})
 
 
 def start(config: SparkConfig, batch: int, dtype: jnp.dtype) -> Array:
-    """The state before the root, [B, 1, R] (rnn) or [B, 1, 0]."""
+    """Return the state before the root, [B, 1, R] (rnn) or [B, 1, 0]."""
     recurrent = config.rank and config.markov == "rnn"
     return jnp.zeros((batch, 1, config.rank if recurrent else 0), dtype)
 
@@ -116,18 +116,18 @@ def advance(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """One slot further.
+    """Compute the bias of one slot.
 
     Args:
       params: weights.
       config: sizes.
-      state: [..., R] (rnn) or [..., 0], what ``start`` or the slot before gave.
+      state: [..., R] (rnn) or [..., 0], from ``start`` or the slot before.
       hidden: h [..., D] of the slot.
-      before: int32 [...], target ids of the token before it.
-      linear: the product of matrices.
+      before: int32 [...], target ids of the previous token.
+      linear: matrix product.
 
     Returns:
-      The new state, and the bias [..., Vd] in float32; [..., 1] of zeros where there is none.
+      The new state, and the bias [..., Vd] in float32; zeros [..., 1] without a bias.
     """
     if not config.rank:
         return state, jnp.zeros((*hidden.shape[:-1], 1))
@@ -154,7 +154,7 @@ def confidence(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """Logits [...] of the chance that a slot's token is accepted; arguments as for ``advance``."""
+    """Return logits [...] of the acceptance probability of a slot; arguments as for ``advance``."""
     if config.confidence_sees_token:
         hidden = jnp.concatenate([hidden, params.before[before].astype(hidden.dtype)], -1)
     return affine(hidden, params.confidence, params.confidence_bias, linear)[..., 0]

@@ -1,27 +1,26 @@
-"""EAGLE heads: one or a few decoder blocks that read the target's hidden states.
+"""EAGLE heads: decoder blocks that read the target's hidden states.
 
 Row i of a head pairs the feature f_i of position i with the embedding of the NEXT token t_{i+1}, is
-rotated to position i, and predicts t_{i+2}. What a row gives out is the feature of the next row as
-long as the target has not computed a true one.
+rotated to position i, and predicts t_{i+2}. The output of a row replaces the feature of the next
+row until the target has computed the true one.
 
-EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858; the checkpoint is the same): f is the target's last
-hidden state after its final norm, and so is what the head predicts: ::
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858; same checkpoints): f is the target's last hidden state
+after its final norm, and the head predicts the next such f: ::
 
     x = fc [e; f]            h = x + attention(x)            f' = h + mlp(norm h)
     logits = target's head(f')
 
-EAGLE-3 (arXiv 2503.01840): f is a projection of several hidden states, not normed: ::
+EAGLE-3 (arXiv 2503.01840): f is an unnormed projection of several hidden states: ::
 
-    f = fc [HS_a; HS_b; HS_c]        only for features of the target, f' is fed back as it is
+    f = fc [HS_a; HS_b; HS_c]        for features of the target only; f' is fed back unchanged
     x = [norm e; norm f]     h = f + attention(x)            f' = h + mlp(norm h)
     logits = head(norm f')
 
-P-EAGLE (arXiv 2602.01469) is EAGLE-3 trained to guess several tokens in one pass. A row behind the
-last true feature has the embedding of a mask token for e and ``fc`` of a learned vector for f; it
-stands at the place of the row that it is there for, and what it gives out is never fed back.
+P-EAGLE (arXiv 2602.01469) is EAGLE-3 trained to predict several tokens in one pass. A row after the
+last true feature has a mask token's embedding as e and ``fc`` of a learned vector as f. It has the
+position of the row that it replaces, and its output is never fed back.
 
-Blocks after the first are plain decoder blocks. The options of ``EagleConfig`` say what published
-variants change.
+Blocks after the first are plain decoder blocks. ``EagleConfig`` lists the published variants.
 """
 
 import dataclasses
@@ -37,29 +36,29 @@ from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
-from jspec.models.heads.network import NetworkSizes
-from jspec.models.layers import rows_at
+from jspec.models.heads.network import SharingSizes
+from jspec.models.layers import normal, rows_at
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleConfig(NetworkSizes):
+class EagleConfig(SharingSizes):
     """Sizes and switches of a head; static and hashable.
 
     Attributes:
-      network: the head's blocks. Its ``vocab_size`` is that of the draft, Vd.
+      network: the head's blocks; its ``vocab_size`` is Vd, that of the draft.
       generation: 1 for EAGLE-1 and -2, 3 for EAGLE-3.
-      capture_layers: hidden states of the target that the head reads, as Hugging Face counts them.
-      target_hidden_size: width of those.
+      capture_layers: indices of the target's ``hidden_states`` that the head reads.
+      target_hidden_size: D_target, their width.
       target_vocab_size: V.
       own_embedding: whether the head brings an embedding; the target's serves otherwise.
       own_head: whether it brings an output matrix; the target's serves otherwise.
       fc_bias: whether ``fc`` has a bias.
       norm_inputs: EAGLE-1: e and f are normed before ``fc`` (HASS's add_para_norm).
-      feature_norms: EAGLE-3: a norm for each hidden state before ``fc`` (fc_norm).
+      feature_norms: EAGLE-3: one norm per hidden state before ``fc`` (fc_norm).
       input_norm: EAGLE-3: one norm over their concatenation (norm_before_fc).
       norm_before_residual: EAGLE-3: the first residual is norm f, not f.
-      norm_output: EAGLE-3: norm f' is what is fed back, not f'.
-      mask_token_id: P-EAGLE: the mask, a token of the target; None for a head that has none.
+      norm_output: EAGLE-3: norm f' is fed back, not f'.
+      mask_token_id: P-EAGLE: the target id of the mask token; None for other heads.
 
     Raises:
       ValueError: the settings contradict each other.
@@ -85,7 +84,7 @@ class EagleConfig(NetworkSizes):
 
     @property
     def fc_inputs(self) -> int:
-        """Rows of ``fc``."""
+        """Number of rows of ``fc``."""
         if self.generation == 1:
             return 2 * self.hidden_size
         return len(self.capture_layers) * self.target_hidden_size
@@ -93,9 +92,9 @@ class EagleConfig(NetworkSizes):
 
 @struct.dataclass
 class EagleParams:
-    """Weights of a head; None where it has no such tensor.
+    """Weights of a head; None for tensors that it lacks.
 
-    The first of ``layers`` has no ``attention_norm``; in EAGLE-3 its ``qkv`` takes [2D].
+    The first of ``layers`` has no ``attention_norm``; in EAGLE-3 its ``qkv`` has 2D rows.
     """
 
     fc: Array  # EAGLE-1 [2D, D], embedding first; EAGLE-3 [C * D_target, D]
@@ -103,32 +102,33 @@ class EagleParams:
     fc_bias: Array | None = None  # [D]
     embedding_norm: Array | None = None  # [D], of e
     hidden_norm: Array | None = None  # [D], of f
-    feature_norms: Array | None = None  # [C * D_target], one norm after the other
+    feature_norms: Array | None = None  # [C * D_target], the norms concatenated
     input_norm: Array | None = None  # [C * D_target]
     norm: Array | None = None  # [D], before the head
     head: Array | None = None  # [D, Vd]
     embedding: Array | None = None  # [V, D]
-    mask_hidden: Array | None = None  # [1, 1, C * D_target], what stands for unknown features
+    mask_hidden: Array | None = None  # [1, 1, C * D_target], replaces unknown features
     draft_to_target: Array | None = None  # [Vd] int32, ascending
 
 
 def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32) -> EagleParams:
-    """Random weights: normal, 0.02 wide; a reduced vocabulary is the first Vd tokens."""
+    """Return random normal weights of std 0.02; a reduced vocabulary is the first Vd tokens."""
     fc_key, layers_key, first_key, head_key, embedding_key = jax.random.split(key, 5)
     mask_key = jax.random.fold_in(key, 5)
-    network, hidden = config.network, config.hidden_size
+    hidden = config.hidden_size
 
-    def normal(key: Array, *shape: int) -> Array:
-        return (0.02 * jax.random.normal(key, shape)).astype(dtype)
+    def matrix(key: Array, *shape: int, exists: bool = True) -> Array | None:
+        return normal(key, shape, dtype) if exists else None
 
-    ones = lambda size, wanted: jnp.ones((size,), dtype) if wanted else None
-    layers = decoder.init_layers(layers_key, network, dtype)
+    ones = lambda size, exists: jnp.ones((size,), dtype) if exists else None
+    layers = decoder.init_layers(layers_key, config.network, dtype)
     first = layers[0].replace(attention_norm=None)
     third = config.generation == 3
     if third:
-        first = first.replace(qkv=normal(first_key, 2 * hidden, first.qkv.shape[1]))
+        first = first.replace(qkv=matrix(first_key, 2 * hidden, first.qkv.shape[1]))
+    mask = jax.random.normal(mask_key, (1, 1, config.fc_inputs)).astype(dtype)
     return EagleParams(
-        fc=normal(fc_key, config.fc_inputs, hidden),
+        fc=matrix(fc_key, config.fc_inputs, hidden),
         layers=(first, *layers[1:]),
         fc_bias=jnp.zeros((hidden,), dtype) if config.fc_bias else None,
         embedding_norm=ones(hidden, third or config.norm_inputs),
@@ -136,19 +136,17 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
         feature_norms=ones(config.fc_inputs, config.feature_norms),
         input_norm=ones(config.fc_inputs, config.input_norm),
         norm=ones(hidden, third),
-        head=normal(head_key, hidden, config.vocab_size) if config.separate_head else None,
-        embedding=normal(embedding_key, config.target_vocab_size, hidden)
-        if config.separate_embedding
-        else None,
-        mask_hidden=jax.random.normal(mask_key, (1, 1, config.fc_inputs)).astype(dtype)
-        if config.mask_token_id is not None
-        else None,
+        head=matrix(head_key, hidden, config.vocab_size, exists=config.separate_head),
+        embedding=matrix(
+            embedding_key, config.target_vocab_size, hidden, exists=config.separate_embedding
+        ),
+        mask_hidden=None if config.mask_token_id is None else mask,
         draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
     )
 
 
 def init_cache(config: EagleConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """An empty cache of ``capacity`` slots a row; slot i is for row i of the head."""
+    """Return an empty cache of ``capacity`` slots per row; slot i is for row i of the head."""
     return decoder.init_cache(config.network, batch, capacity)
 
 
@@ -159,7 +157,7 @@ def fuse(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """Hidden states of the target, one [..., D_target] a captured layer, to f [..., D]."""
+    """Return f [..., D] of the target's hidden states, [..., D_target] per captured layer."""
     dtype = config.network.activation_dtype
     if config.generation == 1:
         return features[0].astype(dtype)
@@ -174,7 +172,7 @@ def fuse(
 
 
 def mask_feature(params: EagleParams, config: EagleConfig, *, linear: Linear = ops.linear) -> Array:
-    """f [1, 1, D] of the rows behind the last true feature; of heads with a mask token."""
+    """Return f [1, 1, D] of rows after the last true feature, for heads with a mask token."""
     apart = jnp.split(params.mask_hidden, len(config.capture_layers), -1)
     return fuse(params, config, tuple(apart), linear=linear)
 
@@ -188,14 +186,12 @@ def blocks(
     attend: Attend,
     *,
     linear: Linear = ops.linear,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> Array:
-    """Runs the head over rows e and f [B, T, D] at int32 positions [B, T].
+    """Return f' [B, T, D] of rows e and f [B, T, D] at int32 positions [B, T].
 
-    ``attend`` owns the attention, and ``wanted`` are rows, as in ``decoder.trunk``.
-
-    Returns:
-      f' [B, T, D]: what is fed back, and what ``unembed`` takes. Of ``wanted`` alone [B, M, D].
+    f' is fed back and is the input of ``unembed``. ``attend`` and ``rows`` [B, M] are those of
+    ``decoder.trunk``; with ``rows`` the result is [B, M, D].
     """
     network = config.network
     cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
@@ -203,15 +199,17 @@ def blocks(
     for index, layer in enumerate(params.layers):
         if index > 0:
             mixed_in = rms_norm(x, layer.attention_norm, network.norm_eps)
-        kept = wanted if index == len(params.layers) - 1 else None
-        mixed = decoder.attention(layer, network, mixed_in, cos, sin, index, attend, linear, kept)
-        x = rows_at(x, kept) + mixed
+        queried = rows if index == len(params.layers) - 1 else None
+        mixed = decoder.attention(
+            layer, network, mixed_in, cos, sin, index, attend, linear, queried
+        )
+        x = rows_at(x, queried) + mixed
         x = x + decoder.mlp(layer, network, x, linear)
     return rms_norm(x, params.norm, network.norm_eps) if config.norm_output else x
 
 
 def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Array, Array]:
-    """The residual [B, T, D] that enters the first block, and what its attention reads."""
+    """Return the residual stream [B, T, D] and the attention input of the first block."""
     eps = config.network.norm_eps
     e, f = embedded, features
     if params.embedding_norm is not None:
@@ -223,40 +221,26 @@ def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Arr
     return x, x
 
 
-def take_in(
+def prefill(
     params: EagleParams,
     config: EagleConfig,
     embedded: Array,
     features: Array,
     cache: kv_cache.KVCache,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
-    """Runs n rows of true features that come next after those in the cache, in order.
-
-    Args:
-      params: weights.
-      config: sizes.
-      embedded: e [B, n, D], of the token after each row's feature.
-      features: f [B, n, D].
-      cache: earlier rows, read only.
-      wanted: int32 [B, m], rows whose f' is wanted: of the others the last block only makes keys
-        and values. None for all.
+    """Run n rows of true features, e and f [B, n, D], which follow those in the cache.
 
     Returns:
-      f' [B, n, D], or [B, m, D] of those wanted, and the entries of all rows for ``kv.append``, one
-      a layer [B, Hkv, n, head_dim].
+      f' [B, n, D], or [B, m, D] of ``rows`` int32 [B, m] only; and the cache entries of all n rows
+      for ``kv_cache.append``.
     """
-    batch, size, _ = embedded.shape
-    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
+    network, tree = config.network, trees.chain_tree(*embedded.shape[:2])
     attend, entries = decoder.attention_over(
-        cache,
-        tree,
-        windows=config.network.windows,
-        implementation=config.network.attention,
-        wanted=wanted,
+        cache, tree, windows=network.windows, implementation=network.attention, rows=rows
     )
     positions = cache.length[:, None] + tree.depth
-    x = blocks(params, config, embedded, features, positions, attend, wanted=wanted)
+    x = blocks(params, config, embedded, features, positions, attend, rows=rows)
     return x, tuple(entries)
 
 
@@ -271,32 +255,17 @@ def extend(
     slot: Array,
     mask: Array,
 ) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
-    """A drafting step: runs n rows and keeps their entries beside the cache.
+    """Run a drafting step over n rows e and f [B, n, D].
 
-    Args:
-      params: weights.
-      config: sizes.
-      embedded: e [B, n, D], of the token after each row's feature.
-      features: f [B, n, D].
-      positions: int32 [B, n], of the features: one less than the tokens' own. A sliding window
-        bounds what a row sees of the cache; of ``side`` it sees what ``mask`` says.
-      cache: rows of true features, read only.
-      side: one entry a layer, [B, Hkv, M, head_dim]: this round's keys and values so far.
-      slot: int32 [], where in ``side`` the n new entries go.
-      mask: bool [B, n, M], which side slots each row sees, its own included.
+    ``positions`` [B, n] are those of the features, one less than those of the tokens. ``cache``,
+    ``side``, ``slot`` and ``mask`` are those of ``attention_beside``.
 
     Returns:
       f' [B, n, D] and the side buffers with the new entries.
     """
-    attend, side = decoder.attention_beside(
-        cache,
-        side,
-        slot,
-        mask,
-        positions,
-        windows=config.network.windows,
-        implementation=config.network.attention,
-    )
+    network = config.network
+    options = dict(windows=network.windows, implementation=network.attention)
+    attend, side = decoder.attention_beside(cache, side, slot, mask, positions, **options)
     x = blocks(params, config, embedded, features, positions, attend)
     return x, tuple(side)
 
@@ -310,7 +279,7 @@ def unembed(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """f' [..., D] to float32 logits [..., Vd] over the draft's vocabulary."""
+    """Return float32 logits [..., Vd] of f' [..., D]."""
     if params.norm is not None and not config.norm_output:
         hidden = rms_norm(hidden, params.norm, config.network.norm_eps)
     if params.head is None:
@@ -318,34 +287,25 @@ def unembed(
     return linear(hidden, params.head)
 
 
+_EAGLE3_ONLY = (
+    "feature_norms",
+    "input_norm",
+    "norm_before_residual",
+    "norm_output",
+    "mask_token_id",
+)
+
+
 def _check(config: EagleConfig) -> None:
-    first_only, third_only = (
-        ("norm_inputs",),
-        (
-            "feature_norms",
-            "input_norm",
-            "norm_before_residual",
-            "norm_output",
-            "mask_token_id",
-        ),
-    )
     if config.generation not in (1, 3):
         raise ValueError(f"generation={config.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
-    wrong = [
-        name
-        for name in (third_only if config.generation == 1 else first_only)
-        if vars(config)[name] is not None and vars(config)[name] is not False
-    ]
+    foreign = _EAGLE3_ONLY if config.generation == 1 else ("norm_inputs",)
+    wrong = [name for name in foreign if vars(config)[name] not in (None, False)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")
-    if (
-        config.mask_token_id is not None
-        and not 0 <= config.mask_token_id < config.target_vocab_size
-    ):
-        raise ValueError(
-            f"mask_token_id={config.mask_token_id} is none of the target's "
-            f"{config.target_vocab_size} tokens."
-        )
+    mask, vocab = config.mask_token_id, config.target_vocab_size
+    if mask is not None and not 0 <= mask < vocab:
+        raise ValueError(f"mask_token_id={mask} is none of the target's {vocab} tokens.")
     if config.feature_norms and config.input_norm:
         raise ValueError("feature_norms and input_norm exclude each other.")
     if not config.capture_layers or (config.generation == 1 and len(config.capture_layers) > 1):
@@ -353,18 +313,9 @@ def _check(config: EagleConfig) -> None:
             f"capture_layers={config.capture_layers}: EAGLE-1 reads one hidden state, EAGLE-3 one "
             "or more."
         )
-    if config.hidden_size != config.target_hidden_size:
-        shared = [
-            name for name in ("separate_embedding", "separate_head") if not vars(config)[name]
-        ]
-        if config.generation == 1 or shared:
-            raise ValueError(
-                f"the head is {config.hidden_size} wide and the target {config.target_hidden_size},"
-                " so it cannot share the target's embedding or output matrix; only an EAGLE-3 head "
-                "with both of its own can differ."
-            )
-    if config.reduced and not config.separate_head:
+    if config.generation == 1 and config.hidden_size != config.target_hidden_size:
         raise ValueError(
-            f"a head with {config.vocab_size} of the target's {config.target_vocab_size} tokens "
-            "needs an output matrix of its own (own_head=True)."
+            f"an EAGLE-1 head must be as wide as the target, {config.target_hidden_size}, not "
+            f"{config.hidden_size}."
         )
+    config.check_sharing()

@@ -1,15 +1,15 @@
-"""Hydra heads (arXiv 2402.05109): each guesses one token further, and sees those drafted before.
+"""Hydra heads (arXiv 2402.05109): each predicts one token further, given the tokens drafted before.
 
-Head i (from 0) takes the target's last hidden state h after its final norm and the target's
-embeddings of the root and of the i tokens drafted after it, and guesses the next: ::
+Head i (from 0) reads the target's last hidden state h after its final norm, and the target's
+embeddings of the root and of the i tokens drafted after it. It predicts the next token: ::
 
     z = [h, e(root), e(x_1), ..., e(x_i)]
     x = R z + r + silu(W z + b);  x = x + silu(W' x + b') for each further block
     logits = x H_i + c_i
 
-In the authors' files the further blocks of a head share one weight. With a prefix layer (Hydra++,
-``prefix-mlp``) a block like the target's, with a cache of its own, reads the hidden states of all
-positions, and what it gives out after its norm stands in for h.
+In the authors' checkpoints the further blocks of a head share one weight. Hydra++ (``prefix-mlp``)
+has a prefix layer: a block like the target's, with its own cache, that reads the hidden states of
+all positions. Its normed output replaces h.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, LayerParams, Linear
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import BlockParams
+from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +33,15 @@ class HydraConfig:
     """Sizes of a set of heads; static and hashable.
 
     Attributes:
-      num_heads: tokens guessed.
+      num_heads: number of predicted tokens.
       num_layers: residual blocks of each head.
       hidden_size: D, the target's.
       vocab_size: V, the target's.
-      capture_layers: the hidden state that is h, usually that after the final norm.
+      capture_layers: index of the hidden state h, usually the one after the final norm.
       tie_blocks: whether the blocks of a head after the first share their weights.
       output_bias: whether the outputs have biases.
-      network: of the prefix layer, one block; None for heads without one.
-      activation_dtype: of the stream.
+      network: the prefix layer, one block; None for heads without one.
+      activation_dtype: of the residual stream.
 
     Raises:
       ValueError: a size is out of range, or the settings contradict each other.
@@ -64,26 +65,24 @@ class HydraConfig:
             raise ValueError(f"capture_layers={self.capture_layers} must be one hidden state.")
         if self.tie_blocks and self.num_layers < 3:
             raise ValueError(f"tie_blocks needs three blocks at least, not {self.num_layers}.")
-        if self.network and (self.network.num_layers, self.network.hidden_size) != (
-            1,
-            self.hidden_size,
-        ):
+        prefix = self.network
+        if prefix and (prefix.num_layers, prefix.hidden_size) != (1, self.hidden_size):
             raise ValueError(f"the prefix layer must be one block, {self.hidden_size} wide.")
 
     @property
     def target_vocab_size(self) -> int:
-        """V; the heads know all of the target's tokens."""
+        """V; the draft vocabulary is the target's."""
         return self.vocab_size
 
     @property
     def separate_blocks(self) -> int:
-        """Blocks of a head that have weights of their own."""
+        """Number of blocks of a head with their own weights."""
         return 2 if self.tie_blocks else self.num_layers
 
 
 @struct.dataclass
 class JoiningParams:
-    """Weights of a head's first block, which takes the hidden state and n embeddings."""
+    """Weights of a head's first block, which reads the hidden state and n embeddings."""
 
     weight: Array  # [(1 + n) D, D]
     bias: Array  # [D]
@@ -103,22 +102,22 @@ class PrefixParams:
 class HydraParams:
     """Weights of the heads."""
 
-    joining: tuple[JoiningParams, ...]  # of each head
-    blocks: tuple[tuple[BlockParams, ...], ...]  # of each head, ``separate_blocks`` - 1
-    outputs: tuple[Array, ...]  # of each head, [D, V]
+    joining: tuple[JoiningParams, ...]  # per head
+    blocks: tuple[tuple[BlockParams, ...], ...]  # per head, ``separate_blocks`` - 1
+    outputs: tuple[Array, ...]  # per head, [D, V]
     output_biases: tuple[Array, ...]  # [V], or none
     prefix: PrefixParams | None = None
 
 
 def init_params(key: Array, config: HydraConfig, dtype: jnp.dtype = jnp.float32) -> HydraParams:
-    """Random weights, 0.02 wide; blocks that hand on what they are given."""
+    """Return random weights of std 0.02, with blocks that are the identity."""
     size, vocab = config.hidden_size, config.vocab_size
     prefix_key, *keys = jax.random.split(key, 1 + 2 * config.num_heads)
     keys = iter(keys)
-    normal = lambda *shape: (0.02 * jax.random.normal(next(keys), shape)).astype(dtype)
+    matrix = lambda *shape: normal(next(keys), shape, dtype)
     zeros = lambda *shape: jnp.zeros(shape, dtype)
     joining = tuple(
-        JoiningParams(zeros(width, size), zeros(size), normal(width, size), zeros(size))
+        JoiningParams(zeros(width, size), zeros(size), matrix(width, size), zeros(size))
         for width in (size * (2 + head) for head in range(config.num_heads))
     )
     block = BlockParams(zeros(size, size), zeros(size))
@@ -129,30 +128,28 @@ def init_params(key: Array, config: HydraConfig, dtype: jnp.dtype = jnp.float32)
     return HydraParams(
         joining=joining,
         blocks=((block,) * (config.separate_blocks - 1),) * config.num_heads,
-        outputs=tuple(normal(size, vocab) for _ in joining),
+        outputs=tuple(matrix(size, vocab) for _ in joining),
         output_biases=tuple(zeros(vocab) for _ in joining) if config.output_bias else (),
         prefix=prefix,
     )
 
 
-def take_in(
+def prefill(
     params: HydraParams,
     config: HydraConfig,
     hidden: Array,
     cache: kv_cache.KVCache,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
-    """Runs the prefix layer over n hidden states [B, n, D] that come after those in the cache.
+    """Run the prefix layer over n hidden states [B, n, D], which follow those in the cache.
 
     Returns:
-      What it gives out [B, n, D], or [B, m, D] of the rows ``wanted`` (int32 [B, m]) alone, and the
-      entries of all n for ``kv.append``.
+      Its output [B, n, D], or [B, m, D] of ``rows`` int32 [B, m] only; and the cache entries of all
+      n positions for ``kv_cache.append``.
     """
-    network, size = config.network, hidden.shape[1]
-    tree = trees.from_parents(trees.chain(size - 1), size - 1)
-    tree = trees.broadcast(tree, hidden.shape[0])
+    network, tree = config.network, trees.chain_tree(*hidden.shape[:2])
     attend, entries = decoder.attention_over(
-        cache, tree, windows=network.windows, implementation=network.attention, wanted=wanted
+        cache, tree, windows=network.windows, implementation=network.attention, rows=rows
     )
     _, (out,) = decoder.trunk(
         params.prefix,
@@ -161,7 +158,7 @@ def take_in(
         cache.length[:, None] + tree.depth,
         attend,
         capture_layers=(1,),
-        wanted=wanted,
+        rows=rows,
     )
     return out, tuple(entries)
 
@@ -175,15 +172,15 @@ def step(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """One head up to its output matrix; arguments as ``advance``.
+    """Run one head up to its output matrix; arguments as for ``advance``.
 
     Returns:
-      What it read [..., (2 + head) D], for the next, and what its output takes [..., D].
+      The state [..., (2 + head) D] for the next head, and the output matrix's input [..., D].
     """
     state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
     joining, later = params.joining[head], params.blocks[head]
-    kept = decoder.affine(state, joining.residual, joining.residual_bias, linear)
-    x = kept + jax.nn.silu(decoder.affine(state, joining.weight, joining.bias, linear))
+    residual = decoder.affine(state, joining.residual, joining.residual_bias, linear)
+    x = residual + jax.nn.silu(decoder.affine(state, joining.weight, joining.bias, linear))
     if config.tie_blocks:
         later = later * (config.num_layers - 1)
     return state, medusa.stream(later, x.astype(state.dtype), linear)
@@ -198,18 +195,18 @@ def advance(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """What one head guesses.
+    """Run one head.
 
     Args:
       params: weights.
       config: sizes.
-      state: what the head before read, [..., (1 + head) D]; the hidden state for the first.
-      embedded: the target's embedding [..., D] of the token drafted last, or of the root.
-      head: which one, from 0; static.
-      linear: multiplies matrices.
+      state: of the head before, [..., (1 + head) D]; the hidden state for the first head.
+      embedded: the target's embedding [..., D] of the last drafted token, or of the root.
+      head: its index, static.
+      linear: matrix product.
 
     Returns:
-      What it read [..., (2 + head) D], for the next, and float32 logits [..., V].
+      The state [..., (2 + head) D] for the next head, and float32 logits [..., V].
     """
     state, x = step(params, config, state, embedded, head, linear=linear)
     bias = params.output_biases[head] if params.output_biases else None

@@ -1,11 +1,11 @@
-"""Medusa heads (arXiv 2401.10774): each guesses one token further ahead, from one hidden state.
+"""Medusa heads (arXiv 2401.10774): head i predicts the token i + 2 positions ahead.
 
-Head i (from 0) takes the target's last hidden state h after its final norm, at the position whose
-own logits give t+1, and guesses t+2+i: ::
+Head i (from 0) reads the target's last hidden state h after its final norm, at the position whose
+own logits predict t+1, and predicts t+2+i: ::
 
     x = h;  x = x + silu(W x + b) for each of its blocks;  logits = head_i(x)
 
-There is no attention, no position and no memory of what other heads guessed.
+A head has no attention, sees no position, and does not see the tokens of other heads.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jspec import ops
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.decoder import Linear
+from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +26,16 @@ class MedusaConfig:
     """Sizes of a set of heads; static and hashable.
 
     Attributes:
-      num_heads: tokens guessed.
+      num_heads: number of predicted tokens.
       num_layers: residual blocks of each head.
       hidden_size: D, the target's.
-      vocab_size: Vd, the columns of the heads' logits.
+      vocab_size: Vd, the width of the heads' logits.
       target_vocab_size: V.
-      capture_layers: the target's hidden state after its final norm: (number of its layers,).
+      capture_layers: (number of the target's layers,), its hidden state after the final norm.
       bias: whether the blocks have biases.
-      num_outputs: output matrices that the heads bring: one each, 1 for all of them together, or
-        0 where the target's serves.
-      activation_dtype: of the stream.
+      num_outputs: number of output matrices: one per head, 1 shared by all heads, or 0 for the
+        target's.
+      activation_dtype: of the residual stream.
 
     Raises:
       ValueError: a size is out of range, or the settings contradict each other.
@@ -68,7 +69,7 @@ class MedusaConfig:
 
     @property
     def reduced(self) -> bool:
-        """Whether the heads know only some of the target's tokens."""
+        """True if the draft vocabulary is a part of the target's."""
         return self.vocab_size != self.target_vocab_size
 
 
@@ -84,13 +85,13 @@ class BlockParams:
 class MedusaParams:
     """Weights of the heads."""
 
-    blocks: tuple[tuple[BlockParams, ...], ...]  # of each head
+    blocks: tuple[tuple[BlockParams, ...], ...]  # per head
     outputs: tuple[Array, ...]  # ``num_outputs`` of [D, Vd]
     draft_to_target: Array | None = None  # [Vd] int32, ascending
 
 
 def init_params(key: Array, config: MedusaConfig, dtype: jnp.dtype = jnp.float32) -> MedusaParams:
-    """Blocks that do nothing yet, random outputs; a reduced vocabulary is the first Vd tokens."""
+    """Return zero blocks and random outputs; a reduced vocabulary is the first Vd tokens."""
     size = config.hidden_size
     block = BlockParams(
         jnp.zeros((size, size), dtype), jnp.zeros((size,), dtype) if config.bias else None
@@ -98,9 +99,7 @@ def init_params(key: Array, config: MedusaConfig, dtype: jnp.dtype = jnp.float32
     keys = jax.random.split(key, config.num_heads)[: config.num_outputs]
     return MedusaParams(
         blocks=((block,) * config.num_layers,) * config.num_heads,
-        outputs=tuple(
-            (0.02 * jax.random.normal(key, (size, config.vocab_size))).astype(dtype) for key in keys
-        ),
+        outputs=tuple(normal(key, (size, config.vocab_size), dtype) for key in keys),
         draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
     )
 
@@ -114,7 +113,7 @@ def heads(
     *,
     linear: Linear = ops.linear,
 ) -> Array:
-    """Hidden states of the target [..., D] to float32 logits [..., num_heads, Vd]."""
+    """Return float32 logits [..., num_heads, Vd] of the target's hidden states [..., D]."""
     hidden = hidden.astype(config.activation_dtype)
     logits = []
     for index, blocks in enumerate(params.blocks):
@@ -127,7 +126,7 @@ def heads(
 
 
 def stream(blocks: tuple[BlockParams, ...], x: Array, linear: Linear) -> Array:
-    """Hidden states [..., D] through the blocks of one head, to what its output takes [..., D]."""
+    """Return the input [..., D] of a head's output matrix for hidden states x [..., D]."""
     for block in blocks:
         x = x + jax.nn.silu(decoder.affine(x, block.weight, block.bias, linear)).astype(x.dtype)
     return x

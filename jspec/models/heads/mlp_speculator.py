@@ -1,18 +1,17 @@
-"""MLP speculators (IBM's, arXiv 2404.19124): a small recurrent net, one stage for each token.
+"""MLP speculators of IBM (arXiv 2404.19124): a small recurrent network, one stage per token.
 
-A stage takes the state of the stage before and the token last drafted, and guesses the next. The
-first one takes the target's hidden state after its final norm, at the last position before the
-root, and the root: ::
+A stage reads the state of the stage before and the last drafted token, and predicts the next token.
+The first stage reads the root, and the target's hidden state after its final norm at the position
+before the root: ::
 
     s = rms(hidden) / sqrt(2) where ``scale_input``, else hidden
     s = gelu(norm_i(s P_i + (e / w) E_i[token]));  logits = s H_i          for stage i = 0, 1, ...
 
-with w = 2 ** (-1 / (2 n_predict)) and e = sqrt((1 - w ** 2) inner_dim / 2). The norm divides by the
-root mean square, without taking the mean off, and has a weight and a bias; gelu is the exact one.
-There is no attention and no position.
+with w = 2 ** (-1 / (2 n_predict)) and e = sqrt((1 - w ** 2) inner_dim / 2). The norm is an RMS norm
+with a weight and a bias; gelu is the exact one. There is no attention and no position.
 
-Where weights are tied all stages share E, norm and H, and all but the first P, so that there can be
-more stages than ``n_predict``. Snowflake's ``sum_rnn`` (Arctic Inference) is the same net.
+With tied weights all stages share E, norm and H, and all but the first share P. So there can be
+more stages than ``n_predict``. Snowflake's ``sum_rnn`` (Arctic Inference) is the same network.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import Linear
 
-EPS = 1e-6  # of every norm; no file says it
+EPS = 1e-6  # of every norm; checkpoints do not contain it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +34,11 @@ class MlpSpeculatorConfig:
     """Sizes of a speculator; static and hashable.
 
     Attributes:
-      n_predict: stages it was trained with; also scales the embeddings.
+      n_predict: number of stages in training; also scales the embeddings.
       hidden_size: D, the target's.
-      inner_dim: I, width of the state and of the embeddings.
+      inner_dim: I, width of state and embeddings.
       vocab_size: V, the target's.
-      capture_layers: the target's hidden state after its final norm: (number of its layers,).
+      capture_layers: (number of the target's layers,), its hidden state after the final norm.
       tie_weights: whether the stages share their weights.
       scale_input: whether the hidden state is normed first.
       activation_dtype: of the state.
@@ -66,26 +65,26 @@ class MlpSpeculatorConfig:
 
     @property
     def target_vocab_size(self) -> int:
-        """V; the speculator knows all of the target's tokens."""
+        """V; the draft vocabulary is the target's."""
         return self.vocab_size
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied with where they meet the state."""
+        """The factor on embeddings."""
         return embedding_scale(self.n_predict, self.inner_dim)
 
     def count(self, part: str) -> int:
-        """How many stages have a ``part`` of their own: "embeddings", "projections", ..."""
+        """Return the number of separate weights of a ``part``: "embeddings", "projections", ..."""
         if not self.tie_weights:
             return self.n_predict
         return 2 if part == "projections" else 1
 
 
 def check_sizes(config) -> None:
-    """Raises where a size of a speculator's config is out of range.
+    """Check the sizes that all speculator configs have.
 
     Raises:
-      ValueError: naming it.
+      ValueError: a size is out of range.
     """
     for name in ("n_predict", "hidden_size", "inner_dim", "vocab_size"):
         if vars(config)[name] < 1:
@@ -95,7 +94,7 @@ def check_sizes(config) -> None:
 
 
 def embedding_scale(n_predict: int, inner_dim: int) -> float:
-    """e / w: by the last stage, the state weighs as much as all embeddings together."""
+    """Return e / w: at the last stage, the state weighs as much as all embeddings together."""
     state_weight = 0.5 ** (0.5 / n_predict)
     return math.sqrt((1 - state_weight**2) * inner_dim / 2) / state_weight
 
@@ -110,7 +109,7 @@ class NormParams:
 
 @struct.dataclass
 class MlpSpeculatorParams:
-    """Weights, of each stage or shared: see ``MlpSpeculatorConfig.count``."""
+    """Weights, per stage or shared: see ``MlpSpeculatorConfig.count``."""
 
     embeddings: tuple[Array, ...]  # [V, I]
     projections: tuple[Array, ...]  # [D, I], then [I, I]
@@ -121,17 +120,14 @@ class MlpSpeculatorParams:
 def init_params(
     key: Array, config: MlpSpeculatorConfig, dtype: jnp.dtype = jnp.float32
 ) -> MlpSpeculatorParams:
-    """Random weights: normal, 1 / sqrt(I) wide, as IBM's; norms that only divide."""
+    """Return random normal weights of std 1 / sqrt(I), like IBM's."""
     inner, vocab = config.inner_dim, config.vocab_size
     keys = iter(jax.random.split(key, 3 * config.n_predict))
 
     def normal(part: str, shape: tuple[int, int], first: tuple[int, int] | None = None):
-        return tuple(
-            (
-                jax.random.normal(next(keys), first or shape if stage == 0 else shape) * inner**-0.5
-            ).astype(dtype)
-            for stage in range(config.count(part))
-        )
+        shapes = [first or shape] + [shape] * (config.count(part) - 1)
+        draw = lambda shape: jax.random.normal(next(keys), shape) * inner**-0.5
+        return tuple(draw(shape).astype(dtype) for shape in shapes)
 
     return MlpSpeculatorParams(
         embeddings=normal("embeddings", (vocab, inner)),
@@ -142,12 +138,12 @@ def init_params(
 
 
 def init_norm(size: int, dtype: jnp.dtype) -> NormParams:
-    """A norm that only divides."""
+    """Return the weights of a norm that only divides."""
     return NormParams(jnp.ones((size,), dtype), jnp.zeros((size,), dtype))
 
 
 def start(config, hidden: Array) -> Array:
-    """The target's hidden state [..., D] to the state that the first stage takes."""
+    """Return the state of the first stage for the target's hidden state [..., D]."""
     hidden = hidden.astype(config.activation_dtype)
     if not config.scale_input:
         return hidden
@@ -164,15 +160,15 @@ def step(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """One stage up to its output matrix, which takes the new state; arguments as ``advance``.
+    """Run one stage up to its output matrix; arguments as for ``advance``.
 
     Returns:
-      The state [..., I], twice.
+      The state [..., I], and the output matrix's input, which is the same.
     """
-    own = lambda part: part[min(stage, len(part) - 1)]
-    embedded = ops.look_up(own(params.embeddings), tokens).astype(jnp.float32)
-    mixed = linear(state, own(params.projections)) + config.embedding_scale * embedded
-    state = activate(mixed, own(params.norms)).astype(config.activation_dtype)
+    of_stage = lambda part: part[min(stage, len(part) - 1)]
+    embedded = ops.look_up(of_stage(params.embeddings), tokens).astype(jnp.float32)
+    mixed = linear(state, of_stage(params.projections)) + config.embedding_scale * embedded
+    state = activate(mixed, of_stage(params.norms)).astype(config.activation_dtype)
     return state, state
 
 
@@ -185,15 +181,15 @@ def advance(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """One stage.
+    """Run one stage.
 
     Args:
       params: weights.
       config: sizes.
-      state: what ``start`` or the stage before gave, [..., D or I].
-      tokens: int32 [...], the root or what was drafted last.
-      stage: which one, from 0; static.
-      linear: multiplies matrices.
+      state: [..., D or I], of ``start`` or the stage before.
+      tokens: int32 [...], the root or the last drafted token.
+      stage: its index, static.
+      linear: matrix product.
 
     Returns:
       The state [..., I] and float32 logits [..., V].
@@ -203,7 +199,7 @@ def advance(
 
 
 def activate(x: Array, norm: NormParams) -> Array:
-    """Norm and exact gelu, in float32 (or wider)."""
+    """Return the exact gelu of the normed x, in float32 (or wider)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x = decoder.rms_norm(x.astype(wide), norm.weight, EPS) + norm.bias.astype(wide)
     return jax.nn.gelu(x, approximate=False)

@@ -1,23 +1,23 @@
-"""Modules that predict the tokens after the next, as a target is trained with (MTP).
+"""Multi-token prediction (MTP) modules, which some targets are trained with.
 
-Each module is one block of the target's kind behind a projection of two things: what is known of a
-position, and the token that follows it (DeepSeek-V3, arXiv 2412.19437, section 2.2): ::
+Each module is a block of the target's kind. Its input is a projection of a position's feature and
+of the embedding of the next token (DeepSeek-V3, arXiv 2412.19437, section 2.2): ::
 
     x = W [norm e; norm f]        y = block(x)        logits = target's head(norm' y)
 
-The first module reads the target's features f_i, after its final norm, and the token t_{i+1}, and
-predicts t_{i+2}. The next one reads what the first gave out for that position, and t_{i+2}: ::
+Module 0 reads the target's feature f_i, after its final norm, and token t_{i+1}; it predicts
+t_{i+2}. Module 1 reads the output of module 0 at that position, and t_{i+2}: ::
 
     slot                        1                2                3
     module 0   reads      f_1,    t_2      f_2,    t_3      f_3,    t_4
     module 1   reads      y^0_0,  t_2      y^0_1,  t_3      y^0_2,  t_4
 
-So a module reads, slot by slot, the token that the first reads, and what the module before gave out
-a slot earlier; its first slots are missing. Published targets have one module, and to draft more
-tokens it reads its own output, as a recurrent net does.
+So in a slot all modules read the same token, and module m + 1 reads the output of module m one slot
+earlier; its first slots are missing. Published targets have one module. To draft more tokens, it
+reads its own output, like a recurrent network.
 
-The embedding at position 0 counts as zero. Families differ in the order of e and f, and in whether
-what is handed on has passed norm'; ``jspec.checkpoints.heads.mtp`` reads which.
+The embedding at position 0 is replaced by zeros. Families differ in the order of e and f, and in
+whether y or norm' y is passed on; ``jspec.checkpoints.heads.mtp`` reads which.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads.network import NetworkSizes
+from jspec.models.layers import normal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,10 @@ class MtpConfig(NetworkSizes):
     """Sizes and switches of the modules; static and hashable.
 
     Attributes:
-      network: the modules' blocks, one each, so ``num_layers`` modules; sizes are the target's.
-      capture_layers: the target's last hidden state, after its final norm.
-      hidden_first: whether ``projection`` takes [f; e] and not [e; f].
-      feeds_normed: whether a module hands on norm' y, and not y.
+      network: the blocks, one per module, with the sizes of the target.
+      capture_layers: index of the target's last hidden state, after its final norm.
+      hidden_first: whether ``projection`` takes [f; e] instead of [e; f].
+      feeds_normed: whether a module passes on norm' y instead of y.
     """
 
     network: DecoderConfig
@@ -64,7 +65,7 @@ class MtpConfig(NetworkSizes):
 
 @struct.dataclass
 class ModuleParams:
-    """Weights of a module beside its block."""
+    """Weights of a module without its block."""
 
     embedding_norm: Array  # [D], of e
     hidden_norm: Array  # [D], of f
@@ -74,18 +75,18 @@ class ModuleParams:
 
 @struct.dataclass
 class MtpParams:
-    """Weights of M modules; embedding and output matrix are the target's."""
+    """Weights of M modules, which use the target's embedding and output matrix."""
 
     modules: tuple[ModuleParams, ...]
     layers: tuple[LayerParams, ...]
 
 
 def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -> MtpParams:
-    """Random weights: normal, 0.02 wide."""
+    """Return random normal weights of std 0.02."""
     layers_key, *keys = jax.random.split(key, 1 + config.n_predict)
     hidden = config.hidden_size
     one = jnp.ones((hidden,), dtype)
-    draw = lambda key: (0.02 * jax.random.normal(key, (2 * hidden, hidden))).astype(dtype)
+    draw = lambda key: normal(key, (2 * hidden, hidden), dtype)
     return MtpParams(
         modules=tuple(ModuleParams(one, one, draw(key), one) for key in keys),
         layers=decoder.init_layers(layers_key, config.network, dtype),
@@ -93,12 +94,12 @@ def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -
 
 
 def init_cache(config: MtpConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """An empty cache of one module, of ``capacity`` slots a row."""
+    """Return an empty cache of one module with ``capacity`` slots per row."""
     return decoder.init_cache(dataclasses.replace(config.network, num_layers=1), batch, capacity)
 
 
 def embed(config: MtpConfig, tokens: Array, target: Target, target_params: object) -> Array:
-    """Token ids [...] to e [..., D]."""
+    """Return e [..., D] of token ids [...]."""
     return target.embed(target_params, tokens).astype(config.network.activation_dtype)
 
 
@@ -112,60 +113,48 @@ def run(
     attend: Attend,
     *,
     linear: Linear = ops.linear,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> Array:
-    """Runs a module over rows e and f [B, T, D] at int32 positions [B, T].
+    """Return the output [B, T, D] of a module for e and f [B, T, D] at int32 positions [B, T].
 
-    ``attend`` owns the attention, and ``wanted`` are rows, as in ``decoder.trunk``; the module is
-    its layer 0.
-
-    Returns:
-      [B, T, D], what the module hands on, and what ``unembed`` takes. Of ``wanted`` alone
-      [B, M, D].
+    The output is passed on and is the input of ``unembed``. ``attend`` and ``rows`` [B, M] are
+    those of ``decoder.trunk``, with the module as layer 0; with ``rows`` the output is [B, M, D].
     """
-    network, own = config.network, params.modules[module]
+    network, weights = config.network, params.modules[module]
     embedded = jnp.where((positions == 0)[..., None], 0, embedded)
-    e = network.norm(embedded, own.embedding_norm)
-    f = network.norm(features, own.hidden_norm)
+    e = network.norm(embedded, weights.embedding_norm)
+    f = network.norm(features, weights.hidden_norm)
     pair = [f, e] if config.hidden_first else [e, f]
-    x = linear(jnp.concatenate(pair, -1), own.projection).astype(features.dtype)
+    x = linear(jnp.concatenate(pair, -1), weights.projection).astype(features.dtype)
     cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
-    x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear, wanted)
-    return network.norm(x, own.norm) if config.feeds_normed else x
+    x = decoder.block(params.layers[module], network, x, cos, sin, 0, attend, linear, rows)
+    return network.norm(x, weights.norm) if config.feeds_normed else x
 
 
-def take_in(
+def prefill(
     params: MtpParams,
     config: MtpConfig,
     module: int,
     embedded: Array,
     features: Array,
     cache: kv_cache.KVCache,
-    wanted: Array | None = None,
+    rows: Array | None = None,
 ) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
-    """Runs n rows of a module that come next after those in its cache, in order.
+    """Run n rows of a module, e and f [B, n, D], which follow those in its cache.
 
-    Args:
-      params: weights.
-      config: sizes.
-      module: which one.
-      embedded: e [B, n, D].
-      features: f [B, n, D], of the target or of the module before.
-      cache: of the module, read only; the first row of module m is that of slot m.
-      wanted: int32 [B, m], rows whose output is wanted: of the others there are only entries. None
-        for all.
+    ``features`` are those of the target or the outputs of the module before. The first row in the
+    cache of module m is that of slot m.
 
     Returns:
-      What the rows give out [B, n, D], or [B, m, D] of those wanted, and the entries of all for
-      ``kv.append``.
+      The outputs [B, n, D], or [B, m, D] of ``rows`` int32 [B, m] only; and the cache entries of
+      all n rows for ``kv_cache.append``.
     """
-    batch, size, _ = embedded.shape
-    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
+    tree = trees.chain_tree(*embedded.shape[:2])
     attend, entries = decoder.attention_over(
-        cache, tree, implementation=config.network.attention, wanted=wanted
+        cache, tree, implementation=config.network.attention, rows=rows
     )
     positions = cache.length[:, None] + module + tree.depth
-    x = run(params, config, module, embedded, features, positions, attend, wanted=wanted)
+    x = run(params, config, module, embedded, features, positions, attend, rows=rows)
     return x, tuple(entries)
 
 
@@ -181,22 +170,12 @@ def extend(
     slot: Array,
     mask: Array,
 ) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
-    """A drafting step: runs n rows of a module and keeps their entries beside its cache.
+    """Run a drafting step of a module over n rows e and f [B, n, D] at ``positions`` [B, n].
 
-    Args:
-      params: weights.
-      config: sizes.
-      module: which one.
-      embedded: e [B, n, D].
-      features: f [B, n, D].
-      positions: int32 [B, n].
-      cache: of the module, read only.
-      side: the module's entries of this round so far, M slots.
-      slot: int32 [], where in ``side`` the n new entries go.
-      mask: bool [B, n, M], which side slots each row sees, its own included.
+    ``cache``, ``side``, ``slot`` and ``mask`` are those of ``attention_beside``.
 
     Returns:
-      What the rows give out [B, n, D], and ``side`` with the new entries.
+      The outputs [B, n, D] and the side buffers with the new entries.
     """
     attend, side = decoder.attention_beside(
         cache, side, slot, mask, positions, implementation=config.network.attention
@@ -206,7 +185,7 @@ def extend(
 
 
 def normed(params: MtpParams, config: MtpConfig, module: int, hidden: Array) -> Array:
-    """What a module gave out [..., D], as the target's output matrix takes it."""
+    """Return the input of the target's output matrix for the output [..., D] of a module."""
     if config.feeds_normed:
         return hidden
     return config.network.norm(hidden, params.modules[module].norm)
@@ -220,5 +199,5 @@ def unembed(
     target: Target,
     target_params: object,
 ) -> Array:
-    """What a module gave out [..., D] to float32 logits [..., V]."""
+    """Return float32 logits [..., V] of the output [..., D] of a module."""
     return target.unembed(target_params, normed(params, config, module, hidden), norm=False)

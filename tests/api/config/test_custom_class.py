@@ -81,8 +81,8 @@ def test_keys_of_the_rule_work_with_a_class_too():
         ({"method": f"{HERE}.Repeat"}, "is method='custom_class' with model='tests.drafters."),
         (
             REPEAT | {"phrase": {"a": 1}},
-            "drafter=Repeat must be hashable, as it is part of the key "
-            "of compiled programs: unhashable type: 'dict'",
+            "drafter=Repeat must be hashable, because it keys compiled programs: unhashable type: "
+            "'dict'",
         ),
         (REPEAT | {"adaptive_length": True}, "num_speculative_tokens must be given"),
         (SUCCESSOR | {"adaptive_length": [5]}, "K=5 is not among 0 to num_speculative_tokens=3"),
@@ -97,7 +97,7 @@ def test_keys_of_the_rule_work_with_a_class_too():
         ),
         ({"model": f"{HERE}.Odd", "capture_layers": 3}, "capture_layers=3 must be a tuple of"),
         ({"model": f"{HERE}.Odd", "capture_layers": [0, 3]}, "at most 2, the layers of the target"),
-        ({"model": f"{HERE}.Odd", "proposal": "drawn"}, "proposal='drawn' must be one of 'point'"),
+        ({"model": f"{HERE}.Odd", "proposal": "drawn"}, "proposal='drawn' must be one of 'deterministic'"),
     ],
 )
 def test_what_is_wrong_with_a_class_or_its_keys_is_named(given, message):
@@ -109,10 +109,10 @@ def test_all_that_a_class_lacks_is_named_at_once():
     for wrong in (
         "no 'capture_layers'",
         "no 'noise'",
-        "no method 'absorb'",
+        "no method 'prefill'",
         "no method 'update'",
         "the field 'model' has the name of a key",
-        "no method 'retire'",
+        "no method 'on_finished'",
         "'propose' does not take the arguments of propose(self, params, request, shared, memory, "
         "history)",
         "'load_params' is no plain method load_params(self, target_params)",

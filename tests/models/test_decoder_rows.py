@@ -1,4 +1,4 @@
-"""A network of whose last block only some rows are wanted."""
+"""Tests of a decoder whose last block computes only some rows."""
 
 import functools
 
@@ -34,38 +34,37 @@ BATCH, PREFIX, NODES = 3, 5, 6
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def run(params, config, tokens, cache, wanted=None):
-    """What leaves the last block, and the entries of all nodes: a chain behind the cache."""
-    tree = trees.from_parents(trees.chain(tokens.shape[1] - 1), tokens.shape[1] - 1)
-    tree = trees.broadcast(tree, len(tokens))
-    attend, entries = decoder.attention_over(cache, tree, windows=config.windows, wanted=wanted)
+def run(params, config, tokens, cache, rows=None):
+    """Return the last residual stream and the cache entries of a chain after the cache."""
+    tree = trees.chain_tree(*tokens.shape)
+    attend, entries = decoder.attention_over(cache, tree, windows=config.windows, rows=rows)
     x, _ = decoder.trunk(
         params,
         config,
         decoder.embed(params, config, tokens),
         cache.length[:, None] + tree.depth,
         attend,
-        wanted=wanted,
+        rows=rows,
     )
     return x, tuple(entries)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rows_that_are_wanted_are_as_among_all_and_every_row_leaves_its_keys(name):
+def test_selected_rows_equal_those_of_all_rows_and_all_rows_return_keys(name):
     config, rng = CONFIGS[name], np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: decoder.init_params(jax.random.key(0), config))
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), shapes)
-    said, tokens = (rng.integers(0, 40, (BATCH, count)) for count in (PREFIX, NODES))
+    prefix, tokens = (rng.integers(0, 40, (BATCH, count)) for count in (PREFIX, NODES))
     cache = decoder.init_cache(config, BATCH, PREFIX)
-    _, entries = run(params, config, said, cache)
-    kept = np.array([PREFIX, 2, 0])  # a row without a prefix too
-    cache = kv_cache.append(cache, entries, np.tile(np.arange(PREFIX), (BATCH, 1)), kept)
+    _, entries = run(params, config, prefix, cache)
+    lengths = np.array([PREFIX, 2, 0])  # a row without a prefix too
+    cache = kv_cache.append(cache, entries, np.tile(np.arange(PREFIX), (BATCH, 1)), lengths)
 
-    whole, all_entries = run(params, config, tokens, cache)
-    wanted = np.array([[5, 0], [2, 3], [0, 4]])
-    some, some_entries = run(params, config, tokens, cache, wanted)
+    every, all_entries = run(params, config, tokens, cache)
+    rows = np.array([[5, 0], [2, 3], [0, 4]])
+    some, some_entries = run(params, config, tokens, cache, rows)
     assert some.shape == (BATCH, 2, 32)
-    expected = np.take_along_axis(np.asarray(whole), wanted[..., None], 1)
+    expected = np.take_along_axis(np.asarray(every), rows[..., None], 1)
     np.testing.assert_allclose(some, expected, atol=2e-5)
     for one, other in zip(jax.tree.leaves(some_entries), jax.tree.leaves(all_entries), strict=True):
         assert one.shape[2] == NODES
