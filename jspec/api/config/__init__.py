@@ -28,24 +28,25 @@ from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole
 
 _PARTS = "[{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}]"
-_ANY_SIZE = 1 << 30  # a vocabulary that settings are checked for before the target's is known
+_ANY_SIZE = 1 << 30  # vocabulary size for checks before the target is loaded
+_RULE_KEYS = ("rejection_sample_method", *sum(RULE_KEYS.values(), ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
-    """What a ``speculative_config`` asks for. Made by ``read``.
+    """A checked ``speculative_config``, from ``read``.
 
     Attributes:
       method: a name in ``jspec.drafters.METHODS``, or "custom_class".
-      rule: a name in ``jspec.verify.RULES``, or the rule itself where keys have set it.
-      model: of the drafter: a path, a hub id or what was loaded; None for methods without one, and
-        where it lies in the target's files.
-      max_model_len: longest sequence to draft for; None for all that the draft model can take.
+      rule: a name in ``jspec.verify.RULES``, or the rule itself if it has settings.
+      model: model of the drafter: a path, a hub id or a loaded model. None for methods without one,
+        and for heads in the target's files.
+      max_model_len: longest sequence to draft for; None for the draft model's own limit.
       settings: fields of the method's drafter.
-      drafter_class: of "custom_class"; None for the other methods, which are known by name.
-      parallel: whether all tokens of a round are drafted in one pass; None: as the head can.
-      parts: of "hybrid": what each of the two asks for.
-      lengths: K's to choose from, ascending; () for one K in all rounds.
+      drafter_class: class of "custom_class"; None for the named methods.
+      parallel: whether one pass drafts all tokens of a round; None for the head's own mode.
+      parts: the two configs of "hybrid".
+      lengths: the K's to choose from, ascending; () for one K in all rounds.
       batch_sizes: (least, most, K); () to choose by expected goodput.
     """
 
@@ -62,51 +63,54 @@ class SpeculativeConfig:
 
     @property
     def needs_model(self) -> bool:
-        """Whether the method, or one of its parts, drafts with a language model of its own."""
+        """Return whether the method, or one of its parts, drafts with a language model."""
         if self.parts:
             return any(part.needs_model for part in self.parts)
         return not self.drafter_class and "config" in _fields(self.method) and not self.needs_head
 
     @property
     def translates(self) -> bool:
-        """Whether the draft model may have a vocabulary of its own."""
+        """Return whether the draft model may have a vocabulary of its own."""
         return bool(self.settings.get("use_heterogeneous_vocab")) and not self.drafter_class
 
     @property
     def needs_head(self) -> bool:
-        """Whether the method drafts with a head, which reads the target's hidden states."""
+        """Return whether the method drafts with a head on the target's hidden states."""
         return not self.drafter_class and "target" in _fields(self.method)
 
     def drafter(self, draft: DecoderConfig | HeadConfig | tuple | None, target: Decoder) -> Drafter:
-        """The drafter for ``target``; ``draft`` is its network, if any, or those of its parts.
+        """Return the drafter for ``target``; ``draft`` is its network or those of its parts.
 
         Raises:
           ValueError: a setting is out of range.
         """
-        if self.drafter_class:
-            drafter = custom_class.build(self.drafter_class, self.settings, target, self.rule)
-            return Adaptive(drafter, self.lengths, self.batch_sizes) if self.lengths else drafter
         if self.parts:
             pairs = zip(self.parts, draft, strict=True)
             parts = tuple(part.drafter(network, target) for part, network in pairs)
             return Hybrid(parts, **self.settings)
-        fitted = {
+        if self.drafter_class:
+            drafter = custom_class.build(self.drafter_class, self.settings, target, self.rule)
+        else:
+            drafter = self._built_in(draft, target)
+        return Adaptive(drafter, self.lengths, self.batch_sizes) if self.lengths else drafter
+
+    def _built_in(self, draft: DecoderConfig | HeadConfig | None, target: Decoder) -> Drafter:
+        parallel = self.parallel
+        if parallel is None:  # "eagle3"
+            parallel = draft.mask_token_id is not None
+        values = {
             "config": draft,
             "target": target,
             "vocab_size": target.vocab_size,
             "max_length": self.max_model_len,
         }
-        parallel = self.parallel
-        if parallel is None:
-            parallel = getattr(draft, "mask_token_id", None) is not None
-        fields = _fields(self.method, parallel)
-        wanted = {name: fitted[name] for name in fields & fitted.keys()}
-        drafter = _class_of(self.method, parallel)(**self.settings, **wanted)
-        return Adaptive(drafter, self.lengths, self.batch_sizes) if self.lengths else drafter
+        fields = _fields(self.method, parallel) & values.keys()
+        values = {name: values[name] for name in fields}
+        return _class_of(self.method, parallel)(**self.settings, **values)
 
 
 def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
-    """Checks a ``speculative_config``; None asks for plain decoding.
+    """Check a ``speculative_config``; None means plain decoding.
 
     Raises:
       ValueError: a key is unknown, or a value is out of range or not supported.
@@ -118,26 +122,27 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
             f"speculative_config={shown(given)} must be a dict, such as "
             "{'method': 'ngram', 'num_speculative_tokens': 4}."
         )
-    if custom_class.is_asked_for(given):
-        return _read_custom_class(given)
+    values = {name: given.get(name) for name in KEYS}
+    if custom_class.is_custom(given):
+        return _read_custom_class(given, values)
     for name, value in given.items():
         _check_standing(name, value)
-    values = {name: given.get(name) for name, key in KEYS.items() if key.standing == "works"}
-    method = methods.asked_for(values)
-    parallel = checking.flag(values, "parallel_drafting") and method in PARALLEL
+    method = methods.method_of(values)
+    parallel: bool | None = checking.flag(values, "parallel_drafting") and method in PARALLEL
     if values["parallel_drafting"] is None and method == "eagle3":
         parallel = None
-    _check_used(method, values, parallel)
-    _check_parallel(values["draft_tensor_parallel_size"])
+    fields = _fields(method, parallel)
+    _check_used(method, fields, values)
+    _check_tensor_parallel(values["draft_tensor_parallel_size"])
     if method == HYBRID:
         return _read_hybrid(values)
-    settings = _settings(method, values, parallel)
-    if "config" in _fields(method):
-        _check_path(method, values["model"])
+    settings = _settings(method, parallel, values)
+    if "config" in fields:
+        _check_model(method, values["model"])
     return SpeculativeConfig(
         method=method,
         rule=rules.asked_for(values),
-        model=values["model"] if "config" in _fields(method) else None,
+        model=values["model"] if "config" in fields else None,
         max_model_len=checking.at_least_one("max_model_len", values["max_model_len"]),
         settings=settings,
         parallel=parallel,
@@ -145,11 +150,10 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
     )
 
 
-def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
+def _read_custom_class(given: Mapping[str, Any], values: Mapping[str, Any]) -> SpeculativeConfig:
     drafter = custom_class.find(given.get("model"))
     settings = custom_class.settings(drafter, given)
-    values = {name: given.get(name) for name in KEYS}
-    _check_parallel(values["draft_tensor_parallel_size"])
+    _check_tensor_parallel(values["draft_tensor_parallel_size"])
     return SpeculativeConfig(
         method=CUSTOM_CLASS,
         rule=rules.asked_for(values),
@@ -160,73 +164,70 @@ def _read_custom_class(given: Mapping[str, Any]) -> SpeculativeConfig:
 
 
 def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
-    given = values["parts"]
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
+    parts, sampled = values["parts"], values["draft_sample_method"]
+    if not isinstance(parts, Sequence) or isinstance(parts, str) or len(parts) != 2:
         raise ValueError(
-            f"parts={shown(given)} must be a list of two configs, one that looks up and one with a "
+            f"parts={shown(parts)} must be a list of two configs, a lookup method and one with a "
             f"network, such as {_PARTS}."
         )
-    if values["draft_sample_method"] is not None:
+    if sampled is not None:
         raise ValueError(
-            f"draft_sample_method={shown(values['draft_sample_method'])} says of neither part how "
-            "it drafts; give it in the part that draws, not beside 'parts'."
+            f"draft_sample_method={shown(sampled)} applies to neither part; give it in the part "
+            "that samples, not beside 'parts'."
         )
-    combine = {} if values["combine"] is None else {"combine": values["combine"]}
     return SpeculativeConfig(
         method=HYBRID,
         rule=rules.asked_for(values),
-        settings=combine,
-        parts=tuple(_read_part(place, part) for place, part in enumerate(given)),
+        settings={} if values["combine"] is None else {"combine": values["combine"]},
+        parts=tuple(_read_part(index, part) for index, part in enumerate(parts)),
     )
 
 
-def _read_part(place: int, given: Any) -> SpeculativeConfig:
-    nested = given.get("method") if isinstance(given, Mapping) else None
-    if nested == HYBRID:
-        raise ValueError(f"parts[{place}] has the method {nested!r}, which is no part.")
+def _read_part(index: int, given: Any) -> SpeculativeConfig:
+    no_part = "parts[{}] has the method {!r}, which is no part.".format
+    if isinstance(given, Mapping) and given.get("method") == HYBRID:
+        raise ValueError(no_part(index, HYBRID))  # first, because ``read`` would recurse
     try:
         part = read(given)
     except ValueError as error:
-        raise ValueError(f"parts[{place}]: {error}") from None
-    rule_keys = ("rejection_sample_method", *sum(RULE_KEYS.values(), ()))
-    misplaced = next((name for name in rule_keys if (given or {}).get(name) is not None), None)
+        raise ValueError(f"parts[{index}]: {error}") from None
+    if part.method == methods.NONE:
+        raise ValueError(no_part(index, methods.NONE))
+    misplaced = next((name for name in _RULE_KEYS if given.get(name) is not None), None)
     if misplaced is not None:
         raise ValueError(
-            f"parts[{place}] has {misplaced!r}, but one rule judges both; give it beside 'parts'."
+            f"parts[{index}] has {misplaced!r}, but one rule judges both; give it beside 'parts'."
         )
     if part.lengths:
         raise ValueError(
-            f"parts[{place}] chooses its K by the round, which no combination passes on; leave "
-            "adaptive_length and num_speculative_tokens_per_batch_size out."
+            f"parts[{index}] must have one K for all rounds; leave adaptive_length and "
+            "num_speculative_tokens_per_batch_size out."
         )
-    if part.method == methods.NONE:
-        raise ValueError(f"parts[{place}] has the method {part.method!r}, which is no part.")
     return part
 
 
 def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len: int) -> None:
-    """Checks that the config's ``max_model_len`` is within the reach of both models.
+    """Check that ``max_model_len`` of the config is within the limits of both models.
 
-    A draft model that reaches less far than the target sits out the rounds beyond.
+    A draft model with a lower limit than the target skips the rounds beyond it.
 
     Raises:
-      ValueError: ``max_model_len`` exceeds what one of the two can take.
+      ValueError: ``max_model_len`` exceeds one of the limits.
     """
-    speculative_max_model_len = config.max_model_len
-    if speculative_max_model_len is not None:
-        for name, limit in (("draft", draft_positions), ("target", max_model_len)):
-            if speculative_max_model_len > limit:
-                raise ValueError(
-                    f"{speculative_max_model_len=} cannot be larger than "
-                    f"{name}_max_model_len={limit}"
-                )
+    length = config.max_model_len
+    for name, limit in (("draft", draft_positions), ("target", max_model_len)):
+        if length is not None and length > limit:
+            raise ValueError(
+                f"speculative_max_model_len={length} cannot be larger than "
+                f"{name}_max_model_len={limit}"
+            )
 
 
 def _check_standing(name: str, value: Any) -> None:
     if name not in KEYS:
         raise ValueError(f"speculative_config has no key {shown(name)}{did_you_mean(name, KEYS)}")
     key = KEYS[name]
-    if key.standing == "works" or key.asks_nothing(value):
+    if key.standing == "works" or key.is_default(value):
         return
     if name == "tensor_parallel_size":
         raise ValueError(key.note)
@@ -237,35 +238,27 @@ def _check_standing(name: str, value: Any) -> None:
     )
 
 
-def _check_used(method: str, values: Mapping[str, Any], parallel: bool | None) -> None:
-    """Keys that the method would ignore must not ask for anything."""
-    used = _fields(method, parallel) | {
-        "method",
-        "rejection_sample_method",
-        "draft_tensor_parallel_size",
-        "draft_sample_method",
-        *sum(RULE_KEYS.values(), ()),
-    }
+def _check_used(method: str, fields: set[str], values: Mapping[str, Any]) -> None:
+    """Check that every key that the method ignores has its default."""
+    used = fields | {"method", "draft_tensor_parallel_size", "draft_sample_method", *_RULE_KEYS}
     if "config" in used:
         used |= {"model", "max_model_len"}
     if method in (*PARALLEL, *ALWAYS_PARALLEL):
         used |= {"parallel_drafting"}
     if "num_speculative_tokens" in used:
         used |= {"adaptive_length", "num_speculative_tokens_per_batch_size"}
+    model = values["model"]
+    if isinstance(model, str | os.PathLike) and METHOD_ALIASES.get(str(model), model) == method:
+        used |= {"model"}  # vLLM's "ngram" as the model's name
     for name, value in values.items():
-        names_method = (
-            name == "model"
-            and isinstance(value, str | os.PathLike)
-            and METHOD_ALIASES.get(str(value), value) == method
-        )
-        if name not in used and not names_method and not KEYS[name].asks_nothing(value):
+        if name not in used and not KEYS[name].is_default(value):
             raise ValueError(
                 f"speculative_config: {name}={shown(value)} is not used by method={method!r}; "
                 "leave it out."
             )
 
 
-def _check_parallel(size: Any) -> None:
+def _check_tensor_parallel(size: Any) -> None:
     if size not in (None, 1) or isinstance(size, bool):
         raise ValueError(
             f"speculative_draft_tensor_parallel_size={shown(size)} cannot be other value than 1 or "
@@ -273,24 +266,24 @@ def _check_parallel(size: Any) -> None:
         )
 
 
-def _check_path(method: str, model: Any) -> None:
-    if model is None and method in METHODS_IN_TARGETS:
-        return
+def _check_model(method: str, model: Any) -> None:
     if model is None:
+        if method in METHODS_IN_TARGETS:
+            return
         raise ValueError(f"method={method!r} needs a 'model': a local directory or a hub id.")
     loaded = LoadedHead if "target" in _fields(method) else LoadedModel
     if not isinstance(model, str | os.PathLike | loaded):
         raise ValueError(f"model={shown(model)} must be a local directory or a hub id.")
 
 
-def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> dict[str, Any]:
-    """The drafter's fields, with vLLM's defaults where they are not given."""
+def _settings(method: str, parallel: bool | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the drafter's fields, with vLLM's defaults for keys that are left out."""
     fields = _fields(method, parallel)
     if {"tree", "config"} <= fields:
-        flags = {"use_heterogeneous_vocab"} & fields
-        return _tree_settings(values, _class_of(method, parallel).knows_depth) | {
-            name: checking.flag(values, name) for name in flags
-        }
+        settings = _tree_settings(values, _class_of(method, parallel).knows_depth)
+        if "use_heterogeneous_vocab" in fields:
+            settings["use_heterogeneous_vocab"] = checking.flag(values, "use_heterogeneous_vocab")
+        return settings
     values = dict(values)
     sampled = values["draft_sample_method"] = values["draft_sample_method"] or "probabilistic"
     if sampled not in DRAFT_SAMPLE_METHODS:
@@ -300,7 +293,7 @@ def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> 
             f"{did_you_mean(sampled, DRAFT_SAMPLE_METHODS) or '.'}"
         )
     if "tree" in fields:
-        return _given_settings(method, values)
+        return _checked_by_drafter(method, values)
     if "num_speculative_tokens" in fields:
         checking.check_count(values["num_speculative_tokens"], "config" in fields)
     values["use_heterogeneous_vocab"] = checking.flag(values, "use_heterogeneous_vocab")
@@ -309,8 +302,8 @@ def _settings(method: str, values: Mapping[str, Any], parallel: bool | None) -> 
     return {name: values[name] for name in fields & values.keys() if values[name] is not None}
 
 
-def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of settings that all have defaults, which the drafter knows and checks."""
+def _checked_by_drafter(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the types here and the ranges in the drafter, which has a default for every key."""
     fields = _fields(method)
     given = {name: values[name] for name in fields & values.keys() if values[name] is not None}
     for name, value in given.items():
@@ -332,26 +325,25 @@ def _given_settings(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tree_settings(values: Mapping[str, Any], knows_depth: bool) -> dict[str, Any]:
-    """The settings of a tree, which are the same for all heads, once they fit each other.
+    """Return the tree settings of a head, checked against each other.
 
-    Where the head ``knows_depth`` and none is given, its drafter checks them.
+    If the head ``knows_depth`` and the config names none, its drafter checks them.
     """
     tree = checking.tree("chain" if values["tree"] is None else values["tree"])
+    count, depth = values["num_speculative_tokens"], values["tree_depth"]
+    unknown = count is None and depth is None
+    left_to_head = knows_depth and unknown and tree in tree_settings.OF_ANY_DEPTH
+    if count is not None or (tree == "chain" and not depth and not left_to_head):
+        checking.check_count(count, has_model=True)
     names = ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k")
-    deep = values["num_speculative_tokens"] is not None or values["tree_depth"] is not None
-    left_to_head = knows_depth and not deep and tree in tree_settings.OF_ANY_DEPTH
-    if values["num_speculative_tokens"] is not None or (
-        tree == "chain" and not values["tree_depth"] and not left_to_head
-    ):
-        checking.check_count(values["num_speculative_tokens"], has_model=True)
-    numbers = {name: checking.at_least_one(name, values[name]) for name in names}
+    settings = {name: checking.at_least_one(name, values[name]) for name in names}
+    sampled = values["draft_sample_method"]
     if not left_to_head:
-        tree_settings.drawn_by(
-            tree, tree_settings.requested(tree, **numbers), values["draft_sample_method"]
-        )
+        tree_settings.drawn_by(tree, tree_settings.requested(tree, **settings), sampled)
     top_k = checking.at_least_one("dspark_draft_topk", values["dspark_draft_topk"])
-    more = {} if top_k is None else {"dspark_draft_topk": top_k}
-    return numbers | more | {"tree": tree, "draft_sample_method": values["draft_sample_method"]}
+    if top_k is not None:
+        settings["dspark_draft_topk"] = top_k
+    return settings | {"tree": tree, "draft_sample_method": sampled}
 
 
 def _class_of(method: str, parallel: bool | None = False) -> type[Drafter]:
@@ -359,5 +351,5 @@ def _class_of(method: str, parallel: bool | None = False) -> type[Drafter]:
 
 
 def _fields(method: str, parallel: bool | None = False) -> set[str]:
-    """The settings of a method: its drafter's fields are its config keys."""
+    """Return the settings of a method: the fields of its drafter are its config keys."""
     return {field.name for field in dataclasses.fields(_class_of(method, parallel))}

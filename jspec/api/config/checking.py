@@ -1,4 +1,4 @@
-"""Values of ``speculative_config``'s keys: each is what it must be, or a ValueError says so."""
+"""Checks of the values of ``speculative_config``."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,24 @@ from jspec.drafters.trees import tree_settings
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import INT32, is_real, is_whole
 
-_PROMPT_LOOKUP = 5  # vLLM's n-gram length where neither end is given
-# Every node of a draft sees its ancestors through a mask of N times N.
-_OF_DRAFTS = ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k")
-_OF_LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")  # a step of the program for each token
-_LONGEST_LOOKUP = 256
+_PROMPT_LOOKUP = 5  # vLLM's default n-gram length
+_LARGEST = {
+    # Nodes attend to their ancestors through an N x N mask.
+    **dict.fromkeys(
+        ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k"), trees.MOST_NODES
+    ),
+    # The program has one step for each token.
+    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), 256),
+}
 
 
 def tree(given: Any) -> tree_settings.Tree:
-    """A tree by its name or its rank paths."""
+    """Return a tree as a name or a tuple of rank paths."""
     if isinstance(given, str):
         if given not in tree_settings.NAMES:
             raise ValueError(
-                f"tree={shown(given)} is not known; use one of {', '.join(tree_settings.NAMES)}, or a "
-                f"list of rank paths{did_you_mean(given, tree_settings.NAMES)}"
+                f"tree={shown(given)} is not known; use one of {', '.join(tree_settings.NAMES)}, "
+                f"or a list of rank paths{did_you_mean(given, tree_settings.NAMES)}"
             )
         return given
     if not isinstance(given, Sequence) or not all(isinstance(path, Sequence) for path in given):
@@ -35,7 +39,7 @@ def tree(given: Any) -> tree_settings.Tree:
 
 
 def check_count(count: Any, has_model: bool) -> None:
-    """``num_speculative_tokens``, in vLLM's words; ``has_model``: of a method with a network."""
+    """Check ``num_speculative_tokens`` in vLLM's words; ``has_model``: the method has a network."""
     if count is None and has_model:
         raise ValueError(
             "A speculative model was provided, but `num_speculative_tokens` was not provided"
@@ -45,9 +49,7 @@ def check_count(count: Any, has_model: bool) -> None:
             "num_speculative_tokens must be provided with speculative model unless the draft model "
             "config contains an n_predict parameter. Take 4, for example."
         )
-    if not isinstance(count, Integral) or isinstance(count, bool):
-        raise ValueError(f"num_speculative_tokens={shown(count)} must be a whole number.")
-    if count < 1:
+    if is_whole(count, most=0):
         raise ValueError(
             f"Expected num_speculative_tokens to be greater than zero ({shown(count)})."
         )
@@ -55,7 +57,7 @@ def check_count(count: Any, has_model: bool) -> None:
 
 
 def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
-    """The K's to choose from, and the numbers of rows that choose; empty where one is for all."""
+    """Return the K's to choose from, and the batch sizes that choose; {} for one K."""
     ranges, choices = values["num_speculative_tokens_per_batch_size"], values["adaptive_length"]
     if ranges is None and choices in (None, False):
         return {}
@@ -67,11 +69,8 @@ def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
     if most is None:
         raise ValueError("num_speculative_tokens must be given: it is the longest K to choose.")
     if ranges is not None:
-        found = _ranges(ranges)
-        return {
-            "lengths": _ascending({most, *(k for _, _, k in found)}, most),
-            "batch_sizes": found,
-        }
+        sizes = _ranges(ranges)
+        return {"lengths": _ascending({most, *(k for *_, k in sizes)}, most), "batch_sizes": sizes}
     if choices is True:
         doubled = {0, *(2**power for power in range(most.bit_length())), most}
         return {"lengths": _ascending(doubled, most)}
@@ -87,10 +86,10 @@ def _ranges(given: Any) -> tuple[tuple[int, int, int], ...]:
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     if not listed or not given or not all(_whole_numbers(x) and len(x) == 3 for x in given):
         raise ValueError(
-            f"{name}={shown(given)} must be a list of (least, most, K) of rows, such as "
+            f"{name}={shown(given)} must be a list of (least, most, K), such as "
             "[(1, 4, 5), (5, 64, 2)]."
         )
-    ordered = sorted(tuple(int(x) for x in each) for each in given)
+    ordered = sorted(tuple(map(int, entry)) for entry in given)
     for before, after in itertools.pairwise(ordered):
         if after[0] <= before[1]:
             raise ValueError(f"{name}={shown(given)}: {shown(before)} and {shown(after)} overlap.")
@@ -115,7 +114,7 @@ def _ascending(lengths: set[int], most: int) -> tuple[int, ...]:
 
 
 def prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:
-    """Both ends of the n-gram's length, where one or none is given."""
+    """Return both bounds of the n-gram's length; a missing bound is a copy of the other."""
     shortest = at_least_one("prompt_lookup_min", shortest)
     longest = at_least_one("prompt_lookup_max", longest)
     shortest = shortest or longest or _PROMPT_LOOKUP
@@ -126,33 +125,30 @@ def prompt_lookup(shortest: Any, longest: Any) -> dict[str, int]:
 
 
 def flag(values: Mapping[str, Any], name: str) -> bool:
-    """Whether a key is set to true."""
+    """Return whether a key is set to true."""
     if not isinstance(values[name], bool | None):
         raise ValueError(f"{name}={shown(values[name])} must be true or false.")
     return bool(values[name])
 
 
 def at_least_one(name: str, value: Any) -> int | None:
-    """A count; None where it is left out."""
+    """Return a count, or None if it is left out."""
     if value is None:
         return None
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={shown(value)} must be a whole number of at least 1.")
-    most = trees.MOST_NODES if name in _OF_DRAFTS else INT32 - 1
-    most = _LONGEST_LOOKUP if name in _OF_LOOKUPS else most
+    most = _LARGEST.get(name, INT32 - 1)
     if value > most:
         raise ValueError(f"{name}={shown(value)} must be at most {most}.")
     return int(value)
 
 
 def check_real(name: str, value: Any, *, listed: bool) -> None:
-    """A number of finite size, or a list of such; None where it is left out."""
-    if listed and value is not None:
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Sequence)
-            or not all(map(is_real, value))
-        ):
-            raise ValueError(f"{name}={shown(value)} must be a list of numbers.")
-    elif value is not None and not is_real(value):
-        raise ValueError(f"{name}={shown(value)} must be a number.")
+    """Check a finite number, or a list of them; None is left out."""
+    if value is None:
+        return
+    if not listed:
+        if not is_real(value):
+            raise ValueError(f"{name}={shown(value)} must be a number.")
+    elif isinstance(value, str) or not isinstance(value, Sequence) or not all(map(is_real, value)):
+        raise ValueError(f"{name}={shown(value)} must be a list of numbers.")

@@ -1,13 +1,13 @@
-"""``custom_class``: a drafter of the user's own, named by the dotted path of its class.
+"""``custom_class``: the user's own drafter, by the dotted path of its class.
 
-The class is what every method is: a frozen dataclass with the members of ``jspec.core.types.Drafter``,
-whose fields are its config keys. Two of them, ``target`` and ``vocab_size``, are filled in where
-the config does not give them. A drafter with weights has one method besides,
+The class is a frozen dataclass with the members of ``jspec.core.types.Drafter``. Its fields are its
+config keys. jspec fills in ``target`` and ``vocab_size`` if the config does not. A drafter with
+weights has one more method,
 
     def load_params(self, target_params) -> a pytree of arrays
 
-which is called once, after the target's weights are loaded; what it returns is handed to its other
-methods as ``params.drafter``. Where the weights lie is for a field of its own to say.
+which jspec calls once, after it loads the target's weights. The other methods get the result as
+``params.drafter``. A field of the class can hold the path of the weights.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jspec.models.decoder import Decoder
 from jspec.util.messages import did_you_mean, shown
 
 _FILLED_IN = ("target", "vocab_size")
-# Keys that are read here and never by the class.
+# Keys that jspec reads and never passes to the class.
 _OURS = {
     "method",
     "model",
@@ -36,21 +36,21 @@ _OURS = {
     "num_speculative_tokens_per_batch_size",
     *sum(RULE_KEYS.values(), ()),
 }
-_SETTINGS = tuple(get_type_hints(Drafter))  # those it inherits, too
+_SETTINGS = tuple(get_type_hints(Drafter))  # inherited ones too
 _METHODS = ("init", "prefill", "propose", "update")
 _SHARING = ("init_shared", "on_finished")
 
 
 @runtime_checkable
 class LoadsParams(Protocol):
-    """What a drafter of the user's own has besides, if it has weights."""
+    """A custom drafter with weights."""
 
     def load_params(self, target_params: Any) -> Any:
-        """The weights, a pytree of arrays."""
+        """Return the weights, a pytree of arrays."""
 
 
-def is_asked_for(given: Mapping[str, Any]) -> bool:
-    """Whether the method is ``custom_class``, or left out and the model a dotted path, as in vLLM.
+def is_custom(given: Mapping[str, Any]) -> bool:
+    """Return whether the method is ``custom_class``, or left out and the model a dotted path.
 
     A directory of that name is a model, not a class.
     """
@@ -63,11 +63,11 @@ def is_asked_for(given: Mapping[str, Any]) -> bool:
 
 
 def find(path: Any) -> type:
-    """Imports the class at a dotted path and checks that it is one of drafters.
+    """Import the drafter class at a dotted path.
 
     Raises:
-      ValueError: there is none, or members of ``jspec.core.types.Drafter`` are missing or take other
-        arguments; all of them are named.
+      ValueError: there is none, or members of ``jspec.core.types.Drafter`` are missing or take
+        other arguments; the message names all of them.
     """
     if not isinstance(path, str) or "." not in path:
         raise ValueError(
@@ -75,23 +75,23 @@ def find(path: Any) -> type:
             f"'my_package.my_module.MyDrafter'; got {shown(path)}."
         )
     try:
-        found = pkgutil.resolve_name(path)
+        drafter = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"model={shown(path)} cannot be imported: {str(error)[:200]}. Is the package "
             "installed, or its folder on PYTHONPATH?"
         ) from error
-    if not isinstance(found, type):
-        raise ValueError(f"model={shown(path)} is {type(found).__name__!r}, not a class.")
-    _check_class(found)
-    return found
+    if not isinstance(drafter, type):
+        raise ValueError(f"model={shown(path)} is {type(drafter).__name__!r}, not a class.")
+    _check_class(drafter)
+    return drafter
 
 
 def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that the class takes, lists as tuples, so that the drafter can be hashed.
+    """Return the keys that the class takes; lists become tuples, so that the drafter can be hashed.
 
     Raises:
-      ValueError: a key is unknown to the class, or one that it needs is not given.
+      ValueError: the class does not know a key, or a required key is missing.
     """
     fields = {field.name: field for field in _fields(drafter)}
     takes = [name for name in fields if name not in _FILLED_IN]
@@ -100,7 +100,7 @@ def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields:
             if value is not None or name not in KEYS:
                 chosen[name] = _frozen(value)
-        elif name not in _OURS and not (name in KEYS and KEYS[name].asks_nothing(value)):
+        elif name not in _OURS and not (name in KEYS and KEYS[name].is_default(value)):
             raise ValueError(
                 f"speculative_config: {drafter.__name__} takes no {shown(name)}; it takes "
                 f"{', '.join(map(repr, takes)) or 'no settings'}{did_you_mean(name, takes)}"
@@ -124,30 +124,30 @@ def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
 def build(
     drafter: type, chosen: Mapping[str, Any], target: Decoder, rule: str | verify.Rule
 ) -> Drafter:
-    """The drafter for ``target``, whose sizes are checked where they cannot be before.
+    """Return the drafter for ``target``.
 
     Raises:
-      ValueError: a member has a value that no drafter can have, it cannot be hashed, or it cannot
-        draw with the target's noise though the rule wants that.
+      ValueError: a member has an invalid value, the drafter cannot be hashed, or it cannot share
+        the target's noise though the rule needs that.
     """
     names = {field.name for field in _fields(drafter)}
     filled = {"target": target, "vocab_size": target.vocab_size}
-    made = drafter(**{name: filled[name] for name in names & filled.keys()} | dict(chosen))
-    validation.check_drafter(made)
-    validation.check_captured(made.capture_layers, target.config.num_layers, drafter.__name__)
+    built = drafter(**{name: filled[name] for name in names & filled.keys()} | dict(chosen))
+    validation.check_drafter(built)
+    validation.check_captured(built.capture_layers, target.config.num_layers, drafter.__name__)
     if (verify.RULES[rule] if isinstance(rule, str) else rule).shares_noise:
-        validation.sharing_noise(made)  # raises where it cannot be told
-    return made
+        validation.sharing_noise(built)  # raises if the drafter cannot
+    return built
 
 
 def params_of(drafter: Drafter, target_params: Any) -> Any:
-    """The weights of a drafter of the user's own; None where it has none."""
-    own = drafter.drafter if isinstance(drafter, Adaptive) else drafter
-    return own.load_params(target_params) if isinstance(own, LoadsParams) else None
+    """Return the weights of a custom drafter, or None if it has none."""
+    inner = drafter.drafter if isinstance(drafter, Adaptive) else drafter
+    return inner.load_params(target_params) if isinstance(inner, LoadsParams) else None
 
 
 def _check_class(drafter: type) -> None:
-    """Names everything that is wrong with a class at once."""
+    """Raise one error that lists every fault of a class."""
     name = drafter.__name__
     if not dataclasses.is_dataclass(drafter) or not drafter.__dataclass_params__.frozen:
         raise ValueError(
@@ -159,7 +159,7 @@ def _check_class(drafter: type) -> None:
         f"no {each!r}" for each in _SETTINGS if each not in fields and not hasattr(drafter, each)
     ]
     wrong += [
-        f"the field {each!r} has the name of a key that says something else"
+        f"the field {each!r} has the name of a key with another meaning"
         for each in sorted(_OURS & fields)
     ]
     shares = any(hasattr(drafter, each) for each in _SHARING)
@@ -171,29 +171,29 @@ def _check_class(drafter: type) -> None:
         wrong += filter(None, (_complaint(drafter, protocol, each) for each in members))
     if wrong:
         raise ValueError(
-            f"{name} is no drafter: {'; '.join(wrong)}. jspec.types.Drafter says what each member "
-            "is; a subclass of jspec.NoDrafter inherits those that it does not change."
+            f"{name} is no drafter: {'; '.join(wrong)}. see jspec.core.types.Drafter, or subclass "
+            "jspec.NoDrafter, which has all members."
         )
 
 
 def _complaint(drafter: type, protocol: type, method: str) -> str | None:
-    """What is wrong with a method, if anything."""
-    found = inspect.getattr_static(drafter, method, None)
-    if found is None:
+    """Return the fault of a method, or None."""
+    member = inspect.getattr_static(drafter, method, None)
+    if member is None:
         return f"no method {method!r}"
-    wanted = list(inspect.signature(getattr(protocol, method)).parameters)
-    given = f"{method}({', '.join(wanted)})"
-    if not inspect.isfunction(found):
-        return f"{method!r} is no plain method {given}"
+    names = list(inspect.signature(getattr(protocol, method)).parameters)
+    call = f"{method}({', '.join(names)})"
+    if not inspect.isfunction(member):
+        return f"{method!r} is no plain method {call}"
     try:
-        inspect.signature(found).bind(*wanted)
+        inspect.signature(member).bind(*names)
     except TypeError:
-        return f"{method!r} does not take the arguments of {given}"
+        return f"{method!r} does not take the arguments of {call}"
     return None
 
 
 def _fields(drafter: type) -> list[dataclasses.Field]:
-    """What the constructor takes; ``noise`` is set by ``Plan`` alone."""
+    """Return the fields of the constructor, without ``noise``, which ``Plan`` sets."""
     fields = dataclasses.fields(drafter)
     return [field for field in fields if field.init and field.name != "noise"]
 

@@ -1,6 +1,6 @@
-"""Every key of vLLM's ``speculative_config`` and its standing here: data, for code and docs alike.
+"""Every key of vLLM's ``speculative_config`` and its standing in jspec: data for code and docs.
 
-vLLM's keys are those of July 2026 (commit 002e77c) and the older ones that users still carry along.
+vLLM's keys are those of July 2026 (commit 002e77c), and older ones that users still have.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ class Key:
     """A key of ``speculative_config``.
 
     Attributes:
-      name: its name.
-      default: vLLM's default, at which every key is accepted.
+      name: name of the key.
+      default: vLLM's default, which every key accepts.
       standing: "works"; "not built": other values raise until the feature exists; "refused": other
         values raise for good.
-      note: what it does, or why it is refused; shown in error messages and in the docs.
-      also: other values that ask for nothing.
+      note: its effect, or why it is refused; for error messages and the docs.
+      also: other values without an effect.
     """
 
     name: str
@@ -33,189 +33,178 @@ class Key:
     note: str
     also: tuple = ()
 
-    def asks_nothing(self, value: Any) -> bool:
-        """Whether ``value`` leaves everything as it is without the key."""
-        idle = (None, self.default, *self.also)
+    def is_default(self, value: Any) -> bool:
+        """Return whether ``value`` has the same effect as leaving the key out."""
+        neutral = (None, self.default, *self.also)
         return any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in idle
+            value == other and isinstance(value, bool) == isinstance(other, bool)
+            for other in neutral
         )
 
 
-_VLLM_ONLY = "an engine setting of vLLM's; one XLA program has no such part"
-_GONE = "gone from vLLM too"
+_VLLM_ONLY = "an engine setting of vLLM; one XLA program has no such part"
+_GONE = "removed from vLLM too"
 
 _WORKS = (
-    ("method", None, "how tokens are drafted; inferred from `model` where it is left out"),
+    ("method", None, "the drafting method; inferred from `model` if left out"),
     (
         "model",
         None,
-        "the draft model: a local directory or a hub id; 'ngram' names the method; of 'custom_class', "
-        "the dotted path of a class; of 'mtp', the target if left out",
+        "the draft model: a local directory or a hub id; 'ngram' names the method; for "
+        "'custom_class', the dotted path of a class; for 'mtp', the target if left out",
     ),
     (
         "num_speculative_tokens",
         None,
-        "K, drafted tokens a round; of a tree, its depth. Required, but for trees that have one, "
-        "for 'mlp_speculator' and 'mtp', whose `n_predict` it is if left out, for 'suffix' and for "
+        "K, drafted tokens a round; for trees, the depth. Required, except for trees with a depth "
+        "of their own, for 'mlp_speculator' and 'mtp' (default `n_predict`), for 'suffix' and for "
         "'token_recycling'",
     ),
     (
         "num_speculative_tokens_per_batch_size",
         None,
-        "of chains: K for numbers of unfinished rows, as (least, most, K), ends included; elsewhere "
-        "`num_speculative_tokens`. K may be 0",
+        "for chains: K by the number of unfinished rows, as (least, most, K), ends included; other "
+        "batch sizes use `num_speculative_tokens`. K may be 0",
     ),
     (
         "adaptive_length",
         None,
-        "not in vLLM; of chains: K's to choose from in every round by expected tokens a second, such "
-        "as [0, 2, 4], or true for 0, 1, 2, 4, ... up to `num_speculative_tokens`",
+        "not in vLLM; for chains: the K's to choose from in every round by expected tokens a "
+        "second, such as [0, 2, 4], or true for 0, 1, 2, 4, ... up to `num_speculative_tokens`",
     ),
     (
         "prompt_lookup_max",
         None,
-        "longest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_min`",
+        "longest n-gram to look up; a copy of `prompt_lookup_min` if left out, or 5",
     ),
     (
         "prompt_lookup_min",
         None,
-        "shortest n-gram to look up; 5 if both are left out, else a copy of `prompt_lookup_max`",
+        "shortest n-gram to look up; a copy of `prompt_lookup_max` if left out, or 5",
     ),
     (
         "suffix_decoding_max_tree_depth",
         24,
-        "tokens of a match and its continuation together, at most; K where "
-        "`num_speculative_tokens` is left out",
+        "most tokens of a match and its continuation together; K if `num_speculative_tokens` is "
+        "left out",
     ),
-    (
-        "suffix_decoding_max_cached_requests",
-        10000,
-        "past responses that are looked up, the latest; 0 for none",
-    ),
-    (
-        "suffix_decoding_max_spec_factor",
-        1.0,
-        "drafted tokens for every token of the match, at most",
-    ),
+    ("suffix_decoding_max_cached_requests", 10000, "latest responses to look up; 0 for none"),
+    ("suffix_decoding_max_spec_factor", 1.0, "most drafted tokens for each token of the match"),
     (
         "suffix_decoding_min_token_prob",
         0.1,
-        "least probability of a drafted token, as estimated by counts of continuations",
+        "least probability of a drafted token, estimated from the counts of continuations",
     ),
     (
         "suffix_decoding_max_cached_tokens",
         1 << 20,
-        "not in vLLM; tokens of past responses that are kept, a place for each response included",
+        "not in vLLM; stored tokens of past responses, including one slot for each response",
     ),
     (
         "suffix_decoding_max_occurrences",
         32,
-        "not in vLLM; occurrences of a match that are counted, the latest",
+        "not in vLLM; latest occurrences of a match to count",
     ),
     (
         "rejection_sample_method",
         "standard",
         "'standard', 'block', 'coupled' (the text of plain sampling; not in vLLM), and the older "
-        "'probabilistic' (standard) and 'strict' (the target's own draw must equal the draft); lossy "
-        "are 'synthetic' (for benchmarks) and 'typical' (Medusa's; not in vLLM)",
+        "'probabilistic' (standard) and 'strict' (the target's sample must equal the draft); lossy "
+        "are 'synthetic' (for benchmarks) and 'typical' (Medusa's; not in vLLM); or the dotted "
+        "path of a jspec.verify.Rule",
     ),
     (
         "draft_sample_method",
         "greedy",
-        "'probabilistic' (the default here: drafts are sampled, with their law recorded) or 'greedy'; "
-        "for trees also 'top_plus_one' (the likeliest children and one draw; not in vLLM)",
+        "'probabilistic' (the default in jspec: drafts are sampled, with their distribution "
+        "recorded) or 'greedy'; for trees also 'top_plus_one' (the likeliest children and one "
+        "sample; not in vLLM)",
     ),
-    ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism is built"),
+    ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism exists"),
     (
         "max_model_len",
         None,
-        "longest text to draft for, at most that of either model; rounds past it are plain steps",
+        "longest sequence to draft for, within the limits of both models; later rounds are plain "
+        "steps",
     ),
     (
         "parallel_drafting",
         False,
-        "whether all tokens of a round are drafted in one pass, none seeing another: of 'draft_model' "
-        "(PARD; config.json must name a `pard_token`) and of 'eagle3' (P-EAGLE; if left out, where "
-        "the head was made for it)",
+        "draft all tokens of a round in one pass: for 'draft_model' (PARD; config.json must name a "
+        "`pard_token`) and for 'eagle3' (P-EAGLE; by default if the head is one)",
     ),
     (
         "use_heterogeneous_vocab",
         False,
-        "whether the draft model may have a tokenizer of its own; it then drafts the tokens that both "
-        "have, greedily or, unlike vLLM's, sampled",
+        "allow a draft model with its own tokenizer; it drafts only the tokens that both have, "
+        "greedily or, unlike vLLM, sampled",
     ),
     (
         "tree",
         "chain",
-        "not in vLLM; of a head's drafts: 'chain', 'eagle2' (follows the head's confidence) or, of "
-        "heads that do not see what they drafted, 'best_first' (the likeliest paths), "
-        "'sampled' (a static tree of draws), a published tree's name or a list of rank paths; of "
-        "'suffix': 'chain' or 'best_first' (the likeliest continuations); of 'token_recycling': a "
-        "published tree, rank paths or 'chain', or the best of 81 nodes if left out",
+        "not in vLLM; for heads: 'chain', 'eagle2' (follows the head's confidence) or, for heads "
+        "that do not read drafted tokens, 'best_first' (the likeliest paths), 'sampled' (a static "
+        "tree of samples), a published tree's name or a list of rank paths; for 'suffix': 'chain' "
+        "or 'best_first' (the likeliest continuations); for 'token_recycling': a published tree, "
+        "rank paths or 'chain', by default the best of 81 nodes",
     ),
     (
         "tree_size",
         None,
-        "not in vLLM; nodes a row with the root, 60 for 'eagle2' and 16 for 'sampled' and "
-        "'best_first' if left out",
+        "not in vLLM; nodes of a tree with the root; default 60 for 'eagle2', 16 for 'sampled' and "
+        "'best_first'",
     ),
     (
         "tree_depth",
         None,
-        "not in vLLM; edges from the root to the deepest leaf, another name of "
+        "not in vLLM; edges from the root to the deepest leaf; the same as "
         "`num_speculative_tokens`",
     ),
     (
         "tree_top_k",
         None,
-        "not in vLLM; children of a node at most, 10 for 'eagle2' and 4 for 'sampled' if left out",
+        "not in vLLM; most children of a node; default 10 for 'eagle2', 4 for 'sampled'",
     ),
     (
         "parts",
         None,
-        "not in vLLM; of 'hybrid': two configs, first that of a method that looks up what it drafts, "
-        "then that of one with a network",
+        "not in vLLM; for 'hybrid': two configs, a lookup method and then one with a network",
     ),
     (
         "combine",
         "merge",
-        "not in vLLM; of 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row and "
-        "round the one that promises more)",
+        "not in vLLM; for 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row "
+        "and round, the more promising draft)",
     ),
     (
         "dspark_draft_topk",
         None,
-        "of 'dspark': tokens of a slot that are drafted from, the likeliest before the bias by the "
-        "token before",
+        "for 'dspark': candidates of a slot, the likeliest before the Markov bias",
     ),
     (
         "synthetic_acceptance_rates",
         None,
-        "of 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K",
+        "for 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K",
     ),
     (
         "synthetic_acceptance_length",
         None,
-        "of 'synthetic', in place of rates: mean tokens a round, the one after the draft included",
+        "for 'synthetic', instead of rates: mean tokens a round, bonus token included",
     ),
     (
         "posterior_threshold",
         None,
-        "of 'typical', 0.09 if left out: accepted is p > min(threshold, alpha * exp(-entropy))",
+        "for 'typical', default 0.09: accept if p > min(threshold, alpha * exp(-entropy))",
     ),
-    ("posterior_alpha", None, "of 'typical', 0.3 if left out"),
+    ("posterior_alpha", None, "for 'typical', default 0.3"),
 )
 
 _NOT_BUILT = (
     ("code_revision", None, "the hub's default revision is fetched"),
-    ("draft_load_config", None, "safetensors are loaded as they lie"),
+    ("draft_load_config", None, "safetensors are loaded unchanged"),
     ("enable_adaptive_verification", False, "every node of a draft is verified"),
-    (
-        "index_share_for_mtp_iteration",
-        None,
-        "for targets with sparse attention, of which there are none here",
-    ),
-    ("kv_cache_dtype", None, "the draft model's cache has the dtype it computes in"),
+    ("index_share_for_mtp_iteration", None, "no target here has sparse attention"),
+    ("kv_cache_dtype", None, "the draft model's cache has the dtype of its activations"),
     ("quantization", None, "draft models load in float32, bfloat16 or float16"),
     ("revision", None, "the hub's default revision is fetched"),
     ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
@@ -231,7 +220,7 @@ _REFUSED = (
     (
         "confidence_threshold",
         None,
-        "removed, as no measurement showed a gain; use a smaller num_speculative_tokens or "
+        "removed, because it gained nothing; use a smaller num_speculative_tokens or "
         "adaptive_length",
     ),
     ("attention_backend", None, "jspec.ops chooses the kernel by device"),
@@ -266,18 +255,15 @@ KEYS = {
     for name, default, note in rows
 }
 
-# What vLLM's methods are here; those that work stand in ``jspec.drafters.METHODS``. MTP modules of
-# other families (``*_mtp``) are not built.
 HYBRID = "hybrid"  # made of two other methods
-# A class of the user's own, which no table can hold.
-CUSTOM_CLASS = "custom_class"
+CUSTOM_CLASS = "custom_class"  # no entry of ``jspec.drafters.METHODS``
 CUSTOM_CLASS_NOTE = "a drafter of your own: `model` is the dotted path of its class"
 METHODS_REFUSED = {
-    "cascade": "removed, as no measurement showed a gain; use 'draft_model', or 'hybrid' with ngram",
+    "cascade": "removed, because it gained nothing; use 'draft_model', or 'hybrid' with ngram",
     "extract_hidden_states": "it drafts nothing; use jspec.load(path).target",
 }
-# Other names of methods. The n-gram lookup of vLLM's that runs on a GPU is the same rule; ours
-# always runs on the device. "arctic" is what Arctic Inference, a plug-in of vLLM's, calls its own.
+# "ngram_gpu" is vLLM's lookup on the GPU, where jspec's always runs. "arctic" is a name of Arctic
+# Inference, a plug-in of vLLM.
 METHOD_ALIASES = {
     "[ngram]": "ngram",
     "ngram_gpu": "ngram",
@@ -286,10 +272,10 @@ METHOD_ALIASES = {
     "glm4_moe_mtp": "mtp",
     "mimo_mtp": "mtp",
 }
-# Their weights lie in the target's own files where no model is given.
-METHODS_IN_TARGETS = ("mtp",)
-MODELS_NAMING_METHODS = ("ngram", "suffix", "[ngram]", "ngram_gpu")
-# A model's name that contains one of these says its method, as in vLLM.
+METHODS_IN_TARGETS = ("mtp",)  # without a model, their weights are in the target's files
+METHODS_AS_MODELS = ("ngram", "suffix", "[ngram]", "ngram_gpu")  # names that ``model`` may have
+# The method by a part of the model's name, as in vLLM; else by the ``model_type`` or a key in the
+# config.json of a directory.
 METHOD_IN_NAME = {
     "peagle": "eagle3",
     "p-eagle": "eagle3",
@@ -298,29 +284,18 @@ METHOD_IN_NAME = {
     "dflash": "dflash",
     "dspark": "dspark",
 }
-# So does the ``model_type`` in the config.json of a directory, or a key that only one method has.
+_WITH_MODULES = ("deepseek_v3", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "mimo", "mimo_mtp")
 METHOD_OF_MODEL_TYPE = {
     "medusa": "medusa",
     "mlp_speculator": "mlp_speculator",
-    **dict.fromkeys(
-        (
-            "deepseek_v3",
-            "deepseek_mtp",
-            "glm4_moe",
-            "glm4_moe_mtp",
-            "mimo",
-            "mimo_mtp",
-        ),
-        "mtp",
-    ),
+    **dict.fromkeys(_WITH_MODULES, "mtp"),
 }
 METHOD_OF_KEY = {
     "hydra_head_arch": "hydra",
     "medusa_num_heads": "medusa",
     "dflash_config": "dflash",
 }
-# So say the docs.
-METHODS_OF_OURS = dict.fromkeys((HYBRID, "hydra", "token_recycling"), "not in vLLM")
+_NOT_IN_VLLM = (HYBRID, "hydra", "token_recycling")
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {
@@ -332,7 +307,7 @@ RULE_NAMES = {
     "synthetic": "synthetic",
     "typical": "typical",
 }
-# Keys that only one rule reads.
+# The keys of a rule; other rules refuse them.
 RULE_KEYS = {
     "synthetic": ("synthetic_acceptance_rates", "synthetic_acceptance_length"),
     "typical": ("posterior_threshold", "posterior_alpha"),
@@ -342,7 +317,7 @@ DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # of chains; trees have more
 
 
 def markdown() -> str:
-    """The tables of docs/speculative_config.md, which a test holds equal to them."""
+    """Return the tables of docs/speculative_config.md; a test compares the two."""
     words = {"works": "works", "not built": "raises until built", "refused": "refused"}
     keys = [
         (f"`{key.name}`", f"`{key.default}`", words[key.standing], key.note)
@@ -350,7 +325,10 @@ def markdown() -> str:
     ]
     trees = [(f"`{name}`", *_tree_sizes(name)) for name in tree_settings.NAMES]
     methods = [
-        *((f"`{name}`", "works", METHODS_OF_OURS.get(name, "")) for name in METHODS),
+        *(
+            (f"`{name}`", "works", "not in vLLM" if name in _NOT_IN_VLLM else "")
+            for name in METHODS
+        ),
         *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
         (f"`{CUSTOM_CLASS}`", "works", CUSTOM_CLASS_NOTE),
         *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),
@@ -376,8 +354,8 @@ def _described(rule: str) -> str:
 
 def _tree_sizes(name: str) -> tuple[str, str]:
     if name in tree_settings.PUBLISHED:
-        shape = tree_settings.published(name)
-        return str(shape.size), str(shape.max_depth)
+        tree = tree_settings.published(name)
+        return str(tree.size), str(tree.max_depth)
     size = "`num_speculative_tokens` + 1" if name == "chain" else "`tree_size`"
     return size, "`num_speculative_tokens`"
 

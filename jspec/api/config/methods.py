@@ -1,4 +1,4 @@
-"""Which drafting method a ``speculative_config`` asks for, by its name or by its model."""
+"""The drafting method of a ``speculative_config``, from its name or from its model."""
 
 import os
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from jspec.api.config.keys import (
     METHOD_IN_NAME,
     METHOD_OF_KEY,
     METHOD_OF_MODEL_TYPE,
+    METHODS_AS_MODELS,
     METHODS_REFUSED,
-    MODELS_NAMING_METHODS,
 )
 from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
@@ -23,11 +23,8 @@ from jspec.util.messages import did_you_mean, shown
 NONE = "none"
 
 
-def asked_for(values: Mapping[str, Any]) -> str:
-    """The method, given or inferred as vLLM infers it.
-
-    Args:
-      values: of the keys ``method``, ``model`` and ``num_speculative_tokens``.
+def method_of(values: Mapping[str, Any]) -> str:
+    """Return the method, stated or inferred as vLLM infers it.
 
     Raises:
       ValueError: there is none, or it is unknown, refused or not built.
@@ -48,17 +45,17 @@ def asked_for(values: Mapping[str, Any]) -> str:
 
 
 def _method_of_model(model: Any) -> str:
-    """What the model's name says, or else its config.json, where it lies in a directory."""
+    """Infer the method from the model's name or from its config.json."""
     if isinstance(model, LoadedHead):
         return model.kind
     if not isinstance(model, str | os.PathLike):
         return "draft_model"
     name = str(model).lower()
-    if name in MODELS_NAMING_METHODS:
+    if name in METHODS_AS_MODELS:
         return name
     in_name = next((method for part, method in METHOD_IN_NAME.items() if part in name), None)
     file = Path(model) / "config.json"
-    if in_name or not os.path.isfile(file):  # of Path, names that are too long raise
+    if in_name or not os.path.isfile(file):  # Path.is_file raises for names that are too long
         return in_name or "draft_model"
     raw = model_files.read_json(file)
     architectures, kind = common.architectures(raw), raw.get("speculators_model_type")
@@ -87,7 +84,7 @@ def _known_method(name: str) -> str:
     if method.endswith("_mtp"):
         raise ValueError(
             f"method={shown(name)} is not built yet; these work: {_working()}. If the model is a "
-            "plain language model, say method='draft_model'."
+            "plain language model, set method='draft_model'."
         )
     near = did_you_mean(method, [*METHODS, CUSTOM_CLASS])
     raise ValueError(

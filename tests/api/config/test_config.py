@@ -52,7 +52,7 @@ def error_of(given):
 def test_the_docs_hold_the_table_that_the_code_reads():
     assert config_keys.markdown() in DOCS.read_text(encoding="utf-8"), (
         "paste into docs/speculative_config.md what this prints: "
-        "python -c 'from jspec.config import keys; print(keys.markdown())'"
+        "python -c 'from jspec.api.config import keys; print(keys.markdown())'"
     )
 
 
@@ -104,8 +104,8 @@ def test_the_parts_of_a_hybrid_are_configs_of_their_own():
 def test_how_a_part_drafts_is_said_in_the_part():
     given = {"method": "hybrid", "parts": [NGRAM, DRAFT | {"draft_sample_method": "greedy"}]}
     part = config.read(given).parts[1]
-    assert part.drafter(tiny.DRAFT_CONFIG, TARGET).proposal == "point"
-    with pytest.raises(ValueError, match="draft_sample_method='greedy' says of neither part how"):
+    assert part.drafter(tiny.DRAFT_CONFIG, TARGET).proposal == "deterministic"
+    with pytest.raises(ValueError, match="draft_sample_method='greedy' applies to neither part"):
         config.read(given | {"draft_sample_method": "greedy"})
 
 
@@ -114,7 +114,7 @@ def test_how_a_part_drafts_is_said_in_the_part():
     [
         (
             None,
-            "parts=None must be a list of two configs, one that looks up and one with a "
+            "parts=None must be a list of two configs, a lookup method and one with a "
             "network, such as [{'method': 'suffix'}, {'method': 'eagle3', 'model': ...}].",
         ),
         ([NGRAM, {"method": "ngarm"}], "parts[1]: Unsupported speculative method: 'ngarm'"),
@@ -125,8 +125,8 @@ def test_how_a_part_drafts_is_said_in_the_part():
         ),
         (
             [NGRAM, DRAFT | {"adaptive_length": True}],
-            "parts[1] chooses its K by the round, which no combination passes on; leave "
-            "adaptive_length and num_speculative_tokens_per_batch_size out.",
+            "parts[1] must have one K for all rounds; leave adaptive_length and "
+            "num_speculative_tokens_per_batch_size out.",
         ),
         ([HYBRID, DRAFT], "parts[0] has the method 'hybrid', which is no part."),
         ([NGRAM, None], "parts[1] has the method 'none', which is no part."),
@@ -250,9 +250,7 @@ def test_a_method_that_is_not_built_names_those_that_work(method):
     assert f"method={method!r} is not built yet; these work: {WORKING}." in message
 
 
-@pytest.mark.parametrize(
-    "method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp"]
-)
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp"])
 def test_modules_in_the_targets_files_need_no_model(method):
     for given in ({}, {"num_speculative_tokens": 2}, {"model": "some/modules"}):
         read = config.read({"method": method} | given)
@@ -509,7 +507,8 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         (
             NGRAM | {"rejection_sample_method": "strikt"},
             "rejection_sample_method='strikt' is not known; use one of standard, block, coupled, "
-            "probabilistic, strict, synthetic, typical; did you mean 'strict'?",
+            "probabilistic, strict, synthetic, typical, or the dotted path of a jspec.verify.Rule; "
+            "did you mean 'strict'?",
         ),
         (NGRAM | {"rejection_sample_method": ["block"]}, "is not known"),
         (
@@ -527,7 +526,7 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         ),
         (
             NGRAM | {"enable_adaptive_verification": True},
-            "Adaptive verification only supported with DSpark",
+            "every node of a draft is verified",
         ),
         (
             NGRAM | {"synthetic_acceptance_length": 2.0},

@@ -97,7 +97,10 @@ def test_keys_of_the_rule_work_with_a_class_too():
         ),
         ({"model": f"{HERE}.Odd", "capture_layers": 3}, "capture_layers=3 must be a tuple of"),
         ({"model": f"{HERE}.Odd", "capture_layers": [0, 3]}, "at most 2, the layers of the target"),
-        ({"model": f"{HERE}.Odd", "proposal": "drawn"}, "proposal='drawn' must be one of 'deterministic'"),
+        (
+            {"model": f"{HERE}.Odd", "proposal": "drawn"},
+            "proposal='drawn' must be one of 'deterministic'",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_class_or_its_keys_is_named(given, message):
