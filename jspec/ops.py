@@ -1,6 +1,6 @@
-"""The only door to kernels: one operation, one function.
+"""The only access to kernels: one function per operation.
 
-``implementation=None`` takes the default of the device, a name forces one.
+``implementation=None`` is the default of the device; a name forces one.
 """
 
 import functools
@@ -13,17 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core import trees
 from jspec.core.types import Array, Draft, Sampling, Tree
 from jspec.kernels.rejection_sampling import distributions
 from jspec.kernels.rejection_sampling import reference as rejection_sampling_reference
 from jspec.kernels.tree_attention import ordered, reference
 
-# XLA's CPU matmul for bfloat16 reaches its fast path from two rows on, and gives rows that are
-# bit-equal from three rows on; one padded row count makes a token's logits independent of N.
+# XLA's CPU matmul for bfloat16 is fast from two rows on, and its rows are bit-equal from three rows
+# on. One padded row count makes a token's logits independent of N.
 _BFLOAT16_ROWS = 4
 
-# Slots of a cache that ``ordered_attention`` reads come in whole blocks.
+# ``ordered_attention`` reads a cache in whole blocks of slots.
 ORDERED_BLOCK = ordered.BLOCK
 
 IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
@@ -31,11 +30,11 @@ REJECTION_SAMPLING_RULES = ("rejection", "block")
 
 
 def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
-    """``x @ w`` for x [..., I] and w [I, O], accumulated and returned in float32 (or wider).
+    """Return ``x @ w`` for x [..., I] and w [I, O], accumulated in float32 (or wider).
 
-    ``transposed`` takes w as [O, I], which spares a tied head a copy of the embedding. A narrow
-    ``w`` is never widened in memory: x is rounded to its dtype instead. float32 weights multiply at
-    full precision on every device.
+    ``transposed`` takes w as [O, I], so that a tied head needs no copy of the embedding. A narrow w
+    is not widened in memory; x is rounded to its dtype. float32 weights multiply at full precision
+    on every device.
     """
     dtype = jnp.promote_types(w.dtype, jnp.float32)
     rows = x.reshape(-1, x.shape[-1]).astype(w.dtype)
@@ -50,10 +49,10 @@ def linear(x: Array, w: Array, *, transposed: bool = False) -> Array:
 
 @jax.custom_jvp
 def look_up(table: Array, ids: Array) -> Array:
-    """Rows [..., D] of a table [V, D] of embeddings, by int32 ids [...].
+    """Return the rows [..., D] of an embedding table [V, D] at int32 ids [...].
 
-    XLA's CPU backend gathers no bfloat16: it would widen the whole table, in every launch, and in
-    every round for a lookup in a branch. There the bits of narrow numbers are gathered.
+    XLA's CPU backend cannot gather bfloat16: it widens the table in every launch, and in every
+    round for a lookup in a branch. So the bits of narrow numbers are gathered there.
     """
     if table.dtype.itemsize >= 4:
         return table[ids]
@@ -65,7 +64,7 @@ def _rows(table: Array, ids: Array) -> Array:
 
 
 def _rows_by_bits(table: Array, ids: Array) -> Array:
-    # Tied to the ids, the table is read in the loop that they are of, and not copied before it.
+    # The barrier ties the table to the ids: XLA must not copy it before the loop of the ids.
     table, ids = lax.optimization_barrier((table, ids))
     words = lax.bitcast_convert_type(table, f"uint{8 * table.dtype.itemsize}")
     return lax.bitcast_convert_type(words[ids], table.dtype)
@@ -78,14 +77,13 @@ def _look_up_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
 
 
 def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
-    """``function`` of the rows of x [..., I], some at a time: for determinism, not for speed.
+    """Apply ``function`` to x [..., I] in tiles of rows: for determinism, not for speed.
 
-    Sums over a row round differently in arrays of other shapes. Here all have one, so that a row's
-    result is a matter of that row alone, to the bit, wherever a backend computes equal shapes
-    alike.
+    Sums over a row round differently in arrays of different shapes. All tiles have one shape, so
+    the result of a row depends on that row alone, to the bit.
 
     Args:
-      function: of rows [R, I], each by itself, to [R, O].
+      function: maps rows [R, I] to [R, O], each row independently.
       x: [..., I].
 
     Returns:
@@ -95,9 +93,9 @@ def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
     count, size = rows.shape[0], ordered.TILE
     tiles = -(-count // size)
     rows = jnp.pad(rows, ((0, tiles * size - count), (0, 0))).reshape(tiles, size, -1)
-    # Behind a barrier a single tile is not fused with what surrounds it, as several are not.
-    alone = lax.optimization_barrier
-    out = lax.map(lambda tile: alone(function(alone(tile))), rows)
+    # The barrier prevents fusion of a single tile with surrounding operations.
+    fence = lax.optimization_barrier
+    out = lax.map(lambda tile: fence(function(fence(tile))), rows)
     return out.reshape(tiles * size, -1)[:count].reshape(*x.shape[:-1], -1)
 
 
@@ -112,7 +110,7 @@ def ordered_attention(
     scale: float,
     window: int | None = None,
 ) -> Array:
-    """Attention of a chain that adds up in the order of positions; see the kernels' ``ordered``."""
+    """Return attention of a chain, summed in the order of positions; see ``ordered.attention``."""
     return ordered.attention(
         q, chain_k, chain_v, cache_k, cache_v, length, scale=scale, window=window
     )
@@ -133,23 +131,21 @@ def attention(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """Attention of tree nodes over the committed prefix and each other; see the reference.
+    """Return attention of tree nodes over the committed prefix and each other; see the reference.
 
     ``implementation`` forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
-    None takes the default of the device, which is the reference everywhere: a kernel becomes the
-    default of a device, for the shapes where it wins, once ``benchmarks/kernels.py`` has a row
-    measured there that beats XLA, and there is none yet.
+    None is the reference on every device. A kernel becomes a device's default once a measurement of
+    ``benchmarks/kernels.py`` on that device beats XLA.
 
     Raises:
-      ValueError: ``implementation`` is unknown or does not take these shapes or dtypes,
-        ``ancestors`` are not words, or ``window`` comes without ``positions``.
+      ValueError: ``implementation`` is unknown or does not support these shapes or dtypes,
+        ``ancestors`` are not words, or ``window`` is given without ``positions``.
     """
     words = -(-tree_k.shape[2] // 32)
     if ancestors.dtype != jnp.uint32 or ancestors.shape != (q.shape[0], q.shape[2], words):
         raise ValueError(
             f"ancestors is {ancestors.dtype}{list(ancestors.shape)}, but {tree_k.shape[2]} tree "
-            f"keys need uint32{[q.shape[0], q.shape[2], words]}; topology.pack_bits makes words of "
-            "a mask."
+            f"keys need uint32{[q.shape[0], q.shape[2], words]}; convert a mask by trees.pack_bits."
         )
     if window is not None and positions is None:
         raise ValueError(f"window={window} needs the positions of the queries; pass positions.")
@@ -168,7 +164,7 @@ def attention(
 
 
 def _kernel_of(operation: str, reference: ModuleType, name: str | None, *arrays: Array | None):
-    """The module of an implementation. Pallas is imported by those who ask for it only."""
+    """Return the module of an implementation; Pallas is imported only on demand."""
     if name in (None, "reference"):
         return reference
     if name not in IMPLEMENTATIONS:
@@ -190,40 +186,34 @@ def rejection_sampling(
     uniform: Array,
     *,
     rule: str = "rejection",
-    replaced: bool = False,
     max_children: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Judges a draft and draws the token after what was accepted; see the reference.
+    """Accept a path of a draft and draw the token after it; see the reference.
 
-    For the same coins that is what a rule of ``jspec.verify`` and ``sampling.draw`` give, up to
-    rounding to float32, but the kernels store no law: raw logits are read where they lie, top-k and
-    top-p search for their thresholds instead of sorting, and the token is drawn from one row.
+    For the same uniforms the result equals that of a rule of ``jspec.verify`` with
+    ``sampling.draw``, up to float32 rounding. The kernels store no distribution: they read raw
+    logits, search the thresholds of top-k and top-p without sorting, and draw from one row.
 
     Args:
       logits: raw logits of the target [B, N, V].
-      sampling: the warps of every row.
-      draft: the proposal, N rows of ``logits`` with it. Laws over a reduced vocabulary are spread
-        over all of V first, which the kernels do not spare.
-      tree: its shape.
-      coins: uniforms in [0, 1), [B, N]; coin i decides node i, coin 0 is not used.
-      uniform: of ``sampling.round_noise``, [B, 2]; draws the token.
-      rule: "rejection", or "block": of trees that is traversal verification; static, like all that
-        follows.
-      replaced: siblings were drawn with replacement.
-      max_children: of a node; None: as ``draft.parents`` say, if they are static.
-      implementation: forces ``"reference"`` (XLA), ``"pallas_tpu"`` or ``"pallas_gpu"`` (Hopper).
-        None is the reference on every device, until a row of ``benchmarks/kernels.py`` measured
-        there beats it; there is none yet.
+      sampling: filters of every row.
+      draft: with N rows of ``logits``. A reduced vocabulary is expanded to V first.
+      tree: of the draft.
+      uniforms: in [0, 1), [B, N]; number i decides node i, number 0 is unused.
+      uniform: [B, 2], from ``sampling.round_noise``; draws the token.
+      rule: "rejection", or "block", which is traversal verification for trees; static.
+      max_children: of a node; None reads it from ``draft.parents``, if they are static.
+      implementation: as for ``attention``.
 
     Returns:
       path int32 [B, max_depth + 1], num_accepted int32 [B], next_token int32 [B].
 
     Raises:
-      ValueError: ``implementation`` or ``rule`` is unknown or does not take this draft, or
-        ``max_children`` is not known.
+      ValueError: ``implementation`` or ``rule`` is unknown or does not support this draft, or
+        ``max_children`` is unknown.
     """
-    form = _form_of(draft, tree, rule, replaced, max_children)
+    form = _form_of(draft, tree, rule, max_children)
     kernel = _kernel_of(
         "rejection_sampling", rejection_sampling_reference, implementation, logits, draft.logits
     )
@@ -245,9 +235,7 @@ def rejection_sampling(
     return kernel.rejection_sampling(logits, filters, proposal, uniforms, uniform, form)
 
 
-def _form_of(
-    draft: Draft, tree: Tree, rule: str, replaced: bool, max_children: int | None
-) -> distributions.Form:
+def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> distributions.Form:
     static = isinstance(draft.parents, np.ndarray)
     parents = draft.parents if static else np.zeros(draft.tokens.shape[1], int)
     if rule not in REJECTION_SAMPLING_RULES:
@@ -258,27 +246,20 @@ def _form_of(
             f"draft.logits has {draft.logits.shape[1]} rows for {draft.tokens.shape[1]} nodes; "
             "give every node a row."
         )
-    if rule == "block" and not trees.is_chain(draft.parents):
-        rule = "traversal"
     if max_children is None and not static:
         raise ValueError(
-            "max_children=None, but draft.parents are traced; say how many children a node has at "
-            "most, or take a rule without an implementation, which need not know."
+            "max_children=None needs static draft.parents; give the most children of a node, or "
+            "use a rule without an implementation."
         )
     if max_children is None:
-        max_children = int(np.bincount(parents[1:], minlength=1).max(initial=0))
+        max_children = int(np.bincount(parents[1:], minlength=1).max(initial=1))
     mixed = draft.sampled is not None and draft.logits is not None and max_children > 1
-    return distributions.Form(rule, tree.max_depth, max_children, replaced, mixed)
+    return distributions.Form(rule, tree.max_depth, max_children, mixed)
 
 
 def _over_target_ids(draft: Draft, vocab: int) -> Array | None:
-    """The recorded laws over all target ids, [B, N, V]."""
+    """Return the recorded distributions over all target ids, [B, N, V]."""
     if draft.logits is None or draft.draft_to_target is None:
         return draft.logits
-    spread = jnp.full((*draft.logits.shape[:2], vocab), -jnp.inf, draft.logits.dtype)
-    return spread.at[:, :, draft.draft_to_target].set(draft.logits, unique_indices=True)
-
-
-def default_backend() -> str:
-    """The platform programs run on: ``cpu``, ``gpu`` or ``tpu``."""
-    return jax.default_backend()
+    expanded = jnp.full((*draft.logits.shape[:2], vocab), -jnp.inf, draft.logits.dtype)
+    return expanded.at[:, :, draft.draft_to_target].set(draft.logits, unique_indices=True)

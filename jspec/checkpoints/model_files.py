@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import ops
 from jspec.checkpoints import safetensors_files, torch_files
 from jspec.checkpoints.families.names import HARMLESS, Entry
 from jspec.models.decoder import DecoderConfig
@@ -129,7 +128,7 @@ def known_dtype(dtype: Any) -> np.dtype:
 
 def working_dtype(weights_dtype: np.dtype) -> str:
     """Return the dtype of activations: float32 on a CPU, that of the weights elsewhere."""
-    return "float32" if ops.default_backend() == "cpu" else weights_dtype.name
+    return "float32" if jax.default_backend() == "cpu" else weights_dtype.name
 
 
 def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderConfig:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import ops
 from jspec.checkpoints import checkpoint, model_files, safetensors_files
 from jspec.models.decoder import DecoderConfig, init_params
 
@@ -104,7 +103,7 @@ def test_without_a_stated_dtype_the_files_dtype_holds(saved, params):
 def test_caches_and_activations_are_float32_on_cpu_and_narrow_elsewhere(saved, monkeypatch):
     working = lambda config: (config.cache_dtype, config.activation_dtype)
     assert working(checkpoint.load_pretrained(saved, "bfloat16")[0]) == ("float32",) * 2
-    monkeypatch.setattr(ops, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert working(checkpoint.load_pretrained(saved, "bfloat16")[0]) == ("bfloat16",) * 2
     assert working(checkpoint.load_config(saved)[0]) == ("float32",) * 2
 
