@@ -53,7 +53,7 @@ def complaint(call, *arguments, **settings):
         ("", "prompt 0 is empty; give at least one token"),
         (["fine", ""], "prompt 1 is empty"),
         ({"prompt_token_ids": []}, "prompt 0 is empty"),
-        (["fine", "caf\udce9"], "half of a surrogate pair; it must be text that UTF-8 can say"),
+        (["fine", "caf\udce9"], "half of a surrogate pair; it must be text that UTF-8 can encode"),
         ([{"prompt": "fine"}, {}], "prompt 1 is {}; it must be text, {'prompt': text}"),
         (
             {"promt": "x"},
@@ -156,7 +156,7 @@ def test_every_parameter_of_apply_chat_template_is_known():
     """A new one would be silently without effect, as those of token ids are."""
     passed = {"tools", "documents", "continue_final_message"}
     found = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    ours = {*prompts._OF_CHAT, *prompts._OF_IDS, *passed, "self", "kwargs"}
+    ours = {*prompts._CHAT_ARGUMENTS, *prompts._TOKENIZATION, *passed, "self", "kwargs"}
     assert found.keys() <= ours
 
 

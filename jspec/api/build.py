@@ -1,6 +1,6 @@
-"""From a target and a ``speculative_config`` to a plan and its weights.
+"""Build a plan and its weights from a target and a ``speculative_config``.
 
-All that can be wrong is found before the target's weights are loaded, which may take minutes.
+Every error is raised before the target's weights are loaded, which may take minutes.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Build:
     """A target with its drafter, ready to run. Made by ``build_plan``."""
 
     model: LoadedModel
-    tokenizer: Any  # of texts; None where only the model's own may have one
+    tokenizer: Any  # None: the model's own, if it has one
     max_model_len: int
     plan: Plan
     params: Params
@@ -43,7 +43,7 @@ def build_plan(
     tokenizer: Any = None,
     deterministic: bool = False,
 ) -> Build:
-    """Loads a target and what drafts for it; arguments as for ``jspec.LLM``.
+    """Load a target and its drafter; arguments as for ``jspec.LLM``.
 
     Raises:
       ValueError: a setting is out of range, the models do not fit each other, or a checkpoint
@@ -62,14 +62,13 @@ def build_plan(
         )
     if tokenizer is None and speculative.needs_model:
         tokenizer = loading.tokenizer_if_any(model)
-    drafting = dtype
+    draft_dtype = dtype
     if isinstance(model, LoadedModel) and dtype in (None, "auto"):
-        # Who made a target float32 wants exact draws, and the drafter's are among them.
-        drafting = model.params.embedding.dtype.name
-    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), drafting)
-    _plan(part, sizes, deterministic)  # raises before weights are moved
+        draft_dtype = model.params.embedding.dtype.name  # float32 targets get exact drafts
+    part = _open(speculative, _Target(model, sizes, max_model_len, tokenizer), draft_dtype)
+    _plan(part, sizes, deterministic)  # raises before weights are loaded
     loaded = loading.load(model, dtype)
-    part, weights = _load(part, loaded, drafting)
+    part, weights = _load(part, loaded, draft_dtype)
     plan = _plan(part, loaded.config, deterministic)
     weights = _separate_weights(part, plan.drafter, weights, loaded)
     return Build(loaded, tokenizer, max_model_len, plan, Params(loaded.params, weights))
@@ -77,7 +76,7 @@ def build_plan(
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """What a drafter must fit."""
+    """The target that a drafter must fit."""
 
     model: str | os.PathLike | LoadedModel
     sizes: DecoderConfig
@@ -87,33 +86,33 @@ class _Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A drafter that fits its target, and the network that it drafts with, if any."""
+    """A drafter that fits its target, and its network, if any."""
 
     speculative: SpeculativeConfig
     network: DecoderConfig | HeadConfig | None = None
     head: LoadedHead | None = None
-    vocabulary: SharedVocabulary | None = None  # where the draft model has one of its own
+    vocabulary: SharedVocabulary | None = None  # if the draft model has another one
     parts: tuple["_Part", ...] = ()  # of a hybrid
 
     @property
     def networks(self) -> Any:
-        """What ``SpeculativeConfig.drafter`` is to be told of."""
+        """The networks, as ``SpeculativeConfig.drafter`` takes them."""
         return tuple(part.networks for part in self.parts) if self.parts else self.network
 
 
 def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) -> _Part:
-    """Reads the sizes of the drafter's network, once it is found to fit the target."""
+    """Read the sizes of the drafter's network and check that it fits the target."""
     if speculative.parts:
         parts = tuple(_open(part, target, dtype) for part in speculative.parts)
-        own = tuple(part.speculative for part in parts)
-        return _Part(dataclasses.replace(speculative, parts=own), parts=parts)
-    if speculative.needs_head:  # small beside the target, and so loaded at once
+        opened = tuple(part.speculative for part in parts)
+        return _Part(dataclasses.replace(speculative, parts=opened), parts=parts)
+    if speculative.needs_head:  # small, so loaded at once
         limits = target.sizes.max_positions, target.max_model_len
         config.check_lengths(speculative, *limits)
-        place = speculative.model
-        if place is None:  # in the target's own files
-            place = getattr(target.model, "path", target.model)
-        head = loading.load_head(place, target.sizes, kind=speculative.method, dtype=dtype)
+        path = speculative.model
+        if path is None:  # in the target's own files
+            path = target.model.path if isinstance(target.model, LoadedModel) else target.model
+        head = loading.load_head(path, target.sizes, kind=speculative.method, dtype=dtype)
         return _Part(speculative, head.config, head)
     if not speculative.needs_model:
         return _Part(speculative)
@@ -127,14 +126,14 @@ def _open(speculative: SpeculativeConfig, target: _Target, dtype: str | None) ->
         sizes = target.sizes.vocab_size, draft.vocab_size
         return _Part(speculative, draft, vocabulary=vocabularies.share(*pair, *sizes))
     vocabularies.check_same(target.sizes.vocab_size, draft.vocab_size, *pair)
-    if speculative.translates:  # the two have one vocabulary
+    if speculative.translates:  # the vocabularies are the same
         same = {**speculative.settings, "use_heterogeneous_vocab": False}
         speculative = dataclasses.replace(speculative, settings=same)
     return _Part(speculative, draft)
 
 
 def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, Any]:
-    """The part as its loaded network is, and the network's weights."""
+    """Load the network of a part; return the part with the loaded sizes, and the weights."""
     if part.parts:
         parts, weights = zip(*(_load(each, target, dtype) for each in part.parts), strict=True)
         return dataclasses.replace(part, parts=parts), weights
@@ -151,7 +150,7 @@ def _load(part: _Part, target: LoadedModel, dtype: str | None) -> tuple[_Part, A
 
 
 def _separate_weights(part: _Part, drafter: Drafter, weights: Any, target: LoadedModel) -> Any:
-    """The weights, where a class of the user's makes its own."""
+    """Return the weights, made by the drafter class of the user if there is one."""
     if part.speculative.method == HYBRID:
         every = zip(part.parts, drafter.parts, weights, strict=True)
         return tuple(_separate_weights(*one, target) for one in every)

@@ -1,25 +1,25 @@
-"""From token ids to text: incrementally, and cut at stop strings.
+"""Incremental detokenization, and search for stop strings.
 
-A row's text is a fold over its tokens, one at a time, so it does not depend on how many of them a
-slice of rounds happened to bring.
+A text is a fold over its tokens, one at a time, so it does not depend on how many tokens arrive
+together.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_CONTEXT = 6  # tokens of the prompt that the first of the answer is decoded after
-_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_CONTEXT = 6  # tokens of the prompt before the first decoded token
+_BROKEN = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
 
 
 class Detokenizer:
-    """Decodes one token at a time; text once given never changes.
+    """A decoder of one token at a time; text once returned never changes.
 
     Tokens may be parts of characters, and some decoders (SentencePiece) treat the first token of a
-    text unlike the others. So each token is decoded behind those that gave the text before it, and
-    a broken character at the end waits for more::
+    text differently. So each token is decoded after the tokens of the text before it, and a broken
+    character at the end waits for more tokens::
 
-        ids     ... a  b  c  d  e              decode(c d)       is text given already
-                      prefix  read  end        decode(c d e)     is that text and what e adds
+        ids     ... a  b  c  d  e              decode(c d)       is text returned already
+                      prefix  read  end        decode(c d e)     is that text and the text of e
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True):
@@ -30,7 +30,7 @@ class Detokenizer:
         self._given = self._decode()
 
     def feed(self, token: int) -> str:
-        """Takes in a token and returns the text that became certain by it."""
+        """Add a token and return the text that it completes."""
         self._ids.append(int(token))
         text = self._decode()
         certain = text.rstrip(_BROKEN)  # a token may be whole characters and the start of another
@@ -44,7 +44,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The text of a broken character that no further token will complete."""
+        """Return the text of a broken character at the end."""
         return self._decode()[len(self._given) :]
 
     def _decode(self) -> str:
@@ -56,28 +56,28 @@ class Detokenizer:
 
 
 def find_stop(text: str, start: int, stops: Iterable[str]) -> tuple[int, int, str] | None:
-    """The first stop string to be complete in ``text``, if it ends after ``start``.
+    """Return (begin, end, stop string) of the first match that ends after ``start``, or None.
 
-    Of two that end together, the longer one. Returns (begin, end, stop string).
+    Of two matches that end together, the longer one counts.
 
     >>> find_stop("one two", 0, ["wo", "two", "on"])
     (0, 2, 'on')
     >>> find_stop("one two", 3, ["wo", "two", "on"])
     (4, 7, 'two')
     """
-    found = []
+    matches = []
     for stop in stops:
         begin = text.find(stop, max(start - len(stop) + 1, 0))
         if begin >= 0:
-            found.append((begin + len(stop), begin, stop))
-    if not found:
+            matches.append((begin + len(stop), begin, stop))
+    if not matches:
         return None
-    end, begin, stop = min(found)
+    end, begin, stop = min(matches)
     return begin, end, stop
 
 
 def held_back(text: str, stops: Iterable[str]) -> int:
-    """How many characters at the end of ``text`` may yet turn out to begin a stop string.
+    """Return the number of characters at the end of ``text`` that may begin a stop string.
 
     >>> held_back("one tw", ["two", "w"])
     2

@@ -1,4 +1,4 @@
-"""``LLM``: prompts in, texts out, with vLLM's names and meanings."""
+"""``LLM``: continues prompts, with vLLM's names and meanings."""
 
 import dataclasses
 import functools
@@ -30,34 +30,33 @@ from jspec.util.buckets import bucket
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole
 
-STREAM_ROUNDS = 4  # rounds between two outputs of a stream
-STOP_ROUNDS = 16  # rounds between two looks for stop strings: more overrun, fewer round trips
+STREAM_ROUNDS = 4  # between two outputs of a stream
+STOP_ROUNDS = 16  # between two searches for stop strings: more overruns, fewer round trips
 _STATS = (None, "summary", "detailed")
 
 Settings = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A target, loaded with its drafter, that continues prompts.
+    """A target and its drafter, loaded to continue prompts.
 
     Args:
-      model: of the target: a local directory, a hub id, or what ``jspec.load`` returned.
+      model: the target: a local directory, a hub id, or a model that ``jspec.load`` returned.
       speculative_config: vLLM's keys; see docs/speculative_config.md. None decodes plainly.
-      dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for what each
-        checkpoint says. Has no say over models that are loaded already; beside such a target None
-        is its own.
-      max_model_len: longest sequence, prompt included; None for all that the target can take.
-      seed: 0 or more; with the request's number, the noise of requests whose own seed is None. Of
-        one seed every ``LLM`` draws the same; as in vLLM, there is none without.
+      dtype: of both models: "float32", "bfloat16" or "float16"; None or "auto" for the dtype of
+        each checkpoint. Loaded models keep theirs, and None then gives the drafter the target's.
+      max_model_len: longest sequence, prompt included; None for the target's limit.
+      seed: 0 or more; with the request's number, the noise of requests without a seed. The same
+        seed gives the same texts in every ``LLM``, as in vLLM.
       max_num_seqs: sequences that run together. Texts do not depend on it.
-      per_request_stats: "summary" (as None) or "detailed", which adds what every round drafted and
-        accepted to ``speculative_decoding_stats``.
+      per_request_stats: None, "summary" (the same) or "detailed", which adds every round's drafted
+        and accepted tokens to ``speculative_decoding_stats``.
       tokenizer: a path, or a tokenizer of ``transformers``; None for the model's own.
-      logprobs_mode: what ``logprobs`` are: "raw_logprobs" or "raw_logits" of the model itself, or
-        "processed_logprobs" or "processed_logits" of what is drawn from. Those of prompts are raw.
-      deterministic: whether a token's logits are to be the same, to the bit, however tokens are put
-        into passes: so greedy texts are those of plain decoding in bfloat16 too, and in batches of
-        any size. For chains of drafts; slower (docs/reproducibility.md).
+      logprobs_mode: "raw_logprobs" or "raw_logits" of the model itself, or "processed_logprobs" or
+        "processed_logits" of the distribution that is sampled. Prompts have raw scores.
+      deterministic: whether a token's logits are equal to the bit however tokens share passes.
+        Greedy texts then equal plain decoding in bfloat16 too, and in batches of any size. Chains
+        only; slower (docs/reproducibility.md).
       max_logprobs: largest ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
 
     Raises:
@@ -129,7 +128,7 @@ class LLM:
     def generate(
         self, prompts: Any, sampling_params: Settings = None, use_tqdm: bool = False
     ) -> list[RequestOutput]:
-        """Continues every prompt; results come in the order of the prompts.
+        """Continue every prompt; results are in the order of the prompts.
 
         Args:
           prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list of these.
@@ -137,8 +136,8 @@ class LLM:
           use_tqdm: show a progress bar.
 
         Raises:
-          ValueError: a prompt is empty, does not fit the model, or needs a tokenizer that is not
-            there; nothing has run then.
+          ValueError: a prompt is empty, does not fit the model, or needs a missing tokenizer.
+            Nothing has run then.
         """
         batch = self._resolve(prompts, sampling_params)
         rounds = STOP_ROUNDS if any(request.params.stop for request in batch) else None
@@ -156,7 +155,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of a list of conversations.
+        """Answer a conversation, or each of a list of conversations.
 
         Args:
           messages: as in ``chat_prompts``.
@@ -185,18 +184,18 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """The prompts that ``chat`` continues, one a conversation, for ``stream`` or ``jspec.trace``.
+        """Render conversations to the prompts of ``chat``, for ``stream`` or ``jspec.trace``.
 
         Args:
           messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
           chat_template: Jinja; None for the tokenizer's own.
-          add_generation_prompt: whether the text ends with the opening of the assistant's turn.
-          chat_template_kwargs: more variables for the template, ``tools``, ``documents`` and
-            ``continue_final_message`` (without ``add_generation_prompt``) among them.
+          add_generation_prompt: whether to open the assistant's turn at the end.
+          chat_template_kwargs: more variables of the template, such as ``tools``, ``documents`` and
+            ``continue_final_message`` (without ``add_generation_prompt``).
 
         Raises:
-          ValueError: there is no tokenizer or no chat template, it refuses the messages, or
-            ``chat_template_kwargs`` has what is no template's.
+          ValueError: there is no tokenizer or no chat template, the template refuses the messages,
+            or ``chat_template_kwargs`` names no variable of a template.
         """
         variables = prompts.variables_of(chat_template_kwargs)
         variables["add_generation_prompt"] = add_generation_prompt
@@ -205,10 +204,14 @@ class LLM:
     def stream(
         self, prompts: Any, sampling_params: Settings = None, *, rounds: int = STREAM_ROUNDS
     ) -> Iterator[RequestOutput]:
-        """Continues the prompts and yields a request each time it has grown, whole texts so far.
+        """Continue the prompts; yield a request with its texts so far each time they grow.
 
-        The last output of a request is what ``generate`` would have returned. Arguments as in
-        ``generate``; ``rounds`` of the loop run between two looks. Bad input raises at once.
+        The last output of a request is that of ``generate``. Bad input raises at once.
+
+        Args:
+          prompts: as in ``generate``.
+          sampling_params: as in ``generate``.
+          rounds: of the loop between two outputs.
         """
         _at_least_one("rounds", rounds)
         batch = self._resolve(prompts, sampling_params)
@@ -228,7 +231,7 @@ class LLM:
         Args:
           prompt: as in `generate`.
           sampling_params: as in `generate`.
-          run: called with (requests, plan, params, shared, price, tokenizer, model); returns
+          run: called with (requests, plan, params, shared, price, tokenizer=, model=); returns
             (result, metrics.Counts, shared). `price` maps (plan, params, batch) to `shared` with
             measured costs.
 
@@ -252,24 +255,24 @@ class LLM:
         return result
 
     def get_metrics(self) -> list[metrics.Metric]:
-        """Counts of all requests that finished, under vLLM's names.
+        """Return the counts of all finished requests, under vLLM's names.
 
-        Tokens a second are those of the time spent generating, compilation included.
+        Tokens per second divide by the time spent generating, compilation included.
         """
         labels = {"model_name": str(self._model.path), "engine": "0"}
         prompt_tokens = metrics.Counter("vllm:prompt_tokens", labels, self._num_prompt_tokens)
         return [*metrics.entries(self._counts, self._seconds, labels), prompt_tokens]
 
     def save_shared(self, path: str | os.PathLike) -> None:
-        """Writes what the drafter has learnt from all requests so far, such as past responses.
+        """Write the state that the drafter gathered from requests, such as past responses.
 
         Raises:
-          ValueError: the method learns nothing from requests, or no file can be written there.
+          ValueError: the method gathers nothing, or the file cannot be written.
         """
         shared_file.save(path, self._shared)
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
-        """Goes on from what ``save_shared`` wrote, in place of what was learnt; None: from nothing.
+        """Replace the drafter's state by that of a file of ``save_shared``; None empties it.
 
         Raises:
           ValueError: the file is missing, damaged, or of another method or other settings.
@@ -278,16 +281,16 @@ class LLM:
         self._shared = fresh if path is None else shared_file.load(path, fresh)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of texts.
+        """Return the tokenizer.
 
         Raises:
           ValueError: there is none.
         """
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
 
-    def _resolve(self, prompts_: Any, sampling_params: Settings) -> list[GenerationRequest]:
+    def _resolve(self, inputs: Any, sampling_params: Settings) -> list[GenerationRequest]:
         """Check and resolve all requests before any of them runs."""
-        items = prompts.read(prompts_, lambda text: self.get_tokenizer().encode(text))
+        items = prompts.read(inputs, lambda text: self.get_tokenizer().encode(text))
         settings = requests.params_per_prompt(sampling_params, len(items))
         vocab_size = self._plan.target.vocab_size
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
@@ -332,10 +335,7 @@ class LLM:
 
     @functools.cached_property
     def _eos_token_ids(self) -> frozenset[int]:
-        """The end-of-text tokens of the checkpoint, and of the tokenizer if there is one."""
-        tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
-        of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
-        return frozenset({*self._model.eos_token_ids, of_tokenizer} - {None})
+        return frozenset(loading.text_ends(self._model, self._tokenizer))
 
     def _stream(self, batch: list[GenerationRequest], rounds: int) -> Iterator[RequestOutput]:
         last: dict[GenerationRequest, RequestOutput] = {}

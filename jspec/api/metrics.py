@@ -1,13 +1,11 @@
-"""Acceptance statistics under the names that vLLM's users know.
+"""Acceptance statistics under vLLM's names.
 
-Two means are easily confused. ``mean_acceptance_length`` is vLLM's: tokens emitted by a round that
-had a draft, the bonus token included, so 1.0 is no gain. ``tokens_per_pass`` divides by every pass
-of the target, those without a draft included: it bounds the speed-up. They differ where a drafter
-sometimes proposes nothing, as n-gram lookup does.
+Two means differ where a drafter sometimes proposes nothing, as n-gram lookup does.
+``mean_acceptance_length`` is vLLM's: tokens per round with a draft, bonus token included, so 1.0 is
+no gain. ``tokens_per_pass`` divides by every pass of the target, and bounds the speed-up.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,13 @@ from jspec.engine.batch import Answer
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What was drafted and accepted, over any number of rows; ``+`` joins two.
+    """Counts of drafted and accepted tokens over any number of texts; ``+`` joins two.
 
     Attributes:
-      accepted: how many drafts had 0, 1, ... K tokens accepted.
+      accepted: number of drafts with 0, 1, ... K accepted tokens.
       num_draft_tokens: drafted tokens.
-      num_passes: passes of the target, those without a draft included.
-      num_tokens: tokens generated.
+      num_passes: passes of the target, with or without a draft.
+      num_tokens: generated tokens.
     """
 
     accepted: tuple[int, ...]
@@ -33,12 +31,12 @@ class Counts:
 
     @classmethod
     def none(cls, max_depth: int) -> "Counts":
-        """Nothing yet, for drafts of up to ``max_depth`` tokens."""
+        """Return zero counts, for drafts of up to ``max_depth`` tokens."""
         return cls((0,) * (max_depth + 1))
 
     @classmethod
     def of(cls, answer: Answer) -> "Counts":
-        """The counts of one row."""
+        """Return the counts of one text."""
         accepted = tuple(int(count) for count in answer.accepted)
         return cls(accepted, answer.drafted, answer.rounds, len(answer.tokens))
 
@@ -52,22 +50,22 @@ class Counts:
 
     @property
     def num_drafts(self) -> int:
-        """Rounds that had a draft."""
+        """Rounds with a draft."""
         return sum(self.accepted)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Drafted tokens that were accepted; bonus tokens do not count."""
+        """Accepted draft tokens, without bonus tokens."""
         return sum(length * count for length, count in enumerate(self.accepted))
 
     @property
     def num_accepted_tokens_per_pos(self) -> tuple[int, ...]:
-        """How many drafts had their 1st, 2nd, ... Kth token accepted."""
+        """Numbers of drafts whose 1st, 2nd, ... Kth token was accepted."""
         return tuple(sum(self.accepted[depth:]) for depth in range(1, len(self.accepted)))
 
     @property
     def acceptance_per_pos(self) -> tuple[float, ...]:
-        """Unconditional acceptance: of all drafts, the share whose ith token was accepted."""
+        """Unconditional acceptance: the share of all drafts whose ith token was accepted."""
         return tuple(_ratio(n, self.num_drafts) for n in self.num_accepted_tokens_per_pos)
 
     @property
@@ -94,49 +92,15 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def mbsu(acceptance_length: float, cost_ratio: float, num_speculative_tokens: int) -> float:
-    """Memory-bound speed-up: tau / (c * gamma + 1).
-
-    A round costs gamma passes of the drafter and one of the target, (c * gamma + 1) target passes,
-    and emits tau tokens. So a free drafter (c = 0) gives tau, and the figure never exceeds tau.
-
-    A widely copied form multiplies by c: c * tau / (c * gamma + 1). It is wrong for c = draft /
-    target, where it says that a free drafter gives nothing. It comes from the equal form
-    r * tau / (gamma + r) with r = target / draft = 1 / c, with the two ratios mixed up.
-
-    Args:
-      acceptance_length: tau, mean tokens a pass of the target, bonus included.
-      cost_ratio: c, the time of one pass of the drafter over that of the target (their sizes,
-        where both are bound by memory).
-      num_speculative_tokens: gamma.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    >>> round(mbsu(2.3, 0.0164, 3), 2)
-    2.19
-    """
-    if acceptance_length < 1:
-        raise ValueError(
-            f"acceptance_length={acceptance_length} must be at least 1: count the bonus token."
-        )
-    if cost_ratio < 0 or num_speculative_tokens < 0:
-        raise ValueError(
-            f"cost_ratio={cost_ratio} and num_speculative_tokens={num_speculative_tokens} must not "
-            "be negative."
-        )
-    return acceptance_length / (cost_ratio * num_speculative_tokens + 1)
-
-
 def request_stats(answer: Answer, detailed: bool = False) -> dict[str, Any]:
-    """vLLM's ``speculative_decoding_stats`` of one row, and ``tokens_per_pass``.
+    """Return vLLM's ``speculative_decoding_stats`` of one text, and ``tokens_per_pass``.
 
-    ``detailed`` adds, with one entry a pass of the target in order (passes without a draft
-    included, so that ``sum(per_step_accepted) + len(per_step_accepted)`` is the number of tokens):
+    ``detailed`` adds lists with one entry per pass of the target, with or without a draft, so that
+    ``sum(per_step_accepted) + len(per_step_accepted)`` is the number of tokens:
 
-    * ``per_step_accepted``: drafted tokens accepted, bonus not counted;
-    * ``per_step_drafted``: how many were drafted;
-    * ``per_step_drafted_token_ids``: which, in node order;
+    * ``per_step_accepted``: accepted draft tokens, without the bonus token;
+    * ``per_step_drafted``: number of drafted tokens;
+    * ``per_step_drafted_token_ids``: drafted tokens, in node order;
     * ``per_step_parents``: for drafts that are not chains, the parent of each drafted node: -1 for
       the root, else an index into the step's ``per_step_drafted_token_ids``.
     """
@@ -155,27 +119,26 @@ def request_stats(answer: Answer, detailed: bool = False) -> dict[str, Any]:
 
 
 def _steps(accepted: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> dict[str, Any]:
-    """The recorded rounds as lists. ``tokens`` and ``parents`` are -1 where a node is not valid."""
-    ids, ups = [], []
-    for row, above in zip(tokens[:, 1:], parents[:, 1:], strict=True):
-        nodes = np.flatnonzero(row >= 0) + 1
-        rank = {0: -1} | {int(node): index for index, node in enumerate(nodes)}
-        ids.append(row[nodes - 1].tolist())
-        ups.append([rank[int(up)] for up in above[nodes - 1]])
+    """Return the recorded rounds as lists; ``tokens`` and ``parents`` are -1 for invalid nodes."""
+    ids, all_parents = [], []
+    for drafted, above in zip(tokens[:, 1:], parents[:, 1:], strict=True):
+        nodes = np.flatnonzero(drafted >= 0) + 1
+        index_of = {0: -1} | {int(node): index for index, node in enumerate(nodes)}
+        ids.append(drafted[nodes - 1].tolist())
+        all_parents.append([index_of[int(parent)] for parent in above[nodes - 1]])
     steps = {
         "per_step_accepted": accepted.tolist(),
         "per_step_drafted": [len(step) for step in ids],
         "per_step_drafted_token_ids": ids,
     }
-    is_chain = all(step == list(range(-1, len(step) - 1)) for step in ups)
-    return steps if is_chain else steps | {"per_step_parents": ups}
+    is_chain = all(step == list(range(-1, len(step) - 1)) for step in all_parents)
+    return steps if is_chain else steps | {"per_step_parents": all_parents}
 
 
 def cut(answer: Answer, num_tokens: int) -> Answer:
-    """The answer that would have been, had the row ended after ``num_tokens`` of its tokens.
+    """Cut an answer after ``num_tokens`` tokens, as if the sequence had ended there.
 
-    Needs the steps of every round. The round in which the last token was emitted counts as clipped,
-    as the device does it at a stop token.
+    Needs the steps of every round. The last round counts as clipped, as at a stop token.
     """
     accepted, drafted = answer.steps
     ends = np.cumsum(accepted + 1)  # tokens emitted by the end of each round
@@ -199,7 +162,7 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """One entry of ``LLM.get_metrics``."""
+    """An entry of ``LLM.get_metrics``."""
 
     name: str
     labels: dict[str, str]
@@ -221,13 +184,13 @@ class Gauge(Metric):
 
 @dataclasses.dataclass(frozen=True)
 class Vector(Metric):
-    """Numbers that only grow, one for each drafted position."""
+    """Numbers that only grow, one per draft position."""
 
     values: list[int]
 
 
 def entries(counts: Counts, seconds: float, labels: dict[str, str]) -> list[Metric]:
-    """The counts as vLLM's counters, and the tokens a second of the ``seconds`` they took."""
+    """Return the counts under vLLM's names, and the tokens per second."""
     name = "vllm:spec_decode_num_{}".format
     return [
         Counter(name("drafts"), labels, counts.num_drafts),
@@ -241,17 +204,3 @@ def entries(counts: Counts, seconds: float, labels: dict[str, str]) -> list[Metr
             counts.tokens_per_second(seconds),
         ),
     ]
-
-
-def log_line(counts: Counts, seconds: float) -> str:
-    """vLLM's log line for what was counted in ``seconds``."""
-    rates: Sequence[str] = [f"{rate:.3f}" for rate in counts.acceptance_per_pos]
-    return (
-        f"SpecDecoding metrics: Mean acceptance length: {counts.mean_acceptance_length:.2f}, "
-        f"Accepted throughput: {_ratio(counts.num_accepted_tokens, seconds):.2f} tokens/s, "
-        f"Drafted throughput: {_ratio(counts.num_draft_tokens, seconds):.2f} tokens/s, "
-        f"Accepted: {counts.num_accepted_tokens} tokens, "
-        f"Drafted: {counts.num_draft_tokens} tokens, "
-        f"Per-position acceptance rate: {', '.join(rates)}, "
-        f"Avg Draft acceptance rate: {100 * counts.draft_acceptance_rate:.1f}%"
-    )

@@ -1,4 +1,4 @@
-"""What a request gives back, in the shape of vLLM's ``RequestOutput``."""
+"""Results of a request, with the fields of vLLM's ``RequestOutput``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from jspec.engine.batch import Answer
 
 @dataclasses.dataclass
 class Logprob:
-    """How likely the target found a token at a place.
+    """The target's score of a token at one position.
 
     Attributes:
-      logprob: as ``LLM``'s ``logprobs_mode`` says.
+      logprob: of the kind that ``LLM``'s ``logprobs_mode`` names.
       rank: 1 for the likeliest token.
-      decoded_token: its text alone; None where no text is made.
+      decoded_token: its text alone; None without detokenization.
     """
 
     logprob: float
@@ -30,17 +30,17 @@ class CompletionOutput:
     """One generated text.
 
     Attributes:
-      index: which of the request's ``n`` texts.
-      text: without what ended it, unless ``include_stop_str_in_output``.
+      index: among the request's ``n`` texts.
+      text: without the stop string or token, unless ``include_stop_str_in_output``.
       token_ids: a stop token included; up to the token that completed a stop string.
-      finish_reason: "stop", "length", None while it runs, or "error" where the target gave no token
-        any weight: logits of NaN, or all tokens forbidden. What it said before is there.
+      finish_reason: "stop", "length", None while it runs, or "error" if every token had probability
+        0 (NaN or fully masked logits). The text before the error is there.
       stop_reason: the stop string or stop token id that ended it; None for the model's own end of
         text, and for "length".
       speculative_decoding_stats: see ``jspec.api.metrics.request_stats``.
-      cumulative_logprob: the sum over ``token_ids``; None unless ``logprobs`` were asked for.
+      cumulative_logprob: the sum over ``token_ids``; None unless ``logprobs`` were requested.
       logprobs: for each of ``token_ids`` a dict of token id to ``Logprob``, the token itself first;
-        None unless asked for.
+        None unless requested.
     """
 
     index: int
@@ -53,7 +53,7 @@ class CompletionOutput:
     speculative_decoding_stats: dict[str, Any] | None = None
 
     def finished(self) -> bool:
-        """Whether no more will come."""
+        """Return whether the text is complete."""
         return self.finish_reason is not None
 
 
@@ -61,8 +61,8 @@ class CompletionOutput:
 class RequestOutput:
     """The texts generated for one prompt.
 
-    ``prompt_logprobs`` is as ``logprobs`` of a text, for the prompt's tokens; its first item is
-    None, as nothing comes before that token.
+    ``prompt_logprobs`` has the form of a text's ``logprobs``. Its first item is None, since the
+    first token has no predecessor.
     """
 
     request_id: str
@@ -74,15 +74,15 @@ class RequestOutput:
 
     @property
     def speculative_decoding_stats(self) -> dict[str, Any] | None:
-        """Of the first text; each of ``outputs`` has its own."""
+        """The statistics of the first text; each of ``outputs`` has its own."""
         return self.outputs[0].speculative_decoding_stats
 
 
 class Transcript:
-    """The host's side of one row: its tokens become text, which may end it at a stop string.
+    """The text of one sequence, decoded on the host and ended at a stop string.
 
     Attributes:
-      answer: what the row generated so far, cut where it ended; None before its first round.
+      answer: the answer so far, cut where the text ended; None before the first round.
       text: the text so far.
       finish_reason, stop_reason: as in ``CompletionOutput``.
     """
@@ -98,18 +98,18 @@ class Transcript:
                 tokenizer, prompt, params.skip_special_tokens
             )
         self._num_read = 0
-        self._listed: list[dict[int, Logprob]] = []  # of the tokens, as far as they were wanted
+        self._listed: list[dict[int, Logprob]] = []  # of the tokens read so far
         self._listed_prompt: list[dict[int, Logprob] | None] = []
-        self._spelled: dict[int, str] = {}  # texts of tokens by themselves
+        self._token_texts: dict[int, str] = {}
         self.answer: Answer | None = None
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
     def read(self, answer: Answer) -> bool:
-        """Takes in the row's answer so far. True if a stop string ended it just now.
+        """Decode the answer so far; return whether a stop string just ended the text.
 
-        The device does not know of stop strings: such a row must then be cancelled.
+        The device does not see stop strings: the caller must cancel such a sequence.
         """
         if self.finish_reason:
             return False
@@ -126,11 +126,11 @@ class Transcript:
 
     @property
     def cumulative_logprob(self) -> float:
-        """The sum over the tokens so far; of a row that was scored."""
+        """The sum over the tokens so far; needs scores."""
         return 0.0 if self.answer is None else float(self.answer.logprobs.chosen.sum())
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Of the prompt's tokens, where they are wanted."""
+        """Return the scores of the prompt's tokens, if requested."""
         count = self._params.prompt_logprobs
         if count is None or self.answer is None:
             return None
@@ -140,7 +140,7 @@ class Transcript:
         return self._listed_prompt.copy()
 
     def _logprobs(self) -> list[dict[int, Logprob]]:
-        """Of the tokens so far. A stream asks after every slice: only new ones are listed."""
+        """Return the scores of the tokens so far; only new ones are converted."""
         answer, known = self.answer, len(self._listed)
         self._listed += self._list(
             answer.tokens[known:], answer.logprobs.behind(known), self._params.logprobs
@@ -148,18 +148,18 @@ class Transcript:
         return self._listed[: len(answer.tokens)]
 
     def _list(self, ids: Sequence[int], scores: Logprobs, count: int) -> list[dict[int, Logprob]]:
-        """For each of ``ids`` itself and the ``count`` likeliest; -1 for all there are."""
+        """List each of ``ids`` with the ``count`` likeliest tokens; -1 for all."""
         count = scores.count if count == -1 else count
         listed = []
-        for place, token in enumerate(map(int, ids)):
-            found = {token: (scores.chosen[place], scores.rank[place])}
-            top = zip(scores.top_ids[place, :count], scores.top[place, :count], strict=True)
+        for index, token in enumerate(map(int, ids)):
+            ranked = {token: (scores.chosen[index], scores.rank[index])}
+            top = zip(scores.top_ids[index, :count], scores.top[index, :count], strict=True)
             for rank, (other, value) in enumerate(top, 1):
-                found.setdefault(int(other), (value, rank))
+                ranked.setdefault(int(other), (value, rank))
             listed.append(
                 {
                     each: Logprob(float(value), int(rank), self._text_of(each))
-                    for each, (value, rank) in found.items()
+                    for each, (value, rank) in ranked.items()
                 }
             )
         return listed
@@ -167,32 +167,32 @@ class Transcript:
     def _text_of(self, token: int) -> str | None:
         if self._tokenizer is None:
             return None
-        if token not in self._spelled:
-            self._spelled[token] = self._tokenizer.decode([token])
-        return self._spelled[token]
+        if token not in self._token_texts:
+            self._token_texts[token] = self._tokenizer.decode([token])
+        return self._token_texts[token]
 
     def _read_text(self, answer: Answer) -> bool:
         hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
         shown = len(answer.tokens) - hidden
         for count in range(self._num_read, shown):
-            known = len(self.text)
+            old_length = len(self.text)
             self.text += self._detokenizer.feed(answer.tokens[count])
-            if count + 1 <= self._params.min_tokens:  # what ends in here may not end the text
+            if count + 1 <= self._params.min_tokens:
                 continue
-            found = detokenizer.find_stop(self.text, known, self._params.stop)
-            if found is not None:
-                self._end_at(found, count + 1)
+            stop = detokenizer.find_stop(self.text, old_length, self._params.stop)
+            if stop is not None:
+                self._end_at(stop, count + 1)
                 return True
         return False
 
-    def _end_at(self, found: tuple[int, int, str], num_tokens: int) -> None:
-        begin, end, self.stop_reason = found
+    def _end_at(self, stop: tuple[int, int, str], num_tokens: int) -> None:
+        begin, end, self.stop_reason = stop
         self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
         self.finish_reason = "stop"
         self.answer = metrics.cut(self.answer, num_tokens)
 
     def output(self, index: int, detailed: bool) -> CompletionOutput:
-        """The row as it stands. Text that may yet belong to a stop string is held back."""
+        """Return the text so far, without an end that may become a stop string."""
         shown = self.text
         if not self.finish_reason and not self._params.include_stop_str_in_output:
             shown = shown[: len(shown) - detokenizer.held_back(shown, self._params.stop)]

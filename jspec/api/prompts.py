@@ -1,4 +1,4 @@
-"""Prompts as users give them: text, token ids, or lists of either."""
+"""Prompts of users: text, token ids, or lists of either."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,15 @@ from jspec.util.messages import did_you_mean, shown
 
 _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
-# Parameters of apply_chat_template that are no variables of a template: those that ``LLM.chat`` has
-# as its own, under the name that it gives them, and those of making token ids of the text.
-_OF_CHAT = {
+# Parameters of apply_chat_template that are not variables of a template: those that ``LLM.chat``
+# takes itself, with its own name for them, and those of tokenization.
+_CHAT_ARGUMENTS = {
     "conversation": "messages",
     "messages": "messages",
     "chat_template": "chat_template",
     "add_generation_prompt": "add_generation_prompt",
 }
-_OF_IDS = (
+_TOKENIZATION = (
     "tokenize",
     "padding",
     "truncation",
@@ -34,24 +34,24 @@ _OF_IDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model sees it, and its text where it was given as text."""
+    """Token ids of a prompt, and its text if it was given as text."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
 
 
-def read(given: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
-    """Reads one prompt or a list of them.
+def read(prompts: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
+    """Read one prompt or a list of them.
 
     Raises:
       ValueError: one is empty or of no known form.
     """
-    items = [given] if isinstance(given, str | Mapping) else given
+    items = [prompts] if isinstance(prompts, str | Mapping) else prompts
     if not isinstance(items, Sequence) or isinstance(items, bytes):
-        raise ValueError(f"prompts={_short(given)} must be {_FORMS}.")
+        raise ValueError(f"prompts={_short(prompts)} must be {_FORMS}.")
     if items and all(isinstance(item, Integral) for item in items):
         raise ValueError(
-            f"prompts={_short(given)} is a list of numbers; give token ids as "
+            f"prompts={_short(prompts)} is a list of numbers; give token ids as "
             "{'prompt_token_ids': [...]}."
         )
     return [_read_one(index, item, encode) for index, item in enumerate(items)]
@@ -60,7 +60,7 @@ def read(given: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
 def of_chat(
     messages: Any, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """One conversation or a list of them, each as a prompt that ``read`` reads.
+    """Render one conversation or a list of them, each to a prompt for ``read``.
 
     Raises:
       ValueError: it is neither, there is no chat template, or it refuses the messages.
@@ -79,16 +79,16 @@ def of_chat(
         rendered(tokenizer, each, chat_template=chat_template, **variables)
         for each in conversations
     ]
-    # The template has written the special tokens already.
+    # The template has already written the special tokens.
     encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
     return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
 
 
 def variables_of(given: Any) -> dict[str, Any]:
-    """The variables that ``chat_template_kwargs`` gives to a template; none where it is None.
+    """Return the template variables of ``chat_template_kwargs``; none if it is None.
 
     Raises:
-      ValueError: it is no dict by names, or has what is no template's.
+      ValueError: it is no dict of names, or names a parameter that is not a variable.
     """
     given = {} if given is None else given
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -97,35 +97,35 @@ def variables_of(given: Any) -> dict[str, Any]:
             "name, such as {'enable_thinking': False}."
         )
     for name in given:
-        if name in _OF_CHAT:
+        if name in _CHAT_ARGUMENTS:
             raise ValueError(
                 f"chat_template_kwargs has {name!r}, which is an argument of chat and "
-                f"chat_prompts; give it there, as {_OF_CHAT[name]}=..."
+                f"chat_prompts; give it there, as {_CHAT_ARGUMENTS[name]}=..."
             )
-        if name in _OF_IDS:
+        if name in _TOKENIZATION:
             raise ValueError(
                 f"chat_template_kwargs has {name!r}, which is of making token ids and no variable "
-                "of a template; leave it out, or give ids of your own to generate as "
+                "of a template; leave it out, or pass your own ids to generate as "
                 "{'prompt_token_ids': [...]}."
             )
     return dict(given)
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping], /, **variables: Any) -> str:
-    """A conversation as the text that the chat template makes of it.
+    """Render a conversation with the chat template.
 
     Raises:
       ValueError: the template refuses the messages.
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-    except Exception as error:  # of Jinja, or the template's own complaint
+    except Exception as error:  # Jinja's, or raised by the template
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the chat template refuses the messages: {reason}") from None
 
 
 def encodes(text: str) -> bool:
-    """Whether UTF-8 can say a text: it holds no half of a surrogate pair."""
+    """Return whether UTF-8 can encode a text: it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -150,7 +150,7 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
     if text is not None and not encodes(text):
         raise ValueError(
             f"prompt {index} is {_short(text)}, with half of a surrogate pair; it must be text "
-            "that UTF-8 can say."
+            "that UTF-8 can encode."
         )
     ids = _token_ids(index, ids) if ids is not None else encode(text) if text else ()
     if not len(ids):
@@ -161,7 +161,7 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
 
 
 def _token_ids(index: int, ids: Any) -> list[int]:
-    if hasattr(ids, "__array__"):  # of NumPy, JAX or torch: brought to the host at once
+    if hasattr(ids, "__array__"):  # NumPy, JAX or torch: one transfer to the host
         ids = np.atleast_1d(ids).tolist()
     ids = list(ids) if isinstance(ids, Sequence) else [ids]
     for token in ids:

@@ -1,12 +1,12 @@
-"""What two tokenizers have in common: token-level intersection (TLI, arXiv 2502.05202, section 4).
+"""Token-level intersection of two vocabularies (TLI, arXiv 2502.05202, section 4).
 
-A draft model with a tokenizer of its own drafts tokens that the target has too. Two tokens are the
-same where they are spelled alike, once the sign that each vocabulary writes for a space ("Ġ" or
-"▁") is read as one; special tokens of the same name are the same. Where several tokens of a
-vocabulary come to one spelling, that of the lowest id counts.
+A draft model with another tokenizer drafts the tokens that the target has too. Two tokens are the
+same if their spellings are, after each vocabulary's sign for a space ("Ġ" or "▁") is replaced;
+special tokens of the same name are the same. Of several tokens with one spelling, the lowest id
+counts.
 
-The mapping follows from the two vocabularies alone. It is kept in the user's cache directory under
-a digest of both, and checked when it is read: a file that is damaged is made again.
+The mapping depends on the two vocabularies alone. It is cached in the user's cache directory under
+a digest of both, and checked when it is read: a damaged file is written again.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from jspec.drafters.draft_model.language_model import TranslatingParams, transla
 from jspec.models.decoder import DecoderParams
 from jspec.util import atomic_files
 
-LEAST_SHARED = 0.05  # of the smaller vocabulary; below it, drafts would hardly ever be right
+LEAST_SHARED = 0.05  # of the smaller vocabulary; below it, drafts are hardly ever accepted
 _SPACES = ("Ġ", "▁")  # of byte-level BPE, and of SentencePiece
-_VERSION = "1"  # of the rule and the file: part of the digest
+_VERSION = "1"  # of rule and file format: part of the digest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class SharedVocabulary:
     Attributes:
       target_ids: int32 [M], ascending.
       draft_ids: int32 [M], the draft model's ids of the same tokens.
-      unknown: the draft model's id for all other tokens of the target.
+      unknown: the draft model's id for the target's other tokens.
     """
 
     target_ids: np.ndarray
@@ -45,14 +45,14 @@ class SharedVocabulary:
     unknown: int
 
     def translating(self, params: DecoderParams, target_size: int) -> TranslatingParams:
-        """The draft model's weights with its way to the target's vocabulary [V] and back."""
+        """Return the draft model's weights mapped from and to the target's vocabulary [V]."""
         ids = np.full(target_size, self.unknown, np.int32)
         ids[self.target_ids] = self.draft_ids
         return translating(params, self.target_ids, self.draft_ids, ids)
 
 
 def are_same(target_tokenizer: Any, draft_tokenizer: Any) -> bool:
-    """Whether both tokenizers are known and have the same ids for the same tokens."""
+    """Return whether both tokenizers are known and have the same ids for the same tokens."""
     both = target_tokenizer, draft_tokenizer
     return None not in both and both[0].get_vocab() == both[1].get_vocab()
 
@@ -60,10 +60,10 @@ def are_same(target_tokenizer: Any, draft_tokenizer: Any) -> bool:
 def check_same(
     target_size: int, draft_size: int, target_tokenizer: Any = None, draft_tokenizer: Any = None
 ) -> None:
-    """Checks that target and draft model mean the same by every token id.
+    """Check that every token id is the same token of target and draft model.
 
-    Tokenizers decide where both are known: they must agree on every id that both have. The models'
-    sizes may then differ, being padded.
+    If both tokenizers are known, they must agree on every id that both have. The vocabulary sizes
+    may then differ, since they are padded.
 
     Raises:
       ValueError: they do not share a vocabulary.
@@ -97,15 +97,15 @@ def share(
     draft_size: int,
     cache: str | os.PathLike | None = None,
 ) -> SharedVocabulary:
-    """The tokens that both models know, found once for each pair of vocabularies.
+    """Return the tokens that both vocabularies have.
 
     Args:
-      target_tokenizer: of ``transformers``, or None where the model has none.
-      draft_tokenizer: the same; its unknown token, or else its end of text, stands for what the
-        draft model does not know.
-      target_size: V, the target's ids; tokens past them are left out.
+      target_tokenizer: of ``transformers``, or None if the model has none.
+      draft_tokenizer: the same; its unknown token, or else its end of text, stands for tokens that
+        the draft model lacks.
+      target_size: V, the target's ids; tokens past them are ignored.
       draft_size: the draft model's ids.
-      cache: directory to keep the mapping in; None for the user's cache directory.
+      cache: directory of cached mappings; None for the user's cache directory.
 
     Raises:
       ValueError: a tokenizer is missing, the draft model's has neither an unknown token nor an end
@@ -119,91 +119,86 @@ def share(
             )
     target = _within(target_tokenizer.get_vocab(), target_size)
     draft = _within(draft_tokenizer.get_vocab(), draft_size)
-    unknown = next(
-        (
-            each
-            for each in (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id)
-            if each is not None and 0 <= each < draft_size
-        ),
-        None,
-    )
+    candidates = (draft_tokenizer.unk_token_id, draft_tokenizer.eos_token_id)
+    fits = (token for token in candidates if token is not None and 0 <= token < draft_size)
+    unknown = next(fits, None)
     if unknown is None:
         raise ValueError(
             "use_heterogeneous_vocab: the draft model's tokenizer has neither an unk_token nor an "
             "eos_token to stand for tokens that it lacks; set one in its tokenizer_config.json."
         )
-    target_ids, draft_ids = _kept(target, draft, cache)
-    smaller = min(len(target), len(draft))
-    if target_ids.size < max(1, LEAST_SHARED * smaller):
+    target_ids, draft_ids = _cached_intersection(target, draft, cache)
+    least = max(1, int(np.ceil(LEAST_SHARED * min(len(target), len(draft)))))
+    if target_ids.size < least:
         raise ValueError(
             f"use_heterogeneous_vocab: the vocabularies share {target_ids.size} tokens, of the "
-            f"target's {len(target)} and the draft model's {len(draft)}; at least "
-            f"{max(1, int(np.ceil(LEAST_SHARED * smaller)))} are needed for drafts to be worth "
-            "their cost. Use another draft model, or a method without one, such as 'ngram'."
+            f"target's {len(target)} and the draft model's {len(draft)}; at least {least} are "
+            "needed for drafts to be worth their cost. Use another draft model, or a method "
+            "without one, such as 'ngram'."
         )
     return SharedVocabulary(target_ids, draft_ids, unknown)
 
 
 def intersection(target: dict[str, int], draft: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of the same tokens in both vocabularies: int32 [M] of the target, ascending, and [M].
+    """Return the ids of common tokens: int32 [M] of the target, ascending, and [M] of the draft.
 
     >>> intersection({"Ġthe": 0, "cat": 1, "s": 2}, {"s": 0, "dog": 1, "▁the": 2})
     (array([0, 2], dtype=int32), array([2, 0], dtype=int32))
     """
     ours, theirs = _spelled(target), _spelled(draft)
     pairs = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs)
-    found = np.array(pairs, np.int32).reshape(-1, 2)
-    return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
+    ids = np.array(pairs, np.int32).reshape(-1, 2)
+    return np.ascontiguousarray(ids[:, 0]), np.ascontiguousarray(ids[:, 1])
 
 
 def _within(vocabulary: dict[str, int], size: int) -> dict[str, int]:
-    """The tokens that the model has rows for."""
+    """Return the tokens that the model has rows for."""
     return {token: index for token, index in vocabulary.items() if 0 <= index < size}
 
 
 def _spelled(vocabulary: dict[str, int]) -> dict[str, int]:
-    """Lowest ids by spelling, spaces written as such.
+    """Return the lowest id of each spelling, with plain spaces.
 
-    A vocabulary has one sign for a space, by far the most frequent first character of the two; the
-    other is a letter there.
+    The vocabulary's sign for a space is the more frequent first character of the two; the other
+    one is a letter there.
     """
     starts = Counter(token[:1] for token in vocabulary)
     sign = max(_SPACES, key=lambda each: starts[each])
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for token, index in sorted(vocabulary.items(), key=lambda item: item[1]):
-        found.setdefault(token.replace(sign, " "), index)
-    return found
+        ids.setdefault(token.replace(sign, " "), index)
+    return ids
 
 
-def _kept(
+def _cached_intersection(
     target: dict[str, int], draft: dict[str, int], cache: str | os.PathLike | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The intersection, from the cache where it is there and whole."""
+    """Return the intersection, from the cache if it is there and intact."""
     folder = platformdirs.user_cache_path("jspec") / "vocabularies" if cache is None else cache
     path = Path(folder) / f"{_digest(target, draft)}.safetensors"
-    found = _read(path, target, draft)
-    if found is None:
-        found = intersection(target, draft)
-        with contextlib.suppress(OSError):  # a cache that cannot be written is done without
-            _write(path, *found)
-    return found
+    ids = _read(path, target, draft)
+    if ids is None:
+        ids = intersection(target, draft)
+        with contextlib.suppress(OSError):  # works without a cache
+            _write(path, *ids)
+    return ids
 
 
 def _digest(*vocabularies: dict[str, int]) -> str:
-    """Says which two vocabularies these are, ids included."""
-    whole = hashlib.sha256(_VERSION.encode())
+    """Hash the two vocabularies, ids included."""
+    digest = hashlib.sha256(_VERSION.encode())
     for vocabulary in vocabularies:
-        whole.update(f"\0{len(vocabulary)}\0".encode())
+        digest.update(f"\0{len(vocabulary)}\0".encode())
         for token, index in sorted(vocabulary.items(), key=lambda item: item[1]):
             text = token.encode("utf-8", "surrogatepass")
-            whole.update(f"{index} {len(text)} ".encode() + text)
-    return whole.hexdigest()
+            digest.update(f"{index} {len(text)} ".encode() + text)
+    return digest.hexdigest()
 
 
 def _read(
     path: Path, target: dict[str, int], draft: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """What ``_write`` wrote; None where there is no such file or it is not whole."""
+    """Read the ids that ``_write`` wrote; None if the file is missing or damaged."""
     try:
         tensors = safetensors_files.read(path)
     except (ValueError, OSError):
@@ -213,17 +208,17 @@ def _read(
     ids = tensors["target_ids"], tensors["draft_ids"]
     if any(each.dtype != np.int32 or each.ndim != 1 for each in ids) or ids[0].size != ids[1].size:
         return None
-    known = (
-        np.isin(ids[0], list(target.values())).all() and np.isin(ids[1], list(draft.values())).all()
-    )
-    whole = np.array_equal(tensors["checksum"], _checksum(*ids))
-    ascending = (np.diff(ids[0]) > 0).all()
-    # Copies: the mapped file may go away.
-    return tuple(np.array(each) for each in ids) if known and whole and ascending else None
+    if not np.array_equal(tensors["checksum"], _checksum(*ids)):
+        return None
+    known = zip(ids, (target, draft), strict=True)
+    in_range = all(np.isin(each, list(names.values())).all() for each, names in known)
+    if not in_range or not (np.diff(ids[0]) > 0).all():
+        return None
+    return np.array(ids[0]), np.array(ids[1])  # copies, since the mapped file may go away
 
 
 def _write(path: Path, target_ids: np.ndarray, draft_ids: np.ndarray) -> None:
-    """Writes the file whole or not at all, so that no reader sees a part."""
+    """Write the file whole or not at all, so that no reader sees a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {
         "target_ids": target_ids,
@@ -236,7 +231,6 @@ def _write(path: Path, target_ids: np.ndarray, draft_ids: np.ndarray) -> None:
 
 
 def _checksum(*ids: np.ndarray) -> np.ndarray:
-    """SHA-256 of the ids: uint8 [32]."""
-    return np.frombuffer(
-        hashlib.sha256(b"".join(each.tobytes() for each in ids)).digest(), np.uint8
-    )
+    """Return the SHA-256 of the ids: uint8 [32]."""
+    digest = hashlib.sha256(b"".join(each.tobytes() for each in ids)).digest()
+    return np.frombuffer(digest, np.uint8)

@@ -317,11 +317,12 @@ class Functions:
 def _functions(sequences: Sequence[Any], size: int, *_: int) -> Functions:
     """List every (rank in a sequence's order, function) once."""
     ranked = [list(enumerate(sequence.logits_processors)) for sequence in sequences]
-    pairs = sorted(dict.fromkeys(pair for own in ranked for pair in own), key=lambda pair: pair[0])
-    used = np.zeros((size, len(pairs)), bool)
-    for index, own in enumerate(ranked):
-        used[index] = [pair in own for pair in pairs]
-    return Functions(used, tuple(function for _, function in pairs))
+    unique = dict.fromkeys(pair for pairs in ranked for pair in pairs)
+    ordered = sorted(unique, key=lambda pair: pair[0])
+    used = np.zeros((size, len(ordered)), bool)
+    for index, pairs in enumerate(ranked):
+        used[index] = [pair in pairs for pair in ordered]
+    return Functions(used, tuple(function for _, function in ordered))
 
 
 def _call_functions(logits: Array, settings: Functions, branches: Branches) -> Array:

@@ -200,22 +200,6 @@ def log_probs(logits: Array) -> Array:
     return jax.nn.log_softmax(jnp.where(certain.any(-1, keepdims=True), point, logits), -1)
 
 
-def chance(logits: Array, distribution: Array | None, ids: Array, sampling: Sampling) -> Array:
-    """Return the probability of ``ids`` [B, ...] under ``distribution``, log-weights [B, ..., V].
-
-    Greedy sequences, and drafts without a distribution (None), use the softmax of ``logits``.
-    """
-
-    def of(log_weights: Array) -> Array:
-        chosen = jnp.take_along_axis(log_weights, ids[..., None], -1)[..., 0]
-        return jnp.exp(chosen - jax.nn.logsumexp(log_weights, -1))
-
-    if distribution is None:
-        return of(logits)
-    drawn = (sampling.temperature > 0).reshape(-1, *[1] * (ids.ndim - 1))
-    return jnp.where(drawn, of(distribution), of(logits))
-
-
 def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
     """Return Gumbel noise of the tokens at int32 ``positions`` [B, ...]: float32 [B, ..., V]."""
     return _gumbel(*_words(keys, positions[..., None], jnp.arange(vocab_size)))

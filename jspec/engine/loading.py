@@ -1,4 +1,4 @@
-"""Opening a model for use: its network, weights, tokenizer and end-of-text tokens in one value."""
+"""Loaded models: network, weights, tokenizer and end-of-text tokens in one value."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ from jspec.util.messages import shown
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model and its weights. Made by ``load``.
+    """A model and its weights, made by ``load``.
 
     Attributes:
-      path: where it came from: a directory or a hub id.
+      path: its directory or hub id.
       config: sizes of the network.
       params: weights.
       raw_config: config.json.
@@ -42,7 +42,7 @@ class LoadedModel:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, read when first asked for.
+        """The tokenizer, read at first use.
 
         Raises:
           ValueError: the checkpoint has none, or it cannot be read.
@@ -51,11 +51,11 @@ class LoadedModel:
 
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, by config.json and generation_config.json."""
+        """The end-of-text ids of config.json and generation_config.json."""
         return checkpoint.eos_token_ids(self.path)
 
     def logits(self, token_ids: Any) -> Array:
-        """The plain forward pass: token ids [B, T] to float32 logits [B, T, V].
+        """Return the logits of a plain forward pass, float32 [B, T, V], of token ids [B, T].
 
         Raises:
           ValueError: ``token_ids`` are not a [B, T] block of ids of the vocabulary, or too long.
@@ -64,7 +64,7 @@ class LoadedModel:
         if tokens.ndim != 2 or 0 in tokens.shape or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"token_ids must be whole numbers [B, T], got {tokens.dtype}{list(tokens.shape)}; "
-                "score texts of unlike length one by one."
+                "score texts of different lengths one by one."
             )
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -81,21 +81,21 @@ class LoadedModel:
 
 @functools.partial(jax.jit, static_argnames="target")
 def _logits(target: Decoder, params: DecoderParams, tokens: Array) -> Array:
-    """A text is a chain of nodes after an empty prefix."""
+    """Run a text as a chain of nodes after an empty prefix."""
     batch, length = tokens.shape
     tree = trees.from_parents(trees.chain(length - 1), length - 1)
     return target.forward(params, tokens, tree, target.init_cache(batch, 0)).logits
 
 
 def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> LoadedModel:
-    """Loads a checkpoint in the Hugging Face layout; a loaded model is returned as it is.
+    """Load a checkpoint in the Hugging Face layout; return a loaded model as it is.
 
     Args:
       model: a local directory or a hub id.
       dtype: "float32", "bfloat16" or "float16"; None or "auto" for the checkpoint's own.
 
     Raises:
-      ValueError: it cannot be read; the message says what is wrong and where.
+      ValueError: it cannot be read.
     """
     if isinstance(model, LoadedModel):
         return model
@@ -110,12 +110,12 @@ def load_head(
     kind: str | None = None,
     dtype: str | None = None,
 ) -> LoadedHead:
-    """Loads a draft head; a loaded one is returned as it is.
+    """Load a draft head; return a loaded one as it is.
 
     Args:
       head: a local directory or a hub id.
-      target: sizes of the target that it drafts for.
-      kind: the method it must be of, such as "eagle3" or "mlp_speculator"; None for any.
+      target: sizes of its target.
+      kind: the required method, such as "eagle3" or "mlp_speculator"; None for any.
       dtype: as in ``load``.
 
     Raises:
@@ -136,26 +136,26 @@ def load_head(
 
 
 def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
-    """The head without its embedding where that is the target's: one copy in memory will do."""
-    own = getattr(head.params, "embedding", None)
-    if own is None or own.shape != embedding.shape or not (own == embedding).all():
+    """Drop the head's embedding if it equals the target's, to hold one copy in memory."""
+    copy = getattr(head.params, "embedding", None)  # some kinds of heads have none
+    if copy is None or copy.shape != embedding.shape or not (copy == embedding).all():
         return head
     config = dataclasses.replace(head.config, separate_embedding=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))
 
 
 def sizes(model: str | os.PathLike | LoadedModel) -> DecoderConfig:
-    """The network of a model, without loading its weights."""
+    """Return the sizes of a model's network, without loading its weights."""
     if isinstance(model, LoadedModel):
         return model.config
     return checkpoint.load_config(_path(model))[0]
 
 
 def mask_token_id(model: str | os.PathLike | LoadedModel) -> int | None:
-    """The token behind which a draft model guesses several at once; None if it has none.
+    """Return the mask token of a parallel draft model, or None.
 
     Raises:
-      ValueError: config.json names it twice, or not by a number.
+      ValueError: config.json names it twice, or by something other than a number.
     """
     loaded = isinstance(model, LoadedModel)
     raw = model.raw_config if loaded else checkpoint.load_config(_path(model))[1]
@@ -163,7 +163,7 @@ def mask_token_id(model: str | os.PathLike | LoadedModel) -> int | None:
 
 
 def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:
-    """A model's tokenizer, or None where it has none that can be read."""
+    """Return a model's tokenizer, or None if it has no readable one."""
     try:
         loaded = isinstance(model, LoadedModel)
         return model.tokenizer if loaded else checkpoint.load_tokenizer(model)
@@ -171,11 +171,11 @@ def tokenizer_if_any(model: str | os.PathLike | LoadedModel) -> Any:
         return None
 
 
-def text_ends(model: LoadedModel) -> tuple[int, ...]:
-    """Ids that end a text, ascending: by the checkpoint, and by its tokenizer if there is one."""
-    tokenizer = tokenizer_if_any(model)
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return tuple(sorted({*model.eos_token_ids, own} - {None}))
+def text_ends(model: LoadedModel, tokenizer: Any = None) -> tuple[int, ...]:
+    """Return the end-of-text ids of checkpoint and tokenizer (None: the model's), ascending."""
+    tokenizer = tokenizer_if_any(model) if tokenizer is None else tokenizer
+    of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(sorted({*model.eos_token_ids, of_tokenizer} - {None}))
 
 
 def _path(model: Any) -> str | os.PathLike:
@@ -185,13 +185,13 @@ def _path(model: Any) -> str | os.PathLike:
 
 
 def keep_compiled_programs() -> None:
-    """Turns on JAX's persistent compilation cache, in the user's cache directory.
+    """Turn on JAX's persistent compilation cache, in the user's cache directory.
 
-    Leaves it alone where the user has chosen a directory (jax_compilation_cache_dir) already, or
-    has turned the cache off (jax_enable_compilation_cache).
+    No effect if the user has chosen a directory (jax_compilation_cache_dir) or turned the cache off
+    (jax_enable_compilation_cache).
     """
     if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
         directory = platformdirs.user_cache_path("jspec") / "xla"
         jax.config.update("jax_compilation_cache_dir", str(directory))
-        # Small programs too: the first call runs dozens, and they add up to seconds.
+        # Small programs too: the first call runs dozens, which add up to seconds.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

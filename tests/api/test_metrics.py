@@ -134,26 +134,3 @@ def test_entries_carry_the_counter_names_of_vllm():
         Counter("vllm:generation_tokens", labels, 10),
         Gauge("vllm:avg_generation_throughput_toks_per_s", labels, 2.5),
     ]
-
-
-def test_the_log_line_is_that_of_vllm():
-    assert metrics.log_line(COUNTS, 2.0) == (
-        "SpecDecoding metrics: Mean acceptance length: 2.25, "
-        "Accepted throughput: 2.50 tokens/s, Drafted throughput: 5.50 tokens/s, "
-        "Accepted: 5 tokens, Drafted: 11 tokens, "
-        "Per-position acceptance rate: 0.750, 0.250, 0.250, Avg Draft acceptance rate: 45.5%"
-    )
-
-
-def test_memory_bound_speed_up_has_the_right_limits():
-    assert metrics.mbsu(2.3, 0.0, 3) == 2.3  # a free drafter gives tau
-    assert metrics.mbsu(2.3, 1.0, 1) == 1.15
-    ratio = 1 / 0.0164  # the other way round: r = target / draft
-    assert metrics.mbsu(2.3, 0.0164, 3) == pytest.approx(ratio * 2.3 / (3 + ratio))
-    assert round(metrics.mbsu(2.3, 0.0164, 3), 2) == 2.19  # Llama-2-7B and a 115M draft model
-
-
-@pytest.mark.parametrize("arguments", [(0.9, 0.1, 3), (2.0, -0.1, 3), (2.0, 0.1, -1)])
-def test_memory_bound_speed_up_refuses_impossible_numbers(arguments):
-    with pytest.raises(ValueError, match="must"):
-        metrics.mbsu(*arguments)

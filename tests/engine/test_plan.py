@@ -78,7 +78,7 @@ def test_plans_with_equal_settings_of_a_rule_are_equal():
         (
             dataclasses.replace(TREE, proposal="chain"),
             "rejection",
-            "TreeTableDrafter says proposal='chain', but has tree_size=7 nodes for max_depth=2",
+            "TreeTableDrafter has proposal='chain', but tree_size=7 nodes for max_depth=2",
         ),
         (
             CHAIN,
@@ -106,7 +106,7 @@ def test_a_kernel_that_no_draft_would_reach_is_refused():
             Plan(TARGET, labelled("deterministic"), forced)
         assert f"rule={name!r} names implementation='pallas_tpu'" in str(error.value)
         assert "Labelled are deterministic" in str(error.value)
-        assert "comes to 'match', which has no kernel; leave implementation out" in str(error.value)
+        assert "'match', which judges those, has no kernel; leave implementation out" in str(error.value)
 
 
 def test_a_kernel_is_refused_to_a_dynamic_tree():
