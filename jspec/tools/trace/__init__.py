@@ -1,7 +1,7 @@
-"""One generation, round by round: what was drafted, how likely it was, and why each round stopped.
+"""A record of one generation: drafts, their probabilities and the end of each round.
 
-`jspec.trace` and the command `jspec trace` make a `Trace`. Requests that are not traced run the
-programs that they always ran.
+`jspec.trace` and the command `jspec trace` return a `Trace`, a plain value. Requests that are not
+traced run the same programs as without this package.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ __all__ = ["Node", "Piece", "Round", "Trace", "frame", "html", "of_row", "save",
 
 
 def trace(llm: LLM, prompt: Any, sampling_params: SamplingParams | None = None) -> Trace:
-    """Continue one prompt as `LLM.generate` does, and keep what happened in every round.
+    """Continue one prompt as `LLM.generate` does, and return a record of every round.
 
     The tokens are those of `generate`. `html` renders the trace as a page, `terminal.page` as text.
 
     Raises:
-      ValueError: as `LLM.generate`, or the request is for more than one text of one prompt.
+      ValueError: as `LLM.generate`, or the request is for more than one text.
     """
     return llm.run_one(prompt, sampling_params, _run)
 
@@ -55,9 +55,9 @@ def _run(
     _check(request.params)
     [row], [transcript] = request.sequences, request.transcripts
     tokenizer = tokenizer if request.params.detokenize else None
-    seen, shared = record(plan, params, row, transcript, shared, price)
+    records, shared = record(plan, params, row, transcript, shared, price)
     traced = trace_of(
-        seen,
+        records,
         transcript,
         tokenizer,
         request.prompt.text,
@@ -70,13 +70,13 @@ def _run(
 
 
 def of_row(plan: Plan, params: Params, row: SequenceParams, *, tokenizer: Any = None) -> Trace:
-    """The trace of one row of the functional layer: of targets, drafters and rules of your own.
+    """Return the trace of one sequence in the functional layer.
 
     Args:
       plan: target, drafter and rule.
       params: weights.
-      row: what to continue, as ``jspec.generate.generate_sequences`` takes it.
-      tokenizer: names the tokens; None shows their ids.
+      row: the sequence, as for ``jspec.engine.batch.generate_sequences``.
+      tokenizer: decodes the tokens; None shows their ids.
 
     Raises:
       ValueError: the row does not fit the model.
@@ -84,9 +84,9 @@ def of_row(plan: Plan, params: Params, row: SequenceParams, *, tokenizer: Any = 
     settings = SamplingParams(detokenize=tokenizer is not None)
     transcript = Transcript(settings, row.prompt, tokenizer, frozenset(row.stop_token_ids))
     price = CostTable().price
-    seen, _ = record(plan, params, row, transcript, init_shared(plan), price)
+    records, _ = record(plan, params, row, transcript, init_shared(plan), price)
     setting = _setting(plan, row)
-    return trace_of(seen, transcript, tokenizer, None, row.prompt, setting, rule=_asked(plan))
+    return trace_of(records, transcript, tokenizer, None, row.prompt, setting, rule=_asked(plan))
 
 
 def _check(params: SamplingParams) -> None:
@@ -101,7 +101,7 @@ def _check(params: SamplingParams) -> None:
 
 
 def _setting(plan: Plan, row: SequenceParams) -> dict[str, str]:
-    """What ran, as it is shown."""
+    """Return drafter, rule and temperature as words."""
     return {
         "drafter": type(plan.drafter).__name__,
         "rule": _rule(plan),
@@ -110,9 +110,9 @@ def _setting(plan: Plan, row: SequenceParams) -> dict[str, str]:
 
 
 def _rule(plan: Plan) -> str:
-    """The rule that was asked for, and what it comes to on these drafts."""
+    """Return the rule of the plan, and the rule that it reduces to on these drafts."""
     asked, runs = _asked(plan), plan.effective_rule.name
-    return asked if runs == asked else f"{asked} (on drafts chosen without chance: {runs})"
+    return asked if runs == asked else f"{asked} (on deterministic drafts: {runs})"
 
 
 def _asked(plan: Plan) -> str:

@@ -1,19 +1,18 @@
-"""How tokens and texts are shown to people: nothing unseen, and no codes of terminals."""
+"""Printable forms of tokens and texts, without control codes or invisible characters."""
 
 import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character by themselves
+_BROKEN = "\ufffd"  # decoders write it for bytes that are no character by themselves
 _MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
-_KEPT = "\n\t\u200c\u200d"  # the last two join letters, and parts of pictures
+_UNESCAPED = "\n\t\u200c\u200d"  # the last two join letters, and parts of emojis
 
 
 def label(tokenizer: Any, token: int) -> str:
-    """A token's own text on one line, spaces at its edges marked; its id if there is no text.
+    """Return a token's text on one line, with its outer spaces marked; its id without a tokenizer.
 
-    A token that is part of a character has no text of its own, and is shown as its vocabulary
-    spells it.
+    A token that is part of a character has no text of its own, and is spelled as in the vocabulary.
     """
     if tokenizer is None:
         return str(token)
@@ -24,7 +23,7 @@ def label(tokenizer: Any, token: int) -> str:
 
 
 def spaced(text: str) -> str:
-    """One line in which white space and what cannot be printed are seen.
+    """Return one line with visible white space and escaped control characters.
 
     >>> spaced(" a b\\n"), spaced("\\x1b[2J")
     ('␣a b↵', '\\\\x1b[2J')
@@ -37,19 +36,19 @@ def spaced(text: str) -> str:
 
 
 def printed(text: str) -> str:
-    """The text with its white space, all else that cannot be printed escaped.
+    """Return the text with its white space and escaped control characters.
 
     >>> printed("a\\n\\x00b\\u202e")
     'a\\n\\\\x00b\\\\u202e'
     """
-    return _escaped(text, lambda char: char in _KEPT or unicodedata.category(char) == "Zs")
+    return _escaped(text, lambda char: char in _UNESCAPED or unicodedata.category(char) == "Zs")
 
 
-def _escaped(text: str, kept: Callable[[str], bool]) -> str:
-    """The text, with what cannot be printed as Python writes it, but for what is ``kept``."""
+def _escaped(text: str, is_safe: Callable[[str], bool]) -> str:
+    """Return the text with Python's escapes for characters that are neither printable nor safe."""
     return "".join(
         char
-        if char.isprintable() or kept(char)
+        if char.isprintable() or is_safe(char)
         else char.encode("unicode_escape", "surrogatepass").decode()
         for char in text
     )

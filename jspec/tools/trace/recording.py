@@ -1,8 +1,8 @@
-"""What every round of a generation shows, kept on the device where the drafter learns the verdict.
+"""A record of every round, computed on the device in the drafter's update.
 
-The loop is the shipped one: it runs a plan whose drafter hands everything on to the plan's own, and
-keeps in its memory what the round drafted, how likely it was and how it was judged. All of it is
-computed from the very logits and noise that the round ran with.
+The loop is the normal one. It runs a plan whose drafter wraps the plan's own, and stores in its
+memory the draft of the round, its probabilities and the verdict. All values come from the logits
+and the noise of the round itself.
 """
 
 import dataclasses
@@ -37,57 +37,57 @@ from jspec.engine.sequences import SequenceParams
 from jspec.util.buckets import bucket
 from jspec.verify.nodes import Nodes, one_hot, take
 
-LIKELIEST = 3  # tokens named beside each node
+LIKELIEST = 3  # tokens listed for each node
 
 
 @struct.dataclass
-class Seen:
-    """One round of every row. Whatever belongs to a node that is not valid means nothing."""
+class Record:
+    """One round of every row; values at invalid nodes are undefined."""
 
     tokens: Array  # [B, N] int32
     parents: Array  # [B, N] int32, the root is its own
     valid: Array  # [B, N] bool
-    path: Array  # [B, K+1] int32 nodes, by the rule: the text may end before
-    num_emitted: Array  # [B] int32, by the rule
-    next_token: Array  # [B] int32, behind the path
-    next_p: Array  # [B] float32, of that token by the target's law
-    p: Array  # [B, N] float32, of the node's token by the target's law behind its parent
-    q: Array  # [B, N] float32, by the law that it was drawn from; NaN: it was not drawn
-    chance: Array  # [B, N] float32, of acceptance when it was judged; NaN: not judged by such
-    uniforms: Array  # [B, N] float32; NaN: no coin is tossed
-    draws: Array  # [B, N] int32, what the target draws behind the node; -1: it draws one token only
-    likeliest: Array  # [B, N, LIKELIEST] int32 tokens behind the node
+    path: Array  # [B, K+1] int32 nodes, from the rule: the text may end earlier
+    num_emitted: Array  # [B] int32, from the rule
+    next_token: Array  # [B] int32, after the path
+    next_p: Array  # [B] float32, the target's probability of that token
+    p: Array  # [B, N] float32, the target's probability of the node's token after its parent
+    q: Array  # [B, N] float32, the probability that it was drawn with; NaN: not drawn
+    chance: Array  # [B, N] float32, min(1, p / q) when judged; NaN: not judged by rejection
+    uniforms: Array  # [B, N] float32; NaN: the rule has no uniforms
+    draws: Array  # [B, N] int32, the target's draw after the node; -1: the rule has no draws
+    likeliest: Array  # [B, N, LIKELIEST] int32 tokens after the node
     likeliest_p: Array  # [B, N, LIKELIEST] float32
 
 
 @struct.dataclass
-class Kept:
+class RecorderMemory:
     """The memory of a ``Recorder``."""
 
     inner: Any
-    grammar: Array | None  # [B] int32, states as the round began; None where there are no grammars
-    seen: Seen
+    grammar: Array | None  # [B] int32, states before the round; None without grammars
+    record: Record
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorder:
-    """A drafter in place of ``inner`` that keeps in its memory what the last round showed."""
+    """A drafter that wraps ``inner`` and stores a record of the last round in its memory."""
 
     inner: Drafter
-    rule: verify.Rule  # as it runs on these drafts
-    noise: str = "own"  # what ``inner`` has was decided before
+    rule: verify.Rule  # for these drafts
+    noise: str = "own"  # the noise of ``inner`` is set already
 
     max_depth = property(lambda self: self.inner.max_depth)
     tree_size = property(lambda self: self.inner.tree_size)
     capture_layers = property(lambda self: self.inner.capture_layers)
     proposal = property(lambda self: self.inner.proposal)
 
-    def init(self, params: Params, request: Request, capacity: int) -> Kept:
-        """The inner drafter's memory, and room for a round."""
+    def init(self, params: Params, request: Request, capacity: int) -> RecorderMemory:
+        """Allocate the inner drafter's memory and an empty record."""
         batch = request.max_length.shape[0]
         zeros = lambda dtype, *shape: jnp.zeros((batch, *shape), dtype)
         nodes = lambda dtype, *shape: zeros(dtype, self.tree_size, *shape)
-        none = Seen(
+        empty = Record(
             tokens=nodes(jnp.int32),
             parents=nodes(jnp.int32),
             valid=nodes(bool),
@@ -104,17 +104,23 @@ class Recorder:
             likeliest_p=nodes(jnp.float32, LIKELIEST),
         )
         inner = self.inner.init(params, request, capacity)
-        return Kept(inner, token_fsm.first_state(request.sampling.automaton), none)
+        grammar = token_fsm.first_state(request.sampling.automaton)
+        return RecorderMemory(inner, grammar, empty)
 
-    def prefill(self, params, memory: Kept, tokens, features, start, valid) -> Kept:
-        """The inner drafter's."""
+    def prefill(self, params, memory: RecorderMemory, tokens, features, start, valid):
+        """Prefill the inner drafter."""
         inner = self.inner.prefill(params, memory.inner, tokens, features, start, valid)
         return memory.replace(inner=inner)
 
     def propose(
-        self, params: Params, request: Request, shared: Shared, memory: Kept, history: History
-    ) -> tuple[Draft, Kept]:
-        """The inner drafter's."""
+        self,
+        params: Params,
+        request: Request,
+        shared: Shared,
+        memory: RecorderMemory,
+        history: History,
+    ) -> tuple[Draft, RecorderMemory]:
+        """Draft with the inner drafter."""
         draft, inner = self.inner.propose(params, request, shared, memory.inner, history)
         return draft, memory.replace(inner=inner, grammar=history.state)
 
@@ -123,50 +129,50 @@ class Recorder:
         params: Params,
         request: Request,
         shared: Shared,
-        memory: Kept,
+        memory: RecorderMemory,
         history: History,
         draft: Draft,
         verdict: Verdict,
         out: TargetOutput,
-    ) -> tuple[Kept, Shared]:
-        """The inner drafter's, and what there is to see."""
+    ) -> tuple[RecorderMemory, Shared]:
+        """Update the inner drafter, and record the round."""
         inner, shared = self.inner.update(
             params, request, shared, memory.inner, history, draft, verdict, out
         )
         before = History(history.tokens, history.length - verdict.num_emitted, memory.grammar)
-        seen = _seen(self.rule, self.proposal, request, before, draft, out.logits)
-        seen = jax.tree.map(modes.padded, seen, memory.seen)
-        return Kept(inner, history.state, seen), shared
+        record = _record(self.rule, self.proposal, request, before, draft, out.logits)
+        record = jax.tree.map(modes.padded, record, memory.record)
+        return RecorderMemory(inner, history.state, record), shared
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiModeRecorder(Recorder):
-    """The same for a drafter of several gears."""
+    """A recorder of a drafter with several modes."""
 
-    rules: tuple[verify.Rule, ...] = ()  # of each gear
+    rules: tuple[verify.Rule, ...] = ()  # of each mode
 
     @property
     def modes(self) -> tuple[Recorder, ...]:
-        """The inner ones, each looked at."""
+        """A recorder for each mode."""
         return tuple(map(RecorderMode, self.inner.modes, self.rules))
 
-    def select_mode(self, params, request, shared, memory: Kept, history):
-        """The inner drafter's."""
+    def select_mode(self, params, request, shared, memory: RecorderMemory, history):
+        """Select the inner drafter's mode."""
         inner, mode = self.inner.select_mode(params, request, shared, memory.inner, history)
         return memory.replace(inner=inner), mode
 
 
 @dataclasses.dataclass(frozen=True)
 class RecorderMode(Recorder):
-    """A gear of a ``MultiModeRecorder``."""
+    """A mode of a ``MultiModeRecorder``."""
 
-    def keeps_mode(self, request, shared, memory: Kept, history) -> Array:
-        """The inner gear's."""
+    def keeps_mode(self, request, shared, memory: RecorderMemory, history) -> Array:
+        """Return whether the inner mode is kept."""
         return self.inner.keeps_mode(request, shared, memory.inner, history)
 
 
 def recorder(plan: Plan) -> Recorder:
-    """What stands in place of the plan's drafter."""
+    """Return the recorder of the plan's drafter."""
     if not isinstance(plan.drafter, MultiMode):
         return Recorder(plan.drafter, plan.effective_rule)
     rules = tuple(plan.in_mode(mode).effective_rule for mode in plan.drafter.modes)
@@ -180,58 +186,58 @@ def record(
     transcript: Transcript,
     shared: Shared,
     price: Callable[[Plan, Params, Batch], Shared],
-) -> tuple[list[Seen], Shared]:
-    """Generates one row, round by round, and brings every round to the host.
+) -> tuple[list[Record], Shared]:
+    """Generate one row, and return the record of every round and the drafter's shared state.
 
     Args:
       plan: target, drafter and rule.
       params: weights.
-      row: what to continue.
-      transcript: takes in the text, and may end it.
-      shared: what the drafter keeps for all calls; it stays as it is.
-      price: gives ``shared`` the costs of a batch's rounds where the plan chooses by costs.
+      row: the sequence to continue.
+      transcript: reads the text, and may end it.
+      shared: the drafter's shared state; it is not consumed.
+      price: adds the costs of rounds to ``shared``, for plans that choose by costs.
 
     Raises:
       ValueError: the row does not fit the model.
     """
-    # A stop string is cut by what the rounds emitted.
+    # A stop string is cut by the counts of the rounds.
     plan = dataclasses.replace(plan, record_rounds=bucket(row.max_tokens), record_nodes=False)
-    looking = dataclasses.replace(plan, drafter=recorder(plan))
-    # Rounds consume a copy: a trace that is interrupted teaches nothing, and nothing is lost.
-    batch = start(looking, params, [row]).replace(shared=jax.tree.map(jnp.copy, shared))
-    batch = batch.replace(shared=price(plan, params, _unwatched(batch)))
-    seen, was_cut = [], False
+    recording = dataclasses.replace(plan, drafter=recorder(plan))
+    # Rounds consume a copy, so that an interrupted trace leaves ``shared`` intact.
+    batch = start(recording, params, [row]).replace(shared=jax.tree.map(jnp.copy, shared))
+    batch = batch.replace(shared=price(plan, params, _unwrapped(batch)))
+    records, was_cut = [], False
     while not transcript.finish_reason:
-        batch = advance(looking, params, batch, 1)
-        seen.append(jax.tree.map(lambda x: x[0], jax.device_get(batch.state.memory.seen)))
+        batch = advance(recording, params, batch, 1)
+        records.append(jax.tree.map(lambda x: x[0], jax.device_get(batch.state.memory.record)))
         was_cut = transcript.read(read(batch)[0])
     if was_cut:
-        return seen, on_finished(plan, batch.shared, _unwatched(batch).state)
-    return seen, batch.shared
+        return records, on_finished(plan, batch.shared, _unwrapped(batch).state)
+    return records, batch.shared
 
 
-def _unwatched(batch: Batch) -> Batch:
-    """The batch as the plan's own drafter knows it."""
+def _unwrapped(batch: Batch) -> Batch:
+    """Return the batch with the memory of the plan's own drafter."""
     return batch.replace(state=batch.state.replace(memory=batch.state.memory.inner))
 
 
-def _seen(
+def _record(
     rule: verify.Rule,
     proposal: str,
     request: Request,
     history: History,
     draft: Draft,
     logits: Array,
-) -> Seen:
-    """A round by its draft and the target's raw ``logits`` [B, N, V]; ``history`` is before it."""
+) -> Record:
+    """Return the record of a round from the raw ``logits`` [B, N, V] and the history before it."""
     settings, count = request.sampling, draft.tokens.shape[1]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(logits))
-    tree = jax.tree.map(jnp.asarray, tree)  # static ones are NumPy's, which no loop can index
-    # As the rule has it: what the loop handed on may be clipped where the text ends.
+    tree = jax.tree.map(jnp.asarray, tree)  # a loop cannot index NumPy arrays of static trees
+    # The rule's own verdict: the loop clips its copy at the end of the text.
     verdict = verify.verify(rule, proposal, request, draft, tree, logits, history)
     branches = Branches.of_draft(history, draft, tree)
     logits = logits_processors.apply(logits, settings.processors, branches)
-    # Greedy rows have a law, too, before the likeliest is taken: that of temperature 1.
+    # Greedy rows show the distribution of temperature 1.
     processed = sampling.process_logits(logits, sampling.greedy_at_one(settings))
     distribution = jax.nn.softmax(processed, -1)  # [B, N, V]
     rows = jnp.arange(len(distribution))[:, None]
@@ -244,14 +250,14 @@ def _seen(
     nodes = Nodes(processed, draft, tree, uniforms, proposal)
     if rule.randomness == "target" or (settings.greedy and rule.greedy_is_match):
         positions = history.length[:, None] + tree.depth
-        cool = sampling.process_logits(logits, settings)
-        draws = sampling.draw_target(cool, settings, request.keys, positions)
+        cooled = sampling.process_logits(logits, settings)
+        draws = sampling.draw_target(cooled, settings, request.keys, positions)
     elif rule.randomness == "round":
         root = history.length - 1
         uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         if rule.name == "rejection":
             chance = _chances(nodes, verdict)
-    return Seen(
+    return Record(
         tokens=draft.tokens,
         parents=tree.parents,
         valid=draft.valid,
@@ -270,9 +276,9 @@ def _seen(
 
 
 def _drawn_with(nodes: Nodes) -> Array:
-    """The probability with which each node was drawn, given its siblings; NaN for others: [B, N].
+    """Return the probability that each node was drawn with, given its siblings, [B, N].
 
-    One node a row at a time, so that no second [B, N, V] is held.
+    NaN for nodes that were not drawn. Nodes are processed one by one, without a second [B, N, V].
     """
     draft, index = nodes.draft, jnp.arange(nodes.draft.tokens.shape[1])
     if draft.logits is None or nodes.proposal == "deterministic":
@@ -292,24 +298,24 @@ def _drawn_with(nodes: Nodes) -> Array:
 
 @struct.dataclass
 class _Judging:
-    """Where each row stands among the children that were judged."""
+    """The state of the walk of each row."""
 
-    p: Array  # [B, V], the target's law behind a node of the path, or what refusals left of it
-    q: Array  # [B, V], weights of the law of the next child drawn
+    p: Array  # [B, V], the target's distribution after the current node, or its residual
+    q: Array  # [B, V], unnormalized draft distribution of the next child
     q_mass: Array  # [B]
-    waiting: Array  # [B, N] bool, children of that node that are not judged yet
+    waiting: Array  # [B, N] bool, children of the current node that are not judged yet
     chance: Array  # [B, N], NaN where not judged
 
 
 def _chances(nodes: Nodes, verdict: Verdict) -> Array:
-    """min(1, p / q) of every child that rejection sampling judged, as things stood: [B, N].
+    """Return min(1, p / q) at the time when rejection sampling judged each node, [B, N].
 
-    The walk of ``jspec.verify.rejection``, down the path that it took: what it found on its way.
+    Repeats the walk of ``jspec.verify.rejection`` along the path of its verdict.
     """
     count = nodes.draft.tokens.shape[1]
     depth = jnp.arange(verdict.path.shape[1])
-    is_said = (depth > 0) & (depth < verdict.num_emitted[:, None])
-    ids = jnp.where(is_said, verdict.path, count)
+    on_path = (depth > 0) & (depth < verdict.num_emitted[:, None])
+    ids = jnp.where(on_path, verdict.path, count)
     accepted = (ids[:, :, None] == jnp.arange(count)).any(1)  # [B, N]
 
     def at(node: Array, chance: Array) -> _Judging:
@@ -331,16 +337,15 @@ def _chances(nodes: Nodes, verdict: Verdict) -> Array:
         q = jnp.where(drops, 0, state.q)
         refused = _Judging(rest, q, q.sum(-1), state.waiting & ~is_child, chance)
         goes_down = take(accepted, child)
-        pick = lambda down, stay: jnp.where(
-            goes_down.reshape(-1, *[1] * (stay.ndim - 1)), down, stay
-        )
-        after = jax.tree.map(pick, at(child, chance), refused)
-        return jax.tree.map(
-            lambda new, old: jnp.where(exists.reshape(-1, *[1] * (old.ndim - 1)), new, old),
-            after,
-            state,
-        )
+        after = _where(goes_down, at(child, chance), refused)
+        return _where(exists, after, state)
 
     root = jnp.zeros_like(nodes.tree.parents[:, 0])
     start = at(root, jnp.full(nodes.draft.tokens.shape, jnp.nan, nodes.processed.dtype))
     return lax.while_loop(lambda state: state.waiting.any(), judge, start).chance
+
+
+def _where(rows: Array, true: _Judging, false: _Judging) -> _Judging:
+    """Select between two states by row, bool [B]."""
+    pick = lambda x, y: jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+    return jax.tree.map(pick, true, false)

@@ -1,6 +1,6 @@
-"""A generation as a value: its rounds, their nodes with probabilities, and where tokens came from.
+"""A trace as a plain value: its rounds, their nodes with probabilities, and sources of tokens.
 
-Plain Python on the host, for notebooks and tests; shown by ``terminal`` and ``page``.
+``terminal`` and ``page`` render it.
 """
 
 import dataclasses
@@ -14,17 +14,16 @@ from jspec.api.detokenizer import Detokenizer
 from jspec.api.metrics import Counts
 from jspec.api.outputs import Transcript
 from jspec.tools.trace import names
-from jspec.tools.trace.recording import Seen
+from jspec.tools.trace.recording import Record
 
-# Where a token came from. The target's own is a bonus where all of a path was accepted, corrected
-# where children were refused, plain where nothing was drafted.
+# The target's own token is a bonus after a path that was accepted to its leaf, corrected after
+# children were refused, and plain if nothing was drafted.
 Source = Literal["drafted", "bonus", "corrected", "plain"]
-# What became of a node. "unsaid": accepted, but the text had ended before. "not taken": off the
-# path that a rule chose among whole paths, whether it would have passed or not.
-Fate = Literal["accepted", "refused", "not reached", "not taken", "unsaid"]
-# Why a round stopped: "ended" where the text did so within the draft, "lost" where the target gave
-# no token any weight.
-Why = Literal["refused", "leaf", "no draft", "ended", "lost"]
+# "not taken": off the path that a rule chose among whole paths. "not emitted": accepted, but the
+# text had ended.
+Fate = Literal["accepted", "refused", "not reached", "not taken", "not emitted"]
+# "ended": the text ended within the draft. "no token": every token has probability 0.
+Why = Literal["refused", "leaf", "no draft", "ended", "no token"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +31,23 @@ class Node:
     """A drafted token; or the root of a round, the last token of the text before it.
 
     Attributes:
-      index: of the node among its round's.
-      parent: index; -1 of the root.
-      depth: edges below the root.
+      index: of the node in its round.
+      parent: index; -1 at the root.
+      depth: edges to the root.
       token: id.
       label: its text on one line, as ``names.label``.
-      fate: what became of it.
-      p: its probability by the target's warped law behind the parent; at temperature 0 by that of
-        temperature 1. None of the root, and where the target gives no token any weight.
-      q: the probability that it was drawn with, given the siblings drawn before it; None of the
-        root and of a point mass, which was chosen without chance.
-      chance: min(1, p / q) when rejection sampling judged it, p being what the refusal of siblings
-        had left of the target's law. None where no such coin decided.
-      coin: the uniform that it was judged by: accepted where it is below ``chance``. None under
-        rules that toss no coins.
-      draw: what the target itself draws behind this node, under rules that compare with that, and
-        at temperature 0. None under others.
-      likeliest: (token, label, p) of the target's three likeliest tokens behind this node.
+      fate: the outcome.
+      p: probability by the target's processed distribution after the parent; at temperature 0 by
+        the distribution of temperature 1. None at the root, and if every token has probability 0.
+      q: probability that it was drawn with, given the siblings drawn before it. None at the root
+        and in a deterministic draft.
+      chance: min(1, p / q) at the time when rejection sampling judged it, where p is the residual
+        after its refused siblings. None under other rules, and if it was not judged.
+      uniform: the node's uniform; ``chance`` accepts it if the uniform is smaller. None under rules
+        without uniforms.
+      draw: the target's own draw after this node, under rules that compare drafts with it, and at
+        temperature 0. None under other rules.
+      likeliest: (token, label, p) of the target's three likeliest tokens after this node.
     """
 
     index: int
@@ -72,10 +71,10 @@ class Piece:
     Attributes:
       token: id.
       label: as ``Node.label``.
-      text: what it added to the text: "" for a part of a character, and for what ended the text.
-      source: where it came from.
-      p: its probability by the target's law, as ``Node.p``.
-      node: index of the drafted node in its round; None of the target's own.
+      text: its addition to the text: "" for a part of a character, and for a stop token.
+      source: drafted, or the kind of the target's own token.
+      p: probability by the target's distribution, as ``Node.p``.
+      node: index of the drafted node in its round; None for the target's own token.
     """
 
     token: int
@@ -92,11 +91,11 @@ class Round:
 
     Attributes:
       index: from 0.
-      position: of the root, in prompt and answer together.
+      position: of the root in the prompt and answer together.
       nodes: the root and every valid node of the draft, parents before children.
-      pieces: the tokens that it added to the text.
-      why: it stopped.
-      words: why, in a sentence.
+      pieces: the tokens that the round added to the text.
+      why: the reason for its end.
+      words: the reason as a sentence.
     """
 
     index: int
@@ -108,27 +107,32 @@ class Round:
 
     @property
     def num_accepted(self) -> int:
-        """Drafted tokens that it added."""
+        """Drafted tokens that the round added."""
         return sum(piece.source == "drafted" for piece in self.pieces)
 
     @property
     def end(self) -> int:
-        """Index of the last node whose token was said."""
+        """Index of the last node whose token was emitted."""
         return max((piece.node for piece in self.pieces if piece.node is not None), default=0)
+
+    @property
+    def target_piece(self) -> Piece | None:
+        """The target's own token at the end of the round; None if the text ended before it."""
+        return self.pieces[-1] if self.pieces and self.pieces[-1].node is None else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What happened in a generation. Made by ``jspec.trace``.
+    """The rounds of one generation, from ``jspec.trace``.
 
     Attributes:
-      prompt: text; None where token ids were given.
+      prompt: text; None for a prompt of token ids.
       prompt_token_ids: of the prompt.
       rounds: passes of the target, in order.
       finish_reason: as in ``CompletionOutput``.
       stop_reason: as in ``CompletionOutput``.
-      counts: what was drafted and accepted.
-      setting: model, drafter, rule and temperature, as they are shown.
+      counts: drafted and accepted tokens.
+      setting: model, drafter, rule and temperature as words.
     """
 
     prompt: str | None
@@ -146,17 +150,17 @@ class Trace:
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer's, as ``CompletionOutput.token_ids``."""
+        """The answer's ids, as ``CompletionOutput.token_ids``."""
         return [piece.token for piece in self.pieces]
 
     @property
     def text(self) -> str:
-        """The answer's, as ``CompletionOutput.text``; token ids where no text is made."""
+        """The answer, as ``CompletionOutput.text``; token ids without a tokenizer."""
         return "".join(piece.text for piece in self.pieces)
 
 
 def trace_of(
-    seen: Sequence[Seen],
+    records: Sequence[Record],
     transcript: Transcript,
     tokenizer: Any,
     prompt: str | None,
@@ -166,29 +170,21 @@ def trace_of(
     rule: str,
     skip_special_tokens: bool = True,
 ) -> Trace:
-    """The value of a generation that ``recording.record`` has run.
+    """Return the trace of a generation that ``recording.record`` has run under ``rule``.
 
-    ``rule`` is the name of the one that was asked for; ``tokenizer`` None: no text.
+    Without a tokenizer, token ids stand for the text.
     """
     tokens = transcript.answer.tokens.tolist()
     texts = _texts(tokens, transcript.text, tokenizer, prompt_token_ids, skip_special_tokens)
-    rounds, done = [], 0
-    for index, one in enumerate(seen):
-        last = index == len(seen) - 1
-        count = len(tokens) - done if last else int(one.num_emitted)
-        rounds.append(
-            _round(
-                index,
-                len(prompt_token_ids) + done - 1,
-                one,
-                rule,
-                tokens[done : done + count],
-                texts[done : done + count],
-                tokenizer,
-                transcript if last else None,
-            )
-        )
-        done += count
+    rounds, begin = [], 0
+    for index, record in enumerate(records):
+        is_last = index == len(records) - 1
+        end = len(tokens) if is_last else begin + int(record.num_emitted)
+        added = list(zip(tokens[begin:end], texts[begin:end], strict=True))
+        position = len(prompt_token_ids) + begin - 1
+        ending = transcript if is_last else None
+        rounds.append(_round(index, position, record, rule, added, tokenizer, ending))
+        begin = end
     return Trace(
         prompt,
         tuple(map(int, prompt_token_ids)),
@@ -203,7 +199,7 @@ def trace_of(
 def _texts(
     tokens: Sequence[int], text: str, tokenizer: Any, prompt: Sequence[int], skip: bool
 ) -> list[str]:
-    """What each token added to the text, which may have been cut where it ended."""
+    """Return the addition of each token to ``text``, whose end may have been cut."""
     if tokenizer is None:
         return [f"{token} " for token in tokens]
     detokenizer = Detokenizer(tokenizer, prompt, skip)
@@ -220,135 +216,126 @@ def _texts(
 def _round(
     index: int,
     position: int,
-    seen: Seen,
+    record: Record,
     rule: str,
-    said: Sequence[int],
-    texts: Sequence[str],
+    added: Sequence[tuple[int, str]],
     tokenizer: Any,
-    transcript: Transcript | None,
+    ending: Transcript | None,
 ) -> Round:
-    """One round; ``transcript`` is given with the last."""
-    places = np.flatnonzero(seen.valid)
-    number = {int(place): index for index, place in enumerate(places)}
-    path = [number[int(place)] for place in seen.path[: seen.num_emitted]]
-    nodes = _nodes(seen, rule, places, number, path, len(said), tokenizer)
-    has_children = any(node.parent == path[-1] for node in nodes[1:])
-    why: Why = "refused" if has_children else "leaf" if len(nodes) > 1 else "no draft"
-    if len(said) < len(path):
-        lost = transcript is not None and transcript.finish_reason == "error"
-        why = "lost" if lost else "ended"
-    own: Source = {"refused": "corrected", "leaf": "bonus"}.get(why, "plain")
-    pieces = []
-    for place, (token, text) in enumerate(zip(said, texts, strict=True)):
-        name = names.label(tokenizer, token)
-        if place + 1 < len(path):
-            node = path[place + 1]
-            pieces.append(Piece(token, name, text, "drafted", nodes[node].p, node))
-        else:
-            pieces.append(Piece(token, name, text, own, float(seen.next_p), None))
-    words = _words(why, nodes, path[-1], pieces)
-    if transcript is not None:
-        words += _ending(transcript)
-    return Round(index, position, nodes, tuple(pieces), why, words)
-
-
-def _nodes(
-    seen: Seen,
-    rule: str,
-    places: np.ndarray,
-    number: dict[int, int],
-    path: list[int],
-    num_said: int,
-    tokenizer: Any,
-) -> tuple[Node, ...]:
+    """Return one round; ``ending`` is the transcript for the last one."""
+    slots = np.flatnonzero(record.valid)  # array indices of the valid nodes
+    numbers = {int(slot): number for number, slot in enumerate(slots)}
+    path = [numbers[int(slot)] for slot in record.path[: record.num_emitted]]
+    parents = [-1] + [numbers[int(parent)] for parent in record.parents[slots][1:]]
+    fates = _fates(record, rule, slots, parents, path, len(added))
     nodes: list[Node] = []
-    number_or_none = lambda x: None if np.isnan(x) else float(x)
-    parents = [-1] + [number[int(parent)] for parent in seen.parents[places][1:]]
-    fates = _fates(seen, rule, places, parents, path, num_said)
-    for index, place in enumerate(places):
-        parent = parents[index]
-        nodes.append(
-            Node(
-                index=index,
-                parent=parent,
-                depth=nodes[parent].depth + 1 if index else 0,
-                token=int(seen.tokens[place]),
-                label=names.label(tokenizer, int(seen.tokens[place])),
-                fate=fates[index],
-                p=number_or_none(seen.p[place]) if index else None,
-                q=number_or_none(seen.q[place]) if index else None,
-                chance=number_or_none(seen.chance[place]) if index else None,
-                uniform=number_or_none(seen.uniforms[place]) if index else None,
-                draw=int(seen.draws[place]) if seen.draws[place] >= 0 else None,
-                likeliest=tuple(
-                    (int(token), names.label(tokenizer, int(token)), float(p))
-                    for token, p in zip(seen.likeliest[place], seen.likeliest_p[place], strict=True)
-                    if not np.isnan(p)
-                ),
-            )
-        )
-    return tuple(nodes)
+    for slot, parent, fate in zip(slots, parents, fates, strict=True):
+        depth = nodes[parent].depth + 1 if nodes else 0
+        nodes.append(_node(record, int(slot), len(nodes), parent, depth, fate, tokenizer))
+    has_children = path[-1] in parents
+    why: Why = "refused" if has_children else "leaf" if len(nodes) > 1 else "no draft"
+    if len(added) < len(path):
+        why = "no token" if ending and ending.finish_reason == "error" else "ended"
+    source: Source = {"refused": "corrected", "leaf": "bonus"}.get(why, "plain")
+    pieces = []
+    for number, (token, text) in zip([*path[1:], None], added, strict=False):
+        label = names.label(tokenizer, token)
+        if number is None:
+            pieces.append(Piece(token, label, text, source, float(record.next_p), None))
+        else:
+            pieces.append(Piece(token, label, text, "drafted", nodes[number].p, number))
+    words = _words(why, nodes, path[-1], pieces) + (_ending(ending) if ending else "")
+    return Round(index, position, tuple(nodes), tuple(pieces), why, words)
+
+
+def _node(
+    record: Record, slot: int, index: int, parent: int, depth: int, fate: Fate, tokenizer: Any
+) -> Node:
+    token = int(record.tokens[slot])
+    number = lambda value: None if index == 0 or np.isnan(value) else float(value)
+    likeliest = zip(record.likeliest[slot].tolist(), record.likeliest_p[slot].tolist(), strict=True)
+    return Node(
+        index=index,
+        parent=parent,
+        depth=depth,
+        token=token,
+        label=names.label(tokenizer, token),
+        fate=fate,
+        p=number(record.p[slot]),
+        q=number(record.q[slot]),
+        chance=number(record.chance[slot]),
+        uniform=number(record.uniforms[slot]),
+        draw=int(record.draws[slot]) if record.draws[slot] >= 0 else None,
+        likeliest=tuple(
+            (other, names.label(tokenizer, other), p) for other, p in likeliest if not np.isnan(p)
+        ),
+    )
 
 
 def _fates(
-    seen: Seen, rule: str, places: np.ndarray, parents: list[int], path: list[int], num_said: int
+    record: Record,
+    rule: str,
+    slots: np.ndarray,
+    parents: list[int],
+    path: list[int],
+    num_added: int,
 ) -> list[Fate]:
-    """What became of every node, by how the rule goes about it."""
-    nodes, others = range(1, len(places)), "not reached"
-    if seen.draws[places[0]] >= 0:  # every child of the path is compared with what is drawn there
+    """Return the fate of every node, by the order in which the rule judges nodes."""
+    nodes, others = range(1, len(slots)), "not reached"
+    if record.draws[slots[0]] >= 0:  # the draw is compared with every child of the path
         refused = [node for node in nodes if parents[node] in path]
-    elif not np.isnan(seen.chance[places]).all():
-        refused = np.flatnonzero(~np.isnan(seen.chance[places])).tolist()
+    elif not np.isnan(record.chance[slots]).all():
+        refused = np.flatnonzero(~np.isnan(record.chance[slots])).tolist()
     elif rule == "block":
-        order = _post_order(parents, np.isnan(seen.q[places]))
+        order = _post_order(parents, np.isnan(record.q[slots]))
         refused = order[: order.index(path[-1])]
-    else:  # a path was chosen among all, and none leads further down
+    else:  # the rule chose among whole paths, and none leads further down
         refused, others = [node for node in nodes if parents[node] == path[-1]], "not taken"
-    fates: list[Fate] = [others] * len(places)
+    fates: list[Fate] = [others] * len(slots)
     for node in refused:
         fates[node] = "refused"
     for depth, node in enumerate(path):
-        fates[node] = "accepted" if depth <= num_said else "unsaid"
+        fates[node] = "accepted" if depth <= num_added else "not emitted"
     return fates
 
 
-def _post_order(parents: list[int], is_point: np.ndarray) -> list[int]:
-    """The nodes as ``jspec.verify.block`` judges them: siblings that were drawn before others."""
+def _post_order(parents: list[int], is_deterministic: np.ndarray) -> list[int]:
+    """Return the nodes in the order of ``jspec.verify.block``: drawn siblings come first."""
     children: list[list[int]] = [[] for _ in parents]
-    for node in sorted(range(1, len(parents)), key=lambda node: (is_point[node], node)):
+    for node in sorted(range(1, len(parents)), key=lambda node: (is_deterministic[node], node)):
         children[parents[node]].append(node)
     walk = lambda node: [*itertools.chain(*map(walk, children[node])), node]
     return walk(0)
 
 
 def _words(why: Why, nodes: Sequence[Node], end: int, pieces: Sequence[Piece]) -> str:
-    """Why a round stopped, in a sentence."""
-    if why == "lost":
-        return "the target gives no token any weight here"
+    """Return the reason for a round's end as a sentence."""
+    if why == "no token":
+        return "every token has probability 0 here"
     last = pieces[-1]
     if why == "ended":
         return f"the text ends with the drafted “{last.label}”"
-    own = f"“{last.label}” (p {last.p:.2g})"
+    token = f"“{last.label}” (p {last.p:.2g})"
     if why == "no draft":
-        return f"nothing was drafted; the target's own is {own}"
+        return f"nothing was drafted; the target's own token is {token}"
     if why == "leaf":
-        return f"all was accepted down to a leaf; the bonus is {own}"
+        return f"the path was accepted to its leaf; the bonus is {token}"
     refused = [node for node in nodes if node.parent == end and node.index]
     which = ", ".join(f"“{node.label}”{_odds(node)}" for node in refused[:3])
     which += f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     drawn = "the target's choice is" if nodes[end].draw is not None else "drawn instead:"
-    return f"refused {which}; {drawn} {own}"
+    return f"refused {which}; {drawn} {token}"
 
 
 def _odds(node: Node) -> str:
-    """The coin and the chance that it had to stay below."""
+    """Return the numbers that a node was refused by."""
     if node.chance is None:
         return f" (p {node.p:.2g})"
-    return f" (coin {node.uniform:.2g}, accepted below {node.chance:.2g})"
+    return f" (uniform {node.uniform:.2g}, accepted below {node.chance:.2g})"
 
 
 def _ending(transcript: Transcript) -> str:
-    """Why the text ended in its last round."""
+    """Return the reason for the end of the text."""
     if transcript.finish_reason == "length":
         return "; the limit of tokens is reached"
     if transcript.finish_reason == "error":

@@ -12,9 +12,9 @@ from jspec.tools.trace import names
 from jspec.tools.trace.rounds import Node, Round, Trace
 
 SOURCES = {
-    "drafted": ("bold green", "drafted, and accepted"),
-    "bonus": ("bold cyan", "bonus: the target's own, behind a path accepted to its leaf"),
-    "corrected": ("bold yellow", "corrected: in place of what was refused"),
+    "drafted": ("bold green", "drafted and accepted"),
+    "bonus": ("bold cyan", "bonus: the target's own, after a path accepted to its leaf"),
+    "corrected": ("bold yellow", "corrected: the target's own, in place of refused tokens"),
     "plain": ("none", "plain: the target's own, where nothing was drafted"),
 }
 _FATES = {
@@ -22,26 +22,23 @@ _FATES = {
     "refused": "red",
     "not reached": "dim",
     "not taken": "dim",
-    "unsaid": "dim green",
+    "not emitted": "dim green",
 }
 
 
 def page(trace: Trace) -> Group:
-    """All of a trace."""
-    parts: list[RenderableType] = [
-        Text(
-            ", ".join(f"{name} {names.printed(value)}" for name, value in trace.setting.items()),
-            style="dim",
-        )
-    ]
+    """Return the whole trace."""
+    setting = ", ".join(f"{name} {names.printed(value)}" for name, value in trace.setting.items())
+    parts: list[RenderableType] = [Text(setting, style="dim")]
     for round_ in trace.rounds:
         parts += [Text(), _round(round_)]
-    parts += [Text(), _legend(trace), Padding(_text(trace), (1, 0, 1, 2)), totals(trace)]
-    return Group(*parts)
+    pieces = [(names.printed(piece.text), SOURCES[piece.source][0]) for piece in trace.pieces]
+    text = Padding(Text.assemble(*pieces), (1, 0, 1, 2))
+    return Group(*parts, Text(), _legend(trace), text, totals(trace))
 
 
 def totals(trace: Trace) -> Table:
-    """What all rounds come to."""
+    """Return the table of ``figures``."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in figures(trace).items():
         table.add_row(name, value)
@@ -49,22 +46,22 @@ def totals(trace: Trace) -> Table:
 
 
 def figures(trace: Trace) -> dict[str, str]:
-    """The totals, by what they are called."""
+    """Return the totals of all rounds, by name."""
     counts = trace.counts
-    found = {
+    totals_ = {
         "tokens": f"{counts.num_tokens}, {', '.join(_by_source(trace))}",
         "passes of the target": f"{counts.num_passes}",
         "tokens a pass": f"{counts.tokens_per_pass:.2f}",
     }
     if counts.num_drafts:
         rates = " ".join(f"{100 * rate:.0f}" for rate in counts.acceptance_per_pos)
-        found |= {
+        totals_ |= {
             "acceptance length": f"{counts.mean_acceptance_length:.2f} of rounds with a draft, the "
             "bonus included",
             "drafted tokens accepted": f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}",
             "accepted by position, %": rates,
         }
-    return found
+    return totals_
 
 
 def _by_source(trace: Trace) -> Iterator[str]:
@@ -73,22 +70,23 @@ def _by_source(trace: Trace) -> Iterator[str]:
 
 
 def _round(round_: Round) -> Tree:
-    """The drafted tree, its root the last token before it."""
-    said = ", ".join(f"“{piece.label}”" for piece in round_.pieces)
+    """Return the drafted tree below the last token before it."""
+    added = ", ".join(f"“{piece.label}”" for piece in round_.pieces)
     head = Text.assemble(
         (f"round {round_.index + 1}", "bold"),
-        f" adds {len(round_.pieces)}: {said}\n",
+        f" adds {len(round_.pieces)}: {added}\n",
         (f"{round_.words}\n", "italic"),
         (round_.nodes[0].label, "bold"),
     )
     tree = Tree(head, guide_style="dim")
-    grown = {0: tree}
+    branches = {0: tree}
     for node in round_.nodes[1:]:
-        grown[node.index] = grown[node.parent].add(_node(node))
-    own = round_.pieces[-1] if round_.pieces else None
-    if own is not None and own.node is None:
-        style, _ = SOURCES[own.source]
-        grown[round_.end].add(Text.assemble((own.label, style), f"  p {own.p:.3f}  {own.source}"))
+        branches[node.index] = branches[node.parent].add(_node(node))
+    if round_.target_piece is not None:
+        piece = round_.target_piece
+        style, _ = SOURCES[piece.source]
+        line = Text.assemble((piece.label, style), f"  p {piece.p:.3f}  {piece.source}")
+        branches[round_.end].add(line)
     return tree
 
 
@@ -99,17 +97,11 @@ def _node(node: Node) -> Text:
         line.append(f"  q {node.q:.3f}")
     if node.chance is not None:
         sign = "<" if node.uniform < node.chance else "≥"
-        line.append(f"  coin {node.uniform:.3f} {sign} {node.chance:.3f}")
+        line.append(f"  uniform {node.uniform:.3f} {sign} {node.chance:.3f}")
     return line.append(f"  {node.fate}", style)
 
 
 def _legend(trace: Trace) -> Text:
     sources = {piece.source for piece in trace.pieces}
-    shown = [(words, style) for name, (style, words) in SOURCES.items() if name in sources]
-    return Text("\n").join(Text(words, style) for words, style in shown)
-
-
-def _text(trace: Trace) -> Text:
-    return Text.assemble(
-        *((names.printed(piece.text), SOURCES[piece.source][0]) for piece in trace.pieces)
-    )
+    lines = [Text(words, style) for name, (style, words) in SOURCES.items() if name in sources]
+    return Text("\n").join(lines)

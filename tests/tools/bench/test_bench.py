@@ -1,4 +1,4 @@
-"""Figures of ``jspec bench``: from runs that really were, beside plain decoding, in every file."""
+"""The figures of ``jspec bench`` come from real runs, and every output file holds them."""
 
 import html.parser
 import json
@@ -45,12 +45,12 @@ def root(tmp_path_factory):
 def results(root):
     both = llm_fixtures.loaded(root)
     steps = []
-    found = bench(both["target"], QUESTIONS, settings(both), on_step=steps.append)
+    results_ = bench(both["target"], QUESTIONS, settings(both), on_step=steps.append)
     assert steps[0] == "loading" and any("compiling draft, K=3" in step for step in steps)
-    return ABOUT | found
+    return ABOUT | results_
 
 
-def test_each_method_has_a_row_of_figures_that_agree_with_each_other(results):
+def test_the_figures_of_a_row_agree_with_each_other(results):
     plain, drafted = results["rows"]
     assert [plain["name"], drafted["name"]] == ["autoregressive", "draft, K=3"]
     assert results["questions"] == {"code": 1, "fox": 2} and results["left_out"] == 0
@@ -67,22 +67,21 @@ def test_each_method_has_a_row_of_figures_that_agree_with_each_other(results):
     assert memory["peak"] > memory["target"] > memory["drafter"] > 0
 
 
-def test_texts_of_two_rounds_are_taken_apart_as_well(root):
-    """Of two tokens plain decoding has two rounds, as many as are passed over in longer texts."""
+def test_texts_of_two_rounds_are_timed_by_part_too(root):
+    """Longer texts skip their first two rounds; these have no others."""
     both = llm_fixtures.loaded(root)
-    asked = settings(both, configs=({"method": "none"},), max_tokens=2, repeats=1)
-    found = bench(both["target"], QUESTIONS[:1], asked)
-    for row in found["rows"]:
+    short = settings(both, configs=({"method": "none"},), max_tokens=2, repeats=1)
+    for row in bench(both["target"], QUESTIONS[:1], short)["rows"]:
         parts = row["split_ms"]
         assert parts["target"] > 0
         assert sum(parts[name] for name in report.PARTS) == pytest.approx(parts["round"])
 
 
 def test_acceptance_is_counted_by_category(root, results):
-    """Beside a generation of the same requests by hand."""
+    """The expected value comes from a generation of the same requests."""
     both = llm_fixtures.loaded(root)
     llm = llm_fixtures.llm(root, "draft_model")
-    asked = llm_fixtures.jspec.SamplingParams(max_tokens=17, temperature=0.0, seed=0)
+    params = llm_fixtures.jspec.SamplingParams(max_tokens=17, temperature=0.0, seed=0)
     row = results["rows"][1]
     for name in ("code", "fox"):
         prompts = [
@@ -90,7 +89,7 @@ def test_acceptance_is_counted_by_category(root, results):
             for question in QUESTIONS
             if question.category == name
         ]
-        texts = [output.outputs[0] for output in llm.generate(prompts, asked)]
+        texts = [output.outputs[0] for output in llm.generate(prompts, params)]
         tokens = sum(len(text.token_ids) for text in texts)
         accepted = sum(
             text.speculative_decoding_stats["num_accepted_draft_tokens"] for text in texts
@@ -100,8 +99,8 @@ def test_acceptance_is_counted_by_category(root, results):
         assert row["categories"][name]["questions"] == len(prompts)
 
 
-def test_what_learns_from_answers_knows_none_of_the_sample_before(root):
-    """But those of the same sample: the same question, asked twice, is answered in fewer passes."""
+def test_a_sample_starts_without_the_answers_of_the_one_before(root):
+    """Within a sample a repeated question takes fewer passes."""
     both = llm_fixtures.loaded(root)
     ids = tuple(both["target"].tokenizer.encode("the quick brown fox"))
     llm = llm_fixtures.jspec.LLM(both["target"], {"method": "suffix"}, max_num_seqs=1)
@@ -118,13 +117,13 @@ def test_the_network_of_a_contender_is_opened_once(root, monkeypatch):
     monkeypatch.setattr(
         checkpoint, "load_pretrained", lambda path, *a: opened.append(path) or load(path, *a)
     )
-    asked = settings({"draft": str(paths["draft"])})
-    table = CaseTable(target, asked, asked.cases[0], {}, None)
+    chosen = settings({"draft": str(paths["draft"])})
+    table = CaseTable(target, chosen, chosen.cases[0], {}, None)
     assert [name for name, _ in table._contenders()] == ["autoregressive", "draft, K=3"]
     assert opened == [str(paths["draft"])]
 
 
-def test_batches_are_filled_with_questions_once_more(root, monkeypatch):
+def test_repeated_questions_fill_the_last_batch(root, monkeypatch):
     both, sizes = llm_fixtures.loaded(root), []
     generate = llm_fixtures.jspec.LLM.generate
 
@@ -133,15 +132,15 @@ def test_batches_are_filled_with_questions_once_more(root, monkeypatch):
         return generate(self, prompts, *arguments)
 
     monkeypatch.setattr(llm_fixtures.jspec.LLM, "generate", watched)
-    asked = settings(both, batch_sizes=(2,), repeats=1, configs=({"method": "none"},))
-    found = bench(both["target"], QUESTIONS, asked)
-    assert set(sizes) == {2} and found["questions"] == {"code": 1, "fox": 2}
-    counted = found["rows"][1]["categories"]["code"]
+    chosen = settings(both, batch_sizes=(2,), repeats=1, configs=({"method": "none"},))
+    filled = bench(both["target"], QUESTIONS, chosen)
+    assert set(sizes) == {2} and filled["questions"] == {"code": 1, "fox": 2}
+    counted = filled["rows"][1]["categories"]["code"]
     assert (counted["questions"], counted["requests"]) == (1, 2)
 
 
 class FakePeer:
-    """Says what it is asked, and fails at one mode."""
+    """Records its calls, and fails at one mode."""
 
     def __init__(self, model, draft, dtype):
         self.info = {"transformers": "5", "torch": "2"}
@@ -161,7 +160,7 @@ class FakePeer:
         return {"seconds": 1.0, "cpu_seconds": 1.0, "tokens": [[7] * 17 for _ in prompts]}
 
 
-def test_the_peer_does_as_the_first_of_ours_and_may_fail_at_some(root, monkeypatch):
+def test_the_peer_takes_our_first_settings_and_may_fail_at_a_mode(root, monkeypatch):
     both = llm_fixtures.checkpoints(root)
     monkeypatch.setattr("jspec.tools.bench.peer.Peer", FakePeer)
     monkeypatch.setattr("jspec.tools.bench.peer.refusal", lambda *_: None)
@@ -170,22 +169,22 @@ def test_the_peer_does_as_the_first_of_ours_and_may_fail_at_some(root, monkeypat
         {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2},
         {"method": "suffix", "num_speculative_tokens": 12},
     )
-    asked = Settings(configs, max_tokens=17, repeats=1, patience=0)
-    found = ABOUT | bench(str(both["target"]), QUESTIONS[:1], asked)
-    names = [row["name"] for row in found["rows"]]
+    chosen = Settings(configs, max_tokens=17, repeats=1, patience=0)
+    results = ABOUT | bench(str(both["target"]), QUESTIONS[:1], chosen)
+    names = [row["name"] for row in results["rows"]]
     assert names[-2:] == ["transformers", "transformers, prompt lookup"] and len(names) == 6
-    assert found["rows"][-1]["config"] == {"num_speculative_tokens": 4, "ngram_max": 2}
+    assert results["rows"][-1]["config"] == {"num_speculative_tokens": 4, "ngram_max": 2}
     why = "batch 1, greedy: transformers, assisted failed (the tokenizers differ)"
-    assert why in found["peer"] and why in report.markdown(found)
+    assert why in results["peer"] and why in report.markdown(results)
     peer = FakePeer.last
     assert peer.made == (str(both["target"]), str(both["draft"]), "float32")
     for mode, given in peer.asked:
-        wanted = {"assisted": 2, "prompt_lookup": 4, "eager": None}[mode]
-        assert given.get("num_speculative_tokens") == wanted
+        expected = {"assisted": 2, "prompt_lookup": 4, "eager": None}[mode]
+        assert given.get("num_speculative_tokens") == expected
 
 
 class _Strict(html.parser.HTMLParser):
-    """Open tags, and every address that a page names."""
+    """Collects open tags, addresses and text of a page."""
 
     VOID = ("meta", "img", "br")
 
@@ -209,22 +208,22 @@ def test_the_folder_holds_json_markdown_a_picture_and_a_page_that_fetches_nothin
     results, tmp_path
 ):
     files.write(results, tmp_path / "out")
-    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert sorted(found) == ["results.html", "results.json", "results.md", "results.png"]
-    assert json.loads(found["results.json"])["rows"][1]["name"] == results["rows"][1]["name"]
-    assert found["results.png"].startswith(b"\x89PNG")
-    text = found["results.md"].decode()
+    written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert sorted(written) == ["results.html", "results.json", "results.md", "results.png"]
+    assert json.loads(written["results.json"])["rows"][1]["name"] == results["rows"][1]["name"]
+    assert written["results.png"].startswith(b"\x89PNG")
+    text = written["results.md"].decode()
     line = next(line for line in text.splitlines() if line.startswith("| draft, K=3"))
     assert f"| {results['rows'][1]['acceptance_length']:.2f} |" in line
     page = _Strict()
-    page.feed(found["results.html"].decode())
+    page.feed(written["results.html"].decode())
     assert page.open == [] and "one <of> them" in page.text
     assert all(address.startswith("data:") for address in page.addresses)
     assert len(list(report.terminal(results))) == 2
 
 
 def test_no_line_of_the_picture_lies_under_its_frame(monkeypatch, results):
-    """As that of a drafter that is always right, or always wrong, would."""
+    """The lines are those of a drafter that is always right, and of one that is always wrong."""
     from matplotlib.figure import Figure
 
     drawn, save = [], Figure.savefig
@@ -239,8 +238,8 @@ def test_no_line_of_the_picture_lies_under_its_frame(monkeypatch, results):
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_nothing_behind(results, tmp_path, monkeypatch):
-    def failing(self, place, **_):
-        place.write(b"half") if hasattr(place, "write") else place.write_bytes(b"half")
+    def failing(self, file, **_):
+        file.write(b"half")
         raise OSError("no memory left")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", failing)
@@ -267,7 +266,7 @@ def test_configs_of_one_method_are_told_apart_by_their_models():
     assert names.names_of(drafts) == ["one/draft", "two/draft", "draft"]
 
 
-def test_k_is_that_of_the_demos_methods_too(monkeypatch, capsys):
+def test_k_applies_to_the_demos_methods_too(monkeypatch, capsys):
     monkeypatch.setattr("jspec.engine.loading.load", None)  # not called
     monkeypatch.setattr("sys.argv", ["jspec", "bench", "-k", "0"])
     with pytest.raises(SystemExit):
@@ -276,7 +275,7 @@ def test_k_is_that_of_the_demos_methods_too(monkeypatch, capsys):
 
 
 def test_names_of_users_are_printed_as_they_are(results, tmp_path, capsys):
-    """Neither markup of the terminal nor formulas of the picture, nor words for little pictures."""
+    """They hold terminal markup, formulas of matplotlib and names of emojis."""
     name, category = 'draft, corpus="/runs[v2]/$a$_{/:cat:"', "mt[/bench]"
     plain, drafted = results["rows"]
     rows = [
@@ -287,15 +286,15 @@ def test_names_of_users_are_printed_as_they_are(results, tmp_path, capsys):
         }
         for row in (plain, drafted)
     ]
-    found = results | {"rows": rows, "questions": {category: 2, "b": 1}, "peer": "at [red]/x"}
-    bench_command.finish(found, report)
-    said = capsys.readouterr().out
-    assert said.count(name) == 2 and f"{category} (2)" in said and "at [red]/x" in said
-    files.write(found, tmp_path)
+    renamed = results | {"rows": rows, "questions": {category: 2, "b": 1}, "peer": "at [red]/x"}
+    bench_command.finish(renamed, report)
+    printed = capsys.readouterr().out
+    assert printed.count(name) == 2 and f"{category} (2)" in printed and "at [red]/x" in printed
+    files.write(renamed, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["there.json", "new.json"])
-def test_a_link_stays_one_and_the_file_that_it_leads_to_is_written(tmp_path, target):
+def test_a_link_stays_and_its_target_is_written(tmp_path, target):
     (tmp_path / "there.json").write_text("old")
     (tmp_path / "link.json").symlink_to(target)
     files.write_json({"rows": []}, tmp_path / "link.json")
@@ -304,7 +303,7 @@ def test_a_link_stays_one_and_the_file_that_it_leads_to_is_written(tmp_path, tar
     assert {path.name for path in tmp_path.iterdir()} == {"link.json", "there.json", target}
 
 
-def test_a_pipe_is_written_into_and_not_replaced(tmp_path):
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     values.check_output("--json", tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -321,13 +320,13 @@ def test_the_page_shows_tables_and_picture_in_a_browser(results, tmp_path):
     assert text.startswith("jspec bench") and "batch 1, greedy" in text
     row = next(line for line in text.splitlines() if line.startswith("draft, K=3"))
     assert report.cells(results["rows"][1])[3] in row.split("\t")
-    assert "split_ms" not in text  # all that was measured is folded away
-    # The picture is drawn, and only what scrolls by itself is wider than the window.
+    assert "split_ms" not in text  # the measurements are folded away
+    # The picture is drawn, and the page is no wider than the window.
     wide = "document.documentElement.scrollWidth <= innerWidth"
-    said = f"document.title = [document.images[0].naturalWidth > 0, {wide}]"
-    said = f"<script>addEventListener('load', () => {{ {said} }});</script>"
+    check = f"document.title = [document.images[0].naturalWidth > 0, {wide}]"
+    script = f"<script>addEventListener('load', () => {{ {check} }});</script>"
     assert "<title>true,true</title>" in browser.opened(
-        page + said, tmp_path, "--dump-dom", window="500,800"
+        page + script, tmp_path, "--dump-dom", window="500,800"
     )
 
 
@@ -344,21 +343,21 @@ def test_answers_that_leave_prompts_no_room_are_refused(root, longest, words):
         bench(both["target"], QUESTIONS[:1], settings(both, max_tokens=longest))
 
 
-def test_a_run_that_is_interrupted_before_its_first_sample_has_nothing_to_write(root, monkeypatch):
+def test_a_run_interrupted_before_its_first_sample_writes_nothing(root, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm_fixtures.jspec.LLM, "generate", interrupted)
     both, seen = llm_fixtures.loaded(root), []
-    found = bench(both["target"], QUESTIONS[:1], settings(both), on_case=seen.append)
-    assert found["interrupted"] and not (seen or found["rows"])
-    assert not list(report.terminal(ABOUT | found))
-    assert "The run was interrupted; missing: 1 of 1 tables." in report.notes(ABOUT | found)
+    stopped = bench(both["target"], QUESTIONS[:1], settings(both), on_case=seen.append)
+    assert stopped["interrupted"] and not (seen or stopped["rows"])
+    assert not list(report.terminal(ABOUT | stopped))
+    assert "The run was interrupted; missing: 1 of 1 tables." in report.notes(ABOUT | stopped)
 
 
-@pytest.mark.parametrize("last", [7, 10], ids=["while it races", "while it is taken apart"])
-def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, last):
-    """A call a run: both warm up twice, then two turns, the second one begun by the other."""
+@pytest.mark.parametrize("last", [7, 10], ids=["in the race", "while parts are timed"])
+def test_an_interrupted_run_keeps_its_samples(root, monkeypatch, last):
+    """Each run is one call: both contenders warm up twice, then take two turns."""
     both, calls = llm_fixtures.loaded(root), []
     generate = llm_fixtures.jspec.LLM.generate
 
@@ -370,15 +369,15 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
 
     monkeypatch.setattr(llm_fixtures.jspec.LLM, "generate", interrupted)
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
-    asked, seen = settings(both, configs=(config,), batch_sizes=(1, 2)), []
-    found = bench(both["target"], QUESTIONS[:1] * 2, asked, on_case=seen.append)
-    assert found["interrupted"] and seen == [found]
-    assert [row["batch_size"] for row in found["rows"]] == [1, 1]
-    assert [len(row["seconds"]) for row in found["rows"]] == ([1, 2] if last == 7 else [2, 2])
+    chosen, seen = settings(both, configs=(config,), batch_sizes=(1, 2)), []
+    stopped = bench(both["target"], QUESTIONS[:1] * 2, chosen, on_case=seen.append)
+    assert stopped["interrupted"] and seen == [stopped]
+    assert [row["batch_size"] for row in stopped["rows"]] == [1, 1]
+    assert [len(row["seconds"]) for row in stopped["rows"]] == ([1, 2] if last == 7 else [2, 2])
     missing = "the parts of a round for 2 methods of the last table; 1 of 2 tables"
     missing = f"samples of the last table; {missing}" if last == 7 else missing
-    said = f"The run was interrupted; missing: {missing}."
-    assert said in report.notes(ABOUT | found) and said in report.markdown(ABOUT | found)
+    note = f"The run was interrupted; missing: {missing}."
+    assert note in report.notes(ABOUT | stopped) and note in report.markdown(ABOUT | stopped)
 
 
 @pytest.mark.parametrize(
@@ -423,9 +422,9 @@ def test_an_interrupted_run_keeps_the_samples_that_it_has(root, monkeypatch, las
         (["--config", "ngram", "-k", "3"], "there is no question in the files given"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+def test_errors_come_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["jspec", "bench", "no/such/model", *arguments])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and words in error and error.count("\n") == 1

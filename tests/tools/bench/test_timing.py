@@ -5,11 +5,11 @@ import itertools
 from jspec.tools.bench import timing
 from jspec.tools.bench.timing import Contender, Sample, race, ratios
 
-ANYTHING = float("inf")  # cores: what takes no time may seem to have been disturbed by any number
+ANYTHING = float("inf")  # cores: runs without duration may seem disturbed by any number
 
 
 def part(log, name, seconds):
-    """Something that takes so long, by its own account."""
+    """Return a run that reports so many seconds."""
 
     def run():
         log.append(name)
@@ -27,7 +27,7 @@ def test_contenders_take_turns_part_by_part_and_parts_add_up():
         for name, scale in (("a", 1.0), ("b", 4.0))
     ]
     race(field, repeats=2, patience=0)
-    # Neither is always the first, nor a second part ever far from the other's.
+    # Neither is always first, and equal parts run close together.
     assert log == ["a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
     assert [[s.seconds for s in each.samples] for each in field] == [[3.0, 3.0], [12.0, 12.0]]
     assert field[0].samples[0].passes == 2
@@ -35,7 +35,7 @@ def test_contenders_take_turns_part_by_part_and_parts_add_up():
     assert ratios(*field) == [4.0, 4.0]
 
 
-def test_a_part_in_which_anybody_was_disturbed_is_run_again_by_all(monkeypatch):
+def test_all_contenders_repeat_a_part_in_which_one_was_disturbed(monkeypatch):
     log, busy = [], iter([0.0, 0.0, 0.0, 9.0, *[9.0] * 20])  # before and after each; b0 is hit
     monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
     field = [Contender(name, [part(log, f"{name}{i}", 1.0) for i in range(2)]) for name in "ab"]
@@ -49,12 +49,12 @@ def test_a_race_on_a_busy_machine_ends_with_disturbed_samples(monkeypatch):
     monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
     field = [Contender(name, [part(log, f"{name}{i}", 1.0) for i in range(2)]) for name in "ab"]
     race(field, repeats=1, patience=1)
-    assert len(log) == 2 * (2 + 2 + 2)  # both rounds, and as many turns again as one has
+    assert len(log) == 2 * (2 + 2 + 2)  # both rounds, and as many further turns as one round has
     assert [len(each.samples) for each in field] == [2, 2]
     assert not any(each.num_quiet for each in field)
 
 
-def test_a_race_of_nobody_is_over():
+def test_a_race_of_no_contenders_ends():
     race([], repeats=3, patience=5)
 
 
@@ -65,7 +65,7 @@ def test_a_race_ends_once_all_have_undisturbed_samples():
     assert log == ["a", "b", "b", "a", "a", "b"]
 
 
-def test_nobody_is_always_the_first_or_always_behind_the_same_one():
+def test_no_contender_is_always_first_or_always_follows_the_same_one():
     log = []
     field = [Contender(name, part(log, name, 1.0), limit=ANYTHING) for name in "abc"]
     race(field, repeats=6, patience=0)
@@ -73,7 +73,7 @@ def test_nobody_is_always_the_first_or_always_behind_the_same_one():
     assert rounds == ["abc", "bca", "cab", "acb", "bac", "cba"]
 
 
-def test_a_sample_that_was_disturbed_is_disturbed_in_every_part(monkeypatch):
+def test_the_parts_of_a_disturbed_sample_are_disturbed(monkeypatch):
     busy = iter([0.0, 50.0])
     monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
     parts = {name: Sample(1.0, 1.0, tokens=[]) for name in "ab"}

@@ -1,21 +1,21 @@
-"""Traces made by hand, so that what is drawn of them needs no model."""
+"""Hand-made traces for tests of pages, without a model."""
 
 from jspec.api.metrics import Counts
 from jspec.tools.trace import Node, Piece, Round, Trace, names
 
 
-def node(index, parent, depth, label, fate, **known):
-    given = {"p": 0.25, "q": 0.5, "chance": 0.5, "coin": 0.125, "draw": None} | known
+def node(index, parent, depth, label, fate, **changes):
+    fields = {"p": 0.25, "q": 0.5, "chance": 0.5, "uniform": 0.125, "draw": None} | changes
     likeliest = ((7, label, 0.5), (8, "b", 0.25), (9, "c", 0.125))
-    return Node(index, parent, depth, 7, label, fate, likeliest=likeliest, **given)
+    return Node(index, parent, depth, 7, label, fate, likeliest=likeliest, **fields)
 
 
-def trace(said="a", text=" a", prompt="once"):
-    """Three rounds: refused in a tree, accepted to a leaf, nothing drafted.
+def trace(token="a", text=" a", prompt="once"):
+    """Return three rounds: refused in a tree, accepted to a leaf, nothing drafted.
 
-    ``said`` is what a tokenizer says of every token.
+    ``token`` is the text of every token.
     """
-    label = names.spaced(said)
+    label = names.spaced(token)
     root = node(0, -1, 0, label, "accepted", p=None, q=None, chance=None, uniform=None)
     piece = lambda source, index=None: Piece(7, label, text, source, 0.25, index)
     tree = (
@@ -38,6 +38,6 @@ def trace(said="a", text=" a", prompt="once"):
         ),
         Round(2, 7, (root,), (piece("plain"),), "no draft", words),
     )
-    setting = {"model": said, "drafter": "Eagle", "rule": "rejection", "temperature": "0.8"}
+    setting = {"model": token, "drafter": "Eagle", "rule": "rejection", "temperature": "0.8"}
     counts = Counts((0, 2, 0), 5, 3, 5)
     return Trace(prompt, (1, 2, 3, 4), rounds, "length", None, counts, setting)

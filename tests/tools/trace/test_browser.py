@@ -1,4 +1,4 @@
-"""The page of a trace in a real browser, headless, where there is one."""
+"""The page of a trace in a headless browser, if one is installed."""
 
 import re
 import struct
@@ -15,12 +15,12 @@ PRESS = '<script>document.dispatchEvent(new KeyboardEvent("keydown", {{key: "{}"
 
 @pytest.fixture
 def browse(tmp_path):
-    """Opens a page from a file and returns what it became, or a picture of it."""
+    """Return a function that opens a page from a file and returns its DOM."""
     return lambda page, *options, **settings: browser.opened(page, tmp_path, *options, **settings)
 
 
 def rounds_shown(document):
-    """The rounds that are not hidden, and the step that is marked as current."""
+    """Return the rounds that are not hidden, and the steps marked as current."""
     sections = re.findall(r'<section class="round" id="round-(\d)"([^>]*)>', document)
     current = re.findall(r'<a href="#round-(\d)"[^>]*aria-current="step"', document)
     return [number for number, rest in sections if "hidden" not in rest], current
@@ -36,14 +36,14 @@ def test_one_round_is_shown_and_keys_step(browse, fragment, key, shown):
 
 
 @pytest.mark.parametrize("window", ["1000,900", "400,800"])
-def test_one_round_the_text_and_its_totals_are_in_sight(tmp_path, window):
+def test_one_round_the_text_and_its_totals_are_visible(tmp_path, window):
     text = browser.seen(html(made.trace()), tmp_path, fragment="#round-2", window=window)
     assert text.startswith("5 tokens in 3 rounds\n")
     assert "Round 2" in text and "Round 1" not in text and "Round 3" not in text
     assert "once a a a a a" in " ".join(text.split())
 
 
-def test_pointing_at_a_node_tells_all_of_it(browse):
+def test_pointing_at_a_node_shows_its_details(browse):
     point = "dispatchEvent(new MouseEvent('mouseenter'));</script>"
     point = f"<script>document.querySelector('.node.refused').{point}"
     document = browse(html(made.trace()).replace("</body>", point + "</body>"), "--dump-dom")

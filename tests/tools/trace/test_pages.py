@@ -1,4 +1,4 @@
-"""What is drawn of a trace: whole, well formed, and safe whatever the tokens say."""
+"""The page and the terminal view of a trace are complete, well formed and safe for any token."""
 
 import io
 import re
@@ -24,7 +24,7 @@ VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Parsed(HTMLParser):
-    """The tags of a page, which must all be closed in their order, and its text."""
+    """The tags and the text of a page, whose tags must be closed in order."""
 
     def __init__(self, page):
         super().__init__()
@@ -77,22 +77,22 @@ def test_no_token_can_become_a_part_of_the_page(evil):
 
 
 @pytest.mark.parametrize("evil", ["\x00\x1b[2J\x07\x9b31m\r", "\u202e\ud800"])
-def test_no_token_can_command_a_terminal_or_turn_a_text_around(evil):
+def test_no_token_can_control_a_terminal_or_reverse_a_text(evil):
     named = made.trace(evil, evil, evil)
     for shown in (html(named), printed(named)):
         assert not [char for char in shown if not char.isprintable() and char not in "\n\u2002"]
     assert evil.encode("unicode_escape", "surrogatepass").decode() in printed(named)
 
 
-def test_page_and_terminal_show_probabilities_coins_and_reasons():
+def test_page_and_terminal_show_probabilities_uniforms_and_reasons():
     page, text = "".join(Parsed(html(made.trace())).text), printed(made.trace())
     details = [
         value for name, value in Parsed(html(made.trace())).attributes if name == "aria-label"
     ]
-    assert any("coin 0.875, not below it: refused" in words for words in details)
-    assert any("Chosen without chance" in words for words in details)
-    assert "p .25\u2002q .50" in page and "Why it stopped: refused “a”." in page
-    assert "a  p 0.250  q 0.500  coin 0.875 ≥ 0.500  refused" in text
+    assert any("uniform 0.875, not below it: refused" in words for words in details)
+    assert any("A deterministic draft has no q" in words for words in details)
+    assert "p .25\u2002q .50" in page and "Why it ended: refused “a”." in page
+    assert "a  p 0.250  q 0.500  uniform 0.875 ≥ 0.500  refused" in text
     assert "a  p 0.250  corrected" in text and "a  p 0.250  bonus" in text
     for shown in (page, text):
         assert "5, 2 drafted, 1 bonus, 1 corrected, 1 plain" in re.sub(r"\s+", " ", shown)
@@ -122,7 +122,7 @@ def test_a_notebook_gets_the_page_in_a_frame():
 
 def test_no_two_boxes_of_a_tree_overlap_and_edges_run_from_parent_to_child():
     drawn = layout.picture(made.trace().rounds[0])
-    assert len(drawn.boxes) == 6 and len(drawn.edges) == 5  # with the target's own
+    assert len(drawn.boxes) == 6 and len(drawn.edges) == 5  # with the target's own token
     for index, box in enumerate(drawn.boxes):
         assert box.x > 0 and box.x + box.width < drawn.width
         assert box.y > 0 and box.y + box.height < drawn.height

@@ -1,4 +1,4 @@
-"""What a trace says of a generation, beside NumPy's own account of the same tokens and laws."""
+"""The probabilities and outcomes in a trace equal those that NumPy computes."""
 
 import dataclasses
 import json
@@ -62,9 +62,9 @@ MORE = [
 
 
 def traced_and_generated(models, method, settings, sampling):
-    """The trace of a prompt, and what ``generate`` gives of it with the same settings.
+    """Return the trace of a prompt, and the output of ``generate`` with the same settings.
 
-    Of two ``LLM``s, since what one has learnt of a text changes what it drafts the next time.
+    They use two ``LLM``s, because some drafters learn from earlier texts.
     """
     asked = config(models, method, **settings)
     params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
@@ -75,7 +75,7 @@ def traced_and_generated(models, method, settings, sampling):
 
 
 def assert_same(trace, output, by_the_clock=False):
-    """Token for token and, unless lengths go by the clock, round for round."""
+    """Tokens are equal; so are rounds, unless measured costs choose the draft lengths."""
     assert trace.token_ids == output.token_ids and trace.text == output.text
     stats = output.speculative_decoding_stats
     accepted = [each.num_accepted for each in trace.rounds]
@@ -88,7 +88,7 @@ def assert_same(trace, output, by_the_clock=False):
 
 
 def assert_paths_are_the_text(trace):
-    """What is said to be accepted is what was said, from the root down."""
+    """Accepted nodes form a path from the root whose tokens are the text."""
     for each in trace.rounds:
         at = 0
         for piece in each.pieces:
@@ -103,7 +103,7 @@ def assert_paths_are_the_text(trace):
     ("method", "settings", "sampling"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
-def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_models(
+def test_a_trace_has_the_text_of_generate_and_the_probabilities_of_the_models(
     models, method, settings, sampling
 ):
     trace, output = traced_and_generated(models, method, settings, sampling)
@@ -113,26 +113,26 @@ def test_a_traced_text_is_that_of_generate_and_its_probabilities_are_the_models(
         assert_q_is_the_drafters(trace, models["draft"], sampling)
 
 
-def test_a_trace_whose_lengths_go_by_the_clock_is_that_of_the_text(models):
+def test_a_trace_with_measured_draft_lengths_has_the_text_of_generate(models):
     settings = {"prompt_lookup_max": 1, "adaptive_length": True}
     trace, output = traced_and_generated(models, "ngram", settings, {"temperature": 0})
     assert_same(trace, output, by_the_clock=True)
 
 
 def distribution(logits, temperature, top_p=1.0):
-    """The warped law of logits [V], in NumPy."""
+    """Return the processed distribution of logits [V], in NumPy."""
     logits = logits.astype(np.float64) / (temperature or 1.0)
     p = np.exp(logits - logits.max())
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
     before = np.cumsum(p[order]) - p[order]
-    kept = np.zeros(len(p), bool)
-    kept[order[before < top_p]] = True
-    return np.where(kept, p, 0) / p[kept].sum()
+    mask = np.zeros(len(p), bool)
+    mask[order[before < top_p]] = True
+    return np.where(mask, p, 0) / p[mask].sum()
 
 
 def branches(trace):
-    """Of every round and node: the text before it, down its own branch, with node and round."""
+    """Yield every round and node with the text before it on its branch."""
     text = list(trace.prompt_token_ids)
     for each in trace.rounds:
         assert each.nodes[0].token == text[-1] and each.position == len(text) - 1
@@ -143,8 +143,8 @@ def branches(trace):
         text += [piece.token for piece in each.pieces]
 
 
-def distributions_behind(model, texts, sampling):
-    """The law behind each text by one full pass, padded so that all share a program."""
+def distributions_after(model, texts, sampling):
+    """Return the distribution after each text by a full pass, padded to share a program."""
     width = -(-max(map(len, texts)) // 32) * 32
     block = np.zeros((len(texts), width), np.int32)
     for row, text in enumerate(texts):
@@ -160,43 +160,36 @@ def distributions_behind(model, texts, sampling):
 
 
 def assert_p_is_the_targets(trace, target, sampling):
-    found = list(branches(trace))
-    distributions = distributions_behind(target, [text for _, _, text in found], sampling)
-    assert found
-    for (each, node, _), p in zip(found, distributions, strict=True):
+    nodes = list(branches(trace))
+    distributions = distributions_after(target, [text for _, _, text in nodes], sampling)
+    assert nodes
+    for (each, node, _), p in zip(nodes, distributions, strict=True):
         assert node.p == pytest.approx(p[node.token], abs=1e-4)
         first, _, value = each.nodes[node.parent].likeliest[0]
         assert value == pytest.approx(p.max(), abs=1e-4) and p[first] > p.max() - 1e-4
 
 
 def assert_q_is_the_drafters(trace, draft, sampling):
-    found = list(branches(trace))
-    for (_, node, _), q in zip(
-        found, distributions_behind(draft, [text for *_, text in found], sampling), strict=True
-    ):
+    nodes = list(branches(trace))
+    distributions = distributions_after(draft, [text for *_, text in nodes], sampling)
+    for (_, node, _), q in zip(nodes, distributions, strict=True):
         assert node.q == pytest.approx(q[node.token], abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------- small laws
+def toy_trace(num_valid=VOCAB, **settings):
+    """Return the trace of a model whose distributions depend on the last token, and its tables.
 
-
-def toy_trace(proposal="without_replacement", num_valid=VOCAB, **settings):
-    """Of laws that depend on the token before alone, and their tables.
-
-    Behind tokens from ``lawful`` on, the target has no law.
+    After tokens from ``num_valid`` on, the target's logits are NaN.
     """
-    drafter = fakes.TreeTableDrafter(3, parents=BUSH, proposal=proposal)
+    drafter = fakes.TreeTableDrafter(3, parents=BUSH)
     target = fakes.table(1, VOCAB, VOCAB).at[num_valid:].set(np.nan)
     tables = Params(target, fakes.table(2, VOCAB, VOCAB))
     row = SequenceParams((3, 1), 40, temperature=TEMPERATURE, **settings)
     return tracing.of_row(Plan(fakes.ToyTarget(VOCAB), drafter), tables, row), tables
 
 
-@pytest.mark.parametrize(
-    "proposal", ["without_replacement", pytest.param("iid", marks=pytest.mark.slow)]
-)
-def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy(proposal):
-    trace, tables = toy_trace(proposal)
+def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy():
+    trace, tables = toy_trace()
     target, drafter = (np.asarray(table) for table in tables)
     judged = 0
     for each in trace.rounds:
@@ -217,15 +210,16 @@ def test_chances_and_q_of_a_tree_are_those_of_recursive_rejection_in_numpy(propo
                 else:
                     chance = min(1, p[node.token] / q[node.token])
                     assert node.chance == pytest.approx(chance, abs=1e-4)
-                    assert (node.uniform < node.chance) == (node.fate in ("accepted", "unsaid"))
+                    assert (node.uniform < node.chance) == (
+                        node.fate in ("accepted", "not emitted")
+                    )
                     judged += 1
-                    going = node.fate in ("accepted", "unsaid")
+                    going = node.fate in ("accepted", "not emitted")
                     taken = node.index
                     p = np.maximum(p - q, 0)
                     p /= p.sum() or 1
-                if proposal != "iid":
-                    q[node.token] = 0
-                    q /= q.sum()
+                q[node.token] = 0
+                q /= q.sum()
             at = taken if going else at
     assert judged > 20
     fates = {node.fate for each in trace.rounds for node in each.nodes}
@@ -236,14 +230,14 @@ def test_sources_and_reasons_follow_from_the_path_and_its_end():
     trace, *_ = toy_trace()
     seen = set()
     for each in trace.rounds:
-        *drafted, own = each.pieces
+        *drafted, last = each.pieces
         assert [piece.source for piece in drafted] == ["drafted"] * each.num_accepted
         children = [node for node in each.nodes if node.parent == each.end]
         expected = ("refused", "corrected") if children else ("leaf", "bonus")
         if len(each.nodes) == 1:
             expected = ("no draft", "plain")
-        assert (each.why, own.source) == expected
-        assert own.label in each.words
+        assert (each.why, last.source) == expected
+        assert last.label in each.words
         seen.add(each.why)
     assert {"refused", "leaf"} <= seen
     assert trace.finish_reason == "length" and trace.rounds[-1].words.endswith(
@@ -252,9 +246,9 @@ def test_sources_and_reasons_follow_from_the_path_and_its_end():
     assert trace.counts.num_tokens == len(trace.token_ids) == 40
 
 
-def test_a_text_that_ends_inside_a_draft_leaves_the_rest_unsaid():
+def test_a_text_that_ends_inside_a_draft_does_not_emit_the_rest():
     whole, *_ = toy_trace()
-    stop, place = next(
+    stop, index = next(
         (piece.token, each.index)
         for each in whole.rounds
         for piece in each.pieces[:-2]
@@ -263,10 +257,10 @@ def test_a_text_that_ends_inside_a_draft_leaves_the_rest_unsaid():
     )
     trace, *_ = toy_trace(stop_token_ids=(stop,))
     last = trace.rounds[-1]
-    assert trace.rounds[:-1] == whole.rounds[:place]
+    assert trace.rounds[:-1] == whole.rounds[:index]
     assert (trace.finish_reason, last.why) == ("stop", "ended")
     assert last.pieces[-1].token == stop and last.pieces[-1].source == "drafted"
-    assert [node.fate for node in last.nodes if node.fate == "unsaid"]
+    assert [node.fate for node in last.nodes if node.fate == "not emitted"]
     assert "stop token" in last.words
 
 
@@ -282,16 +276,17 @@ def test_every_rule_can_be_traced(rule):
 
 
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), BUSH])
-def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
-    """Whatever the coin of a node that was not reached, the round is the same."""
-    given = {"node": 0, "coin": 0.5}
+def test_under_block_nodes_that_are_not_reached_do_not_matter(parents):
+    """Their uniforms do not change the round."""
+    given = {"node": 0, "uniform": 0.5}
 
-    def walk(processed, draft, tree, uniforms):
+    def walk(processed, draft, tree, uniforms, proposal):
         instead = jax.pure_callback(
-            lambda: (np.int32(given["node"]), np.float32(given["coin"])),
+            lambda: (np.int32(given["node"]), np.float32(given["uniform"])),
             (jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)),
         )
-        return block(processed, draft, tree, uniforms.at[:, instead[0]].set(instead[1]))
+        uniforms = uniforms.at[:, instead[0]].set(instead[1])
+        return block(processed, draft, tree, uniforms, proposal)
 
     block = verify.RULES["block"].walk
     rule = dataclasses.replace(verify.RULES["block"], walk=walk)
@@ -321,7 +316,7 @@ def test_under_block_only_nodes_that_are_called_refused_had_a_say(parents):
     assert decisive > 3 and (idle > 3) == (proposal != "chain")
 
 
-def test_typical_acceptance_tosses_no_coins_and_chooses_among_paths():
+def test_typical_acceptance_has_no_uniforms_and_chooses_among_paths():
     drafter = fakes.TreeTableDrafter(3, parents=BUSH)
     plan, tables = Plan(fakes.ToyTarget(VOCAB), drafter, "typical"), toy_trace()[1]
     trace = tracing.of_row(plan, tables, SequenceParams((3, 1), 40, temperature=TEMPERATURE))
@@ -333,20 +328,20 @@ def test_typical_acceptance_tosses_no_coins_and_chooses_among_paths():
             assert node.fate != "refused" or node.p <= 0.09
     assert fates.keys() >= {"accepted", "refused", "not taken"}
     assert max(node.p for node in fates["not taken"]) > 0.09
-    assert "off the path that was chosen" in html(trace) and "Coin" not in html(trace)
+    assert "off the chosen path" in html(trace) and "Uniform" not in html(trace)
 
 
-def test_a_target_without_any_law_ends_the_trace_and_says_so():
+def test_a_target_with_nan_logits_ends_the_trace_with_a_reason():
     trace, _ = toy_trace(num_valid=4)
     last = trace.rounds[-1]
-    assert (trace.finish_reason, last.why) == ("error", "lost")
-    assert trace.token_ids[-1] >= 4 and "no token any weight" in last.words
+    assert (trace.finish_reason, last.why) == ("error", "no token")
+    assert trace.token_ids[-1] >= 4 and "probability 0" in last.words
     assert all(node.p is None for node in last.nodes[1:] if last.nodes[node.parent].token >= 4)
     assert "nan" not in html(trace).lower()
     assert_paths_are_the_text(trace)
 
 
-def test_a_stop_string_cuts_the_trace_where_it_cuts_the_text(models):
+def test_a_stop_string_cuts_the_trace_as_it_cuts_the_text(models):
     llm = jspec.LLM(models["target"], config(models, "ngram", prompt_lookup_max=1))
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     whole = llm.generate(PROMPT, params)[0].outputs[0].text
@@ -356,14 +351,14 @@ def test_a_stop_string_cuts_the_trace_where_it_cuts_the_text(models):
     assert trace.stop_reason == whole[9:11] and "the text ends before" in trace.rounds[-1].words
 
 
-def test_a_method_that_drafts_nothing_says_so():
+def test_rounds_without_a_draft_are_named():
     row = SequenceParams(tiny.prompts()[1], max_tokens=4)
     trace = tracing.of_row(Plan(tiny.TARGET, tiny.NONE), tiny.params(), row)
     assert [each.why for each in trace.rounds] == ["no draft"] * 4
     assert {piece.source for piece in trace.pieces} == {"plain"}
 
 
-def test_every_token_has_a_label_that_can_be_printed(models):
+def test_every_token_has_a_printable_label(models):
     tokenizer = models["target"].tokenizer
     labels = [names.label(tokenizer, token) for token in range(llm_fixtures.VOCAB)]
     assert all(label and label.isprintable() and "\ufffd" not in label for label in labels)
