@@ -52,7 +52,7 @@ def filled(drafter: Suffix, size: int) -> suffix_corpus.Corpus:
 def matched(tokens: jax.Array, last: jax.Array) -> jax.Array:
     """How many of ``last`` [n] stand before each place of ``tokens`` [C], all being compared."""
     size, count = tokens.shape[0], last.shape[0]
-    padded = jnp.pad(tokens, (count, 0), constant_values=suffix_corpus.NOTHING)
+    padded = jnp.pad(tokens, (count, 0), constant_values=suffix_corpus.END)
     found, unbroken = jnp.zeros(size, jnp.int32), jnp.ones(size, bool)
     for back in range(1, count + 1):
         unbroken &= jax.lax.dynamic_slice(padded, (count - back,), (size,)) == last[back - 1]
@@ -80,7 +80,7 @@ def rounds_of(drafter: Suffix, batch: int) -> tuple[History, SuffixMemory]:
     lengths = jnp.full((_TURNS, batch), _ROW - 32)
     one = suffix_corpus.no_texts(batch, _ROW, drafter.rule.groups)
     own = jax.tree.map(lambda x: jnp.broadcast_to(x, (_TURNS, *x.shape)), one)
-    own = jax.jit(jax.vmap(suffix_corpus.take_in))(own, History(rows, lengths - _NEW))
+    own = jax.jit(jax.vmap(suffix_corpus.index_history))(own, History(rows, lengths - _NEW))
     return History(rows, lengths), SuffixMemory(own, lengths, lengths > 0)
 
 

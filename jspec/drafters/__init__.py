@@ -1,4 +1,4 @@
-"""Drafting methods, by the names that ``speculative_config`` gives them."""
+"""The drafting methods by their names in ``speculative_config``."""
 
 from jspec.drafters.dflash import DFlash, DSpark
 from jspec.drafters.draft_model.parallel import ParallelDraftModel
@@ -32,6 +32,6 @@ METHODS = {
     "hybrid": Hybrid,
 }
 
-# Methods that draft all tokens in one pass where ``parallel_drafting`` asks for it.
+# The drafters that draft all tokens in one pass, for ``parallel_drafting``.
 PARALLEL = {"draft_model": ParallelDraftModel, "eagle3": ParallelEagle}
-ALWAYS_PARALLEL = ("dflash", "dspark")  # as vLLM has it, whether they are asked to or not
+ALWAYS_PARALLEL = ("dflash", "dspark")  # with or without the key, as in vLLM

@@ -1,14 +1,17 @@
-"""Two drafters in one: what was said before is looked up, and a network drafts besides.
+"""Two drafters in one: a lookup of earlier text, and a network.
 
-``combine="merge"`` grafts what was looked up onto the network's draft: the target judges both in
-one pass, and a continuation that both have costs its nodes once. ``combine="choose"`` takes one of
-the two for each row and round, by how many tokens it is expected to hold, so that a network that no
-row wants does not run; what is looked up is judged by its own score (Arctic Inference's hybrid,
-``jspec.drafters.suffix.drafter``, arXiv 2411.04975) or its length, and both by what became of the drafts
-before. The choice is made before the network draws, so it tells nothing about what will be drawn.
+``combine="merge"`` grafts the lookup's draft onto the network's. The target verifies both in one
+pass, and a continuation that both share costs its nodes once.
+
+``combine="choose"`` takes one draft for each row and round, by the expected number of accepted
+tokens, and skips the network in rounds that need it in no row. The lookup's expectation is its own
+score (as in Arctic Inference's hybrid, arXiv 2411.04975) or follows from its length. Both are
+corrected by the success of earlier drafts. The choice is made before the network draws, so it does
+not depend on the drawn tokens.
 """
 
 import dataclasses
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -22,39 +25,39 @@ from jspec.drafters.trees import merge
 from jspec.util.messages import shown
 
 _COMBINE = ("merge", "choose")
-_RATE = 0.9  # a looked-up token's chance before anything is known of it
-_MEMORY = 0.8  # weight of the rounds before in a running mean
-_SILENT = -1.0  # no promise was made
-_RETURN = 0.02  # how fast trust in what was not asked comes back, a round
+_RATE = 0.9  # prior acceptance of a looked-up token
+_MEMORY = 0.8  # weight of earlier rounds in a running mean
+_NO_SCORE = -1.0  # the lookup has no expectation of its own
+_RETURN = 0.02  # share of the way back to the prior, a round in which the lookup is not used
 
 
 @struct.dataclass
 class Trust:
-    """What became of the drafts of each row, as running means."""
+    """Running means of the success of each row's drafts, and the choice of the round."""
 
-    rate: Array  # [B] float32, of looked-up tokens: accepted of one expected
-    gain: Array  # [B] float32, accepted of a draft of the network
-    looked_up: Array  # [B] bool, whose draft this round's is
-    expected: Array  # [B] float32, accepted tokens that a look-up promised itself, if it said so
+    rate: Array  # [B] float32, accepted tokens per expected one, of the lookup
+    gain: Array  # [B] float32, accepted tokens of a network's draft
+    looked_up: Array  # [B] bool, whether this round's draft is the lookup's
+    expected: Array  # [B] float32, the lookup's score, or ``_NO_SCORE``
 
 
 @struct.dataclass
 class HybridMemory:
-    """Of both drafters."""
+    """The memories of both drafters."""
 
     parts: tuple[Any, Any]
-    trust: Trust | None  # None where none is chosen
+    trust: Trust | None  # None unless ``combine="choose"``
 
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid:
-    """A drafter of point masses and another, merged or chosen from.
+    """A lookup drafter and another drafter, merged or chosen from.
 
-    ``params.drafter`` and ``shared`` are pairs, one of each drafter's.
+    ``params.drafter`` and ``shared`` are pairs, one entry for each drafter.
 
     Attributes:
-      parts: the drafter that looks up, whose drafts are point masses and which reads no hidden
-        states; and the one with a network.
+      parts: the lookup, whose drafts are deterministic and which reads no hidden states; and the
+        drafter with a network.
       combine: "merge" or "choose".
       noise: "target" draws with the target's noise (rule ``coupled``).
 
@@ -71,205 +74,211 @@ class Hybrid:
             raise ValueError(f"combine={shown(self.combine)} must be 'merge' or 'choose'.")
         if len(self.parts) != 2:
             raise ValueError(
-                f"parts holds {len(self.parts)} drafters; give two: one that looks up and one "
-                "with a network."
+                f"parts must hold two drafters, not {len(self.parts)}; give a lookup and a network."
             )
-        for place, part in zip(("first", "second"), self.parts, strict=True):
+        for index, part in enumerate(self.parts):
             if isinstance(part, MultiMode):
                 raise ValueError(
-                    f"the {place} of parts chooses its K by the round, which no combination passes "
-                    "on; give the drafter itself."
+                    f"parts[{index}] must not choose its K every round; give the drafter inside "
+                    f"{type(part).__name__}."
                 )
         names = [type(part).__name__ for part in self.parts]
         first, second = self.parts
         if first.proposal != "deterministic" or first.capture_layers:
             raise ValueError(
-                f"the first of parts must look up what it drafts, but {names[0]} does not; put "
-                "'ngram', 'suffix' or 'token_recycling' first."
+                f"parts[0] must be a lookup, which {names[0]} is not; put 'ngram', 'suffix' or "
+                "'token_recycling' first."
             )
-        if self.combine == "merge" and second.proposal not in (
-            "deterministic",
-            "chain",
-            "without_replacement",
-        ):
+        mergeable = "deterministic", "chain", "without_replacement"
+        if self.combine == "merge" and second.proposal not in mergeable:
             raise ValueError(
                 f"combine='merge' is not exact for the {second.proposal!r} drafts of {names[1]}; "
-                "have them drawn without replacement ('probabilistic') or not at all ('greedy'), "
-                "or use combine='choose'."
+                "use draft_sample_method='probabilistic' or 'greedy', or combine='choose'."
             )
-        asked = {}
         if self.noise == "target":
             second = validation.sharing_noise(second)
-        if getattr(second, "backlog", self._backlog) < self._backlog:
-            asked["backlog"] = self._backlog
-        object.__setattr__(self, "parts", (first, dataclasses.replace(second, **asked)))
+        backlog = self._backlog
+        if getattr(second, "backlog", backlog) < backlog:
+            second = dataclasses.replace(second, backlog=backlog)
+        object.__setattr__(self, "parts", (first, second))
 
     def check_params(self, params):
-        """Refuses weights that are not of the two."""
+        """Refuse weights that are not a pair, one of each drafter."""
         pair = (None, None) if params is None else params
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError("pass a pair, one of each of the parts.")
+            raise ValueError("params.drafter must be a pair, one entry for each of the parts.")
         for part, weights in zip(self.parts, pair, strict=True):
             validation.check_weights(part, weights)
 
     @property
     def _backlog(self) -> int:
-        """Committed tokens that the network must be able to take in at once.
+        """Committed tokens that the network must be able to prefill in one round.
 
-        After a round in which none of its own were accepted: K + 1. After rounds that it sat out:
-        enough for it to gain on the text.
+        At least K + 1, as its draft may be rejected entirely. More if it pauses, so that it catches
+        up.
         """
         return max(self.max_depth + 1, modes.BACKLOG if self.combine == "choose" else 0)
 
     @property
     def max_depth(self) -> int:
-        """K of the deeper one."""
+        """K of the deeper drafter."""
         return max(part.max_depth for part in self.parts)
 
     @property
     def tree_size(self) -> int:
-        """The nodes of both under one root, or those of the larger."""
+        """The nodes of both under one root, or those of the larger draft."""
         first, second = (part.tree_size for part in self.parts)
         return first + second - 1 if self.combine == "merge" else max(first, second)
 
     @property
     def node_buckets(self) -> tuple[int, ...]:
-        """Node counts worth a program of their own: of either draft where there is no other."""
-        own = (getattr(part, "node_buckets", (part.tree_size,)) for part in self.parts)
-        return tuple(sorted({1, *(size for sizes in own for size in sizes), self.tree_size}))
+        """Node counts that get a program of their own: of either draft alone, and of all nodes."""
+        buckets = (getattr(part, "node_buckets", (part.tree_size,)) for part in self.parts)
+        return tuple(sorted({1, self.tree_size, *itertools.chain(*buckets)}))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """What the network reads."""
+        """The layers of the target that the network reads."""
         return self.parts[1].capture_layers
 
     @property
     def proposal(self) -> str:
-        """The law of siblings, some of which may have been looked up."""
-        distribution = self.parts[1].proposal
+        """The proposal of siblings, some of which may be looked up."""
+        proposal = self.parts[1].proposal
         if self.combine == "merge":
-            return "deterministic" if distribution == "deterministic" else "deterministic_last"
+            return "deterministic" if proposal == "deterministic" else "deterministic_last"
         is_chain = self.tree_size == self.max_depth + 1
-        return "mixed" if distribution == "chain" and not is_chain else distribution
+        return "mixed" if proposal == "chain" and not is_chain else proposal
 
     def init_shared(self) -> Any:
-        """What either keeps for all calls; () where neither does."""
-        kept = tuple(part.init_shared() if isinstance(part, Sharing) else () for part in self.parts)
-        return kept if jax.tree.leaves(kept) else ()
+        """Return the shared state of both; () if neither has any."""
+        shared = tuple(
+            part.init_shared() if isinstance(part, Sharing) else () for part in self.parts
+        )
+        return shared if jax.tree.leaves(shared) else ()
 
     def on_finished(self, shared: Any, memory: HybridMemory, history: History) -> Any:
-        """Hands both the rows that go on no more."""
+        """Hand finished rows to both."""
         if shared == ():
             return ()
         return tuple(
-            part.on_finished(own, remembered, history) if isinstance(part, Sharing) else own
-            for part, own, remembered in zip(self.parts, shared, memory.parts, strict=True)
+            part.on_finished(part_shared, part_memory, history)
+            if isinstance(part, Sharing)
+            else part_shared
+            for part, part_shared, part_memory in zip(self.parts, shared, memory.parts, strict=True)
         )
 
     def init(self, params, request, capacity):
-        """Of both; trusting each other alike."""
+        """Initialise both, and the priors of their success."""
         parts = tuple(
-            part.init(own, request, capacity)
-            for part, own in zip(self.parts, _split(params), strict=True)
+            part.init(part_params, request, capacity)
+            for part, part_params in zip(self.parts, _split(params), strict=True)
         )
         trust = None
         if self.combine == "choose":
-            rows = jnp.zeros(request.max_length.shape)
-            gain = rows + self.parts[1].max_depth / 2
-            trust = Trust(rows + _RATE, gain, rows > 0, rows)
+            zeros = jnp.zeros(request.max_length.shape)
+            gain = zeros + self.parts[1].max_depth / 2
+            trust = Trust(zeros + _RATE, gain, zeros > 0, zeros)
         return HybridMemory(parts, trust)
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Hands both the prompt."""
-        return memory.replace(
-            parts=tuple(
-                part.prefill(
-                    own, remembered, tokens, features if part.capture_layers else (), start, valid
-                )
-                for part, own, remembered in zip(
-                    self.parts, _split(params), memory.parts, strict=True
-                )
+        """Hand the prompt to both."""
+        parts = tuple(
+            part.prefill(
+                part_params,
+                part_memory,
+                tokens,
+                features if part.capture_layers else (),
+                start,
+                valid,
+            )
+            for part, part_params, part_memory in zip(
+                self.parts, _split(params), memory.parts, strict=True
             )
         )
+        return memory.replace(parts=parts)
 
     def propose(self, params, request, shared, memory, history):
-        """One draft of both, or that of the one with the better prospects."""
-        (first, second), own, kept = self.parts, _split(params), _split_shared(shared)
-        found, looked = first.propose(own[0], request, kept[0], memory.parts[0], history)
+        """Return one draft of both, or the better one of each row."""
+        lookup, network = self.parts
+        (lookup_params, network_params), shared = _split(params), _split_shared(shared)
+        lookup_draft, lookup_memory = lookup.propose(
+            lookup_params, request, shared[0], memory.parts[0], history
+        )
 
-        def draft(remembered: Any) -> tuple[Draft, Any]:
-            return second.propose(own[1], request, kept[1], remembered, history)
+        def run_network(network_memory: Any) -> tuple[Draft, Any]:
+            return network.propose(network_params, request, shared[1], network_memory, history)
 
         if self.combine == "merge":
-            drafted, remembered = draft(memory.parts[1])
-            return merge.graft(drafted, found), memory.replace(parts=(looked, remembered))
-        trust = _weighed(memory.trust, found)
-        wanted = ~trust.looked_up & ~is_ended(request, history)
-        drafted, remembered = modes.switch(
-            wanted.any().astype(jnp.int32),
-            [modes.root_alone(history), draft],
+            draft, network_memory = run_network(memory.parts[1])
+            parts = lookup_memory, network_memory
+            return merge.graft(draft, lookup_draft), memory.replace(parts=parts)
+        trust = _chosen(memory.trust, lookup_draft)
+        needed = ~trust.looked_up & ~is_ended(request, history)
+        draft, network_memory = modes.switch(
+            needed.any().astype(jnp.int32),
+            [modes.root_alone(history), run_network],
             memory.parts[1],
-            own[1],
+            network_params,
         )
-        # A network that is still taking in what it missed drafts nothing.
-        trust = trust.replace(looked_up=trust.looked_up | ~drafted.valid[:, 1:].any(1))
-        memory = HybridMemory((looked, remembered), trust)
-        return merge.choose(found, drafted, trust.looked_up), memory
+        # A network that has not caught up with the text drafts nothing.
+        looked_up = trust.looked_up | ~draft.valid[:, 1:].any(1)
+        memory = HybridMemory((lookup_memory, network_memory), trust.replace(looked_up=looked_up))
+        return merge.choose(lookup_draft, draft, looked_up), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Hands both the verdict; the trust in the one that drafted is its latest success."""
-        learned = [
+        """Hand the verdict to both, and update the running means."""
+        updated = [
             part.update(
-                own,
+                part_params,
                 request,
-                kept,
-                remembered,
+                part_shared,
+                part_memory,
                 history,
                 draft,
                 verdict,
                 out if part.capture_layers else out.replace(features=()),
             )
-            for part, own, kept, remembered in zip(
+            for part, part_params, part_shared, part_memory in zip(
                 self.parts, _split(params), _split_shared(shared), memory.parts, strict=True
             )
         ]
-        parts, kept = zip(*learned, strict=True)
-        trust = memory.trust and _learned(memory.trust, draft, verdict)
-        return HybridMemory(parts, trust), () if shared == () else kept
+        parts, new_shared = zip(*updated, strict=True)
+        trust = memory.trust and _updated(memory.trust, draft, verdict)
+        return HybridMemory(parts, trust), () if shared == () else new_shared
 
 
 def _split(params: Params) -> tuple[Params, Params]:
-    mine = params.drafter or (None, None)
-    return Params(params.target, mine[0]), Params(params.target, mine[1])
+    lookup, network = params.drafter or (None, None)
+    return Params(params.target, lookup), Params(params.target, network)
 
 
 def _split_shared(shared: Any) -> tuple[Any, Any]:
     return ((), ()) if shared == () else shared
 
 
-def _weighed(trust: Trust, found: Draft) -> Trust:
-    """Which rows take what was ``found``."""
-    length = found.valid[:, 1:].sum(1)
-    # Of a chain whose every token holds with chance a if those before it do: a + a^2 + ...
+def _chosen(trust: Trust, draft: Draft) -> Trust:
+    """Choose the rows that use the lookup's ``draft``: those where it is expected to gain more."""
+    length = draft.valid[:, 1:].sum(1)
+    # A chain whose tokens are each accepted with probability a after the ones before:
+    # a + a^2 + ... + a^length tokens.
     rate = jnp.clip(trust.rate, 0.01, 0.99)
-    held = rate * (1 - rate**length) / (1 - rate)
-    prospect = held if found.score is None else trust.rate * found.score
-    looked_up = (length > 0) & (prospect >= trust.gain)
-    expected = jnp.full_like(rate, _SILENT) if found.score is None else found.score
-    return trust.replace(looked_up=looked_up, expected=expected)
+    gain, expected = rate * (1 - rate**length) / (1 - rate), jnp.full_like(rate, _NO_SCORE)
+    if draft.score is not None:
+        gain, expected = trust.rate * draft.score, draft.score
+    return trust.replace(looked_up=(length > 0) & (gain >= trust.gain), expected=expected)
 
 
-def _learned(trust: Trust, draft: Draft, verdict: Verdict) -> Trust:
-    """What became of the round; what was not asked is trusted a little more again."""
+def _updated(trust: Trust, draft: Draft, verdict: Verdict) -> Trust:
+    """Update the mean of the drafter used; that of an unused lookup returns to its prior."""
     accepted = jnp.maximum(verdict.num_emitted - 1, 0)
     length = draft.valid[:, 1:].sum(1)
     tried = jnp.maximum(accepted + (accepted < length), 1)
-    promised = jnp.where(trust.expected == _SILENT, tried, trust.expected)
-    success = jnp.minimum(accepted / jnp.maximum(promised, 0.1), 1.5)
+    expected = jnp.where(trust.expected == _NO_SCORE, tried, trust.expected)
+    success = jnp.minimum(accepted / jnp.maximum(expected, 0.1), 1.5)
     ran = (verdict.num_emitted > 0) & (length > 0)
     mean = lambda old, new: _MEMORY * old + (1 - _MEMORY) * new
-    back = lambda old, rest: old + _RETURN * (rest - old)
-    looked_up, asked = ran & trust.looked_up, ran & ~trust.looked_up
-    rate = jnp.where(looked_up, mean(trust.rate, success), back(trust.rate, _RATE))
-    gain = jnp.where(asked, mean(trust.gain, accepted), trust.gain)
+    unused = trust.rate + _RETURN * (_RATE - trust.rate)
+    rate = jnp.where(ran & trust.looked_up, mean(trust.rate, success), unused)
+    gain = jnp.where(ran & ~trust.looked_up, mean(trust.gain, accepted), trust.gain)
     return trust.replace(rate=rate, gain=gain)

@@ -1,8 +1,8 @@
 """Prompt lookup: propose what followed the last tokens when they occurred before.
 
-The rule is vLLM's n-gram proposer: the longest suffix of the history, between ``prompt_lookup_min``
-and ``prompt_lookup_max`` tokens, that occurs earlier; among equal lengths the earliest occurrence;
-the continuation may overlap the suffix and may be cut short by the end of the history.
+The rule is vLLM's n-gram proposer. It takes the longest suffix of the history, of
+``prompt_lookup_min`` to ``prompt_lookup_max`` tokens, that occurs earlier, and its earliest
+occurrence. The continuation may overlap the suffix, and the end of the history may cut it short.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jspec.core.types import Array, Draft
 
 @dataclasses.dataclass(frozen=True)
 class NGram:
-    """N-gram lookup over the row's own history, on the device.
+    """N-gram lookup over a row's own history, on the device.
 
     Raises:
       ValueError: a setting is out of range.
@@ -55,20 +55,20 @@ class NGram:
         return self.num_speculative_tokens + 1
 
     def init(self, params, request, capacity):
-        """The history is the only memory."""
+        """Return no memory: the history is enough."""
         return ()
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Nothing to learn."""
+        """Do nothing."""
         return memory
 
     def propose(self, params, request, shared, memory, history):
-        """A chain copied from the history, of 0 to K tokens a row."""
+        """Copy a chain of 0 to K tokens a row from the history."""
         count = self.num_speculative_tokens
-        start, found = jax.vmap(self._find)(history.tokens, history.length)
+        start, matched = jax.vmap(self._find)(history.tokens, history.length)
         index = start[:, None] + jnp.arange(count)
         drafted = jnp.take_along_axis(history.tokens, index, 1, mode="clip")
-        valid = found[:, None] & (index < history.length[:, None])
+        valid = matched[:, None] & (index < history.length[:, None])
         root = root_token(history)[:, None]
         return Draft(
             tokens=jnp.concatenate([root, jnp.where(valid, drafted, 0)], 1),
@@ -78,18 +78,18 @@ class NGram:
         ), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Nothing to learn."""
+        """Do nothing."""
         return memory, shared
 
     def _find(self, row: Array, length: Array) -> tuple[Array, Array]:
-        """Where the continuation starts in one row [T], and whether there is one."""
+        """Return the start of the continuation in one row [T], and whether there is one."""
         size = row.shape[0]
-        place = jnp.arange(size)  # a candidate: tokens before it match the suffix
-        run = jnp.zeros(size, jnp.int32)
-        unbroken = (place > 0) & (place < length)
+        start = jnp.arange(size)  # a candidate: the tokens before it match the suffix
+        matched = jnp.zeros(size, jnp.int32)
+        unbroken = (start > 0) & (start < length)
         for back in range(1, self.prompt_lookup_max + 1):
             last = row[jnp.maximum(length - back, 0)]
-            unbroken &= (jnp.roll(row, back) == last) & (place >= back)
-            run += unbroken
-        best = run.max()
-        return jnp.argmax(run == best), best >= self.prompt_lookup_min
+            unbroken &= (jnp.roll(row, back) == last) & (start >= back)
+            matched += unbroken
+        longest = matched.max()
+        return jnp.argmax(matched == longest), longest >= self.prompt_lookup_min

@@ -1,4 +1,4 @@
-"""No drafter: the same loop with K = 0 is plain autoregressive decoding, the baseline."""
+"""No drafter: the loop with K = 0 is plain autoregressive decoding, the baseline."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jspec.core.types import Draft
 
 @dataclasses.dataclass(frozen=True)
 class NoDrafter:
-    """Proposes nothing: every round is one plain step of the target."""
+    """A drafter that proposes nothing, so every round is one step of the target."""
 
     max_depth = 0
     tree_size = 1
@@ -20,19 +20,19 @@ class NoDrafter:
     noise = "own"
 
     def init(self, params, request, capacity):
-        """No memory."""
+        """Return no memory."""
         return ()
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Nothing to learn."""
+        """Do nothing."""
         return memory
 
     def propose(self, params, request, shared, memory, history):
-        """The root alone."""
+        """Return the root alone."""
         root = root_token(history)[:, None]
         valid = jnp.ones_like(root, dtype=bool)
         return Draft(root, trees.chain(0), valid, max_depth=0), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Nothing to learn."""
+        """Do nothing."""
         return memory, shared

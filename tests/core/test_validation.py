@@ -116,7 +116,7 @@ def test_weights_of_another_target_raise(params, words):
         (heads.drafter("medusa", 4), heads.random_params("eagle"), ["pass MedusaParams"]),
         (Adaptive(tiny.DRAFT, (0, 4)), None, ["Adaptive", "DraftModel: pass DecoderParams"]),
         (Hybrid((tiny.NGRAM, EAGLE)), None, ["Hybrid", "Eagle: pass EagleParams, not None"]),
-        (Hybrid((tiny.NGRAM, EAGLE)), heads.random_params("eagle"), ["pass a pair"]),
+        (Hybrid((tiny.NGRAM, EAGLE)), heads.random_params("eagle"), ["must be a pair"]),
     ],
 )
 def test_weights_of_another_drafter_raise(drafter, params, words):

@@ -131,13 +131,13 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
         (
             (LOOKUP,),
             {},
-            "parts holds 1 drafters; give two: one that looks up and one with a network.",
+            "parts must hold two drafters, not 1; give a lookup and a network.",
         ),
         (
             (tiny.DRAFT, LOOKUP),
             {},
-            "the first of parts must look up what it drafts, but DraftModel "
-            "does not; put 'ngram', 'suffix' or 'token_recycling' first.",
+            "parts[0] must be a lookup, which DraftModel is not; put 'ngram', 'suffix' or "
+            "'token_recycling' first.",
         ),
         ((LOOKUP, tiny.DRAFT), {"combine": "both"}, "combine='both' must be 'merge' or 'choose'."),
         (
@@ -151,21 +151,18 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
                 ),
             ),
             {},
-            "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; have them drawn "
-            "without replacement ('probabilistic') or not at all ('greedy'), or use "
-            "combine='choose'.",
+            "combine='merge' is not exact for the 'top_plus_one' drafts of Eagle; use "
+            "draft_sample_method='probabilistic' or 'greedy', or combine='choose'.",
         ),
         (
             (Adaptive(tiny.NGRAM, (0, 4)), tiny.DRAFT),
             {},
-            "the first of parts chooses its K by the "
-            "round, which no combination passes on; give the drafter itself.",
+            "parts[0] must not choose its K every round; give the drafter inside Adaptive.",
         ),
         (
             (LOOKUP, Adaptive(tiny.DRAFT, (2, 4))),
             {},
-            "the second of parts chooses its K by the "
-            "round, which no combination passes on; give the drafter itself.",
+            "parts[1] must not choose its K every round; give the drafter inside Adaptive.",
         ),
         (
             (LOOKUP, dataclasses.replace(tiny.DRAFT, config=NARROW)),

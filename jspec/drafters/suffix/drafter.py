@@ -1,11 +1,11 @@
-"""Suffix decoding: what followed the last tokens most often, in the text and in past responses.
+"""Suffix decoding: propose what followed the last tokens most often, in this and earlier texts.
 
-The rule is that of arXiv 2411.04975 as vLLM runs it (ArcticInference): for every match length, the
-continuations of all occurrences are counted, a draft follows the likeliest while the product of its
-count ratios is at least ``suffix_decoding_min_token_prob``, and it is the longer the longer the
-match is. The draft with the highest sum of probabilities is proposed; a row's own text, prompt
-included, wins ties against past responses. Of more occurrences than
-``suffix_decoding_max_occurrences`` the latest are counted. All of it happens on the device.
+The rule is that of arXiv 2411.04975 as vLLM runs it (ArcticInference). For every match length, the
+continuations of all occurrences are counted. A draft follows the likeliest continuation while the
+product of its count ratios is at least ``suffix_decoding_min_token_prob``; a longer match allows a
+longer draft. The draft with the highest sum of probabilities is proposed. A row's own text, prompt
+included, wins ties against past responses. If there are more than
+``suffix_decoding_max_occurrences`` occurrences, the latest count. All of it runs on the device.
 """
 
 import dataclasses
@@ -25,38 +25,37 @@ from jspec.drafters.suffix.growth import Occurrences
 from jspec.util.messages import shown
 
 TREES = ("chain", "best_first")
-_TREE_SIZE = 16  # nodes of a tree that says nothing else, root included
+_TREE_SIZE = 16  # default nodes of a tree, root included
 
 
 @struct.dataclass
 class SuffixMemory:
-    """The rows' own texts, and what is still to be stored of each."""
+    """The index of the rows' own texts, and the responses that are not stored yet."""
 
-    own: OwnText
-    start: Array  # [B] int32, where the response starts: the prompt's length
-    stored: Array  # [B] bool
+    own_text: OwnText
+    start: Array  # [B] int32, first position of the response: the prompt's length
+    stored: Array  # [B] bool, whether the response is in the corpus
 
 
 @dataclasses.dataclass(frozen=True)
 class Suffix:
     """Suffix decoding. ``shared`` is a ``Corpus`` of past responses, or () for none.
 
-    A response is looked up by its own row as it grows, beside past ones: so it outweighs a prompt
-    from which it departs. It enters the corpus in the round in which its row ends, and then serves
-    all rows.
+    A growing response counts as a past response for its own row, so it outweighs a prompt that it
+    departs from. It enters the corpus in the round in which its row ends, and then serves all rows.
 
     Attributes:
-      num_speculative_tokens: drafted tokens at most, or edges below the root of a tree; None for
+      num_speculative_tokens: most drafted tokens, or edges below the root of a tree; None for
         ``suffix_decoding_max_tree_depth``, as in vLLM.
-      tree: "chain", or "best_first": the most probable continuations until the nodes are used up.
+      tree: "chain", or "best_first": the most probable continuations up to ``tree_size`` nodes.
       tree_size: N, nodes of a tree, root included; None for 16, or for those of the chain.
-      suffix_decoding_max_tree_depth: tokens of a match and its continuation together, at most.
-      suffix_decoding_max_cached_requests: responses kept; 0 keeps none.
-      suffix_decoding_max_spec_factor: drafted tokens for every token of the match, at most.
+      suffix_decoding_max_tree_depth: most tokens of a match and its continuation together.
+      suffix_decoding_max_cached_requests: most responses in the corpus; 0 for no corpus.
+      suffix_decoding_max_spec_factor: most drafted tokens for every token of the match.
       suffix_decoding_min_token_prob: least probability, by counts, of a drafted token.
-      suffix_decoding_max_cached_tokens: tokens kept of all responses, one more for each response;
-        the oldest responses make room.
-      suffix_decoding_max_occurrences: M, occurrences of a match that are counted, the latest.
+      suffix_decoding_max_cached_tokens: most tokens in the corpus, with one more for each response;
+        the oldest responses are evicted.
+      suffix_decoding_max_occurrences: M, most occurrences of a match that count, the latest.
 
     Raises:
       ValueError: a setting is out of range.
@@ -86,7 +85,6 @@ class Suffix:
         object.__setattr__(self, "tree_size", self.rule.size + 1)
 
     def _check(self) -> None:
-        given = vars(self)
         prefix, most = "suffix_decoding_", trees.MOST_NODES
         checks = (
             ("num_speculative_tokens", lambda x: x is None or 1 <= x <= most, f"in [1, {most}]"),
@@ -98,15 +96,16 @@ class Suffix:
             (f"{prefix}max_cached_tokens", lambda x: 2 <= x <= 1 << 30, "in [2, 2**30]"),
             (f"{prefix}max_occurrences", lambda x: 1 <= x <= 1024, "in [1, 1024]"),
         )
-        for name, holds, wanted in checks:
-            if not holds(given[name]):
-                raise ValueError(f"{name}={shown(given[name])} must be {wanted}")
+        for name, holds, bounds in checks:
+            value = vars(self)[name]
+            if not holds(value):
+                raise ValueError(f"{name}={shown(value)} must be {bounds}")
         if self.tree not in TREES:
             raise ValueError(f"tree={shown(self.tree)} of suffix must be {' or '.join(TREES)}.")
 
     @functools.cached_property
     def rule(self) -> growth.Rule:
-        """How far continuations are followed."""
+        """The limits of a draft."""
         depth = self.num_speculative_tokens or self.suffix_decoding_max_tree_depth
         branching = self.tree != "chain"
         return growth.Rule(
@@ -120,61 +119,61 @@ class Suffix:
 
     @property
     def max_depth(self) -> int:
-        """K, as deep as a draft of these settings can ever be."""
+        """K, the depth of the deepest possible draft."""
         return self.rule.depth
 
     @property
     def node_buckets(self) -> tuple[int, ...]:
-        """Node counts worth a program: drafts are as long as the match, mostly short."""
+        """Node counts that get a program of their own: most matches, so most drafts, are short."""
         return tuple(sorted({1, -(-self.tree_size // 3), self.tree_size}))
 
     def init_shared(self) -> Corpus | tuple:
-        """An empty corpus; () where none is kept."""
+        """Return an empty corpus, or () for none."""
         if not (self.suffix_decoding_max_cached_requests and self.rule.depth):
             return ()
-        # A request takes two slots at least: of more requests there is never room for the start.
+        # A request takes at least two slots, which bounds the number of requests.
         most = self.suffix_decoding_max_cached_tokens
         return corpus.no_responses(
             min(self.suffix_decoding_max_cached_requests, most // 2), most, self.rule.groups
         )
 
     def init(self, params, request, capacity):
-        """Nothing taken in yet: a prompt has one token more than is taken in."""
+        """Return empty indices; ``prefill`` reads all but the last token of a prompt."""
         batch = request.max_length.shape[0]
-        own = corpus.no_texts(batch, capacity, self.rule.groups)
-        return SuffixMemory(own, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), bool))
+        own_text = corpus.no_texts(batch, capacity, self.rule.groups)
+        return SuffixMemory(own_text, jnp.ones((batch,), jnp.int32), jnp.zeros((batch,), bool))
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Counts the prompt."""
+        """Count the prompt's tokens."""
         return memory.replace(start=memory.start + valid)
 
     def propose(self, params, request, shared, memory, history):
-        """What followed most often."""
+        """Draft what followed most often."""
         rule, root = self.rule, root_token(history)[:, None]
         if not rule.depth:
             return Draft(root, trees.chain(0), jnp.ones_like(root, dtype=bool)), memory
-        memory = memory.replace(own=corpus.take_in(memory.own, history))
-        found = self._occurrences(shared, memory, history)
-        grown = growth.best(growth.grow(rule, found, history.length))
-        valid = jnp.arange(rule.size) < grown.size[:, None]
+        memory = memory.replace(own_text=corpus.index_history(memory.own_text, history))
+        occurrences = self._occurrences(shared, memory, history)
+        best = growth.best(growth.grow(rule, occurrences, history.length))
+        valid = jnp.arange(rule.size) < best.size[:, None]
         lead = lambda x, fill: jnp.pad(x, ((0, 0), (1, 0)), constant_values=fill)
-        above = lead(jnp.where(valid, grown.parents, 0), -1)
+        parents = lead(jnp.where(valid, best.parents, 0), -1)
         return Draft(
-            tokens=jnp.concatenate([root, jnp.where(valid, grown.tokens, 0)], 1),
-            parents=above if rule.branching else trees.chain(rule.size),
+            tokens=jnp.concatenate([root, jnp.where(valid, best.tokens, 0)], 1),
+            parents=parents if rule.branching else trees.chain(rule.size),
             valid=lead(valid, True),
-            score=grown.score,
+            score=best.score,
             max_depth=rule.depth,
         ), memory
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Stores the responses of rows that have ended."""
-        # A row that emits nothing was done before, as one that came to a law without any token.
+        """Store the responses of rows that have ended."""
+        # A row without an emitted token had ended, or its target gave every token probability 0.
         done = is_ended(request, history) | (verdict.num_emitted == 0)
         return self._store(shared, memory, history, done)
 
     def on_finished(self, shared: Any, memory: SuffixMemory, history: History) -> Any:
-        """Stores the responses of all rows that were not stored yet; returns ``shared``."""
+        """Return ``shared`` with the responses of all rows that were not stored yet."""
         return self._store(shared, memory, history, jnp.ones_like(memory.stored))[1]
 
     def _store(self, shared, memory, history, rows):
@@ -184,12 +183,12 @@ class Suffix:
         return memory.replace(stored=memory.stored | rows), shared
 
     def _occurrences(self, shared: Any, memory: SuffixMemory, history: History) -> Occurrences:
-        """In the rows' own texts and, where there is a corpus, in responses: past and own."""
-        rule, wanted = self.rule, self.suffix_decoding_max_occurrences
+        """Find the rows' last tokens in their own texts and, if any, in past responses."""
+        rule, count = self.rule, self.suffix_decoding_max_occurrences
         last = corpus.last_tokens(history, rule.longest_match)
-        place, found = corpus.in_history(memory.own, history, last, wanted, rule.depth)
+        positions, own_text = corpus.in_history(memory.own_text, history, last, count, rule.depth)
         if shared == ():
-            return found
-        past = corpus.in_corpus(shared, last, wanted, rule.depth)
-        past = corpus.with_response(past, found, place, memory.start, rule.groups)
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), found, past)
+            return own_text
+        past = corpus.in_corpus(shared, last, count, rule.depth)
+        past = corpus.with_response(past, own_text, positions, memory.start, rule.groups)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), own_text, past)

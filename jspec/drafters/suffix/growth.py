@@ -1,9 +1,9 @@
-"""From occurrences of a row's last tokens to the draft that their continuations vote for.
+"""Growing the draft that the continuations of a row's last tokens vote for.
 
-This is the count-ratio rule of suffix decoding (arXiv 2411.04975, as in ArcticInference), said of a
-trie: a node is a string, its count how often that string occurs, and a child is proposed with the
-probability count(child) / count(node). Here nobody builds the trie: the occurrences of the row's
-last l tokens are the node of that match, and those that go on alike are its children.
+This is the count-ratio rule of suffix decoding (arXiv 2411.04975, as in ArcticInference), which is
+defined on a trie: a node is a string, its count is the number of occurrences of that string, and
+the probability of a child is count(child) / count(node). Here no trie is built. The occurrences of
+the row's last l tokens are the node of that match, and those with the same next token are a child.
 """
 
 import dataclasses
@@ -18,41 +18,41 @@ from jax import lax
 from jspec.core import sampling
 from jspec.core.types import Array
 
-NOTHING = -1  # in place of a token: the text ends here
+END = -1  # in place of a token: the text ends here
 
 
 @struct.dataclass
 class Occurrences:
-    """Places in S texts before which a row's last tokens stand, in G groups, the latest first.
+    """Occurrences of a row's last tokens in S texts, in G groups, the latest first.
 
-    Group g holds places before which at least ``Rule.groups[g]`` of these tokens stand.
+    Group g holds positions that at least the last ``Rule.groups[g]`` tokens precede.
     """
 
-    matched: Array  # [B, S, G, M] int32, how many of the last tokens stand there; 0: no place
-    follow: Array  # [B, S, G, M, F] int32, what follows; NOTHING past the end
+    matched: Array  # [B, S, G, M] int32, number of last tokens that precede; 0: no occurrence
+    follow: Array  # [B, S, G, M, F] int32, the tokens that follow; END past the end
 
 
 @struct.dataclass
 class Growth:
-    """A draft for every text and match length, [B, S, L], in the order of being added."""
+    """A draft for every text and match length, [B, S, L], nodes in the order of being added."""
 
     tokens: Array  # [B, S, L, n] int32
-    parents: Array  # [B, S, L, n] int32, 0 is the root and node i stands at i - 1
+    parents: Array  # [B, S, L, n] int32, 0 is the root, and node i is at index i - 1
     size: Array  # [B, S, L] int32, nodes that exist
-    score: Array  # [B, S, L] float32, sum of the nodes' probabilities: tokens expected to hold
+    score: Array  # [B, S, L] float32, sum of the nodes' probabilities: expected accepted tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How far continuations are followed; hashable.
+    """Limits of the drafts; hashable.
 
     Attributes:
-      max_tokens: n, nodes of a draft at most.
-      max_depth: edges from the root to the deepest leaf at most.
-      max_tree_depth: tokens of a match and of a path behind it together at most.
-      max_spec_factor: a draft has at most this many nodes for every token of its match.
-      min_token_prob: nodes less probable than this are not drafted.
-      branching: a tree, the most probable nodes first; else a chain.
+      max_tokens: n, most nodes of a draft.
+      max_depth: most edges from the root to a leaf.
+      max_tree_depth: most tokens of a match and a path below it together.
+      max_spec_factor: most nodes for every token of the match.
+      min_token_prob: least probability of a node.
+      branching: whether the draft is a tree, most probable nodes first, or a chain.
     """
 
     max_tokens: int
@@ -63,134 +63,134 @@ class Rule:
     branching: bool
 
     @functools.cached_property
-    def levels(self) -> tuple[tuple[int, int, int], ...]:
-        """(match length, nodes at most, depth at most) where there is anything to draft."""
-        found = []
+    def limits(self) -> tuple[tuple[int, int, int], ...]:
+        """(match length, most nodes, most depth) of every match length that allows a draft."""
+        limits = []
         for matched in range(1, self.max_tree_depth):
             size = min(self.max_tokens, int(matched * self.max_spec_factor + 1e-6))
             depth = min(self.max_depth, self.max_tree_depth - matched, size)
             if depth > 0:
-                found.append((matched, size, depth))
-        return tuple(found)
+                limits.append((matched, size, depth))
+        return tuple(limits)
 
     @property
     def depth(self) -> int:
-        """The deepest node that can ever be drafted."""
-        return max((depth for _, _, depth in self.levels), default=0)
+        """The depth of the deepest possible draft."""
+        return max((depth for _, _, depth in self.limits), default=0)
 
     @property
     def size(self) -> int:
-        """The most nodes that can ever be drafted; those of a chain are one below the other."""
-        sizes = (size if self.branching else depth for _, size, depth in self.levels)
+        """The nodes of the largest possible draft."""
+        sizes = (size if self.branching else depth for _, size, depth in self.limits)
         return max(sizes, default=0)
 
     @property
     def longest_match(self) -> int:
-        """The longest match that is ever asked for."""
-        return max((matched for matched, _, _ in self.levels), default=0)
+        """The longest match that allows a draft."""
+        return max((matched for matched, _, _ in self.limits), default=0)
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Match lengths at which occurrences are looked up; longer matches choose among these."""
+        """Match lengths at which occurrences are looked up; longer matches are among them."""
         return tuple(length for length in (1, 2, 4, 8) if length <= self.longest_match)
 
 
 @struct.dataclass
-class _Growing:
-    """The drafts so far, and where in them every occurrence stands: [B, S, L, M] each."""
+class _State:
+    """The drafts so far, and the position of every occurrence in them: [B, S, L, M] each."""
 
     growth: Growth
-    node: Array  # int32, the deepest node that the occurrence passes through
+    node: Array  # int32, the deepest node on the occurrence's continuation
     depth: Array  # int32, of that node
     prob: Array  # float32, of that node
-    count: Array  # int32, occurrences that pass through that node
-    token: Array  # int32, what the occurrence says comes below that node; NOTHING for none
-    going: Array  # [B, S, L] bool
+    count: Array  # int32, occurrences on whose continuation that node is
+    token: Array  # int32, the continuation's token below that node, or END
+    growing: Array  # [B, S, L] bool
 
 
-def grow(rule: Rule, found: Occurrences, length: Array) -> Growth:
-    """Drafts for every text and match length.
+def grow(rule: Rule, occurrences: Occurrences, length: Array) -> Growth:
+    """Return drafts for every text and match length.
 
-    In every step the most probable node that could be added is added: the product of count ratios
-    along its path. Ties go to what was seen last.
+    Each step adds the most probable candidate: its probability is the product of the count ratios
+    along its path. Ties go to the latest occurrence.
 
     Args:
-      rule: the limits; it has at least one level.
-      found: the occurrences.
+      rule: the limits, which allow a draft.
+      occurrences: of the rows' last tokens.
       length: int32 [B], of the rows; a match is shorter than its row.
     """
-    matched, sizes, depths = np.array(rule.levels, np.int32).T
+    matched, sizes, depths = np.array(rule.limits, np.int32).T
     group = np.searchsorted(np.array(rule.groups), matched, side="right") - 1
-    # By depth first, and one slice more, in which all have ended. What lies too deep is not there.
-    follow = jnp.moveaxis(found.follow[:, :, group], -1, 0)
-    follow = jnp.pad(follow, ((0, 1), *[(0, 0)] * 4), constant_values=NOTHING)
-    reach = np.arange(len(follow))[:, None, None, None, None] < depths[:, None]
-    follow = jnp.where(reach, follow, NOTHING)
-    alive = found.matched[:, :, group] >= matched[:, None]
-    alive &= (matched < length[:, None])[:, None, :, None]
-    zeros = jnp.zeros(alive.shape, jnp.int32)
-    nodes = jnp.zeros((*alive.shape[:-1], rule.size), jnp.int32)
-    growing = _Growing(
-        growth=Growth(nodes, nodes, zeros[..., 0], jnp.zeros(alive.shape[:-1])),
+    # [depth, B, S, L, M], with one depth more, at which all end, and END at depths out of limits.
+    follow = jnp.moveaxis(occurrences.follow[:, :, group], -1, 0)
+    follow = jnp.pad(follow, ((0, 1), *[(0, 0)] * 4), constant_values=END)
+    allowed = np.arange(len(follow))[:, None, None, None, None] < depths[:, None]
+    follow = jnp.where(allowed, follow, END)
+    matches = occurrences.matched[:, :, group] >= matched[:, None]
+    matches &= (matched < length[:, None])[:, None, :, None]
+    zeros = jnp.zeros(matches.shape, jnp.int32)
+    nodes = jnp.zeros((*matches.shape[:-1], rule.size), jnp.int32)
+    count = matches.sum(-1, keepdims=True, dtype=jnp.int32)
+    state = _State(
+        growth=Growth(nodes, nodes, zeros[..., 0], jnp.zeros(matches.shape[:-1])),
         node=zeros,
         depth=zeros,
-        prob=jnp.ones(alive.shape),
-        count=jnp.broadcast_to(alive.sum(-1, keepdims=True, dtype=jnp.int32), alive.shape),
-        token=jnp.where(alive, follow[0], NOTHING),
-        going=alive.any(-1),
+        prob=jnp.ones(matches.shape),
+        count=jnp.broadcast_to(count, matches.shape),
+        token=jnp.where(matches, follow[0], END),
+        growing=matches.any(-1),
     )
     add = functools.partial(_add, rule, follow, jnp.array(sizes))
-    return lax.while_loop(lambda growing: growing.going.any(), add, growing).growth
+    return lax.while_loop(lambda state: state.growing.any(), add, state).growth
 
 
-def _add(rule: Rule, follow: Array, sizes: Array, now: _Growing) -> _Growing:
-    """Adds a node to every draft that is not complete."""
-    alike = now.token[..., :, None] == now.token[..., None, :]
+def _add(rule: Rule, follow: Array, sizes: Array, state: _State) -> _State:
+    """Add a node to every draft that still grows."""
+    alike = state.token[..., :, None] == state.token[..., None, :]
     if rule.branching:
-        alike &= now.node[..., :, None] == now.node[..., None, :]
-    count = alike.sum(-2, dtype=jnp.int32)  # over the outer axis: a CPU adds up whole vectors
-    prob = now.prob * (count.astype(jnp.float32) / now.count.astype(jnp.float32))
-    prob = jnp.where(now.token == NOTHING, -1.0, prob)
+        alike &= state.node[..., :, None] == state.node[..., None, :]
+    count = alike.sum(-2, dtype=jnp.int32)  # over the outer axis, as a CPU adds vectors
+    prob = state.prob * (count.astype(jnp.float32) / state.count.astype(jnp.float32))
+    prob = jnp.where(state.token == END, -1.0, prob)
     best = sampling.argmax(prob)[..., None]
     chosen = lambda x: jnp.take_along_axis(x, best, -1)
     top = chosen(prob)[..., 0]
-    going = now.going & (top >= max(rule.min_token_prob, 0.0))
+    growing = state.growing & (top >= max(rule.min_token_prob, 0.0))
 
-    moved = (now.token == chosen(now.token)) & (now.node == chosen(now.node)) & going[..., None]
-    grown = now.growth
+    # Occurrences on whose continuation the new node is.
+    moved = (state.token == chosen(state.token)) & (state.node == chosen(state.node))
+    moved &= growing[..., None]
+    draft = state.growth
     put = lambda x, new: jnp.where(
-        (jnp.arange(x.shape[-1]) == grown.size[..., None]) & going[..., None], new, x
+        (jnp.arange(x.shape[-1]) == draft.size[..., None]) & growing[..., None], new, x
     )
-    size, depth = grown.size + going, now.depth + moved
+    size, depth = draft.size + growing, state.depth + moved
     move = lambda new, old: jnp.where(moved, new, old)
     if rule.branching:
         below = jnp.take_along_axis(follow, depth[None], 0, mode="clip")[0]
-    else:  # all chains that still grow are equally long
+    else:  # all chains that still grow have one length
         below = lax.dynamic_index_in_dim(follow, size.max(), keepdims=False)
-    return _Growing(
+    return _State(
         growth=Growth(
-            tokens=put(grown.tokens, chosen(now.token)),
-            parents=put(grown.parents, chosen(now.node)),
+            tokens=put(draft.tokens, chosen(state.token)),
+            parents=put(draft.parents, chosen(state.node)),
             size=size,
-            score=grown.score + jnp.where(going, top, 0.0),
+            score=draft.score + jnp.where(growing, top, 0.0),
         ),
-        node=move(size[..., None], now.node),
+        node=move(size[..., None], state.node),
         depth=depth,
-        prob=move(top[..., None], now.prob),
-        count=move(chosen(count), now.count),
-        # Of a chain, occurrences that go on otherwise are left behind.
-        token=move(below, now.token if rule.branching else NOTHING),
-        going=going & (size < sizes),
+        prob=move(top[..., None], state.prob),
+        count=move(chosen(count), state.count),
+        # A chain drops the occurrences with another continuation.
+        token=move(below, state.token if rule.branching else END),
+        growing=growing & (size < sizes),
     )
 
 
 def best(growth: Growth) -> Growth:
-    """The draft of the highest score in every row.
+    """Return the draft of the highest score in every row, without the axes S and L.
 
-    Ties go to the text that comes first, then to the longer match.
-
-    Returns:
-      The same without the axes S and L.
+    Ties go to the first text, then to the longer match.
     """
     batch, _, _, count = growth.tokens.shape
     flat = lambda x, *rest: x[:, :, ::-1].reshape(batch, -1, *rest)
