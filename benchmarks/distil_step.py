@@ -1,15 +1,15 @@
-"""What a training step of an EAGLE-3 head costs besides the matmuls that it cannot do without.
+"""Cost of a training step of an EAGLE-3 head, relative to its necessary matmuls.
 
     python -m benchmarks.distil_step [--shape demo] [--unroll 1 2 4] [--out benchmarks/results/...]
 
-A step of the trainer (target's forward, unrolled head, loss, gradients, optimiser) over random
-windows, beside two programs of which it must do the work: ::
+The benchmark times a step of the trainer (target forward, unrolled head, loss, gradients,
+optimiser) over random windows, and two programs with the work that it cannot avoid: ::
 
     ratio = step / (target's forward with its logits + only the head's matmuls, forward and back)
 
-The head's matmuls are those of its linear layers, its output matrix and the two products of its
-attention over the keys up to each query; norms, softmax, loss and optimiser are what the ratio is
-about. Parts take turns, and the best of their samples count.
+The head's matmuls are its linear layers, its output matrix and the two products of its attention
+over the keys up to each query. The ratio measures the rest: norms, softmax, loss and optimiser. The
+programs take turns; the best sample of each counts.
 """
 
 import argparse
@@ -30,14 +30,16 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleParams
 from jspec.tools.bench import environment
-from training import distill_eagle
 from training.attention import QUERY_BLOCK
 from training.batches import Batch
-from training.eagle import EagleTask, Frozen, Recipe
+from training.forward import head_of, packed_states
 from training.linear import LINEARS
-from training.objective import head_of, loss_chunk, packed_states
+from training.losses.chunks import loss_chunk
+from training.task import Frozen
+from training.tasks import eagle
+from training.tasks.eagle_task import EagleTask, Recipe
 from training.trainer import TrainerSettings
-from training.trainer.mesh import make_mesh, place
+from training.trainer.mesh import make_mesh, shard
 from training.trainer.programs import make_programs
 
 _RESULTS = Path(__file__).with_name("results")
@@ -70,24 +72,24 @@ SHAPES = {
 
 
 def random_batch(shape: Shape) -> Batch:
-    """Whole windows of random tokens."""
+    """Return full windows of random tokens."""
     size = (shape.batch, shape.length + 1)
     tokens = np.random.default_rng(0).integers(0, shape.target.vocab_size, size, np.int32)
     return Batch(jnp.array(tokens), jnp.ones(size, jnp.int32), jnp.ones(size, jnp.float32))
 
 
 def make_task(shape: Shape, recipe: Recipe, compute: str) -> EagleTask:
-    """The task that ``distill_eagle`` makes of these sizes."""
-    settings = distill_eagle.HeadSettings(draft_vocab_size=shape.draft_vocab_size)
-    config = distill_eagle.head_config(settings, "eagle3", shape.target)
+    """Return the task of ``training.distill eagle`` for these sizes."""
+    settings = eagle.HeadSettings(draft_vocab_size=shape.draft_vocab_size)
+    config = eagle.head_config(settings, "eagle3", shape.target)
     return EagleTask(config, shape.target, recipe, compute)
 
 
 def step_seconds(task: EagleTask, frozen: Frozen, batch: Batch, settings: TrainerSettings):
-    """A function that runs one step of the trainer and returns its seconds."""
+    """Return a function that runs one step of the trainer and returns its seconds."""
     mesh = make_mesh(settings)
     programs = make_programs(task, frozen, settings, mesh)
-    held = place(frozen, mesh)
+    held = shard(frozen, mesh)
     state = [programs.init(held)]
 
     def run() -> float:
@@ -100,7 +102,7 @@ def step_seconds(task: EagleTask, frozen: Frozen, batch: Batch, settings: Traine
 
 
 def target_seconds(task: EagleTask, frozen: Frozen, batch: Batch) -> Callable[[], float]:
-    """A function that runs the target over the batch, logits included, and returns its seconds."""
+    """Return a function that times the target over the batch, with its logits."""
     linear, layers = LINEARS[task.compute], task.head.capture_layers
 
     def forward(frozen: Frozen, batch: Batch):
@@ -110,7 +112,7 @@ def target_seconds(task: EagleTask, frozen: Frozen, batch: Batch) -> Callable[[]
         output = head_of(frozen.target)
         x = x.reshape(-1, x.shape[-1])[: batch.tokens[:, 1:].size]
         best = jax.lax.map(
-            lambda rows: linear(rows, output).max(-1), x.reshape(_stretches(x), -1, x.shape[-1])
+            lambda rows: linear(rows, output).max(-1), x.reshape(_chunks(x), -1, x.shape[-1])
         )
         return captured, best
 
@@ -118,60 +120,60 @@ def target_seconds(task: EagleTask, frozen: Frozen, batch: Batch) -> Callable[[]
 
 
 def matmul_seconds(task: EagleTask, head: EagleParams, batch: Batch) -> Callable[[], float]:
-    """A function that runs only the head's matmuls of a step, and returns its seconds."""
+    """Return a function that times the head's matmuls of a step alone."""
     linear, config = LINEARS[task.compute], task.head
     layer, rows = head.layers[0], batch.tokens[:, 1:].size
 
     def step(head: EagleParams, x):
         wide = jnp.concatenate([x] * len(config.capture_layers), -1)
-        kept = [_both_ways(linear, wide, head.fc)]
-        x = kept[0][0]
+        results = [_both_ways(linear, wide, head.fc)]
+        x = results[0][0]
         for _ in range(task.recipe.unroll):
-            wide = _kept(kept, linear, jnp.concatenate([x, x], -1), layer.qkv)
-            kept.append(_attention_products(config.network, wide, len(batch.tokens)))
-            x = _kept(kept, linear, wide[:, : layer.output.shape[0]], layer.output)
-            x = _kept(kept, linear, x, layer.gate_up)
-            x = _kept(kept, linear, x[:, : layer.down.shape[0]], layer.down)
-            chunks = x.reshape(_stretches(x), -1, x.shape[-1])
+            wide = _product(results, linear, jnp.concatenate([x, x], -1), layer.qkv)
+            results.append(_attention_products(config.network, wide, len(batch.tokens)))
+            x = _product(results, linear, wide[:, : layer.output.shape[0]], layer.output)
+            x = _product(results, linear, x, layer.gate_up)
+            x = _product(results, linear, x[:, : layer.down.shape[0]], layer.down)
+            chunks = x.reshape(_chunks(x), -1, x.shape[-1])
             zeros = jnp.zeros_like(head.head)
-            kept.append(
+            results.append(
                 jax.lax.scan(
                     lambda total, rows: _scored(linear, head.head, total, rows), zeros, chunks
                 )
             )
-        return kept
+        return results
 
     return _timed(jax.jit(step), head, jnp.ones((rows, config.hidden_size)))
 
 
 def _both_ways(product: Callable, x: Array, y: Array) -> tuple[Array, Array, Array]:
-    """A product and its two gradients, as if the loss were half its square."""
+    """Return a product and its two gradients, as if the loss were half its square."""
     out, back = jax.vjp(product, x, y)
     return out, *back(out)
 
 
-def _kept(kept: list, product: Callable, x: Array, y: Array) -> Array:
-    """The product; it and its gradients are kept, or the compiler would leave them out."""
-    kept.append(_both_ways(product, x, y))
-    return kept[-1][0]
+def _product(results: list, product: Callable, x: Array, y: Array) -> Array:
+    """Return the product; store it with its gradients, or the compiler would drop them."""
+    results.append(_both_ways(product, x, y))
+    return results[-1][0]
 
 
 def _attention_products(config: DecoderConfig, qkv: Array, batch: int) -> list:
-    """Queries by keys and the result by values, both ways, a block of queries at a time."""
+    """Return the products of attention with their gradients, a block of queries at a time."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     parts = jnp.moveaxis(qkv.reshape(batch, -1, heads + 2 * kv_heads, width), 2, 1)
     q, k, v = jnp.split(parts, (heads, heads + kv_heads), 1)
     q = q.reshape(batch, kv_heads, heads // kv_heads, -1, width)
     by_keys = lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k)
     by_values = lambda s, v: jnp.einsum("bhqk,bhkd->bhqd", s, v)
-    kept = []
+    results = []
     for start in range(0, k.shape[2], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, k.shape[2])
         rows = q[..., start:end, :].reshape(batch, kv_heads, -1, width)
-        scores = _kept(kept, by_keys, rows, k[:, :, :end])
-        kept[-1] = kept[-1][1:]
-        kept.append(_both_ways(by_values, scores, v[:, :, :end])[1:])
-    return kept
+        scores = _product(results, by_keys, rows, k[:, :, :end])
+        results[-1] = results[-1][1:]
+        results.append(_both_ways(by_values, scores, v[:, :, :end])[1:])
+    return results
 
 
 def _scored(linear: Callable, weight: Array, total: Array, rows: Array) -> tuple[Array, Array]:
@@ -179,8 +181,8 @@ def _scored(linear: Callable, weight: Array, total: Array, rows: Array) -> tuple
     return total + grad_weight, grad_rows
 
 
-def _stretches(x: Array) -> int:
-    """How many stretches of rows the logits are computed in, as in training."""
+def _chunks(x: Array) -> int:
+    """Return the number of chunks of rows in which the logits are computed, as in training."""
     return max(x.shape[0] // loss_chunk(), 1)
 
 
@@ -196,14 +198,15 @@ def _timed(program, *arguments) -> Callable[[], float]:
 
 
 def measure(shape: Shape, unroll: int, arguments: argparse.Namespace) -> dict:
-    """Milliseconds of the three parts, best of the repeats, and their ratio."""
+    """Return milliseconds of the three programs, best of the repeats, and their ratio."""
     recipe = Recipe(unroll=unroll, loss=arguments.loss)
     task = make_task(shape, recipe, arguments.compute)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     target = decoder.init_params(jax.random.key(0), shape.target, jnp.dtype(dtype))
     known = shape.draft_vocab_size
-    kept = None if known == shape.target.vocab_size else jnp.arange(known, dtype=jnp.int32)
-    frozen, batch = Frozen(target, kept), random_batch(shape)
+    full = known == shape.target.vocab_size
+    vocabulary = None if full else jnp.arange(known, dtype=jnp.int32)
+    frozen, batch = Frozen(target, None, vocabulary), random_batch(shape)
     settings = TrainerSettings(
         steps=1000,
         batch=shape.batch,
@@ -230,7 +233,7 @@ def measure(shape: Shape, unroll: int, arguments: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="cost of a training step of an EAGLE-3 head")
     parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--unroll", type=int, nargs="+", default=(1, 4, 7))
@@ -241,9 +244,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=_RESULTS / "distil_step.json")
     arguments = parser.parse_args()
     rows = [measure(SHAPES[arguments.shape], unroll, arguments) for unroll in arguments.unroll]
-    asked = {name: getattr(arguments, name) for name in ("shape", "loss", "optimizer", "compute")}
+    options = {name: vars(arguments)[name] for name in ("shape", "loss", "optimizer", "compute")}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    document = environment.describe() | asked | {"rows": rows}
+    document = environment.describe() | options | {"rows": rows}
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     table = Table("unroll", "step ms", "target's forward", "head's matmuls", "ratio", "tokens/s")
     for row in rows:

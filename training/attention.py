@@ -1,4 +1,4 @@
-"""Attention of training: whole windows at once, in blocks of queries."""
+"""Attention over whole windows, in blocks of queries."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
-from jspec.models.decoder import Attend
+from jspec.models.attention import Attend
 
 QUERY_BLOCK = 128  # queries of one block
-_FAR = -1e30  # a score that no exponential survives; finite, so that empty rows stay numbers
+MASKED = -1e30  # the exponential of this score is 0; finite, so rows without keys give no NaN
 
 
 def attend_within(segments: Array | None, windows: tuple[int | None, ...] = ()) -> Attend:
-    """Causal attention inside the segments int32 [B, T] of packed windows, for ``decoder.trunk``.
+    """Return causal attention inside the segments of packed windows, for ``decoder.trunk``.
 
     Args:
-      segments: None where each row is one segment.
+      segments: int32 [B, T], or None if each row is one segment.
       windows: sliding window of each layer; () for none.
     """
 
@@ -34,65 +34,28 @@ def causal(
     k: Array,
     v: Array,
     *,
+    anchors: Array | None = None,
+    ahead: int = 0,
     segments: Array | None = None,
     window: int | None = None,
-    own: Sequence[tuple[Array, Array]] = (),
+    later: Sequence[tuple[Array, Array]] = (),
 ) -> Array:
-    """Each query over the keys up to its own, and over keys that it alone sees.
+    """Attend with each query to the keys up to its anchor, and to keys that it alone sees.
 
-    A block of queries meets only the keys up to its end, so nearly half of the square is never
-    computed; each block is recomputed in the backward pass instead of being kept.
-
-    Args:
-      q: [B, H, T, D].
-      k: [B, Hkv, T, D].
-      v: [B, Hkv, T, D].
-      segments: int32 [B, T]; a query sees only keys of its segment. None: all of them.
-      window: how many tokens back a query sees, itself included; None for all.
-      own: keys and values [B, Hkv, T, D] each, of which query i sees row i alone: the later steps
-        of an unrolled head (training-time test, arXiv 2503.01840, section 3.2).
-
-    Returns:
-      [B, H, T, D].
-    """
-    batch, heads, length, width = q.shape
-    kv_heads = k.shape[1]
-    q = q.reshape(batch, kv_heads, heads // kv_heads, length, width) * width**-0.5
-    blocks = []
-    for start in range(0, length, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, length)
-        first = 0 if window is None else max(start - window + 1, 0)
-        labels = None if segments is None else (segments[:, start:end], segments[:, first:end])
-        keys, values = k[..., first:end, :], v[..., first:end, :]
-        blocks.append(_block((start - first, window), q[..., start:end, :], keys, values, labels))
-    mixed = _Mixed(*(jnp.concatenate(parts, axis=-2) for parts in zip(*blocks, strict=True)))
-    if own:
-        mixed = _with_own(mixed, q, own)
-    return (mixed.values / mixed.total).reshape(batch, heads, length, width)
-
-
-def anchored(
-    q: Array,
-    k: Array,
-    v: Array,
-    anchors: Array,
-    ahead: int,
-    *,
-    segments: Array | None = None,
-    window: int | None = None,
-    own: Sequence[tuple[Array, Array]] = (),
-) -> Array:
-    """Queries in any order, each over the keys up to one of its choice, and over its own.
+    Without ``anchors`` query i is anchored at key i, and a block of queries is only compared with
+    the keys up to its end. Blocks are recomputed in the backward pass.
 
     Args:
       q: [B, H, Q, D].
       k: [B, Hkv, T, D].
       v: [B, Hkv, T, D].
-      anchors: int32 [B, Q]: the last key that a query sees.
-      ahead: how many tokens behind its anchor a query stands, which counts for the window.
-      segments: int32 [B, T]; a query sees only keys of its anchor's segment. None: all of them.
-      window: as in ``causal``.
-      own: keys and values [B, Hkv, Q, D] each, of which query i sees row i alone.
+      anchors: int32 [B, Q], the last key that each query sees; None if Q = T and query i sees
+        keys 0 to i.
+      ahead: distance from the anchor of a query to its own position, which counts for the window.
+      segments: int32 [B, T]; a query only sees keys of its anchor's segment. None for one segment.
+      window: number of positions back that a query sees, its own included; None for all.
+      later: keys and values [B, Hkv, Q, D] each, of which query i sees only row i: the later steps
+        of an unrolled head (training-time test, arXiv 2503.01840, section 3.2).
 
     Returns:
       [B, H, Q, D].
@@ -100,20 +63,28 @@ def anchored(
     batch, heads, count, width = q.shape
     kv_heads = k.shape[1]
     q = q.reshape(batch, kv_heads, heads // kv_heads, count, width) * width**-0.5
-    here = None if segments is None else jnp.take_along_axis(segments, anchors, 1)
+    if anchors is None:
+        here, every = segments, jnp.arange(count)[None]
+    else:
+        here = None if segments is None else jnp.take_along_axis(segments, anchors, 1)
+        every = anchors
     blocks = []
     for start in range(0, count, QUERY_BLOCK):
-        rows = slice(start, start + QUERY_BLOCK)
-        labels = None if segments is None else (here[:, rows], segments)
-        block = _anchored_block((ahead, window), q[..., rows, :], k, v, anchors[:, rows], labels)
-        blocks.append(block)
+        end, first, last = min(start + QUERY_BLOCK, count), 0, k.shape[2]
+        if anchors is None:
+            first, last = 0 if window is None else max(start - window + 1, 0), end
+        rows = q[..., start:end, :]
+        keys, values = k[..., first:last, :], v[..., first:last, :]
+        labels = None if segments is None else (here[:, start:end], segments[:, first:last])
+        at = every[:, start:end] - first
+        blocks.append(_block((ahead, window), rows, keys, values, at, labels))
     mixed = _Mixed(*(jnp.concatenate(parts, axis=-2) for parts in zip(*blocks, strict=True)))
-    mixed = _with_own(mixed, q, own) if own else mixed
+    mixed = _with_later(mixed, q, later) if later else mixed
     return (mixed.values / mixed.total).reshape(batch, heads, count, width)
 
 
 class _Mixed(NamedTuple):
-    """Values weighed by exp(score - top), which is not divided by the sum of the weights yet."""
+    """Values weighted by exp(score - top), not yet divided by the sum of the weights."""
 
     values: Array  # [B, Hkv, G, Q, D]
     total: Array  # [B, Hkv, G, Q, 1], sum of the weights
@@ -121,58 +92,47 @@ class _Mixed(NamedTuple):
 
 
 @ft.partial(jax.checkpoint, static_argnums=0)
-def _block(place: tuple[int, int | None], q: Array, k: Array, v: Array, labels) -> _Mixed:
-    """Queries [B, Hkv, G, Q, D], the first of which stands at key ``place[0]``."""
-    start, window = place
-    behind = start + jnp.arange(q.shape[-2])[:, None] - jnp.arange(k.shape[2])
-    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    return _mix(q, k, v, visible, labels)
-
-
-@ft.partial(jax.checkpoint, static_argnums=0)
-def _anchored_block(
-    place: tuple[int, int | None], q: Array, k: Array, v: Array, anchors: Array, labels
+def _block(
+    limits: tuple[int, int | None], q: Array, k: Array, v: Array, anchors: Array, labels
 ) -> _Mixed:
-    """Queries [B, Hkv, G, Q, D], each ``place[0]`` behind its anchor, int32 [B, Q]."""
-    ahead, window = place
+    """Attend with queries [B, Hkv, G, Q, D], each ``ahead`` behind its anchor, int32 [B or 1, Q].
+
+    ``labels`` are the segments of queries and keys, or None.
+    """
+    ahead, window = limits
     behind = (anchors[..., None] - jnp.arange(k.shape[2]))[:, None, None]
     visible = behind >= 0 if window is None else (behind >= 0) & (behind + ahead < window)
-    return _mix(q, k, v, visible, labels)
-
-
-def _mix(q: Array, k: Array, v: Array, visible: Array, labels) -> _Mixed:
-    """``visible`` broadcasts to [B, Hkv, G, Q, T]; ``labels`` are segments of queries and keys."""
     batch, kv_heads, groups, queries, width = q.shape
     rows = q.reshape(batch, kv_heads, groups * queries, width)
     scores = jnp.einsum("bhqd,bhkd->bhqk", rows, k)
     scores = scores.reshape(batch, kv_heads, groups, queries, -1)
     if labels is not None:
         visible = visible & (labels[0][:, :, None] == labels[1][:, None, :])[:, None, None]
-    scores = jnp.where(visible, scores, _FAR)
+    scores = jnp.where(visible, scores, MASKED)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     mixed = jnp.einsum("bhqk,bhkd->bhqd", weights.reshape(batch, kv_heads, groups * queries, -1), v)
     return _Mixed(mixed.reshape(q.shape), weights.sum(-1, keepdims=True), top)
 
 
-def _with_own(mixed: _Mixed, q: Array, own: Sequence[tuple[Array, Array]]) -> _Mixed:
-    """``mixed`` with the keys and values that each query alone sees.
+def _with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]]) -> _Mixed:
+    """Add the keys and values that each query alone sees.
 
-    One query of every group at a time: then a key's gradient is a plain sum of theirs, where a sum
-    along an axis of groups takes XLA's CPU backend several times as long.
+    One query of every group at a time: then the gradient of a key is a plain sum. A sum along an
+    axis of groups takes XLA's CPU backend several times as long.
     """
-    one = lambda tree, group: jax.tree.map(lambda x: x[:, :, group], tree)
-    groups = [_one_with_own(*one((mixed, q), group), own) for group in range(q.shape[2])]
+    pick = lambda tree, group: jax.tree.map(lambda x: x[:, :, group], tree)
+    groups = [_group_with_later(*pick((mixed, q), group), later) for group in range(q.shape[2])]
     return jax.tree.map(lambda *parts: jnp.stack(parts, 2), *groups)
 
 
-def _one_with_own(mixed: _Mixed, q: Array, own: Sequence[tuple[Array, Array]]) -> _Mixed:
-    """The same without the axis G."""
-    scores = [(q * key).sum(-1, keepdims=True) for key, _ in own]
+def _group_with_later(mixed: _Mixed, q: Array, later: Sequence[tuple[Array, Array]]) -> _Mixed:
+    """Do the same without the axis G."""
+    scores = [(q * key).sum(-1, keepdims=True) for key, _ in later]
     top = jax.lax.stop_gradient(ft.reduce(jnp.maximum, scores, mixed.top))
     before = jnp.exp(mixed.top - top)
     values, total = before * mixed.values, before * mixed.total
-    for score, (_, value) in zip(scores, own, strict=True):
+    for score, (_, value) in zip(scores, later, strict=True):
         weight = jnp.exp(score - top)
         values, total = values + weight * value, total + weight
     return _Mixed(values, total, top)

@@ -1,4 +1,4 @@
-"""What one training step sees."""
+"""The input of one training step."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ class Batch:
 
     Attributes:
       tokens: int32 [B, T + 1].
-      segments: int32 [B, T + 1]: 0 is padding, else the number of the document within its window,
-        from 1 on. Attention stays inside a segment, and so do positions.
-      weights: float32 [B, T + 1]: how much a token counts as a label; 0 for padding, and for what
-        the user said in a conversation.
+      segments: int32 [B, T + 1]: number of the document within its window, from 1 on; 0 is
+        padding. Attention and positions do not cross segments.
+      weights: float32 [B, T + 1]: weight of a token as a label; 0 for padding and for the turns of
+        the user in a conversation.
     """
 
     tokens: Array
@@ -27,7 +27,7 @@ class Batch:
 
     @property
     def positions(self) -> Array:
-        """int32 [B, T + 1]: place of each token in its segment, from 0 on."""
+        """int32 [B, T + 1]: position of each token in its segment, from 0 on."""
         index = jnp.arange(self.segments.shape[1], dtype=jnp.int32)
         starts = jnp.diff(self.segments, axis=1, prepend=-1) != 0
         return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

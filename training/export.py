@@ -23,9 +23,9 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.mtp import MtpConfig
-from training import trainer
-from training.objective import head_of
-from training.trainer import bad_option
+from training.command import run_command
+from training.errors import bad_option
+from training.forward import head_of
 
 EagleFormat = Literal["eagle", "sglang", "speculators"]
 MedusaFormat = Literal["medusa", "medusa-vllm"]
@@ -42,14 +42,14 @@ class Settings:
       head: folder of a head, or its id on the hub
       target: model that it drafts for: a directory in Hugging Face layout, or a hub id
       output: folder of the exported head
-      format: of EAGLE heads eagle (the authors', which vLLM reads too), sglang (the same with the
-        target's embedding in it) or speculators; of Medusa heads medusa (the authors') or
-        medusa-vllm; of MLP speculators mlp_speculator (IBM's) or arctic-rnn; of LSTM speculators
-        arctic-lstm; of Hydra heads hydra; of DFlash and DSpark heads dflash (the authors') or
-        dflash-speculators, which holds the target's embedding and output matrix; of MTP modules
-        mimo or deepseek, the names in a file of their own, or stitched, the target with them
+      format: EAGLE heads have eagle (the authors', which vLLM reads too), sglang (eagle with the
+        target's embedding) or speculators; Medusa heads medusa (the authors') or medusa-vllm; MLP
+        speculators mlp_speculator (IBM's) or arctic-rnn; LSTM speculators arctic-lstm; Hydra heads
+        hydra; DFlash and DSpark heads dflash (the authors') or dflash-speculators, which holds the
+        target's embedding and output matrix; MTP modules mimo or deepseek, names in a separate
+        file, or stitched, a copy of the target with the modules
       target_name: what the files call the target (default: as --target)
-      dtype: of the weights (default: as they are)
+      dtype: of the weights (default: unchanged)
     """
 
     head: str
@@ -161,7 +161,7 @@ def run(settings: Settings) -> None:
     if isinstance(head.config, DFlashConfig):
         target = loading.load(settings.target).params
         embedding, output = target.embedding, head_of(target)
-        head = _lent(loading.sharing(head, embedding), output)
+        head = _sharing_output(loading.sharing(head, embedding), output)
     check(head.config, sizes, settings.format, name)
     if isinstance(head.config, EagleConfig) and settings.format != "eagle":
         embedding = loading.load(settings.target).params.embedding
@@ -180,7 +180,7 @@ def run(settings: Settings) -> None:
     print(f"{settings.output}: {head.kind} head, {count:,} weights, format {settings.format}")
 
 
-def _lent(head: LoadedHead, output: Array) -> LoadedHead:
+def _sharing_output(head: LoadedHead, output: Array) -> LoadedHead:
     """Drop the output matrix of a head if it equals the target's."""
     matrix = head.params.head
     if matrix is None or matrix.shape != output.shape or not (matrix == output).all():
@@ -190,8 +190,8 @@ def _lent(head: LoadedHead, output: Array) -> LoadedHead:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; see ``trainer.run_command`` for its exit code."""
-    return trainer.run_command(
+    """Run the command; see ``run_command`` for its exit code."""
+    return run_command(
         Settings,
         lambda settings, _: run(settings),
         argv,

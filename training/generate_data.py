@@ -1,26 +1,21 @@
-"""Answers of the target to learn from: ``python -m training.generate_data``.
+"""Answers of the target to train on: ``python -m training.generate_data``.
 
-A drafter is judged by what the target itself would say, so that is what it should learn from
-(EAGLE-3, arXiv 2503.01840, section 4; DistillSpec, arXiv 2310.08461). Speculation may make the
-answers: their law is the target's all the same.
+A drafter is accepted where it agrees with the target's own text, so it should be trained on that
+(EAGLE-3, arXiv 2503.01840, section 4; DistillSpec, arXiv 2310.08461). Speculation may generate the
+answers: it leaves their distribution unchanged.
 
-Run the same command again to resume: answers are appended a whole group at a time, and every answer
-has noise of its own, so that it depends neither on the others nor on when the run was stopped.
+Run the same command again to resume. Answers are appended a whole group at a time, and every answer
+has its own seed, so it does not depend on other answers or on interruptions.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jspec import verify
 from jspec.api import config
@@ -31,19 +26,19 @@ from jspec.checkpoints import checkpoint
 from jspec.engine import loading
 from jspec.util import values
 from jspec.util.messages import shown
+from training.command import run_command
 from training.data import readers
 from training.data.chat import template_source
 from training.data.encode import Encoder, vocabulary_digest
 from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
-from training.digests import weights_digest
+from training.errors import bad_option, check_least
 from training.locks import alone
-from training.trainer.command import run_command
-from training.trainer.provenance import provenance, without_folders
-from training.trainer.settings import bad_option
+from training.progress import progress, rate_of
+from training.provenance import provenance, weights_digest, without_folders
 
-_SORTED = 32  # groups among which prompts are sorted by length: rows of a group end together
-_SAFE_BITS = 53  # of a seed: whatever reads JSON keeps them
+_SORTED = 32  # groups among which prompts are sorted by length, so a group ends together
+_SAFE_BITS = 53  # of a seed: every reader of JSON keeps them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +50,20 @@ class GenerateSettings:
       prompts: files or globs of text or JSON lines, folders of them, stdlib, package:NAME,
         hf:NAME[:SPLIT], or folders saved by datasets
       output: file of JSON lines, appended to
-      max_new_tokens: most tokens of an answer
-      temperature: one for all, or several, of which each prompt gets one by chance
+      max_new_tokens: maximum tokens of an answer
+      temperature: one for all, or several, of which each prompt gets one at random
       top_p: keep the likeliest tokens that hold this much probability
       batch: prompts answered together
-      speculative_config: JSON, with the keys of vLLM; the law of the answers does not depend on it
+      speculative_config: JSON, with the keys of vLLM; it leaves the distribution of the answers
+        unchanged
       dtype: of the weights
-      seed: of all noise, and of which prompt gets which temperature
-      every_turn: answer every message of the user, not the last alone
-      prompt_tokens: cut texts into prompts of so many tokens, one for every prompt_tokens +
+      seed: of all noise, and of each prompt's temperature
+      every_turn: answer every message of the user, not only the last
+      prompt_tokens: cut texts into prompts of this many tokens, one for every prompt_tokens +
         max_new_tokens of the text (0: a text is one prompt)
-      data_format: what lines of JSON hold; auto goes by their keys
+      data_format: content of JSON lines; auto goes by their keys
       package_paths: more folders in which package:NAME is searched
-      held_out_modules: top-level modules of folders and packages of which nothing is asked
+      held_out_modules: top-level modules of folders and packages to leave out
       chat_template: file with the Jinja template of conversations (default: the tokenizer's own)
       max_bad_lines: lines to skip before giving up
 
@@ -94,44 +90,31 @@ class GenerateSettings:
     max_bad_lines: int = 0
 
     def __post_init__(self):
-        for name in ("target", "prompts", "output"):
-            if not getattr(self, name):
-                raise bad_option(name, getattr(self, name), "give one")
-        for least, names in ((1, ("max_new_tokens", "batch")), (0, ("prompt_tokens", "seed"))):
-            for name in names:
-                if getattr(self, name) < least:
-                    raise bad_option(name, getattr(self, name), f"it must be at least {least}")
-        if self.max_bad_lines < 0:
-            raise bad_option("max_bad_lines", self.max_bad_lines, "it must be at least 0")
-        if not self.temperature:
-            raise bad_option("temperature", self.temperature, "give one or several")
+        for name in ("target", "prompts", "output", "temperature"):
+            if not vars(self)[name]:
+                raise bad_option(name, vars(self)[name], "give one")
+        check_least(self, 1, "max_new_tokens", "batch")
+        check_least(self, 0, "prompt_tokens", "seed", "max_bad_lines")
         for value in self.temperature:
             self.sampling(value, 0)
-        self._check_speculation()
-
-    def _check_speculation(self):
+        refuse = lambda reason: bad_option("speculative_config", self.speculative_config, reason)
         try:
             rule = config.read(self.speculation).rule
         except json.JSONDecodeError as error:
-            reason = f"it is not JSON ({error})"
-            raise bad_option("speculative_config", self.speculative_config, reason) from None
+            raise refuse(f"it is not JSON ({error})") from None
         except ValueError as error:
-            raise bad_option("speculative_config", self.speculative_config, str(error)) from None
+            raise refuse(str(error)) from None
         rule = verify.RULES[rule] if isinstance(rule, str) else rule
         if not rule.lossless:
-            raise bad_option(
-                "speculative_config",
-                self.speculative_config,
-                f"rule {rule.name} changes the law of the answers; take a lossless one",
-            )
+            raise refuse(f"rule {rule.name} changes the answers' distribution; take a lossless one")
 
     @property
     def speculation(self) -> dict | None:
-        """``speculative_config`` as jspec takes it."""
+        """``speculative_config`` as a dict."""
         return values.json_of(self.speculative_config) if self.speculative_config else None
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
-        """How one answer is drawn."""
+        """Return the sampling parameters of one answer."""
         try:
             return SamplingParams(
                 max_tokens=self.max_new_tokens, temperature=temperature, top_p=self.top_p, seed=seed
@@ -140,29 +123,26 @@ class GenerateSettings:
             raise bad_option("temperature", temperature, str(error)) from None
 
     def identity(self) -> dict[str, Any]:
-        """What must stay as it is for a resumed run to be the same run."""
-        names = (
-            "target",
-            "max_new_tokens",
-            "temperature",
-            "top_p",
-            "dtype",
-            "seed",
-            "every_turn",
-            "prompt_tokens",
-            "chat_template",
-        )
-        given = {name: getattr(self, name) for name in names}
-        given |= {name: without_folders(given[name]) for name in ("target", "chat_template")}
-        return given | {"temperature": list(self.temperature)}
+        """Return the options that a resumed run must share."""
+        return {
+            "target": without_folders(self.target),
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": list(self.temperature),
+            "top_p": self.top_p,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "every_turn": self.every_turn,
+            "prompt_tokens": self.prompt_tokens,
+            "chat_template": without_folders(self.chat_template),
+        }
 
 
 def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
-    """Answers all prompts that have no answer yet. Returns how many those were.
+    """Answer all prompts that have no answer yet, and return their number.
 
     Raises:
       ValueError: prompts cannot be read or do not fit the target, or ``output`` is of another run
-        or being written by another process.
+        or locked by another process.
     """
     with alone(Path(settings.output)):
         return _run(settings, argv)
@@ -178,22 +158,20 @@ def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
         package_paths=settings.package_paths,
         held_out_modules=settings.held_out_modules,
     )
-    bad = readers.BadLines(settings.max_bad_lines)
-    stride = settings.prompt_tokens + settings.max_new_tokens
     prompts = read_prompts(
         sources,
         encoder,
-        bad,
+        readers.BadLines(settings.max_bad_lines),
         max_positions=sizes.max_positions,
         every_turn=settings.every_turn,
         prompt_tokens=settings.prompt_tokens,
-        stride=stride,
+        stride=settings.prompt_tokens + settings.max_new_tokens,
     )
-    facts = _facts(settings, encoder)
-    _refuse_another_run(Path(settings.output), facts)  # before the weights are read
+    facts, output = _facts(settings, encoder), Path(settings.output)
+    _check_same_run(output, facts)  # before the weights are loaded
     target = loading.load(settings.target, settings.dtype)
     facts |= {"weights": f"sha256 {weights_digest(target.params)}"}
-    done = _resume(Path(settings.output), facts, argv)
+    done = _resume(output, facts, argv)
     todo = [
         group
         for group in _groups(prompts, settings.batch)
@@ -204,22 +182,26 @@ def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
         print(f"all {len(prompts)} prompts are answered", file=sys.stderr)
         return 0
     llm = LLM(target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch)
-    with Path(settings.output).open("ab") as file, _progress(len(prompts)) as shown:
-        shown(len(prompts) - count, 0)
+    answered, tokens, rate = len(prompts) - count, 0, rate_of()
+    with output.open("ab") as file, progress("prompts", len(prompts)) as update:
+        update(answered)
         for group in todo:
-            lines = answers(llm, encoder, settings, group)
-            new = [line for line in lines if line["key"] not in done]
-            file.write(b"".join(json.dumps(line).encode() + b"\n" for line in new))
+            lines = [
+                line for line in answers(llm, encoder, settings, group) if line["key"] not in done
+            ]
+            file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
-            shown(len({line["key"] for line in new}), sum(len(line["token_ids"]) for line in new))
+            answered += len({line["key"] for line in lines})
+            tokens += sum(len(line["token_ids"]) for line in lines)
+            update(answered, rate(tokens), True)
     return count
 
 
 def answers(
     llm: LLM, encoder: Encoder, settings: GenerateSettings, group: Sequence[Prompt]
 ) -> list[dict]:
-    """The lines of a group's prompts, made turn by turn; those of one prompt stand together.
+    """Generate the lines of a group's prompts turn by turn; return them prompt by prompt.
 
     A conversation that has grown too long for the target ends early.
     """
@@ -227,25 +209,24 @@ def answers(
     for turn in range(max(len(prompt.turns) for prompt in group)):
         asked = []
         for prompt in group:
-            said = [line["text"] for line in lines[prompt.key]]
-            if len(said) == turn < len(prompt.turns):
-                ids = prompt.encoded(said, encoder)
+            texts = [line["text"] for line in lines[prompt.key]]
+            if len(texts) == turn < len(prompt.turns):
+                ids = prompt.encoded(texts, encoder)
                 if len(ids) < llm.max_model_len:
-                    asked.append((prompt, said, ids))
+                    asked.append((prompt, texts, ids))
         params = [_sampling(settings, prompt.key, turn) for prompt, _, _ in asked]
-        given = [{"prompt_token_ids": list(ids)} for _, _, ids in asked]
-        outputs = llm.generate(given, params)
-        for (prompt, said, _), output, param in zip(asked, outputs, params, strict=True):
-            lines[prompt.key].append(_line(prompt, said, output, param))
+        outputs = llm.generate([{"prompt_token_ids": list(ids)} for _, _, ids in asked], params)
+        for (prompt, texts, _), output, param in zip(asked, outputs, params, strict=True):
+            lines[prompt.key].append(_line(prompt, texts, output, param))
     return [line | {"turns": len(made)} for made in lines.values() for line in made]
 
 
-def _line(prompt: Prompt, said: list[str], output: RequestOutput, params: SamplingParams) -> dict:
-    """What is written of one answer; ``said`` are the answers before it."""
+def _line(prompt: Prompt, texts: list[str], output: RequestOutput, params: SamplingParams) -> dict:
+    """Return the record of one answer; ``texts`` are the answers before it."""
     answer = output.outputs[0]
     line = {
         "key": prompt.key,
-        "turn": len(said),
+        "turn": len(texts),
         "prompt_token_ids": output.prompt_token_ids,
         "token_ids": answer.token_ids,
         "text": answer.text,
@@ -256,12 +237,12 @@ def _line(prompt: Prompt, said: list[str], output: RequestOutput, params: Sampli
     }
     if not prompt.token_ids:
         answered = {"role": "assistant", "content": answer.text}
-        line["messages"] = [*prompt.messages(said), answered]
+        line["messages"] = [*prompt.messages(texts), answered]
     return line
 
 
 def _sampling(settings: GenerateSettings, key: str, turn: int) -> SamplingParams:
-    """Temperature and noise of one answer, by what is asked alone."""
+    """Return temperature and seed of one answer, which only depend on the prompt."""
     drawn = hash_64(f"temperature/{settings.seed}/{key}")
     temperature = settings.temperature[drawn % len(settings.temperature)]
     seed = hash_64(f"{settings.seed}/{key}/{turn}") >> (64 - _SAFE_BITS)
@@ -269,7 +250,7 @@ def _sampling(settings: GenerateSettings, key: str, turn: int) -> SamplingParams
 
 
 def _groups(prompts: list[Prompt], size: int) -> Iterator[list[Prompt]]:
-    """Groups of like length; the same for every run, whatever is done already."""
+    """Yield groups of similar length, the same in every run."""
     for begin in range(0, len(prompts), size * _SORTED):
         block = prompts[begin : begin + size * _SORTED]
         block.sort(key=lambda prompt: prompt.length)
@@ -278,7 +259,7 @@ def _groups(prompts: list[Prompt], size: int) -> Iterator[list[Prompt]]:
 
 
 def _facts(settings: GenerateSettings, encoder: Encoder) -> dict[str, Any]:
-    """What all answers of a file share, but for the target's weights."""
+    """Return what all answers of a file share, except the target's weights."""
     template = template_source(encoder.tokenizer, settings.chat_template)
     return {
         "settings": settings.identity(),
@@ -288,54 +269,58 @@ def _facts(settings: GenerateSettings, encoder: Encoder) -> dict[str, Any]:
 
 
 def _resume(path: Path, facts: dict[str, Any], argv: Sequence[str]) -> set[str]:
-    """Keys of the prompts that ``path`` answers whole; what stands behind them is cut off.
+    """Return the keys of the complete answers in ``path``, and cut off what follows them.
 
     Raises:
-      ValueError: it is of another run than ``facts`` say, or damaged before its last line.
+      ValueError: the file is of another run, or damaged before its last line.
     """
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = facts | provenance("training.generate_data", argv)
         readers.provenance_of(path).write_text(json.dumps(facts, indent=2) + "\n")
         return set()
-    _refuse_another_run(path, facts)
-    done, whole = _whole_answers(path)
+    _check_same_run(path, facts)
+    done, size = _complete_answers(path)
     with path.open("r+b") as file:
-        file.truncate(whole)
+        file.truncate(size)
     return done
 
 
-def _refuse_another_run(path: Path, facts: dict[str, Any]) -> None:
-    """Refuses to go on with a file whose provenance is not ``facts``."""
+def _check_same_run(path: Path, facts: dict[str, Any]) -> None:
+    """Raise ValueError if the file's provenance differs from ``facts``."""
     if not path.exists() or not path.stat().st_size:
         return
     beside = readers.provenance_of(path)
-    before = readers.written_beside(beside) if beside.exists() else {}
+    before = readers.read_provenance(beside) if beside.exists() else {}
     settings_then = before.get("settings")
     was = {**before, **(settings_then if isinstance(settings_then, dict) else {})}
     now = {**facts, **facts["settings"]}
     del now["settings"]
-    # Earlier versions wrote down neither: only who ran them knows.
-    untold = {key: now[key] for key in ("weights", "template") if key in now and key not in was}
+    # Earlier versions recorded neither.
+    missing = {key: now[key] for key in ("weights", "template") if key in now and key not in was}
     changed = [
         f"{name} {now[name]!r} (was {shown(was.get(name))})"
         for name in now
-        if name not in untold and now[name] != was.get(name)
+        if name not in missing and now[name] != was.get(name)
     ]
     if changed:
-        remedy = f"it holds the answers of another run: {', '.join(changed)}; give a new one"
+        remedy = f"it holds answers of another run: {', '.join(changed)}; give a new one"
         raise bad_option("output", path.name, remedy)
-    if "weights" in untold:
+    if "weights" in missing:
         raise bad_option(
             "output",
             path.name,
-            f"{beside.name} does not say whose answers it holds; give a new one, or, if target "
-            f"and template are those of then, add {json.dumps(untold)[1:-1]} to that file",
+            f"{beside.name} does not record the target's weights; give a new one, or, if target "
+            f"and template are unchanged, add {json.dumps(missing)[1:-1]} to that file",
         )
 
 
 def _answer_of(text: bytes) -> dict:
-    """A line that this script wrote; ValueError where it did not."""
+    """Return a line that this script wrote.
+
+    Raises:
+      ValueError: it did not.
+    """
     line = values.json_of(text)
     if not isinstance(line, dict) or not isinstance(line.get("key"), str):
         raise ValueError("no answer")
@@ -344,10 +329,10 @@ def _answer_of(text: bytes) -> dict:
     return line
 
 
-def _whole_answers(path: Path) -> tuple[set[str], int]:
-    """Keys whose lines are all there, and the number of bytes that those lines take."""
+def _complete_answers(path: Path) -> tuple[set[str], int]:
+    """Return the keys of which all lines are there, and the size of those lines in bytes."""
     done: set[str] = set()
-    end = whole = 0
+    end = complete = 0
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             end += len(text)
@@ -364,46 +349,19 @@ def _whole_answers(path: Path) -> tuple[set[str], int]:
                 break
             if line["turn"] == line["turns"] - 1:
                 done.add(line["key"])
-                whole = end
-    return done, whole
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, moved by (prompts, tokens); lines where that is no terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[rate]}"),
-    )
-    done = tokens = 0
-    begun = time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total, rate="")
-
-        def move(more: int, new_tokens: int) -> None:
-            nonlocal done, tokens
-            done, tokens = done + more, tokens + new_tokens
-            rate = f"{tokens / (time.monotonic() - begun):,.0f} tokens/s"
-            bar.update(task, completed=done, rate=rate)
-            if not console.is_terminal and new_tokens:
-                print(f"{done} of {total} prompts  {rate}", file=sys.stderr, flush=True)
-
-        yield move
+                complete = end
+    return done, complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see ``trainer.run_command`` for its exit code."""
+    """Run the command; see ``run_command`` for its exit code."""
     return run_command(
         GenerateSettings,
         run,
         argv,
         module="training.generate_data",
-        description="Has the target answer prompts, for a drafter to learn from; run it again "
-        "with the same options to resume.",
+        description="Generate answers of the target, to train a drafter on. Run it again with the "
+        "same options to resume.",
     )
 
 

@@ -9,7 +9,7 @@ from jspec.core.types import Array
 
 @jax.custom_vjp
 def linear_bfloat16(x: Array, weight: Array) -> Array:
-    """x [..., M] by weight [M, N]: bfloat16 factors, float32 sums and result."""
+    """Multiply x [..., M] by weight [M, N]: bfloat16 factors, float32 sums and result."""
     return _matmul_bfloat16(x, weight)[0]
 
 
@@ -30,14 +30,14 @@ def _matmul_bfloat16_back(saved, grad: Array):
 
 
 def _weight_grad(rows: Array, grad_rows: Array) -> Array:
-    """rows [R, M] transposed by grad_rows [R, N] -> [M, N].
+    """Multiply the transpose of rows [R, M] by grad_rows [R, N].
 
-    The transpose is materialised, since a contraction over rows is five times slower on a CPU.
+    The transpose is materialised: a contraction over rows is five times slower on a CPU.
     """
     transposed = with_layout_constraint(rows.T, Layout((0, 1)))
     out = jnp.matmul(transposed, grad_rows, preferred_element_type=jnp.float32)
-    # A caller that transposes the result (a tied head) must not get that folded into the matmul:
-    # XLA's CPU backend has no such bfloat16 kernel and fails when it runs.
+    # A tied head transposes the result. XLA's CPU backend has no bfloat16 kernel for a matmul with
+    # that transpose folded in, and fails at run time.
     return with_layout_constraint(out, Layout((0, 1)))
 
 
@@ -45,7 +45,7 @@ linear_bfloat16.defvjp(_matmul_bfloat16, _matmul_bfloat16_back)
 
 
 def linear_float32(x: Array, weight: Array) -> Array:
-    """x [..., M] by weight [M, N] in float32."""
+    """Multiply x [..., M] by weight [M, N] in float32."""
     return x @ weight
 
 

@@ -1,4 +1,4 @@
-"""One process at a time writes a file or a run."""
+"""Locks that let one process at a time write a file or a run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from filelock import FileLock, Timeout
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Holds ``path``, by a file of that name with ``.lock`` behind it, which is gone afterwards.
+    """Lock ``path`` by a file beside it, which is removed afterwards.
 
-    The system gives the lock back when the process dies, however it dies.
+    The operating system releases the lock when the process dies.
 
     Raises:
       ValueError: another process holds it.
@@ -22,8 +22,7 @@ def alone(path: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ValueError(
-            f"{path.name!r} is being written by another process; wait for that one, or give a "
-            "new name"
+            f"{path.name!r} is being written by another process; wait for it, or give a new name"
         ) from None
     try:
         yield

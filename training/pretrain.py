@@ -1,8 +1,8 @@
-"""Trains a tokenizer and a small Llama-like language model: ``python -m training.pretrain``.
+"""Training of a tokenizer and a small Llama-like model: ``python -m training.pretrain``.
 
-Run the same command again to resume: weights, optimiser and place in the data come back exactly.
-Nothing is lost by stopping it (Ctrl-C, SIGTERM). At the end ``OUT/export`` holds the model in
-Hugging Face layout with a provenance file.
+Stop it at any time (Ctrl-C, SIGTERM) and run the same command again to resume: weights, optimiser
+and position in the data are restored exactly. At the end ``OUT/export`` holds the model in Hugging
+Face layout with a provenance file.
 """
 
 import dataclasses
@@ -20,10 +20,16 @@ from jspec.checkpoints import checkpoint
 from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
-from training import data, objective, trainer
+from training import data, trainer
 from training.batches import Batch
+from training.command import run_command
 from training.data.tokenizer import END_OF_TEXT, save_tokenizer
-from training.trainer import TrainerSettings, bad_option, refuse_idle
+from training.errors import bad_option, check_least, refuse_idle
+from training.forward import head_of, hidden_states
+from training.linear import LINEARS
+from training.losses.chunks import next_token_loss
+from training.provenance import provenance, without_folders, write_provenance
+from training.trainer import TrainerSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +57,7 @@ class ModelSettings:
     max_positions: int = 1024
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if value < 1:
-                raise bad_option(name, value, "it must be at least 1")
+        check_least(self, 1, *vars(self))
         if self.vocab_size > 65536 or self.vocab_size < 257:
             raise bad_option("vocab_size", self.vocab_size, "take 257 to 65536")
         if self.heads % self.kv_heads:
@@ -62,34 +66,26 @@ class ModelSettings:
             raise bad_option("head_dim", self.head_dim, "it must be even (rotary positions)")
 
     def config(self) -> DecoderConfig:
-        """Llama's layout, tied embeddings."""
-        return DecoderConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_positions=self.max_positions,
-            tie_embeddings=True,
-        )
+        """Return the sizes of a Llama with tied embeddings."""
+        names = {"layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads"}
+        sizes = {names.get(name, name): value for name, value in vars(self).items()}
+        return DecoderConfig(**sizes, tie_embeddings=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusSettings:
-    """Text, and the windows that it is cut into.
+    """Text and its windows.
 
     Attributes:
       data: sources: stdlib, package:NAME, a path or a glob
-      holdout: top-level modules kept out of training
+      holdout: top-level modules held out of training
       package_paths: more folders in which package:NAME is searched
-      source_megabytes: most text taken from one source (0: all)
+      source_megabytes: maximum text of one source (0: all)
       corpus: folder of the tokenised data (default: OUT/corpus)
       length: tokens of a training window
       context: tokens that attention sees in training: windows are cut to it (0: whole windows);
         may grow when a run is resumed
-      eval_windows: windows of a held-out loss on the way (the last takes all)
+      eval_windows: windows of a held-out loss during training (the last one takes all)
     """
 
     data: tuple[str, ...] = ()
@@ -102,9 +98,8 @@ class CorpusSettings:
     eval_windows: int = 64
 
     def __post_init__(self):
-        for name, least in (("length", 1), ("context", 0), ("eval_windows", 1)):
-            if getattr(self, name) < least:
-                raise bad_option(name, getattr(self, name), f"it must be at least {least}")
+        check_least(self, 1, "length", "eval_windows")
+        check_least(self, 0, "context")
         if not self.data and not self.corpus:
             raise bad_option("data", (), "name files, folders, stdlib or package:NAME")
         if self.context and self.length % self.context:
@@ -130,7 +125,7 @@ class Settings:
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self):
-        refuse_idle(self.trainer, TrainerSettings(), self.trainer.idle())
+        refuse_idle(self.trainer, vars(TrainerSettings()), self.trainer.idle())
         longest = self.model.max_positions
         if self.text.length > longest:
             raise bad_option("length", self.text.length, f"at most --max-positions {longest}")
@@ -146,7 +141,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder that learns to predict tokens: a ``Task``.
+    """A language model in training: a ``training.task.Task``.
 
     Attributes:
       config: sizes of the network.
@@ -161,19 +156,21 @@ class LanguageModel:
     remat: bool = False
 
     def init(self, key: Array, frozen: Any) -> DecoderParams:
-        """Random weights."""
+        """Return random weights."""
         return decoder.init_params(key, self.config)
 
     def loss(
         self, params: DecoderParams, frozen: Any, batch: Batch, key: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """Next-token loss in nats."""
+        """Return the next-token loss in nats."""
         windows = cut(batch.tokens, self.context or batch.tokens.shape[1] - 1)
-        return objective.next_token_loss(params, self.config, windows, self.compute, self.remat)
+        x = hidden_states(params, self.config, windows[:, :-1], self.compute, self.remat)
+        loss = next_token_loss(x, head_of(params), windows[:, 1:], LINEARS[self.compute])
+        return loss, {"loss": loss}
 
 
 def cut(windows: Array, context: int) -> Array:
-    """Windows [B, T + 1] cut into [B * T / context, context + 1]; the same inputs and targets."""
+    """Cut windows [B, T + 1] into [B * T / context, context + 1], with the same labels."""
     inputs, targets = (part.reshape(-1, context) for part in (windows[:, :-1], windows[:, 1:]))
     return jnp.concatenate([inputs, targets[:, -1:]], axis=1)
 
@@ -181,55 +178,49 @@ def cut(windows: Array, context: int) -> Array:
 def run(
     settings: Settings, argv: Sequence[str] = (), *, stop_after: int | None = None
 ) -> trainer.Result:
-    """Prepares the data, trains to the end or to a signal, exports a finished run.
+    """Prepare the data, train to the end or to a signal, and export a finished run.
 
     Args:
       settings: of the run.
       argv: words of the command line, for the provenance.
-      stop_after: most steps of this call.
+      stop_after: maximum number of steps of this call.
     """
     trainer.start_processes(settings.trainer)
-    task = LanguageModel(
-        settings.model.config(),
-        settings.trainer.compute,
-        settings.text.context,
-        settings.trainer.remat,
-    )
+    text, optimiser = settings.text, settings.trainer
+    task = LanguageModel(settings.model.config(), optimiser.compute, text.context, optimiser.remat)
     corpus = trainer.first_process_first(lambda: open_corpus(settings))
-    rows, apart = (data.Windows(x, settings.text.length) for x in (corpus.train, corpus.holdout))
-    mine = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    part = settings.trainer.batch // settings.trainer.accumulate
-    facts = trainer.provenance("training.pretrain", argv) | {"data": _describe(corpus)}
-    with trainer.progress(settings.trainer.steps) as bar:
+    rows, apart = (data.Windows(x, text.length) for x in (corpus.train, corpus.holdout))
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    part = optimiser.batch // optimiser.accumulate
+    digest = corpus.description["train"]["sha256"][:16]
+    with trainer.progress("training", optimiser.steps) as bar:
         result = trainer.train(
             task,
             (),
-            data.batches(rows, batch=settings.trainer.batch, seed=settings.trainer.seed, **mine),
-            settings.trainer,
+            data.batches(rows, batch=optimiser.batch, seed=optimiser.seed, **process),
+            optimiser,
             out=Path(settings.out),
             bar=bar,
             stop_after=stop_after,
-            facts=facts,
-            held_out=data.held_out(apart, batch=part, limit=settings.text.eval_windows, **mine),
-            identity=_identity(settings, corpus),
-            free={"context": settings.text.context},
+            facts=provenance("training.pretrain", argv) | {"data": _describe(corpus)},
+            held_out=data.held_out(apart, batch=part, limit=text.eval_windows, **process),
+            identity=dataclasses.asdict(settings.model)
+            | {"length": text.length, "data": f"sha256 {digest}"},
+            free={"context": text.context},
         )
     if result.finished:
-        whole = result.evaluate(data.held_out(apart, batch=part, **mine))
-        tokens = result.step * settings.trainer.batch * settings.text.length
-        _export(
-            settings,
-            trainer.gather(result.params),
-            corpus,
-            result.provenance | {"tokens_seen": tokens, "heldout": whole},
-        )
+        facts = result.provenance | {
+            "tokens_seen": result.step * optimiser.batch * text.length,
+            "heldout": result.evaluate(data.held_out(apart, batch=part, **process)),
+        }
+        _export(settings, trainer.gather(result.params), corpus, facts)
     elif jax.process_index() == 0:
         print(f"stopped and saved at step {result.step}; run the same command to resume")
     return result
 
 
 def open_corpus(settings: Settings) -> data.Corpus:
-    """The run's tokenised data, built on first use.
+    """Return the run's tokenised data, built at first use.
 
     Raises:
       ValueError: the data cannot be read, or the corpus holds none or another vocabulary.
@@ -261,19 +252,12 @@ def _given_corpus(settings: Settings) -> data.Corpus:
     return corpus
 
 
-def _identity(settings: Settings, corpus: data.Corpus) -> dict[str, Any]:
-    return dataclasses.asdict(settings.model) | {
-        "length": settings.text.length,
-        "data": f"sha256 {corpus.description['train']['sha256'][:16]}",
-    }
-
-
 def _describe(corpus: data.Corpus) -> dict[str, Any]:
-    """The data, without a path of the machine."""
+    """Return a description of the data without paths of the machine."""
     request = corpus.description["request"]
     sources = [
         f"Python {platform.python_version()} standard library" if source == "stdlib" else source
-        for source in map(trainer.without_folders, request["sources"])
+        for source in map(without_folders, request["sources"])
     ]
     return {"sources": sources, "heldout_modules": request["holdout"]} | {
         part: corpus.description[part]
@@ -283,7 +267,7 @@ def _describe(corpus: data.Corpus) -> dict[str, Any]:
 
 
 def _export(settings: Settings, params: DecoderParams, corpus: data.Corpus, facts: dict) -> None:
-    """Writes weights, tokenizer, generation defaults and provenance; the first process does."""
+    """Write weights, tokenizer, generation defaults and provenance, in the first process."""
     if jax.process_index():
         return
     directory, config = Path(settings.out) / "export", settings.model.config()
@@ -294,17 +278,17 @@ def _export(settings: Settings, params: DecoderParams, corpus: data.Corpus, fact
     save_tokenizer(tokenizer, directory, config.max_positions)
     defaults = json.dumps(ids | {"do_sample": False}, indent=2)
     (directory / "generation_config.json").write_text(defaults + "\n")
-    trainer.write_provenance(directory, facts)
+    write_provenance(directory, facts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see ``trainer.run_command`` for its exit code."""
-    return trainer.run_command(
+    """Run the command; see ``run_command`` for its exit code."""
+    return run_command(
         Settings,
         run,
         argv,
         module="training.pretrain",
-        description="Trains a tokenizer and a small Llama-like language model; run it again with "
+        description="Train a tokenizer and a small Llama-like language model. Run it again with "
         "the same options to resume.",
     )
 

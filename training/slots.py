@@ -1,11 +1,11 @@
-"""Which guesses of a parallel drafter are trained, and what they see.
+"""Selection of the guesses of a parallel drafter that are trained, and their attention.
 
 A drafter that guesses K tokens in one pass has a guess (a, k) for every row a and depth k < K: the
-one made behind k masks after row a. A guess sees the true rows up to a, and those of its own masks:
-(a, 1), ..., (a, k). With all of them a window of T rows would take K T of them. So only some rows
-go on from a depth to the next (conditional drop of tokens, arXiv 2504.18583): depth k keeps
-``max(retention^k, retention_least)`` of the rows, each of which all smaller depths keep too, for
-else it would lack keys.
+guess at the k-th mask behind row a. It sees the true rows up to a, and its own masks
+(a, 1), ..., (a, k). All guesses of a window of T rows would be K T rows. So each depth keeps only
+some rows of the depth before (conditional drop of tokens, arXiv 2504.18583): depth k keeps
+``max(retention^k, retention_least)`` of the rows. Every smaller depth keeps those rows too, because
+they provide the keys.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.types import Array
-from jspec.models.decoder import Attend
-from training.attention import anchored, causal
+from jspec.models.attention import Attend
+from training.attention import causal
+from training.errors import bad_option, check_least
 from training.task import drawing_key
-from training.trainer.settings import bad_option
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotRecipe:
-    """How many tokens are guessed in one pass, and how many rows guess so far.
+    """Number of tokens guessed in one pass, and share of the rows that are trained at each depth.
 
     Attributes:
       depths: tokens guessed in one pass
-      retention: share of the rows that go on from a depth to the next
-      retention_least: least share of rows that a depth keeps
+      retention: share of its rows that each depth passes on to the next
+      retention_least: smallest share of all rows that a depth keeps
 
     Raises:
       ValueError: a value is out of range.
@@ -40,23 +40,18 @@ class SlotRecipe:
     retention_least: float = 0.2
 
     def __post_init__(self):
-        if self.depths < 1:
-            raise bad_option("depths", self.depths, "it must be at least 1")
+        check_least(self, 1, "depths")
         for name in ("retention", "retention_least"):
-            if not 0 < getattr(self, name) <= 1:
-                raise bad_option(name, getattr(self, name), "take more than 0, at most 1")
+            if not 0 < vars(self)[name] <= 1:
+                raise bad_option(name, vars(self)[name], "take more than 0, at most 1")
 
     def counts(self, length: int) -> tuple[int, ...]:
-        """Rows that each depth keeps of ``length``."""
+        """Return the number of rows that each depth keeps of ``length``."""
         shares = (max(self.retention**depth, self.retention_least) for depth in range(self.depths))
         return tuple(max(1, int(length * share)) for share in shares)
 
     def check_windows(self, windows: tuple[int | None, ...]) -> None:
-        """Refuses sliding windows that masks would leave.
-
-        Raises:
-          ValueError: one is narrower than a draft is long.
-        """
+        """Raise OptionError if a sliding window is narrower than a draft is long."""
         narrow = min((window for window in windows if window), default=self.depths)
         if narrow < self.depths:
             remedy = f"the network has a sliding window of {narrow} tokens; take no more"
@@ -64,19 +59,19 @@ class SlotRecipe:
 
 
 class Slots(NamedTuple):
-    """The guesses of a batch, those of depth 0 first, in order: all rows."""
+    """The guesses of a batch; those of depth 0 come first, for all rows in order."""
 
-    anchors: Array  # int32 [B, M]: the row behind which the masks stand
-    depths: np.ndarray  # int32 [M]: how many masks
-    judges: Array  # int32 [B, M]: the target's row that computed the law of the guessed token
-    weights: Array  # float32 [B, M]: how much the guess counts, 0 where nothing judges it
+    anchors: Array  # int32 [B, M]: the row before the masks
+    depths: np.ndarray  # int32 [M]: number of masks
+    judges: Array  # int32 [B, M]: the target's row with the distribution of the guessed token
+    weights: Array  # float32 [B, M]: weight of the guess, 0 without a judge
 
     def of_anchors(self, x: Array) -> Array:
-        """Rows [B, M, ...] of x [B, T, ...], those of the anchors."""
+        """Return rows [B, M, ...] of x [B, T, ...] at the anchors."""
         return _take(x, self.anchors)
 
     def of_judges(self, x: Array) -> Array:
-        """Rows [B, M, ...] of x [B, R, ...], those of the judges."""
+        """Return rows [B, M, ...] of x [B, R, ...] at the judges."""
         return _take(x, self.judges)
 
 
@@ -88,10 +83,10 @@ def choose(
     offset: int,
     key: Array | None,
 ) -> Slots:
-    """Draws the rows that each depth keeps: those whose second guess counts, before all others.
+    """Draw the rows that each depth keeps; rows whose second guess counts have priority.
 
     Args:
-      recipe: how many.
+      recipe: number of rows.
       segments: int32 [B, R], the documents of the target's rows, 0 for padding.
       weights: float32 [B, R], of a guess that the target's row judges.
       length: T, rows that guess.
@@ -102,11 +97,11 @@ def choose(
 
     def judged(anchors: Array, depth: Array | int) -> tuple[Array, Array]:
         rows = anchors + offset + depth
-        there = rows < size
+        valid = rows < size
         rows = jnp.minimum(rows, size - 1)
         here = _take(segments, anchors)
-        there &= (here == _take(segments, rows)) & (here > 0)
-        return rows, jnp.where(there, _take(weights, rows), 0.0)
+        valid &= (here == _take(segments, rows)) & (here > 0)
+        return rows, jnp.where(valid, _take(weights, rows), 0.0)
 
     every = jnp.broadcast_to(jnp.arange(length), (batch, length))
     idle = judged(every, 1)[1] <= 0
@@ -119,39 +114,31 @@ def choose(
 
 
 def attend_to(slots: Slots, segments: Array, windows: tuple[int | None, ...] = ()) -> Attend:
-    """Attention of all guesses [B, H, M, D] at once, for ``decoder.trunk`` and its like.
+    """Return the attention of all guesses [B, H, M, D], for ``decoder.trunk``.
 
     Args:
       slots: the guesses.
       segments: int32 [B, T], the documents of the rows.
-      windows: sliding window of each layer, none narrower than the deepest guess; () for none.
+      windows: sliding window of each layer, at least as wide as a draft is long; () for none.
     """
     counts = np.bincount(slots.depths)
     cuts = np.cumsum(counts)[:-1]
-    places = jnp.split(slots.anchors, cuts, axis=1)
+    anchors = jnp.split(slots.anchors, cuts, axis=1)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        window = windows[layer] if windows else None
+        limits = {"segments": segments, "window": windows[layer] if windows else None}
         queries, keys, values = (jnp.split(x, cuts, axis=2) for x in (q, k, v))
-        true = keys[0], values[0]
-        mixed = [causal(queries[0], *true, segments=segments, window=window)]
-        for depth in range(1, counts.size):
+        text = keys[0], values[0]
+        mixed = [causal(queries[0], *text, **limits)]
+        for depth, count in enumerate(counts[1:], 1):
             # The rows of a depth are the first ones of every smaller depth but 0.
-            own = [
-                (keys[above][..., : counts[depth], :], values[above][..., : counts[depth], :])
-                for above in range(1, depth + 1)
+            above = slice(1, depth + 1)
+            later = [
+                (key[..., :count, :], value[..., :count, :])
+                for key, value in zip(keys[above], values[above], strict=True)
             ]
-            mixed.append(
-                anchored(
-                    queries[depth],
-                    *true,
-                    places[depth],
-                    depth,
-                    segments=segments,
-                    window=window,
-                    own=own,
-                )
-            )
+            at = {"anchors": anchors[depth], "ahead": depth}
+            mixed.append(causal(queries[depth], *text, **at, **limits, later=later))
         return jnp.concatenate(mixed, 2)
 
     return attend

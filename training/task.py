@@ -1,4 +1,4 @@
-"""What a run trains: the one thing that training scripts differ in."""
+"""The interface between the trainer and the networks that it trains."""
 
 from typing import Any, Protocol
 
@@ -12,14 +12,11 @@ from training.batches import Batch
 
 @struct.dataclass
 class Ratio:
-    """A metric over those rows that count, which the parts of a batch hold unlike numbers of.
-
-    Both numbers are means over all rows, so that they can be averaged over parts, batches and
-    steps like any metric; they are divided once, at the end.
+    """A weighted mean kept as (sum, weight), because micro-batches have different total weights.
 
     Attributes:
-      total: float32 [], what the rows that count add up to, for each of all rows.
-      count: float32 [], how many count, for each of all rows.
+      total: float32 [], sum over the rows that count, divided by the number of all rows.
+      count: float32 [], number of rows that count, divided by the number of all rows.
     """
 
     total: Array
@@ -27,7 +24,7 @@ class Ratio:
 
     @property
     def mean(self) -> Array:
-        """The metric itself; nan where no row counts."""
+        """The metric itself; NaN if no row counts."""
         return self.total / self.count
 
 
@@ -35,42 +32,44 @@ Metrics = dict[str, Array | Ratio]
 
 
 class Task(Protocol):
-    """A network and its loss. A frozen dataclass of settings, which holds no weights."""
+    """A network and its loss: a frozen dataclass of settings without weights."""
 
     def init(self, key: Array, frozen: Any) -> Any:
-        """Float32 weights to be trained, a pytree; ``frozen`` may lend some of their values."""
+        """Return float32 weights to train, a pytree; ``frozen`` may provide some values."""
 
     def loss(
         self, params: Any, frozen: Any, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
-        """The objective [] and metrics, a dict of float32 [] or ``Ratio``; pure and jittable.
+        """Return the objective [] and metrics, each float32 [] or a ``Ratio``; jittable.
 
-        All are means over all rows of the batch, those of weight 0 included: so the mean over
-        parts of a batch is that of the whole. A metric over the rows that count is a ``Ratio``.
+        All are means over all rows of the batch, including rows of weight 0, so that the mean over
+        micro-batches equals the mean over the batch. A metric over the rows that count is a
+        ``Ratio``.
 
         Args:
           params: weights, differentiated.
-          frozen: weights that are not, of a target or teacher.
+          frozen: weights that are not trained, of a target or teacher.
           batch: windows.
-          key: of this step's noise; the same step of a resumed run gets the same key. None on
-            held-out text: then the text stays as it is and nothing is added to what the network
-            reads, as when it serves.
+          key: of the noise of this step, the same in a resumed run. None on held-out text: no
+            noise is added and the text is used as it is.
         """
 
 
 def drawing_key(key: Array | None) -> Array:
-    """The key of what must be drawn on held-out text, too: the same ones at every evaluation."""
+    """Return ``key``, or a constant key so that every evaluation draws the same."""
     return jax.random.key(0) if key is None else key
 
 
 @struct.dataclass
 class Frozen:
-    """What is not trained, for tasks that need no more.
+    """Weights that are not trained.
 
     Attributes:
-      target: the target's weights.
-      start: what training starts from, or None for fresh weights.
+      target: weights of the target.
+      start: initial weights of the drafter, or None for fresh ones.
+      draft_to_target: int32 [Vd], ascending, if the drafter knows only some tokens; else None.
     """
 
     target: DecoderParams
     start: Any = None
+    draft_to_target: Array | None = None

@@ -72,7 +72,7 @@ def test_a_target_keeps_its_tensors_and_other_files_when_modules_are_stitched_in
 
 def test_a_target_without_modules_is_refused_with_what_to_do(root, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match=r"has no modules for later tokens .*finetune_mtp"):
+    with pytest.raises(ValueError, match=r"has no modules for later tokens .*distill mtp"):
         jspec.LLM(llm_fixtures.loaded(root)["target"], {"method": "mtp"})
 
 

@@ -92,13 +92,13 @@ WHOLE = [
 
 @few(100)
 @given(cut=st.integers(0, 200), planted=st.none() | LINE.map(as_bytes) | st.binary(max_size=9))
-def test_answers_are_gone_on_from_where_they_are_whole(tmp_path_factory, cut, planted):
+def test_a_run_resumes_after_the_last_complete_answer(tmp_path_factory, cut, planted):
     path = tmp_path_factory.getbasetemp() / "answers.jsonl"
     whole = b"".join(json.dumps(line).encode() + b"\n" for line in WHOLE)
     path.write_bytes(whole[:cut] + (b"" if planted is None else b"\n" + planted + b"\n") + whole)
     found = []
     if (
-        refused(lambda: found.append(generate_data._whole_answers(path)), names=("damaged",))
+        refused(lambda: found.append(generate_data._complete_answers(path)), names=("damaged",))
         is None
     ):
         done, size = found[0]

@@ -10,7 +10,7 @@ from tests.training import toy
 from training import trainer
 from training.data import batches, held_out
 from training.pretrain import LanguageModel, ModelSettings
-from training.trainer.mesh import make_mesh, place
+from training.trainer.mesh import make_mesh, shard
 from training.trainer.metrics import read_log
 
 ONE, SPREAD, CUT, ALL_AXES = (1, 1, 1), (8, 1, 1), (1, 4, 2), (2, 2, 2)
@@ -51,7 +51,7 @@ def train(task, frozen, mesh: tuple[int, int, int], out: Path, **options) -> dic
         "losses": [entry["loss"] for entry in log],
         "heldout_loss": log[-1].get("heldout_loss"),
         "params": shards(result.params),
-        "frozen": shards(place(frozen, make_mesh(settings))),
+        "frozen": shards(shard(frozen, make_mesh(settings))),
     }
 
 

@@ -1,4 +1,4 @@
-"""Which guesses about a conversation are learned from, of every network that guesses ahead."""
+"""Rows that count in the losses of every network that guesses ahead."""
 
 import dataclasses
 
@@ -10,34 +10,32 @@ import pytest
 
 from tests import tiny
 from tests.drafters import dflashes, heads, hydras, mtps, peagle, speculators
-from training import ahead, guesses
 from training.batches import Batch
-from training.dflash import PUBLISHED as DFLASH_PUBLISHED
-from training.dflash import DFlashTask
-from training.dflash import Frozen as FrozenDFlash
-from training.draft import DraftRecipe, DraftTask
-from training.eagle import PUBLISHED, EagleTask
-from training.eagle import Frozen as FrozenEagle
-from training.medusa import FrozenTarget, MedusaRecipe, MedusaTask
-from training.mtp import MtpRecipe, MtpTask
-from training.parallel_draft import ParallelDraftTask
-from training.parallel_eagle import PARALLEL, ParallelEagleTask
+from training.losses import parallel, unrolled
 from training.slots import SlotRecipe
-from training.stages import StagesRecipe, StagesTask
 from training.task import Frozen, Ratio
+from training.tasks.dflash_task import PUBLISHED as DFLASH_PUBLISHED
+from training.tasks.dflash_task import DFlashTask
+from training.tasks.draft_task import DraftRecipe, DraftTask
+from training.tasks.eagle_task import PUBLISHED, EagleTask
+from training.tasks.medusa import MedusaRecipe, MedusaTask
+from training.tasks.mtp import MtpRecipe, MtpTask
+from training.tasks.parallel_draft import ParallelDraftTask
+from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
+from training.tasks.stages import StagesRecipe, StagesTask
 
 TARGET = tiny.TARGET.config
 EVERY = SlotRecipe(depths=2, retention=1.0)
 
-# A window of two conversations: what the user says is 0-3, 7-9 and 10; answers are 4-6, of which 6
-# ends the turn, and 11-14, which the window cuts off. And a window of one, with padding behind.
+# A window of two conversations: the user's tokens are 0-3, 7-9 and 10. The answers are 4-6, where 6
+# ends the turn, and 11-14, which the window cuts off. A second window has one, and padding.
 ANSWERED = np.zeros((2, 15), np.float32)
 ANSWERED[0, [4, 5, 6, 11, 12, 13, 14]] = ANSWERED[1, [2, 3, 4]] = 1
 SEGMENTS = np.array([[1] * 10 + [2] * 5, [1] * 5 + [0] * 10], np.int32)
 CHAT = Batch(np.arange(30, dtype=np.int32).reshape(2, 15), SEGMENTS, ANSWERED)
 
 
-def unrolled(variant: str) -> EagleTask:
+def eagle_task(variant: str) -> EagleTask:
     config = heads.CONFIGS["eagle3" if variant == "eagle3" else "eagle"]
     recipe = dataclasses.replace(PUBLISHED[variant], unroll=2, noise=0.0)
     return EagleTask(dataclasses.replace(config, fc_bias=False), TARGET, recipe, "float32")
@@ -48,9 +46,9 @@ def staged(config) -> StagesTask:
 
 
 TASKS = {
-    "eagle1": lambda: unrolled("eagle1"),
-    "hass": lambda: unrolled("hass"),
-    "eagle3": lambda: unrolled("eagle3"),
+    "eagle1": lambda: eagle_task("eagle1"),
+    "hass": lambda: eagle_task("hass"),
+    "eagle3": lambda: eagle_task("eagle3"),
     "p-eagle": lambda: ParallelEagleTask(peagle.CONFIG, TARGET, PARALLEL, "float32", slots=EVERY),
     "medusa": lambda: MedusaTask(heads.CONFIGS["medusa"], TARGET, MedusaRecipe(), False, "float32"),
     "hydra": lambda: staged(hydras.CONFIGS["mlp"]),
@@ -69,43 +67,39 @@ OTHERS = {
 
 
 def weights_of(task):
-    """First weights, and those that are not trained."""
+    """Return initial weights, and weights that are not trained."""
     target = tiny.params().target
-    if isinstance(task, DraftTask):
-        frozen = Frozen(target, tiny.params().drafter)
-    elif isinstance(task, EagleTask):
-        frozen = FrozenEagle(target, jnp.arange(heads.KEPT) if task.head.reduced else None)
-    elif isinstance(task, MedusaTask):
-        frozen = FrozenTarget(target)
-    elif isinstance(task, DFlashTask):
-        frozen = FrozenDFlash(target)
-    else:
-        frozen = Frozen(target)
+    frozen = Frozen(target, tiny.params().drafter if isinstance(task, DraftTask) else None)
+    if isinstance(task, EagleTask) and task.head.reduced:
+        frozen = frozen.replace(draft_to_target=jnp.arange(heads.KEPT))
     return task.init(jax.random.key(0), frozen), frozen
 
 
 def counted(name: str, monkeypatch) -> list[list[set[int]]]:
-    """Tokens of each window about which the first and the second guess count."""
-    # Only the weights are looked at, so of the networks nothing is compiled.
-    told = lambda *_, **given: {"loss": jnp.float32(0), "weights": given["weights"]}
-    told_slots = lambda *_, **given: {"loss": jnp.float32(0), "slots": given["slots"]._asdict()}
-    monkeypatch.setattr(ahead, "judge", told)
-    monkeypatch.setattr(guesses, "judge", told_slots)
+    """Return the tokens of each window about which the first and the second guess count."""
+    # The network is dead code, because only the weights are returned.
+    weights = lambda *_, **parts: {"loss": jnp.float32(0), "weights": parts["weights"]}
+    slots = lambda *_, **parts: {"loss": jnp.float32(0), "slots": parts["slots"]._asdict()}
+    monkeypatch.setattr(unrolled, "judge", weights)
+    monkeypatch.setattr(parallel, "judge", slots)
     task = TASKS[name]()
     params, frozen = weights_of(task)
-    _, found = jax.jit(task.loss)(params, frozen, CHAT, jax.random.key(0))
-    if "slots" in found:
-        place, depths = found["slots"]["judges"], found["slots"]["depths"]
-        place = np.where(found["slots"]["weights"] > 0, place + 1, -1)
-        return [[set(row[depths == k].tolist()) - {-1} for k in range(2)] for row in place]
-    weights = np.asarray(found["weights"])  # at j - 1, of what the target's row j says of j + 1
+    _, metrics = jax.jit(task.loss)(params, frozen, CHAT, jax.random.key(0))
+    if "slots" in metrics:
+        slots = metrics["slots"]
+        labels = np.where(slots["weights"] > 0, slots["judges"] + 1, -1)
+        depths = slots["depths"]
+        return [[set(row[depths == k].tolist()) - {-1} for k in range(2)] for row in labels]
+    weights = np.asarray(metrics["weights"])  # at j - 1, for the token j + 1
     return [[set((np.flatnonzero(row[:, k]) + 2).tolist()) for k in range(2)] for row in weights]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_guesses_that_count_are_about_tokens_of_answers_and_no_others(name, monkeypatch):
-    """The first guess of a request is about the first token of its answer: it counts. A feature
-    comes with the token behind it, so that heads guess from a text's third token on."""
+    """The first guess of a request predicts the first token of its answer: it counts.
+
+    A feature comes with the token behind it, so heads guess from a text's third token on.
+    """
     first, second = counted(name, monkeypatch)
     if name == "pard":
         assert first == [{4, 5, 6, 11, 12, 13, 14}, {4, 5, 6, 12, 13, 14}]
@@ -116,8 +110,8 @@ def test_the_guesses_that_count_are_about_tokens_of_answers_and_no_others(name, 
 
 
 @pytest.mark.parametrize("name", (*TASKS, *OTHERS))
-def test_what_parts_of_a_batch_say_adds_up_to_what_the_whole_says(name):
-    """Although they hold unlike numbers of rows that count."""
+def test_metrics_of_micro_batches_add_up_to_those_of_the_batch(name):
+    """The parts have different numbers of rows that count."""
     task = (TASKS | OTHERS)[name]()
     given = weights_of(task)
     compute = jax.jit(lambda batch: task.loss(*given, batch, jax.random.key(0)))

@@ -17,7 +17,8 @@ from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
 from training import block_attention
 from training.batches import Batch
-from training.dflash import PUBLISHED, DFlashTask, Frozen, Recipe, pick, row_weights
+from training.task import Frozen
+from training.tasks.dflash_task import PUBLISHED, DFlashTask, Recipe, draw_blocks, row_weights
 
 TARGET = DecoderConfig(
     vocab_size=40,
@@ -166,8 +167,8 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
     kept = jnp.asarray(KEPT) if config.reduced else None
     params, key = loud(dflash.init_params(jax.random.key(2), config)), jax.random.key(3)
     task = DFlashTask(config, TARGET, recipe, compute="float32")
-    got, metrics = jax.jit(task.loss)(params, Frozen(target, kept), batch, key)
-    blocks = pick(batch, key, recipe.anchors, config.max_depth)
+    got, metrics = jax.jit(task.loss)(params, Frozen(target, None, kept), batch, key)
+    blocks = draw_blocks(batch, key, recipe.anchors, config.max_depth)
     served = params.replace(draft_to_target=kept)
     reference = heads_in_torch(tmp_path, config, served, target)
     module, total = Decoder(TARGET), 0.0
@@ -197,7 +198,7 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
 def test_blocks_begin_where_something_is_before_and_the_next_token_is_learned(batch):
     learned = batch.weights * (batch.segments > 0)
     for key in range(5):
-        blocks = pick(batch, jax.random.key(key), 6, 3)
+        blocks = draw_blocks(batch, jax.random.key(key), 6, 3)
         for row, anchors in enumerate(np.asarray(blocks.anchors)):
             assert len(set(anchors)) == 6
             for place, anchor in enumerate(anchors):
@@ -209,7 +210,7 @@ def test_blocks_begin_where_something_is_before_and_the_next_token_is_learned(ba
                 expected = np.cumprod(learned[row, anchor + 1 :][:3] * same)
                 assert blocks.weights[row, place, : len(expected)].tolist() == expected.tolist()
                 assert not blocks.weights[row, place, len(expected) :].any()
-    few = pick(batch, jax.random.key(0), 100, 3)
+    few = draw_blocks(batch, jax.random.key(0), 100, 3)
     assert few.anchors.shape == (2, FIRST + SECOND + 1)
     assert not few.weights[:, -3:].any()  # there are no more
 
@@ -223,7 +224,7 @@ def test_dpace_weighs_a_row_by_all_that_hangs_on_it():
 
 def test_an_output_matrix_of_the_heads_own_begins_as_the_targets(target):
     task = DFlashTask(REDUCED, TARGET, Recipe())
-    params = task.init(jax.random.key(0), Frozen(target, jnp.asarray(KEPT)))
+    params = task.init(jax.random.key(0), Frozen(target, None, jnp.asarray(KEPT)))
     np.testing.assert_array_equal(params.head, target.head[:, KEPT])
 
 

@@ -1,4 +1,4 @@
-"""The distilling commands, from files to files that generate."""
+"""``training.distill``, from files to files that generate."""
 
 import functools
 import json
@@ -14,15 +14,7 @@ from jspec.checkpoints import checkpoint
 from jspec.checkpoints.heads import head_files
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import (
-    distill_dflash,
-    distill_draft,
-    distill_eagle,
-    distill_hydra,
-    distill_medusa,
-    distill_mlp_speculator,
-    finetune_mtp,
-)
+from training import distill, distill_draft, distill_eagle
 
 SIZES = DecoderConfig(
     vocab_size=300,
@@ -34,6 +26,15 @@ SIZES = DecoderConfig(
     head_dim=16,
     max_positions=128,
 )
+
+
+ENTRY_POINTS = {"eagle": distill_eagle.main, "draft": distill_draft.main}
+
+
+def distil(method, argv):
+    if method in ENTRY_POINTS:
+        return ENTRY_POINTS[method](argv)
+    return distill.main([method, *argv])
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def plain(target):
 
 
 def check_run(folder, target, method, model=None, **keys):
-    """What every run leaves behind, and that its network drafts for the target."""
+    """Check the files of a run, and that its network drafts for the target."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     assert last["step"] == 6
@@ -132,7 +133,7 @@ def check_run(folder, target, method, model=None, **keys):
 )
 def test_a_head_is_distilled_from_one_command(variant, more, method, words, target, tmp_path):
     argv = [*words, "--output", str(tmp_path), "--variant", variant, *more]
-    assert distill_eagle.main(argv) == 0
+    assert distil("eagle", argv) == 0
     check_run(tmp_path, target, method)
 
 
@@ -140,28 +141,28 @@ def test_a_head_is_trained_on_from_its_files(words, target, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
     small += ["--fc-norm", "--norm-before-residual", "--norm-output"]
-    assert distill_eagle.main([*words, "--output", str(first), *small]) == 0
+    assert distil("eagle", [*words, "--output", str(first), *small]) == 0
     raw = json.loads((first / "export" / "config.json").read_text())
     named = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     assert [raw[name] for name in named] == [True, False, True, True]
     more = ["--unroll", "1", "--head", str(first / "export")]
-    assert distill_eagle.main([*words, "--output", str(second), *more]) == 0
+    assert distil("eagle", [*words, "--output", str(second), *more]) == 0
     losses = [
         json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["heldout_loss"]
         for folder in (first, second)
     ]
     assert losses[1] < losses[0]
     check_run(second, target, "eagle3")
-    assert distill_eagle.main([*words, "--output", str(second), *more, "--head-layers", "2"]) == 2
+    assert distil("eagle", [*words, "--output", str(second), *more, "--head-layers", "2"]) == 2
     more[-1] = str(second / "export")  # of the same sizes
-    assert distill_eagle.main([*words, "--output", str(second), *more]) == 2
+    assert distil("eagle", [*words, "--output", str(second), *more]) == 2
     assert "holds another run: --head " in capsys.readouterr().err
 
 
 def test_a_run_without_held_out_data_exports_what_it_ends_with(words, target, tmp_path):
     place = words.index("--held-out-modules")
     apart = [*words[:place], *words[place + 2 :], "--acceptance-prompts", "0"]
-    assert distill_medusa.main([*apart, "--output", str(tmp_path / "run")]) == 0
+    assert distil("medusa", [*apart, "--output", str(tmp_path / "run")]) == 0
     config = {"method": "medusa", "model": str(tmp_path / "run/export")}
     assert generate(target, config | {"num_speculative_tokens": 2}) == plain(target)
 
@@ -171,9 +172,9 @@ def test_a_run_goes_on_with_its_own_target_and_measure_alone(words, target, tmp_
     params = decoder.init_params(jax.random.key(1), SIZES)
     checkpoint.save_pretrained(other, SIZES, params)
     run = [*words, "--output", str(tmp_path / "run")]
-    assert distill_medusa.main([*run, "--steps", "2"]) == 0
+    assert distil("medusa", [*run, "--steps", "2"]) == 0
     for option, value in (("target", str(other)), ("acceptance-prompts", "0")):
-        assert distill_medusa.main([*run, "--steps", "2", f"--{option}", value]) == 2
+        assert distil("medusa", [*run, "--steps", "2", f"--{option}", value]) == 2
         assert f"holds another run: --{option} " in capsys.readouterr().err
 
 
@@ -188,7 +189,7 @@ def test_what_decides_which_weights_are_best_stays_as_it_is(words, target, tmp_p
         [*words, "--steps", "2", "--output", str(tmp_path / name)] for name in ("measured", "plain")
     )
     plain += ["--acceptance-prompts", "0"]
-    assert distill_medusa.main(measured) == distill_medusa.main(plain) == 0
+    assert distil("medusa", measured) == distil("medusa", plain) == 0
     others = [
         "--acceptance-prompts",
         "1",
@@ -201,54 +202,54 @@ def test_what_decides_which_weights_are_best_stays_as_it_is(words, target, tmp_p
         "--temperatures",
         "0.5",
     ]
-    assert distill_medusa.main([*measured, *others]) == 2
+    assert distil("medusa", [*measured, *others]) == 2
     said = capsys.readouterr().err
     assert "holds another run: " in said and "--temperatures (0.5,) (was [1.0, 0.0])" in said
     assert all(f"{option} " in said for option in others[::2])
-    assert distill_medusa.main([*plain, "--eval-windows", "1"]) == 2
+    assert distil("medusa", [*plain, "--eval-windows", "1"]) == 2
     assert "holds another run: --eval-windows 1 (was 2)" in capsys.readouterr().err
-    assert distill_medusa.main([*measured, "--eval-windows", "1"]) == 0  # a number beside others
+    assert distil("medusa", [*measured, "--eval-windows", "1"]) == 0  # a number beside others
 
 
 def test_a_run_goes_on_whose_record_does_not_tell_how_acceptance_was_measured(
     words, tmp_path, capsys
 ):
     run = [*words, "--steps", "2", "--output", str(tmp_path)]
-    assert distill_medusa.main(run) == 0
+    assert distil("medusa", run) == 0
     record = json.loads(recorded(tmp_path).read_text())
     how = ("num_speculative_tokens", "prompt_tokens", "max_new_tokens", "temperatures")
     for name in how:
         del record["identity"][name]
     record["identity"]["acceptance_prompts"] = "some"
     recorded(tmp_path).write_text(json.dumps(record))
-    assert distill_medusa.main([*run, "--acceptance-prompts", "0"]) == 2
+    assert distil("medusa", [*run, "--acceptance-prompts", "0"]) == 2
     assert "--acceptance-prompts 0 (was 'some')" in capsys.readouterr().err
-    assert distill_medusa.main(run) == 0
+    assert distil("medusa", run) == 0
 
 
 @pytest.mark.parametrize(
-    ("script", "few"),
+    ("method", "few"),
     [
-        (distill_medusa, ["--num-heads", "1"]),
-        (distill_hydra, ["--num-heads", "1"]),
-        (distill_mlp_speculator, ["--n-predict", "1", "--no-tie-weights"]),
-        (distill_eagle, ["--parallel", "--depths", "1"]),
+        ("medusa", ["--num-heads", "1"]),
+        ("hydra", ["--num-heads", "1"]),
+        ("mlp_speculator", ["--n-predict", "1", "--no-tie-weights"]),
+        ("eagle", ["--parallel", "--depths", "1"]),
     ],
     ids=["medusa", "hydra", "mlp", "p-eagle"],
 )
-def test_a_depth_that_is_not_measured_asks_for_nothing(script, few, words, tmp_path, capsys):
+def test_a_depth_that_is_not_measured_asks_for_nothing(method, few, words, tmp_path, capsys):
     argv = [*words, "--output", str(tmp_path), *few, "--acceptance-prompts", "0"]
-    assert script.main([*argv, "--target", str(tmp_path / "nothing")]) == 2
+    assert distil(method, [*argv, "--target", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err  # it came to be looked for
 
 
 def test_an_option_that_did_nothing_then_is_not_asked_for_now(words, tmp_path, capsys):
     run = [*words, "--steps", "2", "--output", str(tmp_path), "--num-heads", "2"]
-    assert distill_medusa.main(run) == 0
+    assert distil("medusa", run) == 0
     record = json.loads(recorded(tmp_path).read_text())
     record["identity"] |= {"heads_weight": 3.0, "learning_rate_floor": 0.7}
     recorded(tmp_path).write_text(json.dumps(record))
-    assert distill_medusa.main(run) == 2  # the floor did something
+    assert distil("medusa", run) == 2  # the floor did something
     said = capsys.readouterr().err
     assert "another run: --learning-rate-floor 0.0 (was 0.7); give" in said
 
@@ -256,17 +257,17 @@ def test_an_option_that_did_nothing_then_is_not_asked_for_now(words, tmp_path, c
 def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path, capsys):
     layers, more = ["--draft-layers", "0", "2"], ["--on-policy", "0.5", "--on-policy-prompt", "8"]
     run = [*words, "--output", str(tmp_path), *more]
-    assert distill_draft.main([*run, *layers]) == 0
+    assert distil("draft", [*run, *layers]) == 0
     check_run(tmp_path, target, "draft_model")
     assert checkpoint.load_config(tmp_path / "export")[0].num_layers == 2
-    assert distill_draft.main([*run, "--draft-layers", "0", "1"]) == 2
+    assert distil("draft", [*run, "--draft-layers", "0", "1"]) == 2
     assert "holds another run: --draft " in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_draft_model_learns_to_guess_in_one_pass(words, target, tmp_path):
     more = ["--parallel", "--draft-layers", "0", "2", "--depths", "3"]
-    assert distill_draft.main([*words, "--output", str(tmp_path), *more]) == 0
+    assert distil("draft", [*words, "--output", str(tmp_path), *more]) == 0
     raw = checkpoint.load_config(tmp_path / "export")[1]
     assert raw["spd_type"] == "pard" and 0 <= raw["pard_token"] < 300
     check_run(tmp_path, target, "draft_model", parallel_drafting=True)
@@ -290,7 +291,7 @@ def test_a_head_learns_to_guess_in_one_pass(words, target, tmp_path):
         "--mask-token",
         "7",
     ]
-    assert distill_eagle.main([*words, "--output", str(tmp_path), *more]) == 0
+    assert distil("eagle", [*words, "--output", str(tmp_path), *more]) == 0
     raw = json.loads((tmp_path / "export" / "config.json").read_text())
     assert raw["speculators_model_type"] == "peagle" and raw["mask_token_id"] == 7
     check_run(tmp_path, target, "eagle3", tree="best_first", tree_size=5)
@@ -301,20 +302,20 @@ def test_a_head_that_guesses_in_one_pass_is_trained_on_from_its_files(words, tar
     first, second = tmp_path / "first", tmp_path / "second"
     parallel = ["--parallel", "--depths", "2"]
     small = ["--capture-layers", "1", "2", "--remat"]
-    assert distill_eagle.main([*words, "--output", str(first), *parallel, *small]) == 0
+    assert distil("eagle", [*words, "--output", str(first), *parallel, *small]) == 0
     again = [*words, "--output", str(second), "--head", str(first / "export")]
-    assert distill_eagle.main([*again, *parallel]) == 0
+    assert distil("eagle", [*again, *parallel]) == 0
     check_run(second, target, "eagle3")
-    assert distill_eagle.main(again) == 2
+    assert distil("eagle", again) == 2
 
 
 def test_medusa_heads_and_then_their_target_with_them(words, target, tmp_path):
     first, both = tmp_path / "first", tmp_path / "both"
     heads = ["--num-heads", "2"]
-    assert distill_medusa.main([*words, "--output", str(first), *heads]) == 0
+    assert distil("medusa", [*words, "--output", str(first), *heads]) == 0
     check_run(first, target, "medusa")
     more = ["--joint", "--heads", str(first / "export"), "--format", "medusa"]
-    assert distill_medusa.main([*words, "--output", str(both), *more]) == 0
+    assert distil("medusa", [*words, "--output", str(both), *more]) == 0
     check_run(both, both / "export" / "target", "medusa", both / "export" / "heads")
 
 
@@ -322,7 +323,7 @@ def test_modules_for_later_tokens_are_trained_and_stitched_into_their_target(
     words, target, tmp_path
 ):
     argv = [*words, "--output", str(tmp_path), "--unroll", "2", "--stitch"]
-    assert finetune_mtp.main(argv) == 0
+    assert distil("mtp", argv) == 0
     check_run(tmp_path, target, "mtp")
     stitched = tmp_path / "export" / "target"
     assert (stitched / "tokenizer.json").is_file()
@@ -332,9 +333,9 @@ def test_modules_for_later_tokens_are_trained_and_stitched_into_their_target(
 @pytest.mark.slow
 def test_modules_in_the_targets_files_are_trained_on(words, target, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    assert finetune_mtp.main([*words, "--output", str(first), "--stitch"]) == 0
+    assert distil("mtp", [*words, "--output", str(first), "--stitch"]) == 0
     more = ["--target", str(first / "export" / "target"), "--mtp-loss", "tvd", "--stitch"]
-    assert finetune_mtp.main([*words, "--output", str(second), *more]) == 0
+    assert distil("mtp", [*words, "--output", str(second), *more]) == 0
     config = checkpoint.load_config(second / "export" / "target")[1]
     assert config["num_nextn_predict_layers"] == 1
     check_run(second, second / "export" / "target", "mtp")
@@ -370,7 +371,7 @@ SMALL_BLOCKS = ["--block-size", "4", "--head-layers", "1", "--anchors", "6"]
 )
 def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, target, tmp_path):
     argv = [*words, "--output", str(tmp_path / "a"), "--variant", variant, *SMALL_BLOCKS, *more]
-    assert distill_dflash.main(argv) == 0
+    assert distil("dflash", argv) == 0
     check_run(tmp_path / "a", target, variant)
     if variant == "dspark":  # and goes on from its files
         again = [
@@ -384,7 +385,7 @@ def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, tar
             "--head",
             str(tmp_path / "a" / "export"),
         ]
-        assert distill_dflash.main(again) == 0
+        assert distil("dflash", again) == 0
 
 
 def held_out_losses(folder):
@@ -397,14 +398,13 @@ LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
 
 
 @pytest.mark.parametrize(
-    ("script", "more", "method", "layout"),
+    ("method", "more", "layout"),
     [
-        (distill_mlp_speculator, LSTM, "mlp_speculator", "arctic-lstm"),
-        pytest.param(distill_hydra, HYDRA, "hydra", "hydra", marks=pytest.mark.slow),
+        ("mlp_speculator", LSTM, "arctic-lstm"),
+        pytest.param("hydra", HYDRA, "hydra", marks=pytest.mark.slow),
         pytest.param(
-            distill_mlp_speculator,
-            ["--variant", "arctic", "--no-scale-input"],
             "mlp_speculator",
+            ["--variant", "arctic", "--no-scale-input"],
             "arctic-rnn",
             marks=pytest.mark.slow,
         ),
@@ -412,9 +412,9 @@ LSTM = ["--variant", "arctic-lstm", "--inner-dim", "16"]
     ids=["arctic-lstm", "hydra++", "arctic"],
 )
 def test_heads_that_guess_one_after_another_are_trained(
-    script, more, method, layout, words, target, tmp_path
+    method, more, layout, words, target, tmp_path
 ):
-    assert script.main([*words, "--output", str(tmp_path), *more]) == 0
+    assert distil(method, [*words, "--output", str(tmp_path), *more]) == 0
     losses = held_out_losses(tmp_path)
     assert losses[-1] < losses[0]
     check_run(tmp_path, target, method)
@@ -423,157 +423,168 @@ def test_heads_that_guess_one_after_another_are_trained(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "option", "first", "other"),
+    ("method", "option", "first", "other"),
     [
-        (distill_hydra, "--heads", ["--num-heads", "2"], ["--variant", "hydra++"]),
-        (distill_mlp_speculator, "--head", ["--no-tie-weights"], ["--variant", "arctic-lstm"]),
+        ("hydra", "--heads", ["--num-heads", "2"], ["--variant", "hydra++"]),
+        ("mlp_speculator", "--head", ["--no-tie-weights"], ["--variant", "arctic-lstm"]),
     ],
     ids=["hydra", "ibm"],
 )
 def test_they_are_trained_on_from_their_files(
-    script, option, first, other, words, target, tmp_path
+    method, option, first, other, words, target, tmp_path
 ):
     one, two = tmp_path / "one", tmp_path / "two"
-    assert script.main([*words, "--output", str(one), *first]) == 0
+    assert distil(method, [*words, "--output", str(one), *first]) == 0
     again = [*words, "--output", str(two), option, str(one / "export")]
-    assert script.main([*again, *other]) == 2
-    assert script.main(again) == 0
+    assert distil(method, [*again, *other]) == 2
+    assert distil(method, again) == 0
     assert held_out_losses(two)[-1] < held_out_losses(one)[-1]
-    check_run(two, target, "hydra" if script is distill_hydra else "mlp_speculator")
+    check_run(two, target, method)
 
 
 @pytest.mark.parametrize(
-    ("script", "more", "message"),
+    ("method", "more", "message"),
     [
         (
-            distill_eagle,
+            "eagle",
             ["--capture-layers", "2", "1"],
             r"reads hidden states \[2, 1\], which must ascend and lie below the target's 3",
         ),
-        (distill_eagle, ["--draft-vocab-size", "301"], "the target has 300 tokens"),
+        ("eagle", ["--draft-vocab-size", "301"], "the target has 300 tokens"),
         (
-            distill_eagle,
+            "eagle",
             ["--variant", "eagle1", "--draft-vocab-size", "50"],
             "only eagle3 heads have it",
         ),
-        (distill_eagle, ["--variant", "hass", "--fc-norm"], "only eagle3 heads have it"),
-        (distill_eagle, ["--fc-norm", "--norm-before-fc"], "norms them already; leave one out"),
+        ("eagle", ["--variant", "hass", "--fc-norm"], "only eagle3 heads have it"),
+        ("eagle", ["--fc-norm", "--norm-before-fc"], "norms them already; leave one out"),
         (
-            distill_eagle,
+            "eagle",
             ["--format", "sglang", "--norm-output"],
             "heads with norms of their own have eagle, speculators",
         ),
         (
-            distill_eagle,
+            "eagle",
             ["--variant", "hass", "--format", "speculators"],
             "hass heads have eagle and sglang",
         ),
-        (distill_eagle, ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
-        (distill_eagle, ["--feature-weight", "1.0"], "no feature of the target"),
-        (distill_eagle, ["--held-out-modules"], "no data is held out: give --held-out-share"),
-        (distill_eagle, ["--length", "128"], "--length 128 does not work; the target has 128 pos"),
+        ("eagle", ["--unroll", "0"], "--unroll 0 does not work; it must be at least 1"),
+        ("eagle", ["--feature-weight", "1.0"], "no feature of the target"),
+        ("eagle", ["--held-out-modules"], "no data is held out: give --held-out-share"),
+        ("eagle", ["--length", "128"], "--length 128 does not work; the target has 128 pos"),
         (
-            distill_eagle,
+            "eagle",
             ["--variant", "eagle1", "--max-new-tokens", "128"],
             "--max-new-tokens 128 does not work; the target has 128 positions",
         ),
         (
-            distill_draft,
+            "draft",
             ["--draft-layers", "0", "--on-policy", "0.1"],
             "--on-policy 0.1 does not work; that is none of the 2 windows",
         ),
-        (distill_draft, [], "give either --draft DIR or --draft-layers"),
+        ("draft", [], "give either --draft DIR or --draft-layers"),
         (
-            distill_draft,
+            "draft",
             ["--draft-layers", "0", "--depths", "4"],
             "--depths 4 does not work; only drafters trained with --parallel have it",
         ),
         (
-            distill_draft,
+            "draft",
             ["--draft-layers", "0", "--parallel", "--mask-token", "300"],
             "--mask-token 300 does not work; the target has 300 tokens",
         ),
         (
-            distill_eagle,
+            "eagle",
             ["--parallel", "--depths", "1"],
             "--num-speculative-tokens 2 does not work; no more than --depths 1 tokens are guessed",
         ),
-        (distill_eagle, ["--parallel", "--variant", "hass"], "only eagle3 heads have --parallel"),
-        (distill_eagle, ["--parallel", "--format", "sglang"], "parallel heads have eagle and spec"),
-        (distill_eagle, ["--parallel", "--unroll", "2"], "one pass has no steps on its own"),
-        (distill_draft, ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
-        (finetune_mtp, ["--fresh", "none"], "has no modules for later tokens"),
-        (finetune_mtp, ["--num-modules", "4"], "--unroll 3 does not work; there are 4 modules"),
-        (finetune_mtp, ["--modules", "x", "--fresh", "random"], "leave out one"),
-        (distill_dflash, ["--block-size", "2"], "a block of --block-size 2 drafts 1 tokens"),
-        (distill_dflash, ["--markov", "rnn"], "only dspark heads have it; leave it out"),
-        (distill_dflash, ["--confidence-weight", "1.0"], "only dspark heads guess chances"),
-        (distill_dflash, ["--loss", "kl"], "it weighs nothing: give --loss-weight too"),
-        (distill_dflash, ["--weighing", "dpace", "--gamma", "3"], "--weighing dpace does not use"),
-        (distill_dflash, ["--head", "x", "--block-size", "8"], "--head decides it"),
-        (distill_dflash, ["--draft-vocab-size", "20"], "take --format dflash-speculators"),
-        (distill_dflash, ["--mask-token", "300"], "the target has 300 tokens"),
-        (distill_medusa, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
-        (distill_hydra, ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
-        (distill_hydra, ["--heads", "x", "--head-layers", "2"], "--heads decides it"),
+        ("eagle", ["--parallel", "--variant", "hass"], "only eagle3 heads have --parallel"),
+        ("eagle", ["--parallel", "--format", "sglang"], "parallel heads have eagle and spec"),
+        ("eagle", ["--parallel", "--unroll", "2"], "one pass has no steps on its own"),
+        ("draft", ["--draft-layers", "2", "3"], "name ascending ones of the target's 3"),
+        ("mtp", ["--fresh", "none"], "has no modules for later tokens"),
+        ("mtp", ["--num-modules", "4"], "--unroll 3 does not work; there are 4 modules"),
+        ("mtp", ["--modules", "x", "--fresh", "random"], "leave out one"),
+        ("dflash", ["--block-size", "2"], "a block of --block-size 2 drafts 1 tokens"),
+        ("dflash", ["--markov", "rnn"], "only dspark heads have it; leave it out"),
+        ("dflash", ["--confidence-weight", "1.0"], "only dspark heads guess the prob"),
+        ("dflash", ["--loss", "kl"], "it weighs nothing: give --loss-weight too"),
+        ("dflash", ["--weighing", "dpace", "--gamma", "3"], "--weighing dpace does not use"),
+        ("dflash", ["--head", "x", "--block-size", "8"], "--head decides it"),
+        ("dflash", ["--draft-vocab-size", "20"], "take --format dflash-speculators"),
+        ("dflash", ["--mask-token", "300"], "the target has 300 tokens"),
+        ("medusa", ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
+        ("hydra", ["--num-heads", "1"], "there are --num-heads 1, one for each token"),
+        ("hydra", ["--heads", "x", "--head-layers", "2"], "--heads decides it"),
         (
-            distill_mlp_speculator,
+            "mlp_speculator",
             ["--n-predict", "1", "--no-tie-weights"],
             "there are --n-predict 1 stages; take as many tokens or fewer",
         ),
-        (distill_mlp_speculator, ["--n-predict", "1"], "one stage shares no weights"),
-        (distill_mlp_speculator, ["--no-tie-embeddings"], "only an LSTM"),
+        ("mlp_speculator", ["--n-predict", "1"], "one stage shares no weights"),
+        ("mlp_speculator", ["--no-tie-embeddings"], "only an LSTM"),
         (
-            distill_mlp_speculator,
+            "mlp_speculator",
             ["--variant", "arctic-lstm", "--no-tie-weights"],
             "--tie-weights False does not work; the stages of an LSTM are always one",
         ),
-        (distill_mlp_speculator, ["--head", "x", "--inner-dim", "8"], "--head decides it"),
+        ("mlp_speculator", ["--head", "x", "--inner-dim", "8"], "--head decides it"),
         (
-            distill_medusa,
+            "medusa",
             ["--format", "medusa", "--draft-vocab-size", "20"],
             "no reduced vocabulary",
         ),
-        (distill_medusa, ["--heads", "x", "--num-heads", "3"], "--heads decides it"),
-        (distill_medusa, ["--heads-weight", "3"], "only --joint has another loss beside theirs"),
+        ("medusa", ["--heads", "x", "--num-heads", "3"], "--heads decides it"),
+        ("medusa", ["--heads-weight", "3"], "only --joint has another loss beside theirs"),
         (
-            distill_draft,
+            "draft",
             ["--draft", "x", "--parallel", "--loss", "tvd"],
-            "--loss 'tvd' does not work; --text-weight 1 learns from the text alone",
+            "--loss 'tvd' does not work; --text-weight 1 trains on the text alone",
         ),
-        (distill_draft, ["--draft", "x", "--on-policy-prompt", "3"], "nothing without --on-policy"),
+        ("draft", ["--draft", "x", "--on-policy-prompt", "3"], "nothing without --on-policy"),
         (
-            distill_eagle,
+            "eagle",
             ["--variant", "eagle1", "--loss-weight", "0", "--loss", "tvd"],
             "it weighs nothing: give --loss-weight too",
         ),
         (
-            distill_eagle,
+            "eagle",
             ["--variant", "eagle1", "--no-through-steps"],
             "--through-steps False does not work; --unroll 1 has no step after the first",
         ),
         (
-            distill_eagle,
+            "eagle",
             ["--variant", "eagle1", "--loss-weight", "0", "--feature-weight", "0"],
             "--loss-weight 0.0 does not work; nothing is left to learn",
         ),
-        (distill_eagle, ["--feature-cache-gigabytes", "3"], "only --feature-cache DIR takes them"),
-        (distill_eagle, ["--head", "x", "--head-layers", "2"], "--head decides it"),
-        (finetune_mtp, ["--unroll", "1", "--step-decay", "0.2"], "--unroll 1 has no step after"),
+        ("eagle", ["--feature-cache-gigabytes", "3"], "only --feature-cache DIR takes them"),
+        ("eagle", ["--head", "x", "--head-layers", "2"], "--head decides it"),
+        ("mtp", ["--unroll", "1", "--step-decay", "0.2"], "--unroll 1 has no step after"),
         (
-            distill_medusa,
+            "medusa",
             ["--schedule", "wsd", "--decay", "2", "--learning-rate-floor", "0.5"],
             "--learning-rate-floor 0.5 does not work; --schedule wsd has none",
         ),
-        (distill_dflash, ["--decay", "3"], "--decay 3 does not work; only --schedule wsd has it"),
-        (distill_hydra, ["--clip", "none", "--clip-at", "5"], "--clip none cuts nothing"),
+        ("dflash", ["--decay", "3"], "--decay 3 does not work; only --schedule wsd has it"),
+        ("hydra", ["--clip", "none", "--clip-at", "5"], "--clip none cuts nothing"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(script, more, message, words, tmp_path, capfd):
+def test_an_impossible_run_ends_in_one_line(method, more, message, words, tmp_path, capfd):
     argv = [*words, "--output", str(tmp_path / "run"), *more]
-    assert script.main(argv) == 2
+    assert distil(method, argv) == 2
     said = capfd.readouterr().err
     assert re.search(message, said)
     assert said.startswith("error: ")
     assert len(said.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_method_lists_the_known_ones(capsys):
+    assert distill.main(["medussa", "--target", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "error: method 'medussa' is unknown; name one of " + ", ".join(distill.METHODS) + "\n"
+    )
+    assert distill.main([]) == 2
+    assert distill.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(method.description in listed for method in distill.METHODS.values())

@@ -11,9 +11,9 @@ from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from training.batches import Batch
-from training.draft import DraftRecipe, DraftTask, sample_continuations
-from training.losses import LOSSES
+from training.losses.distances import LOSSES
 from training.task import Frozen
+from training.tasks.draft_task import DraftRecipe, DraftTask, sample_continuations
 
 
 def sizes(vocab_size, layers):

@@ -16,8 +16,9 @@ from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.network import embed
 from training.batches import Batch
-from training.eagle import PUBLISHED, EagleTask, Frozen, Recipe, teach
-from training.features import TaughtBatch
+from training.data.features import TaughtBatch
+from training.task import Frozen
+from training.tasks.eagle_task import PUBLISHED, EagleTask, Recipe, target_states
 
 TARGET = DecoderConfig(
     vocab_size=40,
@@ -191,7 +192,7 @@ def test_recomputed_steps_give_the_same_gradients(target, batch):
 
 def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch):
     config, recipe = head_config(3, len(KEPT)), Recipe(unroll=2)
-    frozen = Frozen(target, jnp.asarray(KEPT))
+    frozen = Frozen(target, None, jnp.asarray(KEPT))
     params = loud_head(config, frozen)
     task = EagleTask(config, TARGET, recipe, compute="float32")
     loss, _ = jax.jit(task.loss)(params, frozen, batch, jax.random.key(0))
@@ -208,7 +209,7 @@ def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch
 
 def test_acceptance_over_a_reduced_vocabulary_counts_what_it_cannot_draft(target, batch):
     config, recipe = head_config(3, len(KEPT)), Recipe(unroll=1, loss="tvd")
-    frozen = Frozen(target, jnp.asarray(KEPT))
+    frozen = Frozen(target, None, jnp.asarray(KEPT))
     params = loud_head(config, frozen)
     task = EagleTask(config, TARGET, recipe, compute="float32")
     everywhere = dataclasses.replace(batch, weights=np.ones_like(batch.weights))
@@ -303,7 +304,7 @@ def test_features_computed_before_give_the_same_loss(generation, target, batch):
     config, frozen = head_config(generation), Frozen(target)
     params = loud_head(config, frozen)
     task = EagleTask(config, TARGET, Recipe(unroll=2), compute="float32")
-    captured, normed = teach(task, frozen, batch)
+    captured, normed = target_states(task, frozen, batch)
     empty = jnp.zeros((*normed.shape[:2], 0, normed.shape[2]))
     taught = TaughtBatch(
         batch.tokens,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from training.batches import Batch
+from training.data.features import cached
 from training.data.loader import batches
-from training.features import cached
 from training.locks import alone
 
 WIDTH, LENGTH, COUNT = 4, 6, 21
@@ -66,7 +66,7 @@ def test_a_second_run_asks_the_target_for_nothing(tmp_path):
 
 
 def test_an_interrupted_run_is_filled_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.features._FLUSH", 1)
+    monkeypatch.setattr("training.data.features._FLUSH", 1)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, Teacher(stop_after=16))
     [mark] = tmp_path.glob("*.json")

@@ -206,7 +206,7 @@ def test_another_run_is_not_continued_by_mistake(target, chats, whole, capsys):
     before = whole.read_bytes()
     assert generate_data.main(arguments(target, chats, whole, "--seed", "1")) == 2
     said = capsys.readouterr().err
-    assert "holds the answers of another run: seed 1 (was 0); give a new one" in said
+    assert "holds answers of another run: seed 1 (was 0); give a new one" in said
     assert whole.read_bytes() == before
 
 
@@ -223,7 +223,7 @@ def test_a_target_of_the_same_name_or_an_edited_template_does_not_go_on_with_a_f
     again = jax.tree.map(lambda leaf: -leaf, model.params)
     checkpoint.save_pretrained(other, model.config, again, model.raw_config)
     assert generate_data.main([*run, "--target", str(other)]) == 2
-    message = r"holds the answers of another run: weights 'sha256 \w+' \(was 'sha256 \w+'\); give"
+    message = r"holds answers of another run: weights 'sha256 \w+' \(was 'sha256 \w+'\); give"
     assert re.search(message, capsys.readouterr().err)
     template.write_text(template.read_text() + " ")
     assert generate_data.main(run) == 2
@@ -242,7 +242,10 @@ def test_a_file_that_does_not_say_whose_answers_it_holds_goes_on_once_it_does(
     beside.write_text(json.dumps(facts))
     assert generate_data.main(arguments(target, chats, path)) == 2
     said = capsys.readouterr().err
-    assert f"of then, add {json.dumps(told)[1:-1]} to that file" in said and said.count("\n") == 1
+    assert (
+        f"are unchanged, add {json.dumps(told)[1:-1]} to that file" in said
+        and said.count("\n") == 1
+    )
     beside.write_text(json.dumps(facts | told))
     assert generate_data.main(arguments(target, chats, path)) == 0
 
@@ -281,7 +284,7 @@ def test_a_line_damaged_before_the_last_is_not_cut_off(target, chats, whole, tmp
                     | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}
                 ),
             ],
-            "changes the law of the answers; take a lossless one",
+            "changes the answers' distribution; take a lossless one",
         ),
         (["--output", ""], "--output '' does not work; give one"),
     ],
@@ -307,5 +310,5 @@ def test_prompts_that_cannot_be_asked_are_bad_lines(target, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "prompts.jsonl:1: the user speaks twice in a row" in said and "--every-turn" in said
     assert "prompts.jsonl:2: the prompt has" in said and "the target has 256 positions" in said
-    assert "prompts.jsonl:3: nothing that the user says leads to an answer" in said
+    assert "prompts.jsonl:3: no message of the user leads to an answer" in said
     assert len(lines_of(path)) == 2

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from training.acceptance import held_out_prompts
 from training.batches import Batch
+from training.tasks.acceptance import held_out_prompts
 
 
 def window(question, answer, padding=2):

@@ -13,7 +13,8 @@ from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import MedusaConfig
 from training.batches import Batch
-from training.medusa import FrozenTarget, JointParams, MedusaRecipe, MedusaTask
+from training.task import Frozen
+from training.tasks.medusa import JointParams, MedusaRecipe, MedusaTask
 
 TARGET = DecoderConfig(
     vocab_size=40,
@@ -114,7 +115,7 @@ def test_the_loss_is_that_of_the_guesses_that_serving_makes(loss, config, value,
     kept = jnp.asarray(KEPT) if config.reduced else None
     heads = loud(medusa.init_params(jax.random.key(2), config))
     task = MedusaTask(config, TARGET, MedusaRecipe(medusa_loss=loss), compute="float32")
-    frozen = FrozenTarget(target, None, kept)
+    frozen = Frozen(target, None, kept)
     got, metrics = jax.jit(task.loss)(JointParams(heads), frozen, batch, jax.random.key(0))
     np.testing.assert_allclose(got, expected(heads, config, target, batch, value), rtol=2e-5)
     assert 0 < metrics["accepted_0"].mean < 1
@@ -122,7 +123,7 @@ def test_the_loss_is_that_of_the_guesses_that_serving_makes(loss, config, value,
 
 def test_fresh_heads_say_what_the_target_says(target):
     task = MedusaTask(HEADS, TARGET, MedusaRecipe(), compute="float32")
-    heads = task.init(jax.random.key(0), FrozenTarget(target)).heads
+    heads = task.init(jax.random.key(0), Frozen(target)).heads
     hidden = jax.random.normal(jax.random.key(1), (4, 32))
     said = medusa.heads(heads, HEADS, hidden, Decoder(TARGET), target)
     own = Decoder(TARGET).unembed(target, hidden, norm=False)
@@ -131,7 +132,7 @@ def test_fresh_heads_say_what_the_target_says(target):
 
 def test_joint_training_moves_the_target_and_keeps_its_own_loss_apart(target, batch):
     task = MedusaTask(HEADS, TARGET, MedusaRecipe(), joint=True, compute="float32")
-    frozen = FrozenTarget(target)
+    frozen = Frozen(target)
     params = task.init(jax.random.key(0), frozen)
     (loss, metrics), grads = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(
         params, frozen, batch, jax.random.key(0)

@@ -6,7 +6,10 @@ import pytest
 
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
-from training import attention, objective
+from training import attention
+from training.forward import head_of, hidden_states
+from training.linear import LINEARS
+from training.losses import chunks
 
 CONFIG = DecoderConfig(
     vocab_size=50,
@@ -31,6 +34,11 @@ def windows():
     return jax.random.randint(jax.random.key(1), (3, 41), 0, CONFIG.vocab_size)
 
 
+def loss_of(params, windows, compute="float32", remat=False):
+    x = hidden_states(params, CONFIG, windows[:, :-1], compute, remat)
+    return chunks.next_token_loss(x, head_of(params), windows[:, 1:], LINEARS[compute])
+
+
 def test_attention_in_blocks_equals_plain_causal_attention(monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
     q, k, v = (
@@ -44,14 +52,14 @@ def test_attention_in_blocks_equals_plain_causal_attention(monkeypatch):
 
 
 def test_loss_in_chunks_equals_the_plain_loss_and_its_gradient(monkeypatch, params, windows):
-    monkeypatch.setattr(objective, "loss_chunk", lambda: 50)  # 120 rows: stretches of 14, 14, 12
+    monkeypatch.setattr(chunks, "loss_chunk", lambda: 50)  # 120 rows: chunks of 14, 14, 12
 
     def plain(params):
-        x = objective.hidden_states(params, CONFIG, windows[:, :-1], "float32")
-        log_p = jax.nn.log_softmax(x @ objective.head_of(params))
+        x = hidden_states(params, CONFIG, windows[:, :-1], "float32")
+        log_p = jax.nn.log_softmax(x @ head_of(params))
         return -jnp.take_along_axis(log_p, windows[:, 1:, None], -1).mean()
 
-    chunked = lambda params: objective.next_token_loss(params, CONFIG, windows, "float32")[0]
+    chunked = lambda params: loss_of(params, windows)
     ours, theirs = (
         jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(params)) for loss in (chunked, plain)
     )
@@ -61,7 +69,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradient(monkeypatch, para
 
 def test_bfloat16_gradients_stay_close_to_float32_ones(params, windows):
     def gradient(compute):
-        loss = lambda params: objective.next_token_loss(params, CONFIG, windows, compute)[0]
+        loss = lambda params: loss_of(params, windows, compute)
         return jax.jit(jax.grad(loss))(params)
 
     for coarse, fine in zip(
@@ -70,13 +78,13 @@ def test_bfloat16_gradients_stay_close_to_float32_ones(params, windows):
         assert jnp.abs(coarse - fine).max() < 0.03 * jnp.abs(fine).max()
 
 
-def test_recomputed_blocks_give_the_same_gradients_and_keep_less_for_them(params, windows):
+def test_recomputed_blocks_give_the_same_gradients_and_save_less_for_them(params, windows):
     def gradients(remat):
-        loss = lambda p: objective.next_token_loss(p, CONFIG, windows, "float32", remat)[0]
-        kept = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
-        return jax.jit(jax.grad(loss))(params), sum(x.size for x in jax.tree.leaves(kept))
+        loss = lambda p: loss_of(p, windows, remat=remat)
+        saved = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+        return jax.jit(jax.grad(loss))(params), sum(x.size for x in jax.tree.leaves(saved))
 
-    (kept, much), (recomputed, little) = gradients(False), gradients(True)
-    chex.assert_trees_all_close(recomputed, kept, atol=1e-6)
+    (plain, much), (recomputed, little) = gradients(False), gradients(True)
+    chex.assert_trees_all_close(recomputed, plain, atol=1e-6)
     weights = sum(x.size for x in jax.tree.leaves(params))
     assert little - weights < 0.5 * (much - weights)

@@ -127,9 +127,5 @@ def test_tokens_are_counted_where_they_are_labels():
 
 
 def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ValueError, match="--length 0 does not work"):
-        whole([3], 0)
-    with pytest.raises(ValueError, match="packing='first' is unknown; take one of best_fit, none"):
-        whole([3], 4, packing="first")
     with pytest.raises(ValueError, match="no document is left in windows of --length 4"):
         whole([9], 4, long_documents="drop")

@@ -55,7 +55,10 @@ def test_cut_windows_keep_every_input_and_its_target():
         (["--length", "2048"], "--length 2048 does not work; at most --max-positions 1024"),
         (["--context", "100"], "--context 100 does not work; it must divide --length 512"),
         (["--learning-rate", "0"], "--learning-rate 0.0 does not work; it must be above 0"),
-        (["--learning-rate", "inf"], "--learning-rate inf does not work; take a finite one"),
+        (
+            ["--learning-rate", "inf"],
+            "--learning-rate inf does not work; it must be above 0 and finite",
+        ),
         (["--weight-decay", "nan"], "--weight-decay nan does not work; it must be at least 0"),
         (["--decay", "9"], "--decay 9 does not work; only --schedule wsd has it; leave it out"),
         (["--learning-rate-floor", "2"], "--learning-rate-floor 2.0 does not work; take 0 to 1"),

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints import checkpoint
-from training import objective, pretrain
-from training.trainer import without_folders
+from training import pretrain
+from training.forward import head_of, hidden_states
+from training.provenance import without_folders
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def test_transformers_reads_the_export_and_gives_our_logits(exported):
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits.numpy()
     config, params, _ = checkpoint.load_pretrained(exported)
-    x = objective.hidden_states(params, config, jnp.array([ids]), "float32")
-    np.testing.assert_allclose(x @ objective.head_of(params), expected, atol=2e-5)
+    x = hidden_states(params, config, jnp.array([ids]), "float32")
+    np.testing.assert_allclose(x @ head_of(params), expected, atol=2e-5)
 
 
 def test_the_provenance_says_all_but_names_no_path_of_the_machine(exported, sources):

@@ -102,7 +102,7 @@ def test_what_may_be_read_in_two_ways_is_read_as_asked():
         ({"messages": [USER], "prompt": "hi", "response": "bye"}, "and a question with its answer"),
         ({"messages": ["hi"]}, "turn 'hi' is no object with 'role' and 'content'"),
         ({"messages": [{"role": "pirate", "content": "hi"}]}, "role 'pirate' is unknown; known"),
-        ({"messages": [{"role": "user", "content": [1]}]}, r"what the user says is \[1\]"),
+        ({"messages": [{"role": "user", "content": [1]}]}, r"the content of user is \[1\]"),
         ({"prompt": "hi", "response": "a", "completion": "b"}, "more than one question or answer"),
         ({"token_ids": []}, "'token_ids' is empty"),
         ({"token_ids": [1, True]}, "'token_ids' holds True; token ids are whole numbers from 0"),

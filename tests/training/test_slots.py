@@ -19,14 +19,13 @@ from jspec.models.heads.network import embed
 from tests import tiny
 from tests.drafters import heads, peagle, rounds
 from training import slots
-from training.attention import anchored, causal
+from training.attention import causal
 from training.batches import Batch
-from training.draft import DraftRecipe
-from training.eagle import Frozen
-from training.parallel_draft import ParallelDraftTask
-from training.parallel_eagle import PARALLEL, ParallelEagleTask
 from training.slots import SlotRecipe
-from training.task import Frozen as FrozenTeacher
+from training.task import Frozen
+from training.tasks.draft_task import DraftRecipe
+from training.tasks.parallel_draft import ParallelDraftTask
+from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
 
 SIZES = DecoderConfig(
     vocab_size=40,
@@ -140,7 +139,7 @@ def test_queries_in_order_see_what_causal_ones_do():
     q, k, v = (jnp.asarray(rng.normal(size=(2, h, 150, 4)), jnp.float32) for h in (4, 2, 2))
     segments = jnp.asarray(np.repeat([[1, 2], [1, 1]], 75, axis=1))
     every = jnp.broadcast_to(jnp.arange(150), (2, 150))
-    got = anchored(q, k, v, every, 0, segments=segments, window=9)
+    got = causal(q, k, v, anchors=every, segments=segments, window=9)
     np.testing.assert_allclose(got, causal(q, k, v, segments=segments, window=9), atol=1e-5)
 
 
@@ -182,7 +181,7 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
     task = ParallelDraftTask(DRAFT, SIZES, recipe, "float32", slots=RECIPE, mask_token_id=MASK)
     key = jax.random.key(5)
     value = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
-    (got, metrics), grads = value(params, FrozenTeacher(target, params), batch, key)
+    (got, metrics), grads = value(params, Frozen(target, params), batch, key)
     length = batch.tokens.shape[1] - 1
     chosen = slots.choose(
         RECIPE, batch.segments[:, :-1], jnp.asarray(batch.label_weights), length, 0, key
@@ -216,7 +215,7 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
 
 def test_a_heads_loss_is_that_of_rows_with_masks_behind_them(target, batch):
     params = loud(eagle.init_params(jax.random.key(2), HEAD)).replace(draft_to_target=None)
-    frozen = Frozen(target, jnp.asarray(KEPT))
+    frozen = Frozen(target, None, jnp.asarray(KEPT))
     recipe = dataclasses.replace(PARALLEL, step_decay=0.5)
     task = ParallelEagleTask(HEAD, SIZES, recipe, "float32", slots=RECIPE)
     key = jax.random.key(5)

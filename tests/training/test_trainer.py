@@ -11,9 +11,11 @@ import pytest
 
 from tests.training import toy
 from training import data, trainer
+from training.command import run_command
+from training.errors import TrainingError
 from training.locks import alone
 from training.task import Ratio
-from training.trainer import TrainingError, loop
+from training.trainer import loop
 from training.trainer.checkpointing import Checkpoints
 from training.trainer.metrics import Means, read_log
 
@@ -284,7 +286,7 @@ def test_a_run_that_stops_for_a_reason_says_so_in_one_line(capsys):
     def stops(*_):
         raise TrainingError("loss became nan")
 
-    code = trainer.run_command(
+    code = run_command(
         trainer.TrainerSettings, stops, ["--batch", "32"], module="x", description="x"
     )
     assert code == 1 and capsys.readouterr().err == "stopped: loss became nan\n"

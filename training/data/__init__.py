@@ -1,10 +1,9 @@
-"""Training data: files in, batches of packed tokens out.
+"""Training data: from files to batches of packed tokens.
 
-``sources`` cleans source trees, ``readers`` reads everything else, ``records`` says what a line may
-hold, ``chat`` what of a conversation is learned. ``encode`` and ``token_file`` tokenise it once,
-``packing`` makes windows of it, ``loader`` shuffles them into batches; ``settings`` is all of that
-behind options of a command line. ``corpus`` is what pre-training sees instead: a tokenizer of its
-own, and windows without segments. ``prompts`` are what ``generate_data`` asks.
+``sources`` cleans source trees, ``readers`` reads other files, ``records`` defines lines of JSON,
+``chat`` renders conversations. ``encode`` and ``token_file`` tokenise once, ``packing`` makes
+windows, ``loader`` shuffles them into batches, ``settings`` are the options. ``corpus`` prepares
+the data of ``pretrain``, ``prompts`` those of ``generate_data``.
 """
 
 from training.data.corpus import Corpus, Windows, open_corpus, prepare

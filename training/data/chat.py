@@ -1,8 +1,8 @@
-"""Conversations as the model sees them: the chat template's text, and what of it is learned.
+"""Conversations as text by a chat template, and the labels in it.
 
-What the assistant says is learned, to the token that ends its turn. Where a template marks it
-(``{% generation %}``) the marks decide. Elsewhere the template is asked twice a turn, for the text
-up to the opening of the turn and for the text with the turn: what the second adds is the turn.
+The labels are the assistant's turns, with the token that ends each turn. Marks in a template
+(``{% generation %}``) decide. Other templates render each turn twice: the text up to the opening of
+the turn, and the text with the turn; the difference is the turn.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = Sequence[Mapping[str, str]]
-Example = tuple[Sequence[int], np.ndarray]  # ids [n]; bool [n], whether each is learned
+Example = tuple[Sequence[int], np.ndarray]  # ids [n]; bool [n], whether each is a label
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,63 +34,62 @@ class ChatTemplate:
 
     @functools.cached_property
     def is_marked(self) -> bool:
-        """Whether the template itself says what the assistant generates."""
+        """True if the template marks the assistant's turns itself."""
         return _MARKS.search(self.source) is not None
 
     def prompt(self, messages: Messages) -> list[int]:
-        """Token ids up to and with the opening of the assistant's next turn."""
+        """Return the token ids up to and including the opening of the assistant's next turn."""
         return self._encode(self._render(messages, add_generation_prompt=True)).input_ids
 
     def examples(
         self, conversations: Sequence[Messages], refuse: Callable[[int, ValueError], None]
     ) -> list[list[Example]]:
-        """(token ids, whether each is learned) of each conversation.
+        """Return (token ids, labels) of each conversation.
 
-        One example of each, or one a turn of the assistant where the template writes earlier turns
-        otherwise once later ones follow (as those do that drop earlier thoughts): each turn is then
-        learned behind the very text that will stand before it.
+        A conversation has one example, or one a turn of the assistant if later turns change the
+        text of earlier ones (as in templates that drop earlier thoughts): then each turn follows
+        the text that precedes it when it is served.
 
         Args:
           conversations: many at once, which the tokenizer reads in parallel.
-          refuse: called with the number of a conversation that cannot be learned from, and why.
+          refuse: called with the number of an unusable conversation, and the reason.
         """
-        found: list[list[Example]] = [[] for _ in conversations]
+        examples: list[list[Example]] = [[] for _ in conversations]
         rendered = []
         for number, messages in enumerate(conversations):
             try:
                 messages, turns = _up_to_last_answer(messages)
                 if self.is_marked:
-                    found[number] = [self._by_marks(messages)]
+                    examples[number] = [self._by_marks(messages)]
                 else:
-                    rendered += [(number, *each) for each in self._spans(messages, turns)]
+                    rendered += [(number, *part) for part in self._spans(messages, turns)]
             except ValueError as error:
                 refuse(number, error)
         if rendered:
             encoded = self._encode([text for _, text, _ in rendered], return_offsets_mapping=True)
             pairs = zip(encoded.input_ids, encoded.offset_mapping, strict=True)
             for (number, text, spans), (ids, offsets) in zip(rendered, pairs, strict=True):
-                found[number].append((ids, self._learned(text, spans, ids, offsets)))
-        return found
+                examples[number].append((ids, self._labels(text, spans, ids, offsets)))
+        return examples
 
     def _spans(
         self, messages: Messages, turns: Sequence[int]
     ) -> list[tuple[str, list[tuple[int, int]]]]:
-        """(text, spans of it that are learned) of each example."""
+        """Return (text, spans of the assistant's turns) of each example."""
         spans = [self._span(messages, turn) for turn in turns]
-        whole = spans[-1][0]
-        if all(whole.startswith(closed) for closed, _ in spans):
-            return [(whole, [(start, len(closed)) for closed, start in spans])]
+        text = spans[-1][0]
+        if all(text.startswith(closed) for closed, _ in spans):
+            return [(text, [(start, len(closed)) for closed, start in spans])]
         return [(closed, [(start, len(closed))]) for closed, start in spans]
 
     def _span(self, messages: Messages, turn: int) -> tuple[str, int]:
-        """The text up to the end of a turn, and where in it the turn begins."""
+        """Return the text up to the end of a turn, and the turn's start in it."""
         opened = self._render(messages[:turn], add_generation_prompt=True)
         closed = self._render(messages[: turn + 1])
         if not closed.startswith(opened):
             raise ValueError(
-                "the chat template does not continue its own generation prompt, so what the "
-                "assistant says cannot be told from the rest; give --chat-template a template "
-                "with {% generation %} marks"
+                "the chat template does not continue its own generation prompt, so the assistant's "
+                "turns cannot be found; give --chat-template a template with {% generation %} marks"
             )
         return closed, len(opened)
 
@@ -103,16 +102,16 @@ class ChatTemplate:
             raise ValueError("the chat template's {% generation %} marks hold nothing of it")
         return encoded["input_ids"], learned
 
-    def _learned(
+    def _labels(
         self, text: str, spans: Sequence[tuple[int, int]], ids: list[int], offsets: Sequence
     ) -> np.ndarray:
-        """Which tokens lie whole in a span, up to the one that ends the turn; bool [n]."""
+        """Return bool [n]: tokens inside a span, up to the token that ends the turn."""
         learned = np.zeros(len(ids), bool)
         begins, ends = np.array(offsets).reshape(-1, 2).T
         for start, end in spans:
             inside = np.flatnonzero((begins >= start) & (ends <= end))
             count = len(inside)
-            # Behind the end of the turn stands the template's space, which no model emits.
+            # The template writes space behind the end of the turn, which no model emits.
             while count and ids[last := inside[count - 1]] not in self._special:
                 if text[begins[last] : ends[last]].strip():
                     count = 0  # the turn ends in a text of its own
@@ -131,17 +130,17 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 list(messages), chat_template=self.source, tokenize=tokenize, **options
             )
-        except Exception as error:  # of Jinja, or the template's own complaint
+        except Exception as error:  # of Jinja, or raised by the template
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the chat template refuses it: {reason}") from None
 
     def _encode(self, text: str | list[str], **options: Any) -> Any:
-        # The template has written the special tokens already.
+        # The template has written the special tokens.
         return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
 
 def _up_to_last_answer(messages: Messages) -> tuple[Messages, list[int]]:
-    """The messages without those that nobody answers, and which are the assistant's."""
+    """Return the messages up to the last answer, and the indices of the assistant's."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise ValueError("the assistant says nothing in it: there is nothing to learn")
@@ -151,15 +150,15 @@ def _up_to_last_answer(messages: Messages) -> tuple[Messages, list[int]]:
 
 
 def open_template(tokenizer: Any, path: str = "") -> ChatTemplate:
-    """The template in file ``path``, or the tokenizer's own.
+    """Return the template in file ``path``, or the tokenizer's own.
 
     Raises:
-      ValueError: there is none, or the tokenizer cannot say where its tokens lie.
+      ValueError: there is none, or the tokenizer gives no offsets of its tokens.
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} is no fast tokenizer, and cannot say where in a text its "
-            "tokens lie; save it with a tokenizer.json"
+            f"{type(tokenizer).__name__} is no fast tokenizer and gives no offsets of its tokens; "
+            "save it with a tokenizer.json"
         )
     source = template_source(tokenizer, path)
     if not source:
@@ -171,7 +170,7 @@ def open_template(tokenizer: Any, path: str = "") -> ChatTemplate:
 
 
 def template_source(tokenizer: Any, path: str = "") -> str:
-    """The Jinja of file ``path``, or the tokenizer's own; "" where there is none.
+    """Return the Jinja of file ``path``, or the tokenizer's own; "" if there is none.
 
     Raises:
       ValueError: there is no such file.

@@ -1,7 +1,7 @@
-"""The corpus of a pre-training run: a tokenizer, and shuffled windows, whole modules held out.
+"""The corpus of a pre-training run: a tokenizer, and shuffled windows, with modules held out.
 
-Text is tokenised once into a folder of flat uint16 files. A window is then addressed by number
-alone, so a resumed run sees exactly the data that an uninterrupted one would have seen.
+Text is tokenised once into a folder of flat uint16 files. A window is addressed by its number, so a
+resumed run sees the same data as an uninterrupted one.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from training.data.tokenizer import encode_documents, save_tokenizer, train_toke
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token files of a prepared corpus: uint16 ids, documents ended by the separator."""
+    """Token files of a prepared corpus: uint16 ids; the separator ends each document."""
 
     directory: Path
     train: np.ndarray  # [tokens], memory-mapped
     holdout: np.ndarray  # [tokens], memory-mapped
-    description: dict  # sources, held-out modules, counts, hashes: goes into the provenance
+    description: dict  # sources, held-out modules, counts, hashes: for the provenance
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -45,7 +45,7 @@ def prepare(
     max_length: int = 1024,
     seed: int = 0,
 ) -> Corpus:
-    """Builds the corpus in ``directory``, or opens it where the same request built it before.
+    """Build the corpus in ``directory``, or open it if the same request built it before.
 
     Raises:
       ValueError: ``holdout`` names a module that no source holds, or leaves nothing to train on.
@@ -58,35 +58,30 @@ def prepare(
         "seed": seed,
     }
     if not all(map(is_package, sources)):
-        request["files"] = "whole"  # earlier versions cleaned them as packages are
+        request["files"] = "whole"  # earlier versions cleaned them like packages
     record = directory / "corpus.json"
     if not record.exists() or json.loads(record.read_text())["request"] != request:
-        record.unlink(missing_ok=True)  # what it speaks of is about to be replaced
+        record.unlink(missing_ok=True)  # the files that it describes are about to be replaced
         left_out: Counter[str] = Counter()
         documents = find_documents(sources, package_paths, holdout, left_out)
         parts = _split(documents, holdout, seed)
         if source_megabytes:
             parts["train"] = _capped(parts["train"], 1e6 * source_megabytes)
-        texts = [document.text for document in parts["train"]]
-        tokenizer = train_tokenizer(texts, vocab_size)
+        tokenizer = train_tokenizer([document.text for document in parts["train"]], vocab_size)
         save_tokenizer(tokenizer, directory / "tokenizer", max_length)
         counts = {
             name: _write_tokens(directory / f"{name}.bin", tokenizer, part)
             for name, part in parts.items()
         }
         modules = sorted({document.module for document in parts["train"]})
-        description = {
-            "request": request,
-            "train_modules": modules,
-            "left_out": dict(left_out),
-            **counts,
-        }
-        record.write_text(json.dumps(description, indent=2) + "\n")  # last: marks a whole corpus
+        facts = {"request": request, "train_modules": modules, "left_out": dict(left_out)}
+        # Last: it marks a whole corpus.
+        record.write_text(json.dumps(facts | counts, indent=2) + "\n")
     return open_corpus(directory)
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Maps the files of a prepared corpus."""
+    """Map the files of a prepared corpus."""
     train, holdout = (
         np.memmap(directory / f"{name}.bin", np.uint16, mode="r") for name in ("train", "holdout")
     )
@@ -96,7 +91,7 @@ def open_corpus(directory: Path) -> Corpus:
 def _split(
     documents: list[Document], holdout: Sequence[str], seed: int
 ) -> dict[str, list[Document]]:
-    """Documents by part, each part in a fixed shuffled order."""
+    """Return the documents of each part, in a fixed shuffled order."""
     missing = set(holdout) - {document.module for document in documents}
     if missing:
         raise ValueError(f"holdout {sorted(missing)} is in no --data source; name modules of them")
@@ -111,14 +106,14 @@ def _split(
 
 
 def _capped(documents: list[Document], limit: float) -> list[Document]:
-    """At most ``limit`` characters of each source, so that no large package drowns the rest."""
-    used: dict[str, int] = {}
-    kept = []
+    """Keep at most ``limit`` characters of each source, so no large package dominates."""
+    used: Counter[str] = Counter()
+    selected = []
     for document in documents:
-        if used.setdefault(document.source, 0) + len(document.text) <= limit:
+        if used[document.source] + len(document.text) <= limit:
             used[document.source] += len(document.text)
-            kept.append(document)
-    return kept
+            selected.append(document)
+    return selected
 
 
 def _write_tokens(path: Path, tokenizer, documents: list[Document]) -> dict:
@@ -135,7 +130,7 @@ def _write_tokens(path: Path, tokenizer, documents: list[Document]) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of ``length`` inputs and their targets over a token file: rows of the loader.
+    """Windows of ``length`` inputs and their labels over a token file: ``loader.Rows``.
 
     Raises:
       ValueError: the file is shorter than a window.
@@ -155,7 +150,7 @@ class Windows:
         return max(len(self.tokens) - 1, 0) // self.length
 
     def __getitem__(self, index: int) -> Batch:
-        """Window ``index``, in file order: one segment, every token a label."""
+        """Return window ``index``, in file order: one segment, every token a label."""
         start = index * self.length
         tokens = np.asarray(self.tokens[start : start + self.length + 1], np.int32)
         return Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))

@@ -1,4 +1,4 @@
-"""Records to token ids, and which of them are learned."""
+"""Records to token ids and labels."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from training.data import chat
 from training.data.readers import BadLines
 from training.data.records import Chat, Record, Text, Tokens
 
-_VERSION = 1  # to be raised with every change of what this file makes of a record
+_VERSION = 1  # raise it with every change of the tokens of a record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Encoded:
 
     Attributes:
       ids: int64 [n], at least two.
-      learned: bool [n], at least one of them True.
+      learned: bool [n], whether a token is a label; at least one is.
       group: see ``records.Text.group``.
     """
 
@@ -33,11 +33,11 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Encoder:
-    """A tokenizer with all that decides what becomes of a record.
+    """A tokenizer, and all that decides the tokens of a record.
 
     Attributes:
       tokenizer: of ``transformers``.
-      vocab_size: of the model that will see the tokens.
+      vocab_size: of the model that reads the tokens.
       chat_template: file of a template; "" for the tokenizer's own.
     """
 
@@ -47,7 +47,7 @@ class Encoder:
 
     @functools.cached_property
     def template(self) -> chat.ChatTemplate:
-        """The chat template, opened when the first conversation comes.
+        """The chat template, opened at the first conversation.
 
         Raises:
           ValueError: there is none.
@@ -56,7 +56,7 @@ class Encoder:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of everything that the tokens of a record depend on."""
+        """A hash of everything that decides the tokens of a record."""
         has_template = self.chat_template or self.tokenizer.chat_template
         facts = (
             _VERSION,
@@ -69,7 +69,7 @@ class Encoder:
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
     def encode(self, records: Sequence[Record], bad: BadLines) -> Iterator[Encoded]:
-        """Documents of the records, in order; none or several of a record are possible.
+        """Yield the documents of the records, in order; a record may have none or several.
 
         Raises:
           ValueError: there are too many bad lines, or conversations and no chat template.
@@ -101,8 +101,8 @@ class Encoder:
 
     def _tokens(self, records: list[Tokens], _: BadLines) -> list[list[chat.Example]]:
         return [
-            [([*each.prompt, *each.answer], [False] * len(each.prompt) + [True] * len(each.answer))]
-            for each in records
+            [((*r.prompt, *r.answer), [False] * len(r.prompt) + [True] * len(r.answer))]
+            for r in records
         ]
 
     def _chats(self, records: list[Chat], bad: BadLines) -> list[list[chat.Example]]:
@@ -114,18 +114,18 @@ class Encoder:
         for begins in (True, False):
             chosen = [i for i, record in enumerate(records) if record.begins == begins]
             if chosen:
-                given = [records[i].text for i in chosen]
-                made = self.tokenizer(given, add_special_tokens=begins, verbose=False).input_ids
-                for i, each in zip(chosen, made, strict=True):
-                    ids[i] = each
+                texts = [records[i].text for i in chosen]
+                made = self.tokenizer(texts, add_special_tokens=begins, verbose=False).input_ids
+                for i, tokens in zip(chosen, made, strict=True):
+                    ids[i] = tokens
         end = self.tokenizer.eos_token_id
-        for record, each in zip(records, ids, strict=True):
-            if record.ends and end is not None and each[-1:] != [end]:
-                each.append(end)
-        return [[(each, [True] * len(each))] for each in ids]
+        for record, tokens in zip(records, ids, strict=True):
+            if record.ends and end is not None and tokens[-1:] != [end]:
+                tokens.append(end)
+        return [[(tokens, [True] * len(tokens))] for tokens in ids]
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """A hash of the tokens and their ids: equal where ids mean the same."""
+    """Return a hash of the tokens and their ids; equal hashes mean equal ids."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()

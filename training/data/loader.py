@@ -1,4 +1,4 @@
-"""Rows to batches, by grain: shuffled anew every epoch, endless, resumed at the exact position."""
+"""Rows to batches, by grain: shuffled every epoch, endless, resumed at the exact position."""
 
 from typing import Protocol
 
@@ -16,23 +16,23 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Batch:
-        """One row, without the batch axis: tokens, segments and weights [T + 1]."""
+        """Return one row without the batch axis: tokens, segments and weights [T + 1]."""
 
 
 def batches(
     rows: Rows, *, batch: int, seed: int, process_index: int = 0, process_count: int = 1
 ) -> grain.DatasetIterator[Batch]:
-    """An endless iterator over ``rows``; every row comes once an epoch, in the epoch's own order.
+    """Return an endless iterator over ``rows``; each epoch has every row once, in its own order.
 
-    Its ``get_state()`` is a small dict fit for JSON, and ``set_state`` continues after it exactly.
-    The order depends on ``seed`` and the number of rows alone.
+    ``get_state()`` of the iterator is a small dict for JSON; ``set_state`` continues exactly there.
+    The order depends only on ``seed`` and the number of rows.
 
     Args:
       rows: at least one.
       batch: rows of the global batch.
       seed: of the order; 0 or more.
-      process_index: which part of every batch this process sees.
-      process_count: parts of a batch. Laid end to end they are the batch of a single process.
+      process_index: index of this process's part of every batch.
+      process_count: number of parts; joined, they are the batch of a single process.
 
     Returns:
       Batches of host arrays, [batch / process_count, T + 1].
@@ -41,7 +41,7 @@ def batches(
       ValueError: there are no rows, or ``batch`` cannot be cut into ``process_count`` parts.
     """
     part = _part(rows, batch, process_count)
-    # grain numbers epochs by adding them to the seed: hashed seeds keep 0 and 1 far apart.
+    # grain adds the number of the epoch to the seed: hashed seeds keep 0 and 1 far apart.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     endless = grain.MapDataset.source(rows).shuffle(seed=hashed).repeat()
     parts = endless.batch(part)[process_index::process_count]
@@ -56,12 +56,12 @@ def held_out(
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.IterDataset[Batch]:
-    """Whole batches of rows spread evenly over ``rows``: the same each time they are gone through.
+    """Return whole batches of rows spread evenly over ``rows``; every iteration is the same.
 
     Args:
-      rows: at least one; where they are fewer than ``batch``, some come twice to fill one.
+      rows: at least one; if there are fewer than ``batch``, some are repeated.
       batch: rows of the global batch.
-      limit: most rows to take, if more than a batch; None for all but what fills no batch.
+      limit: maximum number of rows, if more than a batch; None for all that fill a batch.
       process_index: as in ``batches``.
       process_count: as in ``batches``.
 
@@ -69,14 +69,14 @@ def held_out(
       ValueError: as ``batches``.
     """
     part = _part(rows, batch, process_count)
-    wanted = len(rows) if limit is None else min(limit, len(rows))
-    count = max(wanted // batch, 1) * batch
+    most = len(rows) if limit is None else min(limit, len(rows))
+    count = max(most // batch, 1) * batch
     spread = grain.MapDataset.range(count).map(lambda i: rows[i * len(rows) // count])
     return spread.batch(part)[process_index::process_count].to_iter_dataset(_READ_AHEAD)
 
 
 def _part(rows: Rows, batch: int, process_count: int) -> int:
-    """Rows of a batch that one process sees."""
+    """Return the rows of a batch that belong to one process."""
     if not len(rows):
         raise ValueError("the training data holds no rows; give more data or shorter windows")
     if batch < 1 or batch % process_count:

@@ -1,11 +1,11 @@
-"""Documents packed into windows, each a segment of its own.
+"""Documents packed into windows; each document is a segment of its own.
 
-Best fit, longest first: a piece goes where it leaves the least room. The windows of real data are
-then full to the last per cent or so, and no document attends to another.
+Best fit, longest first: each piece goes into the window that it fills best. Windows of real data
+are full to the last per cent or so, and no document attends to another.
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -19,11 +19,11 @@ LongDocuments = Literal["cut", "truncate", "drop"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Windows over a token file, addressed by number. Made by ``pack``.
+    """Windows over a token file, addressed by number; ``pack`` makes them.
 
     Attributes:
       file: the documents.
-      starts: int64 [pieces], where each piece begins in the file, window by window.
+      starts: int64 [pieces], start of each piece in the file, window by window.
       lengths: int64 [pieces].
       first: int64 [windows + 1], number of each window's first piece.
       length: T; a window holds T + 1 tokens.
@@ -39,9 +39,9 @@ class PackedRows:
         return len(self.first) - 1
 
     def __getitem__(self, index: int) -> Batch:
-        """Window ``index``: segments from 1 on, zeros behind them.
+        """Return window ``index``: segments from 1 on, zeros behind them.
 
-        The first token of a segment weighs nothing: no row of its segment predicts it.
+        The first token of a segment has weight 0, because no row of its segment predicts it.
         """
         width = self.length + 1
         row = Batch(
@@ -74,27 +74,19 @@ def pack(
     packing: Packing = "best_fit",
     long_documents: LongDocuments = "cut",
 ) -> PackedRows:
-    """Packs documents into windows.
+    """Pack documents into windows.
 
     Args:
       file: the tokens.
-      documents: int [n], numbers of those to take.
-      length: T; a window holds T + 1 tokens.
+      documents: int [n], numbers of the documents.
+      length: T, at least 1; a window holds T + 1 tokens.
       packing: ``none`` gives every piece a window of its own.
-      long_documents: of more than T + 1 tokens: ``cut`` into pieces, ``truncate`` to the first
-        piece, or ``drop``. Pieces with nothing to learn are left out, as are single tokens.
+      long_documents: ``cut`` documents of more than T + 1 tokens into pieces, ``truncate`` them to
+        the first piece, or ``drop`` them. Pieces without labels and single tokens are left out.
 
     Raises:
-      ValueError: an argument is out of range, or nothing is left.
+      ValueError: nothing is left.
     """
-    if length < 1:
-        raise ValueError(f"--length {length} does not work; it must be at least 1")
-    for name, value, known in (
-        ("packing", packing, get_args(Packing)),
-        ("long_documents", long_documents, get_args(LongDocuments)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; take one of {', '.join(known)}")
     starts, lengths = _pieces(file, np.sort(documents), length + 1, long_documents)
     if not len(starts):
         raise ValueError(
@@ -110,22 +102,22 @@ def pack(
 
 
 def token_counts(rows: Rows, vocab_size: int, *, learned: bool = True) -> np.ndarray:
-    """How often each token stands in ``rows``: int64 [vocab_size].
+    """Return the frequency of each token in ``rows``: int64 [vocab_size].
 
-    ``learned`` counts labels alone (weight above 0): what a reduced draft vocabulary is chosen by.
+    ``learned`` only counts labels (weight above 0), by which a draft vocabulary is chosen.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(rows), 1024):  # many at once: a count is as long as the vocabulary
         some = [rows[i] for i in range(begin, min(begin + 1024, len(rows)))]
-        kept = [row.tokens[row.weights > 0 if learned else row.segments > 0] for row in some]
-        counts += np.bincount(np.concatenate(kept), minlength=vocab_size)
+        tokens = [row.tokens[row.weights > 0 if learned else row.segments > 0] for row in some]
+        counts += np.bincount(np.concatenate(tokens), minlength=vocab_size)
     return counts
 
 
 def _pieces(
     file: TokenFile, documents: np.ndarray, width: int, long_documents: LongDocuments
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of all pieces of at most ``width`` tokens, in the order of documents."""
+    """Return starts and lengths of all pieces of at most ``width`` tokens, by document."""
     lengths = file.lengths[documents]
     starts = (file.ends - file.lengths)[documents]
     if long_documents == "drop":
@@ -134,11 +126,10 @@ def _pieces(
         lengths = np.minimum(lengths, width)
     counts = -(-lengths // width)
     owner = np.repeat(np.arange(len(starts)), counts)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begins = starts[owner] + place * width
-    sizes = np.minimum(width, lengths[owner] - place * width)
+    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * width
+    begins, sizes = starts[owner] + offset, np.minimum(width, lengths[owner] - offset)
     begins, sizes = begins[sizes > 1], sizes[sizes > 1]
-    # Whether anything of a piece is a label, its first token apart.
+    # A piece is useful if any token but its first is a label.
     edges = np.stack([begins + 1, begins + sizes], 1).ravel()
     inside = edges[: np.searchsorted(edges, len(file.learned))]  # the last end may be the file's
     useful = np.logical_or.reduceat(file.learned, inside)[::2] if len(inside) else np.zeros(0, bool)
@@ -146,13 +137,13 @@ def _pieces(
 
 
 def _best_fit(lengths: np.ndarray, width: int) -> np.ndarray:
-    """The window of each piece, int64 [pieces]: best fit, longest piece first.
+    """Return the window of each piece, int64 [pieces]: best fit, longest piece first.
 
-    Bit r of ``rooms`` says that some window has room for exactly r tokens: the best fit is the
+    Bit r of ``rooms`` is set if some window has room for exactly r tokens: the best fit is the
     lowest bit at or above the length.
     """
     windows = np.zeros(len(lengths), np.int64)
-    waiting: list[list[int]] = [[] for _ in range(width + 1)]  # windows by the room they have
+    waiting: list[list[int]] = [[] for _ in range(width + 1)]  # windows by their room
     rooms, count = 0, 0
     for piece in np.argsort(-lengths, kind="stable"):
         size = int(lengths[piece])

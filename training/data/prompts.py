@@ -1,4 +1,4 @@
-"""Prompts to be answered by the target: texts to go on from, conversations to take part in."""
+"""Prompts for the target: texts to continue, conversations to answer."""
 
 import dataclasses
 import itertools
@@ -13,15 +13,15 @@ from training.data.records import Chat, Record, Text, Tokens, hash_64
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What one conversation, or one text, asks for.
+    """One conversation or text.
 
     Attributes:
       where: file and line.
-      key: a hash of what is asked, and a number behind a hyphen where it was asked before.
+      key: a hash of the prompt, with a hyphen and a number if it was asked before.
       token_ids: of a text; () for a conversation.
-      turns: of a conversation: the messages that lead to each answer of the target, without the
-        answers themselves; one empty turn for a text.
-      length: tokens up to the first answer.
+      turns: of a conversation: the messages before each answer of the target, without the answers;
+        one empty turn for a text.
+      length: tokens before the first answer.
     """
 
     where: str
@@ -31,14 +31,14 @@ class Prompt:
     length: int = 0
 
     def messages(self, answers: Sequence[str]) -> list[dict]:
-        """The conversation up to the user's newest message, given the answers before it."""
+        """Return the conversation up to the user's newest message, given the answers before it."""
         messages = list(self.turns[0])
-        for answer, asked in zip(answers, self.turns[1:], strict=False):
-            messages += [{"role": "assistant", "content": answer}, *asked]
+        for answer, turn in zip(answers, self.turns[1:], strict=False):
+            messages += [{"role": "assistant", "content": answer}, *turn]
         return messages
 
     def encoded(self, answers: Sequence[str], encoder: Encoder) -> tuple[int, ...]:
-        """Token ids up to the next answer.
+        """Return the token ids before the next answer.
 
         Raises:
           ValueError: the template refuses the conversation.
@@ -56,16 +56,16 @@ def read_prompts(
     prompt_tokens: int = 0,
     stride: int = 0,
 ) -> list[Prompt]:
-    """The prompts of all sources, in their order.
+    """Return the prompts of all sources, in their order.
 
     Args:
       sources: what to read.
       encoder: tokenizer and template of the target.
-      bad: counts what cannot be asked.
-      max_positions: of the target; it must have room for a prompt and one token more.
-      every_turn: answer every message of the user, not the last one alone; what the assistant said
-        is then left out, else it stays but for the last answer.
-      prompt_tokens: of texts, the tokens of a prompt; 0 takes a text whole.
+      bad: counts unusable prompts.
+      max_positions: of the target; a prompt must leave room for one token.
+      every_turn: answer every message of the user, not only the last. The assistant's messages are
+        then replaced; else they stay, except the last answer.
+      prompt_tokens: length of a prompt cut from a text; 0 takes a text whole.
       stride: tokens from one prompt of a text to the next.
 
     Raises:
@@ -76,14 +76,14 @@ def read_prompts(
     for source in sources:
         for _, record in source.read(bad):
             if isinstance(record, Chat):
-                encoder.template  # noqa: B018  without one, no line is to blame
+                encoder.template  # noqa: B018  a missing template is no fault of a line
             try:
-                found = _of_record(record, encoder, every_turn, prompt_tokens, stride)
-                found = [_measured(prompt, encoder, max_positions) for prompt in found]
+                of_record = _of_record(record, encoder, every_turn, prompt_tokens, stride)
+                of_record = [_measured(prompt, encoder, max_positions) for prompt in of_record]
             except ValueError as error:
                 bad.add(record.where, error)
                 continue
-            prompts += [_numbered(prompt, seen) for prompt in found]
+            prompts += [_numbered(prompt, seen) for prompt in of_record]
     if not prompts:
         raise ValueError("the prompts hold nothing to ask; give other files")
     return prompts
@@ -112,28 +112,27 @@ def _parts(
     ids = encoder.tokenizer(record.text, add_special_tokens=record.begins, verbose=False).input_ids
     if not prompt_tokens:
         return [ids]
-    # A text shorter than a prompt is one of its own; the end of a longer one is no prompt.
+    # A text shorter than a prompt is a prompt; the rest of a longer text is dropped.
     starts = range(0, max(len(ids) - prompt_tokens, 0) + 1, stride)
     return [ids[start : start + prompt_tokens] for start in starts]
 
 
 def _last_turn(messages: Messages) -> Messages:
-    """All that leads to the assistant's last answer, or to the one that is wanting."""
+    """Return the messages before the assistant's last, or missing, answer."""
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     for before, after in itertools.pairwise(messages):
         if before["role"] == after["role"] == "user":
             raise ValueError(
-                "the user speaks twice in a row: there is an answer to be made between; give "
-                "--every-turn"
+                "the user speaks twice in a row: an answer is missing between; give --every-turn"
             )
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError("nothing that the user says leads to an answer")
+        raise ValueError("no message of the user leads to an answer")
     return messages
 
 
 def _every_turn(messages: Messages) -> list[Messages]:
-    """Messages up to each of the user's, what the assistant said left out."""
+    """Return the messages before each answer, without the assistant's."""
     turns: list[Messages] = []
     waiting: list = []
     for message in messages:
@@ -158,6 +157,6 @@ def _measured(prompt: Prompt, encoder: Encoder, max_positions: int) -> Prompt:
 
 
 def _numbered(prompt: Prompt, seen: dict[str, int]) -> Prompt:
-    """The prompt with a key of its own, also where the same was asked before."""
+    """Return the prompt with a unique key."""
     number = seen[prompt.key] = seen.get(prompt.key, -1) + 1
     return dataclasses.replace(prompt, key=f"{prompt.key}-{number}") if number else prompt

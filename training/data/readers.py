@@ -1,7 +1,7 @@
-"""Where records come from: JSON lines, text, folders, packages, Hugging Face datasets.
+"""Sources of records: JSON lines, text, folders, packages, Hugging Face datasets.
 
-A file's format is recognised by its content. What cannot be used is counted by ``BadLines``, which
-fails once there are too many.
+The content of a file decides its format. ``BadLines`` counts unusable lines and fails if there are
+too many.
 """
 
 import dataclasses
@@ -19,15 +19,17 @@ from training.data.records import Record, Text, kinds, read_record
 
 _LINES = (".jsonl", ".ndjson")
 _JSON = (*_LINES, ".json")
-_SECTION = 1 << 16  # characters of plain text tokenised in one go
-_EXAMPLE = 1 << 10  # bytes that an example of a dataset counts for in a progress bar
+_SECTION = 1 << 16  # characters of plain text that are tokenised at once
+_EXAMPLE = 1 << 10  # assumed bytes of a dataset's example, for progress bars
+
+Entry = tuple[int, str, Any]  # bytes, place in the source, object
 
 
 class BadLines:
-    """Counts what could not be used, and says so on stderr.
+    """A counter of unusable lines, which prints each on stderr.
 
     Attributes:
-      limit: most lines to skip.
+      limit: maximum number of lines to skip.
       count: skipped so far.
     """
 
@@ -35,7 +37,7 @@ class BadLines:
         self.limit, self.count = limit, count
 
     def add(self, where: str, reason: object) -> None:
-        """Skips a line.
+        """Skip a line.
 
         Raises:
           ValueError: it is one too many.
@@ -51,14 +53,14 @@ class BadLines:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Some of the data.
+    """Part of the data.
 
     Attributes:
-      name: as in messages and in the provenance: without folders.
-      size: bytes or so, for a progress bar: the sum of what ``read`` yields beside the records.
+      name: for messages and the provenance, without folders.
+      size: sum of the sizes that ``read`` yields, for progress bars.
       digest: of everything that the records depend on.
-      vocabulary: where the records are tokens, what made them says of theirs; "" if nothing.
-      read: gives (size of what was read for it, record) one by one.
+      vocabulary: digest of the vocabulary of records of tokens; "" if unknown.
+      read: yields (size, record) one by one.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Source:
 
 
 def provenance_of(path: Path) -> Path:
-    """The file beside a generated one that says how it came to be."""
+    """Return the path of the provenance of a generated file."""
     return path.with_name(f"{path.name}.provenance.json")
 
 
@@ -81,10 +83,10 @@ def find(
     held_out_modules: Sequence[str] = (),
     left_out: Counter[str] | None = None,
 ) -> tuple[list[Source], list[Source]]:
-    """Opens ``data``, and of its folders and packages the held-out modules apart.
+    """Open ``data``; return training sources, and the held-out modules of folders and packages.
 
-    Of a folder the files of text, and those of lines of JSON that hold records, are read as if each
-    were named; packages are cleaned. What is left out is told on stderr.
+    Of a folder, files of text and of JSON lines with records are read as if each were named.
+    Packages are cleaned. Stderr counts what is left out.
 
     Args:
       data: each one of ``stdlib``, ``package:NAME``, ``hf:NAME[:SPLIT]``, a folder (of files, or a
@@ -94,34 +96,31 @@ def find(
       held_out_modules: top-level modules of folders and packages.
       left_out: gets the number of files that are left out by reason.
 
-    Returns:
-      What to train on, and what not to.
-
     Raises:
       ValueError: something does not exist, cannot be read or holds nothing.
     """
     trees, train = [], []
     for name in data:
-        found = _files_of(name)
-        if name.startswith("hf:") or (found and _is_saved(found[0])):
+        paths = _files_of(name)
+        if name.startswith("hf:") or (paths and _is_saved(paths[0])):
             train.append(_examples(name, data_format))
-        elif not found or found[0].is_dir():
+        elif not paths or paths[0].is_dir():
             trees.append(name)
         else:
-            train += [_file(path, data_format) for path in found]
-    inside = _inside(trees, data_format, package_paths, held_out_modules, left_out)
+            train += [_file(path, data_format) for path in paths]
+    left_out = Counter() if left_out is None else left_out
+    inside = _trees(trees, data_format, package_paths, held_out_modules, left_out)
     return train + inside[0], inside[1]
 
 
-def _inside(
+def _trees(
     trees: Sequence[str],
     data_format: str,
     package_paths: Sequence[str],
     held_out_modules: Sequence[str],
-    left_out: Counter[str] | None,
+    left_out: Counter[str],
 ) -> tuple[list[Source], list[Source]]:
-    """What folders and packages hold, and of it the held-out modules apart."""
-    left_out = Counter() if left_out is None else left_out
+    """Return the sources of folders and packages, and of their held-out modules."""
     texts: tuple[list, list] = ([], [])
     lines: tuple[list, list] = ([], [])
     modules = set()
@@ -133,9 +132,9 @@ def _inside(
         modules.add(module)
         return True
 
-    found = sources.collect(trees, package_paths, held_out_modules, left_out, takes)
-    sources.say_left_out(left_out)
-    for document in found:
+    documents = sources.collect(trees, package_paths, held_out_modules, left_out, takes)
+    sources.print_left_out(left_out)
+    for document in documents:
         texts[document.module in held_out_modules].append(document)
         modules.add(document.module)
     if trees and not modules:
@@ -150,22 +149,17 @@ def _inside(
 
 
 def _files_of(name: str) -> list[Path]:
-    """The files, or the folder, that a name means; none for a package."""
-    if name == "stdlib" or name.startswith(("package:", "hf:")):
+    """Return the files of a name, or its folder; none for a package."""
+    if sources.is_package(name) or name.startswith("hf:"):
         return []
-    path = Path(name).expanduser()
-    if path.exists():
-        return [path]
-    found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    if not found:
-        raise ValueError(f"data {name!r} matches no file; give an existing path, glob or package")
-    if any(each.is_dir() for each in found):
+    paths = sources.matches(name)
+    if len(paths) > 1 and any(path.is_dir() for path in paths):
         raise ValueError(f"data {name!r} matches folders; name one of them, or files")
-    return found
+    return paths
 
 
 def _documents(documents: list[sources.Document]) -> list[Source]:
-    """Files of folders and packages."""
+    """Return the files of folders and packages as one source."""
     if not documents:
         return []
     names = sorted({Path(document.source).name for document in documents})
@@ -186,7 +180,7 @@ def _documents(documents: list[sources.Document]) -> list[Source]:
 
 
 def _file(path: Path, data_format: str) -> Source:
-    """A file of lines of JSON, of one list of JSON, or of plain text."""
+    """Return a file of JSON lines, of one JSON list, or of plain text as a source."""
     size = path.stat().st_size
     if not size:
         raise ValueError(f"data {path.name!r} is empty; leave it out")
@@ -201,33 +195,33 @@ def _file(path: Path, data_format: str) -> Source:
         read = lambda bad: _text(path, bad)
     beside, vocabulary = provenance_of(path), ""
     if beside.exists() and data_format in ("auto", "tokens"):
-        vocabulary = written_beside(beside).get("vocabulary", "")
+        vocabulary = read_provenance(beside).get("vocabulary", "")
     return Source(path.name, size, f"{data_format} {digest}", read, vocabulary)
 
 
 def _first_line(path: Path) -> bytes:
-    """The first line that is not blank."""
+    """Return the first line that is not blank."""
     with path.open("rb") as file:
         return next((line for line in file if line.strip()), b"")
 
 
-def written_beside(path: Path) -> dict:
-    """What ``training.generate_data`` wrote beside its answers.
+def read_provenance(path: Path) -> dict:
+    """Read the provenance of answers that ``training.generate_data`` wrote.
 
     Raises:
       ValueError: the file is damaged.
     """
     try:
-        found = values.json_of(path.read_bytes())
+        facts = values.json_of(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged ({error}); remove it with its answers") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is not what was written; remove it with its answers")
-    return found
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path.name} is no JSON object; remove it with its answers")
+    return facts
 
 
 def _looks_like_json(line: bytes) -> bool:
-    """Whether a file that begins with ``line`` holds records, whatever it is called."""
+    """Return whether a file with this first line holds records."""
     try:
         entry = values.json_of(line)
     except ValueError:
@@ -235,8 +229,8 @@ def _looks_like_json(line: bytes) -> bool:
     return isinstance(entry, dict) and bool(kinds(entry))
 
 
-def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
-    """(bytes, place, object) of every line that is not blank."""
+def _lines(path: Path, bad: BadLines) -> Iterator[Entry]:
+    """Yield every line that is not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -247,8 +241,8 @@ def _lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str, Any]]:
                     bad.add(where, f"no JSON ({error})")
 
 
-def _list(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """(bytes, place, object) of every entry of a file that is one list, as ShareGPT's is."""
+def _list(path: Path) -> Iterator[Entry]:
+    """Yield every entry of a file that is one list, like ShareGPT's."""
     try:
         entries = values.json_of(path.read_bytes())
     except ValueError as error:
@@ -259,9 +253,9 @@ def _list(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def _recognised(
-    entries: Iterable[tuple[int, str, Any]], data_format: str, bad: BadLines
+    entries: Iterable[Entry], data_format: str, bad: BadLines
 ) -> Iterator[tuple[int, Record]]:
-    """Records of one kind, that of the first where none is asked for."""
+    """Yield records of one kind; with ``auto`` that of the first entry."""
     first: type | None = None
     for size, where, entry in entries:
         try:
@@ -279,13 +273,13 @@ def _recognised(
 
 
 def _text(path: Path, bad: BadLines) -> Iterator[tuple[int, Record]]:
-    """The one document of a file of text."""
+    """Yield the one document of a file of text."""
     with path.open(encoding="utf-8") as file:
         yield from _sections(path.name, file, bad)
 
 
 def _sections(name: str, text: Iterable[str], bad: BadLines) -> Iterator[tuple[int, Record]]:
-    """The lines of a text of any length, cut at the ends of lines."""
+    """Yield a text of any length in sections, cut at the ends of lines."""
     begins, lines, size, number, first = True, [], 0, 0, 1
     try:
         for number, line in enumerate(text, 1):
@@ -301,12 +295,12 @@ def _sections(name: str, text: Iterable[str], bad: BadLines) -> Iterator[tuple[i
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether a folder was written by ``datasets``' ``save_to_disk``."""
+    """Return whether a folder was written by ``save_to_disk`` of ``datasets``."""
     return any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
 
 
 def _examples(name: str, data_format: str) -> Source:
-    """A dataset of the hub (``hf:NAME[:SPLIT]``, split train without it), or a saved one."""
+    """Return a dataset of the hub (``hf:NAME[:SPLIT]``, split train by default), or a saved one."""
     try:
         import datasets
     except ImportError:
@@ -331,11 +325,11 @@ def _examples(name: str, data_format: str) -> Source:
                 )
             dataset = dataset["train"]
 
-    def entries() -> Iterator[tuple[int, str, Any]]:
+    def entries() -> Iterator[Entry]:
         for number, entry in enumerate(dataset, 1):
-            # Columns that an example lacks are None in it.
-            given = {key: value for key, value in entry.items() if value is not None}
-            yield _EXAMPLE, f"{Path(where).name} example {number}", given
+            # Columns that an example lacks are None.
+            filled = {key: value for key, value in entry.items() if value is not None}
+            yield _EXAMPLE, f"{Path(where).name} example {number}", filled
 
     read = lambda bad: _recognised(entries(), data_format, bad)
     digest = f"{data_format} {dataset._fingerprint}"

@@ -1,6 +1,6 @@
-"""What one line of training data says: a text, a conversation, or tokens made already.
+"""Records of training data, one a line: a text, a conversation, or tokens.
 
-Every known spelling is listed here; a line that may be read in two ways is refused.
+Every known spelling is listed here; a line that can be read in two ways is refused.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jspec.util.values import is_whole
 
 FORMATS = ("auto", "text", "chat", "tokens")
 
-# ShareGPT's and other names of the three roles that every chat template knows.
+# Names of the three roles that every chat template has, ShareGPT's included.
 ROLES = {
     "system": "system",
     "human": "user",
@@ -26,24 +26,24 @@ ROLES = {
     "bot": "assistant",
 }
 TURNS = ("messages", "conversations", "conversation")
-# A question and its answer, by the names that public datasets give them.
+# A question and its answer, by the names of public datasets.
 PAIRS = (
     ("prompt", "response"),
     ("prompt", "completion"),
     ("question", "answer"),
     ("instruction", "output"),
 )
-ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and what generate_data writes
+ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and generate_data's
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Plain text, every token of which is learned.
+    """Plain text; every token is a label.
 
     Attributes:
       where: file and line, for messages.
       text: at least one character.
-      begins: whether the document begins here, and its text with the beginning-of-text token.
+      begins: whether the document begins here, with the beginning-of-text token.
       ends: whether it ends here.
     """
 
@@ -60,7 +60,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation, of which the assistant's turns are learned.
+    """A conversation; the assistant's turns are labels.
 
     Attributes:
       where: as in ``Text``.
@@ -82,8 +82,8 @@ class Tokens:
 
     Attributes:
       where: as in ``Text``.
-      prompt: ids that are not learned, may be none.
-      answer: ids that are, at least one.
+      prompt: ids that are no labels, may be none.
+      answer: ids that are labels, at least one.
       key: of the prompt in a generated file; answers to one prompt share it up to a hyphen.
     """
 
@@ -101,57 +101,54 @@ class Tokens:
 Record = Text | Chat | Tokens
 
 
-def read_record(line: Any, where: str, wanted: str = "auto") -> Record:
-    """The record of one JSON object.
+def read_record(line: Any, where: str, data_format: str = "auto") -> Record:
+    """Return the record of one JSON object.
 
     Args:
       line: the object.
       where: file and line.
-      wanted: one of FORMATS; "auto" goes by the keys.
+      data_format: one of FORMATS; "auto" goes by the keys.
 
     Raises:
-      ValueError: it has no known form, or more than one, or is damaged. The message has no place.
+      ValueError: it has no known form, or more than one, or is damaged; the message names no place.
     """
     if not isinstance(line, Mapping):
         raise ValueError(f"{_short(line)} is no JSON object")
-    found = kinds(line)
-    if wanted == "auto":
-        if not found:
+    forms = kinds(line)
+    if data_format == "auto":
+        if not forms:
             raise ValueError(f"no known keys among {_listed(line)}; {_KNOWN}")
-        if len(found) > 1 and "tokens" not in found:  # text beside tokens only shows them
+        if len(forms) > 1 and "tokens" not in forms:  # text beside tokens only shows them
             raise ValueError(
-                f"may be read as {' or '.join(found)}, by the keys {_listed(line)}; "
+                f"may be read as {' or '.join(forms)}, by the keys {_listed(line)}; "
                 f"say which with --data-format"
             )
-        wanted = "tokens" if "tokens" in found else found[0]
-    elif wanted not in found and not (wanted == "text" and _is_bare_prompt(line)):
-        raise ValueError(f"has nothing of --data-format {wanted} among {_listed(line)}; {_KNOWN}")
-    return _READERS[wanted](line, where)
+        data_format = "tokens" if "tokens" in forms else forms[0]
+    elif data_format not in forms and not (data_format == "text" and _is_bare_prompt(line)):
+        raise ValueError(
+            f"has nothing of --data-format {data_format} among {_listed(line)}; {_KNOWN}"
+        )
+    return _READERS[data_format](line, where)
 
 
 def kinds(line: Mapping) -> list[str]:
-    """Which of FORMATS the keys of a line allow."""
-    holds = {
+    """Return the FORMATS that the keys of a line allow."""
+    forms = {
         "text": "text" in line,
         "chat": _has_turns(line) or any(question in line for question, _ in PAIRS),
         "tokens": ANSWER in line,
     }
-    return [kind for kind, held in holds.items() if held]
+    return [form for form, fits in forms.items() if fits]
 
 
 def hash_64(text: str) -> int:
-    """64 bits of a text, the same in every run."""
-    return int.from_bytes(
-        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    )
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # JSON may hold halves of a character
+    """Return 64 bits of a text, the same in every run."""
+    encoded = text.encode("utf-8", "surrogatepass")  # JSON may hold halves of a character
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest())
 
 
 def _is_bare_prompt(line: Mapping) -> bool:
-    """Whether a prompt without an answer can be text to go on from, once that is asked for."""
+    """Return whether a line is a prompt without an answer, which ``text`` can continue."""
     return isinstance(line.get("prompt"), str) and kinds(line) == ["chat"] and len(_pair(line)) == 1
 
 
@@ -175,14 +172,11 @@ def _chat(line: Mapping, where: str) -> Chat:
 
 
 def _turns(line: Mapping) -> list[dict]:
-    """The messages of a conversation, or the user's alone (``turns``, as in MT-Bench)."""
+    """Return the messages of a conversation, or the user's alone (``turns``, as in MT-Bench)."""
     names = [name for name in (*TURNS, "turns") if name in line]
     if len(names) > 1:
         raise ValueError(f"holds two conversations, {' and '.join(map(repr, names))}; leave one")
-    if any(
-        line.get(question) is not None and line.get(answer) is not None
-        for question, answer in PAIRS
-    ):
+    if any(line.get(q) is not None and line.get(a) is not None for q, a in PAIRS):
         raise ValueError(f"holds {names[0]!r}, and a question with its answer besides; leave one")
     turns = line[names[0]]
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not len(turns):
@@ -193,7 +187,7 @@ def _turns(line: Mapping) -> list[dict]:
 
 
 def _message(turn: Any) -> dict:
-    """One turn: OpenAI's ``role`` and ``content``, or ShareGPT's ``from`` and ``value``."""
+    """Return one turn: OpenAI's ``role`` and ``content``, or ShareGPT's ``from`` and ``value``."""
     if not isinstance(turn, Mapping):
         raise ValueError(f"turn {_short(turn)} is no object with 'role' and 'content'")
     role, content = (
@@ -203,30 +197,30 @@ def _message(turn: Any) -> dict:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"role {_short(role)} is unknown; known are {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise ValueError(f"what the {role} says is {_short(content)}; it must be a text")
+        raise ValueError(f"the content of {role} is {_short(content)}; it must be a text")
     return {"role": ROLES[role], "content": content}
 
 
 def _pair(line: Mapping) -> list[dict]:
-    """A question and, if it is there, its answer."""
+    """Return a question and, if there is one, its answer."""
     matches = [pair for pair in PAIRS if pair[0] in line]
-    whole = [pair for pair in matches if line.get(pair[1]) is not None]
-    if len(whole) > 1 or len({question for question, _ in matches}) > 1:
+    complete = [pair for pair in matches if line.get(pair[1]) is not None]
+    if len(complete) > 1 or len({question for question, _ in matches}) > 1:
         raise ValueError(f"holds more than one question or answer among {_listed(line)}; leave one")
-    question, answer = (whole or matches)[0]
+    question, answer = (complete or matches)[0]
     asked = line[question]
     more = line.get("input")
     if question == "instruction" and isinstance(asked, str) and isinstance(more, str) and more:
         asked = f"{asked}\n\n{more}"
-    messages = _said("user", asked)
-    return messages + _said("assistant", line[answer]) if whole else messages
+    messages = _messages("user", asked)
+    return messages + _messages("assistant", line[answer]) if complete else messages
 
 
-def _said(role: str, what: Any) -> list[dict]:
-    """A text is one message; TRL's data hold lists of messages in its place."""
-    if isinstance(what, Sequence) and not isinstance(what, str) and len(what):
-        return [_message(turn) for turn in what]
-    return [_message({"role": role, "content": what})]
+def _messages(role: str, content: Any) -> list[dict]:
+    """Return a text as one message; TRL's data hold lists of messages instead."""
+    if isinstance(content, Sequence) and not isinstance(content, str) and len(content):
+        return [_message(turn) for turn in content]
+    return [_message({"role": role, "content": content})]
 
 
 def _tokens(line: Mapping, where: str) -> Tokens:

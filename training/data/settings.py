@@ -1,4 +1,4 @@
-"""What a run trains on: options of every distilling script, and the rows that they make."""
+"""Options of the data, and the rows that they make."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from training.data import readers
 from training.data.encode import Encoder
 from training.data.packing import LongDocuments, PackedRows, Packing, pack
 from training.data.token_file import tokenized
-from training.trainer.settings import bad_option
+from training.errors import bad_option, check_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +25,17 @@ class DataSettings:
     Attributes:
       data: files or globs of text or JSON lines, folders of them, stdlib, package:NAME,
         hf:NAME[:SPLIT], or folders saved by datasets
-      data_format: what lines of JSON hold; auto goes by their keys
+      data_format: content of JSON lines; auto goes by their keys
       package_paths: more folders in which package:NAME is searched
       chat_template: file with the Jinja template of conversations (default: the tokenizer's own)
       max_bad_lines: lines to skip before giving up
       length: tokens of a training window
-      packing: whether several documents share a window, each on its own (best_fit) or not (none)
-      long_documents: longer than a window: cut into pieces, truncate to the first one, or drop
-      held_out_share: share of the documents that is kept out of training
-      held_out_data: more data, kept out of training even where --data holds it too
-      held_out_modules: top-level modules of folders and packages that are kept out of training
+      packing: pack several documents into a window, each a segment (best_fit), or not (none)
+      long_documents: documents longer than a window: cut into pieces, truncate to the first piece,
+        or drop
+      held_out_share: share of the documents that is held out of training
+      held_out_data: more held-out data; copies of it in --data are held out too
+      held_out_modules: top-level modules of folders and packages that are held out of training
       cache: folder of tokenised data (default: in the user's cache)
 
     Raises:
@@ -57,18 +58,14 @@ class DataSettings:
     def __post_init__(self):
         if not self.data:
             raise bad_option("data", self.data, "name files, folders, stdlib or hf:NAME")
-        if self.max_bad_lines < 0:
-            raise bad_option("max_bad_lines", self.max_bad_lines, "it must be at least 0")
-        if self.length < 1:
-            raise bad_option("length", self.length, "it must be at least 1")
-        if not 0 <= self.held_out_share < 1:
-            raise bad_option("held_out_share", self.held_out_share, "take 0, or more and below 1")
-        if self.held_out_share and (self.held_out_data or self.held_out_modules):
-            raise bad_option(
-                "held_out_share",
-                self.held_out_share,
-                "leave it out: --held-out-data or --held-out-modules says what is held out",
-            )
+        check_least(self, 0, "max_bad_lines")
+        check_least(self, 1, "length")
+        share = self.held_out_share
+        if not 0 <= share < 1:
+            raise bad_option("held_out_share", share, "take 0, or more and below 1")
+        if share and (self.held_out_data or self.held_out_modules):
+            remedy = "leave it out: --held-out-data or --held-out-modules decides what is held out"
+            raise bad_option("held_out_share", share, remedy)
 
     @property
     def cache_dir(self) -> Path:
@@ -77,7 +74,7 @@ class DataSettings:
 
 
 class Data(NamedTuple):
-    """Rows to train on, rows held out (None without any), and a record for the provenance."""
+    """Training rows, held-out rows (None without any), and a record for the provenance."""
 
     train: PackedRows
     held_out: PackedRows | None
@@ -85,13 +82,13 @@ class Data(NamedTuple):
 
 
 def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
-    """Reads, tokenises (or finds tokenised), splits and packs the data.
+    """Read, tokenise (or find tokenised), split and pack the data.
 
-    No document of the training rows is held out, be it by a copy.
+    No training document is a copy of a held-out one.
 
     Args:
-      settings: what to read.
-      tokenizer: of the model that will see the tokens.
+      settings: of the data.
+      tokenizer: of the model that reads the tokens.
       vocab_size: of that model.
 
     Raises:
@@ -114,38 +111,24 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     file = make(sources)
     if apart:
         other = make(apart)
-        held, kept = np.arange(len(other.ends)), ~np.isin(file.groups, other.groups)
+        held, train = np.arange(len(other.ends)), ~np.isin(file.groups, other.groups)
     else:
-        other, kept = file, file.groups.astype(np.float64) / 2.0**64 >= settings.held_out_share
-        held = np.flatnonzero(~kept)
-    _check_split(settings, int(kept.sum()), len(held))
-    rows = lambda file, documents: pack(
-        file,
-        documents,
-        settings.length,
-        packing=settings.packing,
-        long_documents=settings.long_documents,
-    )
-    train = rows(file, np.flatnonzero(kept))
-    held_out = rows(other, held) if len(held) else None
-    told = {"left_out": dict(left_out + more)} if left_out or more else {}
-    return Data(train, held_out, _describe(settings, train, held_out) | told)
-
-
-def _check_split(settings: DataSettings, kept: int, held: int) -> None:
-    """Refuses a split with an empty side."""
-    if settings.held_out_share and not held:
-        raise bad_option(
-            "held_out_share",
-            settings.held_out_share,
-            f"it holds out none of {kept} documents; raise it, or name --held-out-data",
-        )
-    if not kept:
+        other, train = file, file.groups.astype(np.float64) / 2.0**64 >= settings.held_out_share
+        held = np.flatnonzero(~train)
+    if settings.held_out_share and not len(held):
+        remedy = f"it holds out none of {len(train)} documents; raise it, or name --held-out-data"
+        raise bad_option("held_out_share", settings.held_out_share, remedy)
+    if not train.any():
         raise bad_option("data", settings.data, "all of it is held out; give more")
+    how = {"packing": settings.packing, "long_documents": settings.long_documents}
+    rows = pack(file, np.flatnonzero(train), settings.length, **how)
+    held_out = pack(other, held, settings.length, **how) if len(held) else None
+    told = {"left_out": dict(left_out + more)} if left_out or more else {}
+    return Data(rows, held_out, _describe(settings, rows, held_out) | told)
 
 
 def _describe(settings: DataSettings, train: PackedRows, held_out: PackedRows | None) -> dict:
-    """What the provenance says of the data; ``sha256`` is that of everything in the rows."""
+    """Return the record of the data; ``sha256`` covers all content of the rows."""
     parts = {"train": train} | ({"held_out": held_out} if held_out else {})
     described = {
         name: {

@@ -1,8 +1,7 @@
-"""Files to documents: folders whole; packages cleaned, without near copies and tables."""
+"""Files to documents: folders whole; packages without near copies, tests and tables."""
 
 import dataclasses
 import fnmatch
-import hashlib
 import os
 import sys
 import sysconfig
@@ -10,42 +9,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from training.data.records import hash_64
+
 SUFFIXES = (".py", ".txt", ".md", ".rst")
-# Of packages: tables, fixtures and copies of others teach a small model little, or leak held-out
+# Left out of packages: tables, fixtures and copies teach a small model little, or leak held-out
 # code.
 EXCLUDED = (
-    "tests",
-    "test",
-    "testing",
-    "_vendor",
-    "vendor",
-    "vendored",
-    "third_party",
-    "_distutils",
-    "__pycache__",
-    "site-packages",
-    "encodings",
-    "lib2to3",
-    "pydoc_data",
-    "idlelib",
-    "data",
-    "*_pb2.py",
-    "*_pb2_grpc.py",
-    "*_tables.py",
-    "test_*.py",
-    "*_test.py",
-    "_mapping.py",
-    "conftest.py",
+    *("tests", "test", "testing", "test_*.py", "*_test.py", "conftest.py"),
+    *("_vendor", "vendor", "vendored", "third_party", "site-packages"),
+    *("__pycache__", "encodings", "lib2to3", "pydoc_data", "idlelib", "_distutils", "data"),
+    *("*_pb2.py", "*_pb2_grpc.py", "*_tables.py", "_mapping.py"),
 )
 MIN_BYTES, MAX_BYTES, MAX_LINE = 400, 200_000, 600
 # Shares of a file: beyond them it is a table, a near copy of another file, or not English code.
 MAX_DIGITS, MAX_SEEN_LINES, MIN_ASCII = 0.12, 0.5, 0.98
-_REASONS = 8  # that are told by name
+_REASONS = 8  # reasons that are printed by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One file: the source it came from, its top-level module, its text."""
+    """One file: its source, its top-level module, its text."""
 
     source: str
     module: str
@@ -58,13 +41,13 @@ def find_documents(
     first: Sequence[str] = (),
     left_out: Counter[str] | None = None,
 ) -> list[Document]:
-    """The documents of ``sources``, in a fixed order; what is left out is told on stderr.
+    """Return the documents of ``sources``, in a fixed order; stderr counts what is left out.
 
     Args:
       sources: each one of ``stdlib`` (of the running Python), ``package:NAME`` (searched in the
         running environment, then in ``package_paths``), a file, a folder, or a glob of them.
       package_paths: more folders in which packages are searched.
-      first: modules to be held out: no copy of their files is left elsewhere.
+      first: modules to be held out: copies of their files elsewhere are left out.
       left_out: gets the number of files that are left out by reason.
 
     Raises:
@@ -72,7 +55,7 @@ def find_documents(
     """
     left_out = Counter() if left_out is None else left_out
     documents = collect(sources, package_paths, first, left_out)
-    say_left_out(left_out)
+    print_left_out(left_out)
     if not documents:
         raise ValueError(f"data {list(sources)} holds no usable text; give other files or folders")
     return documents
@@ -85,17 +68,17 @@ def collect(
     left_out: Counter[str],
     other: Callable[[str, Path], bool] = lambda module, path: False,  # noqa: ARG005
 ) -> list[Document]:
-    """As ``find_documents``, but silent, and there may be none.
+    """Do the same, but print nothing and allow no documents.
 
-    Packages and the standard library are cleaned, and of two near copies the earlier one stays,
-    where modules of ``first`` count as earliest. Files and folders are taken whole, but for near
-    copies of what is held out; what a folder holds beside SUFFIXES is shown to ``other``, which
-    says whether it takes it.
+    Packages and the standard library are cleaned. Of two near copies the earlier one stays; modules
+    of ``first`` count as earliest. Files and folders stay whole, except near copies of held-out
+    modules. Files of a folder that are not of SUFFIXES go to ``other``, which returns whether it
+    takes them.
     """
     files = [
-        (source, *found)
+        (source, *file)
         for source in sources
-        for found in _files(source, package_paths, left_out, other)
+        for file in _files(source, package_paths, left_out, other)
     ]
     files.sort(key=lambda entry: entry[1] not in first)  # stable: the order given, but for `first`
     seen: set[int] = set()
@@ -104,7 +87,7 @@ def collect(
     documents = []
     for source, module, path in files:
         packaged, apart = is_package(source), module in first
-        text = (_cleaned if packaged else _whole)(path, left_out)
+        text = (_cleaned if packaged else _read)(path, left_out)
         lines = _long_lines(text) if compared else set()
         if packaged and _mostly(lines, seen):
             left_out["near copies of others"] += 1
@@ -117,8 +100,8 @@ def collect(
     return documents
 
 
-def say_left_out(left_out: Counter[str]) -> None:
-    """One line on stderr: how many files are left out, and why."""
+def print_left_out(left_out: Counter[str]) -> None:
+    """Print on stderr how many files are left out by reason."""
     if not left_out:
         return
     named = [f"{count} {reason}" for reason, count in left_out.most_common(_REASONS)]
@@ -128,8 +111,19 @@ def say_left_out(left_out: Counter[str]) -> None:
 
 
 def is_package(source: str) -> bool:
-    """Whether a source is a package or the standard library, no file or folder."""
+    """Return whether a source is a package or the standard library."""
     return source == "stdlib" or source.startswith("package:")
+
+
+def matches(name: str) -> list[Path]:
+    """Return the files or folders of a path or glob, sorted."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    paths = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    if not paths:
+        raise ValueError(f"data {name!r} matches no file; give an existing path, glob or package")
+    return paths
 
 
 def _files(
@@ -138,27 +132,24 @@ def _files(
     left_out: Counter[str],
     other: Callable[[str, Path], bool],
 ) -> Iterable[tuple[str, Path]]:
-    """(module, path) of every candidate file of one source, sorted."""
+    """Yield (module, path) of every candidate file of one source, sorted."""
     if source == "stdlib":
         roots = [Path(sysconfig.get_paths()["stdlib"])]
     elif source.startswith("package:"):
         roots = [_package(source.removeprefix("package:"), package_paths)]
     else:
-        path = Path(source).expanduser()
-        roots = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    if not roots:
-        raise ValueError(f"data {source!r} matches no file; give an existing path, glob or package")
+        roots = matches(source)
+    packaged = is_package(source)
+    excluded = _excluded if packaged else _hidden
+    reason = "named as tests, tables or copies" if packaged else "hidden"
     for root in roots:
         if root.is_file():
             yield root.stem, root
             continue
-        packaged = is_package(source)
-        excluded = _excluded if packaged else _hidden
-        reason = "named as tests, tables or copies" if packaged else "hidden"
         named = (root / "__init__.py").exists()  # a package is one module; a folder holds many
         for path in sorted(_walk(root, excluded, reason, left_out)):
-            inside = path.relative_to(root)
-            module = root.name if named else inside.parts[0].removesuffix(path.suffix)
+            module = path.relative_to(root).parts[0].removesuffix(path.suffix)
+            module = root.name if named else module
             if path.suffix in SUFFIXES:
                 yield module, path
             elif not packaged and not other(module, path):
@@ -168,7 +159,7 @@ def _files(
 def _walk(
     root: Path, excluded: Callable[[str], bool], reason: str, left_out: Counter[str]
 ) -> Iterable[Path]:
-    """Files below ``root`` but for excluded ones, whose folders are not even entered."""
+    """Yield the files below ``root``; excluded folders are not entered."""
     for folder, folders, files in os.walk(root):
         left_out.update(reason for name in folders if excluded(name))
         folders[:] = [name for name in folders if not excluded(name)]
@@ -198,8 +189,8 @@ def _hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def _whole(path: Path, left_out: Counter[str]) -> str:
-    """Text of a file as it is, or "" where it has none."""
+def _read(path: Path, left_out: Counter[str]) -> str:
+    """Return the text of a file, or "" if it has none."""
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError:
@@ -212,7 +203,7 @@ def _whole(path: Path, left_out: Counter[str]) -> str:
 
 
 def _cleaned(path: Path, left_out: Counter[str]) -> str:
-    """Text of a file without its licence header, or "" where it is not worth reading."""
+    """Return the text of a file without its licence header, or "" if it is not worth reading."""
     text, reason = "", "shorter or longer than files worth reading"
     if MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
         try:
@@ -232,7 +223,7 @@ def _cleaned(path: Path, left_out: Counter[str]) -> str:
 
 
 def _digits(text: str) -> int:
-    if text.isascii():  # ten fast passes, not a slow one
+    if text.isascii():  # ten fast passes are faster than a slow one
         return sum(map(text.count, "0123456789"))
     return sum(map(str.isdigit, text))
 
@@ -247,15 +238,10 @@ def _without_licence(text: str) -> str:
 
 
 def _long_lines(text: str) -> set[int]:
-    """Hashes of the lines that are long enough to tell a file by."""
-    return {_hash(line) for line in map(str.strip, text.splitlines()) if len(line) >= 16}
+    """Return hashes of the lines that are long enough to identify a file."""
+    return {hash_64(line) for line in map(str.strip, text.splitlines()) if len(line) >= 16}
 
 
 def _mostly(lines: set[int], seen: set[int]) -> bool:
-    """Whether most of the lines are among those seen."""
+    """Return whether most of the lines are among those seen."""
     return bool(lines) and len(lines & seen) > MAX_SEEN_LINES * len(lines)
-
-
-def _hash(line: str) -> int:
-    """A 64-bit hash that does not change from run to run, as Python's own does."""
-    return int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest(), "big")

@@ -1,7 +1,8 @@
-"""Documents as flat files of tokens, memory-mapped, in a cache keyed by all that they depend on."""
+"""Documents as flat files of tokens, memory-mapped, in a cache keyed by all their inputs."""
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -10,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training.data.encode import Encoded, Encoder, vocabulary_digest
 from training.data.readers import BadLines, Source
-from training.data.records import Record
+from training.progress import progress
 
 _BATCH = 512  # records that the tokenizer gets at once
 _RECORD = "tokens.json"
@@ -28,9 +27,9 @@ class TokenFile:
     Attributes:
       tokens: uint16 or uint32 [n], memory-mapped.
       learned: bool [n], memory-mapped: whether a token is a label.
-      ends: int64 [documents], where each ends in ``tokens``.
+      ends: int64 [documents], end of each document in ``tokens``.
       groups: uint64 [documents], see ``records.Text.group``.
-      description: counts, sources and the sha256 of it all: goes into the provenance.
+      description: counts, sources and the sha256 of all content, for the provenance.
     """
 
     tokens: np.ndarray
@@ -48,13 +47,12 @@ class TokenFile:
 def tokenized(
     sources: Sequence[Source], encoder: Encoder, cache: Path, max_bad_lines: int
 ) -> TokenFile:
-    """The tokens of ``sources``: from ``cache`` where the same were made before, else made there.
+    """Return the tokens of ``sources`` from ``cache``; missing ones are made there.
 
-    A file is built aside and takes its name when it is whole, so several processes may build it.
+    A file is built aside and renamed when it is complete, so several processes may build it.
 
     Raises:
-      ValueError: there are more than ``max_bad_lines``, no document, or other ids than those of
-        the encoder's tokenizer.
+      ValueError: there are more than ``max_bad_lines``, no document, or ids of another tokenizer.
     """
     for source in sources:
         if source.vocabulary not in ("", vocabulary_digest(encoder.tokenizer)):
@@ -69,24 +67,19 @@ def tokenized(
         aside = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
         try:
             _build(aside, sources, encoder, BadLines(max_bad_lines))
-            _take_name(aside, folder)
+            aside.rename(folder)
+        except OSError:
+            if not (folder / _RECORD).exists():  # else another process was faster
+                raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    made = _open(folder)
-    if made.description["bad_lines"] > max_bad_lines:
+    file = _open(folder)
+    if file.description["bad_lines"] > max_bad_lines:
         raise ValueError(
-            f"the data hold {made.description['bad_lines']} bad lines, and --max-bad-lines is "
+            f"the data hold {file.description['bad_lines']} bad lines, and --max-bad-lines is "
             f"{max_bad_lines}; mend the data or raise the limit"
         )
-    return made
-
-
-def _take_name(aside: Path, folder: Path) -> None:
-    try:
-        aside.rename(folder)
-    except OSError:
-        if not (folder / _RECORD).exists():  # else another process was faster: its file will do
-            raise
+    return file
 
 
 def _open(folder: Path) -> TokenFile:
@@ -100,11 +93,10 @@ def _open(folder: Path) -> TokenFile:
 def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> None:
     dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     digest, lengths, groups, learned = hashlib.sha256(), [], [], 0
-    names = ("tokens.bin", "learned.bin")
-    with (folder / names[0]).open("wb") as tokens, (folder / names[1]).open("wb") as marks:
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "learned.bin").open("wb") as marks:
         for document in _documents(sources, encoder, bad):
-            parts = document.ids.astype(dtype).tobytes(), document.learned.tobytes()
-            for file, part in zip((tokens, marks), parts, strict=True):
+            for file, array in ((tokens, document.ids.astype(dtype)), (marks, document.learned)):
+                part = array.tobytes()
                 file.write(part)
                 digest.update(part)
             lengths.append(len(document.ids))
@@ -113,16 +105,14 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLi
         for file in (tokens, marks):
             file.flush()
             os.fsync(file.fileno())
+    names = [source.name for source in sources]
     if not lengths:
-        raise ValueError(
-            f"data {', '.join(source.name for source in sources)} holds nothing to learn from; "
-            "give other data"
-        )
+        raise ValueError(f"data {', '.join(names)} holds nothing to learn from; give other data")
     digest.update(np.array(lengths).tobytes())
     np.save(folder / "ends.npy", np.cumsum(lengths))
     np.save(folder / "groups.npy", np.array(groups, np.uint64))
     description = {
-        "sources": [source.name for source in sources],
+        "sources": names,
         "documents": len(lengths),
         "tokens": sum(lengths),
         "learned_tokens": learned,
@@ -134,35 +124,15 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLi
 
 
 def _documents(sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> Iterator[Encoded]:
-    """Documents of all sources, with a progress bar on stderr."""
-    columns = (
-        TextColumn("tokenizing {task.fields[name]}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-    )
-    console = Console(stderr=True)
-    quiet = not console.is_terminal  # in a log, a bar is nothing but blank lines
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
-        total = sum(source.size for source in sources)
-        bar = progress.add_task("", total=total, name="", tokens=0)
-        done = 0
+    """Yield the documents of all sources, with a progress bar on stderr."""
+    total = sum(source.size for source in sources)
+    with progress("tokenizing", total, counted=False) as update:
+        size = tokens = 0
         for source in sources:
-            progress.update(bar, name=source.name)
-            for size, group in _groups(source.read(bad)):
-                for document in encoder.encode(group, bad):
-                    done += len(document.ids)
+            records = source.read(bad)
+            while group := list(itertools.islice(records, _BATCH)):
+                for document in encoder.encode([record for _, record in group], bad):
+                    tokens += len(document.ids)
                     yield document
-                progress.update(bar, advance=size, tokens=done)
-
-
-def _groups(records: Iterator[tuple[int, Record]]) -> Iterator[tuple[int, list[Record]]]:
-    group: list[Record] = []
-    total = 0
-    for size, record in records:
-        group.append(record)
-        total += size
-        if len(group) == _BATCH:
-            yield total, group
-            group, total = [], 0
-    yield total, group
+                size += sum(part for part, _ in group)
+                update(size, f"{source.name} {tokens:,} tokens", False)

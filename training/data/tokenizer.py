@@ -9,14 +9,14 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"  # separates documents; first and last token of a text
 
-# One word with the sign before it (`_layers`, `.append`, ` return`), one digit, one run of signs
-# with the line break behind it (`):\n`), or one run of spaces: indentation, whose last space goes
-# to the word behind it, as in every tokenizer since GPT-2.
+# A word with the sign before it (`_layers`, `.append`, ` return`), a digit, a run of signs with
+# the line break behind it (`):\n`), or a run of spaces: indentation, whose last space belongs to
+# the next word, as in every tokenizer since GPT-2.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Learns ``vocab_size`` byte-pair tokens, id 0 being ``END_OF_TEXT``."""
+    """Learn ``vocab_size`` byte-pair tokens; id 0 is ``END_OF_TEXT``."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -39,7 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 def encode_documents(
     tokenizer: tokenizers.Tokenizer, texts: Iterable[str], batch: int = 256
 ) -> Iterator[list[int]]:
-    """Token ids of each text with ``END_OF_TEXT`` behind it."""
+    """Yield the token ids of each text, ended by ``END_OF_TEXT``."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     group: list[str] = []
     for text in texts:
@@ -51,7 +51,7 @@ def encode_documents(
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, directory: Path, max_length: int) -> None:
-    """Writes ``tokenizer.json`` and the ``tokenizer_config.json`` that AutoTokenizer reads."""
+    """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that AutoTokenizer reads."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {

@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a run: weights, optimiser, place in the data, and a record in JSON."""
+"""Orbax checkpoints of a run: weights, optimiser, position in the data, and a record in JSON."""
 
 import shutil
 from pathlib import Path
@@ -19,9 +19,9 @@ class Checkpoints:
     A save is written in the background and appears whole (by a rename) or not at all.
 
     Args:
-      directory: made where there is none.
-      keep: how many of the newest are kept.
-      best: a metric by which one more is kept, and whether ``min`` or ``max`` of it is best.
+      directory: created if missing.
+      keep: number of newest checkpoints to keep.
+      best: metric by which one more checkpoint is kept, and whether ``min`` or ``max`` is best.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Checkpoints:
                 policies.LatestN(keep),
                 policies.BestN(
                     get_metric_fn=lambda metrics: metrics[self._name],
-                    reverse=mode == "min",  # it keeps the last ones of the order
+                    reverse=mode == "min",  # it keeps the last of the order
                     n=1,
                 ),
             ]
@@ -58,16 +58,16 @@ class Checkpoints:
 
     @property
     def best(self) -> int | None:
-        """Step of the best one; of any where the metric was never given."""
+        """Step of the best checkpoint; of any if the metric was never given."""
         return self._manager.best_step()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of all of them, ascending."""
+        """Steps of all checkpoints, ascending."""
         return tuple(sorted(self._manager.all_steps()))
 
     def drop_unfinished(self) -> None:
-        """Deletes what a killed run was writing; while no other run writes here."""
+        """Delete unfinished saves of a killed run; no other run may write here."""
         if jax.process_index() == 0:
             for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 shutil.rmtree(path)
@@ -80,9 +80,9 @@ class Checkpoints:
         batches: grain.DatasetIterator,
         metrics: dict[str, float] | None = None,
     ) -> None:
-        """Starts to write checkpoint ``step``; waits only for one that is still being written.
+        """Start to write checkpoint ``step``, after an unfinished save.
 
-        On return the values are copied: ``state`` may be donated, ``batches`` may go on.
+        On return the values are copied: ``state`` may be donated and ``batches`` may advance.
         """
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
@@ -93,9 +93,9 @@ class Checkpoints:
         self._manager.save(step, args=args, metrics=value, force=True)
 
     def restore(self, layout: TrainState, batches: grain.DatasetIterator) -> TrainState:
-        """The newest state, in the shapes, dtypes and shardings of ``layout``.
+        """Return the newest state, in the shapes, dtypes and shardings of ``layout``.
 
-        ``batches`` is set to its place. The mesh may be another than the one that saved.
+        ``batches`` is set to its position. The mesh may differ from the one that saved.
         """
         args = ocp.args.Composite(
             state=ocp.args.StandardRestore(layout),
@@ -104,17 +104,17 @@ class Checkpoints:
         return self._manager.restore(self.latest, args=args)["state"]
 
     def restore_best(self, layout: TrainState) -> TrainState:
-        """As ``restore``, of the best checkpoint."""
+        """Return the best state; see ``restore``."""
         args = ocp.args.Composite(state=ocp.args.StandardRestore(layout))
         return self._manager.restore(self.best, args=args)["state"]
 
     def record(self) -> dict:
-        """The record of the newest checkpoint."""
+        """Return the record of the newest checkpoint."""
         args = ocp.args.Composite(record=ocp.args.JsonRestore())
         return self._manager.restore(self.latest, args=args)["record"]
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Wait for unfinished saves."""
         try:
             self._manager.wait_until_finished()
         finally:

@@ -1,8 +1,8 @@
-"""``train``: the one training loop of all scripts."""
+"""``train``: the training loop of all scripts."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,31 +10,31 @@ import grain
 import jax
 
 from training.batches import Batch
+from training.errors import TrainingError
 from training.locks import alone
+from training.provenance import write_provenance
 from training.task import Task
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints
-from training.trainer.curves import draw_curves
-from training.trainer.errors import explained
+from training.trainer.metrics import draw_curves
 from training.trainer.programs import make_programs
 from training.trainer.progress import Bar
-from training.trainer.provenance import write_provenance
 from training.trainer.run import Run
 from training.trainer.settings import TrainerSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A run as ``train`` leaves it.
+    """The outcome of ``train``.
 
     Attributes:
       params: the last weights, on the mesh; ``mesh.gather`` brings them to the host.
-      step: steps done in all.
-      finished: whether that is all the settings ask for.
-      record: what the checkpoints know: ``identity``, ``segments`` (what each resumed part of the
-        run was given), ``evaluations``, ``best`` (step and value), ``seconds``.
-      provenance: what ``provenance.json`` of the run says.
-      evaluate: mean metrics of the last weights over batches.
+      step: number of steps of the run so far.
+      finished: whether those are all steps of the settings.
+      record: ``identity``, ``segments`` (options of each part of the run), ``evaluations``,
+        ``best`` (step and value) and ``seconds``.
+      provenance: content of the run's ``provenance.json``.
+      evaluate: returns mean metrics of the last weights over batches.
       best_params: reads the weights of the best checkpoint.
     """
 
@@ -64,45 +64,46 @@ def train(
     bar: Bar | None = None,
     stop_after: int | None = None,
 ) -> Result:
-    """Runs, or resumes, a run to ``settings.steps``; SIGTERM and Ctrl-C save and return.
+    """Start or resume a run to ``settings.steps``; SIGTERM and Ctrl-C save and return.
 
-    ``out`` gets ``checkpoints/``, ``metrics.jsonl``, ``tensorboard/``, ``curves.png`` and
-    ``provenance.json``; of several processes only the first writes the latter four.
+    ``out`` gets ``checkpoints/`` and, from the first process, ``metrics.jsonl``, ``tensorboard/``,
+    ``curves.png`` and ``provenance.json``.
 
     Args:
       task: the network and its loss.
       frozen: weights that are not trained, a pytree; () for none.
-      batches: endless; each process's own rows of every batch.
+      batches: endless; the rows of every batch that belong to this process.
       settings: of the trainer.
       out: folder of the run, seen by all processes.
-      held_out: batches gone through at every evaluation.
-      measure: host function of the weights, run at every evaluation by all processes; its values
-        are logged by name (the bar shows ``acceptance_length``).
+      held_out: batches of every evaluation.
+      measure: host function of the weights, called at every evaluation by all processes; its values
+        are logged by name.
       identity: options of the script that a resumed run must share, in JSON.
-      passed_over: from the identity of a run in ``out`` to those names in which a run that resumes
-        it may differ all the same.
-      free: options of the script that it may change.
-      facts: what ``provenance.json`` says beside what the trainer knows.
+      passed_over: maps the identity of the run in ``out`` to names that may differ nevertheless.
+      free: options of the script that a resumed run may change.
+      facts: additions to ``provenance.json``.
       best: metric of an evaluation by which the best checkpoint is kept.
       bar: called with (step, newest metrics).
-      stop_after: most steps of this call.
+      stop_after: maximum number of steps of this call.
 
     Raises:
-      ValueError: ``out`` holds another run, or another process is at it; the devices or the data
-        do not fit the settings.
-      TrainingError: a value is not finite, the data or the memory ran out; checkpoints are whole.
+      ValueError: ``out`` holds another run or is locked by another process, or the devices or the
+        data do not fit the settings.
+      TrainingError: a value is not finite, or the data or the memory ran out; checkpoints are
+        whole.
     """
     mesh, out, run = meshes.make_mesh(settings), Path(out), None
     known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
-            held.enter_context(alone(out))
-        checkpoints = held.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
-        unlike = lambda before: {*settings.idle(), *passed_over(before)}
-        _refuse_another_run(checkpoints, known, out, unlike)
+            stack.enter_context(alone(out))
+        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", settings.keep, best))
+        if checkpoints.latest is not None:
+            before = checkpoints.record()["identity"]
+            _check_same_run(before, known, out, {*settings.idle(), *passed_over(before)})
         checkpoints.drop_unfinished()
-        with explained(settings, lambda: "at the start" if run is None else run.place()):
-            frozen = meshes.place(frozen, mesh)
+        with explained(settings, lambda: "at the start" if run is None else run.where()):
+            frozen = meshes.shard(frozen, mesh)
             programs = make_programs(task, frozen, settings, mesh)
             how = (held_out, measure, best, bar)
             run = Run(settings, mesh, programs, frozen, batches, checkpoints, out, *how)
@@ -113,7 +114,7 @@ def train(
 
 
 def _result(run: Run, facts: dict[str, Any]) -> Result:
-    """What a run leaves, written beside it too."""
+    """Return the outcome, and write curves and provenance."""
 
     def best_params() -> Any:
         if run.record["best"] is None:
@@ -121,7 +122,12 @@ def _result(run: Run, facts: dict[str, Any]) -> Result:
         with Checkpoints(run.out / "checkpoints", run.settings.keep, run.best) as checkpoints:
             return checkpoints.restore_best(run.programs.layout).params
 
-    provenance = facts | _facts(run)
+    provenance = facts | {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.state.params)),
+        "steps": run.step,
+        "mesh": dict(run.mesh.shape),
+        **{name: run.record[name] for name in ("seconds", "segments", "evaluations", "best")},
+    }
     if jax.process_index() == 0:
         draw_curves(run.out)
         write_provenance(run.out, provenance)
@@ -136,37 +142,31 @@ def _result(run: Run, facts: dict[str, Any]) -> Result:
     )
 
 
-def _refuse_another_run(
-    checkpoints: Checkpoints,
-    identity: dict,
-    out: Path,
-    passed_over: Callable[[dict], Collection[str]],
-) -> None:
-    if checkpoints.latest is None:
-        return
-    before = checkpoints.record()["identity"]
-    compared = [name for name in identity | before if name not in passed_over(before)]
-    plain = lambda value: (
-        list(value) if isinstance(value, tuple) else value
-    )  # as JSON gives it back
+def _check_same_run(before: dict, identity: dict, out: Path, ignored: Collection[str]) -> None:
+    """Raise ValueError if the run in ``out`` had other options."""
+    from_json = lambda value: list(value) if isinstance(value, tuple) else value
     changed = [
         f"--{name.replace('_', '-')} {identity.get(name)!r} (was {before.get(name)!r})"
-        for name in compared
-        if plain(identity.get(name)) != before.get(name)
+        for name in identity | before
+        if name not in ignored and from_json(identity.get(name)) != before.get(name)
     ]
     if changed:
         raise ValueError(f"{out.name!r} holds another run: {', '.join(changed)}; give a new folder")
 
 
-def _facts(run: Run) -> dict[str, Any]:
-    """What the trainer knows of a run."""
-    leaves = jax.tree.leaves(run.state.params)
-    return {
-        "parameters": sum(leaf.size for leaf in leaves),
-        "steps": run.step,
-        "mesh": dict(run.mesh.shape),
-        "seconds": run.record["seconds"],
-        "segments": run.record["segments"],
-        "evaluations": run.record["evaluations"],
-        "best": run.record["best"],
-    }
+@contextlib.contextmanager
+def explained(settings: TrainerSettings, where: Callable[[], str]) -> Iterator[None]:
+    """Turn exhausted memory of a device or the host into a ``TrainingError``.
+
+    ``where`` returns the progress of the run, for the message.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TrainingError(
+            f"out of memory {where()}; give more --accumulate (was {settings.accumulate}), a "
+            f"smaller --batch (was {settings.batch}), or spread the weights over more devices "
+            f"(--fsdp, was {settings.fsdp})"
+        ) from error

@@ -1,4 +1,4 @@
-"""Devices and processes: how weights and batches lie on a mesh of data x fsdp x tensor."""
+"""Devices and processes: weights and batches on a mesh of data x fsdp x tensor."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from training.batches import Batch
-from training.trainer.settings import TrainerSettings, bad_option
+from training.errors import bad_option
+from training.trainer.settings import TrainerSettings
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -18,7 +19,7 @@ Made = TypeVar("Made")
 
 
 def start_processes(settings: TrainerSettings) -> None:
-    """Joins the processes of ``settings.coordinator``; before JAX has touched any device."""
+    """Join the processes of ``settings.coordinator``; call it before JAX touches a device."""
     if settings.coordinator == "auto":
         jax.distributed.initialize()
     elif settings.coordinator:
@@ -28,7 +29,7 @@ def start_processes(settings: TrainerSettings) -> None:
 
 
 def make_mesh(settings: TrainerSettings) -> Mesh:
-    """The mesh of ``settings`` over the devices of all processes.
+    """Return the mesh of ``settings`` over the devices of all processes.
 
     Raises:
       ValueError: the devices do not make such a mesh, or it cannot split a batch.
@@ -36,35 +37,27 @@ def make_mesh(settings: TrainerSettings) -> Mesh:
     devices, local = jax.device_count(), jax.local_device_count()
     apart = settings.fsdp * settings.tensor
     data = settings.data_parallel or devices // apart
-    wanted, several = data * apart, jax.process_count() > 1
-    if not 0 < wanted <= devices or (several and wanted != devices):
+    count, several = data * apart, jax.process_count() > 1
+    if not 0 < count <= devices or (several and count != devices):
         shape = f"{data or 1} x {settings.fsdp} x {settings.tensor}"
-        raise bad_option(
-            "data_parallel",
-            settings.data_parallel,
-            f"a mesh of {shape} (data x fsdp x tensor) does not fit {devices} devices",
-        )
+        remedy = f"a mesh of {shape} (data x fsdp x tensor) does not fit {devices} devices"
+        raise bad_option("data_parallel", settings.data_parallel, remedy)
     if several and local % settings.tensor:
-        raise bad_option(
-            "tensor", settings.tensor, f"it must divide the {local} devices of a process"
-        )
-    rows = settings.batch // settings.accumulate
-    if rows % (data * settings.fsdp):
-        raise bad_option(
-            "batch",
-            settings.batch,
-            f"each of --accumulate {settings.accumulate} parts must be a multiple of the "
-            f"{data * settings.fsdp} devices that split it",
-        )
-    shape = (data, settings.fsdp, settings.tensor)
-    grid = np.array(jax.devices()[:wanted]).reshape(shape)
+        remedy = f"it must divide the {local} devices of a process"
+        raise bad_option("tensor", settings.tensor, remedy)
+    rows, ways = settings.batch // settings.accumulate, data * settings.fsdp
+    if rows % ways:
+        parts = f"each of --accumulate {settings.accumulate} parts"
+        remedy = f"{parts} must be a multiple of the {ways} devices that split it"
+        raise bad_option("batch", settings.batch, remedy)
+    grid = np.array(jax.devices()[:count]).reshape(data, settings.fsdp, settings.tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def partition(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Where an array of ``shape`` is cut: its longest axis over ``fsdp``, another over ``tensor``.
+    """Split the longest axis over ``fsdp`` and another one over ``tensor``.
 
-    Only axes that can be cut evenly are; vectors and scalars are copied, since they are small.
+    Only axes that split evenly are used; vectors and scalars are small and copied.
     """
     names: list[str | None] = [None] * len(shape)
     for name in ("fsdp", "tensor") if len(shape) > 1 else ():
@@ -76,14 +69,14 @@ def partition(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """A ``NamedSharding`` by ``partition`` for every leaf (an array, or its shape and dtype)."""
+    """Return a ``NamedSharding`` by ``partition`` for every leaf with a shape."""
     return jax.tree.map(lambda leaf: NamedSharding(mesh, partition(leaf.shape, mesh)), tree)
 
 
 def used(tree: Any, mesh: Mesh) -> Any:
-    """``tree`` as a loss uses it, inside ``jit``: gathered over ``fsdp``, still cut by ``tensor``.
+    """Gather ``tree`` over ``fsdp`` for a loss, inside ``jit``; ``tensor`` axes stay split.
 
-    Without being told so, XLA may gather the batch instead, which lies over ``fsdp`` too.
+    Without this constraint XLA may gather the batch instead, which is split over ``fsdp`` too.
     """
 
     def gathered(leaf):
@@ -93,8 +86,8 @@ def used(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(gathered, tree)
 
 
-def place(tree: Any, mesh: Mesh) -> Any:
-    """``tree`` on the mesh, by ``partition``; every process holds the same whole values."""
+def shard(tree: Any, mesh: Mesh) -> Any:
+    """Place ``tree`` on the mesh by ``partition``; every process holds the same whole values."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings(tree, mesh))
 
@@ -106,12 +99,12 @@ def place(tree: Any, mesh: Mesh) -> Any:
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """A batch on the mesh, of which every process holds its own rows.
+    """Place a batch on the mesh; every process holds its own rows.
 
-    Where the rows cannot be cut evenly over the devices, each device gets all of them.
+    If one process cannot split the rows evenly, each device gets all of them.
 
     Raises:
-      ValueError: they cannot be cut, and there are several processes.
+      ValueError: the rows do not split evenly over several processes.
     """
     rows = len(batch.tokens) * jax.process_count()
     ways = math.prod(mesh.shape[name] for name in BATCH[0])
@@ -125,14 +118,14 @@ def place_batch(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def gather(tree: Any) -> Any:
-    """Whole host arrays, on every process."""
+    """Return whole host arrays, on every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def first_process_first(make: Callable[[], Made]) -> Made:
-    """``make()``, whose files the first process writes and the others only open."""
+    """Call ``make``, whose files the first process writes and the others only open."""
     made = make() if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("files of the first process")

@@ -1,4 +1,4 @@
-"""Metrics on their way to the host, and the log that they end in."""
+"""Metrics of a run: means on the host, the log, and its curves."""
 
 import json
 from pathlib import Path
@@ -8,25 +8,27 @@ import jax
 
 from training.task import Ratio
 
+_NOT_DRAWN = ("step", "seconds", "tokens_per_second", "objective", "learning_rate", "grad_norm")
+
 
 class Means:
     """Weighted means of metrics, read from the device one step late.
 
-    The host waits for the metrics of a step only once the next one runs, so the device never waits
-    for the host, and the host never runs further ahead than that. A ``Ratio`` is divided once what
-    is averaged has been added up; where no row counted, it is left out.
+    The host reads the metrics of a step while the next step runs, so the device never waits for
+    the host, and the host is at most one step ahead. A ``Ratio`` is divided after all sums; if no
+    row counts, it is left out.
 
     Args:
-      ahead: whether it runs ahead at all.
+      ahead: whether the host may run ahead.
     """
 
     def __init__(self, ahead: bool = True):
         self._ahead = ahead
         self._waiting: tuple[dict, float] | None = None
-        self._sums: dict[str, tuple[float, float]] = {}  # totals, and what they are divided by
+        self._sums: dict[str, tuple[float, float]] = {}  # totals and their divisors
 
     def add(self, metrics: dict[str, Any], weight: float = 1.0) -> dict[str, float] | None:
-        """Takes in metrics still on the device; returns the values of the ``add`` before."""
+        """Add metrics that are still on the device; return the values of the ``add`` before."""
         before = self.flush()
         self._waiting = metrics, weight
         if not self._ahead:
@@ -34,24 +36,24 @@ class Means:
         return before
 
     def flush(self) -> dict[str, float] | None:
-        """Waits for the last ``add`` and returns its values; None where they were read before."""
+        """Wait for the last ``add`` and return its values; None if they were read before."""
         if self._waiting is None:
             return None
         (metrics, weight), self._waiting = self._waiting, None
-        parts = {name: _parts(value) for name, value in jax.device_get(metrics).items()}
+        parts = {name: _fraction(value) for name, value in jax.device_get(metrics).items()}
         for name, (total, count) in parts.items():
             total_before, count_before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = total_before + weight * total, count_before + weight * count
         return _divided(parts)
 
     def take(self) -> dict[str, float]:
-        """The means since the last ``take``, of what has been read."""
+        """Return the means since the last ``take``."""
         means, self._sums = _divided(self._sums), {}
         return means
 
 
-def _parts(value: Any) -> tuple[float, float]:
-    """What a metric is a fraction of: numerator and denominator."""
+def _fraction(value: Any) -> tuple[float, float]:
+    """Return numerator and denominator of a metric."""
     if isinstance(value, Ratio):
         return float(value.total), float(value.count)
     return float(value), 1.0
@@ -62,31 +64,30 @@ def _divided(parts: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 
 class Log:
-    """``metrics.jsonl``, a line an entry, and the same for TensorBoard in ``tensorboard/``.
+    """``metrics.jsonl``, one line an entry, and the same for TensorBoard in ``tensorboard/``.
 
-    Lines of steps after ``step``, left by a run that was killed, are dropped. With ``write`` False
-    nothing is written: only one of several processes does.
+    Lines after ``step``, left by a run that was killed, are dropped. Processes with ``write=False``
+    write nothing.
     """
 
     def __init__(self, directory: Path, step: int, write: bool = True):
         self._file = self._board = None
         if not write:
             return
-        from tensorboardX import SummaryWriter  # late: where torch is installed, it loads that
+        from tensorboardX import SummaryWriter  # late: it imports torch if that is installed
 
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
-        kept = [line for line in read_log(path) if line["step"] <= step]
+        lines = [line for line in read_log(path) if line["step"] <= step]
         fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
         fresh.replace(path)
         self._file = path.open("a")
-        self._board = SummaryWriter(
-            str(directory / "tensorboard"), purge_step=step + 1, flush_secs=30
-        )
+        folder = str(directory / "tensorboard")
+        self._board = SummaryWriter(folder, purge_step=step + 1, flush_secs=30)
 
     def write(self, entry: dict[str, float]) -> None:
-        """Adds an entry, with its ``step``."""
+        """Add an entry, with its ``step``."""
         if self._file is None:
             return
         self._file.write(json.dumps(entry) + "\n")
@@ -96,15 +97,37 @@ class Log:
                 self._board.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
-        """Writes out what is left."""
+        """Write what is buffered."""
         if self._file is not None:
             self._file.close()
             self._board.close()
 
 
 def read_log(path: Path) -> list[dict]:
-    """The whole lines of a ``metrics.jsonl``; none where there is no file."""
+    """Return the whole lines of a ``metrics.jsonl``; none if there is no file."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # what no line break ends was cut off by a kill
+    lines = path.read_text().split("\n")[:-1]  # a kill cuts a line before its line break
     return [json.loads(line) for line in lines]
+
+
+def draw_curves(directory: Path) -> None:
+    """Draw the log of a run as ``curves.png``: one panel a metric, with held-out values."""
+    log = read_log(directory / "metrics.jsonl")
+    names = dict.fromkeys(name for entry in log for name in entry if name not in _NOT_DRAWN)
+    panels = list(dict.fromkeys(name.removeprefix("heldout_") for name in names))
+    if not panels:
+        return
+    from matplotlib.figure import Figure  # late: slow, and needed once
+
+    figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for name, label in ((panel, "training"), (f"heldout_{panel}", "held out")):
+            points = [(entry["step"], entry[name]) for entry in log if name in entry]
+            if points:
+                many = len(points) > 20
+                axes.plot(*zip(*points, strict=True), label=label, marker="" if many else ".")
+        axes.set(title=panel.replace("_", " "), xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(directory / "curves.png", dpi=120)

@@ -1,4 +1,4 @@
-"""The compiled programs of a run: its first state, a step, held-out metrics."""
+"""The compiled programs of a run: initial state, step, held-out metrics."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,28 +19,29 @@ from training.trainer.settings import TrainerSettings
 
 @struct.dataclass
 class TrainState:
-    """Everything that a step changes on devices."""
+    """The state on devices that a step changes."""
 
-    step: Array  # int32 [], steps done
+    step: Array  # int32 [], number of steps so far
     params: Any  # float32
     optimizer: Any
 
 
 class Programs(NamedTuple):
-    """Jitted functions. ``frozen`` is an argument of each: a constant would be compiled in."""
+    """Jitted functions. ``frozen`` is an argument: constants would be compiled in."""
 
     layout: TrainState  # shapes, dtypes and shardings
     init: Callable[[Any], TrainState]  # (frozen)
-    step: Callable[..., tuple[TrainState, dict]]  # (state, frozen, batch, wish); eats the state
+    step: Callable[
+        ..., tuple[TrainState, dict]
+    ]  # (state, frozen, batch, wishes); donates the state
     metrics: Callable[[Any, Any, Batch], dict]  # (params, frozen, batch)
     is_finite: Callable[[TrainState], Array]  # bool []
 
 
 def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh) -> Programs:
-    """Programs of ``task`` on ``mesh``; nothing is compiled before it is first called."""
+    """Return the programs of ``task`` on ``mesh``; each is compiled at its first call."""
     optimizer, schedule = make_optimizer(settings), make_schedule(settings)
-    key = jax.random.key(settings.seed)
-    weights_key, noise_key = jax.random.split(key)
+    weights_key, noise_key = jax.random.split(jax.random.key(settings.seed))
 
     def init(frozen) -> TrainState:
         params = task.init(weights_key, frozen)
@@ -50,14 +51,14 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
     state_at = shardings(shapes, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def step(state: TrainState, frozen, batch: Batch, wish: Array | None):
+    def step(state: TrainState, frozen, batch: Batch, wishes: Array | None):
         key = jax.random.fold_in(noise_key, state.step)
         grads, metrics = _gradients(task, settings, mesh, state_at.params, key)(
             state.params, frozen, batch
         )
         metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": schedule(state.step)}
-        if wish is not None:
-            metrics["wish"] = wish.max()
+        if wishes is not None:
+            metrics["wish"] = wishes.max()
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, optimizer_state), metrics
@@ -83,21 +84,21 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
 
 
 def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any, key: Array):
-    """(params, frozen, batch) to mean gradients and metrics over the parts of the batch."""
+    """Return a function of (params, frozen, batch) to mean gradients and metrics."""
     parts = settings.accumulate
 
     def loss(params, frozen, batch: Batch, key):
         return task.loss(used(params, mesh), used(frozen, mesh), batch, key)
 
     differentiate = jax.value_and_grad(loss, has_aux=True)
-    lie = lambda grads: jax.lax.with_sharding_constraint(grads, params_at)
+    spread = lambda grads: jax.lax.with_sharding_constraint(grads, params_at)
 
     def of_part(params, frozen, batch: Batch, key):
         (objective, metrics), grads = differentiate(params, frozen, batch, key)
-        return lie(grads), {"objective": objective} | metrics
+        return spread(grads), {"objective": objective} | metrics
 
     def cut(leaf: Array) -> Array:
-        # Part i takes every `parts`-th row, so that each device cuts only the rows that it holds.
+        # Part i takes every `parts`-th row, so each device only splits its own rows.
         rows = jnp.moveaxis(leaf.reshape(-1, parts, *leaf.shape[1:]), 1, 0)
         spec = PartitionSpec(None, *BATCH)
         return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, spec))
@@ -111,7 +112,7 @@ def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any
             grads, metrics = of_part(params, frozen, batch, jax.random.fold_in(key, index))
             return jax.tree.map(jnp.add, total, grads), metrics
 
-        zeros = lie(jax.tree.map(jnp.zeros_like, params))
+        zeros = spread(jax.tree.map(jnp.zeros_like, params))
         pieces = (jnp.arange(parts), jax.tree.map(cut, batch))
         total, metrics = jax.lax.scan(accumulate, zeros, pieces)
         return jax.tree.map(lambda x: x / parts, total), jax.tree.map(jnp.mean, metrics)

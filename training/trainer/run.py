@@ -1,7 +1,9 @@
-"""One call of ``train``: what it holds, and what it does after every step."""
+"""One call of ``train``: its state, and the work after every step."""
 
 import dataclasses
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,21 +15,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from training.batches import Batch
+from training.errors import TrainingError, bad_option
 from training.trainer import mesh as meshes
 from training.trainer.checkpointing import Checkpoints
-from training.trainer.errors import TrainingError
 from training.trainer.metrics import Log, Means
 from training.trainer.programs import Programs, TrainState
 from training.trainer.progress import Bar
-from training.trainer.settings import TrainerSettings, bad_option
-from training.trainer.signals import Signals
+from training.trainer.settings import TrainerSettings
 
-CONTINUE, SAVE, STOP = range(3)  # what a process wishes; the strongest wish of all is done
+CONTINUE, SAVE, STOP = range(3)  # wish of a process; the strongest of all wishes is followed
 
 
 @dataclasses.dataclass
 class Run:
-    """A run under way; ``begin`` it before all else."""
+    """A run in progress; call ``begin`` first."""
 
     settings: TrainerSettings
     mesh: Mesh
@@ -46,7 +47,7 @@ class Run:
     wish: int = CONTINUE
 
     def begin(self, identity: dict, free: dict) -> None:
-        """Takes up the newest checkpoint, or step 0."""
+        """Restore the newest checkpoint, or start at step 0."""
         if self.checkpoints.latest is None:
             self.state = self.programs.init(self.frozen)
             self.record = {"segments": [], "evaluations": [], "best": None, "seconds": 0.0}
@@ -61,11 +62,11 @@ class Run:
         self._saved = self._begun
 
     def go(self, last: int) -> None:
-        """Trains until step ``last`` or a signal, and saves."""
+        """Train until step ``last`` or a signal, and save."""
         if self.step >= last:
             return
         self._means, self._shown = self._new_means(), {}
-        self._mark: tuple[int, float] | None = None  # where tokens a second are counted from
+        self._mark: tuple[int, float] | None = None  # (step, time) at which the rate is reset
         self._log = Log(self.out, self.step, jax.process_index() == 0)
         try:
             with Signals() as signals:
@@ -79,14 +80,14 @@ class Run:
         finally:
             self._log.close()
 
-    def place(self) -> str:
-        """Where the run is and what is left of it, for messages."""
+    def where(self) -> str:
+        """Return the step and the newest checkpoint, for messages."""
         saved = self.checkpoints.latest
         left = "there is no checkpoint yet" if saved is None else f"checkpoint {saved} is whole"
         return f"at step {self.step} ({left})"
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Mean metrics of the weights over batches, each weighed by its rows."""
+        """Return mean metrics of the weights over the rows of batches."""
         means = self._new_means()
         for batch in batches:
             placed = meshes.place_batch(batch, self.mesh)
@@ -96,8 +97,8 @@ class Run:
         return means.take()
 
     def _new_means(self) -> Means:
-        # CPU devices that talk to each other share few threads, and run what does not depend on
-        # each other at once: two programs in flight can wait for each other for ever.
+        # CPU devices that communicate share few threads and run independent programs at once: two
+        # programs in flight can deadlock.
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         return Means(ahead=not (cpu and self.mesh.size > 1))
 
@@ -107,40 +108,38 @@ class Run:
     def _saves(self, step: int) -> bool:
         return bool(self.settings.save_every) and step % self.settings.save_every == 0
 
-    def _advance(self, signals: Signals) -> None:
-        """One step, and what the one before it told."""
+    def _advance(self, signals: "Signals") -> None:
+        """Run one step, and read the metrics of the step before."""
         batch = self._next_batch()
         late = time.monotonic() - self._saved > 60 * self.settings.save_minutes
-        mine = STOP if signals.asked else SAVE if late else CONTINUE
+        wish = STOP if signals.received else SAVE if late else CONTINUE
         several = jax.process_count() > 1
-        votes = self._votes(mine) if several else None
-        self.state, metrics = self.programs.step(self.state, self.frozen, batch, votes)
-        self._hear(self.step, self._means.add(metrics))
+        wishes = self._all_wishes(wish) if several else None
+        self.state, metrics = self.programs.step(self.state, self.frozen, batch, wishes)
+        self._read(self.step, self._means.add(metrics))
         self.step += 1
         if not several:
-            self.wish = STOP if signals.asked else mine
+            self.wish = STOP if signals.received else wish
 
     def _next_batch(self) -> Batch:
         batch = next(self.batches, None)
         if batch is None:
-            raise TrainingError(
-                f"the data ended {self.place()}; give more data, or batches without an end"
-            )
+            raise TrainingError(f"the data ended {self.where()}; give more data, or repeat it")
         rows = len(batch.tokens) * jax.process_count()
         if rows != self.settings.batch:
             raise bad_option("batch", self.settings.batch, f"the data comes {rows} at a time")
         self._tokens = rows * (batch.tokens.shape[1] - 1)
         return meshes.place_batch(batch, self.mesh)
 
-    def _votes(self, mine: int) -> jax.Array:
-        """This process's wish beside those of all others, int32 [devices]."""
+    def _all_wishes(self, wish: int) -> jax.Array:
+        """Return the wishes of all processes, int32 [devices]."""
         spec = NamedSharding(self.mesh, PartitionSpec(meshes.AXES))
         return jax.make_array_from_process_local_data(
-            spec, np.full(jax.local_device_count(), mine, np.int32)
+            spec, np.full(jax.local_device_count(), wish, np.int32)
         )
 
-    def _hear(self, step: int, values: dict[str, float] | None) -> None:
-        """Takes in the metrics of ``step``; all processes hear the same, so all do the same."""
+    def _read(self, step: int, values: dict[str, float] | None) -> None:
+        """Process the metrics of ``step``, which are the same in all processes."""
         if values is None:
             return
         self._check(values, step)
@@ -158,19 +157,19 @@ class Run:
             if not math.isfinite(value):
                 raise self._diverged(f"{name} became {value} at step {step}")
 
-    def _diverged(self, what: str) -> TrainingError:
+    def _diverged(self, event: str) -> TrainingError:
         s, saved = self.settings, self.checkpoints.latest
         left = "" if saved is None else f" (checkpoint {saved} is whole)"
         return TrainingError(
-            f"{what}{left}; start in a new folder with a lower --learning-rate (was "
+            f"{event}{left}; start in a new folder with a lower --learning-rate (was "
             f"{s.learning_rate}), a longer --warmup (was {s.warmup}) or a smaller --clip-at (was "
             f"{s.clip_at} of {s.clip})"
         )
 
-    def _write(self, step: int, found: dict[str, float]) -> None:
-        """A line of the log: means since the last one, speed, and what an evaluation found."""
+    def _write(self, step: int, measured: dict[str, float]) -> None:
+        """Write a line of the log: means since the last line, rate, and measurements."""
         now = time.monotonic()
-        entry = self._means.take() | found | {"seconds": round(self._seconds(), 1)}
+        entry = self._means.take() | measured | {"seconds": round(self._seconds(), 1)}
         entry.pop("wish", None)
         if self._mark is not None and step > self._mark[0]:
             done = (step - self._mark[0]) * self._tokens
@@ -184,30 +183,30 @@ class Run:
         return self._before + time.monotonic() - self._begun
 
     def _evaluate(self) -> bool:
-        """Held-out metrics and measurements of this step; whether they are the best so far."""
-        self._hear(self.step, self._means.flush())
+        """Measure this step on held-out data; return whether it is the best so far."""
+        self._read(self.step, self._means.flush())
         held_out = {f"heldout_{k}": v for k, v in self.evaluate(self.held_out).items()}
         self._check(held_out, self.step)
-        found = held_out | (self.measure(self.state.params) if self.measure else {})
-        self._write(self.step, found)
-        if not found:
+        measured = held_out | (self.measure(self.state.params) if self.measure else {})
+        self._write(self.step, measured)
+        if not measured:
             return False
         self._mark = self.step, time.monotonic()
         self.record["evaluations"].append({"step": self.step} | self._shown)
         if self.bar is not None:
             self.bar(self.step, self._shown)
         name, mode = self.best
-        if name not in found:
-            raise ValueError(f"best {name!r} is not evaluated; take one of {', '.join(found)}")
-        value, before = found[name], self.record["best"]
+        if name not in measured:
+            raise ValueError(f"best={name!r} is not measured; take one of {', '.join(measured)}")
+        value, before = measured[name], self.record["best"]
         better = before is None or (value <= before[1] if mode == "min" else value >= before[1])
         if better:
             self.record["best"] = [self.step, value]
         return better
 
     def _save(self) -> None:
-        """Checkpoint of this step, unless something in it is not finite."""
-        self._hear(self.step, self._means.flush())
+        """Save a checkpoint of this step; refuse values that are not finite."""
+        self._read(self.step, self._means.flush())
         if not self.programs.is_finite(self.state):
             raise self._diverged(f"weights or the optimiser's state overflowed by step {self.step}")
         evaluations = self.record["evaluations"]
@@ -217,3 +216,29 @@ class Run:
         self._saved = time.monotonic()
         self._mark = self.step, self._saved
         self.wish = STOP if self.wish == STOP else CONTINUE
+
+
+class Signals:
+    """Context in which the first SIGTERM or SIGINT only sets ``received``; the next acts as usual.
+
+    Outside the main thread, in which Python handles signals, it does nothing.
+    """
+
+    def __init__(self):
+        self.received = False
+        self._before: dict = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGTERM, signal.SIGINT)
+            self._before = {number: signal.signal(number, self._receive) for number in numbers}
+        return self
+
+    def _receive(self, number, frame):
+        self.received = True
+        self.__exit__()
+
+    def __exit__(self, *error):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -216,5 +216,5 @@ FORMAT = HeadFormat(
     read=_read,
     default_layout=lambda config: "mimo" if config.hidden_first else "deepseek",
     missing="has no modules for later tokens (MTP); take a target that was published with some, or "
-    "train them with `python -m training.finetune_mtp`",
+    "train them with `python -m training.distill mtp`",
 )

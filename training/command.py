@@ -1,4 +1,4 @@
-"""The command line of a training script: its options, its errors, its exit code."""
+"""The command line of a training script: options, errors and exit codes."""
 
 import contextlib
 import io
@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from training.trainer.errors import TrainingError
-from training.trainer.settings import OptionError
+from training.errors import OptionError, TrainingError
 
 Settings = TypeVar("Settings")
 
@@ -22,23 +21,23 @@ def run_command(
     module: str,
     description: str,
 ) -> int:
-    """Parses ``argv`` into ``kind`` and runs it.
+    """Parse ``argv`` into ``kind`` and run it; errors become one line on stderr.
 
     Args:
-      kind: a dataclass; fields that are dataclasses lend their own, without a prefix.
+      kind: a dataclass; the fields of its dataclass fields are options without a prefix.
       run: called with the settings and the words of the command line.
       argv: None for those of the process.
       module: as in ``python -m training.pretrain``.
-      description: what ``--help`` says first.
+      description: first paragraph of ``--help``.
 
     Returns:
-      The exit code: 0; 1 where training stopped for a reason, 2 on bad input, 130 on Ctrl-C where
-      nothing waits for it (as before the first step), with one line on stderr for each.
+      The exit code: 0, 1 if training stopped for a reason, 2 on bad input, 130 on Ctrl-C before
+      the first step.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         run(parse(kind, argv, module=module, description=description), argv)
-    except SystemExit as stop:  # --help, or an option that does not exist
+    except SystemExit as stop:  # --help, or an unknown option
         return int(stop.code or 0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,15 +52,15 @@ def run_command(
 
 
 def parse(kind: type[Settings], argv: Sequence[str], *, module: str, description: str) -> Settings:
-    """Settings from the words of a command line.
+    """Return the settings that ``argv`` describes.
 
     Raises:
-      OptionError: of a dataclass that refuses its values, as it was raised.
-      SystemExit: words that are no options of ``kind``, after they were explained on stderr.
+      OptionError: a dataclass refuses its values.
+      SystemExit: ``argv`` holds unknown options; stderr explains them.
     """
-    said = io.StringIO()
+    messages = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(messages):
             return tyro.cli(
                 kind,
                 args=argv,
@@ -70,11 +69,11 @@ def parse(kind: type[Settings], argv: Sequence[str], *, module: str, description
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except SystemExit as stop:
-        # tyro frames what a dataclass raised, several lines around one: show the line alone.
+        # tyro frames an error of a dataclass in several lines: raise the original instead.
         cause: BaseException | None = stop
         while cause is not None:
             if isinstance(cause, OptionError):
                 raise cause from None
             cause = cause.__context__
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(messages.getvalue())
         raise

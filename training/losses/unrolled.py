@@ -1,30 +1,27 @@
-"""What drafters that guess several tokens ahead are judged by.
+"""Losses of drafters that guess one token after another.
 
-Guess k (from 0) made at row i is about the token after t_{i+1+k}. It is laid beside the target's
-row j = i + 1 + k, which computed the law of that token: so all guesses about one token lie side by
-side, and the target's law is computed once for them.
+Guess k (from 0) made at row i predicts the token after t_{i+1+k}. It is aligned with the target's
+row j = i + 1 + k, which computed the distribution of that token. So all guesses about one token lie
+side by side, and the target's distribution is computed once for them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
-from jspec.models import decoder
-from jspec.models.decoder import Linear
+from jspec.models.layers import Linear, affine
 from training.batches import Batch
-from training.losses import LOSSES, LossName, overlap_of
-from training.objective import loss_chunk, mean_by_chunks, places, take
+from training.errors import bad_option
+from training.losses.chunks import columns, loss_chunk, mean_by_chunks, take
+from training.losses.distances import LOSSES, GuessLoss, overlap_of
 from training.task import Metrics, Ratio
-from training.trainer.settings import bad_option
-
-GuessLoss = LossName | Literal["labels"]  # of ``teach``
 
 
-class Beside(NamedTuple):
-    """What a loss may look at beside the laws, for a stretch of t rows."""
+class Rows(NamedTuple):
+    """Inputs of a loss beside the two distributions, for a chunk of t rows."""
 
     x: Array  # aligned guesses [B, t, S, D]
     normed: Array  # the target's last hidden states after its norm [B, t, D]
@@ -32,30 +29,25 @@ class Beside(NamedTuple):
 
 
 def check_loss(option: str, loss: str) -> None:
-    """Refuses what ``teach`` does not know.
-
-    Raises:
-      ValueError: naming ``option``.
-    """
+    """Raise OptionError for a loss that ``distil`` does not have."""
     if loss not in ("labels", *LOSSES):
-        known = ", ".join(("labels", *LOSSES))
-        raise bad_option(option, loss, f"choose one of {known}")
+        raise bad_option(option, loss, f"choose one of {', '.join(('labels', *LOSSES))}")
 
 
 def align(outputs: Sequence[Array]) -> Array:
-    """Guesses [B, T, D] of each k, by row i, to [B, T, S, D], by j - 1; zeros where none is."""
+    """Align guesses [B, T, D] of each k, by row i, to [B, T, S, D], by j - 1; pad with zeros."""
     length = outputs[0].shape[1]
     shifted = [jnp.pad(x[:, : length - k], ((0, 0), (k, 0), (0, 0))) for k, x in enumerate(outputs)]
     return jnp.stack(shifted, 2)
 
 
 def row_weights(batch: Batch, steps: int, decay: float) -> Array:
-    """float32 [B, T, S]: weight of guess k beside the target's row j, at j - 1.
+    """Return float32 [B, T, S]: weight of guess k beside the target's row j, at j - 1.
 
-    A guess counts as much as t_{j+1}, the token that is guessed: so those count that drafting asks
-    for, from an answer's first token, guessed behind the prompt, to its last. (The programs of
-    EAGLE's authors take the weight of t_{j-1}.) What follows a window's or a document's last token
-    is not known, and no guess about it counts.
+    A guess has the weight of t_{j+1}, the token that it predicts. So the guesses count that
+    drafting needs: from the first token of an answer, guessed behind the prompt, to its last. (The
+    programs of EAGLE's authors take the weight of t_{j-1}.) Guesses behind the last token of a
+    window or document have no label and do not count.
     """
     length = batch.tokens.shape[1] - 1
     here, learned, weights = batch.segments[:, 1:], guessed_weights(batch)[:, 1:], []
@@ -66,22 +58,22 @@ def row_weights(batch: Batch, steps: int, decay: float) -> Array:
 
 
 def guessed_weights(batch: Batch) -> Array:
-    """float32 [B, T + 1]: weight of the token whose law the target's row j computed, t_{j+1}."""
+    """Return float32 [B, T + 1]: weight of t_{j+1}, whose distribution the target's row j has."""
     return jnp.pad(batch.label_weights, ((0, 0), (0, 1)))
 
 
-def target_probs(logits: Array, kept: Array | None, loss: str) -> tuple[Array, Array]:
-    """Target's logits [..., V] to log p [..., Vd] and whether a row counts, float32 [...].
+def target_probs(logits: Array, vocabulary: Array | None, loss: str) -> tuple[Array, Array]:
+    """Return log p [..., Vd] of the target's logits [..., V], and float32 [...] masks of rows.
 
-    Over a reduced vocabulary, int32 ``kept`` [Vd], the published losses (``ce``, ``kl`` and their
-    like) renormalise p, and leave out rows whose likeliest token the drafter does not know; those
-    made of the chance of acceptance do neither.
+    Over a reduced vocabulary int32 [Vd], the losses ``ce``, ``kl``, ``reverse_kl`` and ``jsd``
+    renormalise p and drop rows whose likeliest token is not in the vocabulary. The other losses,
+    which train the probability of acceptance, do neither.
     """
     log_p = jax.nn.log_softmax(logits)
     everywhere = jnp.ones(logits.shape[:-1])
-    if kept is None:
+    if vocabulary is None:
         return log_p, everywhere
-    part = log_p[..., kept]
+    part = log_p[..., vocabulary]
     if loss not in ("ce", "kl", "reverse_kl", "jsd"):
         return part, everywhere
     known = part.max(-1) >= log_p.max(-1)
@@ -94,38 +86,37 @@ def judge(
     logits_of: Callable[[Array, Any], Array],
     *,
     distribution: Callable[[Array], tuple[Array, Array]],
-    values: Callable[[Array, Array, Beside], Array],
+    values: Callable[[Array, Array, Rows], Array],
     normed: Array,
     batch: Batch,
     weights: Array,
 ) -> Metrics:
-    """Means over all B * T rows, a stretch at a time; ``loss`` can be differentiated.
+    """Return means over all B * T rows, computed in chunks; ``loss`` can be differentiated.
 
     Args:
       x: aligned guesses [B, T, S, D], differentiated.
       matrix: pytree of output matrices, differentiated.
       logits_of: maps x [B, t, S, D] and ``matrix`` to the drafter's logits [B, t, S, Vd].
-      law: maps the target's normed hidden states [B, t, D] to log p [B, t, Vd] and whether a row
-        counts [B, t].
-      values: maps log p [B, t, 1, Vd], log q [B, t, S, Vd] and what stands beside them to the loss
-        of every guess [B, t, S].
+      distribution: maps the target's normed hidden states [B, t, D] to log p [B, t, Vd] and a mask
+        of the rows that count [B, t].
+      values: maps log p [B, t, 1, Vd], log q [B, t, S, Vd] and ``Rows`` to the loss of every guess
+        [B, t, S].
       normed: the target's last hidden states after its norm [B, T + 1, D].
       batch: windows.
       weights: [B, T, S], as of ``row_weights``.
 
     Returns:
-      ``loss``, and ``accepted_k``: a ``Ratio``, the mean chance that guess k is accepted over the
-      rows that count.
+      ``loss``, and as ``Ratio`` ``accepted_k``, the mean probability that guess k is accepted.
     """
     steps = weights.shape[-1]
     labels = jnp.pad(batch.tokens[:, 2:], ((0, 0), (0, 1)))
 
-    def score(x: Array, matrix: Any, given: Any) -> dict[str, Array]:
-        normed, weight, labels = given
+    def score(x: Array, matrix: Any, fixed: Any) -> dict[str, Array]:
+        normed, weight, labels = fixed
         log_q = jax.nn.log_softmax(logits_of(x, matrix))
         log_p, counts = distribution(normed)
         log_p = log_p[:, :, None]
-        value = values(log_p, log_q, Beside(x, normed, labels))
+        value = values(log_p, log_q, Rows(x, normed, labels))
         alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
         means = {"loss": (weight * counts[:, :, None] * value).sum(-1)}
         for step in range(steps):
@@ -133,14 +124,14 @@ def judge(
             means |= {f"accepted_{step}": here * alpha[..., step], f"rows_{step}": here}
         return means
 
-    given = jax.lax.stop_gradient((normed[:, 1:], weights, labels))
-    means = mean_by_chunks(score, x, matrix, given, rows=max(loss_chunk() // steps, 1))
+    fixed = jax.lax.stop_gradient((normed[:, 1:], weights, labels))
+    means = mean_by_chunks(score, x, matrix, fixed, rows=max(loss_chunk() // steps, 1))
     for step in range(steps):
         means[f"accepted_{step}"] = Ratio(means[f"accepted_{step}"], means.pop(f"rows_{step}"))
     return means
 
 
-def teach(
+def distil(
     x: Array,
     outputs: tuple[Array, ...],
     biases: tuple[Array, ...] = (),
@@ -151,14 +142,14 @@ def teach(
     target_output: Array,
     normed: Array,
     batch: Batch,
-    kept: Array | None = None,
+    vocabulary: Array | None = None,
 ) -> Metrics:
-    """``judge`` of guesses that learn from the text, or from the target's law.
+    """Judge guesses by the text or by the target's distribution; see ``judge``.
 
     Args:
       x: aligned guesses [B, T, S, D], differentiated.
-      outputs: output matrices [D, Vd], differentiated: one each, one for all, or none where the
-        target's serves.
+      outputs: output matrices [D, Vd], differentiated: one a guess, one for all, or none for the
+        target's.
       biases: [Vd] of each output, differentiated, or none.
       loss: labels (cross-entropy with the text) or a distance in ``LOSSES``.
       decay: weight of a guess relative to the one before.
@@ -166,7 +157,7 @@ def teach(
       target_output: the target's output matrix [D, V].
       normed: the target's last hidden states after its norm [B, T + 1, D].
       batch: windows.
-      kept: int32 [Vd], ascending, where the guesses know only some tokens.
+      vocabulary: int32 [Vd], ascending, if it is reduced.
     """
     steps = x.shape[2]
 
@@ -175,20 +166,20 @@ def teach(
         if len(outputs) < steps:
             return linear(x, outputs[0])
         rows = zip(jnp.unstack(x, axis=2), outputs, biases or (None,) * steps, strict=True)
-        return jnp.stack([decoder.affine(*row, linear) for row in rows], 2)
+        return jnp.stack([affine(*row, linear) for row in rows], 2)
 
-    def values(log_p: Array, log_q: Array, beside: Beside) -> Array:
+    def values(log_p: Array, log_q: Array, rows: Rows) -> Array:
         if loss != "labels":
             return LOSSES[loss](log_p, log_q)
-        place, known = places(beside.labels, kept)
-        place = jnp.broadcast_to(place[:, :, None], log_q.shape[:-1])
-        return -take(log_q, place) * known[:, :, None]
+        column, known = columns(rows.labels, vocabulary)
+        column = jnp.broadcast_to(column[:, :, None], log_q.shape[:-1])
+        return -take(log_q, column) * known[:, :, None]
 
     return judge(
         x,
         (outputs, biases),
         logits_of,
-        distribution=lambda normed: target_probs(linear(normed, target_output), kept, loss),
+        distribution=lambda normed: target_probs(linear(normed, target_output), vocabulary, loss),
         values=values,
         normed=normed,
         batch=batch,

@@ -1,47 +1,40 @@
-"""Trains an MLP speculator on a frozen target: ``python -m training.distill_mlp_speculator``.
+"""The method ``mlp_speculator``: speculators of IBM and Snowflake.
 
-    python -m training.distill_mlp_speculator --target DIR --data TEXT... --held-out-share 0.02 \\
-        --output RUN
-
-IBM's recipe has two stages: text, then answers of the target (``training.generate_data``), with a
+IBM's recipe has two stages: text, then answers of the target (``training.generate_data``) with a
 tenth of the rate, in a second run that starts from the first (``--head RUN/export``). Snowflake's
-variants learn from such answers alone. Run the same command again to resume; at the end
-``RUN/export`` holds the best speculator in the layout of its variant.
+variants are trained on such answers alone.
 """
 
 import dataclasses
-import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from jspec.checkpoints.heads.head_formats import Layout
 from jspec.drafters import MlpSpeculator
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
-from training import trainer
-from training.acceptance import AcceptanceSettings
-from training.distilling import (
-    DistillSettings,
-    described,
-    distil,
-    export_of,
-    open_target,
-    variant_of,
-    with_defaults,
-)
-from training.stages import PUBLISHED, StagesRecipe, StagesTask
+from training.data.settings import Data
+from training.errors import bad_option, check_least
 from training.task import Frozen
-from training.trainer import TrainerSettings, bad_option
+from training.tasks.acceptance import AcceptanceSettings
+from training.tasks.method import (
+    Build,
+    DistillSettings,
+    Method,
+    described,
+    head_build,
+    variant_of,
+)
+from training.tasks.stages import StagesRecipe, StagesTask
+from training.trainer import TrainerSettings
 
 # Layouts of the variants' files.
-_LAYOUTS: dict[str, Layout] = {
+_LAYOUTS = {
     "ibm": "mlp_speculator",
     "arctic": "arctic-rnn",
     "arctic-lstm": "arctic-lstm",
 }
-VARIANTS = tuple(_LAYOUTS)
 
 # Rates, schedules and decay of the programs of IBM (fms-fsdp, its first stage) and Snowflake
 # (ArcticTraining), which train on more tokens a step.
@@ -79,10 +72,10 @@ class HeadSettings:
     Attributes:
       n_predict: stages, one for each token guessed
       inner_dim: width of the state and the embeddings (0: as the target's)
-      tie_weights: whether the stages share their weights, as those of an LSTM always do
+      tie_weights: whether the stages share their weights; the stages of an LSTM always do
       tie_embeddings: whether one embedding serves an LSTM's gates and cell
       scale_input: whether the target's hidden state is normed first
-      head: folder of a speculator to start from instead, which then decides all of the above
+      head: folder of a speculator to start from, which then decides all of the above
     """
 
     n_predict: int = 3
@@ -93,9 +86,8 @@ class HeadSettings:
     head: str = ""
 
     def __post_init__(self):
-        for name, least in (("n_predict", 1), ("inner_dim", 0)):
-            if getattr(self, name) < least:
-                raise bad_option(name, getattr(self, name), f"it must be at least {least}")
+        check_least(self, 1, "n_predict")
+        check_least(self, 0, "inner_dim")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +106,7 @@ class Settings(DistillSettings):
         default_factory=lambda: AcceptanceSettings(num_speculative_tokens=HeadSettings.n_predict)
     )
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
-    recipe: StagesRecipe
+    recipe: StagesRecipe = dataclasses.field(default_factory=StagesRecipe)  # arXiv 2404.19124
     variant: Literal["ibm", "arctic", "arctic-lstm"] = "ibm"
 
     def __post_init__(self):
@@ -135,96 +127,63 @@ class Settings(DistillSettings):
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
-        head = {name: "leave it out: --head decides it" for name in vars(self.head)}
-        del head["head"]
-        recipe = {}
-        if not self.head.head:
-            head = {}
-            if self.head.n_predict == 1:
-                recipe["stage_decay"] = "there is one stage; leave it out"
+        head, recipe = {}, {}
+        if self.head.head:
+            head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
+            del head["head"]
+        elif self.head.n_predict == 1:
+            recipe["stage_decay"] = "there is one stage; leave it out"
         return super().idle() | {"head": head, "recipe": recipe}
 
 
-def settings_of(variant: str) -> type[Settings]:
-    """``Settings`` with the variant's published defaults."""
-    return with_defaults(
-        Settings,
-        trainer=_IBM if variant == "ibm" else _ARCTIC,
-        recipe=PUBLISHED[variant],
-        variant=variant,
-    )
+def defaults(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the published settings of the variant."""
+    variant = variant_of(argv, tuple(_LAYOUTS), Settings.variant)
+    return {"trainer": _IBM if variant == "ibm" else _ARCTIC, "variant": variant}
 
 
 def head_of(settings: Settings, target: LoadedModel):
-    """Sizes of the speculator, and the weights to start from in float32, None for fresh ones.
+    """Return the sizes of the speculator, and initial weights in float32 or None.
 
     Raises:
-      ValueError: the one to start from cannot be read, was made for another target or is of
+      ValueError: an initial speculator cannot be read, was made for another target or is of
         another variant.
     """
-    head, lstm = settings.head, settings.variant == "arctic-lstm"
+    head, lstm, sizes = settings.head, settings.variant == "arctic-lstm", target.config
     if head.head:
-        found = loading.load_head(head.head, target.config, kind="mlp_speculator", dtype="float32")
-        if isinstance(found.config, LstmSpeculatorConfig) != lstm:
+        loaded = loading.load_head(head.head, sizes, kind="mlp_speculator", dtype="float32")
+        if isinstance(loaded.config, LstmSpeculatorConfig) != lstm:
             other = "ibm or arctic" if lstm else "arctic-lstm"
             raise bad_option("head", head.head, f"it is of another kind: --variant {other}")
-        return dataclasses.replace(found.config, activation_dtype="float32"), found.params
-    sizes = {
+        return dataclasses.replace(loaded.config, activation_dtype="float32"), loaded.params
+    fields = {
         "n_predict": head.n_predict,
-        "hidden_size": target.config.hidden_size,
-        "inner_dim": head.inner_dim or target.config.hidden_size,
-        "vocab_size": target.config.vocab_size,
-        "capture_layers": (target.config.num_layers,),
+        "hidden_size": sizes.hidden_size,
+        "inner_dim": head.inner_dim or sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "capture_layers": (sizes.num_layers,),
         "scale_input": head.scale_input,
     }
     if lstm:
-        return LstmSpeculatorConfig(**sizes, tie_embeddings=head.tie_embeddings), None
-    return MlpSpeculatorConfig(**sizes, tie_weights=head.tie_weights), None
+        return LstmSpeculatorConfig(**fields, tie_embeddings=head.tie_embeddings), None
+    return MlpSpeculatorConfig(**fields, tie_weights=head.tie_weights), None
 
 
-def run(
-    settings: Settings, argv: Sequence[str] = (), *, stop_after: int | None = None
-) -> trainer.Result:
-    """Prepares the data, trains to the end or to a signal, exports a finished run.
-
-    Args:
-      settings: of the run.
-      argv: words of the command line, for the provenance.
-      stop_after: most steps of this call.
-    """
-    target, data = open_target(settings)
+def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
+    """Prepare a run; see ``Method``."""
     config, start = head_of(settings, target)
-    task = StagesTask(
-        config, target.config, settings.recipe, settings.trainer.compute, settings.trainer.remat
-    )
-    return distil(
+    compute, remat = settings.trainer.compute, settings.trainer.remat
+    return head_build(
         settings,
-        task,
-        Frozen(target.params, start),
         target,
-        data,
-        module="training.distill_mlp_speculator",
-        argv=argv,
-        stop_after=stop_after,
+        config,
+        _LAYOUTS[settings.variant],
+        task=StagesTask(config, target.config, settings.recipe, compute, remat),
+        frozen=Frozen(target.params, start),
+        drafter=MlpSpeculator(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)
         | {"variant": settings.variant, "head": described(config, start)},
-        drafter=MlpSpeculator(config, target.target, num_speculative_tokens=settings.depth),
-        export=export_of(settings, target, config, _LAYOUTS[settings.variant]),
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see ``trainer.run_command`` for its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    return trainer.run_command(
-        settings_of(variant_of(argv, VARIANTS, Settings.variant)),
-        run,
-        argv,
-        module="training.distill_mlp_speculator",
-        description="Trains an MLP speculator on a frozen target; run it again with the same "
-        "options to resume.",
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+METHOD = Method("Train an MLP speculator on a frozen target.", Settings, build, defaults)

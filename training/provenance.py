@@ -1,5 +1,6 @@
-"""How an output came to be: a record that names no path of the machine."""
+"""Records of how an output was made; they name no path of the machine."""
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -10,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 
 
 def provenance(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The command, the commit, versions and devices: what is known before any work is done.
+    """Return the command, the commit, versions and devices.
 
     Args:
       module: as in ``python -m training.pretrain``.
-      argv: its arguments; of absolute paths only the last part is kept.
+      argv: its arguments; of absolute paths only the last part is recorded.
     """
     devices = jax.devices()
     return {
@@ -34,24 +37,35 @@ def provenance(module: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def write_provenance(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Writes ``provenance.json`` into ``directory``."""
+    """Write ``provenance.json`` into ``directory``."""
     (directory / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def without_folders(word: str) -> str:
-    """A word of the command line, with only the last part of a path that is absolute."""
+    """Return a word of the command line; an absolute path is cut to its last part."""
     flag, equals, value = word.rpartition("=")
     if value.startswith(("/", "~")):
         return flag + equals + Path(value).name
     return word
 
 
+def weights_digest(params: Any) -> str:
+    """Return a hash of one row of every weight, rounded to bfloat16.
+
+    The hash does not depend on the dtype in which the weights were loaded.
+    """
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        row = leaf[(0,) * max(leaf.ndim - 1, 0)]
+        digest.update(np.asarray(row.astype(jnp.bfloat16)).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _git_commit() -> str:
-    """The commit of the checkout that runs, ``-dirty`` where its files differ from it."""
+    """Return the commit of this checkout, with ``-dirty`` if its files differ from it."""
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()

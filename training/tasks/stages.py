@@ -1,8 +1,8 @@
-"""Training heads that guess one token after another: MLP speculators and Hydra heads.
+"""Losses of heads that guess one token after another: MLP speculators and Hydra heads.
 
-Stage k at row i reads what stage k - 1 handed on there (stage 0 the target's hidden state, or what
-Hydra++'s prefix layer makes of it) and the true token t_{i+1+k}, and guesses t_{i+2+k}. Every stage
-is computed for all rows at once by the functions that serve.
+Stage k at row i reads the state of stage k - 1 there (stage 0 the target's hidden state, or the
+output of Hydra++'s prefix layer) and the true token t_{i+1+k}, and predicts t_{i+2+k}. The
+functions that serve compute each stage for all rows at once.
 """
 
 import dataclasses
@@ -20,50 +20,42 @@ from jspec.models.heads import arctic, hydra, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
-from training import ahead
 from training.attention import attend_within
 from training.batches import Batch
+from training.errors import check_least
+from training.forward import feature_scale, head_of, packed_states
 from training.linear import LINEARS
-from training.objective import feature_scale, head_of, packed_states
+from training.losses import unrolled
+from training.losses.distances import GuessLoss
 from training.task import Frozen, Metrics
-from training.trainer.settings import bad_option
+from training.tasks.method import float32
 
 HeadConfig = HydraConfig | MlpSpeculatorConfig | LstmSpeculatorConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class StagesRecipe:
-    """How heads are trained; ``PUBLISHED`` has the authors' settings.
+    """Losses of the stages; the defaults are the published settings of the variant.
 
     Attributes:
-      loss: labels (cross-entropy with the text) or a distance from the target's law at the guessed
-        token; tvd, lk and overlap are made of the chance of acceptance itself
+      loss: labels (cross-entropy with the text) or a distance from the target's distribution; tvd,
+        lk and overlap train the probability of acceptance
       stage_decay: weight of a stage's loss relative to the stage before
 
     Raises:
       ValueError: a value is out of range.
     """
 
-    loss: ahead.GuessLoss = "labels"
+    loss: GuessLoss = "labels"
     stage_decay: float = 1.0
 
     def __post_init__(self):
-        ahead.check_loss("loss", self.loss)
-        if not 0 <= self.stage_decay < float("inf"):
-            raise bad_option("stage_decay", self.stage_decay, "it must be at least 0")
-
-
-PUBLISHED = {
-    "ibm": StagesRecipe(),  # arXiv 2404.19124, section 3
-    "arctic": StagesRecipe(),  # ArcticTraining
-    "arctic-lstm": StagesRecipe(),
-    "hydra": StagesRecipe(),  # arXiv 2402.05109, section 3
-    "hydra++": StagesRecipe(loss="ce"),  # section 4
-}
+        unrolled.check_loss("loss", self.loss)
+        check_least(self, 0, "stage_decay")
 
 
 class _Network(NamedTuple):
-    """How a kind of config is run."""
+    """The functions of a kind of config."""
 
     module: ModuleType
     outputs: Callable[[Any], tuple[tuple[Array, ...], tuple[Array, ...]]]  # matrices and biases
@@ -88,7 +80,7 @@ class StagesTask:
       remat: whether the backward pass computes the stages again, to save memory.
 
     Raises:
-      ValueError: the prefix layer has experts, through which there is no gradient on every device.
+      ValueError: the prefix layer has experts, which have no gradient on every device.
     """
 
     head: HeadConfig
@@ -100,30 +92,27 @@ class StagesTask:
     def __post_init__(self):
         if self._prefix is not None and self._prefix.moe is not None:
             raise ValueError(
-                "a prefix layer like the target's has experts here, which are not trained yet; "
-                "take heads without one (--variant hydra)"
+                "a prefix layer like the target's has experts, which cannot be trained; take heads "
+                "without one (--variant hydra)"
             )
 
     def init(self, key: Array, frozen: Frozen) -> Any:
-        """First weights: random as published, but Hydra heads as ``early_exit`` says."""
+        """Return initial weights: random as published; Hydra heads see ``early_exit``."""
         if frozen.start is not None:
-            return jax.tree.map(lambda x: jnp.array(x, jnp.float32), frozen.start)
+            return float32(frozen.start)
         params = self._network.module.init_params(key, self.head)
-        if not isinstance(self.head, HydraConfig):
-            return params
-        return early_exit(params, frozen, self.target)
+        return early_exit(params, frozen) if isinstance(self.head, HydraConfig) else params
 
     def loss(self, params: Any, frozen: Frozen, batch: Batch, key: Array) -> tuple[Array, Metrics]:
-        """See ``Task``. Metrics: ``loss``, and ``accepted_k`` = mean sum(min(p, q)) of stage k,
-        over the rows that count."""
+        """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
         del key
         (hidden,), normed = packed_states(
             frozen.target, self.target, batch, self.compute, capture_layers=self.head.capture_layers
         )
         hidden, normed = jax.lax.stop_gradient((hidden[:, :-1].astype(jnp.float32), normed))
         outputs, biases = self._network.outputs(params)
-        means = ahead.teach(
-            ahead.align(self._unroll(params, frozen, batch, hidden)),
+        means = unrolled.distil(
+            unrolled.align(self._unroll(params, frozen, batch, hidden)),
             outputs,
             biases,
             loss=self.recipe.loss,
@@ -136,31 +125,29 @@ class StagesTask:
         return means["loss"], means
 
     def _unroll(self, params: Any, frozen: Frozen, batch: Batch, hidden: Array) -> list[Array]:
-        """What the output of each stage takes [B, T, ...], by the row that it starts from."""
+        """Return the input of each stage's output matrix [B, T, ...], by its first row."""
         state, outputs = self._start(params, batch, hidden), []
-        for stage in range(self._count):
+        is_hydra = isinstance(self.head, HydraConfig)
+        for stage in range(self.head.num_heads if is_hydra else self.head.n_predict):
             tokens = jnp.pad(batch.tokens[:, stage + 1 :], ((0, 0), (0, stage)))
-            if isinstance(self.head, HydraConfig):
-                given = decoder.embed(frozen.target, self.target, tokens).astype(jnp.float32)
-            else:
-                given = tokens
-            state, x = self._step(stage)(params, state, given)
+            if is_hydra:
+                tokens = decoder.embed(frozen.target, self.target, tokens).astype(jnp.float32)
+            state, x = self._step(stage)(params, state, tokens)
             outputs.append(x)
         return outputs
 
     def _start(self, params: Any, batch: Batch, hidden: Array) -> Any:
-        """What the first stage takes, of the target's hidden states [B, T, D]."""
+        """Return the input of the first stage, given the target's hidden states [B, T, D]."""
         if not isinstance(self.head, HydraConfig):
             return self._network.module.start(self.head, hidden)
         if self._prefix is None:
             return hidden
-        attend = attend_within(batch.segments[:, :-1], self._prefix.windows)
         _, (out,) = decoder.trunk(
             params.prefix,
             self._prefix,
             hidden,
             batch.positions[:, :-1],
-            attend,
+            attend_within(batch.segments[:, :-1], self._prefix.windows),
             linear=LINEARS[self.compute],
             capture_layers=(1,),
             remat=self.remat,
@@ -169,8 +156,8 @@ class StagesTask:
 
     def _step(self, stage: int) -> Callable[[Any, Any, Array], tuple[Any, Array]]:
         step, linear = self._network.module.step, LINEARS[self.compute]
-        run = lambda params, state, given: step(
-            params, self.head, state, given, stage, linear=linear
+        run = lambda params, state, tokens: step(
+            params, self.head, state, tokens, stage, linear=linear
         )
         return jax.checkpoint(run) if self.remat else run
 
@@ -180,29 +167,22 @@ class StagesTask:
 
     @property
     def _prefix(self) -> DecoderConfig | None:
-        return getattr(self.head, "network", None)
-
-    @property
-    def _count(self) -> int:
-        hydra_heads = isinstance(self.head, HydraConfig)
-        return self.head.num_heads if hydra_heads else self.head.n_predict
+        return self.head.network if isinstance(self.head, HydraConfig) else None
 
 
-def early_exit(params: HydraParams, frozen: Frozen, target: DecoderConfig) -> HydraParams:
-    """Heads that say what the target's own output matrix would, whatever was drafted; about that
-    where there is a prefix layer, whose block is random.
+def early_exit(params: HydraParams, frozen: Frozen) -> HydraParams:
+    """Return heads that predict what the target's output matrix does, whatever was drafted.
 
-    So training begins where the target left off, and not at the uniform law.
+    So training begins near the target's distribution and not at the uniform one. A prefix layer
+    has a random block, so its heads agree with the target only approximately.
     """
     size = frozen.target.norm.shape[0]
     keep = lambda residual: jnp.zeros_like(residual).at[:size].set(jnp.eye(size))
-    output = jnp.array(head_of(frozen.target), jnp.float32)
-    prefix = params.prefix
+    output, prefix = float32(head_of(frozen.target)), params.prefix
     if prefix is not None:
-        scale = feature_scale(frozen.target, target)
-        prefix = prefix.replace(norm=target.norm_weight(size, jnp.float32, scale))
+        prefix = prefix.replace(norm=jnp.full((size,), feature_scale(frozen.target), jnp.float32))
     return params.replace(
-        joining=tuple(each.replace(residual=keep(each.residual)) for each in params.joining),
+        joining=tuple(join.replace(residual=keep(join.residual)) for join in params.joining),
         outputs=(output,) * len(params.outputs),
         prefix=prefix,
     )

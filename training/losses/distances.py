@@ -1,12 +1,12 @@
-"""Distances between the target's law p and the drafter's q, for distillation.
+"""Distances between the target's distribution p and the drafter's q, for distillation.
 
-Each maps log p and log q [..., V] to values [...], and is differentiated by log q alone. The chance
-that speculative sampling accepts a drafted token is sum min(p, q) (arXiv 2211.17192, theorem 3.5),
-so ``tvd``, ``lk`` and ``overlap`` train what is measured; ``kl`` and ``ce`` have the steadier
-gradients far from the target.
+Each distance maps log p and log q [..., V] to values [...], and is differentiated by log q alone.
+Speculative sampling accepts a drafted token with probability sum min(p, q) (arXiv 2211.17192,
+theorem 3.5). ``tvd``, ``lk`` and ``overlap`` train that; ``kl`` and ``ce`` have steadier gradients
+far from the target.
 
-Where q knows only some tokens, log p [..., Vd] is the target's law at those, not renormalised:
-then what the others weigh counts as rejected.
+If q covers a reduced vocabulary, log p [..., Vd] is the target's distribution at those tokens, not
+renormalised: the probability of all other tokens counts as rejected.
 """
 
 import functools
@@ -23,73 +23,71 @@ LK_ETA = 3.0  # how fast the hybrid turns from KL to total variation
 
 
 def _compact(distance: Distance) -> Distance:
-    """``distance`` of arrays without their axes of one: with such an axis, XLA's CPU backend takes
-    forty times as long to sum a product."""
+    """Squeeze axes of size one: with them, XLA's CPU backend sums a product 40 times slower."""
 
     @functools.wraps(distance)
-    def of_rows(log_p: Array, log_q: Array) -> Array:
+    def squeezed(log_p: Array, log_q: Array) -> Array:
         shape = jnp.broadcast_shapes(log_p.shape, log_q.shape)[:-1]
         ones = tuple(axis for axis, size in enumerate(shape) if size == 1)
         return distance(jnp.squeeze(log_p, ones), jnp.squeeze(log_q, ones)).reshape(shape)
 
-    return of_rows
+    return squeezed
 
 
 @_compact
 def overlap_of(log_p: Array, log_q: Array) -> Array:
-    """Chance of acceptance alpha, sum min(p, q)."""
+    """Return the probability of acceptance alpha, sum min(p, q)."""
     return jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
 
 
 @_compact
 def ce(log_p: Array, log_q: Array) -> Array:
-    """Cross-entropy of q against p, -sum p log q; its gradient is that of ``kl``."""
+    """Return the cross-entropy -sum p log q; its gradient is that of ``kl``."""
     return -(jnp.exp(log_p) * log_q).sum(-1)
 
 
 @_compact
 def kl(log_p: Array, log_q: Array) -> Array:
-    """Forward KL, sum p log (p / q)."""
+    """Return the forward KL, sum p log (p / q)."""
     return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
 @_compact
 def reverse_kl(log_p: Array, log_q: Array) -> Array:
-    """Reverse KL, sum q log (q / p)."""
+    """Return the reverse KL, sum q log (q / p)."""
     return (jnp.exp(log_q) * (log_q - log_p)).sum(-1)
 
 
 def jsd(log_p: Array, log_q: Array) -> Array:
-    """Jensen-Shannon divergence, the mean KL of p and q to their mean."""
+    """Return the Jensen-Shannon divergence, the mean KL of p and q to their mean."""
     log_mean = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
     return 0.5 * (kl(log_p, log_mean) + kl(log_q, log_mean))
 
 
 def tvd(log_p: Array, log_q: Array) -> Array:
-    """Total variation, 1 - alpha."""
+    """Return the total variation, 1 - alpha."""
     return 1 - overlap_of(log_p, log_q)
 
 
 def overlap(log_p: Array, log_q: Array) -> Array:
-    """-log alpha: total variation's gradient, divided by the chance of acceptance."""
+    """Return -log alpha: its gradient is that of total variation, divided by alpha."""
     return -jnp.log(overlap_of(log_p, log_q))
 
 
 def lk(log_p: Array, log_q: Array) -> Array:
-    """Hybrid of KL and total variation, weighed by exp(-3 alpha) (arXiv 2602.23881)."""
+    """Return a hybrid of KL and total variation, weighted by exp(-3 alpha) (arXiv 2602.23881)."""
     share = jnp.exp(-LK_ETA * jax.lax.stop_gradient(overlap_of(log_p, log_q)))
     return share * kl(log_p, log_q) + (1 - share) * tvd(log_p, log_q)
 
 
 @_compact
 def tvd_plus(log_p: Array, log_q: Array) -> Array:
-    """Total variation as a policy gradient with a normalised reward (arXiv 2403.00858, TVD++).
+    """Return total variation as a policy gradient with normalised reward (arXiv 2403.00858, TVD++).
 
-    The gradient of total variation is E_q[-r grad log q] with the reward r = 1{p > q}; here r has
-    its mean taken off and is divided by its deviation. Both are a row's own, under its q, where the
-    paper takes those of a batch: so a row's loss depends on no other, be it padding or one that
-    does not count. Under q no mean changes the gradient, so what is left of the paper's rule is how
-    much a row weighs: more, the surer its reward is.
+    The gradient of total variation is E_q[-r grad log q] with the reward r = 1{p > q}. Here r is
+    centred and divided by its standard deviation. Both are taken under q within a row, where the
+    paper takes them over a batch: so the loss of a row does not depend on other rows. Subtracting a
+    mean under q leaves the gradient unchanged, so only the weight of a row changes.
     """
     q = jax.lax.stop_gradient(jnp.exp(log_q))
     reward = (log_p > log_q).astype(q.dtype)
@@ -109,3 +107,4 @@ LOSSES: dict[LossName, Distance] = {
     "lk": lk,
     "overlap": overlap,
 }
+GuessLoss = LossName | Literal["labels"]  # labels: cross-entropy with the text

@@ -1,0 +1,128 @@
+"""The target's hidden states of every window on disk, for runs of many epochs.
+
+A window of T + 1 tokens takes (T + 1) * (captured layers + 1) * width * 2 bytes, in bfloat16. The
+cache is one flat file, filled window by window; an interrupted run continues to fill it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import struct
+from jax.experimental import multihost_utils
+
+from jspec.core.types import Array
+from training.batches import Batch
+from training.data.loader import Rows
+from training.errors import bad_option
+from training.locks import alone
+from training.progress import progress
+
+_TOGETHER = 8  # windows of one forward pass
+_FLUSH = 64  # passes between flushes to disk
+
+
+@struct.dataclass
+class TaughtBatch(Batch):
+    """A batch with the target's hidden states.
+
+    Attributes:
+      captured: bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0.
+      normed: bfloat16 [B, T + 1, D], the last hidden states after the norm.
+    """
+
+    captured: Array
+    normed: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CachedRows:
+    """Rows with features: ``Rows`` of ``TaughtBatch``, made by ``cached``."""
+
+    rows: Rows
+    features: np.memmap  # bfloat16 [rows, T + 1, C + 1, D], the normed ones last
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> TaughtBatch:
+        row, features = self.rows[index], np.asarray(self.features[index])
+        states = {"captured": features[:, :-1], "normed": features[:, -1]}
+        return TaughtBatch(row.tokens, row.segments, row.weights, **states)
+
+
+def cached(
+    rows: Rows,
+    states_of: Callable[[Batch], tuple[tuple[Array, ...], Array]],
+    folder: Path,
+    *,
+    width: int,
+    captured: int,
+    gigabytes: float,
+    key: Any,
+) -> CachedRows:
+    """Return the rows with the target's features; those that are not cached are computed now.
+
+    Args:
+      rows: windows.
+      states_of: jitted; maps a batch to captured hidden states [B, T + 1, D] and normed ones.
+      folder: of all caches.
+      width: D.
+      captured: C, number of hidden states beside the normed ones.
+      gigabytes: maximum size of the file (10^9 bytes).
+      key: everything that the features depend on, in JSON; another key is another file.
+
+    Raises:
+      ValueError: the features need more room.
+    """
+    length = rows[0].tokens.shape[0]
+    shape = (len(rows), length, captured + 1, width)
+    needed = 2 * np.prod(shape, dtype=np.float64) / 1e9
+    if needed > gigabytes:
+        raise bad_option(
+            "feature_cache_gigabytes",
+            gigabytes,
+            f"the features of {len(rows)} windows need {needed:.1f}; allow more, give less data, "
+            "or leave --feature-cache out: then the target computes them in every step",
+        )
+    name = hashlib.sha256(json.dumps([key, shape]).encode()).hexdigest()[:32]
+    folder.mkdir(parents=True, exist_ok=True)
+    path, mark = folder / f"{name}.features", folder / f"{name}.json"
+    # Complete files are only read, by any number of processes.
+    if jax.process_index() == 0 and _num_filled(path, mark) < len(rows):
+        with alone(path):
+            _fill(rows, states_of, path, shape, mark)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("features of the target")
+    return CachedRows(rows, np.memmap(path, ml_dtypes.bfloat16, "r", shape=shape))
+
+
+def _num_filled(path: Path, mark: Path) -> int:
+    return json.loads(mark.read_text())["windows"] if path.exists() and mark.exists() else 0
+
+
+def _fill(rows: Rows, states_of, path: Path, shape: tuple[int, ...], mark: Path) -> None:
+    """Compute the windows after those that ``mark`` counts."""
+    done = _num_filled(path, mark)
+    features = np.memmap(path, ml_dtypes.bfloat16, "r+" if done else "w+", shape=shape)
+    with progress("features of the target", len(rows)) as update:
+        for start in range(done, len(rows), _TOGETHER):
+            end = min(start + _TOGETHER, len(rows))
+            picked = [rows[min(start + n, len(rows) - 1)] for n in range(_TOGETHER)]
+            captured, normed = states_of(jax.tree.map(lambda *parts: np.stack(parts), *picked))
+            states = jnp.stack([*captured, normed], 2).astype(jnp.bfloat16)
+            features[start:end] = np.asarray(states)[: end - start]
+            if (start // _TOGETHER + 1) % _FLUSH == 0 or end == len(rows):
+                features.flush()
+                aside = mark.with_suffix(".new")
+                aside.write_text(json.dumps({"windows": end}))
+                os.replace(aside, mark)
+            update(end, "", False)

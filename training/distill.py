@@ -1,0 +1,177 @@
+"""Training of drafters for a frozen target: ``python -m training.distill METHOD``.
+
+    python -m training.distill eagle --target DIR --data TEXT... --held-out-share 0.02 --output RUN
+
+Target forward, drafter and loss are one compiled program. Every evaluation measures the acceptance
+length on held-out prompts with the ``decode`` that serves. Run the same command again to resume. At
+the end ``RUN/export`` holds the best weights in a layout that jspec and other servers read, with a
+provenance file.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from training import trainer
+from training.command import run_command
+from training.data.loader import batches, held_out
+from training.data.settings import Data, open_data
+from training.errors import bad_option
+from training.provenance import provenance, weights_digest, write_provenance
+from training.tasks import dflash, draft, eagle, hydra, medusa, mlp_speculator, mtp
+from training.tasks.acceptance import acceptance_meter
+from training.tasks.method import DistillSettings, Method
+
+METHODS: dict[str, Method] = {
+    "eagle": eagle.METHOD,
+    "medusa": medusa.METHOD,
+    "hydra": hydra.METHOD,
+    "mlp_speculator": mlp_speculator.METHOD,
+    "dflash": dflash.METHOD,
+    "mtp": mtp.METHOD,
+    "draft": draft.METHOD,
+}
+
+
+def run(
+    method: Method,
+    settings: DistillSettings,
+    argv: Sequence[str] = (),
+    *,
+    module: str = "training.distill",
+    stop_after: int | None = None,
+) -> trainer.Result:
+    """Train to the end or to a signal, and export the drafter of a finished run.
+
+    The exported weights are the best ones, or the last ones if no data is held out.
+
+    Args:
+      method: how the run is built.
+      settings: its options.
+      argv: words of the command line, for the provenance.
+      module: of the command, for the provenance.
+      stop_after: maximum number of steps of this call.
+    """
+    target, data = _open(settings)
+    build = method.build(settings, target, data)
+    data, measure = build.data or data, None
+    if settings.measures:
+        ends = loading.text_ends(target)
+        meter = acceptance_meter(
+            settings.acceptance, target.target, build.drafter, data.held_out, ends
+        )
+        measure = lambda params: meter(*build.weights_of(params))
+    criterion, idle = _criterion(settings, data), settings.idle().get("recipe", ())
+    sources = {
+        "data": f"sha256 {data.description['sha256'][:16]}",
+        "target": f"sha256 {weights_digest(target.params)}",
+    }
+    with trainer.progress("training", settings.trainer.steps) as bar:
+        result = trainer.train(
+            build.task,
+            build.frozen,
+            **_batches(settings, data),
+            settings=settings.trainer,
+            out=Path(settings.output),
+            measure=measure,
+            bar=bar,
+            stop_after=stop_after,
+            identity=dict(build.identity) | criterion | sources,
+            passed_over=lambda before: {*idle, *_unrecorded(criterion, before)},
+            facts=provenance(module, argv) | {"data": data.description},
+            best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
+        )
+    if not result.finished:
+        if jax.process_index() == 0:
+            print(f"stopped and saved at step {result.step}; run the same command to resume")
+        return result
+    evaluated = result.record["best"] is not None
+    params = trainer.gather(result.best_params() if evaluated else result.params)
+    if jax.process_index() == 0:
+        directory = Path(settings.output) / "export"
+        build.export(params, directory)
+        write_provenance(directory, result.provenance)
+    return result
+
+
+def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
+    """Load the target and its data.
+
+    Raises:
+      ValueError: one of them cannot be read, or windows are longer than the target's positions.
+    """
+    trainer.start_processes(settings.trainer)
+    target = loading.load(settings.target, settings.weights_dtype)
+    length, most = settings.data.length, target.config.max_positions
+    if length >= most:
+        remedy = f"the target has {most} positions, and a window has one token more; take fewer"
+        raise bad_option("length", length, remedy)
+    read = lambda: open_data(settings.data, target.tokenizer, target.config.vocab_size)
+    return target, trainer.first_process_first(read)
+
+
+def _criterion(settings: DistillSettings, data: Data) -> dict[str, Any]:
+    """Return the options that decide which weights are best; a resumed run must share them."""
+    if settings.measures:
+        return dataclasses.asdict(settings.acceptance)
+    apart = {} if data.held_out is None else {"eval_windows": settings.eval_windows}
+    return {"acceptance_prompts": 0} | apart
+
+
+def _unrecorded(criterion: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
+    """Return the criterion's options that an early record lacks.
+
+    Such a record says whether acceptance was measured ("some"), but not how.
+    """
+    missing = criterion.keys() - before.keys()
+    measured = criterion["acceptance_prompts"] and before.get("acceptance_prompts") == "some"
+    return missing | ({"acceptance_prompts"} if measured else set())
+
+
+def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:
+    """Return the training and held-out batches of this process."""
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    size, seed = settings.trainer.batch, settings.trainer.seed
+    apart = ()
+    if data.held_out is not None:
+        part = size // settings.trainer.accumulate
+        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows, **process)
+    return {"batches": batches(data.train, batch=size, seed=seed, **process), "held_out": apart}
+
+
+def run_method(name: str, argv: Sequence[str], module: str) -> int:
+    """Run one method as a command; see ``run_command`` for the exit code."""
+    method = METHODS[name]
+    return run_command(
+        method.options(argv),
+        lambda settings, argv: run(method, settings, argv, module=module),
+        argv,
+        module=module,
+        description=f"{method.description} Run it again with the same options to resume.",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``METHOD OPTIONS``; see ``run_command`` for the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in METHODS:
+        return run_method(argv[0], argv[1:], f"training.distill {argv[0]}")
+    width = max(map(len, METHODS))
+    table = "\n".join(f"  {name:{width}}  {m.description}" for name, m in METHODS.items())
+    if argv[:1] in (["-h"], ["--help"]):
+        print(f"usage: python -m training.distill METHOD [OPTIONS]\n\nmethods:\n{table}\n")
+        print("python -m training.distill METHOD --help lists the options of a method.")
+        return 0
+    method = f"method {argv[0]!r}" if argv else "an empty method"
+    print(f"error: {method} is unknown; name one of {', '.join(METHODS)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

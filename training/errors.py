@@ -1,0 +1,51 @@
+"""Errors of options and of training, and the checks of options that raise them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class OptionError(ValueError):
+    """An option that cannot work."""
+
+
+class TrainingError(RuntimeError):
+    """A run cannot continue; the message is one line that names the remedy."""
+
+
+def bad_option(name: str, value: Any, remedy: str) -> OptionError:
+    """Return the error of an option that cannot work, under its name on the command line."""
+    return OptionError(f"--{name.replace('_', '-')} {value!r} does not work; {remedy}")
+
+
+def check_least(options: Any, least: float, *names: str) -> None:
+    """Raise OptionError if one of ``names`` is infinite or below ``least``."""
+    for name in names:
+        value = vars(options)[name]
+        if not least <= value < math.inf:
+            raise bad_option(name, value, f"it must be at least {least}")
+
+
+def check_positive(options: Any, *names: str) -> None:
+    """Raise OptionError if one of ``names`` is infinite or not above 0."""
+    for name in names:
+        value = vars(options)[name]
+        if not 0 < value < math.inf:
+            raise bad_option(name, value, "it must be above 0 and finite")
+
+
+def refuse_idle(options: Any, usual: Mapping[str, Any], idle: Mapping[str, str]) -> None:
+    """Refuse options that were set although they change nothing.
+
+    Args:
+      options: a dataclass.
+      usual: the default of each option.
+      idle: names of options without effect, each with the remedy.
+
+    Raises:
+      OptionError: one of them differs from its default.
+    """
+    for name, remedy in idle.items():
+        value = vars(options)[name]
+        if value != usual[name]:
+            raise bad_option(name, value, remedy)

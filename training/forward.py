@@ -1,0 +1,59 @@
+"""Forward passes of a decoder over packed windows."""
+
+import jax.numpy as jnp
+
+from jspec.core.types import Array
+from jspec.models import decoder
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from training.attention import attend_within
+from training.batches import Batch
+from training.linear import LINEARS
+
+
+def hidden_states(
+    params: DecoderParams, config: DecoderConfig, tokens: Array, compute: str, remat: bool = False
+) -> Array:
+    """Return normed last hidden states [B, T, D] of tokens [B, T], each row one document."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = decoder.embed(params, config, tokens)
+    attend = attend_within(None, config.windows)
+    x, _ = decoder.trunk(params, config, x, positions, attend, linear=LINEARS[compute], remat=remat)
+    return config.norm(x, params.norm)
+
+
+def packed_states(
+    params: DecoderParams,
+    config: DecoderConfig,
+    batch: Batch,
+    compute: str,
+    *,
+    capture_layers: tuple[int, ...] = (),
+    remat: bool = False,
+) -> tuple[tuple[Array, ...], Array]:
+    """Run a decoder over packed windows.
+
+    Returns:
+      The captured hidden states, one [B, T + 1, D] a layer, and the last hidden states after the
+      norm, [B, T + 1, D].
+    """
+    x, captured = decoder.trunk(
+        params,
+        config,
+        decoder.embed(params, config, batch.tokens),
+        batch.positions,
+        attend_within(batch.segments, config.windows),
+        linear=LINEARS[compute],
+        capture_layers=capture_layers,
+        remat=remat,
+    )
+    return captured, config.norm(x, params.norm)
+
+
+def head_of(params: DecoderParams) -> Array:
+    """Return the output matrix [D, V], tied or not."""
+    return params.embedding.T if params.head is None else params.head
+
+
+def feature_scale(params: DecoderParams) -> Array:
+    """Return the root mean square of the last norm's weights, []: the scale of the features."""
+    return jnp.sqrt(jnp.mean(params.norm.astype(jnp.float32) ** 2))

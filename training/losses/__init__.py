@@ -1,0 +1,1 @@
+"""Losses of drafters: distances between distributions, and means over all rows of a batch."""

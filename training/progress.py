@@ -1,0 +1,52 @@
+"""Progress bars on the terminal."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Update = Callable[[float, str, bool], None]  # (done, text, whether a log gets a line)
+
+
+@contextlib.contextmanager
+def progress(label: str, total: float, *, counted: bool = True) -> Iterator[Update]:
+    """Show a bar on stderr; if that is no terminal, print a line at marked updates.
+
+    Only the first of several processes shows anything. The time left is estimated from the first
+    update on, so that work of an earlier run does not count.
+
+    Args:
+      label: name of the work.
+      total: amount of it.
+      counted: whether to show amounts beside the bar; bars of bytes only show a text.
+    """
+    console = Console(stderr=True)
+    begun, shows = False, jax.process_index() == 0
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
+    if counted:
+        columns.insert(2, MofNCompleteColumn())
+    columns.append(TextColumn("{task.fields[text]}"))
+    quiet = not (shows and console.is_terminal)
+    with Progress(*columns, console=console, transient=not counted, disable=quiet) as bar:
+        task = bar.add_task(label, total=total, text="")
+
+        def update(done: float, text: str = "", line: bool = False) -> None:
+            nonlocal begun
+            if not begun:
+                bar.reset(task, completed=done)
+                begun = True
+            bar.update(task, completed=done, text=text)
+            if line and shows and not console.is_terminal:
+                print(f"{label}: {done} of {total}  {text}", file=sys.stderr, flush=True)
+
+        yield update
+
+
+def rate_of() -> Callable[[float], str]:
+    """Return a function from tokens since this call to their rate as text."""
+    begun = time.monotonic()
+    return lambda tokens: f"{tokens / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"

@@ -1,0 +1,224 @@
+"""The method ``dflash``: DFlash and DSpark heads."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jspec.checkpoints.heads.dflash import default_capture_layers
+from jspec.drafters.dflash import DFlash, DSpark
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.dflash import DFlashConfig
+from jspec.models.heads.dspark import SparkConfig
+from training.data.settings import Data
+from training.errors import bad_option, check_least
+from training.export import DFlashFormat
+from training.task import Frozen
+from training.tasks.dflash_task import PUBLISHED, VARIANTS, DFlashTask, Recipe
+from training.tasks.method import (
+    Build,
+    DistillSettings,
+    Method,
+    described,
+    draft_vocab,
+    frequent_tokens,
+    head_build,
+    in_float32,
+    mask_token,
+    variant_of,
+)
+from training.trainer import TrainerSettings
+
+_DRAFTERS = {"dflash": DFlash, "dspark": DSpark}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+    """The network of the head; other sizes are the target's.
+
+    Attributes:
+      block_size: slots of a block, including the root's
+      head_layers: blocks of the network
+      capture_layers: hidden states of the target that the head reads, as Hugging Face counts them
+        (default: one for each layer of the head, spread evenly)
+      mask_token: id in the slots to be filled in, which texts must not hold (default: the last one
+        that the data does not hold)
+      intermediate_size: width of the feed-forward (0: as in the target)
+      draft_vocab_size: tokens that the head knows, the most frequent ones of the data (0: all)
+      markov: how a DSpark head reads the previous token
+      markov_rank: width of that token's vector (0: it is not read)
+      head: folder of a head to start from, which then decides all of the above
+    """
+
+    block_size: int = 16
+    head_layers: int = 5
+    capture_layers: tuple[int, ...] = ()
+    mask_token: int = -1
+    intermediate_size: int = 0
+    draft_vocab_size: int = 0
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov_rank: int = 256
+    head: str = ""
+
+    def __post_init__(self):
+        check_least(self, 2, "block_size")
+        check_least(self, 1, "head_layers")
+        check_least(self, 0, "intermediate_size", "draft_vocab_size", "markov_rank")
+        check_least(self, -1, "mask_token")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DistillSettings):
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      variant: dflash or dspark; decides the defaults
+      format: layout of the exported head: dflash (the authors') or dflash-speculators
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    head: HeadSettings
+    recipe: Recipe
+    variant: Literal["dflash", "dspark"] = "dflash"
+    format: DFlashFormat = "dflash"
+
+    def __post_init__(self):
+        super().__post_init__()
+        deepest = self.head.block_size - (self.variant == "dflash")
+        if not self.head.head and self.depth > deepest:
+            remedy = f"a block of --block-size {self.head.block_size} drafts {deepest} tokens"
+            raise bad_option("num_speculative_tokens", self.depth, remedy)
+        if self.format == "dflash" and self.head.draft_vocab_size:
+            remedy = "the authors' layout knows all tokens; take --format dflash-speculators"
+            raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        head = {}
+        if self.head.head:
+            head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
+            del head["head"]
+        if not self.head.markov_rank:
+            head["markov"] = "--markov-rank 0 reads no previous token; leave it out"
+        recipe, weighing = {}, self.recipe.weighing
+        unused = "gamma" if weighing == "dpace" else "dpace_alpha"
+        recipe[unused] = f"--weighing {weighing} does not use it; leave it out"
+        if not self.recipe.loss_weight:
+            recipe["loss"] = "it weighs nothing: give --loss-weight too"
+        if self.variant == "dflash":
+            remedy = "only dspark heads have it; leave it out"
+            head |= dict.fromkeys(("markov", "markov_rank"), remedy)
+            remedy = "only dspark heads guess the probability of acceptance; leave it out"
+            recipe["confidence_weight"] = remedy
+        return super().idle() | {"head": head, "recipe": recipe}
+
+
+# Rate, schedule, warm-up and clipping of SpecForge's recipes; the numbers of steps are ours.
+_TRAINER = TrainerSettings(
+    steps=100_000,
+    batch=32,
+    accumulate=8,
+    schedule="cosine",
+    learning_rate=6e-4,
+    warmup=4000,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.999,
+    weight_decay=0.0,
+    clip="norm",
+    clip_at=1.0,
+    eval_every=1000,
+)
+_HEADS = {"dflash": HeadSettings(), "dspark": HeadSettings(block_size=7)}
+
+
+def defaults(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the published settings of the variant."""
+    variant = variant_of(argv, VARIANTS, Settings.variant)
+    parts = {"head": _HEADS[variant], "recipe": PUBLISHED[variant]}
+    return parts | {"trainer": _TRAINER, "variant": variant}
+
+
+def head_config(
+    head: HeadSettings, variant: str, target: DecoderConfig, mask: int, confidence: bool
+) -> DFlashConfig:
+    """Return the sizes of the head.
+
+    Raises:
+      ValueError: the target has fewer tokens.
+    """
+    vocab = draft_vocab(head.draft_vocab_size, target)
+    network = dataclasses.replace(
+        target.with_plain_blocks(),
+        vocab_size=vocab,
+        num_layers=head.head_layers,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        tie_embeddings=False,
+        intermediate_size=head.intermediate_size or target.intermediate_size,
+        activation_dtype="float32",
+        cache_dtype="float32",
+    )
+    spark = None
+    if variant == "dspark":
+        reads_token = confidence and head.markov_rank > 0
+        spark = SparkConfig(head.markov_rank, head.markov, confidence, reads_token)
+    captured = default_capture_layers(target.num_layers, head.head_layers)
+    return DFlashConfig(
+        network=network,
+        capture_layers=head.capture_layers or captured,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        block_size=head.block_size,
+        mask_token=mask,
+        from_anchor=spark is not None,
+        separate_head=vocab != target.vocab_size,
+        spark=spark,
+    )
+
+
+def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+    """Prepare a run; see ``Method``."""
+    config, start, vocabulary = _head(settings, target, data)
+    trainer, drafter = settings.trainer, _DRAFTERS[settings.variant]
+    return head_build(
+        settings,
+        target,
+        config,
+        settings.format,
+        lambda params: params.replace(draft_to_target=vocabulary),
+        task=DFlashTask(config, target.config, settings.recipe, trainer.compute, trainer.remat),
+        frozen=Frozen(target.params, start, vocabulary),
+        drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
+        identity=dataclasses.asdict(settings.recipe)
+        | {"variant": settings.variant, "head": described(config, start)},
+    )
+
+
+def _head(settings: Settings, target: LoadedModel, data: Data):
+    """Return the sizes of the head, initial weights or None, and its vocabulary or None.
+
+    Raises:
+      ValueError: the initial head cannot be read, is of another method or was made for another
+        target.
+    """
+    folder, sizes, weight = settings.head.head, target.config, settings.recipe.confidence_weight
+    if not folder:
+        mask = mask_token(settings.head.mask_token, data, sizes.vocab_size)
+        config = head_config(settings.head, settings.variant, sizes, mask, weight > 0)
+        return config, None, frequent_tokens(data, config.vocab_size, sizes.vocab_size)
+    head = loading.load_head(folder, sizes, kind=settings.variant, dtype="float32")
+    head = loading.sharing(head, target.params.embedding)
+    config = in_float32(head.config)
+    if weight and not config.spark.confidence:
+        remedy = "this head guesses no probability of acceptance; take 0"
+        raise bad_option("confidence_weight", weight, remedy)
+    return config, head.params, head.params.draft_to_target
+
+
+METHOD = Method("Distil a DFlash or DSpark head from a frozen target.", Settings, build, defaults)

@@ -1,0 +1,310 @@
+"""The method ``eagle``: EAGLE-1, HASS, EAGLE-3 and P-EAGLE heads."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jspec.checkpoints.heads.eagle_layers import default_capture_layers
+from jspec.drafters import Eagle, ParallelEagle
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads.eagle import EagleConfig, EagleParams
+from training.data.features import cached
+from training.data.settings import Data
+from training.errors import bad_option, check_least, check_positive
+from training.export import EagleFormat
+from training.task import Frozen
+from training.tasks.eagle_task import PUBLISHED, VARIANTS, EagleTask, Recipe, target_states
+from training.tasks.method import (
+    Build,
+    DistillSettings,
+    Method,
+    ParallelSettings,
+    asks_for_parallel,
+    described,
+    draft_vocab,
+    frequent_tokens,
+    head_build,
+    in_float32,
+    mask_token,
+    variant_of,
+)
+from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
+from training.trainer import TrainerSettings
+
+_NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+    """The network of the head; other sizes are the target's.
+
+    Attributes:
+      capture_layers: hidden states of the target that an EAGLE-3 head reads, as Hugging Face counts
+        them (default: second, middle and last but two)
+      draft_vocab_size: tokens that an EAGLE-3 head knows, the most frequent ones of the data (0:
+        all)
+      head_layers: blocks (0: one, or four with --parallel)
+      intermediate_size: width of the feed-forward (0: as in the target)
+      fc_norm: norm each hidden state that an EAGLE-3 head reads, as EAGLE-3.1 does
+      norm_before_fc: norm the joined hidden states instead
+      norm_before_residual: norm the residual of an EAGLE-3 head's first block too
+      norm_output: norm what an EAGLE-3 head feeds back to itself, as EAGLE-3.1 does
+      start: whether an EAGLE-3 head begins as an early exit of the target or at random
+      head: folder of a head to start from, which then decides all of the above
+    """
+
+    capture_layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0
+    head_layers: int = 0
+    intermediate_size: int = 0
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    start: Literal["early_exit", "random"] = "early_exit"
+    head: str = ""
+
+    def __post_init__(self):
+        if self.fc_norm and self.norm_before_fc:
+            raise bad_option("norm_before_fc", True, "--fc-norm norms them already; leave one out")
+        check_least(self, 0, "draft_vocab_size", "head_layers", "intermediate_size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DistillSettings):
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
+      format: layout of the exported head: eagle (the authors', which vLLM reads too; SpecForge's
+        for a parallel head), sglang (eagle with the target's embedding) or speculators
+      feature_cache: folder that keeps the target's hidden states, for runs of many epochs (default:
+        every step computes them)
+      feature_cache_gigabytes: largest size of that folder
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
+    recipe: Recipe
+    parallel: ParallelSettings = dataclasses.field(default_factory=ParallelSettings)
+    variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
+    format: EagleFormat = "eagle"
+    feature_cache: str = ""
+    feature_cache_gigabytes: float = 100.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "feature_cache_gigabytes")
+        self.parallel.check(self.depth)
+        if self.parallel.parallel:
+            self._check_parallel()
+        if self.variant == "eagle3":
+            if self.recipe.feature_weight:
+                remedy = "the output of an eagle3 head is no feature of the target; leave it out"
+                raise bad_option("feature_weight", self.recipe.feature_weight, remedy)
+            return
+        if self.format == "speculators":
+            raise bad_option("format", self.format, f"{self.variant} heads have eagle and sglang")
+        for name in ("capture_layers", "draft_vocab_size", *_NORMS):
+            if vars(self.head)[name]:
+                raise bad_option(name, vars(self.head)[name], "only eagle3 heads have it")
+
+    def _check_parallel(self) -> None:
+        if self.variant != "eagle3":
+            raise bad_option("variant", self.variant, "only eagle3 heads have --parallel")
+        if self.format == "sglang":
+            raise bad_option("format", "sglang", "parallel heads have eagle and speculators")
+        if self.head.head and self.parallel.mask_token >= 0:
+            remedy = "leave it out: --head decides it"
+            raise bad_option("mask_token", self.parallel.mask_token, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
+        del head["head"]
+        recipe = {}
+        if self.parallel.parallel:
+            remedy = "one pass has no steps on its own outputs; leave it out"
+            recipe = dict.fromkeys(("unroll", "through_steps"), remedy)
+        elif self.recipe.unroll == 1:
+            remedy = "--unroll 1 has no step after the first; leave it out"
+            recipe = dict.fromkeys(("step_decay", "through_steps"), remedy)
+        if not self.recipe.loss_weight:
+            recipe["loss"] = "it weighs nothing: give --loss-weight too"
+        remedy = "only --feature-cache DIR takes them; leave it out"
+        cache = {} if self.feature_cache else {"feature_cache_gigabytes": remedy}
+        parts = {"head": head if self.head.head else {}, "recipe": recipe, "": cache}
+        return super().idle() | parts
+
+
+# Rates, betas and clipping of the authors' programs; the numbers of steps are ours.
+_EAGLE3 = TrainerSettings(
+    steps=100_000,
+    batch=8,
+    accumulate=1,
+    schedule="linear",
+    learning_rate=5e-5,
+    warmup=1500,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.0,
+    clip="norm",
+    clip_at=0.5,
+    eval_every=1000,
+)
+_HASS = dataclasses.replace(
+    _EAGLE3, batch=16, learning_rate=3e-5, warmup=1000, weight_decay=0.01, clip="value"
+)
+_TRAINERS = {
+    "eagle1": dataclasses.replace(_HASS, batch=4, warmup=2000),
+    "hass": _HASS,
+    "eagle3": _EAGLE3,
+}
+# SpecForge's rate and clipping for P-EAGLE.
+_PARALLEL_TRAINER = dataclasses.replace(
+    _EAGLE3, learning_rate=1e-4, warmup=250, beta2=0.999, clip_at=1.0
+)
+
+
+def defaults(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the published settings of the variant."""
+    variant, parallel = variant_of(argv, VARIANTS, Settings.variant), asks_for_parallel(argv)
+    one_pass = parallel and variant == "eagle3"
+    return {
+        "recipe": PARALLEL if one_pass else PUBLISHED[variant],
+        "trainer": _PARALLEL_TRAINER if one_pass else _TRAINERS[variant],
+        "parallel": ParallelSettings(parallel=parallel),
+        "variant": variant,
+    }
+
+
+def head_config(
+    head: HeadSettings, variant: str, target: DecoderConfig, mask: int | None = None
+) -> EagleConfig:
+    """Return the sizes of the head; with a ``mask`` token it guesses several tokens in one pass.
+
+    Raises:
+      ValueError: the target has fewer tokens.
+    """
+    is_eagle3 = variant == "eagle3"
+    network = dataclasses.replace(
+        target.with_plain_blocks(),
+        vocab_size=draft_vocab(head.draft_vocab_size, target),
+        num_layers=head.head_layers or (1 if mask is None else 4),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
+        intermediate_size=head.intermediate_size or target.intermediate_size,
+        activation_dtype="float32",
+        cache_dtype="float32",
+    )
+    captured = head.capture_layers or default_capture_layers(target.num_layers)
+    return EagleConfig(
+        network=network,
+        generation=3 if is_eagle3 else 1,
+        capture_layers=captured if is_eagle3 else (target.num_layers,),
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        separate_head=is_eagle3,
+        separate_embedding=mask is not None,
+        mask_token_id=mask,
+        feature_norms=head.fc_norm,
+        input_norm=head.norm_before_fc,
+        norm_before_residual=head.norm_before_residual,
+        norm_output=head.norm_output,
+    )
+
+
+def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+    """Prepare a run; see ``Method``."""
+    parallel, sizes = settings.parallel, target.config
+    if settings.head.head:
+        config, start = _initial_head(settings, target)
+        vocabulary = start.draft_to_target
+    else:
+        mask, start = None, None
+        if parallel.parallel:
+            mask = mask_token(parallel.mask_token, data, sizes.vocab_size)
+        config = head_config(settings.head, settings.variant, sizes, mask)
+        vocabulary = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
+    compute, remat = settings.trainer.compute, settings.trainer.remat
+    task = EagleTask(config, sizes, settings.recipe, compute, settings.head.start, remat)
+    drafter, slots = Eagle, {}
+    if parallel.parallel:
+        drafter, slots = ParallelEagle, dataclasses.asdict(parallel.slots)
+        task = ParallelEagleTask(**vars(task), slots=parallel.slots)
+    return head_build(
+        settings,
+        target,
+        config,
+        settings.format,
+        lambda params: params.replace(draft_to_target=vocabulary),
+        task=task,
+        frozen=Frozen(target.params, start, vocabulary),
+        drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
+        identity=dataclasses.asdict(settings.recipe)
+        | {"variant": settings.variant, "head": described(config, start)}
+        | {"start": settings.head.start}
+        | slots,
+        data=_with_features(settings, task, target, data) if settings.feature_cache else None,
+    )
+
+
+def _initial_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig, EagleParams]:
+    """Load the head to start from, in float32.
+
+    Raises:
+      ValueError: it cannot be read, is of another method or was made for another target.
+    """
+    folder, parallel = settings.head.head, settings.parallel.parallel
+    kind = "eagle3" if settings.variant == "eagle3" else "eagle"
+    head = loading.load_head(folder, target.config, kind=kind, dtype="float32")
+    if (head.config.mask_token_id is not None) != parallel:
+        trained = "for one token a pass; leave --parallel out"
+        if not parallel:
+            trained = "for several tokens a pass; add --parallel"
+        raise bad_option("head", folder, f"it was trained {trained}")
+    if not parallel:  # a parallel head trains its own embedding
+        head = loading.sharing(head, target.params.embedding)
+    return in_float32(head.config), head.params
+
+
+def _with_features(settings: Settings, task: EagleTask, target: LoadedModel, data: Data) -> Data:
+    """Return the data, each window with the target's hidden states."""
+    weights = target.params
+    key = [
+        data.description["sha256"],
+        task.head.capture_layers,
+        task.head.generation,
+        repr(task.target),
+        settings.trainer.compute,
+        [float(jnp.abs(leaf.astype(jnp.float32)).sum()) for leaf in jax.tree.leaves(weights)],
+    ]
+    compiled = jax.jit(lambda weights, batch: target_states(task, Frozen(weights), batch))
+    keep = lambda part, rows: (
+        rows
+        and cached(
+            rows,
+            lambda batch: compiled(weights, batch),
+            Path(settings.feature_cache),
+            width=task.target.hidden_size,
+            gigabytes=settings.feature_cache_gigabytes,
+            captured=len(task.head.capture_layers) if task.head.generation == 3 else 0,
+            key=[part, *key],
+        )
+    )
+    return data._replace(train=keep("train", data.train), held_out=keep("held out", data.held_out))
+
+
+METHOD = Method("Distil an EAGLE head from a frozen target.", Settings, build, defaults)

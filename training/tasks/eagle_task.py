@@ -1,0 +1,303 @@
+"""Losses of EAGLE heads on a frozen target: EAGLE-1, HASS and EAGLE-3.
+
+All three unroll the head on its own outputs, as it drafts (EAGLE-1 takes one step). At step k, row
+i reads its own output of step k - 1 (at step 0, the target's f_i) and the true token t_{i+1+k}. It
+stands at position i + k and attends to the step-0 rows up to i and to its own later rows. Its loss
+compares it with the target at position j = i + 1 + k: with the distribution of t_{j+1} and, for
+EAGLE-1 and HASS, with the feature f_j.
+
+HASS computes the same rows in another order (row i + k at pass k). Its first k rows of pass k have
+no predicted feature and repeat true ones; they are left out here.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.core.types import Array
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads import eagle
+from jspec.models.heads.eagle import EagleConfig, EagleParams
+from jspec.models.layers import rms_norm
+from training.attention import causal
+from training.batches import Batch
+from training.data.features import TaughtBatch
+from training.errors import bad_option, check_least
+from training.forward import head_of, packed_states
+from training.linear import LINEARS
+from training.losses import unrolled
+from training.losses.distances import LOSSES, LossName
+from training.task import Frozen, Metrics
+from training.tasks.method import float32
+
+VARIANTS = ("eagle1", "hass", "eagle3")
+HASS_TOP_K = 10  # tokens of the target in HASS's extra loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Losses of the head; the defaults are the published settings of the variant.
+
+    Attributes:
+      unroll: steps of the head on its own outputs, S
+      step_decay: weight of a step's loss relative to the one before
+      loss: distance between the target's distribution and the head's; tvd, lk and overlap train the
+        probability of acceptance
+      loss_weight: weight of that loss
+      feature_weight: weight of smooth L1 between predicted and true feature
+      top_k_weight: weight of the cross-entropy over the target's ten likeliest tokens
+      noise: half-width of the uniform noise on the target's features, at 512 tokens a window; it
+        shrinks with longer windows
+      through_steps: whether gradients flow from a step into the one before
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    unroll: int
+    step_decay: float = 1.0
+    loss: LossName = "ce"
+    loss_weight: float = 1.0
+    feature_weight: float = 0.0
+    top_k_weight: float = 0.0
+    noise: float = 0.0
+    through_steps: bool = True
+
+    def __post_init__(self):
+        check_least(self, 1, "unroll")
+        check_least(self, 0, "step_decay", "loss_weight", "feature_weight", "top_k_weight", "noise")
+        if not self.loss_weight + self.feature_weight + self.top_k_weight:
+            remedy = "nothing is left to learn; give it or --feature-weight a value above 0"
+            raise bad_option("loss_weight", self.loss_weight, remedy)
+        if self.loss not in LOSSES:
+            raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
+
+
+PUBLISHED = {
+    # arXiv 2401.15077, section 3.2
+    "eagle1": Recipe(unroll=1, loss_weight=0.1, feature_weight=1.0, noise=0.1),
+    # arXiv 2408.15766, section 3
+    "hass": Recipe(
+        unroll=3,
+        loss_weight=0.1,
+        feature_weight=1.0,
+        top_k_weight=1.0,
+        noise=0.1,
+        through_steps=False,
+    ),
+    # arXiv 2503.01840, section 3.2
+    "eagle3": Recipe(unroll=7, step_decay=0.8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleTask:
+    """An EAGLE head in training: a ``training.task.Task``.
+
+    Attributes:
+      head: sizes of the head.
+      target: sizes of the target.
+      recipe: losses and unrolling.
+      compute: factors of every matmul, a name in ``linear.LINEARS``.
+      start: how a fresh head begins: "random", or "early_exit", see ``early_exit``.
+      remat: whether the backward pass computes the head's blocks again, to save memory.
+    """
+
+    head: EagleConfig
+    target: DecoderConfig
+    recipe: Recipe
+    compute: str = "bfloat16"
+    start: Literal["early_exit", "random"] = "early_exit"
+    remat: bool = False
+
+    def __post_init__(self):
+        if self.recipe.feature_weight and self.head.generation == 3:
+            remedy = "the output of an EAGLE-3 head is no feature of the target; leave it out"
+            raise bad_option("feature_weight", self.recipe.feature_weight, remedy)
+
+    def init(self, key: Array, frozen: Frozen) -> EagleParams:
+        """Return initial weights, without the token map of a reduced vocabulary."""
+        if frozen.start is not None:
+            return float32(frozen.start.replace(draft_to_target=None))
+        params = eagle.init_params(key, self.head)
+        if self.start == "early_exit":
+            params = early_exit(params, self.head, frozen)
+        return params.replace(draft_to_target=None)
+
+    def loss(
+        self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array | None
+    ) -> tuple[Array, Metrics]:
+        """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
+        states = states_of(self, frozen, batch)
+        outputs = _unroll(self, params, frozen, batch, states, key)
+        return _judge(self, params, frozen, batch, states, outputs)
+
+
+@struct.dataclass
+class TargetStates:
+    """Hidden states of the target at rows 0 to T."""
+
+    features: tuple[Array, ...]  # [B, T + 1, D] each, the inputs of the head
+    normed: Array  # [B, T + 1, D], last hidden states after the norm
+
+
+def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
+    """Return a head with random blocks whose residual is the deepest feature that it reads.
+
+    Norm, embedding and output matrix are the target's, so training begins near the target's
+    distribution and not at the uniform one. The widths must agree; other heads stay unchanged.
+    """
+    target, size = frozen.target, config.target_hidden_size
+    if config.hidden_size != size:
+        return params
+    params = params.replace(fc=params.fc.at[-size:].add(jnp.eye(size)))
+    if params.norm is not None:
+        params = params.replace(norm=float32(target.norm))
+    if params.embedding is not None:
+        params = params.replace(embedding=float32(target.embedding))
+    if params.head is not None:
+        head, vocabulary = float32(head_of(target)), frozen.draft_to_target
+        params = params.replace(head=head if vocabulary is None else head[:, vocabulary])
+    return params
+
+
+def states_of(task: EagleTask, frozen: Frozen, batch: Batch) -> TargetStates:
+    """Return the target's hidden states of a batch, computed or from a ``TaughtBatch``."""
+    if isinstance(batch, TaughtBatch):
+        normed = batch.normed.astype(jnp.float32)
+        layers = range(batch.captured.shape[2])
+        captured = tuple(batch.captured[:, :, layer].astype(jnp.float32) for layer in layers)
+        return TargetStates((normed,) if task.head.generation == 1 else captured, normed)
+    captured, normed = target_states(task, frozen, batch)
+    features = (normed,) if task.head.generation == 1 else captured
+    return jax.lax.stop_gradient(TargetStates(features, normed))
+
+
+def target_states(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
+    """Run the target.
+
+    Returns:
+      The hidden states that an EAGLE-3 head reads, () for other heads, and the last hidden states
+      after the norm, [B, T + 1, D] each.
+    """
+    layers = task.head.capture_layers if task.head.generation == 3 else ()
+    return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
+
+
+def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array | None) -> tuple[Array, ...]:
+    """Add the recipe's noise to features [B, T, D]; without a key, on held-out text, add none."""
+    if key is None or not recipe.noise:
+        return features
+    width = recipe.noise * 512 / features[0].shape[1]
+    keys = jax.random.split(key, len(features))
+    return tuple(
+        x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
+        for x, k in zip(features, keys, strict=True)
+    )
+
+
+def _unroll(
+    task: EagleTask,
+    params: EagleParams,
+    frozen: Frozen,
+    batch: Batch,
+    states: TargetStates,
+    key: Array | None,
+) -> list[Array]:
+    """Return the outputs f' [B, T, D] of each step, rows in the order of step 0."""
+    config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
+    length = batch.tokens.shape[1] - 1
+    first = noisy(recipe, tuple(x[:, :length] for x in states.features), key)
+    features = eagle.fuse(params, config, first, linear=linear)
+    table = frozen.target.embedding if params.embedding is None else params.embedding
+    embedded = table[batch.tokens].astype(features.dtype)
+    segments, positions = batch.segments[:, :length], batch.positions[:, :length]
+    windows = config.network.windows
+
+    def step_of(params: EagleParams, tokens: Array, features: Array, positions: Array, entries):
+        """Run one step; ``entries`` are the keys and values of all steps by layer."""
+        entries = [list(layer) for layer in entries]
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            entries[layer].append((k, v))
+            (keys, values), *later = entries[layer]
+            window = windows[layer] if windows else None
+            return causal(q, keys, values, segments=segments, window=window, later=later)
+
+        out = eagle.blocks(params, config, tokens, features, positions, attend, linear=linear)
+        return out, entries
+
+    if task.remat:
+        step_of = jax.checkpoint(step_of)
+    outputs, entries = [], [[] for _ in params.layers]
+    for step in range(recipe.unroll):
+        tokens = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
+        features, entries = step_of(params, tokens, features, positions + step, entries)
+        outputs.append(features)
+        if not recipe.through_steps:
+            features = jax.lax.stop_gradient(features)
+    return outputs
+
+
+def _judge(
+    task: EagleTask,
+    params: EagleParams,
+    frozen: Frozen,
+    batch: Batch,
+    states: TargetStates,
+    outputs: list[Array],
+) -> tuple[Array, Metrics]:
+    """Return loss and metrics of the outputs of all steps."""
+    recipe, linear = task.recipe, LINEARS[task.compute]
+    output = head_of(frozen.target)
+
+    def values(log_p: Array, log_q: Array, rows: unrolled.Rows) -> Array:
+        value = distance(recipe, log_p, log_q)
+        if recipe.feature_weight:
+            value += recipe.feature_weight * _smooth_l1(rows.x, rows.normed[:, :, None])
+        return value
+
+    means = unrolled.judge(
+        normed_output(task.head, params, unrolled.align(outputs)),
+        {} if params.head is None else {"head": params.head},
+        lambda x, matrix: linear(x, matrix.get("head", output)),
+        distribution=lambda normed: unrolled.target_probs(
+            linear(normed, output), frozen.draft_to_target, recipe.loss
+        ),
+        values=values,
+        normed=states.normed,
+        batch=batch,
+        weights=unrolled.row_weights(batch, recipe.unroll, recipe.step_decay),
+    )
+    return means["loss"], means
+
+
+def normed_output(config: EagleConfig, params: EagleParams, x: Array) -> Array:
+    """Return the input of the output matrix."""
+    if params.norm is None or config.norm_output:
+        return x
+    return rms_norm(x, params.norm, config.network.norm_eps)
+
+
+def distance(recipe: Recipe, log_p: Array, log_q: Array) -> Array:
+    """Return the weighted distances between distributions [..., V], without the feature loss.
+
+    HASS adds the cross-entropy over the target's likeliest tokens, with p not renormalised (arXiv
+    2408.15766).
+    """
+    value = recipe.loss_weight * LOSSES[recipe.loss](log_p, log_q)
+    if recipe.top_k_weight:
+        top, ids = jax.lax.top_k(log_p, min(HASS_TOP_K, log_p.shape[-1]))
+        ids = jnp.broadcast_to(ids, (*log_q.shape[:-1], ids.shape[-1]))
+        top_k_loss = -(jnp.exp(top) * jnp.take_along_axis(log_q, ids, -1)).sum(-1)
+        value += recipe.top_k_weight * top_k_loss
+    return value
+
+
+def _smooth_l1(x: Array, y: Array) -> Array:
+    """Return the mean over the last axis of the Huber loss with threshold 1."""
+    distance = jnp.abs(x - y)
+    return jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean(-1)

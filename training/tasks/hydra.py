@@ -1,0 +1,155 @@
+"""The method ``hydra``: Hydra heads, each of which guesses one token further.
+
+``--variant hydra++`` gives them a prefix layer with attention and more blocks, and trains them on
+the target's distribution.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jspec.checkpoints.heads import hydra
+from jspec.drafters import Hydra
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from jspec.models.heads.hydra import HydraConfig, HydraParams
+from training.data.settings import Data
+from training.errors import bad_option, check_least
+from training.task import Frozen
+from training.tasks.method import (
+    Build,
+    DistillSettings,
+    Method,
+    described,
+    head_build,
+    in_float32,
+    variant_of,
+)
+from training.tasks.stages import StagesRecipe, StagesTask
+from training.trainer import TrainerSettings
+
+VARIANTS = ("hydra", "hydra++")
+# arXiv 2402.05109, sections 3 and 4
+PUBLISHED = {"hydra": StagesRecipe(), "hydra++": StagesRecipe(loss="ce")}
+
+# Rate, schedule, warm-up and decay of the authors' program; the number of steps is ours.
+_TRAINER = TrainerSettings(
+    steps=20_000,
+    batch=32,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=5e-4,
+    warmup=100,
+    learning_rate_floor=0.33,
+    beta1=0.9,
+    beta2=0.999,
+    weight_decay=0.1,
+    eval_every=1000,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+    """The network of the heads.
+
+    Attributes:
+      num_heads: tokens guessed ahead, beside the target's own next one
+      head_layers: residual blocks of each head; blocks after the first share their weights, as in
+        the authors' program
+      heads: folder of heads to start from, which then decide all of the above
+    """
+
+    num_heads: int = 4
+    head_layers: int = 1
+    heads: str = ""
+
+    def __post_init__(self):
+        check_least(self, 1, "num_heads", "head_layers")
+
+
+_HEADS = {"hydra": HeadSettings(), "hydra++": HeadSettings(head_layers=4)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DistillSettings):
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      variant: hydra, or hydra++ with its layer of attention; decides the defaults
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    trainer: TrainerSettings = _TRAINER
+    head: HeadSettings
+    recipe: StagesRecipe
+    variant: Literal["hydra", "hydra++"] = "hydra"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.head.heads and self.depth > self.head.num_heads:
+            remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
+            raise bad_option("num_speculative_tokens", self.depth, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        decided, single = "leave it out: --heads decides it", "there is one head; leave it out"
+        head = dict.fromkeys(("num_heads", "head_layers"), decided) if self.head.heads else {}
+        recipe = {"stage_decay": single} if not head and self.head.num_heads == 1 else {}
+        return super().idle() | {"head": head, "recipe": recipe}
+
+
+def defaults(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the published settings of the variant."""
+    variant = variant_of(argv, VARIANTS, Settings.variant)
+    return {"head": _HEADS[variant], "recipe": PUBLISHED[variant], "variant": variant}
+
+
+def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, HydraParams | None]:
+    """Return the sizes of the heads, and initial weights in float32 or None.
+
+    Raises:
+      ValueError: initial heads cannot be read, were made for another target or are of the other
+        variant.
+    """
+    head, prefixed, sizes = settings.head, settings.variant == "hydra++", target.config
+    if not head.heads:
+        config, params = (
+            HydraConfig(
+                num_heads=head.num_heads,
+                num_layers=head.head_layers,
+                hidden_size=sizes.hidden_size,
+                vocab_size=sizes.vocab_size,
+                capture_layers=(sizes.num_layers,),
+                tie_blocks=head.head_layers > 2,
+                network=hydra.network(sizes) if prefixed else None,
+            ),
+            None,
+        )
+    else:
+        loaded = loading.load_head(head.heads, sizes, kind="hydra", dtype="float32")
+        config, params = loaded.config, loaded.params
+        config = dataclasses.replace(config, activation_dtype="float32")
+        if (config.network is not None) != prefixed:
+            other = VARIANTS[not prefixed]
+            raise bad_option("heads", head.heads, f"they are of the other kind: --variant {other}")
+    return in_float32(config) if prefixed else config, params
+
+
+def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
+    """Prepare a run; see ``Method``."""
+    config, start = heads_of(settings, target)
+    compute, remat = settings.trainer.compute, settings.trainer.remat
+    return head_build(
+        settings,
+        target,
+        config,
+        task=StagesTask(config, target.config, settings.recipe, compute, remat),
+        frozen=Frozen(target.params, start),
+        drafter=Hydra(config, target.target, num_speculative_tokens=settings.depth),
+        identity=dataclasses.asdict(settings.recipe) | {"heads": described(config, start)},
+    )
+
+
+METHOD = Method("Train Hydra heads on a frozen target.", Settings, build, defaults)

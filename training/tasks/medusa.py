@@ -1,0 +1,276 @@
+"""The method ``medusa``: Medusa heads (arXiv 2401.10774), on a frozen target or together with it.
+
+Head i reads the target's last hidden state h_j, after its norm, and predicts t_{j+2+i}. Medusa-1
+leaves the target unchanged. Medusa-2 (``--joint``) trains it too, from heads of an earlier run
+(``--heads RUN/export``), and exports both.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jspec.checkpoints import checkpoint
+from jspec.core.types import Array
+from jspec.drafters import Medusa
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig, DecoderParams
+from jspec.models.heads import medusa
+from jspec.models.heads.medusa import MedusaConfig, MedusaParams
+from training import trainer
+from training.batches import Batch
+from training.data.settings import Data
+from training.errors import bad_option, check_least
+from training.export import MedusaFormat
+from training.forward import head_of, packed_states
+from training.linear import LINEARS
+from training.losses import unrolled
+from training.losses.chunks import next_token_loss
+from training.losses.distances import GuessLoss
+from training.task import Frozen, Metrics
+from training.tasks.method import (
+    Build,
+    DistillSettings,
+    Method,
+    described,
+    draft_vocab,
+    float32,
+    frequent_tokens,
+    head_build,
+)
+from training.trainer import TrainerSettings
+
+# The authors' rate and schedule; the number of steps is ours.
+_TRAINER = TrainerSettings(
+    steps=20_000,
+    batch=32,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=1e-3,
+    warmup=2000,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.999,
+    weight_decay=0.0,
+    eval_every=1000,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaRecipe:
+    """Losses of the heads; the defaults are the paper's.
+
+    Attributes:
+      medusa_loss: labels (cross-entropy with the text, as published) or a distance from the
+        target's distribution
+      head_decay: weight of a head's loss relative to the head before
+      heads_weight: weight of the heads' loss beside the target's own next-token loss (Medusa-2)
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    medusa_loss: GuessLoss = "labels"
+    head_decay: float = 0.8
+    heads_weight: float = 0.2
+
+    def __post_init__(self):
+        unrolled.check_loss("medusa_loss", self.medusa_loss)
+        check_least(self, 0, "head_decay", "heads_weight")
+
+
+@struct.dataclass
+class JointParams:
+    """Weights of Medusa-2; ``target`` is None while it stays frozen (Medusa-1)."""
+
+    heads: MedusaParams
+    target: DecoderParams | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaTask:
+    """Medusa heads in training: a ``training.task.Task``.
+
+    Attributes:
+      heads: sizes of the heads.
+      target: sizes of the target.
+      recipe: losses.
+      joint: whether the target is trained too (Medusa-2).
+      compute: factors of every matmul, a name in ``linear.LINEARS``.
+      remat: whether the backward pass computes the target's blocks again, to save memory.
+    """
+
+    heads: MedusaConfig
+    target: DecoderConfig
+    recipe: MedusaRecipe
+    joint: bool = False
+    compute: str = "bfloat16"
+    remat: bool = False
+
+    def init(self, key: Array, frozen: Frozen) -> JointParams:
+        """Return initial heads; fresh ones predict what the target's output matrix does."""
+        heads = frozen.start
+        if heads is None:
+            heads = medusa.init_params(key, self.heads)
+            output, vocabulary = head_of(frozen.target), frozen.draft_to_target
+            output = output if vocabulary is None else output[:, vocabulary]
+            heads = heads.replace(outputs=(output,) * self.heads.num_outputs)
+        heads = float32(heads.replace(draft_to_target=None))
+        return JointParams(heads, float32(frozen.target) if self.joint else None)
+
+    def loss(
+        self, params: JointParams, frozen: Frozen, batch: Batch, key: Array
+    ) -> tuple[Array, Metrics]:
+        """Return ``loss``, ``heads_loss``, ``accepted_i``, and ``next_token_loss`` if joint."""
+        linear = LINEARS[self.compute]
+        states = lambda weights: packed_states(
+            weights, self.target, batch, self.compute, remat=self.remat
+        )[1]
+        normed = states(frozen.target if params.target is None else params.target)
+        original = normed if params.target is None else states(frozen.target)
+        rows, heads = normed[:, :-1].astype(jnp.float32), params.heads
+        means = unrolled.distil(
+            unrolled.align([medusa.stream(blocks, rows, linear) for blocks in heads.blocks]),
+            heads.outputs,
+            loss=self.recipe.medusa_loss,
+            decay=self.recipe.head_decay,
+            linear=linear,
+            target_output=head_of(frozen.target),
+            normed=jax.lax.stop_gradient(original),
+            batch=batch,
+            vocabulary=frozen.draft_to_target,
+        )
+        means["heads_loss"] = heads_loss = means["loss"]
+        if params.target is None:
+            return heads_loss, means
+        output, labels = head_of(params.target), batch.tokens[:, 1:]
+        text = next_token_loss(normed[:, :-1], output, labels, linear, batch.label_weights)
+        loss = text + self.recipe.heads_weight * heads_loss
+        return loss, means | {"next_token_loss": text, "loss": loss}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+    """The network of the heads.
+
+    Attributes:
+      num_heads: tokens guessed ahead, beside the target's own next one
+      head_layers: residual blocks of each head
+      draft_vocab_size: tokens that the heads know, the most frequent ones of the data (0: all)
+      heads: folder of heads to start from, which then decide all of the above
+    """
+
+    num_heads: int = 5
+    head_layers: int = 1
+    draft_vocab_size: int = 0
+    heads: str = ""
+
+    def __post_init__(self):
+        check_least(self, 1, "num_heads", "head_layers")
+        check_least(self, 0, "draft_vocab_size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DistillSettings):
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      joint: whether the target is trained too (Medusa-2)
+      format: layout of the exported heads: medusa-vllm, or medusa (the authors')
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    trainer: TrainerSettings = _TRAINER
+    head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
+    recipe: MedusaRecipe = dataclasses.field(default_factory=MedusaRecipe)
+    joint: bool = False
+    format: MedusaFormat = "medusa-vllm"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.joint and self.target_dtype == "bfloat16":
+            raise bad_option("target_dtype", "bfloat16", "a target that is trained needs float32")
+        if self.format == "medusa" and self.head.draft_vocab_size:
+            remedy = "the authors' layout has no reduced vocabulary; take --format medusa-vllm"
+            raise bad_option("draft_vocab_size", self.head.draft_vocab_size, remedy)
+        if not self.head.heads and self.depth > self.head.num_heads:
+            remedy = f"there are --num-heads {self.head.num_heads}, one for each token"
+            raise bad_option("num_speculative_tokens", self.depth, remedy)
+
+    @property
+    def weights_dtype(self) -> str:
+        """See ``DistillSettings``."""
+        return "float32" if self.joint else super().weights_dtype
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        recipe, head = {}, {}
+        if self.head.heads:
+            names = ("num_heads", "head_layers", "draft_vocab_size")
+            head = dict.fromkeys(names, "leave it out: --heads decides it")
+        elif self.head.num_heads == 1:
+            recipe["head_decay"] = "there is one head; leave it out"
+        if not self.joint:
+            recipe["heads_weight"] = "only --joint has another loss beside theirs; leave it out"
+        return super().idle() | {"head": head, "recipe": recipe}
+
+
+def heads_config(settings: HeadSettings, target: DecoderConfig) -> MedusaConfig:
+    """Return the sizes of fresh heads.
+
+    Raises:
+      ValueError: the target has fewer tokens.
+    """
+    return MedusaConfig(
+        num_heads=settings.num_heads,
+        num_layers=settings.head_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=draft_vocab(settings.draft_vocab_size, target),
+        target_vocab_size=target.vocab_size,
+        capture_layers=(target.num_layers,),
+        num_outputs=settings.num_heads,
+    )
+
+
+def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+    """Prepare a run; see ``Method``."""
+    sizes, folder, joint = target.config, settings.head.heads, settings.joint
+    if folder:
+        loaded = loading.load_head(folder, sizes, kind="medusa", dtype="float32")
+        config, start, vocabulary = loaded.config, loaded.params, loaded.params.draft_to_target
+    else:
+        config, start = heads_config(settings.head, sizes), None
+        vocabulary = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
+    finished = lambda params: params.heads.replace(draft_to_target=vocabulary)
+    compute, remat = settings.trainer.compute, settings.trainer.remat
+    heads = head_build(
+        settings,
+        target,
+        config,
+        settings.format,
+        finished,
+        task=MedusaTask(config, sizes, settings.recipe, joint, compute, remat),
+        frozen=Frozen(target.params, start, vocabulary),
+        drafter=Medusa(config, target.target, num_speculative_tokens=settings.depth),
+        identity=dataclasses.asdict(settings.recipe)
+        | {"joint": joint, "heads": described(config, start)},
+    )
+    if not joint:
+        return heads
+
+    def export(params: JointParams, directory: Path) -> None:
+        folder, dtype = directory / "target", settings.export_dtype
+        heads.export(params, directory / "heads")
+        checkpoint.save_pretrained(folder, sizes, params.target, target.raw_config, dtype)
+        target.tokenizer.save_pretrained(folder)
+
+    weights_of = lambda params: (trainer.gather(params.target), finished(params))
+    return dataclasses.replace(heads, export=export, weights_of=weights_of)
+
+
+METHOD = Method("Train Medusa heads on a target.", Settings, build)

@@ -1,0 +1,294 @@
+"""The interface of a training method, and the options and helpers that methods share."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.checkpoints.heads.base import HeadConfig
+from jspec.core.types import Array, Drafter
+from jspec.engine.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig
+from training.data.packing import token_counts
+from training.data.settings import Data, DataSettings
+from training.errors import bad_option, check_least, refuse_idle
+from training.export import check, save
+from training.forward import head_of
+from training.provenance import weights_digest
+from training.slots import SlotRecipe
+from training.task import Task
+from training.tasks.acceptance import AcceptanceSettings
+from training.trainer import TrainerSettings
+
+Options = type["DistillSettings"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Build:
+    """A drafter ready to be trained.
+
+    Attributes:
+      task: the network and its loss.
+      frozen: weights that are not trained.
+      drafter: drafts while acceptance is measured.
+      identity: options that a resumed run must share.
+      export: writes trained weights on the host into a folder.
+      weights_of: maps trained weights to the weights of target and drafter.
+      data: replaces the data of the run, if given.
+    """
+
+    task: Task
+    frozen: Any
+    drafter: Drafter
+    identity: Mapping[str, Any]
+    export: Callable[[Any, Path], None]
+    weights_of: Callable[[Any], tuple[Any, Any]]
+    data: Data | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A training method: a row of ``training.distill.METHODS``.
+
+    Attributes:
+      description: first sentence of ``--help``.
+      settings: the options.
+      build: prepares a run from its options, the target and the data.
+      defaults: maps the command line to the defaults that depend on it, by field.
+    """
+
+    description: str
+    settings: Options
+    build: Callable[[Any, LoadedModel, Data], Build]
+    defaults: Callable[[Sequence[str]], Mapping[str, Any]] = lambda argv: {}  # noqa: ARG005
+
+    def options(self, argv: Sequence[str]) -> Options:
+        """Return the options with the defaults that ``argv`` decides."""
+        return with_defaults(self.settings, **self.defaults(argv))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """Options that all methods share.
+
+    Attributes:
+      target: model to draft for: a directory in Hugging Face layout, or a hub id
+      output: folder of the run: checkpoints, logs, curves, and in export/ the trained drafter
+      target_dtype: dtype of the target's weights (auto: float32 on a CPU, else bfloat16)
+      target_name: name of the target in the exported files (default: as --target)
+      eval_windows: held-out windows of an evaluation
+      export_dtype: dtype of the exported weights
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    target: str
+    output: str
+    data: DataSettings
+    acceptance: AcceptanceSettings = dataclasses.field(default_factory=AcceptanceSettings)
+    trainer: TrainerSettings
+    target_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    target_name: str = ""
+    eval_windows: int = 32
+    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+
+    def __post_init__(self):
+        usual = defaults_of(type(self))
+        for part, names in self.idle().items():
+            if not part:
+                refuse_idle(self, usual, names)
+            elif part in usual:
+                refuse_idle(vars(self)[part], vars(usual[part]), names)
+        check_least(self, 1, "eval_windows")
+        apart = self.data.held_out_share or self.data.held_out_data or self.data.held_out_modules
+        if self.measures and not apart:
+            remedy = "no data is held out: give --held-out-share 0.02, or 0 to measure nothing"
+            raise bad_option("acceptance_prompts", self.acceptance.acceptance_prompts, remedy)
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """Return options without effect by part ("" for none), each with the remedy."""
+        return {"trainer": self.trainer.idle()}
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype of the target's weights."""
+        if self.target_dtype != "auto":
+            return self.target_dtype
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+    @property
+    def depth(self) -> int:
+        """Tokens drafted while acceptance is measured; 1 if it is not."""
+        return self.acceptance.num_speculative_tokens if self.measures else 1
+
+    @property
+    def measures(self) -> bool:
+        """True if acceptance is measured."""
+        return self.acceptance.acceptance_prompts > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelSettings:
+    """Training of a drafter that guesses several tokens in one pass.
+
+    Attributes:
+      parallel: whether the drafter guesses several tokens in one pass; decides other defaults
+      slots: which guesses are trained
+      mask_token: id of the masks, which texts must not hold (default: the last one that the data
+        does not hold)
+    """
+
+    parallel: bool = False
+    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
+    mask_token: int = -1
+
+    def check(self, depth: int) -> None:
+        """Raise OptionError for combinations that cannot work.
+
+        ``depth`` tokens are drafted while acceptance is measured.
+        """
+        if self.mask_token < -1:
+            raise bad_option("mask_token", self.mask_token, "it must be a token's id")
+        if not self.parallel:
+            remedy = "only drafters trained with --parallel have it"
+            refuse_idle(self, {"mask_token": -1}, {"mask_token": remedy})
+            usual = vars(SlotRecipe())
+            refuse_idle(self.slots, usual, dict.fromkeys(usual, remedy))
+        elif depth > self.slots.depths:
+            remedy = f"no more than --depths {self.slots.depths} tokens are guessed in one pass"
+            raise bad_option("num_speculative_tokens", depth, remedy)
+
+
+def asks_for_parallel(argv: Sequence[str]) -> bool:
+    """Return the value of --parallel, which decides the defaults of other options."""
+    flags = [word for word in argv if word in ("--parallel", "--no-parallel")]
+    return flags[-1:] == ["--parallel"]
+
+
+def variant_of(argv: Sequence[str], variants: Sequence[str], default: str) -> str:
+    """Return the value of --variant, which decides the defaults of other options."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--variant" and (value or following) in variants:
+            return value or following
+    return default
+
+
+def with_defaults(kind: Options, **values: Any) -> Options:
+    """Return the dataclass ``kind`` with other defaults for some of its fields."""
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    parts = [(name, types[name], value) for name, value in values.items()]
+    doc = {"__doc__": kind.__doc__}
+    return dataclasses.make_dataclass(
+        kind.__name__, parts, bases=(kind,), frozen=True, kw_only=True, namespace=doc
+    )
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass by field; fields without one are left out."""
+    missing = dataclasses.MISSING
+    return {
+        field.name: field.default if field.default is not missing else field.default_factory()
+        for field in dataclasses.fields(kind)
+        if field.default is not missing or field.default_factory is not missing
+    }
+
+
+def head_build(
+    settings: DistillSettings,
+    target: LoadedModel,
+    config: HeadConfig,
+    format: str | None = None,
+    finished: Callable[[Any], Any] = lambda params: params,
+    **parts: Any,
+) -> Build:
+    """Return the ``Build`` of a draft head; ``parts`` are its other fields.
+
+    Args:
+      settings: of the run.
+      target: the model that it drafts for.
+      config: sizes of the head.
+      format: as in ``training.export``; None for the most widely read one.
+      finished: maps trained weights to those of the head.
+
+    Raises:
+      ValueError: the format cannot express the head.
+    """
+    name = settings.target_name or settings.target
+    check(config, target.config, format, name)
+
+    def export(params: Any, directory: Path) -> None:
+        save(
+            directory,
+            config,
+            finished(params),
+            target.config,
+            format,
+            target_name=name,
+            embedding=target.params.embedding,
+            output=head_of(target.params),
+            dtype=settings.export_dtype,
+        )
+
+    weights_of = lambda params: (target.params, finished(params))
+    return Build(**{"export": export, "weights_of": weights_of} | parts)
+
+
+def mask_token(token: int, data: Data, vocab_size: int) -> int:
+    """Return ``token``, or for -1 the last token that no text holds.
+
+    Raises:
+      ValueError: the target has no such token, or the data holds every one.
+    """
+    if token >= vocab_size:
+        raise bad_option("mask_token", token, f"the target has {vocab_size} tokens")
+    if token >= 0:
+        return token
+    parts = [part for part in (data.train, data.held_out) if part is not None]
+    counts = sum(token_counts(part, vocab_size, learned=False) for part in parts)
+    unused = np.flatnonzero(counts == 0)
+    if not unused.size:
+        remedy = "the data holds every token of the target; name one that texts can do without"
+        raise bad_option("mask_token", token, remedy)
+    return int(unused[-1])
+
+
+def draft_vocab(size: int, target: DecoderConfig) -> int:
+    """Return the number of tokens that a head knows; 0 stands for all.
+
+    Raises:
+      ValueError: the target has fewer tokens.
+    """
+    if size > target.vocab_size:
+        raise bad_option("draft_vocab_size", size, f"the target has {target.vocab_size} tokens")
+    return size or target.vocab_size
+
+
+def frequent_tokens(data: Data, count: int, vocab_size: int) -> Array | None:
+    """Return the ``count`` most frequent labels, ascending int32; None for all tokens."""
+    if count == vocab_size:
+        return None
+    counts = token_counts(data.train, vocab_size)
+    likeliest = np.argsort(-counts, kind="stable")[:count]
+    return jnp.asarray(np.sort(likeliest), jnp.int32)
+
+
+def in_float32(config: Any) -> Any:
+    """Return the sizes of a head whose network runs in float32."""
+    network = dataclasses.replace(config.network, activation_dtype="float32", cache_dtype="float32")
+    return dataclasses.replace(config, network=network)
+
+
+def float32(tree: Any) -> Any:
+    """Return a float32 copy of weights: trained weights are donated, so they share no buffers."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree)
+
+
+def described(config: Any, start: Any | None) -> str:
+    """Return the sizes and a hash of the initial weights, to tell runs apart."""
+    return repr(config) if start is None else f"{config!r} from sha256 {weights_digest(start)}"

@@ -1,0 +1,307 @@
+"""The method ``mtp``: modules for later tokens (MTP) on a frozen target.
+
+Training continues with the modules in the target's files, or makes one for a target of plain blocks
+that has none. The modules are unrolled on their own outputs, as they draft. Module k modulo their
+number runs step k: row i reads the output of step k - 1 (at step 0 the target's f_i) and the true
+token t_{i+1+k}, and stands at position i + k. It attends to the first rows of its module up to i,
+which its cache will hold, and to its own later rows. It predicts t_{i+2+k}.
+
+With one module that is the recursion of FastMTP (arXiv 2509.18362), whose recipe the defaults are;
+with as many modules as steps, DeepSeek-V3's own training (arXiv 2412.19437, section 2.2).
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jspec import ops
+from jspec.checkpoints.heads import mtp as mtp_files
+from jspec.checkpoints.heads import stitching
+from jspec.core.types import Array
+from jspec.drafters import Mtp
+from jspec.engine import loading
+from jspec.engine.loading import LoadedModel
+from jspec.models.decoder import DecoderConfig
+from jspec.models.heads import mtp
+from jspec.models.heads.mtp import MtpConfig, MtpParams
+from training.attention import causal
+from training.batches import Batch
+from training.data.settings import Data
+from training.errors import bad_option, check_least, check_positive
+from training.forward import feature_scale, head_of, packed_states
+from training.linear import LINEARS
+from training.losses import unrolled
+from training.losses.distances import GuessLoss
+from training.task import Frozen, Metrics
+from training.tasks.method import (
+    Build,
+    DistillSettings,
+    Method,
+    described,
+    float32,
+    head_build,
+    in_float32,
+)
+from training.trainer import TrainerSettings
+
+# Rates as for other heads; published recipes give them for far larger batches.
+_TRAINER = TrainerSettings(
+    steps=20_000,
+    batch=16,
+    accumulate=1,
+    schedule="cosine",
+    learning_rate=1e-4,
+    warmup=500,
+    learning_rate_floor=0.0,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.0,
+    clip="norm",
+    clip_at=1.0,
+    eval_every=1000,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpRecipe:
+    """Losses of the modules.
+
+    Attributes:
+      unroll: steps of the modules on their own outputs, S
+      step_decay: weight of a step's loss relative to the one before; the weights add up to 1
+      mtp_loss: labels (cross-entropy with the text, as published) or a distance from the target's
+        distribution
+      loss_factor: factor of the whole loss; MaxText trains with 0.1 beside the target's own loss
+      through_steps: whether gradients flow from a step into the one before
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    unroll: int = 3
+    step_decay: float = 0.6
+    mtp_loss: GuessLoss = "labels"
+    loss_factor: float = 1.0
+    through_steps: bool = True
+
+    def __post_init__(self):
+        check_least(self, 1, "unroll")
+        check_least(self, 0, "step_decay")
+        check_positive(self, "loss_factor")
+        unrolled.check_loss("mtp_loss", self.mtp_loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpTask:
+    """Modules in training: a ``training.task.Task``.
+
+    Attributes:
+      modules: sizes of the modules.
+      target: sizes of the target.
+      recipe: losses and unrolling.
+      compute: factors of every matmul, a name in ``linear.LINEARS``.
+      fresh: how fresh modules begin: "random", or "early_exit", see ``early_exit``.
+      remat: whether the backward pass computes the modules again, to save memory.
+
+    Raises:
+      ValueError: the modules have experts, which have no gradient on every device.
+    """
+
+    modules: MtpConfig
+    target: DecoderConfig
+    recipe: MtpRecipe
+    compute: str = "bfloat16"
+    fresh: Literal["early_exit", "random"] = "early_exit"
+    remat: bool = False
+
+    def __post_init__(self):
+        if self.modules.network.moe is not None:
+            raise ValueError(
+                "modules with experts cannot be trained; those of DeepSeek-V3 and GLM-4.5 draft as "
+                "they were published"
+            )
+
+    def init(self, key: Array, frozen: Frozen) -> MtpParams:
+        """Return initial weights."""
+        if frozen.start is not None:
+            return float32(frozen.start)
+        params = mtp.init_params(key, self.modules)
+        return early_exit(params, self.modules, frozen) if self.fresh == "early_exit" else params
+
+    def loss(
+        self, params: MtpParams, frozen: Frozen, batch: Batch, key: Array
+    ) -> tuple[Array, Metrics]:
+        """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
+        del key
+        _, normed = packed_states(frozen.target, self.target, batch, self.compute)
+        normed, recipe = jax.lax.stop_gradient(normed), self.recipe
+        means = unrolled.distil(
+            unrolled.align(_unroll(self, params, frozen, batch, normed)),
+            (),
+            loss=recipe.mtp_loss,
+            decay=recipe.step_decay,
+            linear=LINEARS[self.compute],
+            target_output=head_of(frozen.target),
+            normed=normed,
+            batch=batch,
+        )
+        total = sum(recipe.step_decay**step for step in range(recipe.unroll))
+        loss = recipe.loss_factor / total * means["loss"]
+        return loss, means | {"loss": loss}
+
+
+def early_exit(params: MtpParams, config: MtpConfig, frozen: Frozen) -> MtpParams:
+    """Return modules with random blocks that pass on the features of a position.
+
+    So training begins near the target's distribution and not at the uniform one.
+    """
+    size = config.hidden_size
+    rows = slice(0, size) if config.hidden_first else slice(size, 2 * size)
+    norm = jnp.full((size,), feature_scale(frozen.target), jnp.float32)
+    identity = lambda projection: projection.at[rows].add(jnp.eye(size))
+    return params.replace(
+        modules=tuple(
+            module.replace(projection=identity(module.projection), norm=norm)
+            for module in params.modules
+        )
+    )
+
+
+def _unroll(
+    task: MtpTask, params: MtpParams, frozen: Frozen, batch: Batch, normed: Array
+) -> list[Array]:
+    """Return the input of the output matrix [B, T, D] at each step; rows are those of step 0."""
+    config, linear = task.modules, LINEARS[task.compute]
+    length = batch.tokens.shape[1] - 1
+    embedded = ops.look_up(frozen.target.embedding, batch.tokens).astype(jnp.float32)
+    segments, positions = batch.segments[:, :length], batch.positions[:, :length]
+
+    def step_of(module: int):
+        def run(params: MtpParams, tokens: Array, features: Array, positions: Array, entries):
+            """Run one step; ``entries`` are the keys and values of all steps of the module."""
+            entries = list(entries)
+
+            def attend(_, q: Array, k: Array, v: Array) -> Array:
+                entries.append((k, v))
+                (keys, values), *later = entries
+                return causal(q, keys, values, segments=segments, later=later)
+
+            out = mtp.run(
+                params, config, module, tokens, features, positions, attend, linear=linear
+            )
+            return out, entries
+
+        return jax.checkpoint(run) if task.remat else run
+
+    features, outputs = normed[:, :length].astype(jnp.float32), []
+    entries: list[list] = [[] for _ in params.layers]
+    for step in range(task.recipe.unroll):
+        module = step % config.n_predict
+        tokens = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
+        features, entries[module] = step_of(module)(
+            params, tokens, features, positions + step, entries[module]
+        )
+        outputs.append(mtp.normed(params, config, module, features))
+        if not task.recipe.through_steps:
+            features = jax.lax.stop_gradient(features)
+    return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleSettings:
+    """The modules; their blocks have the target's kind and size.
+
+    Attributes:
+      modules: folder of modules to start from (default: the target's own files)
+      fresh: how modules begin: early_exit passes on the features of a position, random does not;
+        none continues with those of the files (default: none if there are some, else early_exit)
+      num_modules: number of fresh modules
+    """
+
+    modules: str = ""
+    fresh: Literal["", "none", "early_exit", "random"] = ""
+    num_modules: int = 1
+
+    def __post_init__(self):
+        check_least(self, 1, "num_modules")
+        if self.modules and self.fresh not in ("", "none"):
+            raise bad_option("fresh", self.fresh, "--modules says where to start; leave out one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(DistillSettings):
+    """One run; every field, and every field of its parts, is an option of the command line.
+
+    Attributes:
+      stitch: whether to export a copy of the target with the modules in its files too
+
+    Raises:
+      ValueError: a value is out of range; the message names option, value and remedy.
+    """
+
+    trainer: TrainerSettings = _TRAINER
+    head: ModuleSettings = dataclasses.field(default_factory=ModuleSettings)
+    recipe: MtpRecipe = dataclasses.field(default_factory=MtpRecipe)
+    stitch: bool = False
+
+    def idle(self) -> dict[str, dict[str, str]]:
+        """See ``DistillSettings``."""
+        names = ("step_decay", "through_steps") if self.recipe.unroll == 1 else ()
+        remedy = "--unroll 1 has no step after the first; leave it out"
+        return super().idle() | {"recipe": dict.fromkeys(names, remedy)}
+
+
+def modules_of(settings: ModuleSettings, target: LoadedModel) -> tuple[MtpConfig, MtpParams | None]:
+    """Return the sizes of the modules, and initial weights in float32 or None.
+
+    Raises:
+      ValueError: there are none to start from, or they are for another target.
+    """
+    count = target.raw_config.get("num_nextn_predict_layers") or 0
+    folder = settings.modules or (target.path if settings.fresh == "none" or count else "")
+    if settings.fresh in ("early_exit", "random") or not folder:
+        sizes = dataclasses.replace(
+            target.config, activation_dtype="float32", cache_dtype="float32"
+        )
+        layout = mtp_files.natural_layout(sizes)
+        return mtp_files.config_for(sizes, layout, settings.num_modules), None
+    if settings.num_modules != 1:
+        remedy = "the modules to start from decide it; leave it out"
+        raise bad_option("num_modules", settings.num_modules, remedy)
+    head = loading.load_head(folder, target.config, kind="mtp", dtype="float32")
+    return in_float32(head.config), head.params
+
+
+def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
+    """Prepare a run; see ``Method``."""
+    config, start = modules_of(settings.head, target)
+    if config.n_predict > settings.recipe.unroll:
+        remedy = f"there are {config.n_predict} modules, one a step; take at least as many steps"
+        raise bad_option("unroll", settings.recipe.unroll, remedy)
+    fresh = "random" if settings.head.fresh == "random" else "early_exit"
+    compute, remat = settings.trainer.compute, settings.trainer.remat
+    modules = head_build(
+        settings,
+        target,
+        config,
+        task=MtpTask(config, target.config, settings.recipe, compute, fresh, remat),
+        frozen=Frozen(target.params, start),
+        drafter=Mtp(config, target.target, num_speculative_tokens=settings.depth),
+        identity=dataclasses.asdict(settings.recipe)
+        | {"modules": described(config, start), "fresh": fresh},
+    )
+    if not settings.stitch:
+        return modules
+
+    def export(params: MtpParams, directory: Path) -> None:
+        modules.export(params, directory)
+        folder, dtype = directory / "target", settings.export_dtype
+        stitching.stitch(folder, target.path, config, params, dtype=dtype)
+
+    return dataclasses.replace(modules, export=export)
+
+
+METHOD = Method("Train modules for later tokens (MTP) on a frozen target.", Settings, build)
