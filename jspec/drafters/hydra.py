@@ -9,7 +9,6 @@ heads have a prefix layer, that layer's cache and last output.
 import dataclasses
 import functools
 
-
 from jspec.core.history import root_token
 from jspec.drafters.base.cached import CachedMemory
 from jspec.drafters.base.features import FeatureDrafter, check_num_heads

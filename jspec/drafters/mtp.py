@@ -47,7 +47,7 @@ class Mtp(CachedDrafter):
 
     @property
     def unrolled(self) -> bool:
-        """Whether the weights depend on the depth."""
+        """True if the weights depend on the depth."""
         return self.config.n_predict > 1
 
     def init(self, params, request, capacity):

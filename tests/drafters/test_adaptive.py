@@ -465,22 +465,22 @@ def test_batches_of_another_shape_have_costs_of_their_own():
         (
             tiny.NONE,
             {"lengths": (0,)},
-            "the length of NoDrafter's drafts cannot be chosen by the "
-            "round: it must draft chains of num_speculative_tokens.",
+            "drafter=NoDrafter must draft chains of num_speculative_tokens; use a chain, or a "
+            "fixed length.",
         ),
         (
             heads.drafter("eagle", tree="sampled", num_speculative_tokens=2),
             {"lengths": (0, 2)},
-            "the length of Eagle's drafts cannot be chosen by the round: it must draft chains of "
-            "num_speculative_tokens.",
+            "drafter=Eagle must draft chains of num_speculative_tokens; use a chain, or a fixed "
+            "length.",
         ),
         (tiny.DRAFT, {"lengths": (0, 2)}, "lengths=(0, 2) must ascend to 4, the drafter's K."),
         (tiny.DRAFT, {"lengths": (-1, 4)}, "lengths=(-1, 4) must be at least 0."),
         (
             tiny.DRAFT,
             {"lengths": (0, 4), "batch_sizes": ((1, 2, 3),)},
-            "batch_sizes hold (1, 2, 3), but must be of 1 or more rows and of one of the lengths "
-            "(0, 4).",
+            "batch_sizes=((1, 2, 3),) must be of 1 or more rows and of one of the lengths (0, 4), "
+            "unlike (1, 2, 3).",
         ),
     ],
 )
@@ -538,7 +538,7 @@ def test_methods_without_a_length_of_their_own_refuse_the_keys():
     given = {"method": "hybrid", "parts": [NGRAM, NGRAM], "adaptive_length": True}
     with pytest.raises(ValueError, match="adaptive_length=True is not used by method='hybrid'"):
         config.read(given)
-    with pytest.raises(ValueError, match="cannot be chosen by the round"):
+    with pytest.raises(ValueError, match="must draft chains of num_speculative_tokens"):
         config.read(
             {
                 "method": "suffix",

@@ -1,9 +1,9 @@
 """A drafter whose K follows the batch: by a table of batch sizes, or by expected goodput.
 
-Each length is a gear: a drafter of that K on the memory of the longest, with a loop of rounds of
-its own (``jspec.core.types.MultiMode``). So a round of length K is the one that a drafter of K alone has,
-and one without a draft is plain decoding; only what decides is added. Which length is best is told
-in ``jspec.drafters.adaptive.goodput``, what rounds take in ``jspec.engine.costs``.
+Each length is a mode (``jspec.core.types.MultiMode``): a drafter of that K on the memory of the
+longest, with a loop of rounds of its own. So a round of length K costs as much as with a drafter of
+fixed K, and a round without a draft is plain decoding. ``jspec.drafters.adaptive.goodput`` chooses
+the length, and ``jspec.engine.costs`` measures the times of rounds.
 """
 
 import dataclasses
@@ -15,42 +15,42 @@ from flax import struct
 
 from jspec.core import modes, validation
 from jspec.core.history import is_ended
-from jspec.core.types import Array, Draft, Drafter, History, Request, Sharing
+from jspec.core.types import Array, Drafter, History, Request, Sharing
 from jspec.drafters.adaptive import backlog, goodput
 from jspec.drafters.trees import tree_settings
 
 
 @struct.dataclass
 class Costs:
-    """What a round takes at each length; until they are measured, all drafts are as long as K."""
+    """The time of a round of each length; all drafts have the longest until it is measured."""
 
     seconds: Array  # [R] float32, 0: not measured
-    # bool []: to be timed, a drafter that found nothing drafts anything, as long as if it had.
+    # bool []: a lookup without a match drafts a full chain of any tokens, so that it can be timed.
     timed: Array
-    inner: Any  # what the drafter itself keeps for all calls
+    inner: Any  # the drafter's own shared state
 
 
 @struct.dataclass
 class AdaptiveMemory:
-    """The drafter's, and how its drafts fared."""
+    """The drafter's memory, and the success of its drafts."""
 
     inner: Any
-    waiting: backlog.Waiting | None  # None where no round is sat out
+    waiting: backlog.Waiting | None  # None unless the drafter misses rounds
     known: goodput.Experience
     mode: Array  # [] int32, index of the last round's length
-    rest: Array  # [] int32, rounds without a draft before the next choice, if it is to rest
-    rested: Array  # [] int32, those that it had
+    rest: Array  # [] int32, rounds of a pause before the next choice
+    rested: Array  # [] int32, rounds of the pause so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """Drafts chains of ``drafter``, of a length chosen anew in every round.
+    """Chains of ``drafter``, of a length chosen anew in every round.
 
     Attributes:
       drafter: of chains, at its largest K.
       lengths: the K's to choose from, ascending; the last is the drafter's own.
-      batch_sizes: (least, most, K) of unfinished rows, ends included; other numbers of rows draft
-        the longest. () to choose by expected goodput.
+      batch_sizes: (least, most, K) of unfinished rows, ends included; other numbers of rows use the
+        longest. () to choose by expected goodput.
       noise: "target" draws with the target's noise (rule ``coupled``).
 
     Raises:
@@ -64,12 +64,12 @@ class Adaptive:
 
     def __post_init__(self):
         name, most = type(self.drafter).__name__, self.drafter.max_depth
-        known = {field.name for field in dataclasses.fields(self.drafter)}
-        chain = self.drafter.tree_size == most + 1
-        if "num_speculative_tokens" not in known or not chain or most < 1:
+        fields = {field.name for field in dataclasses.fields(self.drafter)}
+        is_chain = self.drafter.tree_size == most + 1
+        if "num_speculative_tokens" not in fields or not is_chain or most < 1:
             raise ValueError(
-                f"the length of {name}'s drafts cannot be chosen by the round: it must draft "
-                "chains of num_speculative_tokens."
+                f"drafter={name} must draft chains of num_speculative_tokens; use a chain, or a "
+                "fixed length."
             )
         if list(self.lengths) != sorted(set(self.lengths)) or self.lengths[-1] != most:
             raise ValueError(f"lengths={self.lengths} must ascend to {most}, the drafter's K.")
@@ -78,30 +78,31 @@ class Adaptive:
         for least, last, length in self.batch_sizes:
             if not 1 <= least <= last or length not in self.lengths:
                 raise ValueError(
-                    f"batch_sizes hold ({least}, {last}, {length}), but must be of 1 or more rows "
-                    f"and of one of the lengths {self.lengths}."
+                    f"batch_sizes={self.batch_sizes} must be of 1 or more rows and of one of the "
+                    f"lengths {self.lengths}, unlike ({least}, {last}, {length})."
                 )
-        own = dataclasses.replace(self.drafter)
-        shares = self.noise == "target"
-        object.__setattr__(self, "drafter", validation.sharing_noise(own) if shares else own)
+        drafter = dataclasses.replace(self.drafter)
+        if self.noise == "target":
+            drafter = validation.sharing_noise(drafter)
+        object.__setattr__(self, "drafter", drafter)
 
     def check_params(self, params):
-        """Refuses weights that are not the drafter's."""
+        """Refuse weights that are not the drafter's."""
         validation.check_weights(self.drafter, params)
 
     @property
     def by_costs(self) -> bool:
-        """Whether ``shared`` holds ``Costs``, by which lengths are chosen; else the drafter's."""
+        """True if ``Costs`` in ``shared`` decide the length."""
         return not self.batch_sizes
 
     @property
     def rests(self) -> bool:
-        """Whether the drafter misses rounds, and notices."""
+        """True if the drafter misses rounds and must catch up."""
         return self.lengths[0] == 0 and isinstance(self.drafter, backlog.Following)
 
     @functools.cached_property
     def modes(self) -> tuple["Resting | Drafting", ...]:
-        """What runs the rounds of each length."""
+        """The mode of each length."""
         return tuple(
             Drafting(self, self._of_length(length)) if length else Resting(self)
             for length in self.lengths
@@ -109,7 +110,7 @@ class Adaptive:
 
     @property
     def max_depth(self) -> int:
-        """K at most."""
+        """The largest K."""
         return self.lengths[-1]
 
     @property
@@ -119,51 +120,49 @@ class Adaptive:
 
     @property
     def node_buckets(self) -> tuple[int, ...]:
-        """Node counts of all gears."""
+        """The node counts of all modes."""
         return tuple(sorted({1, *(size for mode in self.modes for size in mode.node_buckets)}))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """What the drafter reads."""
+        """The layers of the target that the drafter reads."""
         return self.drafter.capture_layers
 
     @property
     def proposal(self) -> str:
-        """The drafter's: its length tells nothing of what is drawn."""
+        """The drafter's proposal, as the length does not depend on the drawn tokens."""
         return self.drafter.proposal
 
     def init_shared(self) -> Any:
-        """The drafter's own, and that nothing was measured."""
+        """Return the drafter's shared state, and times that are not measured."""
         inner = self.drafter.init_shared() if isinstance(self.drafter, Sharing) else ()
         unknown = jnp.zeros(len(self.lengths))
         return Costs(unknown, jnp.array(False), inner) if self.by_costs else inner
 
     def on_finished(self, shared: Any, memory: AdaptiveMemory, history: History) -> Any:
-        """Hands the drafter the rows that go on no more."""
+        """Hand finished rows to the drafter."""
         if not isinstance(self.drafter, Sharing):
             return shared
         return _with_inner(shared, self.drafter.on_finished(_inner(shared), memory.inner, history))
 
     def init(self, params, request, capacity):
-        """Nothing known."""
+        """Initialise the drafter, and the prior of its success."""
         batch, waiting = request.max_length.shape[0], None
         if self.rests:
             target = getattr(self.drafter, "target", None)
             waiting = backlog.init(self.drafter, target, params, batch)
-            capacity += backlog.SIZE  # as many rows are written at once
+            capacity += backlog.SIZE  # rows that are written at once
         inner = self.drafter.init(params, request, capacity)
-        none = jnp.int32(0)
-        return AdaptiveMemory(
-            inner, waiting, goodput.init(batch), mode=none, rest=none, rested=none
-        )
+        known, zero = goodput.init(batch), jnp.int32(0)
+        return AdaptiveMemory(inner, waiting, known, mode=zero, rest=zero, rested=zero)
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Hands the drafter the prompt."""
+        """Hand the prompt to the drafter."""
         inner = self.drafter.prefill(params, memory.inner, tokens, features, start, valid)
         return memory.replace(inner=inner)
 
     def select_mode(self, params, request, shared, memory, history):
-        """The best length, and the drafter level with the text where it is to draft."""
+        """Choose the best length; if it drafts, catch up with the text."""
         running = ~is_ended(request, history)
         known = goodput.rest(memory.known, memory.rested)
         memory = memory.replace(known=known, rested=jnp.zeros_like(memory.rested))
@@ -176,20 +175,20 @@ class Adaptive:
         return memory.replace(rest=self._rest(memory, running, history)), mode
 
     def chosen(self, shared: Any, memory: AdaptiveMemory, running: Array) -> Array:
-        """The index [] int32 of the best length for the rows that are ``running`` [B]."""
+        """Return the index [] int32 of the best length for the ``running`` [B] rows."""
         longest = jnp.int32(len(self.lengths) - 1)
         if not self.by_costs:
             count, chosen = running.sum(), longest
             for least, most, length in reversed(self.batch_sizes):
-                here = (least <= count) & (count <= most)
-                chosen = jnp.where(here, self.lengths.index(length), chosen)
+                inside = (least <= count) & (count <= most)
+                chosen = jnp.where(inside, self.lengths.index(length), chosen)
             return chosen
         if shared == ():
             return longest
         return goodput.best(self.lengths, shared.seconds, memory.known, running, memory.mode)
 
     def _rest(self, memory: AdaptiveMemory, running: Array, history: History) -> Array:
-        """How many rounds nothing needs to be chosen for, once there is no draft."""
+        """Return the number of rounds without a draft before the next choice."""
         rest = goodput.pause(memory.known, running)
         if self.rests and self.capture_layers:
             room = backlog.SIZE - self.drafter.missing(memory.inner, history).max()
@@ -197,17 +196,17 @@ class Adaptive:
         return rest
 
     def _of_length(self, length: int) -> Drafter:
-        """The drafter with a K of its own, on the same memory."""
-        known = {field.name for field in dataclasses.fields(self.drafter)}
-        own = dict.fromkeys(known & {"tree_size", "tree_depth"})  # the chain's, of the longest
-        return dataclasses.replace(self.drafter, num_speculative_tokens=length, **own)
+        """Return the drafter with another K, for the same memory."""
+        fields = {field.name for field in dataclasses.fields(self.drafter)}
+        unset = dict.fromkeys(fields & {"tree_size", "tree_depth"})  # derived from the longest K
+        return dataclasses.replace(self.drafter, num_speculative_tokens=length, **unset)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """The gear of one length: its ``drafter`` on the memory of the ``whole``."""
+    """The mode of one length: its ``drafter`` on the memory of ``adaptive``."""
 
-    whole: Adaptive
+    adaptive: Adaptive
     drafter: Drafter
 
     max_depth = property(lambda self: self.drafter.max_depth)
@@ -217,77 +216,73 @@ class Drafting:
 
     @property
     def node_buckets(self) -> tuple[int, ...]:
-        """Node counts worth a program of their own: a network drafts whenever it is asked to."""
-        own = getattr(self.drafter, "node_buckets", tree_settings.node_buckets(self.tree_size))
+        """Node counts that get a program of their own; a network always drafts."""
+        sizes = getattr(self.drafter, "node_buckets", tree_settings.node_buckets(self.tree_size))
         is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
-        return tuple(size for size in own if size > 1 or not is_network)
+        return tuple(size for size in sizes if size > 1 or not is_network)
 
     def keeps_mode(
         self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
     ) -> Array:
-        """Whether this length is still the best: bool []."""
+        """Return whether this length is still the best, bool []."""
         running = ~is_ended(request, history)
-        return self.whole.chosen(shared, memory, running) == memory.mode
+        return self.adaptive.chosen(shared, memory, running) == memory.mode
 
     def propose(self, params, request, shared, memory, history):
-        """The drafter's draft."""
+        """Return the drafter's draft."""
         inner = _inner(shared)
         draft, inner = self.drafter.propose(params, request, inner, memory.inner, history)
-        if (
-            isinstance(shared, Costs) and self.proposal == "deterministic"
-        ):  # others always find something
-            draft = _filled_up(draft, shared.timed)
+        if isinstance(shared, Costs) and self.proposal == "deterministic":
+            # A lookup may find nothing. To be timed, it drafts the zeros in its place.
+            empty = ~draft.valid[:, 1:].any(1)
+            draft = draft.replace(valid=draft.valid | (empty & shared.timed)[:, None])
         return draft, memory.replace(inner=inner)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Hands the drafter the verdict, and counts."""
-        inner, kept = self.drafter.update(
+        """Hand the verdict to the drafter, and count its success."""
+        inner, inner_shared = self.drafter.update(
             params, request, _inner(shared), memory.inner, history, draft, verdict, out
         )
         known = goodput.learn(memory.known, draft, verdict)
-        return memory.replace(inner=inner, known=known), _with_inner(shared, kept)
+        return memory.replace(inner=inner, known=known), _with_inner(shared, inner_shared)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resting:
-    """The gear of length 0: plain decoding."""
+    """The mode of length 0: plain decoding."""
 
-    whole: Adaptive
+    adaptive: Adaptive
 
     max_depth, tree_size, node_buckets = 0, 1, (1,)
     proposal = "deterministic"
-    capture_layers = property(lambda self: self.whole.capture_layers)
+    capture_layers = property(lambda self: self.adaptive.capture_layers)
 
     def keeps_mode(
         self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
     ) -> Array:
-        """Whether nothing can have changed, and what is missed has room to wait: bool []."""
+        """Return whether the pause goes on, bool []."""
         return memory.rested < memory.rest
 
     def propose(self, params, request, shared, memory, history):
-        """The root alone."""
+        """Return the root alone."""
         return modes.root_alone(history)(memory)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Keeps what the drafter misses for later."""
-        drafter, inner, kept = self.whole.drafter, memory.inner, _inner(shared)
-        if not self.whole.rests:
-            inner, kept = drafter.update(params, request, kept, inner, history, draft, verdict, out)
+        """Buffer the features that the drafter misses, or update a drafter that misses nothing."""
+        drafter, inner, inner_shared = self.adaptive.drafter, memory.inner, _inner(shared)
+        if not self.adaptive.rests:
+            inner, inner_shared = drafter.update(
+                params, request, inner_shared, inner, history, draft, verdict, out
+            )
             memory = memory.replace(inner=inner)
         elif self.capture_layers:
             missing = drafter.missing(inner, history) - verdict.num_emitted
             memory = memory.replace(waiting=backlog.push(memory.waiting, missing, out, verdict))
-        return memory.replace(rested=memory.rested + 1), _with_inner(shared, kept)
-
-
-def _filled_up(draft: Draft, wanted: Array) -> Draft:
-    """The chains; where there are none, and it is ``wanted`` [] bool, of anything."""
-    empty = ~draft.valid[:, 1:].any(1)
-    return draft.replace(valid=draft.valid | (empty & wanted)[:, None])
+        return memory.replace(rested=memory.rested + 1), _with_inner(shared, inner_shared)
 
 
 def _inner(shared: Any) -> Any:
-    """What the drafter itself keeps for all calls."""
+    """Return the drafter's own shared state."""
     return shared.inner if isinstance(shared, Costs) else shared
 
 

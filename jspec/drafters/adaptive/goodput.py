@@ -1,12 +1,11 @@
-"""The length of draft that is expected to emit most tokens a second.
+"""The draft length that is expected to emit the most tokens a second.
 
-Goodput is tokens a second (TurboSpec, arXiv 2406.14066): a round of length K is expected to emit
-1 + a + ... + a^K tokens a row, a being the row's running acceptance, and takes what rounds of that
-length were measured to take. The length of the best ratio is chosen for the whole batch, 0 among
-them: then nothing is drafted. That is only chosen once it is the better one by a margin, and of
-lengths that look about as good the last round's is kept. A row that drafts no more is tried again,
-with the shortest draft, after a few rounds and after twice as many each time that this was in vain.
-What decides was known before the round, so every rule stays exact.
+Goodput is tokens a second (TurboSpec, arXiv 2406.14066). A round of length K is expected to emit
+1 + a + ... + a^K tokens a row, with the row's running acceptance rate a, and takes the measured
+time of rounds of that length. The length of the best ratio is chosen for the whole batch. Length 0
+drafts nothing; it is chosen only if it is better by a margin, and of nearly equal lengths the last
+one is kept. A paused row is retried with the shortest draft after a few rounds, and after twice as
+many whenever a retry fails. All of this is known before the round, so every rule stays exact.
 """
 
 import jax.numpy as jnp
@@ -15,28 +14,28 @@ from flax import struct
 
 from jspec.core.types import Array, Draft, Verdict
 
-_PRIOR = 0.6  # a before anything is known, as if one token had been tried
-_EVIDENCE = 24.0  # drafted tokens that all experience is worth at most
-_DOUBT = 0.5  # standard errors above what was seen that drafting must not pay at, to be given up
-_LOYALTY = 0.05  # by how much another length must look better: acceptance goes up and down
-_FADING = 0.95  # what it is worth after a round without a draft: a text changes
-_FAINT = 0.1  # tried tokens that fade no more
-_SOONEST, _LATEST = 4, 128  # rounds without a draft before one is tried again
+_PRIOR = 0.6  # acceptance rate before any draft, with the weight of one tried token
+_EVIDENCE = 24.0  # most tried tokens that the past counts for
+_DOUBT = 0.5  # standard errors above the observed rate at which drafting must not pay, to be paused
+_LOYALTY = 0.05  # margin by which another length must be better, as acceptance fluctuates
+_FADING = 0.95  # weight of the past after a round without a draft, as a text changes
+_FAINT = 0.1  # tried tokens below which the past fades no further
+_SOONEST, _LATEST = 4, 128  # bounds of the rounds without a draft before a retry
 _FOREVER = np.int32(2**31 - 1)
 
 
 @struct.dataclass
 class Experience:
-    """How the drafts of each row fared."""
+    """The success of each row's drafts."""
 
     accepted: Array  # [B] float32, fading sum of accepted tokens
-    tried: Array  # [B] float32, of those accepted and those refused
+    tried: Array  # [B] float32, fading sum of accepted and rejected tokens
     idle: Array  # [B] int32, rounds since the last draft
-    patience: Array  # [B] int32, of them before the next is tried
+    patience: Array  # [B] int32, rounds without a draft before the next retry
 
 
 def init(batch: int) -> Experience:
-    """Nothing known."""
+    """Return the prior."""
     return Experience(
         jnp.full(batch, _PRIOR, jnp.float32),
         jnp.ones(batch, jnp.float32),
@@ -46,30 +45,32 @@ def init(batch: int) -> Experience:
 
 
 def learn(known: Experience, draft: Draft, verdict: Verdict) -> Experience:
-    """What is known after a round.
+    """Return the experience after a round.
 
-    A row whose draft after a pause was refused waits twice as long for the next; one whose draft
-    was accepted whole waits no longer than ever.
+    If the retry of a paused row is rejected entirely, the row's patience doubles. If it is accepted
+    entirely, its patience is reset.
     """
     accepted = jnp.maximum(verdict.num_emitted - 1, 0)
     length = draft.valid[:, 1:].sum(1)
     drafted = (verdict.num_emitted > 0) & (length > 0)
     tried = known.tried + accepted + (accepted < length)
-    worth = jnp.minimum(1, _EVIDENCE / tried)
+    weight = jnp.minimum(1, _EVIDENCE / tried)
     patience = jnp.where(accepted == 0, jnp.minimum(2 * known.patience, _LATEST), known.patience)
     patience = jnp.where(accepted == length, _SOONEST, patience)
     idle = rest(known, 1)
     return Experience(
-        accepted=jnp.where(drafted, worth * (known.accepted + accepted), idle.accepted),
-        tried=jnp.where(drafted, worth * tried, idle.tried),
+        accepted=jnp.where(drafted, weight * (known.accepted + accepted), idle.accepted),
+        tried=jnp.where(drafted, weight * tried, idle.tried),
         idle=jnp.where(drafted, 0, idle.idle),
         patience=jnp.where(drafted & (known.idle > 0), patience, known.patience),
     )
 
 
 def rest(known: Experience, rounds: Array | int) -> Experience:
-    """What is known after ``rounds`` ([] int32) without a draft of any row."""
-    keep = jnp.where(known.tried > _FAINT, jnp.float32(_FADING) ** rounds, 1)  # the ratio stays
+    """Return the experience after ``rounds`` ([] int32) without a draft of any row."""
+    keep = jnp.where(
+        known.tried > _FAINT, jnp.float32(_FADING) ** rounds, 1
+    )  # the rate is unchanged
     return known.replace(
         accepted=keep * known.accepted, tried=keep * known.tried, idle=known.idle + rounds
     )
@@ -78,22 +79,20 @@ def rest(known: Experience, rounds: Array | int) -> Experience:
 def best(
     lengths: tuple[int, ...], seconds: Array, known: Experience, running: Array, last: Array
 ) -> Array:
-    """The index [] int32 of the length that is expected to emit most tokens a second.
+    """Return the index [] int32 of the length with the most expected tokens a second.
 
     Args:
       lengths: ascending; R of them.
-      seconds: [R] of a round of each; the longest is chosen until all are known (> 0).
+      seconds: [R], of a round of each; the longest is chosen until all are measured (> 0).
       known: of B rows.
-      running: bool [B], the rows that count.
+      running: bool [B], rows that have not ended.
       last: int32 [], index of the last round's length.
     """
     longest = jnp.int32(len(lengths) - 1)
     measured = (seconds > 0).all()
-    expected, lasting, hoped = _emitted(lengths, _rates(known), running) / jnp.where(
-        measured, seconds, 1
-    )
-    kept = jnp.arange(len(lengths)) == last
-    expected *= jnp.where(kept, 1 + _LOYALTY, 1)
+    seconds = jnp.where(measured, seconds, 1)
+    expected, lasting, hoped = _emitted(lengths, _rates(known), running) / seconds
+    expected *= jnp.where(jnp.arange(len(lengths)) == last, 1 + _LOYALTY, 1)
     chosen = jnp.argmax(expected)
     if not lengths[0]:
         drafts, tries = lasting[1:].max() > lasting[0], hoped[1:].max() > hoped[0]
@@ -102,20 +101,20 @@ def best(
 
 
 def pause(known: Experience, running: Array) -> Array:
-    """Rounds [] int32, 1 or more, before ``best`` may find that it is time to draft again.
+    """Return the number of rounds [] int32, 1 or more, before ``best`` may choose to draft again.
 
-    While nothing is drafted nothing is learned: only a row's patience can end.
+    Without drafts the rates do not change, so only the end of a row's patience changes the choice.
     """
     left = known.patience - known.idle
     left = jnp.where(running & (left > 0), left, _FOREVER).min()
-    # Where no row seems to run, as prompts may end like texts do, the next round shows.
+    # A prompt may end like a finished text, so no row may seem to run; then check every round.
     return jnp.where(running.any(), left, 1)
 
 
 def _emitted(lengths: tuple[int, ...], rates: Array, running: Array) -> Array:
-    """Tokens that a round of each length is expected to emit, all rows together: [A, R].
+    """Return the expected tokens of a round of each length, summed over rows: [A, R].
 
-    ``rates`` [A, B] are what the acceptance of the rows may be.
+    ``rates`` [A, B] are acceptance rates under A assumptions.
     """
     powers = rates[..., None] ** np.arange(lengths[-1] + 1)  # 1, a, ..., a^K
     emitted = jnp.cumsum(powers, -1)[..., np.array(lengths)]
@@ -123,10 +122,11 @@ def _emitted(lengths: tuple[int, ...], rates: Array, running: Array) -> Array:
 
 
 def _rates(known: Experience) -> Array:
-    """Acceptance as seen, as drafting must pay at to go on, and to be tried again: [3, B].
+    """Return three acceptance rates per row: [3, B].
 
-    Who drafts is given up late, as nothing more is learned then: once acceptance a little above the
-    one that was seen would not pay. Who does not goes by what is known, until patience ends.
+    They are the observed mean, an optimistic bound that keeps a row drafting, and the rate that
+    retries a paused row: the prior, if higher, once its patience ends. A row is paused late because
+    it learns nothing more then.
     """
     rate = known.accepted / known.tried
     doubt = _DOUBT * jnp.sqrt(rate * (1 - rate) / known.tried)

@@ -98,7 +98,7 @@ class CachedDrafter(TreeDrafter):
     def _commit(
         self, params: Any, memory: Any, following: Array, features: tuple[Array, ...], count: Array
     ) -> Any:
-        """Commit the first ``count`` [B] of n rows: the target's features [B, n, D], next tokens."""
+        """Commit the first ``count`` [B] of n rows of target features [B, n, D] and next tokens."""
         raise NotImplementedError
 
     def _start(self, params: Any, memory: Any) -> tuple[Any, Array]:

@@ -74,7 +74,7 @@ class ParallelDraftModel(TreeDrafter):
 
     @property
     def maps_vocabulary(self) -> bool:
-        """Whether the weights have ``draft_to_target``."""
+        """True if the weights have ``draft_to_target``."""
         return self.use_heterogeneous_vocab
 
     def _check_depth(self):
@@ -87,8 +87,8 @@ class ParallelDraftModel(TreeDrafter):
             )
         if not 0 <= self.mask_token_id < self.config.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} must be less than the draft model's vocabulary "
-                f"size, {self.config.vocab_size}."
+                f"mask_token_id={self.mask_token_id} must be less than the draft model's "
+                f"vocabulary size, {self.config.vocab_size}."
             )
 
     def __post_init__(self):

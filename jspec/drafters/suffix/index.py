@@ -6,7 +6,7 @@
 A position is found by the hash of the k tokens before it, for every k of ``groups``. The positions
 of a bucket form a list: ``latest`` holds its newest position, ``near`` the one before each, ``far``
 the eighth before. So the M latest positions take M / 8 + 7 dependent reads for a text of any
-length, where a comparison reads all of it (``benchmarks/suffix.py`` measures both). Matches are
+length, where a comparison reads all of it. Matches are
 verified token by token, so a hash collision costs one of the M positions and nothing else.
 
 Positions wrap around at 2**32, and only their differences are compared. A text lies in a ring, so

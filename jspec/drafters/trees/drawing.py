@@ -53,7 +53,7 @@ class Drawing:
 
     @property
     def has_processors(self) -> bool:
-        """Whether the request has logits processors, which may read the tokens of a branch."""
+        """True if the request has logits processors, which may read the tokens of a branch."""
         return self.request.sampling.processors is not None
 
     def apply_processors(self, logits: Array, drafted: Array | None = None) -> Array:
@@ -176,7 +176,7 @@ class Drawing:
 
 
 def largest(logits: Array, width: int) -> tuple[Array, Array]:
-    """Return the ``width`` largest logits and their indices, [..., width]; ties to the lower one."""
+    """Return the ``width`` largest logits and their indices, [..., width]; ties go to the first."""
     if width > 1:
         return lax.top_k(logits, width)
     index = sampling.argmax(logits)[..., None]

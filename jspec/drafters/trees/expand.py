@@ -29,8 +29,8 @@ Frontier = Any
 # feed(frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) -> (frontier', logits)
 #
 # The nodes of ``tokens`` become the frontier. ``parents`` index the frontier before. ``depth`` is
-# that of the tokens, the root's being 0. ``slot`` counts the nodes fed before in this round. All but
-# frontier and tokens may be static. Logits are [B, F', Vd], or [B, 1, Vd] for all nodes.
+# that of the tokens, the root's being 0. ``slot`` counts the nodes fed before in this round. Only
+# frontier and tokens are always traced. Logits are [B, F', Vd], or [B, 1, Vd] for all nodes.
 Feed = Callable[..., tuple[Frontier, Array]]
 
 
