@@ -1,7 +1,7 @@
-"""Structured output on the host: regular expressions and JSON schemas to automata over tokens.
+"""Automata over tokens for structured output: regular expressions, choices and JSON schemas.
 
-``outlines-core`` builds the automata: over the bytes of every token, so that a token may end in the
-middle of what the grammar names, and characters may be spread over several tokens.
+``outlines-core`` builds them on the host, over the bytes of every token. So a token may end in the
+middle of a grammar symbol, and a character may span several tokens.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from jspec.util.buckets import bucket
 from jspec.util.messages import shown
 
 KINDS = ("json", "regex", "choice", "json_object")
-# Closes every text, so that none matches before its end: where one does, and one that goes on does
-# later, the index of outlines-core loses ways between the two.
+# Ends every text, so that no text matches before its end. Otherwise outlines-core's index drops
+# paths between a match and a longer match.
 _END = b"\x00"
 _SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
-    """An automaton over token ids; states are 0 to S - 1, each with transitions in order of ids.
+    """An automaton over token ids with states 0 to S - 1 and E transitions, sorted by token id.
 
     Attributes:
-      first: [S + 1], where each state's transitions begin.
-      tokens: [E] ids.
-      following: [E] states.
-      start: the state before anything is said.
-      listed: for each state the ids that it allows, or those that it forbids if they are fewer.
-      forbids: [S] bool, which of the two.
+      first: int32 [S + 1], index of each state's first transition.
+      tokens: int32 [E], ids.
+      following: int32 [E], next states.
+      start: the initial state.
+      listed: per state the ids that it allows, or those that it forbids if they are fewer.
+      forbids: bool [S], whether ``listed`` holds forbidden ids.
     """
 
     first: np.ndarray
@@ -48,30 +48,30 @@ class Grammar:
     forbids: np.ndarray
 
 
-def pattern_of(asked: Mapping[str, Any] | Any) -> str:
-    """The regular expression of a ``structured_outputs``.
+def pattern_of(outputs: Mapping[str, Any] | Any) -> str:
+    """Return the regular expression of a ``structured_outputs`` setting.
 
     Args:
-      asked: {"json": schema, as a dict or text}, {"regex": text}, {"choice": [texts]} or
-        {"json_object": True}; or an object with one such attribute, as vLLM's
+      outputs: {"json": schema (dict or text)}, {"regex": text}, {"choice": [texts]} or
+        {"json_object": True}; or an object with one such attribute, like vLLM's
         ``StructuredOutputsParams``.
 
     Raises:
-      ValueError: it is none of these, or the schema cannot be read.
+      ValueError: it is none of these, or the schema is not supported.
     """
-    if not isinstance(asked, Mapping) and hasattr(asked, "__dict__"):
-        asked = vars(asked)
-    if not isinstance(asked, Mapping):
+    if not isinstance(outputs, Mapping) and hasattr(outputs, "__dict__"):
+        outputs = vars(outputs)
+    if not isinstance(outputs, Mapping):
         raise ValueError(
-            f"structured_outputs={shown(asked)} must be a dict with one of {', '.join(KINDS)}."
+            f"structured_outputs={shown(outputs)} must be a dict with one of {', '.join(KINDS)}."
         )
-    given = {key: value for key, value in asked.items() if value not in (None, False)}
-    if len(given) != 1 or not given.keys() <= set(KINDS):
+    kinds = {key: value for key, value in outputs.items() if value not in (None, False)}
+    if len(kinds) != 1 or not kinds.keys() <= set(KINDS):
         raise ValueError(
-            f"structured_outputs={shown(asked)} must hold one of {', '.join(KINDS)}; other kinds "
+            f"structured_outputs={shown(outputs)} must hold one of {', '.join(KINDS)}; other kinds "
             "are not supported."
         )
-    ((kind, value),) = given.items()
+    ((kind, value),) = kinds.items()
     if kind == "regex" and isinstance(value, str) and value:
         return _encodable(value)
     if kind == "choice" and _are_texts(value):
@@ -95,8 +95,8 @@ def _encodable(pattern: str) -> str:
 
 
 def _are_texts(value: Any) -> bool:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and len(value) > 0 and all(isinstance(each, str) and each for each in value)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and len(value) > 0 and all(isinstance(text, str) and text for text in value)
 
 
 def _literally(text: str) -> str:
@@ -116,8 +116,8 @@ def _of_schema(schema: str | Mapping) -> str:
         raise ValueError(f"the JSON schema cannot be followed: {reason}") from None
 
 
-# A schema of a hundred levels stands for a pattern beyond memory, and who runs out of it in there
-# is ended: another process finds out.
+# A schema of a hundred levels expands to a pattern beyond memory, and outlines-core then aborts the
+# process. So a child process expands it.
 _SCHEMA_READER = """
 import sys
 try:
@@ -127,58 +127,58 @@ except ImportError:
     pass
 from outlines_core import json_schema
 try:
-    said = "+" + json_schema.build_regex_from_schema(sys.stdin.buffer.read().decode())
+    reply = "+" + json_schema.build_regex_from_schema(sys.stdin.buffer.read().decode())
 except (ValueError, TypeError, OverflowError) as error:
-    said = "-" + str(error)[:300]
-sys.stdout.buffer.write(said.encode())
+    reply = "-" + str(error)[:300]
+sys.stdout.buffer.write(reply.encode())
 """
 
 
 @functools.lru_cache(maxsize=64)
 def _pattern_of_schema(text: str) -> str:
-    said = _run(_SCHEMA_READER, text.encode()).decode()
-    if not said.startswith("+"):
-        raise ValueError(said[1:] or "it stands for more than memory or time allow; nest it less")
-    return said[1:]
+    reply = _run(_SCHEMA_READER, text.encode()).decode()
+    if not reply.startswith("+"):
+        raise ValueError(reply[1:] or "it needs more than memory or time allow; nest it less")
+    return reply[1:]
 
 
-def _run(script: str, asked: bytes) -> bytes:
-    """What a script prints in a process of its own; nothing if it takes too long or dies."""
+def _run(script: str, stdin: bytes) -> bytes:
+    """Return the output of a script in a separate process; empty if it times out or dies."""
     command = [sys.executable, "-c", script]
     try:
         return subprocess.run(
-            command, input=asked, capture_output=True, timeout=_SECONDS, check=False
+            command, input=stdin, capture_output=True, timeout=_SECONDS, check=False
         ).stdout
     except subprocess.TimeoutExpired:
         return b""
 
 
-# Some short patterns stand for automata beyond bounds. So another process makes them, bounded:
-# first over single bytes, which is quick, then over the tokens. Prints a line of JSON, then int32
-# arrays: the states' numbers of transitions, the tokens, and the states that they lead to.
+# Some short patterns have huge automata. So a child process builds them within bounds: first over
+# single bytes, which is fast, then over the tokens. It prints a line of JSON, then uint32 arrays:
+# the number of transitions of each state, their tokens, and their next states.
 _COMPILER = """
 import json, sys
 from array import array
-asked = json.loads(sys.stdin.buffer.read())
+task = json.loads(sys.stdin.buffer.read())
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (asked["memory"],) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (task["memory"],) * 2)
 except ImportError:
     pass
 from outlines_core import Index, Vocabulary
 
 def over(words, eos):
-    return Index(asked["pattern"], Vocabulary(eos, words))
+    return Index(task["pattern"], Vocabulary(eos, words))
 
 try:
     states = len(over({bytes([byte]): [byte] for byte in range(256)}, 256).get_transitions())
-    if states > asked["most_states"]:
+    if states > task["most_states"]:
         sys.exit(print(json.dumps({"states": states})))
-    index = over({text.encode("latin-1"): ids for text, ids in asked["words"]}, asked["eos"])
+    index = over({text.encode("latin-1"): ids for text, ids in task["words"]}, task["eos"])
 except ValueError as error:
     sys.exit(print(json.dumps({"error": " ".join(str(error).split())[:300]})))
 rows = index.get_transitions()
-if sum(map(len, rows.values())) > asked["most_transitions"]:
+if sum(map(len, rows.values())) > task["most_transitions"]:
     sys.exit(print(json.dumps({"transitions": sum(map(len, rows.values()))})))
 print(json.dumps({"start": index.get_initial_state(), "states": list(rows),
                   "final": list(index.get_final_states())}), flush=True)
@@ -191,12 +191,12 @@ _MOST_STATES, _MOST_TRANSITIONS = 50_000, 1 << 24
 
 
 def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[dict, np.ndarray]:
-    """The automaton of a pattern over tokens, as ``_COMPILER`` prints it.
+    """Return the automaton of a pattern over tokens, in the format of ``_COMPILER``.
 
     Raises:
-      ValueError: the pattern cannot be read, no tokens spell it, or it is too large to use.
+      ValueError: the pattern is invalid, no tokens spell it, or its automaton is too large.
     """
-    asked = {
+    task = {
         "pattern": pattern,
         "eos": eos,
         "memory": _MEMORY,
@@ -204,38 +204,35 @@ def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[di
         "most_transitions": _MOST_TRANSITIONS,
         "words": [(text.decode("latin-1"), ids) for text, ids in words.items()],
     }
-    line, _, arrays = _run(_COMPILER, json.dumps(asked).encode()).partition(b"\n")
-    said = json.loads(line) if line else {}
-    if "error" in said:
-        raise ValueError(f"structured_outputs cannot be compiled: {said['error']}")
-    if "start" not in said:
-        counted = [f"{count} {what}" for what, count in said.items()]
+    line, _, arrays = _run(_COMPILER, json.dumps(task).encode()).partition(b"\n")
+    header = json.loads(line) if line else {}
+    if "error" in header:
+        raise ValueError(f"structured_outputs cannot be compiled: {header['error']}")
+    if "start" not in header:
+        counted = [f"{count} {what}" for what, count in header.items()]
         raise ValueError(
             "structured_outputs cannot be compiled: its automaton has "
             f"{counted[0] if counted else 'more than memory or time allow'}, and may have at most "
-            f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound what repeats, or "
-            "make the pattern simpler."
+            f"{_MOST_STATES} states and {_MOST_TRANSITIONS} transitions; bound repetitions, or "
+            "simplify the pattern."
         )
-    return said, np.frombuffer(arrays, np.uint32)
+    return header, np.frombuffer(arrays, np.uint32)
 
 
 @functools.lru_cache(maxsize=64)
 def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int) -> Grammar:
-    """The automaton of texts that match ``pattern`` and then end.
-
-    Such texts hold no NUL character.
+    """Return the automaton of the texts without NUL that match ``pattern`` and then end.
 
     Args:
-      pattern: a regular expression over the whole text, in the syntax of Rust's ``regex``.
+      pattern: a regular expression for the full text, in the syntax of Rust's ``regex``.
       tokenizer: whose tokens spell the text.
-      ends: tokens that end it, allowed where the pattern is complete.
+      ends: tokens that end the text, allowed after a full match.
       vocab_size: V.
 
     Raises:
-      ValueError: there is no token to end with, the pattern cannot be read or stands for too large
-        an automaton, or no tokens spell it.
+      ValueError: there is no token to end with, or ``_index`` fails.
     """
-    ends = frozenset(token for token in ends if token < vocab_size)  # others are never said
+    ends = frozenset(token for token in ends if token < vocab_size)  # others are never sampled
     if not ends:
         raise ValueError(
             "structured_outputs needs a token that ends the text, and the model names none; give "
@@ -243,45 +240,44 @@ def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int
         )
     spelled = token_bytes(tokenizer, vocab_size, ends)
     spelled = {text: ids for text, ids in spelled.items() if _END not in text}
-    complete, eos = vocab_size, vocab_size + 1  # ids that no token has
-    said, arrays = _index(f"(?:{pattern}){_END.decode()}", spelled | {_END: [complete]}, eos)
-    return _over_tokens(said, arrays, complete, np.array(sorted(ends)), vocab_size)
+    complete, eos = vocab_size, vocab_size + 1  # unused ids
+    header, arrays = _index(f"(?:{pattern}){_END.decode()}", spelled | {_END: [complete]}, eos)
+    return _over_tokens(header, arrays, complete, np.array(sorted(ends)), vocab_size)
 
 
 def _over_tokens(
-    said: dict, arrays: np.ndarray, complete: int, ends: np.ndarray, vocab_size: int
+    header: dict, arrays: np.ndarray, complete: int, ends: np.ndarray, vocab_size: int
 ) -> Grammar:
-    """The grammar of what ``_COMPILER`` printed, states numbered from 0 on.
+    """Return the grammar of the output of ``_COMPILER``, with states numbered from 0.
 
-    A text is complete where ``complete`` leads to a final state: elsewhere it is a NUL character of
-    the text, as ``.`` and ``[^a]`` allow it.
+    A text is complete if ``complete`` leads to a final state. Elsewhere ``complete`` is a NUL
+    inside the text, which ``.`` and ``[^a]`` match.
     """
-    states = np.array(said["states"], np.int64)
+    states = np.array(header["states"], np.int64)
     counts, (tokens, following) = arrays[: len(states)], arrays[len(states) :].reshape(2, -1)
     owner = np.repeat(states, counts)
-    final = np.array(said["final"], np.int64)
+    final = np.array(header["final"], np.int64)
     number = np.sort(states[~np.isin(states, final)])
-    ended = len(number)
+    end_state = len(number)
     closes = owner[(tokens == complete) & np.isin(following, final)]
     closes = np.searchsorted(number, np.unique(closes[~np.isin(closes, final)]))
-    kept = (tokens < complete) & ~np.isin(owner, final)
-    closes = np.append(closes, ended)  # where ends are ignored
+    inner = (tokens < complete) & ~np.isin(owner, final)
+    closes = np.append(closes, end_state)  # for requests that ignore end tokens
+    to_end = np.full(len(ends) * len(closes), end_state)
     parts = (
-        np.append(np.searchsorted(number, owner[kept]), np.repeat(closes, len(ends))),
-        np.append(tokens[kept], np.tile(ends, len(closes))),
-        np.append(
-            np.searchsorted(number, following[kept]), np.full(len(ends) * len(closes), ended)
-        ),
+        np.append(np.searchsorted(number, owner[inner]), np.repeat(closes, len(ends))),
+        np.append(tokens[inner], np.tile(ends, len(closes))),
+        np.append(np.searchsorted(number, following[inner]), to_end),
     )
     order = np.lexsort(parts[1::-1])
     owner, tokens, following = (part[order].astype(np.int32) for part in parts)
-    first = np.searchsorted(owner, np.arange(ended + 2)).astype(np.int32)
+    first = np.searchsorted(owner, np.arange(end_state + 2)).astype(np.int32)
     forbids = 2 * np.diff(first) > vocab_size
     return Grammar(
         first,
         tokens,
         following,
-        int(np.searchsorted(number, said["start"])),
+        int(np.searchsorted(number, header["start"])),
         tuple(map(_listed, np.split(tokens, first[1:-1]), forbids, repeat(vocab_size))),
         forbids,
     )
@@ -298,26 +294,26 @@ def _listed(allowed: np.ndarray, forbids: bool, vocab_size: int) -> np.ndarray:
 def token_bytes(
     tokenizer: Any, vocab_size: int, without: frozenset[int] = frozenset()
 ) -> dict[bytes, list[int]]:
-    """The bytes that each token writes, and the ids that write them; special tokens write none."""
+    """Return the ids of the tokens that spell each byte string, without special tokens."""
     skipped = {*tokenizer.all_special_ids, *without}
     skipped |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else json.loads(backend.to_str())["decoder"]
     spell = _byte_level if "ByteLevel" in json.dumps(decoder) else _with_metaspace
-    found: dict[bytes, list[int]] = {}
+    ids_of: dict[bytes, list[int]] = {}
     for token, id in tokenizer.get_vocab().items():
         if id < vocab_size and id not in skipped and (spelled := spell(token)):
-            found.setdefault(spelled, []).append(id)
-    return found
+            ids_of.setdefault(spelled, []).append(id)
+    return ids_of
 
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for the 256 bytes."""
+    """Return GPT-2's map from 256 printable characters to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
+        chr(256 + index): byte for index, byte in enumerate(others)
     }
 
 
@@ -325,7 +321,7 @@ def _byte_level(token: str) -> bytes:
     alphabet = _alphabet()
     if all(char in alphabet for char in token):
         return bytes(alphabet[char] for char in token)
-    return token.encode()  # a token that was added
+    return token.encode()  # an added token
 
 
 def _with_metaspace(token: str) -> bytes:
@@ -335,7 +331,7 @@ def _with_metaspace(token: str) -> bytes:
 
 
 def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
-    """The automaton of a batch of ``size`` rows, those without a grammar being free."""
+    """Return the automaton of a batch of ``size`` rows; rows without a grammar are free."""
     unique = list(dict.fromkeys(grammar for grammar in grammars if grammar is not None))
     none = np.empty(0, np.int32)
     first, tokens, following = [np.zeros(1, np.int32)], [none], [none]
@@ -354,15 +350,15 @@ def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
     lengths = [part.size for part in listed]
     start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
     count = bucket(states + 1)
-    grown = lambda parts, length, fill: np.pad(
+    padded = lambda parts, length, fill: np.pad(
         np.concatenate(parts), (0, length - sum(map(len, parts))), constant_values=fill
     ).astype(np.int32)
     return Automaton(
-        first=grown([*first], count + 1, transitions),
-        tokens=grown(tokens, bucket(transitions), -1),
-        following=grown(following, bucket(transitions), FREE),
-        first_listed=grown([np.cumsum([0, *lengths])], count + 1, sum(lengths)),
-        listed=grown(listed, bucket(sum(lengths)), -1),
+        first=padded([*first], count + 1, transitions),
+        tokens=padded(tokens, bucket(transitions), -1),
+        following=padded(following, bucket(transitions), FREE),
+        first_listed=padded([np.cumsum([0, *lengths])], count + 1, sum(lengths)),
+        listed=padded(listed, bucket(sum(lengths)), -1),
         forbids=np.pad(np.array(forbids), (0, count - len(forbids))),
         start=np.array(start + [FREE] * (size - len(start)), np.int32),
         longest=bucket(max(lengths), 1),

@@ -1,33 +1,25 @@
-"""Which JSON schemas can be followed to the letter.
+"""The check that a JSON schema can be followed exactly.
 
-The library that turns schemas into patterns reads one form of each (sub)schema and passes over what
-stands beside it: bounds of numbers, a pattern beside a length, all that ``allOf`` adds. A text may
-then break the schema that it was made for. So whatever would be passed over is refused by name.
+``outlines-core`` reads one form of each (sub)schema and ignores other keywords: bounds of numbers,
+a pattern beside a length, everything that ``allOf`` adds. A text could then violate its schema. So
+a keyword that would be ignored is refused by name.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_NOTES = frozenset(
-    {
-        "$anchor",
-        "$comment",
-        "$defs",
-        "$id",
-        "$schema",
-        "default",
-        "definitions",
-        "deprecated",
-        "description",
-        "discriminator",
-        "examples",
-        "readOnly",
-        "title",
-        "writeOnly",
-    }
-)
-# The form of a schema is the first of these that it has; with it go the keywords named.
+_ANNOTATIONS = {
+    "$anchor",
+    "$comment",
+    "$defs",
+    "$id",
+    "$schema",
+    "default",
+    "definitions",
+    "deprecated",
+} | {"description", "discriminator", "examples", "readOnly", "title", "writeOnly"}
+# The form of a schema is the first of these keys that it has, and the keywords that go with it.
 _FORMS = {
     "properties": {"type", "required", "additionalProperties"},
     "allOf": set(),
@@ -60,39 +52,39 @@ _MOST_LEVELS = 200
 
 
 def check(schema: str | Mapping) -> None:
-    """Refuses a schema that cannot be followed to the letter.
+    """Refuse a schema that cannot be followed exactly.
 
-    ``oneOf`` counts as ``anyOf``: that a text fits no second branch is not seen to.
+    ``oneOf`` is treated as ``anyOf``: a text may match a second branch.
 
     Raises:
-      ValueError: it is no schema, or a keyword would be passed over; names it and where.
+      ValueError: it is not a schema, or a keyword would be ignored; the message names it.
     """
     _check(json.loads(schema) if isinstance(schema, str) else schema, "the schema", 0)
 
 
-def _check(schema: Any, where: str, level: int) -> None:
-    if level > _MOST_LEVELS:
+def _check(schema: Any, where: str, depth: int) -> None:
+    if depth > _MOST_LEVELS:
         raise ValueError(f"it is more than {_MOST_LEVELS} levels deep")
     if not isinstance(schema, Mapping):
-        return  # true, false, or nonsense, which the library knows
+        return  # true, false, or an invalid value, which the library handles
     form = next((name for name in _FORMS if name in schema), None)
     known = _FORMS[form] if form else {"type"}.union(*map(_keywords, _types(schema)))
     for name in schema:
-        if name not in known and name != form and name not in _NOTES:
+        if name not in known and name != form and name not in _ANNOTATIONS:
             beside = f" beside {form!r}" if form else ""
             raise ValueError(f"{where} has {name!r}{beside}, which is not followed; leave it out")
     _check_values(schema, form, where)
-    for place, part in _parts(schema):
-        _check(part, f"{place} of {where}", level + 1)
+    for name, part in _parts(schema):
+        _check(part, f"{name} of {where}", depth + 1)
 
 
 def _check_values(schema: Mapping, form: str | None, where: str) -> None:
-    """What keywords of one form ask of each other."""
+    """Check the keywords of one form against each other."""
     lengths = {"minLength", "maxLength"} & schema.keys()
     alone = [name for name in ("pattern", "format") if name in schema]
     if form is None and len(alone) + bool(lengths) > 1:
         both = " and ".join(map(repr, [*alone, *sorted(lengths)]))
-        raise ValueError(f"{where} has {both}, of which one alone is followed; leave one out")
+        raise ValueError(f"{where} has {both}, of which only one is followed; leave one out")
     if form == "properties":
         _check_type(where, schema, "object")
         missing = set(schema.get("required", ())) - set(schema["properties"])
@@ -117,8 +109,8 @@ def _check_type(where: str, schema: Mapping, kind: str) -> None:
 
 
 def _types(schema: Mapping) -> list[str]:
-    given = schema.get("type", ())
-    return [given] if isinstance(given, str) else list(given)
+    types = schema.get("type", ())
+    return [types] if isinstance(types, str) else list(types)
 
 
 def _keywords(kind: Any) -> set[str]:
@@ -132,21 +124,21 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _parts(schema: Mapping) -> list[tuple[str, Any]]:
-    """The schemas inside of one, and their names."""
-    found: list[tuple[str, Any]] = []
+    """Return the subschemas of a schema with their names."""
+    parts: list[tuple[str, Any]] = []
     for name in ("properties", "$defs", "definitions"):
         inner = schema.get(name)
-        found += [(repr(key), part) for key, part in inner.items()] if _is_map(inner) else []
+        parts += [(repr(key), part) for key, part in inner.items()] if _is_map(inner) else []
     for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
         inner = schema.get(name)
-        listed = isinstance(inner, Sequence) and not isinstance(inner, str)
-        found += [(f"{name}[{n}]", part) for n, part in enumerate(inner)] if listed else []
-    found += [
+        is_list = isinstance(inner, Sequence) and not isinstance(inner, str)
+        parts += [(f"{name}[{n}]", part) for n, part in enumerate(inner)] if is_list else []
+    parts += [
         (repr(name), schema[name])
         for name in ("items", "additionalProperties")
         if _is_map(schema.get(name))
     ]
-    return found
+    return parts
 
 
 def _is_map(value: Any) -> bool:

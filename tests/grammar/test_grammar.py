@@ -1,4 +1,4 @@
-"""Structured output: automata against regular expressions, along branches, in every text."""
+"""Tests of structured output: automata, drafts along branches, and generated texts."""
 
 import json
 import re
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import regex
 
-import jspec
 from jspec import SamplingParams
 from jspec.core import token_fsm, trees
 from jspec.core.types import Draft, History, Params
@@ -34,7 +33,7 @@ def compiled(pattern, vocab_size=64):
 
 
 def completes(pattern, text):
-    """Whether some text that matches begins with this one."""
+    """Return whether some match begins with ``text``."""
     return regex.fullmatch(pattern, text, partial=True) is not None
 
 
@@ -42,28 +41,28 @@ PATTERNS = [r"(ab)+1?", r"a{2,4}b*", r"(1|2)+x", r"[ab]*1"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_after_every_text_just_the_tokens_are_allowed_that_some_match_goes_on_with(pattern):
+def test_exactly_the_tokens_that_continue_some_match_are_allowed(pattern):
     rules = automata.joined([compiled(pattern), None], 2)
     rng = np.random.default_rng(0)
     state, text = jnp.array(rules.start), ""
     for _ in range(8):
-        free = np.array(token_fsm.allowed(rules, state[:, None], 64))[:, 0]
-        assert free[1].all()  # a row without a grammar
-        wanted = {
+        allowed = np.array(token_fsm.allowed(rules, state[:, None], 64))[:, 0]
+        assert allowed[1].all()  # a row without a grammar
+        expected = {
             id for id, token in enumerate(SPELLED) if token and completes(pattern, text + token)
         }
-        wanted |= {END} if re.fullmatch(pattern, text) else set()
-        assert set(np.flatnonzero(free[0])) == wanted
-        found = token_fsm.find(rules, jnp.full(64, state[0]), jnp.arange(64))[1]
-        np.testing.assert_array_equal(found, free[0])
-        if not wanted - {END}:
+        expected |= {END} if re.fullmatch(pattern, text) else set()
+        assert set(np.flatnonzero(allowed[0])) == expected
+        exists = token_fsm.find(rules, jnp.full(64, state[0]), jnp.arange(64))[1]
+        np.testing.assert_array_equal(exists, allowed[0])
+        if not expected - {END}:
             break
-        token = int(rng.choice(sorted(wanted - {END})))
+        token = int(rng.choice(sorted(expected - {END})))
         state, text = token_fsm.find(rules, state, jnp.array([token, 5]))[0], text + SPELLED[token]
 
 
-def test_memory_grows_with_what_grammars_allow_and_not_with_the_vocabulary():
-    # Almost everything is allowed in one state: its list is of what is forbidden.
+def test_memory_does_not_grow_with_the_vocabulary():
+    # One state allows almost every token, so it lists the forbidden ones.
     rules = automata.joined([compiled('"[^"]*"', 100_000), compiled("(ab){20}", 100_000)], 2)
     assert sum(part.nbytes for part in jax.tree.leaves(rules)) < 8_000
 
@@ -93,27 +92,27 @@ def plain():
     return {t: host.generate_sequences(plan, tiny.params(), requests(t)) for t in (0.0, 0.9)}
 
 
-def test_what_ends_matches_and_what_is_cut_could_still_match(plain):
+def test_finished_texts_match_and_truncated_texts_are_prefixes_of_matches(plain):
     for answers in plain.values():
         for pattern, answer in zip(LINES, answers, strict=True):
             if pattern is None:
                 continue
-            said = answer.tokens.tolist()
-            text = "".join(SPELLED[token] for token in said if token != END)
+            tokens = answer.tokens.tolist()
+            text = "".join(SPELLED[token] for token in tokens if token != END)
             if answer.finish_reason == "stop":
                 assert re.fullmatch(pattern, text), text
             else:
-                assert len(said) == 24 and completes(pattern, text), text
+                assert len(tokens) == 24 and completes(pattern, text), text
     assert any(answer.finish_reason == "stop" for answer in plain[0.9])
 
 
-def test_rows_without_a_grammar_may_be_a_group_of_their_own(plain):
+def test_a_batch_may_have_no_grammar(plain):
     plan = Plan(tiny.TARGET, tiny.NONE)
     alone = host.generate_sequences(plan, tiny.params(), requests(0.9), max_num_seqs=1)
     assert [one.tokens.tolist() for one in alone] == [one.tokens.tolist() for one in plain[0.9]]
 
 
-def test_an_end_that_no_token_is_ends_nothing():
+def test_end_tokens_beyond_the_vocabulary_are_ignored():
     ends = frozenset({END, 500})
     with_it, without = (
         automata.compiled("ab|b*", TOKENIZER, given, 64) for given in (ends, frozenset({END}))
@@ -140,27 +139,27 @@ def test_speculation_changes_no_structured_text(name, temperature, plain):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         if pattern is None:
             continue
-        # What could not be accepted was never drafted: the root's children at least.
-        text, said = "", answer.tokens.tolist()
+        # Children of the root that the grammar forbids were never drafted.
+        text, tokens = "", answer.tokens.tolist()
         for accepted, nodes, parents in zip(*answer.trace, strict=True):
             for token in nodes[(parents == 0) & (nodes >= 0) & (np.arange(nodes.size) > 0)]:
                 assert token == END or completes(pattern, text + SPELLED[token])
-            text += "".join(SPELLED[token] for token in said[: accepted + 1])
-            said = said[accepted + 1 :]
+            text += "".join(SPELLED[token] for token in tokens[: accepted + 1])
+            tokens = tokens[accepted + 1 :]
 
 
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
-def test_a_head_that_guesses_all_at_once_keeps_to_the_grammar_on_every_branch(tree, plain):
+def test_a_one_pass_head_follows_the_grammar_on_every_branch(tree, plain):
     drafter = OnePassDrafter(4, tiny.VOCAB, tree)
-    asked, texts = requests(0.0), plain[0.0]
-    params = Params(tiny.params().target, script(asked, texts, length=128))
+    rows, texts = requests(0.0), plain[0.0]
+    params = Params(tiny.params().target, script(rows, texts, length=128))
     plan = Plan(tiny.TARGET, drafter, record_rounds=32)
-    for answer, expected in zip(run_rows(plan, params, asked), texts, strict=True):
+    for answer, expected in zip(run_rows(plan, params, rows), texts, strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         assert set(answer.trace[0][:-1].tolist()) == {4}
 
 
-def test_what_must_follow_is_drafted_for_nothing():
+def test_forced_tokens_are_drafted_without_a_drafter():
     plan = Plan(tiny.TARGET, tiny.NGRAM, "rejection", record_rounds=16)
     rows = [
         SequenceParams(
@@ -175,13 +174,13 @@ def test_what_must_follow_is_drafted_for_nothing():
     for answer in host.generate_sequences(plan, tiny.params(), rows):
         text = "".join(SPELLED[token] for token in answer.tokens.tolist())
         assert re.fullmatch(r"[12](:x){7}(ab|ba)", text) and answer.finish_reason == "stop"
-        # One token is free, 14 follow from it; then up to two are free, and the end follows.
+        # One token is free and forces 14; then up to two are free, and they force the end.
         accepted, nodes, _ = answer.trace
         assert (nodes[1, 1:] >= 0).all() and accepted[1:4].tolist() == [4, 4, 4]
         assert answer.rounds <= 7
 
 
-def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
+def test_forbidden_lookup_nodes_are_dropped_with_their_descendants():
     row = SequenceParams((1,), grammar=compiled(r"(ab)+1?"), stop_token_ids=(END,))
     request, _ = request_of([row], 1, row.filters, 64)
     history = History(
@@ -193,8 +192,8 @@ def test_what_was_looked_up_and_is_not_allowed_goes_with_all_below_it():
     tokens = jnp.array([[1, 1, 2, 2, 1, 2]], jnp.int32)  # a(b) and b(a(b))
     tree = trees.broadcast(trees.from_parents(parents, 3), 1)
     draft = Draft(tokens, parents, jnp.ones((1, 6), bool), max_depth=3)
-    kept = token_fsm.prune(request.sampling.automaton, history, draft, tree).valid
-    assert kept.tolist() == [[True, True, False, True, False, False]]
+    valid = token_fsm.prune(request.sampling.automaton, history, draft, tree).valid
+    assert valid.tolist() == [[True, True, False, True, False, False]]
     drawn = draft.replace(logits=jnp.zeros((1, 6, 64)))
     assert token_fsm.prune(request.sampling.automaton, history, drawn, tree).valid.all()
 
@@ -212,7 +211,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_texts_of_a_model_keep_to_a_schema_a_choice_or_a_pattern(root, method):
+def test_texts_of_a_model_follow_a_schema_a_choice_or_a_pattern(root, method):
     llm = llm_fixtures.llm(root, method)
     asked = [
         {"json": SCHEMA},
@@ -227,8 +226,8 @@ def test_texts_of_a_model_keep_to_a_schema_a_choice_or_a_pattern(root, method):
     outputs = [each.outputs[0] for each in llm.generate(["the", "def", "x", "a"], params)]
     assert [each.finish_reason for each in outputs] == ["stop"] * 4
     for each in (outputs[0], outputs[3]):
-        found = json.loads(each.text)
-        assert len(found["name"]) <= 4 and found["size"] in (1, 22, 333)
+        value = json.loads(each.text)
+        assert len(value["name"]) <= 4 and value["size"] in (1, 22, 333)
     assert outputs[1].text in ("grüße", "a.b")
     assert re.fullmatch(r"\d{3}-\d{2}", outputs[2].text)
 
@@ -245,7 +244,7 @@ def test_texts_of_a_model_keep_to_a_schema_a_choice_or_a_pattern(root, method):
         ("a", "structured_outputs='a' must be a dict with one of json, regex, choice"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(root, asked, message):
+def test_unsupported_structured_outputs_raise(root, asked, message):
     with pytest.raises(ValueError) as error:
         llm_fixtures.llm(root, "none").generate("a", SamplingParams(structured_outputs=asked))
     assert message in str(error.value)
@@ -272,13 +271,13 @@ def test_what_cannot_be_followed_is_refused(root, asked, message):
         ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "'a' of the schema has 'not'"),
     ],
 )
-def test_a_schema_that_could_not_be_kept_to_the_letter_is_refused_by_keyword(schema, words):
+def test_schema_keywords_that_would_be_ignored_raise(schema, words):
     with pytest.raises(ValueError, match="the JSON schema cannot be followed") as error:
         automata.pattern_of({"json": schema})
     assert words in str(error.value)
 
 
-def test_schemas_as_programs_write_them_are_followed():
+def test_schemas_in_the_style_of_pydantic_are_supported():
     person = {
         "$defs": {
             "Pet": {
@@ -308,7 +307,7 @@ def test_schemas_as_programs_write_them_are_followed():
     assert not re.fullmatch(pattern, '{"name": "Ann", "pets": [{"kind": "dog"}]}')
 
 
-def test_patterns_made_to_explode_are_refused_in_bounded_time(monkeypatch):
+def test_exploding_patterns_raise_in_bounded_time(monkeypatch):
     monkeypatch.setattr(automata, "_SECONDS", 1)
     with pytest.raises(ValueError, match="more than memory or time allow, and may have at most"):
         compiled("[ab]*a[ab]{40}")
@@ -318,7 +317,7 @@ def test_patterns_made_to_explode_are_refused_in_bounded_time(monkeypatch):
         compiled("[ab]*a[ab]{10}")
 
 
-def test_what_may_leave_no_token_is_refused():
+def test_settings_that_may_forbid_every_token_raise():
     with pytest.raises(ValueError, match="may leave no token at all"):
         SequenceParams((1,), grammar=compiled("a"), min_tokens=1, stop_token_ids=(END,))
     with pytest.raises(ValueError, match="needs a token that ends the text"):
@@ -326,7 +325,7 @@ def test_what_may_leave_no_token_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["byte level", "metaspace"])
-def test_tokens_are_the_bytes_that_they_write(kind, tmp_path):
+def test_token_bytes_spell_every_token(kind, tmp_path):
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -336,5 +335,5 @@ def test_tokens_are_the_bytes_that_they_write(kind, tmp_path):
     fast = Fast(models.BPE({word: id for id, word in enumerate(words)}, []))
     fast.decoder = decoders.ByteLevel() if byte_level else decoders.Metaspace()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>")
-    found = automata.token_bytes(wrapped, 4)
-    assert found == {b" a": [1], ("ü".encode() if byte_level else b"\xc3"): [2], b"x": [3]}
+    ids_of = automata.token_bytes(wrapped, 4)
+    assert ids_of == {b" a": [1], ("ü".encode() if byte_level else b"\xc3"): [2], b"x": [3]}
