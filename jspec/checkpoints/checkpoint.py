@@ -1,10 +1,10 @@
 """Checkpoints in the layout of Hugging Face ``transformers``: config.json and safetensors files.
 
-Files of torch (``pytorch_model.bin``) are read, too, by a reader that executes nothing.
+A reader that executes nothing reads files of torch (``pytorch_model.bin``) too.
 
-``path`` is a local directory or the id of a model on the hub (fetched through huggingface_hub into
-its cache). Loading lists everything that does not fit and raises once; saving replaces the old
-files whole or not at all.
+``path`` is a local directory or a hub id, which huggingface_hub fetches into its cache. Loading
+raises one error that lists everything that does not fit. An interrupted save leaves the old files
+whole.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json
 
 
 def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
-    """The decoder that ``path``'s config.json describes, and config.json itself.
+    """Return the decoder that ``path``'s config.json describes, and config.json itself.
 
     Raises:
       ValueError: no such checkpoint, damaged JSON, or an architecture or setting not supported.
@@ -36,11 +36,11 @@ def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
 
 
 def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
-    """Loads a checkpoint: the decoder's configuration, its weights, and the raw config.json.
+    """Load a checkpoint: the decoder's configuration, its weights, and the raw config.json.
 
     Args:
       path: a local directory or a hub id.
-      dtype: float32, bfloat16 or float16; None takes what config.json says, else the file.
+      dtype: float32, bfloat16 or float16; None for that of config.json, or else of the file.
 
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
@@ -68,20 +68,20 @@ def save_pretrained(
     dtype: Any = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes config.json and safetensors files, which ``transformers`` reads too.
+    """Write config.json and safetensors files, which ``transformers`` reads too.
 
-    Other files of the directory (a tokenizer, say) stay. An interrupted call leaves the old
-    checkpoint whole: everything is written aside, then takes effect in one rename.
+    Other files of the directory, such as a tokenizer, stay. An interrupted call leaves the old
+    checkpoint whole: the new files take effect in one rename.
 
     Args:
-      directory: made if it does not exist.
+      directory: created if it does not exist.
       config: the decoder of ``params``.
       params: weights.
-      raw_config: config.json to write; must describe ``config``. None makes one up (see
-        ``hf_config``). Only its dtype is changed, and the number of modules for tokens after the
-        next, which are no part of ``params``: none.
+      raw_config: config.json to write; it must describe ``config``. None for that of ``hf_config``.
+        The call replaces its dtype, and sets its number of MTP modules to 0, because ``params``
+        holds none.
       dtype: float32, bfloat16 or float16; None keeps that of the weights, if they share one.
-      max_shard_bytes: a larger model is cut into several files with an index.
+      max_shard_bytes: largest file; a larger model gets several files and an index.
 
     Raises:
       ValueError: ``raw_config`` describes another model, or ``params`` do not fit ``config``.
@@ -91,12 +91,12 @@ def save_pretrained(
     if differing:
         raise ValueError(
             f"raw_config does not describe config: {', '.join(differing)} differ; "
-            "pass raw_config=None to have one made up"
+            "pass raw_config=None to write a new one"
         )
     entries = families.find(raw).table(config)
     model_files.check_params(entries, params)
-    kept = [entry.pick(params) for entry in entries if not entry.float32]
-    dtype = model_files.known_dtype(dtype or model_files.common_dtype(kept))
+    weights = [entry.pick(params) for entry in entries if not entry.float32]
+    dtype = model_files.known_dtype(dtype or model_files.common_dtype(weights))
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     if raw.get("num_nextn_predict_layers"):
         raw["num_nextn_predict_layers"] = 0
@@ -106,7 +106,7 @@ def save_pretrained(
 
 
 def hf_config(config: DecoderConfig) -> dict:
-    """A config.json for ``config``, of the first family that can express it; token ids are null.
+    """Return a config.json for ``config``, of the first family that fits; token ids are null.
 
     Raises:
       ValueError: no known architecture can express it.
@@ -115,21 +115,21 @@ def hf_config(config: DecoderConfig) -> dict:
 
 
 def load_tokenizer(path: PathLike):
-    """The tokenizer of a checkpoint, the one that ``transformers.AutoTokenizer`` gives.
+    """Return the tokenizer of a checkpoint, as ``transformers.AutoTokenizer`` does.
 
     Raises:
       ValueError: there is none, or it cannot be read.
     """
     directory = model_files.locate(path)
-    # Without any of these, transformers makes up an empty tokenizer for some architectures.
+    # Without these files transformers returns an empty tokenizer for some architectures.
     if not any((directory / name).is_file() for name in _VOCABULARIES):
         raise ValueError(
             f"{directory} has no tokenizer (none of {', '.join(_VOCABULARIES)}); copy that of the "
-            "original model, tokenizer_config.json included, or pass token ids"
+            "original model, with tokenizer_config.json, or pass token ids"
         )
     try:
         return _tokenizer_class(directory).from_pretrained(directory)
-    except Exception as error:  # whatever transformers raises, its first line says it
+    except Exception as error:  # transformers raises many types
         raise ValueError(
             f"transformers cannot read the tokenizer in {directory}: "
             f"{model_files.first_line(error)}; download or save it again"
@@ -137,16 +137,15 @@ def load_tokenizer(path: PathLike):
 
 
 def _tokenizer_class(directory: Path):
-    """AutoTokenizer, or the class that it would choose, where a Llama's files settle which.
+    """Return AutoTokenizer, or the class that it would choose for a Llama.
 
-    Weights need neither, and both take a second to import; AutoTokenizer brings torch with it
-    where that is installed, which takes two more.
+    AutoTokenizer imports torch if that is installed, which takes two seconds more.
     """
     names = "tokenizer_config.json", "config.json"
     if all((directory / name).is_file() for name in (*names, "tokenizer.json")):
-        stated, config = (model_files.read_json(directory / name) for name in names)
-        plain = stated.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        if plain and "auto_map" not in stated and config.get("model_type") == "llama":
+        settings, config = (model_files.read_json(directory / name) for name in names)
+        plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        if plain and "auto_map" not in settings and config.get("model_type") == "llama":
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
@@ -156,9 +155,9 @@ def _tokenizer_class(directory: Path):
 
 
 def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
-    """Every token that ends a text, by config.json and generation_config.json together.
+    """Return the stop tokens of config.json and generation_config.json together.
 
-    ``source`` is a checkpoint's path, or a raw config.json alone.
+    ``source`` is the path of a checkpoint, or a raw config.json alone.
 
     Raises:
       ValueError: an id is not a whole number.
@@ -170,14 +169,14 @@ def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
         if (directory / "generation_config.json").is_file():
             configs.append(model_files.read_json(directory / "generation_config.json"))
     family = families.find(configs[0])
-    found: set[int] = set()
+    stops: set[int] = set()
     for raw in (family.defaults | configs[0], *configs[1:]):
         ids = raw.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if any(type(i) is not int or i < 0 for i in ids):
             raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids}")
-        found.update(ids)
-    return tuple(sorted(found))
+        stops.update(ids)
+    return tuple(sorted(stops))
 
 
 # Reading.
@@ -191,7 +190,7 @@ def _read_config(source: PathLike, raw: dict) -> DecoderConfig:
 
 
 def _repeated_head(config: DecoderConfig, tensors: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A tied model's file may repeat the embedding as its head: (its name, complaints)."""
+    """Return the name of the embedding's copy in a tied model's file, and complaints about it."""
     if not config.tie_embeddings or not {HEAD, EMBEDDING} <= set(tensors):
         return (), ()
     if np.array_equal(tensors[HEAD], tensors[EMBEDDING]):

@@ -1,6 +1,6 @@
 """Directories of model files: finding them, reading and writing their JSON and their tensors.
 
-What a checkpoint of a whole model and one of a draft head have in common.
+Checkpoints of whole models and of draft heads share this code.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 ANY_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _DTYPES = ("float32", "bfloat16", "float16")
-_MOST_JSON = 100_000_000  # bytes; the index of a thousand files has a hundredth of that
+_MOST_JSON = 100_000_000  # bytes; 100 times the index of a thousand files
 _MOST_NAMES = 100  # in one message
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -34,8 +34,8 @@ _INDEX_END = ".index.json"
 PathLike = str | Path
 Reader = Callable[[Path], dict[str, np.ndarray]]
 
-# Files of weights, or indices of several, in the order in which they are looked for, and what reads
-# them: published directories often hold a .bin beside.
+# Files of weights, or indices of several, and their readers, in order of preference: published
+# directories often hold a .bin beside.
 READERS: dict[str, Reader] = {
     WEIGHTS: safetensors_files.read,
     INDEX: safetensors_files.read,
@@ -48,17 +48,17 @@ READERS: dict[str, Reader] = {
 
 
 def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
-    """The local directory of a checkpoint, fetched from the hub if ``path`` is no directory.
+    """Return the local directory of a checkpoint; fetch a hub id.
 
     Args:
       path: a directory or a hub id.
-      patterns: what to fetch besides small files.
+      patterns: names of the files to fetch besides small ones.
 
     Raises:
       ValueError: there is no such directory, and the hub has no such model or is out of reach.
     """
     directory = Path(path)
-    if path != "" and os.path.isdir(directory):  # of Path, names that are too long raise
+    if path != "" and os.path.isdir(directory):  # Path.is_dir raises for names that are too long
         staging.finish_interrupted(directory, ANY_WEIGHTS)
         return directory
     if os.path.exists(directory) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
@@ -68,10 +68,10 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
         )
     import huggingface_hub
 
-    wanted = [*_SMALL_FILES, *patterns]
+    names = [*_SMALL_FILES, *patterns]
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=wanted))
-    except Exception as error:  # network, permissions, unknown id: one line with the remedy
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=names))
+    except Exception as error:  # network, permissions, unknown id
         raise ValueError(
             f"model {shown(str(path))} is not a local directory and cannot be fetched from the hub "
             f"({first_line(error)}); check the name and the connection, log in with "
@@ -80,21 +80,21 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
 
 
 def locate_weights(path: PathLike) -> Path:
-    """``locate`` with the files of weights that ``open_tensors`` reads, and no others.
+    """Return ``locate`` with the files of weights that ``open_tensors`` reads, and no others.
 
     Raises:
       ValueError: as ``locate``; or an index is malformed.
     """
     directory = locate(path, (WEIGHTS,))  # and indices, which are small
-    there = [file for file in READERS if os.path.isfile(directory / file)]
-    if there and not there[0].endswith(_INDEX_END):
+    files = [file for file in READERS if os.path.isfile(directory / file)]
+    if files and not files[0].endswith(_INDEX_END):
         return directory
-    shards = set(_weight_map(directory / there[0]).values()) if there else ("pytorch_model.bin",)
+    shards = set(_weight_map(directory / files[0]).values()) if files else ("pytorch_model.bin",)
     return locate(path, tuple(sorted(shards)))
 
 
 def first_line(error: Exception) -> str:
-    """An exception's type and the first line of what it says."""
+    """Return the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
 
 
@@ -102,16 +102,16 @@ def first_line(error: Exception) -> str:
 
 
 def stated_dtype(raw: dict) -> str | None:
-    """The dtype that a config.json names, under its new or its old key."""
+    """Return the dtype that a config.json names, under its new or its old key."""
     stated = raw.get("dtype") or raw.get("torch_dtype")
     return stated and str(stated).removeprefix("torch.")
 
 
 def known_dtype(dtype: Any) -> np.dtype:
-    """The dtype by name or type.
+    """Return a dtype by name or type.
 
     Raises:
-      ValueError: weights are not kept in it.
+      ValueError: it is not one for weights.
     """
     try:
         dtype = jnp.dtype(dtype)
@@ -138,20 +138,20 @@ def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderCon
 
 
 def common_dtype(params: Any) -> np.dtype:
-    """The one dtype of all floating-point arrays of ``params``.
+    """Return the one dtype of all floating-point arrays of ``params``.
 
     Raises:
       ValueError: there are several.
     """
-    found = {leaf.dtype for leaf in jax.tree.leaves(params) if is_float(leaf)}
-    if len(found) > 1:
-        names = ", ".join(sorted(dtype.name for dtype in found))
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if is_float(leaf)}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(dtype.name for dtype in dtypes))
         raise ValueError(f"params mix {names}; pass the dtype to save them in")
-    return found.pop()
+    return dtypes.pop()
 
 
 def is_float(tensor: Any) -> bool:
-    """Whether an array holds floating-point numbers."""
+    """Return whether an array holds floating-point numbers."""
     return jnp.issubdtype(tensor.dtype, jnp.floating)
 
 
@@ -159,12 +159,12 @@ def is_float(tensor: Any) -> bool:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
       ValueError: there is no such file, or it holds something else.
     """
-    if not os.path.isfile(path):  # nor may it be a pipe, which would be waited for
+    if not os.path.isfile(path):  # excludes pipes, which would block
         raise ValueError(f"{path} does not exist; a checkpoint is a directory with {path.name}")
     if path.stat().st_size > _MOST_JSON:
         raise ValueError(f"{path} has more than {_MOST_JSON} bytes; download or save it again")
@@ -178,10 +178,10 @@ def read_json(path: Path) -> dict:
 
 
 def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> dict[str, np.ndarray]:
-    """Views of every tensor of a checkpoint, whose files are the first of ``readers`` there is.
+    """Return views of every tensor in the first files of ``readers`` that exist.
 
     Raises:
-      ValueError: there is none, or a file is missing or damaged.
+      ValueError: none exist, or a file is missing or damaged.
     """
     for file, read in readers.items():
         if os.path.isfile(directory / file):
@@ -194,7 +194,7 @@ def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> di
 
 
 def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndarray]:
-    """Views of every tensor of the files that ``index`` names, opened by ``read``."""
+    """Return views of every tensor of the files that ``index`` names."""
     weight_map = _weight_map(directory / index)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not os.path.isfile(directory / file)]
@@ -206,13 +206,13 @@ def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndar
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         for name, tensor in read(directory / file).items():
-            # A tensor that the index places elsewhere shows up as unexpected under this name.
+            # A tensor that the index places in another file is unexpected under this name.
             tensors[name if weight_map.get(name, file) == file else f"{file}:{name}"] = tensor
     return tensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file beside an index that each tensor is in."""
+    """Return the file beside an index for each tensor."""
     weight_map = read_json(index).get("weight_map")
     plain = isinstance(weight_map, dict) and all(
         isinstance(file, str) and Path(file).name == file and file.isprintable()
@@ -226,7 +226,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _some(names: list[str]) -> str:
-    """Names for a message: all of them, unless somebody made up thousands."""
+    """Join names for a message; a hostile file may have thousands."""
     rest = f", … and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(map(printable, names[:_MOST_NAMES])) + rest
 
@@ -238,41 +238,41 @@ def check_fit(
     ignored: tuple[str, ...] = (),
     wrong: tuple[str, ...] = (),
 ) -> None:
-    """Raises one error that lists every tensor that is missing, unexpected or misshapen.
+    """Raise one error that lists every tensor that is missing, unexpected or misshapen.
 
     Args:
-      source: names the files in the error.
-      entries: what there should be.
-      tensors: what there is.
+      source: name of the files in the error.
+      entries: the expected tensors.
+      tensors: the tensors of the files.
       ignored: names that are neither needed nor unexpected.
       wrong: other complaints for the list.
 
     Raises:
       ValueError: something does not fit.
     """
-    wanted = {
+    expected = {
         name: shape
         for entry in entries
         for name, shape in zip(entry.names, entry.shapes, strict=True)
     }
-    missing = [name for name in wanted if name not in tensors]
+    missing = [name for name in expected if name not in tensors]
     extra = [
         name
         for name in tensors
-        if name not in wanted and name not in ignored and not name.endswith(HARMLESS)
+        if name not in expected and name not in ignored and not name.endswith(HARMLESS)
     ]
     misshapen = [
         f"{name} is {tensors[name].dtype}{list(tensors[name].shape)}, not {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in tensors and (tensors[name].shape != shape or not is_float(tensors[name]))
     ]
     problems = [
-        f"{len(names)} {what}: {_some(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", extra),
-            ("misshapen", [*misshapen, *wrong]),
-        )
+        f"{len(names)} {fault}: {_some(names)}"
+        for fault, names in {
+            "missing": missing,
+            "unexpected": extra,
+            "misshapen": [*misshapen, *wrong],
+        }.items()
         if names
     ]
     if problems:
@@ -287,12 +287,12 @@ def check_fit(
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Writes a JSON object, keys sorted."""
+    """Write a JSON object with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def check_params(entries: tuple[Entry, ...], params: Any) -> None:
-    """Raises one error that lists every array of ``params`` that does not fit its entry.
+    """Raise one error that lists every array of ``params`` that does not fit its entry.
 
     Raises:
       ValueError: something does not fit.
@@ -315,9 +315,9 @@ def write_weights(
     max_shard_bytes: int = 5 * 10**9,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Writes safetensors files, several with an index where one would be too large.
+    """Write safetensors files: one, or several with an index if it would be too large.
 
-    ``extra`` tensors are written as they are, with the first file.
+    The first file holds the ``extra`` tensors unchanged.
     """
     extra = extra or {}
     shards: list[list[Entry]] = [[]]

@@ -1,7 +1,7 @@
 """Reading and writing ``.safetensors`` files: an 8-byte length, a JSON header, raw tensors.
 
-Our own reader, because it maps every dtype to NumPy without torch (bfloat16 and float8 through
-ml_dtypes), never loads what nobody looks at, and names what is wrong with a damaged file.
+This reader maps every dtype to NumPy without torch (bfloat16 and float8 through ml_dtypes), loads
+only the pages that are read, and names the fault of a damaged file.
 """
 
 import json
@@ -43,10 +43,10 @@ Layout = Iterable[tuple[str, tuple[int, ...], np.dtype]]  # name, shape and dtyp
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
-    """The tensors of a file as read-only views of the mapped file; nothing is copied.
+    """Return the tensors of a file as read-only views of the mapped file, without copies.
 
     Raises:
-      ValueError: the file is missing, truncated or corrupt; the message names the file and why.
+      ValueError: the file is missing, truncated or corrupt.
     """
     path = Path(path)
     header, data = _split(path)
@@ -57,7 +57,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def write(path: str | Path, layout: Layout, tensors: Iterator[np.ndarray]) -> None:
-    """Writes ``tensors`` in the order of ``layout``, holding one of them at a time.
+    """Write ``tensors`` in the order of ``layout``, one at a time.
 
     Raises:
       ValueError: a tensor differs from its place in the layout, or a dtype has no code.
@@ -92,7 +92,7 @@ def _code(name: str, dtype: np.dtype) -> str:
 
 
 def _split(path: Path) -> tuple[dict, np.ndarray]:
-    """The parsed header and the bytes after it."""
+    """Return the parsed header and the bytes after it."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} {'is no file' if os.path.exists(path) else 'does not exist'}")
     size = path.stat().st_size
@@ -135,21 +135,21 @@ def _view(path: Path, name: str, entry: object, data: np.ndarray) -> np.ndarray:
         )
     try:
         return data[begin:end].view(dtype).reshape(shape)
-    except ValueError as error:  # no numbers, but dimensions beyond NumPy's
+    except ValueError as error:  # dimensions beyond NumPy's limits
         raise _corrupt(path, f"{name} has the shape {list(shape)}: {error}") from None
 
 
 def _check_cover(path: Path, header: dict, size: int) -> None:
-    """The tensors must lie side by side and reach the end of the file, as the format demands."""
-    reached = 0
+    """Check that the tensors are contiguous and end with the file, as the format requires."""
+    position = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
-        if begin != reached:
-            what = "overlaps its neighbour" if begin < reached else "leaves a gap before it"
-            raise _corrupt(path, f"{printable(name)} at bytes {begin} to {end} {what}")
-        reached = end
-    if reached != size:
-        raise _corrupt(path, f"{size - reached} bytes follow its last tensor")
+        if begin != position:
+            fault = "overlaps its neighbour" if begin < position else "leaves a gap before it"
+            raise _corrupt(path, f"{printable(name)} at bytes {begin} to {end} {fault}")
+        position = end
+    if position != size:
+        raise _corrupt(path, f"{size - position} bytes follow its last tensor")
 
 
 def _corrupt(path: Path, why: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""What a drafter learns from requests, on disk: one safetensors file, a tensor for every array."""
+"""The shared state of a drafter in one safetensors file, with one tensor for each array."""
 
 import os
 from pathlib import Path
@@ -14,19 +14,18 @@ from jspec.util.values import check_output
 
 
 def save(path: str | os.PathLike, shared: Shared) -> None:
-    """Writes every array of ``shared``; an older file is replaced as a whole.
+    """Write every array of ``shared``; an interrupted call leaves the old file whole.
 
-    Where the path is a link, it stays one: the file that it leads to is written.
+    If the path is a link, the call writes the file that it points to.
 
     Raises:
-      ValueError: there is nothing to write, as the drafter shares no state, or no file can be
-        written there.
+      ValueError: the drafter has no shared state, or the path cannot be written.
     """
     path, arrays = Path(path), _named(shared)
     if not arrays:
-        raise ValueError("the method learns nothing from requests: there is nothing to save.")
+        raise ValueError("the method learns nothing from requests; there is nothing to save.")
     if atomic_files.is_stream(path):
-        raise ValueError(f"path {path} is a device or a pipe, which keeps nothing; name a file.")
+        raise ValueError(f"path {path} is a device or a pipe, which stores nothing; name a file.")
     check_output("path", path)
     arrays = jax.device_get(arrays)
     layout = [(name, array.shape, array.dtype) for name, array in arrays.items()]
@@ -35,25 +34,26 @@ def save(path: str | os.PathLike, shared: Shared) -> None:
 
 
 def load(path: str | os.PathLike, like: Shared) -> Shared:
-    """What ``save`` wrote, for a drafter whose shared state is shaped ``like`` this.
+    """Load a state that ``save`` wrote, with the arrays of ``like``.
 
     Raises:
-      ValueError: there is no such file, it is damaged, or what it holds is shaped otherwise.
+      ValueError: there is no such file, it is damaged, or its arrays differ from those of ``like``.
     """
-    tensors, wanted = safetensors_files.read(path), _named(like)
-    say = lambda arrays: {name: (x.shape, np.dtype(x.dtype)) for name, x in arrays.items()}
-    held, asked = say(tensors), say(wanted)
-    if held != asked:
-        wrong = sorted(name for name in {*held, *asked} if held.get(name) != asked.get(name))
+    tensors, arrays = safetensors_files.read(path), _named(like)
+    shapes = lambda named: {name: (x.shape, np.dtype(x.dtype)) for name, x in named.items()}
+    stored, expected = shapes(tensors), shapes(arrays)
+    if stored != expected:
+        names = {*stored, *expected}
+        wrong = sorted(name for name in names if stored.get(name) != expected.get(name))
         raise ValueError(
             f"{path} was saved by another method or with other settings: {', '.join(wrong)} "
             "differ in shape; use those settings, or start without the file."
         )
-    leaves = [jnp.array(tensors[name]) for name in wanted]
-    # Not while a request waits for it.
+    leaves = [jnp.array(tensors[name]) for name in arrays]
+    # Copy now, so that no request waits for the transfer.
     return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
 def _named(shared: Shared) -> dict[str, jax.Array]:
-    found, _ = jax.tree.flatten_with_path(shared)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+    leaves, _ = jax.tree.flatten_with_path(shared)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

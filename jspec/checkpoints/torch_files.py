@@ -1,11 +1,11 @@
 """Reading and writing the ``.bin`` and ``.pt`` files of torch, without torch.
 
-A file is an uncompressed zip archive: ``data.pkl`` is a pickle of a dict that names the tensors,
-``data/0``, ``data/1``, … hold their numbers. A pickle is a program, and unpickling one that a
-stranger wrote runs whatever it says. So nothing is unpickled here: ``_Machine`` follows the few
-instructions that a dict of tensors needs, calls nothing, imports nothing, and refuses the rest.
+A file is an uncompressed zip archive. ``data.pkl`` is a pickle of a dict that names the tensors;
+``data/0``, ``data/1``, … hold their numbers. A pickle is a program, and unpickling it runs
+arbitrary code. This module unpickles nothing: ``_Machine`` interprets the few instructions that a
+dict of tensors needs, calls and imports nothing, and refuses the rest.
 
-Files that torch wrote before version 1.6 are no zip archives and are refused.
+Files from torch before version 1.6 are no zip archives and raise.
 """
 
 import io
@@ -41,7 +41,7 @@ _ORDERED_DICT, _TENSOR, _PARAMETER = (
     "torch._utils _rebuild_tensor_v2",
     "torch._utils _rebuild_parameter",
 )
-# What zipfile says to damaged archives, besides what it is documented to say.
+# zipfile raises more types for damaged archives than it documents.
 _BAD_ARCHIVE = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -50,17 +50,17 @@ _BAD_ARCHIVE = (
     struct.error,
     ValueError,
 )
-_MOST_INSTRUCTIONS = 1_000_000  # twenty for a tensor
+_MOST_INSTRUCTIONS = 1_000_000  # a tensor needs 20
 _MOST_DIMENSIONS = 32
-_MOST_REPEATED = 1 << 20  # numbers of a tensor that is larger than its storage
+_MOST_REPEATED = 1 << 20  # elements of a tensor that is larger than its storage
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
-    """The tensors of a file as read-only views of the mapped file; nothing is copied.
+    """Return the tensors of a file as read-only views of the mapped file, without copies.
 
     Raises:
       ValueError: the file is missing, truncated or corrupt, older than torch 1.6, or holds anything
-        but a dict of tensors; nothing that it asks for is run.
+        but a dict of tensors.
     """
     path = Path(path)
     if not os.path.isfile(path):
@@ -79,7 +79,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def write(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a dict of tensors as ``torch.save`` does, for programs that ``torch.load`` it.
+    """Write a dict of tensors as ``torch.save`` does.
 
     Raises:
       ValueError: torch has no such dtype.
@@ -94,7 +94,7 @@ def write(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 class _Records:
-    """The records of an archive, by the names that they have below its one folder."""
+    """The records of an archive, by their names in its one folder."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile):
         self.path = path
@@ -114,7 +114,7 @@ class _Records:
         return self.root + name in self.infos
 
     def bytes(self, name: str) -> np.ndarray:
-        """A record's bytes, where they lie in the file."""
+        """Return a view of a record's bytes."""
         if not self.has(name):
             raise _refused(self.path, f"it lacks the record {shown(name)}")
         info = self.infos[self.root + name]
@@ -128,7 +128,7 @@ class _Records:
 
 
 class _Global(NamedTuple):
-    """A thing the pickle wants imported, by name. It stays a name."""
+    """The name of an object that the pickle imports; it is never imported."""
 
     name: str
 
@@ -141,7 +141,7 @@ _MARK = object()
 
 
 class _Machine:
-    """Runs the instructions of a pickle that build a dict of tensors."""
+    """An interpreter of the pickle instructions that build a dict of tensors."""
 
     def __init__(self, path: Path, records: _Records):
         self.path, self.records = path, records
@@ -149,14 +149,14 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, program: bytes) -> dict[str, np.ndarray]:
-        """The dict that ``program`` builds."""
+        """Return the dict that ``program`` builds."""
         try:
             for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
                 if count > _MOST_INSTRUCTIONS:
                     raise _refused(self.path, "its pickle is too long")
                 self.step(opcode.name, argument)
             (result,) = self.stack
-        # What pickletools and Python say to a malformed program: each means the same here.
+        # Errors of pickletools and Python for a malformed program.
         except _Refused:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -164,7 +164,7 @@ class _Machine:
         return self.checked(result)
 
     def step(self, opcode: str, argument: Any) -> None:
-        """One instruction; names are those of ``pickletools``."""
+        """Run one instruction, by its name in ``pickletools``."""
         push = self.stack.append
         if opcode in _CONSTANTS:
             push(_CONSTANTS[opcode]())
@@ -206,19 +206,19 @@ class _Machine:
         raise _refused(self.path, f"it asks for {shown(name.replace(' ', '.'))[1:-1]}")
 
     def text(self, value: Any) -> str:
-        """A name; what else it may be is too much to hash, compare or print: tuples of tuples."""
+        """Return a name; other values, such as nested tuples, may be too large to hash or print."""
         if not isinstance(value, str):
             raise _refused(self.path, f"it has a {type(value).__name__} for a name")
         return value
 
     def above_mark(self) -> list[Any]:
-        """Takes what was pushed since the last mark off the stack."""
-        place = len(self.stack) - 1
-        while self.stack[place] is not _MARK:
-            place -= 1
-        taken = self.stack[place + 1 :]
-        del self.stack[place:]
-        return taken
+        """Pop the values above the last mark."""
+        mark = len(self.stack) - 1
+        while self.stack[mark] is not _MARK:
+            mark -= 1
+        values = self.stack[mark + 1 :]
+        del self.stack[mark:]
+        return values
 
     def set_items(self, opcode: str) -> None:
         pairs = (
@@ -230,13 +230,13 @@ class _Machine:
         owner.update(zip(map(self.text, pairs[::2]), pairs[1::2], strict=True))
 
     def drop_attributes(self) -> None:
-        """A state dict carries ``_metadata``, version numbers of modules, which nobody needs."""
+        """Drop ``_metadata`` of a state dict, the version numbers of modules."""
         self.stack.pop()
         if not isinstance(self.stack[-1], dict):
             raise _refused(self.path, "its pickle sets attributes of something that is no dict")
 
     def storage(self, identity: Any) -> _Storage:
-        """("storage", type, record, device, count) to its numbers."""
+        """Return the numbers of ("storage", type, record, device, count)."""
         kind, storage, key, _, count = identity
         known = isinstance(kind, str) and kind == "storage" and isinstance(storage, _Global)
         if not known or not isinstance(key, str) or type(count) is not int:
@@ -251,7 +251,7 @@ class _Machine:
         return _Storage(raw.view(dtype))
 
     def rebuild(self, function: Any, arguments: Any) -> Any:
-        """What the three known functions give."""
+        """Return the result of one of the three known functions."""
         name = function.name if isinstance(function, _Global) else type(function).__name__
         if not isinstance(function, _Global) or type(arguments) is not tuple:
             raise _refused(self.path, f"it calls {name}")
@@ -269,7 +269,7 @@ class _Machine:
             type(n) is int and 0 <= n < 2**63 for n in (offset, *shape, *strides)
         )
         if not whole or len(shape) != len(strides) or len(shape) > _MOST_DIMENSIONS:
-            raise _refused(self.path, "it has a tensor of shape and strides that are none")
+            raise _refused(self.path, "it has a tensor with an invalid shape or strides")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= numbers.size:
             raise _refused(
@@ -283,7 +283,7 @@ class _Machine:
         return np.lib.stride_tricks.as_strided(numbers[offset:], shape, steps, writeable=False)
 
     def checked(self, result: Any) -> dict[str, np.ndarray]:
-        """``result`` if it is a flat dict of tensors."""
+        """Check that ``result`` is a flat dict of tensors, and return it."""
         if not isinstance(result, dict):
             raise _refused(self.path, f"it holds a {type(result).__name__}, not a dict of tensors")
         for name, tensor in result.items():
@@ -305,7 +305,7 @@ _LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUN
 
 
 class _Refused(ValueError):
-    """A file that holds something else than tensors; a ValueError to everyone else."""
+    """The error for a file with anything but tensors; callers see a ValueError."""
 
 
 def _refused(path: Path, why: str) -> _Refused:
@@ -316,7 +316,7 @@ def _refused(path: Path, why: str) -> _Refused:
 
 
 def _program(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The pickle, of protocol 2, that builds ``tensors`` from records 0, 1, …"""
+    """Return a pickle of protocol 2 that builds ``tensors`` from the records 0, 1, … ."""
     out = io.BytesIO()
     out.write(b"\x80\x02}(")  # protocol, empty dict, mark
     for index, (name, tensor) in enumerate(tensors.items()):

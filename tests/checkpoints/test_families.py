@@ -197,7 +197,7 @@ def test_a_decoder_that_no_family_knows_is_refused_with_what_gets_lost():
         ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1 .* rotates 1"),
         ("mimo", {"attention_bias": False}, "attention_bias=False"),
         ("qwen3_next", {}, "'qwen3_next' is not supported yet"),
-        ("qwen3_5_moe", {}, "recurrent state in place of keys and values"),
+        ("qwen3_5_moe", {}, "recurrent state, which rejected drafts would change"),
     ],
 )
 def test_settings_that_are_not_implemented_are_refused_by_name(model_type, settings, message):

@@ -442,7 +442,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(tmp_pat
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("eagle3", lambda t: t.pop("d2t"), "the file has no d2t to say which tokens"),
+        ("eagle3", lambda t: t.pop("d2t"), "the file has no d2t that names those tokens"),
         ("eagle3", lambda t: t.update(d2t=t["d2t"][:3]), r"d2t is int64\[3\], not whole numbers"),
         ("eagle3", lambda t: t.update(d2t=t["d2t"] * 1.0), r"d2t is float64\[12\], not whole"),
         ("eagle3", lambda t: t.update(d2t=-t["d2t"] - 1), r"must increase and lie in \[0, 32\)"),

@@ -1,4 +1,4 @@
-"""What the families share: a ``Family`` and the parts of config.json that mean the same in all."""
+"""``Family``, and the keys of config.json that mean the same in all families."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,21 +12,31 @@ from jspec.util.values import INT32
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One ``model_type`` of Hugging Face: how its config.json and its tensors map to a decoder."""
+    """One ``model_type`` of Hugging Face.
+
+    Attributes:
+      model_type: value of that key.
+      architecture: the class in transformers.
+      defaults: transformers' values for keys that config.json leaves out.
+      neutral: the keys that jspec does not implement, and their values without an effect; None for
+        a key that this family implements and others do not.
+      special: returns the fields of DecoderConfig that are particular to the family.
+      describe: the inverse of ``special``.
+      table: returns the entries of a decoder.
+      partly_rotated: whether ``partial_rotary_factor`` may differ from 1.
+    """
 
     model_type: str
     architecture: str
-    defaults: dict  # what `transformers` assumes for keys that config.json leaves out
-    # Keys that we do not implement, and the values under which they do nothing; None for a key that
-    # other families do not implement, but this one does.
+    defaults: dict
     neutral: dict
-    special: Callable[[dict], dict]  # config.json to the fields of DecoderConfig that differ
-    describe: Callable[[DecoderConfig], dict]  # the inverse of ``special``
+    special: Callable[[dict], dict]
+    describe: Callable[[DecoderConfig], dict]
     table: Callable[[DecoderConfig], tuple[Entry, ...]] = llama_table
-    partly_rotated: bool = False  # whether ``partial_rotary_factor`` may be other than 1
+    partly_rotated: bool = False
 
     def read(self, raw: dict) -> DecoderConfig:
-        """The decoder that a config.json describes.
+        """Return the decoder that a config.json describes.
 
         Raises:
           ValueError: a key is missing, malformed, or has a value that is not implemented.
@@ -34,15 +44,15 @@ class Family:
         raw = self.defaults | raw
         _refuse(raw, _NEUTRAL | self.neutral)
         heads, hidden = whole(raw, "num_attention_heads"), whole(raw, "hidden_size")
-        given = lambda key, default: default if raw[key] is None else whole(raw, key)
-        kv_heads, head_dim = given("num_key_value_heads", heads), given("head_dim", hidden // heads)
+        kv_heads = whole_or(raw, "num_key_value_heads", heads)
+        head_dim = whole_or(raw, "head_dim", hidden // heads)
         if heads % kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
                 f"({kv_heads}), and head_dim ({head_dim}) even"
             )
         whole(raw, "max_position_embeddings")
-        if raw.get("num_nextn_predict_layers") is not None:  # of modules that ride along
+        if raw.get("num_nextn_predict_layers") is not None:  # MTP modules in the same files
             whole(raw, "num_nextn_predict_layers", least=0)
         sizes = {
             "vocab_size": whole(raw, "vocab_size"),
@@ -63,10 +73,9 @@ class Family:
         return DecoderConfig(rope=rope, max_positions=max_positions, **sizes)
 
     def _rotary_dim(self, raw: dict, head_dim: int) -> int | None:
-        """Features of a head that are rotated; None for all."""
-        places = (scaling.merged(raw), raw)
-        found = [place.get("partial_rotary_factor") for place in places]
-        factor = next((value for value in found if value is not None), 1)
+        """Return the number of rotated features of a head; None for all."""
+        factors = [keys.get("partial_rotary_factor") for keys in (scaling.merged(raw), raw)]
+        factor = next((value for value in factors if value is not None), 1)
         if factor == 1:
             return None
         if not self.partly_rotated:
@@ -80,7 +89,7 @@ class Family:
         return None if size == head_dim else size
 
     def write(self, config: DecoderConfig) -> dict:
-        """A config.json for ``config``; only ``read`` can tell whether it says everything."""
+        """Return a config.json for ``config``; ``read`` it again to check that it is complete."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -114,7 +123,7 @@ SHARED_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
-# Of these there is a list somewhere, with a place for each.
+# jspec builds one item for each of these.
 _MOST = dict.fromkeys(
     (
         "num_hidden_layers",
@@ -129,8 +138,8 @@ _MOST = dict.fromkeys(
     4096,
 ) | dict.fromkeys(("n_routed_experts", "num_experts"), 1 << 16)
 
-# Keys through which relatives of these families change the computation. Others that we do not
-# read (dropout, initialisation, token ids, ...) have no say in inference.
+# Keys by which related families change the computation. Other unread keys (dropout, initialisation,
+# token ids, ...) have no effect on inference.
 _NEUTRAL = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (None, 1),
@@ -152,7 +161,7 @@ _NEUTRAL = {
 
 
 def whole(raw: dict, key: str, least: int = 1) -> int:
-    """The integer under ``key``, at least ``least``, and no more than any network has."""
+    """Return the integer under ``key``, at least ``least`` and at most a plausible size."""
     value, most = raw.get(key), _MOST.get(key, INT32 - 1)
     if type(value) is not int or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
@@ -168,7 +177,7 @@ def whole_or(raw: dict, key: str, default: int) -> int:
 
 
 def flag(raw: dict, key: str) -> bool:
-    """The boolean under ``key``; null counts as false."""
+    """Return the boolean under ``key``; null counts as false."""
     value = raw.get(key)
     if value not in (None, False, True):
         raise ValueError(f"{key} must be true or false, got {shown(value)}")
@@ -176,7 +185,7 @@ def flag(raw: dict, key: str) -> bool:
 
 
 def architectures(raw: dict) -> list[str]:
-    """The names under ``architectures``; none where it is missing.
+    """Return the names under ``architectures``, or [] if it is missing.
 
     Raises:
       ValueError: it is no list of names.
@@ -188,14 +197,14 @@ def architectures(raw: dict) -> list[str]:
 
 
 def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
-    """How many heads, and blocks of a head, names of tensors number from 0 on.
+    """Return the numbers of heads, and of blocks of a head, in numbered names.
 
     Args:
-      names: (head, block) of each such tensor, as digits.
-      most: tensors of the file.
+      names: (head, block) of every tensor, as digits.
+      most: number of tensors in the file.
 
     Raises:
-      ValueError: they number more than the file has tensors.
+      ValueError: the names number more than the file has tensors.
     """
     longest = [max(digits, key=lambda x: (len(x), x)) for digits in zip(*names, strict=True)]
     heads, blocks = (1 + int(digits[:7]) for digits in longest)
@@ -208,7 +217,7 @@ def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
 
 
 def windows(raw: dict) -> tuple[int | None, ...]:
-    """The sliding window of every layer, from the four keys that Qwen has for it."""
+    """Return the sliding window of every layer from Qwen's four keys."""
     count = whole(raw, "num_hidden_layers")
     sliding = raw["sliding_window"] is not None and flag(raw, "use_sliding_window")
     kinds = raw["layer_types"]
@@ -237,7 +246,7 @@ def windows(raw: dict) -> tuple[int | None, ...]:
 
 
 def describe_windows(config: DecoderConfig) -> dict:
-    """The inverse of ``windows``; layers share one size, or ``read`` gives something else."""
+    """Return the inverse of ``windows``; it keeps one size for all layers."""
     per_layer = config.windows or (None,) * config.num_layers
     sizes = [size for size in per_layer if size is not None]
     return {
@@ -246,7 +255,7 @@ def describe_windows(config: DecoderConfig) -> dict:
         "layer_types": [
             "full_attention" if size is None else "sliding_attention" for size in per_layer
         ],
-        "max_window_layers": config.num_layers,  # layer_types decides; old readers see no window
+        "max_window_layers": config.num_layers,  # layer_types decides in new readers
     }
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, experts after the first few blocks, YaRN on the scores."""
+"""DeepSeek-V3 and R1: latent attention, experts after the first blocks, YaRN on the scores."""
 
 from jspec.checkpoints.families import experts, scaling
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, flag, whole
@@ -20,7 +20,7 @@ def _special(raw: dict) -> dict:
         interleaved=flag(raw, "rope_interleave"),
         mscale=scaling.positive("mscale_all_dim", weight) if weight else 0.0,
     )
-    # Keys are made for every head; what config.json calls head_dim is the rotated part.
+    # Every head has its own keys; head_dim in config.json is the rotated part.
     heads = whole(raw, "num_attention_heads")
     sizes = {"head_dim": mla.head_dim, "num_kv_heads": heads}
     return sizes | {"mla": mla, "moe": experts.read(raw)}

@@ -1,11 +1,11 @@
-"""Mixtures of experts in config.json, as DeepSeek-V3 names their sizes and GLM-4.5 after it."""
+"""Mixtures of experts in config.json, in the keys of DeepSeek-V3 and GLM-4.5."""
 
 from jspec.checkpoints.families.common import flag, whole
 from jspec.checkpoints.families.scaling import positive
 from jspec.models.decoder import DecoderConfig
 from jspec.models.moe import MoeConfig
 
-# What would change the computation; published files say what ``read`` takes for granted.
+# Keys that would change the computation, and the values that ``read`` assumes.
 NEUTRAL = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
@@ -14,7 +14,7 @@ NEUTRAL = {
 
 
 def read(raw: dict) -> MoeConfig:
-    """The experts of a config.json, defaults filled in.
+    """Return the experts of a config.json with defaults filled in.
 
     Raises:
       ValueError: a size is missing or malformed, or experts and groups do not fit each other.
@@ -37,7 +37,7 @@ def read(raw: dict) -> MoeConfig:
 
 
 def describe(config: DecoderConfig) -> dict:
-    """The inverse of ``read``; of a decoder without experts, nothing."""
+    """Return the inverse of ``read``, or {} for a decoder without experts."""
     moe = config.moe
     if moe is None:
         return {}

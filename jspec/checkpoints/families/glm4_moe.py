@@ -1,4 +1,4 @@
-"""GLM-4.5: DeepSeek's experts under the usual attention, half of whose heads is rotated."""
+"""GLM-4.5: DeepSeek's experts, and attention that rotates half of each head."""
 
 from jspec.checkpoints.families import experts, scaling
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, flag

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: no windows; one switch for the biases of attention, one for those of the MLP."""
+"""Llama 2 and 3.x: no windows; one switch for the biases of attention, one for the MLP's."""
 
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, flag
 from jspec.models.decoder import DecoderConfig

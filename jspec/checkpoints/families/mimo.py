@@ -1,10 +1,10 @@
-"""MiMo-7B: Qwen2, trained with modules that predict the tokens after the next."""
+"""MiMo-7B: Qwen2, trained with MTP modules."""
 
 import dataclasses
 
 from jspec.checkpoints.families import qwen2
 
-# A class of its own, which transformers lacks, but with the blocks of Qwen2.
+# transformers has no such class; the blocks are those of Qwen2.
 FAMILY = dataclasses.replace(
     qwen2.FAMILY,
     model_type="mimo",

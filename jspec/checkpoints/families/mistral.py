@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; one sliding window for all layers, or none."""
+"""Mistral: Llama without biases, with one sliding window for all layers or none."""
 
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, whole
 from jspec.models.decoder import DecoderConfig

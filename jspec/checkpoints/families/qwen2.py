@@ -1,15 +1,10 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v always, sliding windows by layer where switched on."""
+"""Qwen2 and Qwen2.5: biases on q, k and v, and optional sliding windows by layer."""
 
 from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, describe_windows, windows
-from jspec.models.decoder import DecoderConfig
 
 
 def _special(raw: dict) -> dict:
     return {"qkv_bias": True, "windows": windows(raw)}
-
-
-def _describe(config: DecoderConfig) -> dict:
-    return describe_windows(config)
 
 
 FAMILY = Family(
@@ -27,5 +22,5 @@ FAMILY = Family(
     },
     neutral={"mlp_bias": (None, False)},
     special=_special,
-    describe=_describe,
+    describe=describe_windows,
 )

@@ -1,4 +1,4 @@
-"""Qwen3: a norm on every query and key head, head_dim of its own, biases only where asked for."""
+"""Qwen3: a norm on every query and key head, a separate head_dim, optional biases."""
 
 from jspec.checkpoints.families.common import (
     SHARED_DEFAULTS,

@@ -1,7 +1,7 @@
 """Rotary scalings between Hugging Face's config.json and ``RopeConfig``.
 
-Two spellings exist: ``rope_theta`` and ``rope_scaling`` beside the sizes (transformers up to 4),
-and one ``rope_parameters`` that holds both (5 and later). Files may carry either or both.
+There are two spellings: ``rope_theta`` and ``rope_scaling`` beside the sizes (transformers up to
+4), and one ``rope_parameters`` with both (5 and later). Files may have either or both.
 """
 
 import math
@@ -10,7 +10,7 @@ from jspec.models.rope import KINDS, RopeConfig
 from jspec.util.messages import shown
 from jspec.util.values import INT32, is_real
 
-# What each kind reads besides its name and theta; True marks what it cannot do without.
+# The keys of each kind besides its name and theta; True marks required ones.
 _KEYS = {
     "default": {},
     "linear": {"factor": True},
@@ -43,11 +43,11 @@ _DEFAULT_THETA = 10000.0
 
 
 def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
-    """The scaling that config.json asks for, and the longest sequence that it is good for.
+    """Return the scaling of a config.json, and the longest sequence that it supports.
 
     Args:
       raw: config.json.
-      rotary_dim: features of a head that are rotated; ``partial_rotary_factor`` is read elsewhere.
+      rotary_dim: number of rotated features of a head.
 
     Raises:
       ValueError: an unknown kind, a missing or unknown key, or two spellings that disagree.
@@ -71,7 +71,7 @@ def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
         raise ValueError(f"rope_type {shown(kind)} is not supported; known: {', '.join(KINDS)}")
     _check_keys(kind, given)
     key = "original_max_position_embeddings"
-    original = raw.get(key)  # Phi-3's place for it; it wins
+    original = raw.get(key)  # as in Phi-3; it has precedence
     original = given.get(key, trained) if original is None else original
     if type(original) is not int or original < 2:
         raise ValueError(f"{key} must be a whole number of tokens, got {shown(original)}")
@@ -99,7 +99,7 @@ def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
 
 
 def write(rope: RopeConfig, max_positions: int) -> dict:
-    """The keys of config.json that ``read`` turns into ``rope`` again, in both spellings."""
+    """Return the inverse of ``read``, in both spellings."""
     scaling: dict = {"rope_type": rope.kind}
     stretched = rope.kind in ("linear", "dynamic")
     trained = round(max_positions / rope.factor) if stretched else max_positions
@@ -134,28 +134,28 @@ def write(rope: RopeConfig, max_positions: int) -> dict:
 
 
 def merged(raw: dict) -> dict:
-    """All rotary keys of both spellings in one dict without Nones, rope_type and rope_theta set."""
-    found: dict = {}
+    """Return the rotary keys of both spellings in one dict, with rope_type and rope_theta set."""
+    keys: dict = {}
     top = {"rope_theta": raw.get("rope_theta")}
-    for place in (top, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
-        if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
-            raise ValueError(f"rotary parameters by layer type are not supported: {shown(place)}")
-        for key, value in place.items():
+    for part in (top, raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}):
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise ValueError(f"rotary parameters by layer type are not supported: {shown(part)}")
+        for key, value in part.items():
             key = "rope_type" if key == "type" else key  # the name before transformers 4.43
-            if value is not None and found.setdefault(key, value) != value:
+            if value is not None and keys.setdefault(key, value) != value:
                 raise ValueError(
-                    f"{key} is given as {shown(found[key])} and as {shown(value)} in rope_theta, "
+                    f"{key} is given as {shown(keys[key])} and as {shown(value)} in rope_theta, "
                     "rope_scaling and rope_parameters; keep one of them"
                 )
-    found.setdefault("rope_type", "default")
-    found.setdefault("rope_theta", _DEFAULT_THETA)
-    if found["rope_type"] == "default" and found.get("factor") == 1:
-        del found["factor"]
-    return found
+    keys.setdefault("rope_type", "default")
+    keys.setdefault("rope_theta", _DEFAULT_THETA)
+    if keys["rope_type"] == "default" and keys.get("factor") == 1:
+        del keys["factor"]
+    return keys
 
 
 def _check_keys(kind: str, given: dict) -> None:
-    """Every needed key is there, no other is, and numbers are positive."""
+    """Check that required keys are present, no others are, and numbers are positive."""
     missing = [key for key, needed in _KEYS[kind].items() if needed and key not in given]
     unknown = [key for key in given if key not in _KEYS[kind]]
     if missing or unknown:
@@ -166,8 +166,8 @@ def _check_keys(kind: str, given: dict) -> None:
         )
     for key, value in given.items():
         if key in ("short_factor", "long_factor"):
-            for each in value if isinstance(value, list) else [value]:
-                positive(key, each)
+            for number in value if isinstance(value, list) else [value]:
+                positive(key, number)
         elif key == "truncate" and not isinstance(value, bool):
             raise ValueError(f"truncate must be true or false, got {shown(value)}")
         elif key != "truncate":
@@ -175,7 +175,11 @@ def _check_keys(kind: str, given: dict) -> None:
 
 
 def positive(key: str, value: object) -> float:
-    """``value`` if it is a positive number."""
+    """Return ``value`` as a float.
+
+    Raises:
+      ValueError: it is not a positive number.
+    """
     if not is_real(value) or value <= 0:
         raise ValueError(f"{key} must be a positive number, got {shown(value)}")
     return float(value)

@@ -65,8 +65,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class HeadFormat:
-    """The files of one kind of head. A new format is one file with a ``FORMAT`` and its line in
-    ``head_formats.FORMATS``.
+    """The files of one kind of head; ``head_formats.FORMATS`` lists all formats.
 
     Attributes:
       title: name of such heads in messages.

@@ -1,8 +1,7 @@
-"""Reduced draft vocabularies: which of the target's tokens a head knows.
+"""Reduced draft vocabularies: the target tokens that a head knows.
 
-jspec keeps ``draft_to_target``, the target's id of every id of the draft, ascending. EAGLE-3 files
-keep the same as offsets, ``d2t[j] = draft_to_target[j] - j``, and a mask of the target's
-vocabulary, ``t2d``.
+jspec stores ``draft_to_target``, the ascending target ids of the draft's ids. EAGLE-3 files store
+offsets, ``d2t[j] = draft_to_target[j] - j``, and a mask of the target's vocabulary, ``t2d``.
 """
 
 import numpy as np
@@ -11,18 +10,18 @@ import numpy as np
 def from_offsets(
     offsets: np.ndarray | None, mask: np.ndarray | None, size: int, target_size: int
 ) -> np.ndarray | None:
-    """``draft_to_target`` int32 [size] from ``d2t`` and ``t2d``; None where all ids are the same.
+    """Return ``draft_to_target`` int32 [size] from ``d2t`` and ``t2d``; None for equal ids.
 
     Raises:
-      ValueError: the tensors are missing, misshapen, or do not name ascending ids of the target, or
-        the two disagree.
+      ValueError: the tensors are missing or misshapen, disagree, or do not name ascending ids of
+        the target.
     """
     if offsets is None:
         if size == target_size:
             return None
         raise ValueError(
             f"draft_vocab_size is {size} and the target's vocabulary {target_size}, but the file "
-            "has no d2t to say which tokens those are; export the head with d2t and t2d"
+            "has no d2t that names those tokens; export the head with d2t and t2d"
         )
     if offsets.shape != (size,) or not np.issubdtype(offsets.dtype, np.integer):
         raise ValueError(f"d2t is {offsets.dtype}{list(offsets.shape)}, not whole numbers [{size}]")
@@ -34,7 +33,7 @@ def from_offsets(
 
 
 def from_ids(ids: np.ndarray, size: int, target_size: int) -> tuple[np.ndarray | None, np.ndarray]:
-    """``draft_to_target`` from ids in any order (vLLM's ``token_map``), and the order [size].
+    """Return ``draft_to_target`` and the order [size] from unordered ids (vLLM's ``token_map``).
 
     Row ``order[j]`` of the file's output matrices belongs to id j of the draft.
 
@@ -50,20 +49,20 @@ def from_ids(ids: np.ndarray, size: int, target_size: int) -> tuple[np.ndarray |
 
 
 def to_offsets(draft_to_target: np.ndarray) -> np.ndarray:
-    """``d2t``: int64 [Vd]."""
+    """Return ``d2t``, int64 [Vd]."""
     ids = np.asarray(draft_to_target).astype(np.int64)
     return ids - np.arange(ids.size)
 
 
 def to_mask(draft_to_target: np.ndarray, target_size: int) -> np.ndarray:
-    """``t2d``: bool [V]."""
+    """Return ``t2d``, bool [V]."""
     mask = np.zeros(target_size, bool)
     mask[np.asarray(draft_to_target)] = True
     return mask
 
 
 def _check(ids: np.ndarray, target_size: int, what: str) -> None:
-    # Compared, not subtracted: offsets near the ends of their range would come out right.
+    # Compare, because differences of ids near the ends of int64 overflow.
     inside = ids.size == 0 or (ids.min() >= 0 and ids.max() < target_size)
     if not inside or np.any(ids[1:] <= ids[:-1]):
         raise ValueError(
