@@ -1,9 +1,9 @@
-"""Every drafting method with every tree, under every rule, for greedy, sampled and mixed rows.
+"""Every drafting method with every tree, under every rule, for greedy, sampled and mixed batches.
 
-What must hold is the same for all: greedy rows, and all rows where drafts are point masses or share
-the target's noise, say what plain decoding says (but under a rule that is lossy even then); every
-row says the same whatever stands beside it; and counts add up. ``make test`` runs a cover of all
-pairs of (method, tree, rule, rows), ``make conformance`` the full product.
+For all of them: texts equal plain decoding if they are greedy, or if drafts are deterministic or
+share the target's noise (unless the rule is lossy even then); texts do not depend on neighbours;
+and counts add up. ``make test`` runs a cover of all pairs of (method, tree, rule, temperatures),
+``make conformance`` the full product.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def _head(method):
 
 
 def _speculators():
-    """Those whose stages share their weights, or not, and the LSTM, a tree each."""
+    """Speculators with shared weights, with separate ones and with an LSTM, a tree each."""
     names = {
         "chain": "untied",
         "greedy chain": "lstm",
@@ -79,7 +79,7 @@ def _speculators():
 
 
 def _hydra():
-    """Heads with a prefix layer and without one, in turn."""
+    """Heads with and without a prefix layer, in turn."""
     return {
         tree: (
             hydras.drafter(name, **settings),
@@ -151,18 +151,18 @@ def _custom():
 
 
 def _foreign():
-    """A draft model that knows every third token of the target's, by ids of its own."""
+    """A draft model with every third token of the target's, under other ids."""
     settings = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=24)
-    kept, ways = np.arange(0, tiny.VOCAB, 3), np.full(tiny.VOCAB, 23)
-    ways[kept] = np.arange(kept.size)[::-1]
+    shared_ids, target_to_draft = np.arange(0, tiny.VOCAB, 3), np.full(tiny.VOCAB, 23)
+    target_to_draft[shared_ids] = np.arange(shared_ids.size)[::-1]
     weights = functools.partial(decoder.init_params, jax.random.key(1), settings)
     return (
         DraftModel(settings, 3, use_heterogeneous_vocab=True),
-        lambda: translating(weights(), kept, ways[kept], ways),
+        lambda: translating(weights(), shared_ids, target_to_draft[shared_ids], target_to_draft),
     )
 
 
-# Of a draft model that guesses all tokens at once.
+# A draft model that drafts all tokens in one pass.
 _parallel = functools.partial(
     ParallelDraftModel, tiny.DRAFT_CONFIG, tiny.TARGET, mask_token_id=tiny.VOCAB - 1
 )
@@ -174,7 +174,7 @@ _FEW = dict(
 
 
 def _hybrids():
-    """Merged and chosen from, as chains and as trees."""
+    """Hybrids that merge or choose, as chains and as trees."""
     draft = lambda: (None, _draft())
     head = lambda: (None, heads.random_params("eagle"))
     recycling = TokenRecycling(tiny.VOCAB, 3, tree_size=8)
@@ -187,8 +187,8 @@ def _hybrids():
     }
 
 
-# method: {tree: (drafter, its weights)}. A new method is tested by an entry here. Among cases that
-# cover as much the first is chosen: those that compile soonest come first.
+# method: {tree: (drafter, its weights)}. A new method needs an entry here. Among cases that cover
+# equally much the first is chosen, so fast ones come first.
 DRAFTERS = {
     "none": {"greedy chain": (tiny.NONE, lambda: None)},
     "ngram": {"greedy chain": (tiny.NGRAM, lambda: None)},
@@ -234,23 +234,25 @@ PRODUCT = [
 
 
 def effective(case):
-    """The case, with the rule that runs: rules that are one on point masses are one case."""
+    """The case with its effective rule: rules that coincide on its drafts are one case."""
     method, tree, rule, rows = case
     proposal = DRAFTERS[method][tree][0].proposal
-    return method, tree, SETTINGS[rule].judging(proposal).name, rows
+    return method, tree, SETTINGS[rule].for_proposal(proposal).name, rows
 
 
 def pairs(case):
-    """Any two places of a case and their values; of a lossy rule, not the pair with the tree, and
-    of the one that looks at no draft, not that with the method."""
-    found = itertools.combinations(enumerate(effective(case)), 2)
-    apart = {(1, 2)} if not SETTINGS[case[2]].lossless else set()
-    apart |= {(0, 2)} if case[2] == "synthetic" else set()
-    return {pair for pair in found if (pair[0][0], pair[1][0]) not in apart}
+    """Return all pairs of (index, value) of a case.
+
+    Lossy rules need no pair with a tree. ``synthetic`` ignores drafts and needs none with a method.
+    """
+    all_pairs = itertools.combinations(enumerate(effective(case)), 2)
+    skipped = {(1, 2)} if not SETTINGS[case[2]].lossless else set()
+    skipped |= {(0, 2)} if case[2] == "synthetic" else set()
+    return {pair for pair in all_pairs if (pair[0][0], pair[1][0]) not in skipped}
 
 
 def pairwise(product):
-    """Few cases of the product, in which every pair of values of any two places occurs."""
+    """Choose few cases of the product in which every pair of values occurs."""
     missing, chosen = set().union(*map(pairs, product)), []
     while missing:
         chosen.append(max(product, key=lambda case: len(missing & pairs(case))))
@@ -262,14 +264,14 @@ COVER = pairwise(PRODUCT)
 
 
 def rows_of(kind):
-    """Rows of one token, so that no prompt is taken in, and of unlike lengths."""
+    """Sequences of one token, so that nothing is prefilled, and of different lengths."""
     return [
         host.SequenceParams((7 * i + 3,), max_tokens=14 - 4 * i, temperature=temperature, stream=i)
         for i, temperature in enumerate(TEMPERATURES[kind])
     ]
 
 
-# What is tested is the program, not how fast it runs.
+# Less optimisation, since compilation dominates the time of these tests.
 _decode = jax.jit(
     loop.decode.__wrapped__,
     static_argnums=0,
@@ -291,17 +293,17 @@ def plain(kind):
 
 def check(method, tree, rule, kind):
     drafter, weights = DRAFTERS[method][tree]
-    asked = SETTINGS[rule]
+    chosen_rule = SETTINGS[rule]
     if rule == "synthetic" and method == "none":
         with pytest.raises(ValueError, match="NoDrafter drafts to depth 0"):
-            Plan(tiny.TARGET, drafter, asked)
+            Plan(tiny.TARGET, drafter, chosen_rule)
         return
-    assert drafter.proposal in asked.exact_for or not asked.lossless
-    plan = Plan(tiny.TARGET, drafter, asked, node_buckets=(drafter.tree_size,))
+    assert drafter.proposal in chosen_rule.exact_for or not chosen_rule.lossless
+    plan = Plan(tiny.TARGET, drafter, chosen_rule, node_buckets=(drafter.tree_size,))
     params = Params(tiny.params().target, weights())
     rows = rows_of(kind)
-    same = plan.effective_rule.uniforms == "target"
-    # Texts of lossy rules follow the drafts, and those that learn from all rows follow neighbours.
+    same = plan.effective_rule.randomness == "target"
+    # Lossy texts depend on the drafts, and drafts from shared state depend on neighbours.
     answers = run(plan, params, rows, loop.init_shared(plan) if same else ())
     for row, answer in zip(rows, answers, strict=True):
         assert len(answer.tokens) == row.max_tokens
@@ -310,7 +312,7 @@ def check(method, tree, rule, kind):
         assert accepted <= answer.drafted and answer.drafts == answer.accepted.sum()
     texts = [answer.tokens.tolist() for answer in answers]
     for row, text, expected in zip(rows, texts, plain(kind), strict=True):
-        if same or (row.temperature == 0 and asked.greedy_is_match):
+        if same or (row.temperature == 0 and chosen_rule.greedy_is_match):
             assert text == expected
     if not same:
         backwards = run(plan, params, rows[::-1])

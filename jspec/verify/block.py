@@ -1,11 +1,10 @@
-"""Block verification: a chain is judged as a whole, and so is a tree (traversal verification).
+"""Block verification: chains and trees are judged as a whole (trees by traversal verification).
 
-Both let a good later token make up for a doubtful earlier one, so that no less is accepted than
-token by token (arXiv 2403.10444 for chains, 2505.12398 for trees).
+A good later token makes up for a doubtful earlier one, so the rule accepts at least as much as
+token-by-token rejection (arXiv 2403.10444 for chains, 2505.12398 for trees).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,32 +13,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.core.types import Array, Draft, Proposal, Tree
-from jspec.verify.chain import ChainDistributions, chain_distributions, conclude, is_chain
-from jspec.verify.nodes import Nodes, one_hot, take
+from jspec.verify.chain import ChainProbs, chain_probs, conclude, is_chain
+from jspec.verify.nodes import Nodes, one_hot, path_to, take
 
 
 def block(
-    processed: Array, draft: Draft, tree: Tree, uniforms: Array, *, distribution: Proposal = "mixed"
+    processed: Array, draft: Draft, tree: Tree, uniforms: Array, proposal: Proposal
 ) -> tuple[Array, Array, Array]:
-    """Accepts the path to one node, the first in post-order that passes its coin.
+    """Accept the path to one node: the first in post-order that passes its uniform.
 
     Every node has a probability P of acceptance, 1 at the root and min(1, P p(x) / q(x)) at a
-    child. A node is judged after all its children, whose refusal each leaves the residual
-    max(P p - q, 0), of mass R, and P becomes R / (R + 1 - P). On a chain the last node that
-    passes ends the path. A tree holds the laws of one node a depth, and looks at up to N of them.
+    child. A node is judged after all its children. Each refused child leaves the residual
+    max(P p - q, 0), of mass R, and P becomes R / (R + 1 - P). On a chain the last node that passes
+    ends the path. A tree holds the distributions of one node per depth, and visits up to N nodes.
 
-    Arguments and results as for ``jspec.verify.rejection``. The coins must be fresh in every
+    Arguments and results as for ``jspec.verify.rejection``. The uniforms must be fresh in every
     round: keyed by absolute position they bias the text from the second round on.
     """
     if is_chain(draft):
         return _chain(processed, draft, tree, uniforms)
-    traversal = _Traversal(processed, draft, tree, uniforms, distribution)
-    end, left = traversal.run()
-    return *traversal.path_to(end), jnp.log(left)
-
-
-with_replacement = functools.partial(block, distribution="iid")
-points_last = functools.partial(block, distribution="points_last")
+    end, next_probs = _Traversal(processed, draft, tree, uniforms, proposal).run()
+    return path_to(end, tree), take(tree.depth, end), jnp.log(next_probs)
 
 
 # ------------------------------------------------------------------------------------- chains
@@ -48,33 +42,29 @@ points_last = functools.partial(block, distribution="points_last")
 def _chain(
     processed: Array, draft: Draft, tree: Tree, uniforms: Array
 ) -> tuple[Array, Array, Array]:
-    """P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)): node i passes with probability h_i.
+    """Judge a chain: P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)).
 
-    h_i = R_i / (R_i + 1 - P_i), where R_i is the mass of max(P_i p_{i+1} - q_{i+1}, 0), and
-    h_i = P_i at the last drafted node.
+    Node i passes with probability h_i = R_i / (R_i + 1 - P_i), where R_i is the mass of
+    max(P_i p_{i+1} - q_{i+1}, 0), and h_i = P_i at the last drafted node.
     """
-    distributions = chain_distributions(processed, draft)
+    probs = chain_probs(processed, draft)
     valid = draft.valid[:, 1:]
-    keep = jnp.where(valid, distributions.log_ratio, -jnp.inf)
-    log_joint = _clipped_cumsum(keep)  # log P_i, [B, K]
-    rest = _residual_mass(
-        distributions, draft, log_joint
-    )  # R_i, [B, K]; the last column is not used
+    log_joint = _clipped_cumsum(jnp.where(valid, probs.log_ratio, -jnp.inf))  # log P_i, [B, K]
     joint = jnp.exp(log_joint)
-    threshold = _passing(rest, joint)
+    threshold = _pass_probability(_residual_mass(probs, draft, log_joint), joint)
     is_last = valid & ~jnp.pad(valid[:, 1:], ((0, 0), (0, 1)))
     threshold = jnp.where(is_last, joint, threshold)
-    passed = valid & (uniforms[:, 1:] < threshold)
-    num_accepted = jnp.where(passed, jnp.arange(1, passed.shape[1] + 1), 0).max(1, initial=0)
-    reached = jnp.pad(log_joint, ((0, 0), (1, 0)))  # log P_0 = 0
-    scale = jnp.take_along_axis(reached, num_accepted[:, None], 1)
-    return conclude(distributions, draft, tree, num_accepted, scale)
+    passes = valid & (uniforms[:, 1:] < threshold)
+    num_accepted = jnp.where(passes, jnp.arange(1, passes.shape[1] + 1), 0).max(1, initial=0)
+    log_joint = jnp.pad(log_joint, ((0, 0), (1, 0)))  # log P_0 = 0
+    scale = jnp.take_along_axis(log_joint, num_accepted[:, None], 1)
+    return conclude(probs, draft, tree, num_accepted, scale)
 
 
-def _passing(rest: Array, joint: Array) -> Array:
-    """R / (R + 1 - P). 0 / 0 means that all so far and the next law agree: passing is certain."""
-    missing = rest + 1 - joint
-    return jnp.where(missing > 0, rest / jnp.where(missing > 0, missing, 1), 1)
+def _pass_probability(mass: Array, joint: Array) -> Array:
+    """R / (R + 1 - P). 0 / 0 means that p and q agree from the root on: the node surely passes."""
+    missing = mass + 1 - joint
+    return jnp.where(missing > 0, mass / jnp.where(missing > 0, missing, 1), 1)
 
 
 def _clipped_cumsum(log_ratio: Array) -> Array:
@@ -86,18 +76,18 @@ def _clipped_cumsum(log_ratio: Array) -> Array:
     return jnp.stack(columns, 1) if columns else log_ratio
 
 
-def _residual_mass(distributions: ChainDistributions, draft: Draft, log_joint: Array) -> Array:
+def _residual_mass(probs: ChainProbs, draft: Draft, log_joint: Array) -> Array:
     """R_i = sum over x of max(P_i p_{i+1}(x) - q_{i+1}(x), 0) for i = 1..K-1, then 0: [B, K]."""
-    log_p, joint = distributions.log_p[:, 1:-1], log_joint[:, :-1]
+    log_p, joint = probs.log_p[:, 1:-1], log_joint[:, :-1]
     if draft.draft_to_target is not None:
         log_p = log_p[:, :, draft.draft_to_target]
     p = jnp.exp(joint[:, :, None] + log_p)
-    mass = jnp.maximum(p - jnp.exp(distributions.log_q[:, 1:]), 0).sum(-1)
+    mass = jnp.maximum(p - jnp.exp(probs.log_q[:, 1:]), 0).sum(-1)
     if draft.draft_to_target is not None:  # q is 0 outside of the draft's vocabulary
         mass += jnp.maximum(jnp.exp(joint) - p.sum(-1), 0)
-    if draft.sampled is not None:  # of a point mass: all that is not on its token
-        other = jnp.exp(joint) * -jnp.expm1(distributions.log_p_token[:, 1:])
-        mass = jnp.where(draft.sampled[:, 2:], mass, other)
+    if draft.sampled is not None:  # a deterministic node leaves the mass off its token
+        off_token = jnp.exp(joint) * -jnp.expm1(probs.log_p_token[:, 1:])
+        mass = jnp.where(draft.sampled[:, 2:], mass, off_token)
     return jnp.pad(mass, ((0, 0), (0, 1)))[:, : log_joint.shape[1]]
 
 
@@ -105,118 +95,118 @@ def _residual_mass(distributions: ChainDistributions, draft: Draft, log_joint: A
 
 
 class _Stack(NamedTuple):
-    """The root and the opened nodes below it down to where each row stands, one a depth."""
+    """The opened nodes from the root down to the current node of each row, one per depth."""
 
-    p: Array  # [B, D, V], weights of the target's law; once a child is refused, what that left
-    q: Array  # [B, D, V], weights of the law of the next child drawn
+    p: Array  # [B, D, V], weights of the target's distribution, or of the residual after refusals
+    q: Array  # [B, D, V], weights of the distribution of the next drawn child
     joint: Array  # [B, D], P
-    factor: Array  # [B, D], of p: times it, its mass is P
+    factor: Array  # [B, D], scales p to mass P
     q_mass: Array  # [B, D]
 
 
-class _Place(NamedTuple):
-    """Where each row stands in its traversal."""
+class _State(NamedTuple):
+    """The traversal of each row."""
 
     stack: _Stack
-    node: Array  # [B], the top of the stack; where ``going`` is over, the end
-    waiting: Array  # [B, N] bool, nodes that are neither judged nor opened yet
-    going: Array  # [B] bool
+    node: Array  # [B], the top of the stack, or the end of a finished row
+    pending: Array  # [B, N] bool, nodes that are neither judged nor opened yet
+    active: Array  # [B] bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _Traversal(Nodes):
-    """Post-order over a tree. Nodes with children are opened, and judged once these are refused."""
+    """Post-order over a tree: a node with children is opened, and judged once they are refused."""
 
     def run(self) -> tuple[Array, Array]:
-        """The first node that is accepted [B], and the law after it [B, V]."""
-        place = lax.while_loop(lambda place: place.going.any(), self._judge, self._start())
-        on_top = self._opens(place.node) | (place.node == 0)
-        depth = jnp.where(on_top, take(self.tree.depth, place.node), 0)
-        residual, fresh = take(place.stack.p, depth), self.target_probs(place.node)
-        return place.node, jnp.where(on_top[:, None], residual, fresh)
+        """Return the first accepted node [B], and the distribution after it [B, V]."""
+        state = lax.while_loop(lambda state: state.active.any(), self._judge, self._start())
+        opened = self._has_children(state.node) | (state.node == 0)
+        depth = jnp.where(opened, take(self.tree.depth, state.node), 0)
+        residual = take(state.stack.p, depth)
+        return state.node, jnp.where(opened[:, None], residual, self.target_probs(state.node))
 
-    def _start(self) -> _Place:
-        """Every row at its root."""
+    def _start(self) -> _State:
         root = jnp.zeros_like(self.tree.parents[:, 0])
         below = max(self.tree.max_depth, 1) - 1
         stack = jax.tree.map(
             lambda x: jnp.pad(x[:, None], ((0, 0), (0, below), (0, 0))[: x.ndim + 1]),
             self._entry(root, jnp.ones(root.shape, self.processed.dtype)),
         )
-        waiting = self.draft.valid & (jnp.arange(self.tree.parents.shape[1]) > 0)
-        return _Place(stack, root, waiting, jnp.ones(root.shape, bool))
+        pending = self.draft.valid & (jnp.arange(self.tree.parents.shape[1]) > 0)
+        return _State(stack, root, pending, jnp.ones(root.shape, bool))
 
-    def _judge(self, place: _Place) -> _Place:
-        """Judges the next leaf below the node, or the node itself where there is none."""
-        place = lax.while_loop(lambda place: self._next_to_open(place)[1].any(), self._dive, place)
-        leaf, has_leaf, leaf_joint = self._next(place)
-        separate_joint = take(place.stack.joint, take(self.tree.depth, place.node))
-        subject = jnp.where(has_leaf, leaf, place.node)
-        joint = jnp.where(has_leaf, leaf_joint, separate_joint)
+    def _judge(self, state: _State) -> _State:
+        """Judge the next leaf below the current node, or the node itself if no child is pending."""
+        state = lax.while_loop(lambda state: self._next_to_open(state)[1].any(), self._open, state)
+        leaf, has_leaf, leaf_joint = self._next(state)
+        own_joint = take(state.stack.joint, take(self.tree.depth, state.node))
+        judged = jnp.where(has_leaf, leaf, state.node)
+        joint = jnp.where(has_leaf, leaf_joint, own_joint)
         # Strict, so that P = 0 is never accepted. The root is committed already.
-        accepted = (take(self.uniforms, subject) < joint) | (subject == 0)
-        parent = jnp.where(has_leaf, place.node, take(self.tree.parents, place.node))
-        refused = place.going & ~accepted
-        return _Place(
-            stack=self._refuse(place.stack, subject, parent, refused),
-            node=jnp.where(place.going, jnp.where(accepted, subject, parent), place.node),
-            waiting=place.waiting & ~one_hot(subject, place.waiting.shape[1]),
-            going=refused,
+        accepted = (take(self.uniforms, judged) < joint) | (judged == 0)
+        parent = jnp.where(has_leaf, state.node, take(self.tree.parents, state.node))
+        refused = state.active & ~accepted
+        return _State(
+            stack=self._refuse(state.stack, judged, parent, refused),
+            node=jnp.where(state.active, jnp.where(accepted, judged, parent), state.node),
+            pending=state.pending & ~one_hot(judged, state.pending.shape[1]),
+            active=refused,
         )
 
-    def _next(self, place: _Place) -> tuple[Array, Array, Array]:
-        """The next child of the node, whether there is one, and its P: each [B]."""
-        own = place.waiting & (self.tree.parents == place.node[:, None])
-        child, stack = self.first(own), place.stack
-        top = (jnp.arange(own.shape[0]), take(self.tree.depth, place.node))
-        at = (*top, take(self.draft.tokens, child))
-        at_p, at_q = stack.p[at] * stack.factor[top], stack.q[at]
-        at_p, at_q = self.odds(child, at_p, at_q, stack.q_mass[top])
-        return child, own.any(1), jnp.minimum(1, at_p / at_q)
+    def _next(self, state: _State) -> tuple[Array, Array, Array]:
+        """The next child of the current node, whether there is one, and its P: each [B]."""
+        pending = state.pending & (self.tree.parents == state.node[:, None])
+        child, stack = self.first(pending), state.stack
+        top = (jnp.arange(pending.shape[0]), take(self.tree.depth, state.node))
+        entry = (*top, take(self.draft.tokens, child))
+        p, q = self.odds(
+            child, stack.p[entry] * stack.factor[top], stack.q[entry], stack.q_mass[top]
+        )
+        return child, pending.any(1), jnp.minimum(1, p / q)
 
-    def _next_to_open(self, place: _Place) -> tuple[Array, Array, Array]:
-        """The same, if the next child is to be opened."""
-        child, exists, joint = self._next(place)
-        return child, place.going & exists & self._opens(child), joint
+    def _next_to_open(self, state: _State) -> tuple[Array, Array, Array]:
+        """The next child, whether it must be opened, and its P: each [B]."""
+        child, exists, joint = self._next(state)
+        return child, state.active & exists & self._has_children(child), joint
 
-    def _opens(self, node: Array) -> Array:
+    def _has_children(self, node: Array) -> Array:
         return self.children(node).any(1)
 
-    def _dive(self, place: _Place) -> _Place:
-        """Opens the next child, where it is to be opened."""
-        child, dives, joint = self._next_to_open(place)
-        dives &= joint >= 0  # always: so the stack is read before it is written, not copied
-        put = _writer(place.stack, take(self.tree.depth, child), dives)
-        is_child = one_hot(child, place.waiting.shape[1])
-        return _Place(
-            stack=_Stack(*map(put, place.stack, self._entry(child, joint))),
-            node=jnp.where(dives, child, place.node),
-            waiting=place.waiting & ~(is_child & dives[:, None]),
-            going=place.going,
+    def _open(self, state: _State) -> _State:
+        """Open the next child in the rows where it has children."""
+        child, opens, joint = self._next_to_open(state)
+        opens &= joint >= 0  # always true; XLA then reads the stack before writing, without a copy
+        put = _writer(state.stack, take(self.tree.depth, child), opens)
+        is_child = one_hot(child, state.pending.shape[1])
+        return _State(
+            stack=_Stack(*map(put, state.stack, self._entry(child, joint))),
+            node=jnp.where(opens, child, state.node),
+            pending=state.pending & ~(is_child & opens[:, None]),
+            active=state.active,
         )
 
     def _entry(self, node: Array, joint: Array) -> _Stack:
-        """Of a node that is opened: [B, V] and [B]."""
+        """The stack entry of a node that is opened: [B, V] and [B]."""
         q, q_mass = self.draft_probs(node)
         return _Stack(self.target_probs(node), q, joint, joint, q_mass)
 
     def _refuse(self, stack: _Stack, child: Array, parent: Array, where: Array) -> _Stack:
-        """What the refusal of ``child`` leaves to its ``parent``, which is on top."""
+        """Update the entry of ``parent``, the top of the stack, after the refusal of ``child``."""
         depth = take(self.tree.depth, parent)
         p, q, joint, factor, q_mass = (take(rows, depth) for rows in stack)
-        rest = self.residual(child, factor[:, None] * p, q, q_mass)
-        mass = rest.sum(-1)
-        passing, left = _passing(mass, joint), mass > 0
-        # Nothing left: P was 0 and is, or P p = q up to rounding and nothing is refused.
-        factor = jnp.where(left, passing / jnp.where(left, mass, 1), passing * factor)
-        token, drops = take(self.draft.tokens, child), where & self.leaves_distribution(child)
+        residual = self.residual(child, factor[:, None] * p, q, q_mass)
+        mass = residual.sum(-1)
+        passing, positive = _pass_probability(mass, joint), mass > 0
+        # Mass 0: P was 0 and stays 0, or P p = q up to rounding and nothing is refused.
+        factor = jnp.where(positive, passing / jnp.where(positive, mass, 1), passing * factor)
+        token, drops = take(self.draft.tokens, child), where & self.drops(child)
         dropped = one_hot(token, q.shape[1]) & drops[:, None]
         q_mass = jnp.where(dropped, 0, q).sum(-1)
-        # The mass is never below 0: so the stack is read before it is written, not copied.
+        # Masses are never negative; XLA then reads the stack before writing, without a copy.
         token = jnp.where(drops & (q_mass >= 0) & (mass >= 0), token, q.shape[1])
         put = _writer(stack, depth, where & (mass >= 0))
         return _Stack(
-            p=put(stack.p, jnp.where(left[:, None], rest, p)),
+            p=put(stack.p, jnp.where(positive[:, None], residual, p)),
             q=stack.q.at[jnp.arange(token.shape[0]), depth, token].set(0, mode="drop"),
             joint=put(stack.joint, passing),
             factor=put(stack.factor, factor),
@@ -225,7 +215,7 @@ class _Traversal(Nodes):
 
 
 def _writer(stack: _Stack, depth: Array, where: Array) -> Callable[[Array, Array], Array]:
-    """Writes one entry a row at ``depth`` [B], in the rows ``where`` [B]."""
+    """A function that writes one entry per row at ``depth`` [B], in the rows ``where`` [B]."""
     batch = jnp.arange(depth.shape[0])
     depth = jnp.where(where, depth, stack.joint.shape[1])  # out of bounds: dropped
     return lambda rows, entry: rows.at[batch, depth].set(entry, mode="drop")

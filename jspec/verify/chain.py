@@ -1,4 +1,4 @@
-"""The laws of a drafted chain, which the rules for drawn drafts start from, and end with."""
+"""Distributions of a drafted chain, and the end of a walk along it."""
 
 from typing import NamedTuple
 
@@ -10,42 +10,42 @@ from jspec.core.sampling import log_residual
 from jspec.core.types import Array, Draft, Tree
 
 
-class ChainDistributions(NamedTuple):
-    """Normalised log-laws of a chain of K drafted tokens, and their ratio at the tokens."""
+class ChainProbs(NamedTuple):
+    """Normalised log-probabilities of a chain of K drafted tokens."""
 
-    log_p: Array  # [B, K+1, V], row i is the target's law after node i
-    log_q: Array  # [B, K, Vd], row i is the law that node i + 1 was drawn from
-    log_ratio: Array  # [B, K], log p(x) / q(x) of node i + 1, q being 1 for a point mass
+    log_p: Array  # [B, K+1, V], row i is the target's distribution after node i
+    log_q: Array  # [B, K, Vd], row i is the distribution that node i + 1 was drawn from
+    log_ratio: Array  # [B, K], log p(x) / q(x) of node i + 1; q is 1 for a deterministic node
     log_p_token: Array  # [B, K], log p(x) of node i + 1
 
 
 def is_chain(draft: Draft) -> bool:
-    """Whether a draft with laws is known to be a chain when tracing."""
+    """Return whether a draft with distributions is known to be a chain when tracing."""
     return draft.logits is not None and trees.is_chain(draft.parents)
 
 
-def chain_distributions(processed: Array, draft: Draft) -> ChainDistributions:
-    """Normalises warped logits [B, K+1, V] and ``draft.logits``, and gathers them at the tokens.
+def chain_probs(processed: Array, draft: Draft) -> ChainProbs:
+    """Normalise processed logits [B, K+1, V] and ``draft.logits``, and gather them at the tokens.
 
-    A token that its own recorded law excludes was not drawn from it; its ratio is set to 0, so
+    A token that its own recorded distribution excludes was not drawn from it. Its ratio is 0, so
     that it is refused.
     """
     depth = draft.tokens.shape[1] - 1
     log_p = jax.nn.log_softmax(processed, -1)
     recorded = draft.logits[:, :depth].astype(log_p.dtype)
-    missing = depth - recorded.shape[1]  # of nodes at the end, whose children are point masses
+    missing = depth - recorded.shape[1]  # rows of the last nodes, whose children are deterministic
     log_q = jax.nn.log_softmax(jnp.pad(recorded, ((0, 0), (0, missing), (0, 0))), -1)
-    at_p = _at(log_p[:, :depth], draft.tokens[:, 1:])
-    at_q = _at_draft_tokens(log_q, draft)
+    p_token = _at(log_p[:, :depth], draft.tokens[:, 1:])
+    q_token = _at_draft_tokens(log_q, draft)
     if draft.sampled is not None:
-        at_q = jnp.where(draft.sampled[:, 1:], at_q, 0)
-    drawable = ~jnp.isneginf(at_q)
-    log_ratio = jnp.where(drawable, at_p - jnp.where(drawable, at_q, 0), -jnp.inf)
-    return ChainDistributions(log_p, log_q, log_ratio, at_p)
+        q_token = jnp.where(draft.sampled[:, 1:], q_token, 0)
+    possible = ~jnp.isneginf(q_token)
+    log_ratio = jnp.where(possible, p_token - jnp.where(possible, q_token, 0), -jnp.inf)
+    return ChainProbs(log_p, log_q, log_ratio, p_token)
 
 
-def _at(log_distribution: Array, tokens: Array) -> Array:
-    return jnp.take_along_axis(log_distribution, tokens[..., None], -1)[..., 0]
+def _at(log_probs: Array, tokens: Array) -> Array:
+    return jnp.take_along_axis(log_probs, tokens[..., None], -1)[..., 0]
 
 
 def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:
@@ -59,25 +59,21 @@ def _at_draft_tokens(log_q: Array, draft: Draft) -> Array:
 
 
 def conclude(
-    distributions: ChainDistributions,
-    draft: Draft,
-    tree: Tree,
-    num_accepted: Array,
-    scale: Array | None,
+    probs: ChainProbs, draft: Draft, tree: Tree, num_accepted: Array, scale: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Path, length and next law: the residual where a node was refused, else the target's law.
+    """Return path, length and next logits: the residual after a refusal, else the target's.
 
     ``scale`` [B, 1] is the log of the factor on p in the residual; None for 1.
     """
     row = num_accepted[:, None, None]
-    log_p = jnp.take_along_axis(distributions.log_p, row, 1)[:, 0]
-    if distributions.log_q.shape[1]:
+    log_p = jnp.take_along_axis(probs.log_p, row, 1)[:, 0]
+    if probs.log_q.shape[1]:
         refused = jnp.take_along_axis(
             jnp.pad(draft.valid[:, 1:], ((0, 0), (0, 1))), num_accepted[:, None], 1
         )
-        last = distributions.log_q.shape[1] - 1
-        log_q = jnp.take_along_axis(distributions.log_q, jnp.minimum(row, last), 1)[:, 0]
-        log_q = _judged_against(log_q, draft, num_accepted, log_p)
+        last = probs.log_q.shape[1] - 1
+        log_q = jnp.take_along_axis(probs.log_q, jnp.minimum(row, last), 1)[:, 0]
+        log_q = _over_target_ids(log_q, draft, num_accepted, log_p)
         scaled = log_p if scale is None else log_p + scale
         log_p = jnp.where(refused, log_residual(scaled, log_q), log_p)
     chain = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)
@@ -85,8 +81,8 @@ def conclude(
     return path, num_accepted.astype(jnp.int32), log_p
 
 
-def _judged_against(log_q: Array, draft: Draft, num_accepted: Array, like: Array) -> Array:
-    """The recorded row [B, Vd] over all target ids; a point mass is all on its token: [B, V]."""
+def _over_target_ids(log_q: Array, draft: Draft, num_accepted: Array, like: Array) -> Array:
+    """log q of the refused node over all target ids [B, V]; one-hot for a deterministic node."""
     if draft.draft_to_target is not None:
         log_q = (
             jnp.full_like(like, -jnp.inf)

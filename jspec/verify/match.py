@@ -1,31 +1,34 @@
-"""Target-only verification: walk down the draft along the target's own draws.
+"""Target-only verification: follow the target's own draws down the draft.
 
-The target draws a token after every node; from the root, follow the child that equals the draw of
-its parent, and emit the first draw that no child matches. Exact for every tree that was built
-without looking at the target's noise, and the best rule there is for point-mass drafts: no rule can
-accept a path with more than its target probability.
+The target draws a token after every node. The walk follows the child that equals its parent's draw,
+and the first draw without such a child is the next token. This is exact for every tree that was
+built without the target's noise. It is the best rule for deterministic drafts: no rule can accept a
+path with more than its target probability.
 """
 
 import jax.numpy as jnp
 
-from jspec.core.types import Array, Draft, Tree
-from jspec.verify.nodes import ending_at, reached
+from jspec.core.types import Array, Draft, Proposal, Tree
+from jspec.verify.nodes import end_at, with_ancestors
 
 
-def match(processed: Array, draft: Draft, tree: Tree, draws: Array) -> tuple[Array, Array, Array]:
-    """Accepts the longest path whose every token is the draw of its parent.
+def match(
+    processed: Array, draft: Draft, tree: Tree, draws: Array, proposal: Proposal
+) -> tuple[Array, Array, Array]:
+    """Accept the longest path whose every token is the draw of its parent.
 
     Args:
-      warped: the target's warped logits [B, N, V].
-      draft: the proposal; siblings may repeat a token.
-      tree: its shape.
-      draws: int32 [B, N], what the target draws after each node.
+      processed: the target's processed logits [B, N, V].
+      draft: siblings may repeat a token.
+      tree: the draft's.
+      draws: int32 [B, N], the target's draw after each node.
+      proposal: not used.
 
     Returns:
-      path [B, max_depth+1], num_accepted [B], next_logits [B, V]: the law at the path's end.
+      path [B, max_depth+1], num_accepted [B], next_logits [B, V]: the target's at the path's end.
     """
-    drawn_above = jnp.take_along_axis(draws, tree.parents, 1)
-    matches = draft.valid & (draft.tokens == drawn_above)
-    accepted, _ = reached(matches, tree)  # one text: twins draw the same after them
+    del proposal
+    matches = draft.valid & (draft.tokens == jnp.take_along_axis(draws, tree.parents, 1))
+    accepted, _ = with_ancestors(matches, tree)  # paths with equal tokens have equal draws
     end = jnp.argmax(jnp.where(accepted, tree.depth, -1), 1)
-    return ending_at(end, processed, tree)
+    return end_at(end, processed, tree)

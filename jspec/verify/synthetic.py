@@ -1,26 +1,26 @@
-"""Acceptance by given rates, for benchmarks: what a draft of such a quality would be worth."""
+"""Acceptance at given rates, for benchmarks: it shows the gain from a draft of given quality."""
 
 import dataclasses
 
 import jax.numpy as jnp
 
-from jspec.core.types import Array, Draft, Tree
-from jspec.verify.nodes import ending_at, take
+from jspec.core.types import Array, Draft, Proposal, Tree
+from jspec.verify.nodes import end_at, take
 
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic:
-    """Accepts whatever was drafted first at each depth, as often as it is told to. Lossy.
+    """Accepts the first drafted token of each depth at a given rate. Lossy.
 
-    Give one of the two. Their names are the keys of ``speculative_config``.
+    Give one of the two attributes, which are keys of ``speculative_config``.
 
     Attributes:
-      rates: unconditional rates r_1, r_2, ...: how often the first i drafted tokens are accepted.
-      length: mean tokens a round, the one that follows the draft included: the rates are those of
-        the smallest variance, 1 for the first tokens and 0 for the last.
+      rates: r_1, r_2, ...: the unconditional probability to accept the first i drafted tokens.
+      length: mean tokens a round, the next token included. It stands for the rates with the
+        smallest variance: 1 for the first tokens and 0 for the last.
 
     Raises:
-      ValueError: rates that are not in [0, 1] or rise, a length below 1, or both or neither.
+      ValueError: rates that are not in [0, 1] or increase, a length below 1, or both or neither.
     """
 
     rates: tuple[float, ...] | None = None
@@ -37,21 +37,21 @@ class Synthetic:
         if self.rates is None:
             return
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))
-        said = f"got {list(self.rates)}."
+        got = f"got {list(self.rates)}."
         if not all(0 <= rate <= 1 for rate in self.rates):
-            raise ValueError(f"synthetic_acceptance_rates entries must be in [0, 1], {said}")
+            raise ValueError(f"synthetic_acceptance_rates entries must be in [0, 1], {got}")
         if any(rate < later for rate, later in zip(self.rates, self.rates[1:], strict=False)):
-            raise ValueError(f"synthetic_acceptance_rates must be non-increasing, {said}")
+            raise ValueError(f"synthetic_acceptance_rates must be non-increasing, {got}")
 
     @property
     def depths(self) -> tuple[int, int | None]:
-        """The shallowest and the deepest drafts that can be accepted so; None for no limit."""
+        """Smallest and largest draft depth that fit the rates; None for no limit."""
         if self.rates is not None:
             return len(self.rates), len(self.rates)
         return int(-(-(self.length - 1) // 1)), None
 
     def rates_to(self, depth: int) -> tuple[float, ...]:
-        """The rates of ``depth`` tokens.
+        """Return the rates of ``depth`` tokens.
 
         >>> Synthetic(length=2.25).rates_to(4)
         (1.0, 0.25, 0.0, 0.0)
@@ -61,19 +61,21 @@ class Synthetic:
         return tuple(float(min(max(self.length - 1 - i, 0), 1)) for i in range(depth))
 
     def __call__(
-        self, processed: Array, draft: Draft, tree: Tree, uniforms: Array
+        self, processed: Array, draft: Draft, tree: Tree, uniforms: Array, proposal: Proposal
     ) -> tuple[Array, Array, Array]:
-        """Follows the first valid children from the root, the i-th with chance r_i / r_{i-1}.
+        """Follow the first valid children from the root, the i-th with probability r_i / r_{i-1}.
 
-        Arguments and results as for ``jspec.verify.rejection``; no law is looked at, and the next
-        one is always the target's.
+        Arguments and results as for ``jspec.verify.rejection``; the next logits are the target's.
         """
+        del proposal
         index = jnp.arange(tree.parents.shape[1])
         end = jnp.zeros_like(tree.parents[:, 0])
-        going, before = True, 1.0
+        active, previous = True, 1.0
         for rate in self.rates_to(tree.max_depth):
-            below = draft.valid & (tree.parents == end[:, None]) & (index > 0)
-            child = jnp.argmax(below, 1).astype(end.dtype)
-            going &= below.any(1) & (take(uniforms, child) < (rate / before if before else 0))
-            end, before = jnp.where(going, child, end), rate
-        return ending_at(end, processed, tree)
+            children = draft.valid & (tree.parents == end[:, None]) & (index > 0)
+            child = jnp.argmax(children, 1).astype(end.dtype)
+            active &= children.any(1) & (
+                take(uniforms, child) < (rate / previous if previous else 0)
+            )
+            end, previous = jnp.where(active, child, end), rate
+        return end_at(end, processed, tree)

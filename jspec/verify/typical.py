@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from jspec.core.sampling import argmax
-from jspec.core.types import Array, Draft, Tree
-from jspec.verify.nodes import ending_at, reached
+from jspec.core.types import Array, Draft, Proposal, Tree
+from jspec.verify.nodes import end_at, with_ancestors
 
-_INSIDE_LOG = 1e-5  # added to p where Medusa's code takes its entropy
+_INSIDE_LOG = 1e-5  # Medusa's code adds it to p in the entropy
 
 
 @dataclasses.dataclass(frozen=True)
 class Typical:
-    """Accepts a token x where p(x) > min(threshold, alpha exp(-entropy of p)): by p alone.
+    """Accepts a token x where p(x) > min(threshold, alpha exp(-entropy of p)).
 
-    What the target finds likely enough is kept, however often it would be said. A point mass of the
-    target is met exactly, so at temperature 0 nothing is lost.
+    The rule keeps tokens that the target finds likely enough, whatever the draft's distribution. At
+    temperature 0 it accepts the target's argmax only, so nothing is lost.
 
     Attributes:
       threshold: in [0, 1]; Medusa's ``posterior_threshold``.
@@ -37,14 +37,13 @@ class Typical:
             raise ValueError(f"posterior_alpha={self.alpha!r} must be a number of at least 0.")
 
     def __call__(
-        self, processed: Array, draft: Draft, tree: Tree, uniforms: Array
+        self, processed: Array, draft: Draft, tree: Tree, uniforms: Array, proposal: Proposal
     ) -> tuple[Array, Array, Array]:
-        """The longest path of accepted tokens, and among equals the likeliest.
+        """Accept the longest path of typical tokens, the likeliest among equally long ones.
 
-        Arguments and results as for ``jspec.verify.rejection``; the coins and the laws of the
-        draft are not used, and the next law is always the target's.
+        Arguments and results as for ``jspec.verify.rejection``; the next logits are the target's.
         """
-        del uniforms
+        del uniforms, proposal
         log_total = jax.nn.logsumexp(processed, -1)  # [B, N]
         p = jnp.exp(processed - log_total[..., None])
         entropy = -(p * jnp.log(p + _INSIDE_LOG)).sum(-1)
@@ -52,10 +51,11 @@ class Typical:
         at_parent = lambda x: jnp.take_along_axis(x, tree.parents, 1)
         rows = jnp.arange(processed.shape[0])[:, None]
         log_p = processed[rows, tree.parents, draft.tokens] - at_parent(log_total)
-        accepted, above = reached(draft.valid & (jnp.exp(log_p) > at_parent(floor)), tree)
+        typical = draft.valid & (jnp.exp(log_p) > at_parent(floor))
+        accepted, ancestors = with_ancestors(typical, tree)
         log_p = jnp.where(accepted, log_p, 0).at[:, 0].set(0)
-        score = jnp.where(above, log_p[:, None, :], 0).sum(-1)
-        longest = jnp.where(accepted, tree.depth, -1)
-        longest = accepted & (longest == longest.max(1, keepdims=True))
-        end = argmax(jnp.where(longest, score, -jnp.inf))
-        return ending_at(end, processed, tree)
+        path_log_p = jnp.where(ancestors, log_p[:, None, :], 0).sum(-1)
+        depth = jnp.where(accepted, tree.depth, -1)
+        longest = accepted & (depth == depth.max(1, keepdims=True))
+        end = argmax(jnp.where(longest, path_log_p, -jnp.inf))
+        return end_at(end, processed, tree)

@@ -1,4 +1,4 @@
-"""A plan is built of what fits together, and says of all else what does not fit and what would."""
+"""Plans accept parts that fit each other, and refuse others with a remedy."""
 
 import dataclasses
 from typing import get_args
@@ -23,7 +23,7 @@ TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
 
 @dataclasses.dataclass(frozen=True)
 class Labelled(TreeTableDrafter):
-    """A tree that says any law of itself."""
+    """A tree with any ``proposal``."""
 
     noise: str = "own"
 
@@ -41,18 +41,18 @@ def test_every_lossless_rule_is_planned_with_every_proposal(rule, proposal):
     assert (plan.drafter.noise == "target") == shares_noise
 
 
-def test_point_masses_are_judged_by_the_target_only_walk():
+def test_deterministic_drafts_are_judged_by_match():
     for rule in ("rejection", "block"):
         assert Plan(TARGET, labelled("deterministic"), rule).effective_rule == RULES["match"]
 
 
-def test_lossy_rules_judge_drafts_of_any_law():
+def test_lossy_rules_judge_drafts_of_any_proposal():
     for proposal in get_args(Proposal):
         plan = Plan(TARGET, labelled(proposal), "typical")
         assert plan.effective_rule == RULES["typical"]
 
 
-def test_a_rule_of_ones_own_is_taken_at_its_word():
+def test_a_rule_of_the_user_is_exact_for_the_proposals_it_names():
     mine = verify.Rule("mine", RULES["match"].walk, "target", frozenset({"chain"}))
     assert Plan(TARGET, CHAIN, mine).effective_rule == mine
     with pytest.raises(ValueError, match="rule='mine' is not exact for the 'without_replacement'"):
@@ -90,7 +90,7 @@ def test_plans_with_equal_settings_of_a_rule_are_equal():
         (CHAIN, verify.synthetic(length=3.5), "is set for drafts of depth 3 or more, but"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_remedy(drafter, rule, message):
+def test_parts_that_do_not_fit_raise_with_a_remedy(drafter, rule, message):
     with pytest.raises(ValueError) as error:
         Plan(TARGET, drafter, rule)
     assert message in str(error.value)
@@ -106,7 +106,9 @@ def test_a_kernel_that_no_draft_would_reach_is_refused():
             Plan(TARGET, labelled("deterministic"), forced)
         assert f"rule={name!r} names implementation='pallas_tpu'" in str(error.value)
         assert "Labelled are deterministic" in str(error.value)
-        assert "'match', which judges those, has no kernel; leave implementation out" in str(error.value)
+        assert "'match', which judges those, has no kernel; leave implementation out" in str(
+            error.value
+        )
 
 
 def test_a_kernel_is_refused_to_a_dynamic_tree():
@@ -129,10 +131,10 @@ def test_a_kernel_is_refused_to_a_dynamic_tree():
 
 @dataclasses.dataclass(frozen=True)
 class Noiseless(TreeTableDrafter):
-    """A tree that is drawn, and cannot be told with which noise."""
+    """A drawn tree without a choice of noise."""
 
 
-def test_a_drafter_that_cannot_be_told_to_share_noise_is_refused_by_a_rule_that_shares_it():
+def test_a_rule_that_shares_noise_refuses_a_drafter_that_cannot():
     drafter = Noiseless(2, TREE.parents)
     with pytest.raises(ValueError, match=r"but Noiseless has no field noise: Literal\['own', "):
         Plan(TARGET, drafter, "coupled")
@@ -157,13 +159,13 @@ def test_a_drafter_that_cannot_be_told_to_share_noise_is_refused_by_a_rule_that_
         ({"record_rounds": 1.5}, "record_rounds=1.5 must be a whole number"),
     ],
 )
-def test_a_setting_that_no_plan_can_have_is_refused(settings, message):
+def test_a_plan_setting_out_of_range_is_refused(settings, message):
     with pytest.raises(ValueError) as error:
         Plan(TARGET, CHAIN, **settings)
     assert message in str(error.value)
 
 
-def test_a_ladder_may_be_a_list():
+def test_node_buckets_may_be_a_list():
     assert hash(Plan(TARGET, CHAIN, node_buckets=[1, 3])) == hash(
         Plan(TARGET, CHAIN, node_buckets=(1, 3))
     )
@@ -190,7 +192,7 @@ def test_a_ladder_may_be_a_list():
         ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or one of '"),
     ],
 )
-def test_a_setting_that_no_rule_can_have_is_refused_when_the_rule_is_made(mistake, message):
+def test_a_rule_setting_out_of_range_is_refused_when_the_rule_is_made(mistake, message):
     with pytest.raises(ValueError) as error:
         dataclasses.replace(RULES["rejection"], **mistake)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""The compiled program draws from the target's law: chi-square at V = 16, 200 thousand rounds.
+"""The compiled program draws from the target's distribution: chi-square, 200 thousand rounds.
 
 Wide vocabularies hide small biases, so the vocabulary is small and the drafter the worst there is:
 its logits are the target's, negated.
@@ -40,7 +40,7 @@ def one_round(rule, depth, temperature):
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_every_position_that_a_round_reaches_has_the_targets_law(rule, depth, temperature):
+def test_every_position_that_a_round_reaches_has_the_targets_distribution(rule, depth, temperature):
     tokens, length = one_round(rule, depth, temperature)
     distribution = scipy.special.softmax(LOGITS / temperature)
     for position in range(depth + 1):
@@ -67,14 +67,16 @@ def test_golden_acceptance_of_shared_gumbel_noise():
     wanted = (1 / ratio.sum(1)).sum()
     assert wanted == pytest.approx(0.693548, abs=1e-6)
     count = 500_000
-    keys, places = jax.random.split(jax.random.key(0), 1), jnp.arange(count)[None]
+    keys, positions = jax.random.split(jax.random.key(0), 1), jnp.arange(count)[None]
     draw = jax.jit(sampling.draw_target)
     tile = lambda distribution: jnp.broadcast_to(jnp.log(jnp.array(distribution)), (1, count, 3))
-    same = draw(tile(p), settings(1), keys, places) == draw(tile(q), settings(1), keys, places)
+    same = draw(tile(p), settings(1), keys, positions) == draw(
+        tile(q), settings(1), keys, positions
+    )
     assert same.mean() == pytest.approx(wanted, abs=4 * (wanted * (1 - wanted) / count) ** 0.5)
 
 
-def test_a_traversal_copies_none_of_the_laws_it_holds():
+def test_a_traversal_copies_none_of_its_distributions():
     batch, depth, vocab, parents = 3, 2, 1000, np.array([-1, 0, 0, 1, 1, 2, 2], np.int32)
     tree = trees.broadcast(trees.from_parents(parents, depth), batch)
     rows = jax.ShapeDtypeStruct((batch, len(parents), vocab), jnp.float32)
@@ -82,7 +84,7 @@ def test_a_traversal_copies_none_of_the_laws_it_holds():
 
     def walk(processed, tokens, valid, logits, uniforms):
         draft = Draft(tokens, parents, valid, logits, max_depth=depth)
-        return RULES["block"].walk(processed, draft, tree, uniforms)
+        return RULES["block"].walk(processed, draft, tree, uniforms, "without_replacement")
 
     arguments = rows, nodes(jnp.int32), nodes(bool), rows, nodes(jnp.float32)
     program = shipped.compiled(jax.jit(walk).lower(*arguments)).as_text()

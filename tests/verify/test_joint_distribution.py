@@ -1,7 +1,7 @@
-"""The law of whole texts, over several rounds of the real ``decode``.
+"""The distribution of entire texts, over several rounds of the real ``decode``.
 
-One round says nothing about noise that a later round meets again: here six tokens of a Markov
-chain are drawn with K = 3, which takes at least two rounds, and all 4**6 texts are counted.
+One round cannot show noise that a later round uses again. Here six tokens of a Markov chain are
+drawn with K = 3, which takes at least two rounds, and all 4**6 texts are counted.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from tests.verify import statistics
 
 V, K = 4, 3
 LENGTH = 6  # of the texts of a Markov chain
-GOLDEN_LENGTH = 5  # of the texts whose tokens all have the golden law
+GOLDEN_LENGTH = 5  # of the texts whose tokens all have the golden distribution
 GOLDEN_P, GOLDEN_Q = np.array([0.5, 0.3, 0.2, 0]), np.array([0.2, 0.5, 0.3, 0])
 BATCH = 50_000  # rows of a run: the same for all, so that runs of a rule share a program
 
@@ -26,7 +26,7 @@ TREE = TreeTableDrafter(2, parents=(-1, 0, 0, 1, 1, 2, 2))
 
 
 def run(rule, params, num_tokens, drafter=None, *, chunks=1, mutated=False):
-    """Counts of all texts of ``num_tokens`` [V**num_tokens] at temperature 1."""
+    """Return counts of all texts of ``num_tokens`` [V**num_tokens] at temperature 1."""
     drafter = drafter or TableDrafter(K)
     plan = Plan(ToyTarget(V), drafter, rule, node_buckets=(drafter.tree_size,))
     program = statistics.fresh_decode(plan) if mutated else None
@@ -38,7 +38,7 @@ def run(rule, params, num_tokens, drafter=None, *, chunks=1, mutated=False):
 
 
 def pairs(texts):
-    """Marginals of neighbouring tokens of a law or of counts [V**n]: finer than the whole."""
+    """Yield the marginals of neighbouring tokens of a distribution or of counts [V**n]."""
     cube = texts.reshape((V,) * round(np.log(texts.size) / np.log(V)))
     axes = set(range(cube.ndim))
     for first in range(cube.ndim - 1):
@@ -48,17 +48,17 @@ def pairs(texts):
 @pytest.mark.parametrize(
     ("rule", "ragged"), [("rejection", True), ("block", False), ("block", True)]
 )
-def test_texts_of_several_rounds_have_the_targets_law(rule, ragged):
+def test_texts_of_several_rounds_have_the_targets_distribution(rule, ragged):
     check_markov_texts(rule, TableDrafter(K, ragged=ragged), chunks=2)
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
-def test_texts_drawn_with_the_targets_noise_have_its_law(rule):
+def test_texts_drawn_with_the_targets_noise_have_its_distribution(rule):
     check_markov_texts(rule, TableDrafter(K, ragged=True), chunks=1)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_texts_drafted_as_trees_have_the_targets_law(rule):
+def test_texts_drafted_as_trees_have_the_targets_distribution(rule):
     check_markov_texts(rule, TREE, chunks=1)
 
 
@@ -81,7 +81,7 @@ def check_texts(rule, drafter, params, chunks):
 
 
 def golden_texts(rule, noise=None, monkeypatch=None, drafter=None):
-    """Excess of chi-square and total variation of golden texts; ``noise`` replaces the shipped."""
+    """Return chi-square excess and total variation of golden texts; ``noise`` replaces ours."""
     if noise is not None:
         monkeypatch.setattr(sampling, "round_noise", noise)
     params = Params(
@@ -99,23 +99,23 @@ SHIPPED = sampling.round_noise
 
 
 def keyed_by_position(keys, root, purpose, count):
-    """The mutation: node i of a round takes the noise of its absolute position."""
+    """Key noise by position, a mutation: node i takes the noise of its absolute position."""
     one = lambda rank: SHIPPED(keys, root + rank, purpose, 1)[:, 0]
     return jnp.stack([one(rank) for rank in range(count)], 1)
 
 
 def reusing(purpose, other):
-    """The mutation: noise for ``purpose`` is noise that ``other`` has used already."""
+    """Reuse noise, a mutation: noise for ``purpose`` is that of ``other``."""
     swap = lambda asked: other if asked == purpose else asked
     return lambda keys, root, asked, count: SHIPPED(keys, root, swap(asked), count)
 
 
 def keyed_by_row(keys, root, purpose, count):
-    """The mutation: every round has the noise of the first."""
+    """Key noise by row, a mutation: every round has the noise of the first."""
     return SHIPPED(keys, jnp.zeros_like(root), purpose, count)
 
 
-def test_block_with_fresh_noise_every_round_has_the_golden_law():
+def test_block_with_fresh_noise_every_round_has_the_golden_distribution():
     excess, distance = golden_texts("block")
     assert excess < 1
     assert distance < 0.03
@@ -124,10 +124,10 @@ def test_block_with_fresh_noise_every_round_has_the_golden_law():
 def test_block_with_noise_keyed_by_position_is_caught(monkeypatch):
     excess, distance = golden_texts("block", keyed_by_position, monkeypatch)
     assert excess > 5
-    assert distance == pytest.approx(0.101, abs=0.02)  # as algorithms.md measured it
+    assert distance == pytest.approx(0.101, abs=0.02)
 
 
-def test_traversal_with_fresh_noise_every_round_has_the_golden_law():
+def test_traversal_with_fresh_noise_every_round_has_the_golden_distribution():
     excess, distance = golden_texts("block", drafter=TREE)
     assert excess < 1
     assert distance < 0.03

@@ -1,4 +1,4 @@
-"""The lossy rules do what they say, and nothing runs them that did not ask for them."""
+"""The lossy rules accept as documented, and run only where they are named."""
 
 import functools
 
@@ -13,8 +13,9 @@ from jspec.core.types import Draft, Params
 from jspec.drafters import NoDrafter
 from jspec.engine.batch import SequenceParams
 from jspec.engine.plan import Plan
-from jspec.tools.certify.chains import context_dependent, softmax
-from jspec.tools.certify.drafted_trees import TreeCase, outcome
+from jspec.tools.certify.conditionals import context_dependent, softmax
+from jspec.tools.certify.drawing import Case
+from jspec.tools.certify.enumeration import outcome
 from jspec.verify import RULES
 from tests.fakes import (
     NeverRightDrafter,
@@ -33,7 +34,7 @@ UNEVEN = (-1, 0, 0, 1, 1, 3)  # its first path is 1, 3, 5
 
 
 def medusa(logits, parents, tokens, valid, threshold, alpha):
-    """Typical acceptance as its paper has it, one tree: the end of the path."""
+    """Return the end of the path by typical acceptance as in its paper, for one tree."""
     best = (0, 0.0, 0)
     for end in np.flatnonzero(valid):
         depth, score, node, accepted = 0, 0.0, end, True
@@ -49,7 +50,7 @@ def medusa(logits, parents, tokens, valid, threshold, alpha):
 
 
 def bushes(rng, count):
-    """Random trees [B, N], siblings distinct, and some nodes not valid."""
+    """Return random trees [B, N] with distinct siblings, some nodes not valid."""
     grown = [bush(rng) for _ in range(count)]
     return tuple(np.stack(part) for part in zip(*grown, strict=True))
 
@@ -71,12 +72,12 @@ def bush(rng):
 def judge(walk, logits, parents, tokens, valid, uniforms):
     tree = core_trees.from_parents(parents, DEPTH)
     draft = Draft(tokens, parents, valid, max_depth=DEPTH)
-    path, num_accepted, distribution = walk(logits, draft, tree, uniforms)
+    path, num_accepted, distribution = walk(logits, draft, tree, uniforms, "deterministic")
     return jnp.take_along_axis(path, num_accepted[:, None], 1)[:, 0], distribution
 
 
 def judged(walk, logits, parents, tokens, valid):
-    uniforms = np.full(tokens.shape, np.nan)  # never looked at
+    uniforms = np.full(tokens.shape, np.nan)  # never read
     return map(np.asarray, judge(walk, logits, parents, tokens, valid, uniforms))
 
 
@@ -103,8 +104,8 @@ def test_typical_meets_a_target_without_a_choice_exactly():
     assert len(set(exact.tolist())) > 3
 
 
-def test_typical_changes_the_law_and_says_so():
-    case = TreeCase(UNEVEN, "point", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+def test_typical_changes_the_distribution_and_declares_it():
+    case = Case(UNEVEN, "deterministic", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
     assert outcome(RULES["typical"].walk, case).distance > 0.05
     assert not RULES["typical"].lossless
 
@@ -128,26 +129,26 @@ def test_greedy_rows_are_exact_under_typical_even_beside_sampled_ones():
 
 @functools.cache
 def synthetic(**settings):
-    case = TreeCase(UNEVEN, "point", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+    case = Case(UNEVEN, "deterministic", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
     return outcome(verify.synthetic(**settings).walk, case)
 
 
 @pytest.mark.parametrize("rates", [(0.8, 0.6, 0.3), (1.0, 0.5, 0.0), (0.0, 0.0, 0.0)])
 def test_drafts_are_accepted_at_the_rates_asked_for(rates):
-    found = synthetic(rates=rates)
-    at_least = np.cumsum(found.accepted[::-1])[::-1]  # P(accepted >= i)
+    result = synthetic(rates=rates)
+    at_least = np.cumsum(result.accepted[::-1])[::-1]  # P(accepted >= i)
     np.testing.assert_allclose(at_least, (1, *rates), atol=EXACT)
 
 
 @pytest.mark.parametrize("length", [1, 1.75, 2.5, 4])
 def test_a_length_is_the_mean_of_what_a_round_emits(length):
-    found = synthetic(length=length)
-    assert found.mean_accepted + 1 == pytest.approx(length, abs=EXACT)
-    assert (found.accepted > EXACT).sum() <= 2  # of the smallest variance
+    result = synthetic(length=length)
+    assert result.mean_accepted + 1 == pytest.approx(length, abs=EXACT)
+    assert (result.accepted > EXACT).sum() <= 2  # of the smallest variance
 
 
-def test_what_the_target_says_after_a_synthetic_path_is_its_own():
-    case = TreeCase(UNEVEN, "point", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+def test_the_token_after_a_synthetic_path_is_the_targets():
+    case = Case(UNEVEN, "deterministic", context_dependent(0, 3, 4), context_dependent(1, 3, 3))
     none = outcome(verify.synthetic(rates=(0, 0, 0)).walk, case)
     assert none.distance < EXACT
     assert synthetic(rates=(0.8, 0.6, 0.3)).distance > 0.05
@@ -163,8 +164,8 @@ def test_synthetic_accepts_what_is_always_wrong_whether_rows_are_greedy_or_not(t
     assert answer.accepted.tolist() == [0, 0, 4, 0]
     if temperature == 0:
         last = np.asarray(table(0, V, V)).argmax(-1)
-        told = answer.tokens.tolist()
-        assert [told[i + 2] for i in (0, 3, 6)] == [last[told[i + 1]] for i in (0, 3, 6)]
+        tokens = answer.tokens.tolist()
+        assert [tokens[i + 2] for i in (0, 3, 6)] == [last[tokens[i + 1]] for i in (0, 3, 6)]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_synthetic_accepts_what_is_always_wrong_whether_rows_are_greedy_or_not(t
         ({"length": 0.5}, "must be at least 1, got 0.5"),
     ],
 )
-def test_rates_that_are_none_are_refused(settings, message):
+def test_invalid_rates_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         verify.synthetic(**settings)
 

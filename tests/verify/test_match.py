@@ -1,4 +1,4 @@
-"""The target-only walk on trees, by enumeration of everything the target may draw."""
+"""Rule ``match`` on trees, by enumeration of all draws of the target."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import pytest
 
 from jspec.core import trees
 from jspec.core.types import Draft
-from jspec.tools.certify.chains import context_dependent, context_free
+from jspec.tools.certify.conditionals import context_dependent, context_free, softmax
 from jspec.verify import RULES
 
 V, NUM_NODES, DEPTH = 3, 7, 3
@@ -19,17 +19,17 @@ P = [0.5, 0.3, 0.2]
 
 @jax.jit
 def walk(parents, tokens, valid, draws):
-    """``match`` on [B, N] trees: path, num_accepted."""
+    """Return path and num_accepted of ``match`` on [B, N] trees."""
     tree = trees.from_parents(parents, DEPTH)
     draft = Draft(tokens, parents, valid, max_depth=DEPTH)
     processed = jnp.zeros((*tokens.shape, V))
-    return RULES["match"].walk(processed, draft, tree, draws)[:2]
+    return RULES["match"].walk(processed, draft, tree, draws, "deterministic")[:2]
 
 
-def tree_distribution(parents, tokens, levels, valid=None):
-    """The exact law of DEPTH + 1 tokens, that of the target, and P(0..DEPTH accepted).
+def tree_distribution(parents, tokens, conditionals, valid=None):
+    """Return the exact distribution of DEPTH + 1 tokens, the target's, and P(0..DEPTH accepted).
 
-    Draws belong to contexts, as noise belongs to positions: nodes that repeat a path share them.
+    Noise belongs to positions, so nodes with equal paths share their draw.
     """
     parents, tokens = (np.pad(x, (0, NUM_NODES - len(x))) for x in (parents, tokens))
     used = np.arange(NUM_NODES) < (NUM_NODES if valid is None else len(valid))
@@ -39,37 +39,34 @@ def tree_distribution(parents, tokens, levels, valid=None):
         prefixes.append((*prefixes[max(parents[node], 0)], int(tokens[node])))
     contexts = sorted(set(prefixes))
     number = lambda prefix: sum(token * V**i for i, token in enumerate(reversed(prefix)))
-    distributions = np.stack([softmax(levels[len(prefix)][number(prefix)]) for prefix in contexts])
+    distributions = np.stack(
+        [softmax(conditionals[len(prefix)][number(prefix)]) for prefix in contexts]
+    )
     choices = np.array(list(itertools.product(range(V), repeat=len(contexts))))
     weights = distributions[np.arange(len(contexts)), choices].prod(1)
     draws = choices[:, [contexts.index(prefix) for prefix in prefixes]]
     tile = lambda x: jnp.asarray(np.broadcast_to(x, draws.shape))
-    found = walk(
+    path, num_accepted = walk(
         tile(parents), tile(tokens).astype(jnp.int32), tile(valid), jnp.asarray(draws, jnp.int32)
     )
-    path, num_accepted = map(np.asarray, found)
+    path, num_accepted = np.asarray(path), np.asarray(num_accepted)
     ends = path[np.arange(len(path)), num_accepted]
     emitted = draws[np.arange(len(draws)), ends]
     distribution = np.zeros(1)
-    for count, level in enumerate(levels):
+    for count, rows in enumerate(conditionals):
         here = np.zeros((V**count, V))
         for node in np.flatnonzero(np.array([len(prefix) for prefix in prefixes]) == count):
             mass = weights * (ends == node) * (num_accepted == count)
             here[number(prefixes[node])] += np.bincount(emitted, mass, minlength=V)
-        distribution = (distribution[:, None] * softmax(level)).ravel() * (count > 0) + here.ravel()
+        distribution = (distribution[:, None] * softmax(rows)).ravel() * (count > 0) + here.ravel()
     exact = np.ones(1)
-    for level in levels:
-        exact = (exact[:, None] * softmax(level)).ravel()
+    for rows in conditionals:
+        exact = (exact[:, None] * softmax(rows)).ravel()
     return distribution, exact, np.bincount(num_accepted, weights, minlength=DEPTH + 1)
 
 
-def softmax(logits):
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
 def random_tree(rng, distinct=True):
-    """Parents and tokens of a random tree of at most DEPTH; siblings hold distinct tokens."""
+    """Return parents and tokens of a random tree; siblings hold distinct tokens."""
     parents, tokens, depth = [-1], [0], [0]
     while len(parents) < NUM_NODES:
         up, token = int(rng.integers(0, len(parents))), int(rng.integers(0, V))
@@ -82,7 +79,7 @@ def random_tree(rng, distinct=True):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_tree_gives_the_targets_law(seed):
+def test_any_tree_gives_the_targets_distribution(seed):
     rng = np.random.default_rng(seed)
     distribution, exact, _ = tree_distribution(
         *random_tree(rng), context_dependent(seed, V, DEPTH + 1)
@@ -91,15 +88,15 @@ def test_any_tree_gives_the_targets_law(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_node_is_accepted_as_often_as_the_target_says_its_path(seed):
-    # No rule can accept a path more often, so the walk is the best there is for point masses.
+def test_every_node_is_accepted_with_the_target_probability_of_its_path(seed):
+    # No rule can accept a path more often, so this is the best rule for deterministic drafts.
     parents, tokens = random_tree(np.random.default_rng(seed))
-    levels = context_dependent(seed, V, DEPTH + 1)
-    _, _, accepted = tree_distribution(parents, tokens, levels)
+    conditionals = context_dependent(seed, V, DEPTH + 1)
+    _, _, accepted = tree_distribution(parents, tokens, conditionals)
     chance, prefix, depth = [1.0], [0], [0]
     for node in range(1, NUM_NODES):
         up, token = parents[node], tokens[node]
-        chance.append(chance[up] * softmax(levels[depth[up]][prefix[up]])[token])
+        chance.append(chance[up] * softmax(conditionals[depth[up]][prefix[up]])[token])
         prefix.append(prefix[up] * V + int(token))
         depth.append(depth[up] + 1)
     assert max(depth) > 1
@@ -117,10 +114,10 @@ def test_siblings_that_repeat_a_token_do_no_harm(seed):
 
 def test_nodes_that_are_not_valid_are_never_accepted():
     parents, tokens = np.array([-1, 0, 0, 1, 1, 2, 2]), np.array([0, 0, 1, 0, 1, 0, 1])
-    levels = context_dependent(0, V, DEPTH + 1)
+    conditionals = context_dependent(0, V, DEPTH + 1)
     valid = np.array([True, True, False, True, False, False, False])
-    distribution, exact, accepted = tree_distribution(parents, tokens, levels, valid)
-    chain = softmax(levels[0])[0, 0] * softmax(levels[1])[0, 0]
+    distribution, exact, accepted = tree_distribution(parents, tokens, conditionals, valid)
+    chain = softmax(conditionals[0])[0, 0] * softmax(conditionals[1])[0, 0]
     assert 0.5 * np.abs(distribution - exact).sum() < EXACT
     np.testing.assert_allclose(accepted[2], chain)
 
@@ -140,13 +137,15 @@ def test_a_chain_is_accepted_as_far_as_the_target_agrees():
     np.testing.assert_allclose(accepted, [0.7, 0.21, 0.063, 0.027], atol=EXACT)
 
 
-def test_the_next_law_is_the_targets_at_the_end_of_the_path():
+def test_the_next_logits_are_the_targets_at_the_end_of_the_path():
     rng = np.random.default_rng(0)
     parents, tokens = (jnp.array([x], jnp.int32) for x in random_tree(rng))
     processed = jnp.array(rng.normal(size=(1, NUM_NODES, V)), jnp.float32)
     shape = trees.from_parents(parents, DEPTH)
     draws = jnp.array(rng.integers(0, V, (1, NUM_NODES)), jnp.int32).at[0, 0].set(tokens[0, 1])
     draft = Draft(tokens, parents, tokens == tokens, max_depth=DEPTH)
-    path, num_accepted, logits = RULES["match"].walk(processed, draft, shape, draws)
+    path, num_accepted, logits = RULES["match"].walk(
+        processed, draft, shape, draws, "deterministic"
+    )
     assert num_accepted[0] > 0
     np.testing.assert_array_equal(logits[0], processed[0, path[0, num_accepted[0]]])

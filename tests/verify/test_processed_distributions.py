@@ -1,4 +1,4 @@
-"""The compiled loop under settings that look at the text: its law is that of plain sampling."""
+"""The compiled loop with logits processors has the distribution of plain sampling."""
 
 import itertools
 import re
@@ -28,36 +28,36 @@ SETTINGS = {
 
 
 def distribution(row):
-    """Of texts of ``LENGTH`` tokens after token 0, one token at a time: [V**n]."""
-    found = np.ones(V**LENGTH)
-    for index, text in enumerate(itertools.product(range(V), repeat=LENGTH)):
-        for place, token in enumerate(text):
-            before = (0, *text[:place])
+    """Return the distribution of ``LENGTH`` tokens after token 0, token by token: [V**n]."""
+    probs = np.ones(V**LENGTH)
+    for number, text in enumerate(itertools.product(range(V), repeat=LENGTH)):
+        for index, token in enumerate(text):
+            before = (0, *text[:index])
             logits = plainly(row, WEIGHTS[before[-1]], before)
             if row.grammar is not None:
                 logits = np.where(
-                    [goes_on(text[:place], each) for each in range(V)], logits, -np.inf
+                    [may_follow(text[:index], each) for each in range(V)], logits, -np.inf
                 )
-            if np.isneginf(logits).all():  # behind what cannot be said
-                found[index] = 0
+            if np.isneginf(logits).all():  # after an impossible text
+                probs[number] = 0
                 break
-            found[index] *= scipy.special.softmax(logits)[token]
-    return found
+            probs[number] *= scipy.special.softmax(logits)[token]
+    return probs
 
 
-def goes_on(said, token):
-    """Whether ``token`` may follow, by trying all texts; what has ended says 0 again."""
-    text = "".join(LETTERS[each] for each in said)
+def may_follow(text_ids, token):
+    """Return whether ``token`` may follow, by trying all texts; after 0 nothing but 0 follows."""
+    text = "".join(LETTERS[each] for each in text_ids)
     if token == 0:
         return re.fullmatch(PATTERN, text) is not None
     endings = ("".join(end) for n in range(4) for end in itertools.product("abc", repeat=n))
-    ended = 0 in said and said[-1] == 0
+    ended = 0 in text_ids and text_ids[-1] == 0
     return not ended and any(re.fullmatch(PATTERN, text + LETTERS[token] + end) for end in endings)
 
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_speculation_keeps_the_law_of_shaped_requests(name, rule):
+def test_speculation_keeps_the_distribution_of_processed_logits(name, rule):
     row = SequenceParams((0,), temperature=1.0, **SETTINGS[name])
     request, _ = request_of([row] * ROWS, ROWS, row.filters, V)
     plan = Plan(ToyTarget(V), TableDrafter(3), rule)

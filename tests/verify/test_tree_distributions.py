@@ -1,43 +1,38 @@
-"""The output law of the shipped rules on trees is the target's, by enumeration in float64."""
+"""The output distribution of the rules on trees equals the target's, by enumeration."""
 
 import functools
 
 import numpy as np
 import pytest
 
-from jspec.tools.certify import chains
-from jspec.tools.certify.chains import context_dependent, context_free
-from jspec.tools.certify.drafted_trees import CHILDREN, DEPTH, TreeCase, outcome
+from jspec.tools.certify.conditionals import context_dependent, context_free, softmax
+from jspec.tools.certify.drawing import CHILDREN, DEPTH, Case
+from jspec.tools.certify.enumeration import outcome
 from jspec.verify import RULES
+from tests.verify import cases
 
 EXACT = 1e-12
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]  # of the golden numbers
 TWO, THREE, TWO_BY_TWO = (-1, 0, 0), (-1, 0, 0, 0), (-1, 0, 0, 1, 1, 2, 2)
 UNEVEN, CHAIN = (-1, 0, 0, 1, 1, 3), (-1, 0, 1, 2)
 ROUND_RULES = ["rejection", "block"]
-DRAWN = ["iid", "without_replacement", "top_plus_one"]
+DRAWN = ["without_replacement", "top_plus_one"]
 
 
-def walk_of(rule, proposal):
-    """The walk that a plan would run; on point masses, that of the rule itself."""
-    shipped = RULES[rule]
-    return (shipped if proposal == "point" else shipped.judging(proposal)).walk
-
-
-def found(rule, parents, proposal, target, drafter, **more):
-    return outcome(walk_of(rule, proposal), TreeCase(parents, proposal, target, drafter, **more))
+def outcome_of(rule, parents, proposal, target, drafter, **more):
+    return outcome(RULES[rule], Case(parents, proposal, target, drafter, **more))
 
 
 @functools.cache
 def golden(rule, parents, proposal):
-    return found(rule, parents, proposal, context_free(P, DEPTH + 1), context_free(Q, DEPTH))
+    return outcome_of(rule, parents, proposal, context_free(P, DEPTH + 1), context_free(Q, DEPTH))
 
 
 @functools.cache
 def random(rule, parents, proposal, seed=0, vocab_size=3):
     target = context_dependent(seed, vocab_size, DEPTH + 1)
     drafter = context_dependent(seed + 1, vocab_size, DEPTH)
-    return found(rule, parents, proposal, target, drafter)
+    return outcome_of(rule, parents, proposal, target, drafter)
 
 
 # ---------------------------------------------------------------------------------- losslessness
@@ -46,49 +41,56 @@ def random(rule, parents, proposal, seed=0, vocab_size=3):
 @pytest.mark.parametrize("parents", [TWO, TWO_BY_TWO, UNEVEN], ids=["two", "2x2", "uneven"])
 @pytest.mark.parametrize("proposal", CHILDREN)
 @pytest.mark.parametrize("rule", ROUND_RULES)
-def test_trees_give_the_targets_law(rule, proposal, parents):
+def test_trees_give_the_targets_distribution(rule, proposal, parents):
     if proposal == "chain":
         parents = CHAIN
     result = random(rule, parents, proposal)
     assert result.distance < EXACT
-    assert result.distribution.sum() == pytest.approx(1, abs=EXACT)
+    assert result.probs.sum() == pytest.approx(1, abs=EXACT)
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_three_children_are_exact(rule):
-    assert random(rule, THREE, "iid").distance < EXACT
-    for proposal in ("without_replacement", "top_plus_one", "points_last"):
+    for proposal in ("without_replacement", "top_plus_one", "deterministic_last"):
         result = random(rule, THREE, proposal, vocab_size=4)
         assert result.distance < EXACT
         assert result.accepted[1] < 1  # of three tokens, three children would be all
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
-def test_point_masses_and_draws_may_meet_in_one_tree(rule):
-    mixed = ("without_replacement", "point", "top_plus_one", "point", "point", "point", "point")
+def test_deterministic_and_drawn_nodes_may_meet_in_one_tree(rule):
+    mixed = (
+        "without_replacement",
+        "deterministic",
+        "top_plus_one",
+        "deterministic",
+        "deterministic",
+        "deterministic",
+        "deterministic",
+    )
     assert random(rule, TWO_BY_TWO, mixed).distance < EXACT
 
 
 @pytest.mark.parametrize("proposal", DRAWN)
 @pytest.mark.parametrize("rule", ROUND_RULES)
-def test_nodes_that_are_not_valid_leave_the_law_as_it_is(rule, proposal):
+def test_nodes_that_are_not_valid_leave_the_distribution_as_it_is(rule, proposal):
     # A first child without children, and a second one whose first child is missing.
     target, drafter = context_dependent(2, 3, DEPTH + 1), context_dependent(3, 3, DEPTH)
     exists = (True, True, True, False, False, False, True)
-    result = found(rule, TWO_BY_TWO, proposal, target, drafter, exists=exists)
+    result = outcome_of(rule, TWO_BY_TWO, proposal, target, drafter, exists=exists)
     assert result.distance < EXACT
     assert result.accepted[2] > 0
     assert result.accepted[3] == 0
 
 
 @pytest.mark.parametrize(
-    "proposal", ["without_replacement", "top_plus_one", "points_last", "point"]
+    "proposal", ["without_replacement", "top_plus_one", "deterministic_last", "deterministic"]
 )
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_a_reduced_draft_vocabulary_is_exact(rule, proposal):
     target, drafter = context_dependent(4, 4, DEPTH + 1), context_dependent(5, 2, 1)
-    drafter += [context_dependent(6 + level, 2, 1)[0].repeat(4**level, 0) for level in (1, 2)]
-    result = found(rule, UNEVEN, proposal, target, drafter, vocabulary=(1, 3))
+    drafter += [context_dependent(6 + depth, 2, 1)[0].repeat(4**depth, 0) for depth in (1, 2)]
+    result = outcome_of(rule, UNEVEN, proposal, target, drafter, vocabulary=(1, 3))
     assert result.distance < EXACT
     assert result.accepted[0] > 0.05  # the other half of the vocabulary
 
@@ -98,14 +100,14 @@ def test_fewer_tokens_than_children_leave_the_rest_of_the_children_out(rule):
     drafter = context_free([0.0, 1.0, 0.0], 1) + context_dependent(1, 3, DEPTH)[1:]
     for proposal in ("without_replacement", "top_plus_one"):
         target = context_dependent(7, 3, DEPTH + 1)
-        assert found(rule, UNEVEN, proposal, target, drafter).distance < EXACT
+        assert outcome_of(rule, UNEVEN, proposal, target, drafter).distance < EXACT
 
 
 @pytest.mark.parametrize("proposal", DRAWN)
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_nothing_is_accepted_where_draft_and_target_share_no_token(rule, proposal):
     target = context_free([0.0, 0.0, 1.0], DEPTH + 1)
-    result = found(rule, TWO, proposal, target, context_free([0.4, 0.6, 0.0], DEPTH))
+    result = outcome_of(rule, TWO, proposal, target, context_free([0.4, 0.6, 0.0], DEPTH))
     assert result.distance < EXACT
     assert result.accepted[0] == pytest.approx(1, abs=EXACT)
 
@@ -114,7 +116,7 @@ def test_nothing_is_accepted_where_draft_and_target_share_no_token(rule, proposa
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_everything_is_accepted_where_draft_and_target_agree(rule, proposal):
     same = context_dependent(8, 3, DEPTH + 1)
-    result = found(rule, UNEVEN, proposal, same, same[:-1])
+    result = outcome_of(rule, UNEVEN, proposal, same, same[:-1])
     assert result.distance < EXACT
     # Drawn children alone: the first is accepted at once, and it leads to the deepest leaf.
     if proposal != "top_plus_one":
@@ -124,8 +126,8 @@ def test_everything_is_accepted_where_draft_and_target_agree(rule, proposal):
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_a_target_without_a_choice_gives_its_only_text(rule):
     target = context_free([0.0, 1.0, 0.0], DEPTH + 1)
-    for proposal in (*DRAWN, "point"):
-        assert found(rule, UNEVEN, proposal, target, context_free(Q, DEPTH)).distance < EXACT
+    for proposal in (*DRAWN, "deterministic"):
+        assert outcome_of(rule, UNEVEN, proposal, target, context_free(Q, DEPTH)).distance < EXACT
 
 
 # --------------------------------------------------------------------------------- golden numbers
@@ -133,7 +135,7 @@ def test_a_target_without_a_choice_gives_its_only_text(rule):
 
 @pytest.mark.parametrize(
     ("proposal", "accepted"),
-    [("iid", 0.76), ("without_replacement", 0.808571), ("top_plus_one", 0.9), ("point", 0.5)],
+    [("without_replacement", 0.808571), ("top_plus_one", 0.9), ("deterministic", 0.5)],
 )
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_golden_acceptance_of_two_children(rule, proposal, accepted):
@@ -149,18 +151,18 @@ def test_golden_acceptance_of_a_two_by_two_tree_drawn_without_replacement(rule, 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_golden_acceptance_of_a_two_by_two_tree_of_the_likeliest(rule):
-    assert golden(rule, TWO_BY_TWO, "point").mean_accepted == pytest.approx(0.75, abs=EXACT)
+    assert golden(rule, TWO_BY_TWO, "deterministic").mean_accepted == pytest.approx(0.75, abs=EXACT)
 
 
 def test_top_plus_one_is_accepted_as_far_as_any_rule_can():
     # p(S) and, of the drawn child, the overlap of p and q outside of S.
     for seed in range(3):
         target, drafter = context_dependent(seed, 3, 4), context_dependent(seed + 9, 3, 3)
-        p, q = (chains.softmax(levels[0])[0] for levels in (target, drafter))
+        p, q = (softmax(each[0])[0] for each in (target, drafter))
         top = q.argmax()
         rest = np.where(np.arange(3) == top, 0, q) / (1 - q[top])
         best = p[top] + np.minimum(p, rest).sum()
-        result = found("rejection", TWO, "top_plus_one", target, drafter)
+        result = outcome_of("rejection", TWO, "top_plus_one", target, drafter)
         assert result.accepted[1] == pytest.approx(best, abs=EXACT)
 
 
@@ -174,40 +176,44 @@ def test_traversal_accepts_at_least_as_much_as_the_walk_down(proposal):
         assert whole.mean_accepted > down.mean_accepted + 1e-3
 
 
-def test_traversal_gains_nothing_over_the_walk_down_on_point_masses():
+def test_traversal_gains_nothing_over_the_walk_down_on_deterministic_drafts():
     for parents in (TWO_BY_TWO, UNEVEN):
-        whole, down = (random(rule, parents, "point") for rule in ("block", "rejection"))
+        whole, down = (random(rule, parents, "deterministic") for rule in ("block", "rejection"))
         np.testing.assert_allclose(whole.accepted, down.accepted, atol=EXACT)
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
 def test_a_tree_that_is_a_chain_is_judged_as_a_chain(rule):
-    case = chains.Case(context_dependent(0, 3, 4), context_dependent(1, 3, 3))
-    chain = chains.outcome(rule, case)  # by the chain's own code
-    tree = random(rule, CHAIN, "chain")  # parents are traced, so nobody knows that it is one
-    np.testing.assert_allclose(tree.distribution, chain.distribution, atol=EXACT)
+    case = cases.chain(context_dependent(0, 3, 4), context_dependent(1, 3, 3))
+    chain = outcome(RULES[rule], case)  # by the code for chains
+    tree = random(rule, CHAIN, "chain")  # its parents are traced
+    np.testing.assert_allclose(tree.probs, chain.probs, atol=EXACT)
     np.testing.assert_allclose(tree.accepted, chain.accepted, atol=EXACT)
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
-def test_chains_of_draws_and_point_masses_from_a_reduced_vocabulary_are_exact(rule):
-    drafter = [context_dependent(level, 2, 1)[0].repeat(3**level, 0) for level in range(3)]
+def test_chains_of_drawn_and_deterministic_nodes_from_a_reduced_vocabulary_are_exact(rule):
+    drafter = [context_dependent(depth, 2, 1)[0].repeat(3**depth, 0) for depth in range(3)]
     target = context_dependent(5, 3, DEPTH + 1)
     known = {"vocabulary": (0, 2), "static": True}
-    for proposal in ("chain", ("chain", "point", "chain", "chain"), ("point", "chain") * 2):
-        chain = found(rule, CHAIN, proposal, target, drafter, **known)
+    for proposal in (
+        "chain",
+        ("chain", "deterministic", "chain", "chain"),
+        ("deterministic", "chain") * 2,
+    ):
+        chain = outcome_of(rule, CHAIN, proposal, target, drafter, **known)
         assert chain.distance < EXACT
-        tree = found(rule, CHAIN, proposal, target, drafter, vocabulary=(0, 2))
+        tree = outcome_of(rule, CHAIN, proposal, target, drafter, vocabulary=(0, 2))
         np.testing.assert_allclose(chain.accepted, tree.accepted, atol=EXACT)
 
 
 @pytest.mark.parametrize("rule", ROUND_RULES)
-def test_a_chain_needs_no_rows_of_laws_behind_its_last_drawn_node(rule):
+def test_a_chain_needs_no_rows_of_logits_behind_its_last_drawn_node(rule):
     target, drafter = context_dependent(5, 3, DEPTH + 1), context_dependent(6, 3, DEPTH)
-    result = found(
+    result = outcome_of(
         rule,
         CHAIN,
-        ("chain", "chain", "point", "point"),
+        ("chain", "chain", "deterministic", "deterministic"),
         target,
         drafter,
         static=True,
@@ -217,7 +223,7 @@ def test_a_chain_needs_no_rows_of_laws_behind_its_last_drawn_node(rule):
     assert result.accepted[3] > 0
 
 
-def test_every_law_of_drafts_that_a_rule_is_exact_for_is_enumerated_here():
+def test_every_proposal_that_a_rule_is_exact_for_is_enumerated_here():
     proven = {*CHILDREN, "mixed"}
     for rule in ROUND_RULES:
         assert RULES[rule].exact_for == proven

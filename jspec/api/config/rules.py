@@ -1,4 +1,4 @@
-"""The acceptance rule that a ``speculative_config`` asks for, with its settings."""
+"""The acceptance rule of a ``speculative_config``."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,55 +11,53 @@ from jspec.util.messages import did_you_mean, shown
 
 
 def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
-    """The rule; with its settings, where keys have set any.
-
-    Args:
-      values: of all keys that work.
+    """Return the name of the rule, or the rule itself if it has settings or is the user's own.
 
     Raises:
-      ValueError: it is unknown or not built, or its settings are out of range or another rule's.
+      ValueError: the rule is unknown, not built or cannot be imported, or its settings are out of
+        range or another rule's.
     """
-    rule = _rule_name(values["rejection_sample_method"])
-    for other, names in RULE_KEYS.items():
-        if rule != other and any(values[name] is not None for name in names):
+    rule = _rule(values["rejection_sample_method"])
+    for other, keys in RULE_KEYS.items():
+        if rule != other and any(values[key] is not None for key in keys):
             raise ValueError(
-                f"{' / '.join(names)} are only valid with rejection_sample_method={other!r}."
+                f"{' / '.join(keys)} are only valid with rejection_sample_method={other!r}."
             )
-    given = [values[name] for name in RULE_KEYS.get(rule, ())]
-    for name, value in zip(RULE_KEYS.get(rule, ()), given, strict=True):
-        checking.check_real(name, value, listed=name == "synthetic_acceptance_rates")
+    if isinstance(rule, verify.Rule):
+        return rule
+    keys = RULE_KEYS.get(rule, ())
+    settings = [values[key] for key in keys]
+    for key, value in zip(keys, settings, strict=True):
+        checking.check_real(key, value, listed=key == "synthetic_acceptance_rates")
     if rule == "synthetic":
-        # Of a published tree the depth is not known yet: Plan compares it with the rates.
-        _check_acceptance(*given, values["num_speculative_tokens"] or values["tree_depth"])
-        return verify.synthetic(*given)
-    if any(value is not None for value in given):
-        default = verify.RULES[rule].walk
-        return verify.typical(
-            *(
-                old if new is None else new
-                for old, new in zip(dataclasses.astuple(default), given, strict=True)
-            )
-        )
-    return rule
+        # The depth of a published tree is not known yet: Plan compares it with the rates.
+        _check_rates(*settings, values["num_speculative_tokens"] or values["tree_depth"])
+        return verify.synthetic(*settings)
+    if all(value is None for value in settings):
+        return rule
+    defaults = dataclasses.astuple(verify.RULES[rule].walk)
+    pairs = zip(settings, defaults, strict=True)
+    return verify.typical(*(old if new is None else new for new, old in pairs))
 
 
-def _rule_name(name: Any) -> str:
+def _rule(name: Any) -> str | verify.Rule:
+    """The name in ``RULES`` that the key's value stands for, or the rule at a dotted path."""
+    key, known = "rejection_sample_method", ", ".join(RULE_NAMES)
     name = "standard" if name is None else name
     if name in RULES_NOT_BUILT:
-        raise ValueError(
-            f"rejection_sample_method={name!r} is lossy and not built; use one of "
-            f"{', '.join(RULE_NAMES)}."
-        )
-    if not isinstance(name, str) or name not in RULE_NAMES:
-        raise ValueError(
-            f"rejection_sample_method={shown(name)} is not known; use one of "
-            f"{', '.join(RULE_NAMES)}{did_you_mean(name, RULE_NAMES)}"
-        )
-    return RULE_NAMES[name]
+        raise ValueError(f"{key}={name!r} is lossy and not built; use one of {known}.")
+    if isinstance(name, str) and name in RULE_NAMES:
+        return RULE_NAMES[name]
+    if isinstance(name, str) and "." in name:
+        return verify.load_rule(name, key)
+    raise ValueError(
+        f"{key}={shown(name)} is not known; use one of {known}, or the dotted path of a "
+        f"jspec.verify.Rule{did_you_mean(name, RULE_NAMES)}"
+    )
 
 
-def _check_acceptance(rates: Sequence[float] | None, length: float | None, depth: Any) -> None:
-    """What vLLM says of rates and lengths that do not fit the draft."""
+def _check_rates(rates: Sequence[float] | None, length: float | None, depth: Any) -> None:
+    """Raise vLLM's errors for rates and lengths that do not fit the draft."""
     if depth is None:
         return
     if rates is not None and len(rates) != depth:

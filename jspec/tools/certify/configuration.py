@@ -1,4 +1,4 @@
-"""A whole configuration, as ``LLM`` would run it: its rule, its drafter's draws and its texts."""
+"""The certificate of a configuration of ``LLM``: its rule, its drafter's draws and its texts."""
 
 import dataclasses
 import json
@@ -15,13 +15,13 @@ from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams, check_prompt
-from jspec.tools.certify.distribution import distribution, distributions, rule_of
 from jspec.tools.certify.drafters import NUM_DRAFTS, check_number, drafts, draws_tokens
+from jspec.tools.certify.exact import distribution, distributions, rule_of
 from jspec.tools.certify.report import Finding
 from jspec.tools.certify.sampled import chi_square
-from jspec.tools.certify.texts import texts, with_the_targets_noise
+from jspec.tools.certify.texts import texts, with_target_noise
 
-# Of several kinds, since texts that repeat themselves, code and prose are drafted unlike well.
+# Of several kinds: repetition, code and prose are drafted with different success.
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -33,23 +33,23 @@ PROMPTS = (
     "The cat sat on the mat. The cat sat on the mat. The cat sat on the",
 )
 MAX_TOKENS = 64
-TEMPERATURE = 0.8  # where none is given
-Say = Callable[[str], None]
+TEMPERATURE = 0.8  # the default
+Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What is to be certified, checked before any model is opened.
+class Configuration:
+    """A configuration to certify, checked before any model is opened.
 
     Attributes:
-      model: of the target: a directory, a hub id, or what ``jspec.load`` returned.
+      model: of the target: a directory, a hub id, or the result of ``jspec.load``.
       speculative_config: as for ``LLM``.
       prompts: as for ``LLM.generate``; None for ``PROMPTS``.
-      max_tokens: to continue each of them by.
+      max_tokens: of each continuation.
       dtype: as for ``LLM``.
       num_drafts: rounds whose draws are compared.
       deterministic: as for ``LLM``.
-      sampling: temperature, top_k, top_p and min_p of what is drawn, and the seed.
+      sampling: temperature, top_k, top_p and min_p of sampled texts, and the seed.
 
     Raises:
       ValueError: a value is out of range.
@@ -67,57 +67,64 @@ class Asked:
     def __post_init__(self):
         if not isinstance(self.speculative_config, Mapping):
             raise ValueError(
-                f"speculative_config={self.speculative_config!r} must say what drafts for the "
-                "model, such as {'method': 'ngram', 'num_speculative_tokens': 4}."
+                f"speculative_config={self.speculative_config!r} must be a mapping that "
+                "names a drafter, such as {'method': 'ngram', 'num_speculative_tokens': 4}."
             )
         check_number(self.num_drafts)
         if not self.row((0,)).temperature > 0:
             raise ValueError(
-                f"temperature={self.row((0,)).temperature} must be more than 0: greedy text is "
-                "compared in any case, and this is of what is drawn."
+                f"temperature={self.row((0,)).temperature} must be more than 0: greedy texts "
+                "are compared in any case, and it is the temperature of sampled texts."
             )
 
     def row(self, prompt: Sequence[int], **changes: Any) -> SequenceParams:
-        """The row of a prompt, sampled."""
-        given = {"max_tokens": self.max_tokens, "temperature": TEMPERATURE, **self.sampling}
-        return SequenceParams(tuple(prompt), **{**given, **changes})
+        """Return the sampled row of a prompt."""
+        settings = {"max_tokens": self.max_tokens, "temperature": TEMPERATURE, **self.sampling}
+        return SequenceParams(tuple(prompt), **{**settings, **changes})
 
 
-def certified(asked: Asked, say: Say) -> tuple[list[Finding], list[str], dict[str, str]]:
-    """Everything about a configuration; ``say`` is told what is being done.
+def certified(
+    configuration: Configuration, progress: Progress
+) -> tuple[list[Finding], list[str], dict[str, str]]:
+    """Certify a configuration; ``progress`` receives the name of each step.
 
     Returns:
-      The findings, remarks on what was not checked as asked, and what was certified.
+      The findings, remarks on checks that were left out or replaced, and the certified setting.
 
     Raises:
       ValueError: as ``LLM`` does; or a prompt does not fit the model.
     """
-    speculative = config.read(asked.speculative_config)
-    say("loading")
+    speculative = config.read(configuration.speculative_config)
+    progress("loading")
     build = build_plan(
-        asked.model, speculative, dtype=asked.dtype, deterministic=asked.deterministic
+        configuration.model,
+        speculative,
+        dtype=configuration.dtype,
+        deterministic=configuration.deterministic,
     )
-    ids = _token_ids(build, asked.prompts, asked.max_tokens)
+    ids = _token_ids(build, configuration.prompts, configuration.max_tokens)
     eos = build.model.eos_token_ids
-    sampled = [asked.row(prompt, stream=i, stop_token_ids=eos) for i, prompt in enumerate(ids)]
+    sampled = [
+        configuration.row(prompt, stream=i, stop_token_ids=eos) for i, prompt in enumerate(ids)
+    ]
     findings, remarks = of_plan(
         build.plan,
         build.params,
         sampled,
-        num_drafts=asked.num_drafts,
+        num_drafts=configuration.num_drafts,
         name=_namer(build),
-        say=say,
+        progress=progress,
     )
     dtypes = {str(x.dtype) for x in jax.tree.leaves(build.params.target) if x.ndim > 1}
     setting = {
         "model": str(build.model.path),
         "dtype": ", ".join(sorted(dtypes)),
-        "speculative_config": json.dumps(dict(asked.speculative_config), default=str),
+        "speculative_config": json.dumps(dict(configuration.speculative_config), default=str),
         "prompts": str(len(ids)),
-        "max_tokens": str(asked.max_tokens),
-        **({"deterministic": "True"} if asked.deterministic else {}),
-        "temperature": f"{asked.row((0,)).temperature:g}",
-        **{name: f"{value:g}" for name, value in asked.sampling.items()},
+        "max_tokens": str(configuration.max_tokens),
+        **({"deterministic": "True"} if configuration.deterministic else {}),
+        "temperature": f"{configuration.row((0,)).temperature:g}",
+        **{name: f"{value:g}" for name, value in configuration.sampling.items()},
     }
     return findings, remarks, setting
 
@@ -129,90 +136,79 @@ def of_plan(
     *,
     num_drafts: int = NUM_DRAFTS,
     name: Callable[[int], str] = str,
-    say: Say = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> tuple[list[Finding], list[str]]:
-    """The findings about a plan of the functional layer, and remarks on what was left out.
+    """Certify a plan; return the findings, and remarks on checks that were left out.
 
     Args:
       plan: target, drafter and rule.
       params: weights.
-      rows: what to continue, at a temperature above 0; greedy texts are of the same prompts.
+      rows: prompts and settings, at a temperature above 0; greedy texts have the same prompts.
       num_drafts: rounds whose draws are compared.
-      name: of a token, for people.
-      say: is told what is being done.
+      name: shows a token to people.
+      progress: receives the name of each step.
 
     Raises:
       ValueError: a row does not fit the model.
     """
-    findings, remarks = [], []
-    say("enumerating drafts and coins, counting tokens of the rule")
-    findings += _of_rule(plan, rows[0])
-    say("comparing drafts with the laws that they were drawn from")
+    remarks = []
+    progress("enumerating drafts and uniforms, counting tokens of the rule")
+    findings = _of_rule(plan, rows[0])
+    progress("comparing drafts with their distributions")
     drafted = list(drafts(plan, params, rows, num_drafts=num_drafts))
     findings += drafted
     if not drafted[0].passed and len(drafted) == 1:
-        remarks.append(f"texts were not compared: {drafted[0].note or 'its drafts are no drafts'}.")
+        remarks.append(f"texts were not compared: {drafted[0].note or 'drafts are malformed'}.")
         return findings, remarks
     if not draws_tokens(plan):
-        remarks.append(_undrawn(plan))
-    say("comparing greedy texts with plain decoding")
-    # The same filters as above would change nothing at temperature 0.
+        remarks.append(_without_draws(plan))
+    progress("comparing greedy texts with plain decoding")
+    # Filters would change nothing at temperature 0.
     greedy = [dataclasses.replace(row, temperature=0, top_k=0, top_p=1, min_p=0) for row in rows]
     findings.append(texts(plan, params, greedy, name=name))
-    say("comparing sampled texts with plain sampling")
-    same, remark = with_the_targets_noise(plan)
+    progress("comparing sampled texts with plain sampling")
+    plan, remark = with_target_noise(plan)
     remarks += [remark] if remark else []
-    findings.append(texts(same, params, rows, name=name))
+    findings.append(texts(plan, params, rows, name=name))
     return findings, remarks
 
 
 def _of_rule(plan: Plan, row: SequenceParams) -> list[Finding]:
-    """The law of the rule for the plan's drafts, and the counts of its compiled program."""
+    """The exact distribution of the rule for the plan's proposal, and counts of its program."""
     rule, proposal = rule_of(plan.rule), plan.drafter.proposal
     if not rule.lossless:
         return list(distributions(rule))
     filters = {name: getattr(row, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    drawn = "chain" if proposal == "chain" else "without_replacement"
-    counted = next(
-        (
-            each
-            for each in (drawn, "chain", "point")
-            if each in rule.exact_for and (proposal != "point" or each == "point")
-        ),
-        None,
-    )
-    found = [distribution(rule, proposal, **filters)]
+    findings = [distribution(rule, proposal, **filters)]
+    choices = {"chain": ("chain", "deterministic"), "deterministic": ("deterministic",)}
+    choices = choices.get(proposal, ("without_replacement", "chain", "deterministic"))
+    counted = next((each for each in choices if each in rule.exact_for), None)
     if counted is not None:
-        found.append(chi_square(rule, counted, vocab_size=plan.target.vocab_size, **filters))
-    return found
+        findings.append(chi_square(rule, counted, vocab_size=plan.target.vocab_size, **filters))
+    return findings
 
 
-def _undrawn(plan: Plan) -> str:
+def _without_draws(plan: Plan) -> str:
     name = type(plan.drafter).__name__
-    if plan.drafter.proposal == "pruned":
-        return f"No law of the drafts of {name} is known, and its rule needs none."
     if plan.drafter.noise == "target":
-        return f"{name} draws with the target's noise and records no law: its texts are compared."
-    return (
-        f"{name} draws nothing, its drafts are point masses: there is no law to compare them with."
-    )
+        return f"{name} draws with the target's noise and records nothing: its texts are compared."
+    return f"{name} drafts deterministically: it has no draws to compare with a distribution."
 
 
-def _token_ids(build: Build, given: Any, max_tokens: int) -> list[tuple[int, ...]]:
-    """The prompts as the model sees them, once they are found to fit it."""
+def _token_ids(build: Build, texts: Any, max_tokens: int) -> list[tuple[int, ...]]:
+    """The token ids of the prompts, checked to fit the model."""
 
     def encode(text: str) -> list[int]:
         tokenizer = build.tokenizer or build.model.tokenizer
         return tokenizer.encode(text)
 
-    if given is None and loading.tokenizer_if_any(build.model) is None:
+    if texts is None and loading.tokenizer_if_any(build.model) is None:
         raise ValueError(
-            f"{build.model.path} has no tokenizer that could read the prompts of jspec; give "
+            f"{build.model.path} has no tokenizer for the prompts of jspec; give "
             "prompts={'prompt_token_ids': [...]} or a list of these."
         )
-    ids = [
-        each.token_ids for each in prompts.read(list(PROMPTS) if given is None else given, encode)
-    ]
+    texts = list(PROMPTS) if texts is None else texts
+    ids = [each.token_ids for each in prompts.read(texts, encode)]
     if not ids:
         raise ValueError("prompts=[] holds no prompt; give one, or leave it out.")
     size, room = build.plan.target.vocab_size, build.max_model_len - max_tokens
@@ -227,7 +223,7 @@ def _token_ids(build: Build, given: Any, max_tokens: int) -> list[tuple[int, ...
 
 
 def _namer(build: Build) -> Callable[[int], str]:
-    """How to name a token to people."""
+    """A function that shows a token to people."""
     tokenizer = loading.tokenizer_if_any(build.model)
     if tokenizer is None:
         return str

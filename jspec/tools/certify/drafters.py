@@ -1,8 +1,8 @@
-"""A drafter's draws beside the laws that it recorded of them, in rounds of the shipped loop.
+"""The check "drafter": a drafter's draws against the distributions that it recorded of them.
 
-A rule is exact for drafts that were drawn from what was recorded, with noise of their own. So every
-draw must be uniform in its law (``watching``), and tell nothing of what else is drawn: not of the
-draws before it, of the verifier's coins, or of the round after.
+A rule is exact for drafts that were drawn from the recorded distributions, with noise of their own.
+So every draw must be uniform in its distribution (``watching``), and independent of everything else
+that is drawn: of earlier draws, of the verifier's uniforms, and of the next round.
 """
 
 import dataclasses
@@ -19,19 +19,20 @@ from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.certify.report import Finding, worst
 from jspec.tools.certify.statistics import excess
-from jspec.tools.certify.watching import CONDITIONS, Watched, observed, watch
+from jspec.tools.certify.watching import CONDITIONS, Observation, observed, watch
 from jspec.util.buckets import bucket
+from jspec.util.values import is_whole
 
 NUM_DRAFTS = 4096
-MOST_ROWS = 64  # at once
-_ELEMENTS = 2**25  # of recorded laws at once
-_ROUNDS = 2  # in a row: noise that serves twice serves the next round
-_BINS, _COARSE = 20, 8  # of a draw's place by itself, and beside another's
+_MOST_ROWS = 64  # at once
+_ELEMENTS = 2**25  # of recorded distributions at once
+_ROUNDS = 2  # consecutive rounds: noise that is used twice shows in the next round
+_BINS, _COARSE_BINS = 20, 8  # of a quantile by itself, and of pairs
 _ORDERS = ("the likeliest first", "by id")
-_FEW = 100  # draws that say nothing
-# Rounding of sums of float32: of masses, and of log-weights with their noise.
-_ROUNDED = (2e-5, 2e-4)
-_KNOWN = 0.5  # missed so much less than by chance, noise is that of jspec.sampling
+_FEW = 100  # fewer draws show nothing
+# Rounding of float32 sums: of masses, and of log-weights with their noise.
+_TOLERANCES = (2e-5, 2e-4)
+_RECOGNISED = 0.5  # below this share of the misses by chance, the noise is jspec.core.sampling's
 
 
 def drafts(
@@ -42,20 +43,20 @@ def drafts(
     num_drafts: int = NUM_DRAFTS,
     seed: int = 0,
 ) -> Iterator[Finding]:
-    """Drafts behind the prompts of ``rows`` and a round later, and what is wrong with the draws.
+    """Draft behind the prompts of ``rows`` and a round later, and test the draws.
 
     Args:
-      plan: target, drafter and rule, as they run.
+      plan: target, drafter and rule.
       params: weights.
-      rows: what is continued, each with noise of many seeds, all at a temperature above 0; the end
-        of it, where two rounds more would not fit the model.
-      num_drafts: rounds in all, of which half follow another.
+      rows: prompts, each continued with noise of many seeds, at a temperature above 0. A prompt
+        that leaves no room for two rounds keeps its end only.
+      num_drafts: rounds in all; half of them follow another.
       seed: of the noise.
 
     Yields:
-      Of the check "drafter": whether drafts are what ``Draft`` says; and where tokens are drawn,
-      whether the recorded law is that of the draws, and their noise nobody else's. That a drafter
-      raises is a finding as well: then the only one, and measured NaN.
+      Findings of the check "drafter": that drafts are well formed; and where tokens are drawn, that
+      they follow the recorded distribution and that their noise is independent. If the drafter
+      raises, that is the only finding, with a measurement of NaN.
 
     Raises:
       ValueError: ``num_drafts`` is out of range.
@@ -63,14 +64,14 @@ def drafts(
     check_number(num_drafts)
     name = type(plan.drafter).__name__
     try:
-        rounds = _watched(plan, params, rows, num_drafts, seed)
+        rounds = _observe(plan, params, rows, num_drafts, seed)
     except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        note = f"it raises {type(error).__name__}: {words}"
+        message = " ".join(str(error).split())[:200]
+        note = f"it raises {type(error).__name__}: {message}"
         yield Finding("drafter", f"{name}: drafts", float("nan"), 1.0, note)
         return
     yield _conditions(name, rounds)
-    if np.isnan(rounds[0].places).all() and np.isnan(rounds[1].places).all():
+    if all(np.isnan(each.quantiles).all() for each in rounds):
         return
     yield _distribution(name, rounds)
     yield from _replayed(name, rounds)
@@ -78,163 +79,158 @@ def drafts(
 
 
 def check_number(num_drafts: int) -> None:
-    """Raises ValueError where so many drafts would tell nothing."""
-    if not isinstance(num_drafts, int) or isinstance(num_drafts, bool) or num_drafts < _FEW:
+    """Raise ValueError for a number of drafts that is too small to show anything."""
+    if not is_whole(num_drafts, _FEW):
         raise ValueError(f"num_drafts={num_drafts!r} must be a whole number of at least {_FEW}.")
 
 
 def draws_tokens(plan: Plan) -> bool:
-    """Whether the rule reads laws of the drafter's draws: then there is something to compare."""
-    return plan.drafter.proposal not in ("point", "pruned") and plan.drafter.noise == "own"
+    """Return whether the rule reads distributions of the drafter's draws, which can be tested."""
+    return plan.drafter.proposal != "deterministic" and plan.drafter.noise == "own"
 
 
-def _watched(
+def _observe(
     plan: Plan, params: Params, rows: Sequence[SequenceParams], num_drafts: int, seed: int
-) -> list[Watched]:
-    """What the first and the second round of each batch showed, batches joined."""
-    looking = observed(plan)
+) -> list[Observation]:
+    """Observations of the first and the second round of each batch, batches joined."""
+    watched, rows = observed(plan), _repeated(plan, rows, num_drafts)
+    batch = start(plan, params, rows)
+    first_shared, rng = init_shared(plan), np.random.default_rng(seed)
+    rounds: list[list[Observation]] = [[] for _ in range(_ROUNDS)]
+    for repeat in range(-(-num_drafts // (_ROUNDS * len(rows)))):
+        fold = jax.vmap(jax.random.fold_in, (0, None))
+        request = batch.request.replace(keys=fold(batch.request.keys, seed + repeat))
+        shared, state = first_shared, batch.state
+        for observations in rounds:
+            shape = (len(batch.state.done), plan.drafter.tree_size)
+            share = rng.random(shape, np.float32)
+            shared, state, seen = watch(watched, params, request, shared, state, share)
+            observations.append(jax.tree.map(lambda x: x[: len(rows)], jax.device_get(seen)))
+    return [jax.tree.map(lambda *x: np.concatenate(x), *parts) for parts in rounds]
+
+
+def _repeated(plan: Plan, rows: Sequence[SequenceParams], num_drafts: int) -> list[SequenceParams]:
+    """The prompts as rows of a full batch, each in a stream of its own."""
     elements = plan.drafter.tree_size * plan.target.vocab_size
-    batch = int(np.clip(_ELEMENTS // elements, 1, MOST_ROWS))
+    batch = int(np.clip(_ELEMENTS // elements, 1, _MOST_ROWS))
     batch = bucket(min(batch, -(-num_drafts // _ROUNDS)) // 2 + 1, smallest=1)
     needed = _ROUNDS * (plan.drafter.max_depth + 1) + 1
-    own = [
-        dataclasses.replace(
-            row,
-            prompt=row.prompt[-(plan.target.max_positions - needed) :],
-            max_tokens=needed,
-            stop_token_ids=(),
-        )
-        for row in rows[:MOST_ROWS]
-    ]
+    room = plan.target.max_positions - needed
     rows = [
-        dataclasses.replace(own[index % len(own)], stream=index)
-        for index in range(max(batch, len(own)))
+        dataclasses.replace(row, prompt=row.prompt[-room:], max_tokens=needed, stop_token_ids=())
+        for row in rows[:_MOST_ROWS]
     ]
-    begun = start(plan, params, rows)
-    shared, rng = init_shared(plan), np.random.default_rng(seed)
-    found: list[list[Watched]] = [[] for _ in range(_ROUNDS)]
-    for repeat in range(-(-num_drafts // (_ROUNDS * len(rows)))):
-        keys = jax.vmap(lambda key, n: jax.random.fold_in(key, n), (0, None))(
-            begun.request.keys, seed + repeat
-        )
-        request, kept, state = begun.request.replace(keys=keys), shared, begun.state
-        for place in range(_ROUNDS):
-            shape = (len(begun.state.done), plan.drafter.tree_size)
-            uniform = rng.random(shape, np.float32)
-            kept, state, seen = watch(looking, params, request, kept, state, uniform)
-            found[place].append(jax.tree.map(lambda x: x[: len(rows)], jax.device_get(seen)))
-    return [jax.tree.map(lambda *x: np.concatenate(x), *parts) for parts in found]
+    return [
+        dataclasses.replace(rows[index % len(rows)], stream=index)
+        for index in range(max(batch, len(rows)))
+    ]
 
 
-# ------------------------------------------------------------------------------------- conditions
-
-
-def _conditions(name: str, rounds: list[Watched]) -> Finding:
-    """How many drafts break a condition."""
+def _conditions(name: str, rounds: list[Observation]) -> Finding:
+    """The number of drafts that break a condition."""
     broken = np.concatenate([each.broken for each in rounds])
-    which = [words for words, count in zip(CONDITIONS, broken.sum(0), strict=True) if count]
-    note = f"not held: {'; '.join(which)}" if which else ""
+    words = [words for words, count in zip(CONDITIONS, broken.sum(0), strict=True) if count]
+    note = f"broken: {'; '.join(words)}" if words else ""
     subject = f"{name}: {len(broken)} drafts are well formed"
     return Finding("drafter", subject, float(broken.any(1).sum()), 1.0, note)
 
 
-# -------------------------------------------------------------------------------------------- law
+# ------------------------------------------------------------------------------ the distribution
 
 
-def _distribution(name: str, rounds: list[Watched]) -> Finding:
-    """Whether draws are uniform in the recorded law: of each node, and of all together."""
-    places = np.concatenate([each.places for each in rounds])
+def _distribution(name: str, rounds: list[Observation]) -> Finding:
+    """Chi-square of the quantiles: of each node, and of all together."""
+    quantiles = np.concatenate([each.quantiles for each in rounds])
     uniform = np.full(_BINS, 1 / _BINS)
-    tried = []
+    findings = []
     for order, by in enumerate(_ORDERS):
-        each = places[..., order]
-        columns = {f"node {node}": column for node, column in enumerate(each.T)}
-        for words, column in {"all nodes": each.ravel(), **columns}.items():
+        nodes = quantiles[..., order]
+        columns = {f"node {node}": column for node, column in enumerate(nodes.T)}
+        for words, column in {"all nodes": nodes.ravel(), **columns}.items():
             column = column[~np.isnan(column)]
             if len(column) >= _FEW:
-                observed = np.bincount((column * _BINS).astype(int), minlength=_BINS)
-                note = f"worst of {words}, draws by their place in the law, {by}"
-                tried.append(Finding("", "", excess(observed, uniform), 1.0, note))
-    count = int((~np.isnan(places[..., 0])).sum())
-    subject = f"{name}: {count} draws are from the law recorded"
-    if not tried:
+                counts = np.bincount((column * _BINS).astype(int), minlength=_BINS)
+                note = f"worst of {words}, draws by their quantile, {by}"
+                findings.append(Finding("", "", excess(counts, uniform), 1.0, note))
+    count = int((~np.isnan(quantiles[..., 0])).sum())
+    subject = f"{name}: {count} draws follow the recorded distribution"
+    if not findings:
         return Finding("drafter", subject, float("nan"), 1.0, "too few draws to tell")
-    found = worst(tried)
-    return Finding("drafter", subject, found.measured, 1.0, found.note)
+    return dataclasses.replace(worst(findings), check="drafter", subject=subject)
 
 
-def _replayed(name: str, rounds: list[Watched]) -> Iterator[Finding]:
-    """Where draws follow the noise of ``jspec.core.sampling``, whether each is what the record gives.
+def _replayed(name: str, rounds: list[Observation]) -> Iterator[Finding]:
+    """Compare each draw with its replay from the record, if its noise is jspec.core.sampling's.
 
-    A law that was rounded after the draw moves one draw in thousands, which no count would show.
+    A distribution that is rounded after the draw changes one draw in thousands, which no count
+    would show.
     """
     misses = np.concatenate([each.misses for each in rounds])
-    chance = np.concatenate([1 - each.probability for each in rounds])[..., None]
-    missed = misses > np.array(_ROUNDED)
+    off_token = np.concatenate([1 - each.probability for each in rounds])[..., None]
     drawn = ~np.isnan(misses)
-    expected = np.where(drawn, chance, 0).sum(0)  # [N, 2], if the noise were any other
-    counts = missed.sum(0)
-    known = (expected > 20) & (counts < _KNOWN * expected)
-    if known.any():
-        best = np.where(known, counts, np.iinfo(counts.dtype).max).min(1)
-        nodes = known.any(1)
+    expected = np.where(drawn, off_token, 0).sum(0)  # [N, 2], misses if the noise were another
+    counts = (misses > np.array(_TOLERANCES)).sum(0)
+    recognised = (expected > 20) & (counts < _RECOGNISED * expected)
+    if recognised.any():
+        fewest = np.where(recognised, counts, np.iinfo(counts.dtype).max).min(1)
+        nodes = recognised.any(1)
         total = int(drawn[:, nodes, 0].sum())
         subject = f"{name}: {total} draws are those that the record gives with their noise"
-        off = int(best[nodes].sum())
-        note = f"{off} are others, though the noise is that of jspec.sampling" if off else ""
+        off = int(fewest[nodes].sum())
+        note = f"{off} differ, though their noise is that of jspec.core.sampling" if off else ""
         yield Finding("drafter", subject, float(off), 1.0, note)
 
 
-# ------------------------------------------------------------------------------------------ noise
+# ------------------------------------------------------------------------------------- the noise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Event:
-    """Something that was drawn, or left out, in every round that was watched."""
+    """A random event of every observed round."""
 
     words: str
-    turn: tuple[int, int, int]  # round; a node of the draft or a coin of the verifier; its number
+    time: tuple[int, int, int]  # round; draft or verifier; index of the node or uniform
     values: np.ndarray  # [n] in [0, 1), NaN where it did not happen
-    uniform: bool  # whether it must be, whatever happened before
+    uniform: bool  # whether it must be uniform given everything before it
 
 
-def _events(turn: int, seen: Watched) -> Iterator[_Event]:
-    """What happened in one round, in the order of ``turn``."""
+def _events(index: int, seen: Observation) -> Iterator[_Event]:
+    """The events of one round, in the order of ``time``."""
     for node in range(seen.valid.shape[1]):
-        valid, places = seen.valid[:, node], seen.places[:, node, 1]
+        valid, quantiles = seen.valid[:, node], seen.quantiles[:, node, 1]
         if valid.any() and not valid.all():
             values = np.where(valid, 0.25, 0.75)
-            yield _Event(f"whether node {node} is valid", (turn, 0, node), values, False)
-        if (~np.isnan(places)).sum() >= _FEW:
-            yield _Event(f"the draw of node {node}", (turn, 0, node), places, True)
+            yield _Event(f"whether node {node} is valid", (index, 0, node), values, False)
+        if (~np.isnan(quantiles)).sum() >= _FEW:
+            yield _Event(f"the draw of node {node}", (index, 0, node), quantiles, True)
     last = seen.uniforms.shape[1] - 1
-    for uniform in range(1, last + 1):  # nobody asks the root's: it is committed
-        words = "the residual's coin" if uniform == last else f"the coin of node {uniform}"
-        yield _Event(words, (turn, 1, uniform), seen.uniforms[:, uniform], True)
+    for node in range(1, last + 1):  # the root's uniform is not used
+        words = "the residual's uniform" if node == last else f"the uniform of node {node}"
+        yield _Event(words, (index, 1, node), seen.uniforms[:, node], True)
 
 
-def _noise(name: str, rounds: list[Watched]) -> Finding:
-    """Whether what is drawn later is uniform whatever was drawn, or left out, before."""
-    events = [event for turn, seen in enumerate(rounds) for event in _events(turn, seen)]
-    counts = _pairs([event.values for event in events])
+def _noise(name: str, rounds: list[Observation]) -> Finding:
+    """Chi-square of every later event given every earlier one."""
+    events = [event for index, seen in enumerate(rounds) for event in _events(index, seen)]
+    counts = _pair_counts([event.values for event in events])
     tried = []
     for (i, first), (j, second) in itertools.permutations(enumerate(events), 2):
         table = counts[i, :, j]
-        if second.uniform and first.turn < second.turn and table.sum() >= _FEW:
-            distribution = table.sum(1, keepdims=True) / table.sum() / _COARSE
-            found = excess(table.ravel(), np.repeat(distribution, _COARSE, 1).ravel())
-            later = " a round later" * (first.turn[0] < second.turn[0])
-            tried.append((found, f"worst: {first.words}, then {second.words}{later}"))
+        if second.uniform and first.time < second.time and table.sum() >= _FEW:
+            probs = table.sum(1, keepdims=True) / table.sum() / _COARSE_BINS
+            measured = excess(table.ravel(), np.repeat(probs, _COARSE_BINS, 1).ravel())
+            later = " a round later" * (first.time[0] < second.time[0])
+            tried.append((measured, f"worst: {first.words}, then {second.words}{later}"))
     measured, note = max(tried)
-    subject = f"{name}: what is drawn is not told by what was drawn before"
+    subject = f"{name}: draws are independent of everything drawn before"
     return Finding("drafter", subject, measured, 1.0, note)
 
 
-def _pairs(columns: list[np.ndarray]) -> np.ndarray:
-    """Counts of each two columns in coarse bins, of rows that have both: [C, 8, C, 8]."""
+def _pair_counts(columns: list[np.ndarray]) -> np.ndarray:
+    """Counts of every two columns in coarse bins, over rows that have both: [C, 8, C, 8]."""
     values = np.stack(columns, 1)  # [n, C]
-    bins = np.where(np.isnan(values), -1, values * _COARSE).astype(int)
-    hot = (bins[..., None] == np.arange(_COARSE)).astype(np.float32)
-    hot = hot.reshape(len(hot), -1)
+    bins = np.where(np.isnan(values), -1, values * _COARSE_BINS).astype(int)
+    one_hot = (bins[..., None] == np.arange(_COARSE_BINS)).astype(np.float32)
+    one_hot = one_hot.reshape(len(one_hot), -1)
     size = len(columns)
-    return (hot.T @ hot).reshape(size, _COARSE, size, _COARSE)
+    return (one_hot.T @ one_hot).reshape(size, _COARSE_BINS, size, _COARSE_BINS)

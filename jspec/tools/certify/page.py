@@ -1,4 +1,4 @@
-"""A certificate as one page that a person can read."""
+"""A certificate as one page for people."""
 
 from rich import box
 from rich.table import Table
@@ -7,19 +7,19 @@ from rich.text import Text
 from jspec.tools.certify.report import Finding, Report
 
 _MEANINGS = {
-    "law": "law: total variation between the exact law of four tokens and the target's,\n"
-    "of a vocabulary of three, in float64.",
+    "distribution": "distribution: total variation between the exact distribution of four tokens\n"
+    "and the target's, with a vocabulary of three, in float64.",
     "chi-square": "chi-square: of the tokens of the compiled rule, above its mean, in units of\n"
-    "10 sqrt(2 df); and of how many are drafted too often, in 5 standard errors.",
-    "drafter": "drafter: drafts that are not well formed; chi-square, in its units, of\n"
-    "draws by their place in the recorded law, and beside one another.",
-    "text": "text: the largest gap at which texts part, in units of the rounding noise that\n"
-    "was measured for this dtype; 0 where none do.",
+    "10 sqrt(2 df); and of the tokens that are drafted too often, in 5 standard errors.",
+    "drafter": "drafter: the number of malformed drafts; and chi-square, in its units, of draws\n"
+    "by their quantile in the recorded distribution, alone and in pairs.",
+    "text": "text: the largest gap at which texts diverge, in units of the rounding noise\n"
+    "that was measured for this dtype; 0 where none do.",
 }
 
 
 def page(report: Report) -> Table:
-    """A line for each finding, and what the numbers mean below."""
+    """Return a table with a line per finding, and the meaning of the numbers below."""
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -39,7 +39,7 @@ def page(report: Report) -> Table:
 
 
 def _words(finding: Finding) -> Text:
-    """What was checked; and what is to be known of it, where it failed or texts part."""
+    """The subject; and the note of a failure or of diverging texts."""
     words = Text(finding.subject)
     if finding.note and (not finding.passed or finding.check == "text"):
         words.append(f"\n{finding.note}", "yellow" if finding.passed else "red")

@@ -1,4 +1,4 @@
-"""What a certificate says: findings, each a measurement beside what is allowed."""
+"""The report of a certificate: findings, each a measurement with its limit."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from jspec.util import atomic_files
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was measured.
+    """One measurement.
 
     Attributes:
-      check: what was done: "law", "chi-square", "drafter", or "text".
-      subject: of what, in words.
-      measured: the larger, the worse; NaN is a failure.
-      limit: what it must stay below.
-      note: what else is to be known, such as where it was worst.
+      check: "distribution", "chi-square", "drafter", or "text".
+      subject: the measured thing, in words.
+      measured: larger is worse; NaN is a failure.
+      limit: ``measured`` must stay below it.
+      note: further information, such as the worst case.
     """
 
     check: str
@@ -30,11 +30,11 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether the measurement stays below its limit."""
+        """True if the measurement is below its limit."""
         return self.measured < self.limit
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and the verdict, for JSON."""
+        """Return the fields and the verdict, for JSON."""
         fields = dataclasses.asdict(self) | {"passed": self.passed}
         return {name: _plain(value) for name, value in fields.items()}
 
@@ -45,8 +45,8 @@ class Report:
 
     Attributes:
       findings: at least one.
-      setting: what was certified, and on what: names and values for people and machines.
-      remarks: what was left out or done otherwise than asked, and why.
+      setting: the certified configuration and the device: names and values.
+      remarks: checks that were left out or replaced, and why.
     """
 
     findings: tuple[Finding, ...]
@@ -55,8 +55,8 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every finding did."""
-        return all(finding.passed for finding in self.findings)
+        """True if every finding passed."""
+        return not self.failures
 
     @property
     def failures(self) -> tuple[Finding, ...]:
@@ -64,31 +64,27 @@ class Report:
         return tuple(finding for finding in self.findings if not finding.passed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        findings = [finding.as_dict() for finding in self.findings]
+        """Return everything, for JSON."""
         return {
             "passed": self.passed,
             "setting": self.setting,
             "remarks": list(self.remarks),
-            "findings": findings,
+            "findings": [finding.as_dict() for finding in self.findings],
         }
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes ``as_dict`` as JSON, whole or not at all."""
+        """Write ``as_dict`` as JSON, atomically."""
         atomic_files.write(Path(path), json.dumps(self.as_dict(), indent=2).encode() + b"\n")
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """The one furthest above its limit, or the least far below it; NaN before all."""
-    return max(
-        findings,
-        key=lambda each: (
-            float("inf") if each.measured != each.measured else each.measured / each.limit
-        ),
-    )
+    """Return the finding with the largest ratio to its limit; NaN counts as infinite."""
+    is_nan = lambda value: value != value
+    ratio = lambda each: float("inf") if is_nan(each.measured) else each.measured / each.limit
+    return max(findings, key=ratio)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """The value, or its name where JSON has none: NaN and infinity."""
     finite = not isinstance(value, float) or -float("inf") < value < float("inf")
     return value if finite else str(value)

@@ -1,9 +1,9 @@
-"""One round of the shipped loop, and how each of its drawn tokens lies in the law recorded for it.
+"""One round of the shipped loop, and the quantile of each drawn token in its distribution.
 
-Whatever the law, the place of a draw in it is uniform on [0, 1): the mass of the tokens before it,
-and a random share of its own (the probability integral transform). Tokens are ordered in two ways,
-in which errors of unlike contexts add up: the likeliest first, as a token that is drawn too cool
-comes too early in all of them; and by id, as one coin that serves twice falls to the same place.
+The quantile of a draw is the mass of the tokens before it, plus a random share of its own. It is
+uniform on [0, 1), whatever the distribution (the probability integral transform). Tokens are
+ordered in two ways, so that errors of different contexts add up. Likeliest first: a token drawn too
+cool comes too early in every context. By id: a uniform that is used twice gives the same quantile.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jspec.core.types import (
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
 
-# What a draft must fulfil whatever its law, in words for whoever broke it.
+# Conditions that every draft must meet, in words for its author.
 CONDITIONS = (
     "node 0 is the last committed token and valid",
     "tokens are ids of the vocabulary",
@@ -40,25 +40,23 @@ CONDITIONS = (
     "no node lies deeper than max_depth",
     "valid siblings hold different tokens",
     "a chain has no siblings",
-    "the law recorded for a drawn node can be normalised",
-    "the law recorded for a drawn node gives its token some probability",
+    "the distribution recorded for a drawn node can be normalised",
+    "the distribution recorded for a drawn node gives its token some probability",
 )
 
 
 @struct.dataclass
-class Watched:
-    """What a round showed. Nodes that were not drawn, or not valid, have the place NaN."""
+class Observation:
+    """Measurements of a round. Nodes that were not drawn, or are not valid, have NaN."""
 
     broken: Array  # [B, len(CONDITIONS)] bool
     valid: Array  # [B, N] bool
-    places: Array  # [B, N, 2] float32 in [0, 1): the likeliest tokens first, and by id
-    uniforms: (
-        Array  # [B, N+1] float32, what the verifier draws from: a coin a node, then the residual
-    )
-    probability: Array  # [B, N] float32, of the drawn token by the recorded law
-    # [B, N, 2] float32: how far the drawn token is from the one that the recorded law and the noise
-    # of jspec.sampling give, by inverse CDF (``round_noise_at``, in mass) and by Gumbel-max
-    # (``node_noise``, in log-weights). 0: it is that token.
+    quantiles: Array  # [B, N, 2] float32 in [0, 1): likeliest tokens first, and by id
+    uniforms: Array  # [B, N+1] float32, the verifier's: one per node, then the residual's
+    probability: Array  # [B, N] float32, of the drawn token in the recorded distribution
+    # [B, N, 2] float32: distance of the drawn token from the token that the recorded distribution
+    # and the noise of jspec.core.sampling give: by inverse CDF (``round_noise_at``, in mass) and by
+    # Gumbel-max (``node_noise``, in log-weights). 0: they are the same.
     misses: Array
 
 
@@ -67,7 +65,7 @@ class Observer:
     """A drafter in place of ``inner`` that keeps the round's draft in its memory."""
 
     inner: Drafter
-    noise: str = "own"  # what ``inner`` has was decided before
+    noise: str = "own"  # the plan has set the noise of ``inner`` already
 
     max_depth = property(lambda self: self.inner.max_depth)
     tree_size = property(lambda self: self.inner.tree_size)
@@ -79,21 +77,21 @@ class Observer:
     def propose(
         self, params: Params, request: Request, shared: Shared, memory: Any, history: History
     ) -> tuple[Draft, Any]:
-        """The inner drafter's draft, kept besides."""
+        """Propose the inner drafter's draft, and keep it."""
         draft, memory = self.inner.propose(params, request, shared, memory, history)
         return draft, (memory, draft)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """The inner drafter's."""
-        inner, kept = memory
+        """Update the inner drafter."""
+        inner, last_draft = memory
         inner, shared = self.inner.update(
             params, request, shared, inner, history, draft, verdict, out
         )
-        return (inner, kept), shared
+        return (inner, last_draft), shared
 
 
 def observed(plan: Plan) -> Plan:
-    """The plan whose steps ``watch`` can look into; of several gears those of the last."""
+    """Return the plan whose steps ``watch`` can look into; with several modes, that of the last."""
     if isinstance(plan.drafter, MultiMode):
         plan = plan.in_mode(plan.drafter.modes[-1])
     size = plan.drafter.tree_size
@@ -104,11 +102,11 @@ def observed(plan: Plan) -> Plan:
 
 @functools.partial(jax.jit, static_argnames="plan")
 def watch(
-    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, uniform: Array
-) -> tuple[Shared, DecodeState, Watched]:
-    """One ``step`` of an ``observed`` plan; nothing is consumed.
+    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, share: Array
+) -> tuple[Shared, DecodeState, Observation]:
+    """Run one ``step`` of an ``observed`` plan; no argument is donated.
 
-    ``uniform`` [B, N] are the shares of the drawn tokens' own mass, of any noise but the loop's.
+    ``share`` [B, N] is the random share of the drawn tokens' own mass, independent of the loop.
     """
     history, root = state.history, state.history.length - 1
     shared, state = step(plan, params, request, shared, state)
@@ -118,104 +116,119 @@ def watch(
     residual = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
     uniforms = jnp.concatenate([uniforms, residual], 1)[..., 0]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(state.done))
-    broken, places, probability, misses = _judged(
-        plan, request.keys, root, root_token(history), draft, tree, uniform
+    drawn = draft.drawn & draft.valid & (jnp.arange(count) > 0)
+    if plan.drafter.proposal == "deterministic":  # no rule reads what is recorded
+        drawn = jnp.zeros_like(drawn)
+    structure = _structure(plan, root_token(history), draft, tree)
+    broken, (quantiles, probability, misses) = _measure(
+        request.keys, root, draft, drawn, plan.drafter.proposal, share
     )
-    seen = Watched(broken, draft.valid, places, uniforms, probability, misses)
-    return shared, state.replace(memory=memory), seen
+    observation = Observation(
+        jnp.concatenate([structure, broken], 1),
+        draft.valid,
+        quantiles,
+        uniforms,
+        probability,
+        misses,
+    )
+    return shared, state.replace(memory=memory), observation
 
 
-def _judged(plan: Plan, keys, root, root_token, draft: Draft, tree: Tree, uniform: Array):
-    """The conditions that are broken, and each node's place, probability and misses."""
+def _structure(plan: Plan, root_token: Array, draft: Draft, tree: Tree) -> Array:
+    """The broken conditions of ``CONDITIONS`` but for the last two: [B, 7]."""
     drafter, index = plan.drafter, jnp.arange(plan.drafter.tree_size)
-    drawn = _drawn(drafter, draft) & draft.valid & (index > 0)
-    parents = jnp.broadcast_to(draft.parents, draft.tokens.shape)  # as given, the root's included
-    up = jnp.clip(parents, 0)
-    take = lambda x: jnp.take_along_axis(x, jnp.clip(up, 0, x.shape[1] - 1), 1)
+    parents = jnp.broadcast_to(draft.parents, draft.tokens.shape)  # as drafted, before corrections
     inner = index > 0
-    siblings = (up[:, :, None] == up[:, None, :]) & draft.valid[:, :, None] & draft.valid[:, None]
-    siblings &= (index[:, None] < index) & inner[:, None]  # [B, N, N], the earlier one first
+    siblings = _siblings(draft)
     same = siblings & (draft.tokens[:, :, None] == draft.tokens[:, None, :])
+    parent_valid = jnp.take_along_axis(draft.valid, jnp.clip(parents, 0, len(index) - 1), 1)
     any_of = lambda x: x.reshape(len(x), -1).any(-1)
-    size = plan.target.vocab_size
-    broken = [
+    conditions = [
         (draft.tokens[:, 0] != root_token) | ~draft.valid[:, 0],
-        any_of((draft.tokens < 0) | (draft.tokens >= size)),
+        any_of((draft.tokens < 0) | (draft.tokens >= plan.target.vocab_size)),
         any_of(inner & ((parents < 0) | (parents >= index))),
-        any_of(inner & draft.valid & ~take(draft.valid)),
+        any_of(inner & draft.valid & ~parent_valid),
         any_of(draft.valid & (tree.depth > drafter.max_depth)),
-        any_of(same) & (drafter.proposal != "iid"),
+        any_of(same),
         any_of(siblings) & (drafter.proposal == "chain"),
     ]
+    return jnp.stack(conditions, 1)
+
+
+def _siblings(draft: Draft) -> Array:
+    """Valid node i is an earlier sibling of valid node j: bool [B, N, N]."""
+    parents = jnp.clip(jnp.broadcast_to(draft.parents, draft.tokens.shape), 0)
+    index = jnp.arange(parents.shape[1])
+    siblings = parents[:, :, None] == parents[:, None, :]
+    siblings &= draft.valid[:, :, None] & draft.valid[:, None]
+    return siblings & (index[:, None] < index) & (index > 0)[:, None]
+
+
+def _measure(keys, root, draft: Draft, drawn: Array, proposal: str, share: Array):
+    """The last two conditions [B, 2]; and quantiles, probability and misses of the drawn nodes."""
     shape = draft.tokens.shape
     if draft.logits is None:
         none = jnp.full(shape, jnp.nan)
-        broken += [any_of(drawn), jnp.zeros(len(root), bool)]
-        return jnp.stack(broken, 1), jnp.stack([none] * 2, -1), none, jnp.stack([none] * 2, -1)
-    removed = _removed(drafter.proposal, draft, drawn, siblings)
-    one = lambda node: _placed(keys, root, draft, up, removed, uniform, node)
-    found = lax.map(one, index)  # node by node: [N, B], with a law of one node a row in memory
-    normal, places, probability, misses = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
-    broken += [any_of(drawn & ~normal), any_of(drawn & normal & ~(probability > 0))]
-    fair = drawn & normal & (probability > 0)
-    shown = lambda x: jnp.where(fair.reshape(*shape, *[1] * (x.ndim - 2)), x, jnp.nan)
-    return jnp.stack(broken, 1), shown(places), shown(probability), shown(misses)
+        broken = jnp.stack([drawn.any(1), jnp.zeros(len(root), bool)], 1)
+        return broken, (jnp.stack([none] * 2, -1), none, jnp.stack([none] * 2, -1))
+    parents = jnp.clip(jnp.broadcast_to(draft.parents, shape), 0)
+    removed = _removed(proposal, draft, drawn)
+    one = lambda node: _quantile(keys, root, draft, parents, removed, share, node)
+    # Node by node, so that one distribution per row is in memory: [N, B] to [B, N].
+    nodes = lax.map(one, jnp.arange(shape[1]))
+    normal, *values = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), nodes)
+    possible = values[1] > 0
+    broken = jnp.stack([(drawn & ~normal).any(1), (drawn & normal & ~possible).any(1)], 1)
+    usable = drawn & normal & possible
+    mask = lambda x: jnp.where(usable.reshape(*shape, *[1] * (x.ndim - 2)), x, jnp.nan)
+    return broken, tuple(map(mask, values))
 
 
-def _drawn(drafter: Drafter, draft: Draft) -> Array:
-    """Which nodes are said to be draws from a recorded law: bool [B, N]."""
-    if drafter.proposal in ("point", "pruned"):  # whatever is recorded, no rule reads it
-        return jnp.zeros(draft.tokens.shape, bool)
-    return draft.drawn
+def _removed(proposal: str, draft: Draft, drawn: Array) -> Array:
+    """The token of node i is removed from the distribution of node j: bool [B, N, N].
 
-
-def _removed(proposal: str, draft: Draft, drawn: Array, siblings: Array) -> Array:
-    """Whose tokens are not in the law of node j any more: bool [B, N, N], entry [i, j] of node i.
-
-    Point masses are none of what is drawn beside them, unless they came last; what was drawn before
-    was not drawn again, unless it was put back.
+    Tokens drawn before are not drawn again. Deterministic siblings are not drawn either, unless
+    they come last.
     """
+    siblings = _siblings(draft)
     before = siblings & drawn[:, :, None]
-    if proposal == "iid":
-        before = jnp.zeros_like(before)
-    beside = (siblings | jnp.swapaxes(siblings, 1, 2)) & ~drawn[:, :, None]
-    if draft.sampled is None or proposal == "points_last":
-        beside = jnp.zeros_like(beside)
-    return before | beside
+    if draft.sampled is None or proposal == "deterministic_last":
+        return before
+    return before | (siblings | jnp.swapaxes(siblings, 1, 2)) & ~drawn[:, :, None]
 
 
-def _placed(keys, root, draft: Draft, up: Array, removed: Array, uniform: Array, node: Array):
-    """Of one node, the same for all rows: whether there is a law; places, probability, misses."""
-    above = up[:, node]
-    row = jnp.take_along_axis(draft.logits, above[:, None, None], 1, mode="clip")[:, 0]
+def _quantile(keys, root, draft: Draft, parents: Array, removed: Array, share: Array, node: Array):
+    """One node of all rows: has a distribution [B], quantiles [B, 2], probability, misses."""
+    parent = parents[:, node]
+    row = jnp.take_along_axis(draft.logits, parent[:, None, None], 1, mode="clip")[:, 0]
     row = row.astype(jnp.promote_types(row.dtype, jnp.float32))
     size = row.shape[-1]
-    ids, known = _own_ids(draft, size)
-    gone = jnp.where(removed[:, :, node] & known, ids, size)
-    row = row.at[jnp.arange(len(row))[:, None], gone].set(-jnp.inf, mode="drop")
+    ids, known = _draft_ids(draft, size)
+    excluded = jnp.where(removed[:, :, node] & known, ids, size)
+    row = row.at[jnp.arange(len(row))[:, None], excluded].set(-jnp.inf, mode="drop")
     peak = row.max(-1)
     normal = (peak > -jnp.inf) & (peak < jnp.inf) & ~jnp.isnan(row).any(-1)
-    normal &= above < draft.logits.shape[1]
-    distribution = jax.nn.softmax(row, -1)
+    normal &= parent < draft.logits.shape[1]
+    probs = jax.nn.softmax(row, -1)
     token = ids[:, node, None]
     at_token = lambda x: jnp.take_along_axis(x, token, 1)
-    own = jnp.where(known[:, node, None], at_token(distribution), 0)
-    ids_before = jnp.arange(size) < token
-    likelier = (distribution > own) | ((distribution == own) & ids_before)
-    mass = lambda which: jnp.where(which, distribution, 0).sum(-1)
-    low, share = mass(ids_before), uniform[:, node] * own[:, 0]
-    places = jnp.stack([mass(likelier) + share, low + share], -1)
-    places = jnp.clip(places, 0, 1 - 2**-24)
+    p = jnp.where(known[:, node, None], at_token(probs), 0)
+    smaller_id = jnp.arange(size) < token
+    likelier = (probs > p) | ((probs == p) & smaller_id)
+    mass = lambda tokens: jnp.where(tokens, probs, 0).sum(-1)
+    low, own_share = mass(smaller_id), share[:, node] * p[:, 0]
+    quantiles = jnp.stack([mass(likelier) + own_share, low + own_share], -1)
+    quantiles = jnp.clip(quantiles, 0, 1 - 2**-24)
 
-    drafted = sampling.round_noise_at(keys, root, sampling.DRAFT, above[:, None])[:, 0, 0]
-    by_uniform = jnp.maximum(jnp.maximum(low - drafted, drafted - low - own[:, 0]), 0)
-    scores = row + sampling.node_noise(keys, root, above[:, None], size)[:, 0].astype(row.dtype)
+    drafted = sampling.round_noise_at(keys, root, sampling.DRAFT, parent[:, None])[:, 0, 0]
+    by_uniform = jnp.maximum(jnp.maximum(low - drafted, drafted - low - p[:, 0]), 0)
+    scores = row + sampling.node_noise(keys, root, parent[:, None], size)[:, 0].astype(row.dtype)
     by_gumbel = scores.max(-1) - at_token(scores)[:, 0]
-    return normal, places, own[:, 0], jnp.stack([by_uniform, by_gumbel], -1)
+    return normal, quantiles, p[:, 0], jnp.stack([by_uniform, by_gumbel], -1)
 
 
-def _own_ids(draft: Draft, size: int) -> tuple[Array, Array]:
-    """The tokens in the draft's own vocabulary [B, N], and which of them are in it."""
+def _draft_ids(draft: Draft, size: int) -> tuple[Array, Array]:
+    """Draft vocabulary ids of the tokens [B, N], and whether the vocabulary holds them."""
     if draft.draft_to_target is None:
         known = (draft.tokens >= 0) & (draft.tokens < size)
         return jnp.clip(draft.tokens, 0, size - 1), known

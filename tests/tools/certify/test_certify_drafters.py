@@ -1,6 +1,7 @@
-"""``certify`` beside drafters: honest ones pass, and every way to misreport a draw is caught."""
+"""``jspec certify`` of drafters: honest ones pass, and every misreported draw is caught."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -28,16 +29,18 @@ ROWS = [SequenceParams((token,), temperature=1.0) for token in (1, 5, 9)]
 NUM_DRAFTS = 2048
 
 
-def found(drafter, rule="rejection", params=PARAMS, **settings):
-    """The findings by what they are about, the drafter's name left out."""
+def findings(drafter, rule="rejection", params=PARAMS, **settings):
+    """Return the findings about a drafter."""
     plan = Plan(TARGET, drafter, rule)
     settings = {"num_drafts": NUM_DRAFTS} | settings
     return list(drafts(plan, params, ROWS, **settings))
 
 
 def failures(drafter, **settings):
-    """What the failed findings say, in one text."""
-    return " | ".join(f"{x.subject}: {x.note}" for x in found(drafter, **settings) if not x.passed)
+    """Return the subjects and notes of failed findings in one text."""
+    return " | ".join(
+        f"{x.subject}: {x.note}" for x in findings(drafter, **settings) if not x.passed
+    )
 
 
 # --------------------------------------------------------------------------- chains and mistakes
@@ -61,7 +64,7 @@ def tidy(draft):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(jspec.NoDrafter):
-    """Draws a chain from the table ``params.drafter``; every step of that can be a mistake."""
+    """Draws a chain from the table ``params.drafter``; every step can be a mistake."""
 
     drawn_from: Callable = as_is
     recorded: Callable = as_is
@@ -83,8 +86,8 @@ class Chain(jspec.NoDrafter):
             drafted.append(sampling.draw(self.drawn_from(distributions[-1]), uniforms[:, i]))
         distributions = jnp.stack([*distributions, jnp.zeros_like(distributions[0])], 1)
         drafted = jnp.stack(drafted, 1)
-        kept = jnp.cumprod(self.keeps(drafted[:, 1:], distributions), 1).astype(bool)
-        valid = jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)
+        likely = jnp.cumprod(self.keeps(drafted[:, 1:], distributions), 1).astype(bool)
+        valid = jnp.pad(likely, ((0, 0), (1, 0)), constant_values=True)
         draft = Draft(
             jnp.where(valid, drafted, 0),
             trees.chain(K),
@@ -129,7 +132,7 @@ def likely(drafted, distributions):
 
 
 def likely_so_far(drafted, distributions):
-    """Keeps an unlikely token, and then stops: the value of what is dropped has no say."""
+    """Keep an unlikely token, and then stop: dropped tokens have no influence."""
     return jnp.pad(likely(drafted, distributions), ((0, 0), (1, 0)), constant_values=True)[:, :-1]
 
 
@@ -138,7 +141,7 @@ def noise_for(purpose):
 
 
 def residual_noise(keys, root, count):
-    """The noise of the token after the draft, for the draft's first."""
+    """Use the noise of the token after the draft for the draft's first node."""
     return (
         own_noise(keys, root, count)
         .at[:, 0]
@@ -159,28 +162,31 @@ def one_uniform(keys, root, count):
 
 
 def of_each_row(*parents):
-    """Parents given row by row, as traced values: static ones out of order are refused at once."""
+    """Return traced parents of every row: static ones out of order are refused at once."""
     rows = lambda draft: jnp.tile(jnp.array(parents, jnp.int32), (len(draft.tokens), 1))
     return lambda draft: draft.replace(parents=rows(draft))
 
 
-DISTRIBUTION, REPLAY, NOISE = "from the law recorded", "the record gives", "not told by"
-# From facts on classic mistakes, and what ``Draft`` asks for: what is wrong, and who says so.
+DISTRIBUTION, REPLAY, NOISE = "follow the recorded", "the record gives", "are independent of"
+# Classic mistakes and violations of ``Draft``, each with the finding that must fail.
 WRONG_CHAINS = {
-    "the argmax is drafted, a soft law recorded": (Chain(certain), DISTRIBUTION),
+    "the argmax is drafted, a soft distribution recorded": (Chain(certain), DISTRIBUTION),
     "drafted at temperature 0.7, recorded at 1": (Chain(cool), DISTRIBUTION),
     "drafted under top-k, recorded without": (Chain(three_likeliest), DISTRIBUTION),
     "drafted without top-k, recorded under it": (Chain(recorded=three_likeliest), CONDITIONS[8]),
-    "the law of another context is recorded": (Chain(recorded=one_node_late), DISTRIBUTION),
+    "the distribution of another context is recorded": (
+        Chain(recorded=one_node_late),
+        DISTRIBUTION,
+    ),
     "a token is drawn too seldom": (Chain(flat), DISTRIBUTION),
     "drafted tokens of small probability are dropped": (Chain(keeps=likely), DISTRIBUTION),
-    "bfloat16 laws are recorded of float32 draws": (Chain(recorded=rounded), REPLAY),
+    "bfloat16 is recorded of float32 draws": (Chain(recorded=rounded), REPLAY),
     "the residual reuses the draft's noise": (Chain(noise_of=residual_noise), NOISE),
     "acceptance reuses the draft's noise": (Chain(noise_of=noise_for(sampling.ACCEPT)), NOISE),
     "noise is keyed by position": (Chain(noise_of=noise_of_positions), NOISE),
     "every round has the noise of the first": (Chain(noise_of=noise_of_rows), NOISE),
     "all nodes of a draft share their noise": (Chain(noise_of=one_uniform), NOISE),
-    "the recorded law is not a number": (Chain(recorded=jnp.log), CONDITIONS[7]),
+    "the recorded distribution is NaN": (Chain(recorded=jnp.log), CONDITIONS[7]),
     "the root is another token": (
         Chain(altered=lambda x: x.replace(tokens=x.tokens.at[:, 0].add(1))),
         CONDITIONS[0],
@@ -201,7 +207,7 @@ WRONG_CHAINS = {
 }
 FAST_CHAINS = (
     "drafted at temperature 0.7, recorded at 1",
-    "bfloat16 laws are recorded of float32 draws",
+    "bfloat16 is recorded of float32 draws",
     "the residual reuses the draft's noise",
 )
 
@@ -219,8 +225,8 @@ def test_a_chain_that_is_off_is_caught(mistake):
 @pytest.mark.parametrize(
     "drafter", [Chain(keeps=likely_so_far), pytest.param(Chain(), marks=pytest.mark.slow)]
 )
-def test_an_honest_chain_passes_though_it_stops_where_it_is_unsure(drafter):
-    every = found(drafter)
+def test_an_honest_chain_that_stops_early_passes(drafter):
+    every = findings(drafter)
     assert all(each.passed for each in every)
     assert [
         words in each.subject
@@ -229,9 +235,9 @@ def test_an_honest_chain_passes_though_it_stops_where_it_is_unsure(drafter):
 
 
 @pytest.mark.slow
-def test_a_drafter_with_noise_of_its_own_is_compared_by_counts_alone():
+def test_a_drafter_with_foreign_noise_is_compared_by_counts_alone():
     foreign = lambda keys, root, count: sampling.round_noise(keys, root, 77, count)
-    every = found(Chain(noise_of=foreign))
+    every = findings(Chain(noise_of=foreign))
     assert all(each.passed for each in every)
     assert not any(REPLAY in each.subject for each in every)
     assert DISTRIBUTION in failures(Chain(cool, noise_of=foreign))
@@ -242,23 +248,26 @@ def test_a_drafter_with_noise_of_its_own_is_compared_by_counts_alone():
 
 @dataclasses.dataclass(frozen=True)
 class Tree(TreeTableDrafter):
-    """A drawn tree that is altered before anyone sees it."""
+    """A drawn tree that is altered before the loop gets it."""
 
     altered: Callable = tidy
-    drawing: str = ""  # how children are drawn, where that is not what ``proposal`` says
+    drawing: str = ""  # how children are drawn, if not by ``proposal``
 
     def propose(self, params, request, shared, memory, history):
         draft, memory = super().propose(params, request, shared, memory, history)
         return self.altered(draft.replace(sampled=jnp.ones_like(draft.valid))), memory
 
-    def _draw(self, request, place, node, distribution, count):
+    def _draw(self, request, position, node, distribution, count):
         if self.drawing == "likeliest":
             return list(jax.lax.top_k(distribution, count)[1].T) if count else []
-        drawing = self.drawing or self.proposal
-        one = TreeTableDrafter(1, parents=self.parents, proposal=drawing)
-        if drawing != "points_last":
-            return one._draw(request, place, node, distribution, count)
-        drawn = one._draw(request, place, node, distribution, min(count, 1))
+        draw = functools.partial(super()._draw, request, position, node, distribution)
+        if self.drawing == "with replacement":
+            nodes = self.tree_size * node + jnp.arange(count)
+            noise = sampling.node_noise(request.keys, position, nodes, distribution.shape[-1])
+            return list(sampling.argmax(distribution[:, None] + noise).T)
+        if (self.drawing or self.proposal) != "deterministic_last":
+            return draw(count)
+        drawn = draw(min(count, 1))
         ids = jnp.arange(V)
         rest = [jnp.where(ids == token[:, None], -jnp.inf, distribution) for token in drawn]
         return [*drawn, *(sampling.argmax(left) for left in rest[: count - 1])]
@@ -268,20 +277,20 @@ def tree(proposal="without_replacement", altered=tidy, drawing="", parents=(-1, 
     return Tree(2, parents=parents, proposal=proposal, altered=altered, drawing=drawing)
 
 
-def pruned(draft):
-    """Drops nodes that their own recorded law found unlikely."""
+def without_unlikely(draft):
+    """Drop nodes that are unlikely in their own recorded distribution."""
     distributions = jnp.take_along_axis(
         draft.logits, np.maximum(draft.parents, 0)[None, :, None], 1
     )
     chance = jnp.take_along_axis(jax.nn.softmax(distributions, -1), draft.tokens[..., None], 2)[
         ..., 0
     ]
-    kept = (chance > 0.1).at[:, 0].set(True)
-    return draft.replace(valid=kept & kept[:, np.maximum(draft.parents, 0)])
+    likely = (chance > 0.1).at[:, 0].set(True)
+    return draft.replace(valid=likely & likely[:, np.maximum(draft.parents, 0)])
 
 
 def missing_where_the_next_is_low(draft):
-    """Whether node 3 exists hangs on the token of its sibling, node 4."""
+    """Drop node 3 if its sibling, node 4, has a low token."""
     return draft.replace(valid=draft.valid.at[:, 3].set(draft.tokens[:, 4] >= V // 4))
 
 
@@ -289,28 +298,27 @@ def late(draft):
     return draft.replace(logits=jnp.roll(draft.logits, 1, 1))
 
 
-def last_is_a_point(draft):
-    """As if the last child of each node were the likeliest of what the other left."""
+def last_is_deterministic(draft):
+    """Declare the last child of each node deterministic."""
     return draft.replace(
         sampled=jnp.broadcast_to(np.array([0, 1, 0, 1, 0], bool), draft.valid.shape)
     )
 
 
 WRONG_TREES = {
-    "the likeliest children are said to be drawn": (tree(drawing="likeliest"), DISTRIBUTION),
-    "siblings are drawn with replacement, recorded without": (tree(drawing="iid"), CONDITIONS[5]),
-    "siblings are drawn without replacement, recorded with it": (
-        tree("iid", drawing="without_replacement"),
-        DISTRIBUTION,
+    "the likeliest children are declared drawn": (tree(drawing="likeliest"), DISTRIBUTION),
+    "siblings are drawn with replacement, recorded without": (
+        tree(drawing="with replacement"),
+        CONDITIONS[5],
     ),
-    "children are pruned by their own probability": (tree(altered=pruned), DISTRIBUTION),
+    "children are pruned by their own probability": (tree(altered=without_unlikely), DISTRIBUTION),
     "whether a child exists hangs on its later sibling": (
         tree(altered=missing_where_the_next_is_low),
         NOISE,
     ),
-    "recorded laws are one node late": (tree(altered=late), DISTRIBUTION),
-    "a point mass that came last is taken out of the law of the drawn one": (
-        tree("mixed", last_is_a_point, "points_last"),
+    "recorded distributions are one node late": (tree(altered=late), DISTRIBUTION),
+    "a last deterministic child leaves the distribution of the drawn one": (
+        tree("mixed", last_is_deterministic, "deterministic_last"),
         DISTRIBUTION,
     ),
 }
@@ -327,26 +335,26 @@ def test_a_tree_that_is_off_is_caught(mistake):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
-    [tree(), tree("iid"), tree("points_last", last_is_a_point)],
-    ids=["without replacement", "with it", "points last"],
+    [tree(), tree("deterministic_last", last_is_deterministic)],
+    ids=["without replacement", "deterministic last"],
 )
 def test_an_honest_tree_passes(drafter):
-    assert [each.note for each in found(drafter) if not each.passed] == []
+    assert [each.note for each in findings(drafter) if not each.passed] == []
 
 
-# The classic mistakes, with the bias that each was found to have, and where each is planted here or
-# in the tests of rules (test_certify.py runs all of WRONG_RULES and WRONG_TREES of test_mutations).
+# The classic mistakes with their measured bias, and the name under which each is planted here or in
+# the tests of rules (test_certify.py runs all of WRONG_RULES and WRONG_TREES of test_mutations).
 CLASSIC = {
-    "top-k children verified with p/q": "the likeliest children are said to be drawn",  # .44
-    "argmax draft with soft q": "the argmax is drafted, a soft law recorded",  # .39
+    "top-k children verified with p/q": "the likeliest children are declared drawn",  # .44
+    "argmax draft with soft q": "the argmax is drafted, a soft distribution recorded",  # .39
     "sampled tree pruned by own q": "children are pruned by their own probability",  # .20
-    "one-hot draft, rejected token not masked": "a refused point mass is not masked",  # .19
+    "one-hot draft, rejected token not masked": "a refused deterministic node is not masked",  # .19
     "drop low-q token": "drafted tokens of small probability are dropped",  # .09
     "resample from p": "rejection draws again from p",  # .07
     "draft T is not recorded T": "drafted at temperature 0.7, recorded at 1",  # .06
     "same noise for draft and residual": "the residual reuses the draft's noise",  # .013
     "w/o replacement with stale q": "children drawn without replacement are judged by a stale q",
-    "bf16 q stored, drawn from float32": "bfloat16 laws are recorded of float32 draws",  # .002
+    "bf16 q stored, drawn from float32": "bfloat16 is recorded of float32 draws",  # .002
     "round noise keyed by position": "noise is keyed by position",  # .10 under block
 }
 
@@ -356,7 +364,7 @@ def test_every_classic_mistake_is_planted_somewhere():
     assert set(CLASSIC.values()) <= planted.keys()
 
 
-# ---------------------------------------------------------------------- noise of the loop's own
+# --------------------------------------------------------------------- the noise of the loop
 
 SHIPPED = sampling.round_noise
 
@@ -377,17 +385,19 @@ def residual_as_drafted(keys, root, purpose, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [keyed_by_position, keyed_by_row, residual_as_drafted])
-def test_noise_that_serves_twice_in_the_loop_itself_is_caught(noise, monkeypatch):
+def test_noise_that_the_loop_uses_twice_is_caught(noise, monkeypatch):
     monkeypatch.setattr(sampling, "round_noise", noise)
-    own = lambda keys, root, count: noise(keys, root, sampling.DRAFT, count)  # a plan of its own
-    assert NOISE in failures(Chain(noise_of=own))
+    reused = lambda keys, root, count: noise(
+        keys, root, sampling.DRAFT, count
+    )  # another plan: no shared program
+    assert NOISE in failures(Chain(noise_of=reused))
 
 
-# ------------------------------------------------------------------------------------ what ships
+# ----------------------------------------------------------------------------- shipped drafters
 
 
-def test_a_drafter_without_draws_is_asked_for_well_formed_drafts_alone():
-    (only,) = found(tiny.NGRAM)
+def test_a_drafter_without_draws_has_its_form_checked_alone():
+    (only,) = findings(tiny.NGRAM)
     assert only.passed and f"{NUM_DRAFTS} drafts are well formed" in only.subject
 
 
@@ -396,14 +406,14 @@ def raises(drafted, distributions):
 
 
 def test_a_drafter_that_raises_is_a_finding():
-    (only,) = found(Chain(keeps=raises))
+    (only,) = findings(Chain(keeps=raises))
     assert not only.passed and "ZeroDivisionError" in only.note
 
 
 @pytest.mark.parametrize("number", [0, 2.5, True])
 def test_too_few_drafts_are_refused(number):
     with pytest.raises(ValueError, match=r"num_drafts=.* must be a whole number of at least 100"):
-        found(Chain(), num_drafts=number)
+        findings(Chain(), num_drafts=number)
 
 
 SHIPPED_DRAFTERS = [(method, shape) for method, shapes in DRAFTERS.items() for shape in shapes]
@@ -411,12 +421,12 @@ FAST = [("custom_class", "chain")]
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, SHIPPED_DRAFTERS), ids="-".join)
-def test_what_ships_draws_from_what_it_records(case):
+def test_shipped_drafters_draw_from_what_they_record(case):
     method, shape = case
     drafter, weights = DRAFTERS[method][shape]
     rows = [SequenceParams(prompt, temperature=1.0, top_p=0.95) for prompt in tiny.prompts()]
     params = Params(tiny.params().target, weights())
     every = list(drafts(Plan(tiny.TARGET, drafter), params, rows))
     assert [each for each in every if not each.passed] == []
-    drawn = drafter.proposal != "point"
+    drawn = drafter.proposal != "deterministic"
     assert len(every) == (4 if drawn else 1)

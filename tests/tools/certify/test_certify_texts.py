@@ -1,4 +1,4 @@
-"""``certify`` beside texts: those that must be the same are, rounding is told from errors."""
+"""``jspec certify`` of texts: equal ones pass, and rounding is distinguished from errors."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def models(tmp_path_factory):
 
 @dataclasses.dataclass(frozen=True)
 class Shaky(ToyTarget):
-    """Whose even logits are higher by ``noise`` in passes over several tokens than over one."""
+    """A target whose even logits are ``noise`` higher in passes over several tokens."""
 
     noise: float = NOISE
 
@@ -45,7 +45,7 @@ class Shaky(ToyTarget):
 
 
 def tied(gap):
-    """A table whose tokens 3 and 2 are the likeliest after all others, ``gap`` apart."""
+    """Return a table in which tokens 3 and 2 are always the likeliest, ``gap`` apart."""
     logits = np.asarray(table(0, V, V)).copy()
     logits[:, 3] = logits.max() + 1
     logits[:, 2] = logits[:, 3] - gap
@@ -63,41 +63,41 @@ def compared(logits, *, noise=NOISE, rule="rejection", rows=None):
 
 @pytest.mark.slow
 def test_texts_that_are_the_same_have_no_gap():
-    found = texts(Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), greedy())
-    assert found.passed and found.measured == 0 and found.note == ""
-    assert "greedy: 36 of 36 tokens behind 3 prompts" in found.subject
+    finding = texts(Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), greedy())
+    assert finding.passed and finding.measured == 0 and finding.note == ""
+    assert "greedy: 36 of 36 tokens behind 3 prompts" in finding.subject
 
 
 def test_a_near_tie_passes_by_name_and_ends_the_comparison_of_its_row():
-    found = compared(tied(NOISE / 4))
-    assert found.passed and found.measured == pytest.approx(1 / 4, rel=0.05)
-    assert "0 of 36 tokens" in found.subject
-    assert "prompt 0, token 0: plain 3 (logit" in found.note and "speculative 2 (" in found.note
-    assert "gap 6.1e-05 < 0.00024 of rounding: a near-tie" in found.note
+    finding = compared(tied(NOISE / 4))
+    assert finding.passed and finding.measured == pytest.approx(1 / 4, rel=0.05)
+    assert "0 of 36 tokens" in finding.subject
+    assert "prompt 0, token 0: plain 3 (logit" in finding.note and "speculative 2 (" in finding.note
+    assert "gap 6.1e-05 < 0.00024 of rounding: a near-tie" in finding.note
 
 
-def test_passes_that_differ_by_more_than_rounding_excuse_nothing():
-    found = compared(tied(0.2), noise=0.9)
-    assert not found.passed and found.measured == float("inf")
-    assert "ERROR: plain passes of several shapes differ by more than" in found.note
+def test_passes_that_differ_by_more_than_rounding_are_an_error():
+    finding = compared(tied(0.2), noise=0.9)
+    assert not finding.passed and finding.measured == float("inf")
+    assert "ERROR: plain passes of several shapes differ by more than" in finding.note
 
 
-def test_a_rule_that_leaves_the_targets_draws_parts_by_more_than_noise():
-    found = compared(table(0, V, V), rule=EAGER)
-    assert not found.passed and found.measured > 10
-    assert "an ERROR" in found.note and "not < 0.00024 of rounding" in found.note
+def test_a_rule_that_leaves_the_targets_draws_diverges_by_more_than_noise():
+    finding = compared(table(0, V, V), rule=EAGER)
+    assert not finding.passed and finding.measured > 10
+    assert "an ERROR" in finding.note and "not < 0.00024 of rounding" in finding.note
 
 
-def test_a_parting_beyond_the_noise_is_an_error_though_there_are_near_ties():
-    """The rule draws the second likeliest where two are close: beyond the noise, and below it."""
+def test_a_divergence_beyond_the_noise_is_an_error_beside_near_ties():
+    """Use a rule that draws the second likeliest of two, whose gap exceeds the noise."""
 
-    def second(processed, draft, tree, draws):
-        path, _, logits = RULES["match"].walk(processed, draft, tree, draws)
+    def second(processed, draft, tree, draws, proposal):
+        path, _, logits = RULES["match"].walk(processed, draft, tree, draws, proposal)
         return path, jnp.minimum(draft.valid.sum(1) - 1, tree.max_depth), logits
 
-    rule = Rule("second", second, "target", frozenset({"chain", "point"}))
-    found = compared(tied(2 * NOISE), noise=NOISE, rule=rule)
-    assert not found.passed and found.measured > 1
+    rule = Rule("second", second, "target", frozenset({"chain", "deterministic"}))
+    finding = compared(tied(2 * NOISE), noise=NOISE, rule=rule)
+    assert not finding.passed and finding.measured > 1
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
@@ -139,7 +139,7 @@ class Cooler(Successor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "honest"), [("Cooler", False), ("Successor", True)])
-def test_a_drafter_of_ones_own_is_certified_by_its_dotted_path(drafter, honest, models, tmp_path):
+def test_the_users_drafter_is_certified_by_its_dotted_path(drafter, honest, models, tmp_path):
     file = tmp_path / "table.npy"
     np.save(file, np.asarray(table(3, llm_fixtures.VOCAB, llm_fixtures.VOCAB)))
     module = (
@@ -162,7 +162,7 @@ def test_a_drafter_of_ones_own_is_certified_by_its_dotted_path(drafter, honest, 
     assert {each.check for each in report.failures} == (set() if honest else {"drafter"})
 
 
-def test_a_drafter_that_cannot_share_noise_is_compared_under_match_and_it_is_said():
+def test_a_drafter_that_cannot_share_noise_is_compared_under_match_with_a_remark():
     @dataclasses.dataclass(frozen=True)
     class Deaf(NoDrafter):
         proposal = "chain"
@@ -171,37 +171,37 @@ def test_a_drafter_that_cannot_share_noise_is_compared_under_match_and_it_is_sai
     class Silent(TableDrafter):
         pass
 
-    same, remark = configuration.with_the_targets_noise(Plan(ToyTarget(V), Deaf()))
+    same, remark = configuration.with_target_noise(Plan(ToyTarget(V), Deaf()))
     assert same.rule == "match" and "Deaf has no field noise" in remark
-    same, remark = configuration.with_the_targets_noise(Plan(ToyTarget(V), Silent(K)))
+    same, remark = configuration.with_target_noise(Plan(ToyTarget(V), Silent(K)))
     assert same.rule == "coupled" and remark == ""
-    kept = Plan(ToyTarget(V), Silent(K), "match")
-    assert configuration.with_the_targets_noise(kept) == (kept, "")
+    plan = Plan(ToyTarget(V), Silent(K), "match")
+    assert configuration.with_target_noise(plan) == (plan, "")
 
 
 @pytest.mark.slow
 def test_a_plan_is_certified_as_it_runs():
     plan = Plan(ToyTarget(V), TableDrafter(K), "rejection")
     rows = [dataclasses.replace(row, temperature=0.9, top_k=4) for row in greedy()]
-    found, remarks = of_plan(plan, Params(table(0, V, V), table(1, V, V)), rows, num_drafts=1024)
-    assert all(each.passed for each in found) and remarks == []
-    assert [each.check for each in found] == (
-        ["law", "chi-square"] + ["drafter"] * 4 + ["text"] * 2
+    findings, remarks = of_plan(plan, Params(table(0, V, V), table(1, V, V)), rows, num_drafts=1024)
+    assert all(each.passed for each in findings) and remarks == []
+    assert [each.check for each in findings] == (
+        ["distribution", "chi-square"] + ["drafter"] * 4 + ["text"] * 2
     )
-    assert "chain of 3, temperature=0.9, top_k=4" in found[0].subject
-    assert "V=8, temperature=0.9, top_k=4" in found[1].subject
-    assert "coupled, temperature=0.9" in found[-1].subject
+    assert "chain of 3, temperature=0.9, top_k=4" in findings[0].subject
+    assert "V=8, temperature=0.9, top_k=4" in findings[1].subject
+    assert "coupled, temperature=0.9" in findings[-1].subject
 
 
 @pytest.mark.slow
 def test_a_lossy_rule_fails_whatever_its_drafter_does():
-    found, _ = of_plan(
+    findings, _ = of_plan(
         Plan(tiny.TARGET, tiny.NGRAM, "typical"),
         tiny.params(),
         [SequenceParams((1,), temperature=1.0, max_tokens=4)],
         num_drafts=128,
     )
-    assert "lossless=False" in found[0].subject and not found[0].passed
+    assert "lossless=False" in findings[0].subject and not findings[0].passed
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_lossy_rule_fails_whatever_its_drafter_does():
         ({"speculative_config": {"method": "ngram"}}, "is of a model; give model=... as well"),
         ({"max_tokens": 3}, "max_tokens=3 is of a model"),
         ({"deterministic": True}, "deterministic=True is of a model"),
-        ({"model": "x"}, "speculative_config=None must say what drafts for the model"),
+        ({"model": "x"}, "speculative_config=None must be a mapping that names a drafter"),
         (
             {"model": "x", "rules": "block", "speculative_config": {}},
             "rules='block' is of certific",
@@ -218,7 +218,7 @@ def test_a_lossy_rule_fails_whatever_its_drafter_does():
         ({"model": "x", "tree": [-1], "speculative_config": {}}, "tree=[-1] is of certificates"),
         (
             {"model": "x", "speculative_config": {}, "temperature": 0},
-            "temperature=0 must be more tha",
+            "must be more than 0: greedy texts",
         ),
         ({"model": "x", "speculative_config": {}, "max_tokens": 0}, "max_tokens=0 must be"),
         (
@@ -259,12 +259,12 @@ def test_a_drafter_that_raises_is_reported_and_its_texts_are_not_compared():
 
     plan = Plan(ToyTarget(V), Broken(), "match")
     rows = [dataclasses.replace(row, temperature=1.0) for row in greedy()]
-    found, (remark,) = of_plan(plan, Params(table(0, V, V)), rows, num_drafts=100)
-    assert [each.check for each in found if not each.passed] == ["drafter"]
+    findings, (remark,) = of_plan(plan, Params(table(0, V, V)), rows, num_drafts=100)
+    assert [each.check for each in findings if not each.passed] == ["drafter"]
     assert remark == "texts were not compared: it raises RuntimeError: no idea."
 
 
-def test_the_function_and_the_package_are_both_at_hand():
+def test_the_function_and_the_package_are_both_importable():
     from jspec.tools.certify import distribution
 
     assert callable(jspec.certify) and callable(distribution)
@@ -273,7 +273,7 @@ def test_the_function_and_the_package_are_both_at_hand():
     assert all("temperature=0.7" in each.subject for each in report.findings)
 
 
-def test_a_model_is_certified_as_it_stands_in_its_files(models):
+def test_a_model_is_certified_from_its_files(models):
     report = jspec.certify(
         model=models["target"],
         speculative_config={"method": "ngram", "num_speculative_tokens": 3},
@@ -282,10 +282,10 @@ def test_a_model_is_certified_as_it_stands_in_its_files(models):
         num_drafts=128,
     )
     assert report.passed and report.setting["dtype"] == "float32"
-    assert [each.check for each in report.findings] == ["law", "chi-square", "drafter"] + (
+    assert [each.check for each in report.findings] == ["distribution", "chi-square", "drafter"] + (
         ["text"] * 2
     )
-    assert "NGram draws nothing" in report.remarks[0]
+    assert "NGram drafts deterministically" in report.remarks[0]
 
 
 @pytest.mark.slow

@@ -1,0 +1,106 @@
+"""The table ``RULES`` of all acceptance rules, and rules with settings or from the user's code."""
+
+import pkgutil
+from collections.abc import Sequence
+from typing import get_args
+
+from jspec.core.types import Proposal
+from jspec.util.messages import shown
+from jspec.verify.block import block
+from jspec.verify.match import match
+from jspec.verify.rejection import rejection
+from jspec.verify.rule import Rule
+from jspec.verify.synthetic import Synthetic
+from jspec.verify.typical import Typical
+
+_ALL = frozenset(get_args(Proposal))
+
+
+def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
+    """Return Medusa's typical acceptance, which is lossy; see ``jspec.verify.typical.Typical``."""
+    return Rule(
+        "typical",
+        Typical(threshold, alpha),
+        "none",
+        frozenset(),
+        lossless=False,
+        summary="Medusa's: accept tokens that the target finds likely enough, by its entropy; "
+        "greedy decoding stays exact",
+    )
+
+
+def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
+    """Return lossy acceptance at given rates, for benchmarks; see ``Synthetic``."""
+    walk = Synthetic(rates if rates is None else tuple(rates), length)
+    return Rule(
+        "synthetic",
+        walk,
+        "round",
+        frozenset(),
+        lossless=False,
+        greedy_is_match=False,
+        depths=walk.depths,
+        summary="for benchmarks: accept any draft, at given rates",
+    )
+
+
+_MATCH = Rule(
+    "match", match, "target", _ALL, summary="accept while the target's own draw equals the draft"
+)
+RULES = {
+    rule.name: rule
+    for rule in (
+        # On deterministic drafts both have the output of ``match``, which needs no residual.
+        Rule(
+            "rejection",
+            rejection,
+            "round",
+            _ALL,
+            _MATCH,
+            summary="token rule with p/q: accept by ratio, else draw from the residual",
+        ),
+        Rule(
+            "block",
+            block,
+            "round",
+            _ALL,
+            _MATCH,
+            summary="judges the draft as a whole, accepts at least as much: block verification "
+            "of chains, traversal verification of trees",
+        ),
+        _MATCH,
+        Rule(
+            "coupled",
+            match,
+            "target",
+            _ALL,
+            shares_noise=True,
+            summary="match, with draft and target sharing noise: the text of plain sampling",
+        ),
+        typical(),
+        synthetic(rates=()),  # for drafts of depth 0: rates have no default
+    )
+}
+
+
+def load_rule(path: str, key: str = "rule") -> Rule:
+    """Import the user's ``Rule`` at a dotted path such as ``"my_package.rules.MINE"``.
+
+    ``key`` is the name of the setting, for messages.
+
+    Raises:
+      ValueError: the path cannot be imported, or leads to something else than a ``Rule``.
+    """
+    try:
+        rule = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{key}={shown(path)} cannot be imported: {str(error)[:200]}. Install the package, or "
+            "put its folder on PYTHONPATH."
+        ) from error
+    if not isinstance(rule, Rule):
+        raise ValueError(
+            f"{key}={shown(path)} is a {type(rule).__name__}, not a jspec.verify.Rule; wrap its "
+            "walk: Rule('mine', walk, 'round', frozenset({'chain'}))."
+        )
+    return rule
