@@ -1,13 +1,13 @@
-"""Kernels beside XLA and beside what the memory allows: ``python -m benchmarks.kernels``.
+"""Kernels against XLA and the memory bandwidth: ``python -m benchmarks.kernels``.
 
-A row is one operation at one size. ``floor`` is the time in which the device reads what the
-operation has to read, at the bandwidth measured in the same run; ``/floor`` is how far a contender
-is from it, ``x XLA`` how much faster than the reference a kernel is. A kernel becomes the default
-of a device, in ``jspec.ops``, only with such a row. Without an accelerator there is only XLA.
+A row is one operation at one size. ``floor`` is the time to read the operation's inputs at the
+bandwidth measured in the same run. ``/floor`` is a contender's time in units of it, and ``x XLA`` the
+speedup of a kernel over the reference. A kernel becomes the default of a device, in ``jspec.ops``,
+only with such a row. Without an accelerator there is only XLA.
 
-``differs by`` is of one call: of attention the largest difference beside the largest value, of
-sampling the share of verdicts; ``LIMITS`` says how much may be. A kernel that does not compile, or
-gives what is no number, is an error of its row, and the other rows go on.
+``differs by`` compares one call: the largest difference of attention, relative to the largest
+value, or the share of different verdicts. ``LIMITS`` bounds it. A kernel that does not compile, or
+returns NaN, is an error of its row; the other rows continue.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from jspec.verify import RULES
 
 REFERENCE = "reference"
 KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}  # of a platform
-STEPS = 16  # in one program, so that its launch does not count
-SIZES = ("batch", "length", "dtype")  # keys of a case that make up its size
-WORKING_SET = 2**27  # bytes read before anything is read again, past the caches of today's devices
-MOST_COPIES = 8  # of what an operation reads: each makes its program longer to compile
-PEAK = 4.0  # standard deviation of scores: a few keys have most of the weight, as in real layers
-# Of attention over bfloat16, which rounds scores and weights; of verdicts by draws that fall on the
-# border of two tokens, where sums that round otherwise part.
+STEPS = 16  # in one program, to hide its launch
+SIZES = ("batch", "length", "dtype")  # keys of a case that are its size
+WORKING_SET = 2**27  # bytes read before any is read again, larger than the devices' caches
+MOST_COPIES = 8  # of the inputs: each adds compile time
+PEAK = 4.0  # standard deviation of scores: few keys have most of the weight, as in real layers
+# bfloat16 attention rounds scores and weights. Verdicts differ where a draw falls on the border of
+# two tokens and sums round differently.
 LIMITS = {"tree_attention": 0.02, "rejection_sampling": 0.25}
 
 
@@ -50,20 +50,20 @@ class Contest(NamedTuple):
     """One operation at one size."""
 
     operation: str
-    case: dict  # what tells it from the others
-    contenders: dict[str, Callable[[], jax.Array]]  # each does ``calls`` calls, the first is XLA's
+    case: dict  # its parameters
+    contenders: dict[str, Callable[[], jax.Array]]  # each makes ``calls`` calls; the first is XLA
     calls: int
-    num_bytes: int  # that one call has to read and write
-    copies: int  # of what it reads, taken in turns
+    num_bytes: int  # read and written by one call
+    copies: int  # of the inputs, used in turn
 
     @property
     def cached(self) -> bool:
-        """Whether the device may keep all copies in a cache: then it may beat the floor."""
+        """True if all copies may fit into the device's cache; then the floor can be beaten."""
         return self.copies * self.num_bytes < WORKING_SET
 
 
 def tree_attention(settings: argparse.Namespace) -> Iterator[Contest]:
-    """Trees of real shapes over long caches; every call of a turn has a cache of its own."""
+    """Yield trees of real shapes over long caches; every call in turn has its own cache."""
     for name in settings.cases:
         for batch in settings.batch if name in CASES else ():
             for length in settings.lengths:
@@ -101,12 +101,12 @@ def _attention_contest(name: str, batch: int, length: int, dtype: jnp.dtype) -> 
 
 
 def kernels() -> tuple[str, ...]:
-    """The kernels of this device: one, or none."""
+    """Return the kernels of this device: one, or none."""
     return () if no_kernels() else (KERNELS[jax.default_backend()],)
 
 
 def no_kernels() -> str | None:
-    """Why this device has none."""
+    """Return the reason why this device has no kernels, or None."""
     platform, device = jax.default_backend(), jax.devices()[0]
     if platform not in KERNELS:
         return f"no kernel is for {platform}"
@@ -117,9 +117,9 @@ def no_kernels() -> str | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(case, implementation, *, q, tree, ancestors, caches, length, nudge):
-    """``STEPS`` passes over all caches; what the last call gave.
+    """Run ``STEPS`` passes over all caches; return the result of the last call.
 
-    ``nudge`` is 0: no call can begin before the one before it, and all have the same queries.
+    ``nudge`` is 0. It makes each call depend on the one before, with the same queries.
     """
     positions = length[:, None] + jnp.arange(q.shape[2])
 
@@ -143,7 +143,7 @@ def _attend(case, implementation, *, q, tree, ancestors, caches, length, nudge):
 
 
 def rejection_sampling(settings: argparse.Namespace) -> Iterator[Contest]:
-    """Drafts over vocabularies of real models, from raw logits to the token."""
+    """Yield drafts over vocabularies of real models, from raw logits to the token."""
     for name in settings.cases:
         for batch in settings.batch if name in DRAFTS else ():
             yield _sampling_contest(name, batch)
@@ -169,7 +169,7 @@ def _sampling_contest(name: str, batch: int) -> Contest:
 
 
 def _draft(case: Case, recorded: jax.Array, key: jax.Array, target: jax.Array) -> tuple:
-    """(target logits, tokens, recorded logits, coins): every node drawn from its parent's row."""
+    """Target logits, tokens drawn from the parent's row, recorded logits, uniforms."""
     parents = jnp.array(case.parents)
     key, uniforms = jax.random.split(key)
     tokens = jax.random.categorical(key, recorded[:, parents]).astype(jnp.int32)
@@ -179,7 +179,7 @@ def _draft(case: Case, recorded: jax.Array, key: jax.Array, target: jax.Array) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _judge(case, implementation, rounds, uniform):
-    """``STEPS`` verdicts on all rounds, one after the other: length and token in one, [R, B]."""
+    """Run ``STEPS`` verdicts on all rounds in sequence; return length and token in one, [R, B]."""
     count, nodes = rounds[0][1].shape
     parents = np.array([-1, *case.parents[1:]], np.int32)
     tree = trees.broadcast(trees.from_parents(parents, case.depth), count)
@@ -190,14 +190,12 @@ def _judge(case, implementation, rounds, uniform):
         dict(temperature=full(0.8), min_p=full(0.01), top_k=full(50), top_p=full(0.9)),
         names=case.filters,
     )
-    rule = RULES[case.rule].judging(case.proposal)
 
     def judge(logits, draft, uniforms, uniform):
-        if implementation == REFERENCE:  # what runs by default
-            _, accepted, distribution = rule.walk(
-                sampling.process_logits(logits, filters), draft, tree, uniforms
-            )
-            token = sampling.draw(distribution, uniform)
+        if implementation == REFERENCE:  # the default
+            processed, walk = sampling.process_logits(logits, filters), RULES[case.rule].walk
+            _, accepted, log_p = walk(processed, draft, tree, uniforms, case.proposal)
+            token = sampling.draw(log_p, uniform)
         else:
             _, accepted, token = ops.rejection_sampling(
                 logits,
@@ -207,25 +205,24 @@ def _judge(case, implementation, rounds, uniform):
                 uniforms,
                 uniform,
                 rule=case.rule,
-                replaced=case.proposal == "iid",
                 implementation=implementation,
             )
         return accepted * case.vocab + token
 
     def step(_, verdicts):
-        last, found = verdicts[-1], []
+        last, verdicts = verdicts[-1], []
         for logits, tokens, recorded, uniforms in rounds:
             draft = Draft(tokens, parents, valid, recorded, sampled, max_depth=case.depth)
-            after = jnp.where(last < 0, 0.5, uniform)  # never; the compiler cannot know
+            after = jnp.where(last < 0, 0.5, uniform)  # never true, unknown to the compiler
             last = judge(logits, draft, uniforms, after)
-            found.append(last)
-        return jnp.stack(found)
+            verdicts.append(last)
+        return jnp.stack(verdicts)
 
     return jax.lax.fori_loop(0, STEPS, step, jnp.zeros((len(rounds), count), jnp.int32))
 
 
-def asked(settings: argparse.Namespace) -> int:
-    """How many rows there are, where time allows."""
+def num_rows(settings: argparse.Namespace) -> int:
+    """Return the number of rows without a time limit."""
     attention = len(settings.batch) * len(settings.lengths)
     rows_of = {
         "tree_attention": (CASES, attention),
@@ -241,7 +238,7 @@ OPERATIONS = {"tree_attention": tree_attention, "rejection_sampling": rejection_
 
 
 def race(contest: Contest, names: Iterable[str], repeats: int) -> dict[str, float]:
-    """Best seconds a call of the contenders ``names``, compiled before, run in turns."""
+    """Return the best seconds per call of the compiled contenders ``names``, run in turn."""
     best = dict.fromkeys(names, float("inf"))
     for _ in range(repeats):
         for name in best:
@@ -252,35 +249,35 @@ def race(contest: Contest, names: Iterable[str], repeats: int) -> dict[str, floa
 
 
 def results(contest: Contest) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """What each contender gives, and what went wrong with the others. Compiles them."""
+    """Compile and run the contenders; return the results, and the errors of the others."""
 
     def attempt(once: Callable[[], jax.Array]) -> np.ndarray | str:
         try:
-            found = np.asarray(once())
-        except Exception as error:  # of a compiler, of the device: a row, not the end
+            result = np.asarray(once())
+        except Exception as error:  # of the compiler or the device
             return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
-        return found if np.isfinite(found).all() else "gives what is no number"
+        return result if np.isfinite(result).all() else "returns NaN or infinity"
 
     with concurrent.futures.ThreadPoolExecutor(len(contest.contenders)) as pool:
-        found = dict(
+        outputs = dict(
             zip(contest.contenders, pool.map(attempt, contest.contenders.values()), strict=True)
         )
-    errors = {name: each for name, each in found.items() if isinstance(each, str)}
-    return {name: each for name, each in found.items() if name not in errors}, errors
+    errors = {name: each for name, each in outputs.items() if isinstance(each, str)}
+    return {name: each for name, each in outputs.items() if name not in errors}, errors
 
 
-def difference(operation: str, found: dict[str, np.ndarray]) -> float | None:
-    """How far a kernel is from XLA; None where one of them is missing."""
-    if len(found) < 2:
+def difference(operation: str, outputs: dict[str, np.ndarray]) -> float | None:
+    """Return the difference of a kernel from XLA; None if one of them is missing."""
+    if len(outputs) < 2:
         return None
-    expected, other = (each.astype(np.float64) for each in found.values())
+    expected, other = (each.astype(np.float64) for each in outputs.values())
     if operation == "rejection_sampling":
         return float((expected != other).mean())
     return float(np.abs(expected - other).max() / np.abs(expected).max())
 
 
 def bandwidth(repeats: int = 10) -> float:
-    """Bytes a second that matrix-vector products read, one after the other in one program."""
+    """Return the bytes per second that matrix-vector products read, in sequence in one program."""
     width = 4096
     matrix = jax.random.normal(jax.random.key(0), (WORKING_SET // width, width)) / width**0.5
 
@@ -290,7 +287,7 @@ def bandwidth(repeats: int = 10) -> float:
         return jax.lax.fori_loop(0, STEPS, step, vector)
 
     best = float("inf")
-    for _ in range(repeats + 1):  # the first turn compiles; it is never the best
+    for _ in range(repeats + 1):  # the first repeat compiles; it is never the best
         begun = time.perf_counter()
         products(matrix, jnp.ones(width)).block_until_ready()
         best = min(best, time.perf_counter() - begun)
@@ -298,7 +295,7 @@ def bandwidth(repeats: int = 10) -> float:
 
 
 def rows(settings: argparse.Namespace) -> Iterator[dict]:
-    """Measures every contest; one row for each that is begun in time."""
+    """Measure every contest; yield a row for each that begins in time."""
     begun, speed = time.perf_counter(), bandwidth()
     for operation in settings.operations:
         for contest in OPERATIONS[operation](settings):
@@ -308,15 +305,15 @@ def rows(settings: argparse.Namespace) -> Iterator[dict]:
 
 
 def measured(contest: Contest, repeats: int, speed: float) -> dict:
-    """A row of the results; ``speed`` in bytes a second."""
-    found, errors = results(contest)
-    apart = difference(contest.operation, found)
+    """Return a row of the results; ``speed`` in bytes per second."""
+    outputs, errors = results(contest)
+    apart = difference(contest.operation, outputs)
     return dict(
         operation=contest.operation,
         **contest.case,
         floor=contest.num_bytes / speed,
         cached=contest.cached,
-        seconds=race(contest, found, repeats),
+        seconds=race(contest, outputs, repeats),
         difference=apart,
         errors=errors,
         well=not errors and (apart or 0.0) <= LIMITS[contest.operation],
@@ -324,13 +321,13 @@ def measured(contest: Contest, repeats: int, speed: float) -> dict:
     )
 
 
-def table(found: list[dict]) -> Table:
-    """For people."""
-    speed = found[0]["bytes_per_second"] / 1e9
+def table(measurements: list[dict]) -> Table:
+    """Return the rows as a table for people."""
+    speed = measurements[0]["bytes_per_second"] / 1e9
     shown = Table("case", title=f"microseconds a call; the device reads {speed:.0f} GB/s")
     for name in ("size", "floor", "XLA", "/floor", "kernel", "/floor", "x XLA", "differs by"):
         shown.add_column(name, justify="right")
-    for row in found:
+    for row in measurements:
         size = [str(value) for key, value in row.items() if key in SIZES]
         size += ["cached"] if row["cached"] else []
         cells = [f"{row['operation']}: {row['case']}", " ".join(size), _microseconds(row["floor"])]
@@ -356,7 +353,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes the figures where ``--json`` says."""
+    """Measure, print a table, and write the figures to ``--json``."""
     on_cpu = jax.default_backend() == "cpu"
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0]
@@ -369,17 +366,17 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths)
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16", help="of attention")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--seconds", type=float, help="after which no other row is begun")
+    parser.add_argument("--seconds", type=float, help="after which no row begins")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     loading.keep_compiled_programs()
-    facts, found = {"no_kernels": no_kernels(), "asked": asked(arguments)}, []
+    facts, measurements = {"no_kernels": no_kernels(), "asked": num_rows(arguments)}, []
     facts = environment.describe() | facts
     for row in rows(arguments):
-        found.append(row)
-        if arguments.json:  # after each, for who stops it
-            files.write_json(facts | {"rows": found}, arguments.json)
-    Console().print(table(found))
+        measurements.append(row)
+        if arguments.json:  # after each row, in case of an interrupt
+            files.write_json(facts | {"rows": measurements}, arguments.json)
+    Console().print(table(measurements))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Kernels, one folder an operation: ``reference.py`` is the specification in jnp.
+"""Kernels, one folder per operation: ``reference.py`` is the specification in jnp.
 
-Installed as ``jspec.kernels``; only ``jspec.ops`` imports it. No ``__version__`` here: transformers
-mistakes a top-level package of this name that has one for Hugging Face's own ``kernels``.
+Installed as ``jspec.kernels``; only ``jspec.ops`` imports it. It has no ``__version__``, because
+transformers takes a top-level package ``kernels`` with one for Hugging Face's package.
 """
 
 if __name__ == "kernels":
-    # Imported by its folder, because the root of the repository leads sys.path: Hugging Face's
-    # package is meant (transformers' modelling code imports it), so it takes this one's place.
+    # transformers' modelling code imports Hugging Face's package, but the root of the repository
+    # comes first in sys.path: hand over to that package.
     import sys
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec

@@ -1,1 +1,1 @@
-"""Acceptance of a draft and the draw of the token after it, over logits that stay as they are."""
+"""Acceptance of a draft and the draw of the next token, from raw logits."""

@@ -1,9 +1,10 @@
-"""Acceptance on scalars, and the draw of one token: the same for the kernels of all devices.
+"""Acceptance on scalars, and the draw of the next token: shared by the kernels of all devices.
 
-laws      one pass over all rows: thresholds and log-totals
-judge     on scalars: peaks and log-totals give p and q of the drafted tokens. Refusals change the
-          law of one node a row, whose new mass ``masses`` sums up; so no law is ever stored
-draw      masses of the segments of the final law, then one segment in full
+1. One pass over all rows measures thresholds and log-totals (kernel ``distributions``).
+2. Acceptance works on scalars: peaks and log-totals give p and q of the drafted tokens. Refusals
+   change the distribution of one node per row, and kernel ``masses`` sums its new mass. No
+   distribution is ever stored.
+3. The draw takes the masses of the final distribution's segments, then one segment in full.
 """
 
 import jax
@@ -21,13 +22,12 @@ from jspec.kernels.rejection_sampling.distributions import (
 )
 from jspec.kernels.rejection_sampling.rows import (
     Children,
-    Ending,
+    End,
     Kernels,
     Rows,
     children_of,
-    choose,
     no_refusal,
-    passing_of,
+    where,
 )
 from jspec.kernels.rejection_sampling.traversal import traverse
 
@@ -43,173 +43,125 @@ def rejection_sampling(
     uniform: Array,
     form: Form,
 ) -> tuple[Array, Array, Array]:
-    """As the reference, in float32, without storing a law."""
+    """Judge and draw as the reference does, in float32, without storing a distribution."""
     batch, nodes, vocab = logits.shape
     flat = logits.reshape(batch * nodes, vocab)
     per_node = Filters(*(jnp.repeat(x, nodes) for x in filters[:4]), filters.names)
-    draft = draft_probs = None
+    draft_logits = draft = None
     if proposal.logits is not None:
-        draft = proposal.logits.reshape(batch * nodes, vocab)
-        found = kernels.distributions(draft, None)
-        draft_probs = DraftDistribution(found.peak, found.log_total)
-    rows = Rows(flat, draft, kernels.distributions(flat, per_node), draft_probs, nodes, kernels)
-    uniforms = uniforms.astype(jnp.float32)
-    judge = {"rejection": _walk, "block": _chain_as_a_whole, "traversal": traverse}[form.rule]
-    ending = judge(rows, proposal, uniforms, form)
-    return ending.path, ending.num_accepted, _draw(rows, ending, uniform.astype(jnp.float32))
+        draft_logits = proposal.logits.reshape(batch * nodes, vocab)
+        measured = kernels.distributions(draft_logits, None)
+        draft = DraftDistribution(measured.peak, measured.log_total)
+    target = kernels.distributions(flat, per_node)
+    rows = Rows(flat, draft_logits, target, draft, nodes, kernels)
+    judge = {"rejection": _walk, "block": traverse}[form.rule]
+    end = judge(rows, proposal, uniforms.astype(jnp.float32), form)
+    return end.path, end.num_accepted, _draw(rows, end, uniform.astype(jnp.float32))
 
 
 # ------------------------------------------------------------------- child by child, down a tree
 
 
-def _walk(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> Ending:
-    """Recursive rejection sampling, from the root down, while some row descends."""
+def _walk(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> End:
+    """Recursive rejection sampling from the root down, while some row descends."""
     batch = proposal.tokens.shape[0]
 
     def descend(carry):
-        depth, going, ending = carry
-        children = children_of(rows, proposal, uniforms, ending.node, form.max_children)
-        children = children._replace(exists=children.exists & going[:, None])
-        accepted, child, absent, steps = _judge(rows, children, ending.node, form)
-        path = ending.path.at[:, depth + 1].set(jnp.where(accepted, child, 0), mode="drop")
-        keep = lambda new, old: jnp.where(going, new, old)
+        depth, active, end = carry
+        children = children_of(rows, proposal, uniforms, end.node, form.max_children)
+        children = children._replace(exists=children.exists & active[:, None])
+        accepted, child, absent, refusals = _judge(rows, children, end.node, form)
+        path = end.path.at[:, depth + 1].set(jnp.where(accepted, child, 0), mode="drop")
+        update = lambda new, old: jnp.where(active, new, old)
         return (
             depth + 1,
             accepted,
-            Ending(
-                jnp.where(accepted, child, ending.node),
+            End(
+                jnp.where(accepted, child, end.node),
                 path,
-                ending.num_accepted + accepted,
-                *jax.tree.map(keep, (absent, steps), (ending.absent, ending.steps)),
+                end.num_accepted + accepted,
+                *jax.tree.map(update, (absent, refusals), (end.absent, end.refusals)),
             ),
         )
 
-    none = jnp.zeros((batch,), jnp.int32)
-    start = Ending(
-        none,
+    zero = jnp.zeros((batch,), jnp.int32)
+    root = End(
+        zero,
         jnp.zeros((batch, form.max_depth + 1), jnp.int32),
-        none,
-        (none,) * (form.max_children - 1 if form.mixed else 0),
+        zero,
+        (zero,) * (form.max_children - 1 if form.mixed else 0),
         (no_refusal(batch),) * form.max_children,
     )
-    carry = jnp.int32(0), jnp.ones((batch,), bool), start
+    carry = jnp.int32(0), jnp.ones((batch,), bool), root
     return lax.while_loop(lambda carry: carry[1].any(), descend, carry)[2]
 
 
 def _judge(rows: Rows, children: Children, node: Array, form: Form):
-    """Judges the children of ``node`` [B] in turn: (accepted, child, absent tokens, refusals)."""
-    absent = ()
-    if form.mixed:  # siblings are distinct: the law of those drawn excludes the point masses
-        absent = children.points()
-    place = rows.at(node)
-    distribution, draft_probs = rows.distributions_at(place, absent)
-    mass = remaining = jnp.ones(node.shape, jnp.float32)  # of the target's law, of the draft's
+    """Judge the children of ``node`` [B] in turn: (accepted, child, absent tokens, refusals)."""
+    absent = children.deterministic_tokens() if form.mixed else ()
+    index = rows.at(node)
+    target, draft = rows.distributions_at(index, absent)
+    p_mass = q_mass = jnp.ones(node.shape, jnp.float32)
     if form.mixed:
-        remaining = rows.masses(place, distribution, draft_probs, ()).draft.sum(-1)
-    accepted, child, steps = jnp.zeros(node.shape, bool), node, ()
+        q_mass = rows.masses(index, target, draft, ()).draft.sum(-1)
+    accepted, accepted_child, refusals = jnp.zeros(node.shape, bool), node, ()
     for rank in range(form.max_children):
-        each = children.rank(rank)
-        _, p, q = weights(each.x, each.y, each.token, distribution, draft_probs, steps)
-        q = jnp.where(each.drawn, q / jnp.where(remaining > 0, remaining, 1), 1.0)
+        child = children.rank(rank)
+        _, p, q = weights(child.x, child.y, child.token, target, draft, refusals)
+        q = jnp.where(child.drawn, q / jnp.where(q_mass > 0, q_mass, 1), 1.0)
         # Strict, so that p(x) = 0 is never accepted, not even by u = 0. A token that its own
-        # recorded law excludes was not drawn from it and is refused.
-        passes = (each.uniform * q < p / mass) & (q > 0)
-        waits = each.exists & ~accepted
-        refused = waits & ~passes
-        child = jnp.where(waits & passes, each.node, child)
-        accepted |= waits & passes
-        gone = refused & (q > 0) & ~(each.drawn & form.replaced)
-        step = Refusal(
-            jnp.where(refused, 1 / mass, 1.0),
-            jnp.where(refused & each.drawn, 1 / jnp.where(remaining > 0, remaining, 1), 0.0),
-            jnp.where(gone, each.token, -1),
+        # recorded distribution excludes was not drawn from it: refuse it.
+        passes = (child.uniform * q < p / p_mass) & (q > 0)
+        pending = child.exists & ~accepted
+        refused = pending & ~passes
+        accepted_child = jnp.where(pending & passes, child.node, accepted_child)
+        accepted |= pending & passes
+        dropped = refused & (q > 0)
+        refusal = Refusal(
+            jnp.where(refused, 1 / p_mass, 1.0),
+            jnp.where(refused & child.drawn, 1 / jnp.where(q_mass > 0, q_mass, 1), 0.0),
+            jnp.where(dropped, child.token, -1),
         )
         if rank + 1 < form.max_children:
-            found = rows.masses(place, distribution, draft_probs, (*steps, step))
-            left, draft_left = found.after.sum(-1), found.draft.sum(-1)
-            # Nothing is left only where p = q up to rounding; then the law stays as it was.
-            step = choose(left > 0, step, no_refusal(node.shape[0]))
-            mass = jnp.where(refused & (left > 0), left, mass)
-            remaining = jnp.where(gone & each.drawn, draft_left, remaining)
-        steps = (*steps, step)
-    return accepted, child, absent, steps
-
-
-# ------------------------------------------------------------------------------ a chain as a whole
-
-
-def _chain_as_a_whole(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> Ending:
-    """Block verification; the notation is that of ``jspec.verify.block``."""
-    del form  # a chain has no other
-    batch, nodes = proposal.tokens.shape
-    valid, drawn = proposal.valid[:, 1:], proposal.sampled[:, 1:]
-    log_joint = _log_joint(rows, proposal)  # of P_0 to P_K
-    joint = jnp.exp(log_joint)
-    end = jnp.zeros((batch, 1), bool)  # the last node has no child
-    has_child = jnp.concatenate([valid, end], 1)
-    child_drawn = jnp.concatenate([drawn, end], 1)
-    refusal = Refusal(
-        jnp.where(has_child, joint, 1.0),
-        jnp.where(has_child & child_drawn, 1.0, 0.0),
-        jnp.where(has_child & ~child_drawn, jnp.roll(proposal.tokens, -1, 1), -1),
-    )
-    every = jnp.arange(batch * nodes, dtype=jnp.int32)
-    step = Refusal(*(x.reshape(-1) for x in refusal))
-    rest = (
-        rows.masses(None, *rows.distributions_at(every), (step,))
-        .after.sum(-1)
-        .reshape(batch, nodes)
-    )
-    passing = jnp.where(has_child, passing_of(rest, joint), joint)[:, 1:]
-    passed = valid & (uniforms[:, 1:] < passing)
-    num_accepted = jnp.where(passed, jnp.arange(1, nodes, dtype=jnp.int32), 0).max(1, initial=0)
-    path = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (batch, nodes))
-    last = Refusal(*(jnp.take_along_axis(x, num_accepted[:, None], 1)[:, 0] for x in refusal))
-    return Ending(num_accepted, path, num_accepted, (), (last,))
-
-
-def _log_joint(rows: Rows, proposal: Proposal) -> Array:
-    """log P_0 to log P_K of a chain, [B, K + 1]: P_i = min(1, P_{i-1} p_i / q_i)."""
-    batch, nodes = proposal.tokens.shape
-    parents = rows.at(jnp.tile(jnp.arange(nodes - 1, dtype=jnp.int32), (batch, 1)))
-    tokens = proposal.tokens[:, 1:]
-    p, _, q = weights(*rows.entries(parents, tokens), tokens, *rows.distributions_at(parents))
-    q = jnp.where(proposal.sampled[:, 1:], q, 1.0)
-    drawable = proposal.valid[:, 1:] & (q > 0)
-    log_ratio = jnp.where(drawable, jnp.log(p) - jnp.log(jnp.where(drawable, q, 1)), -jnp.inf)
-    log_joint = [jnp.zeros((batch,), jnp.float32)]
-    for index in range(nodes - 1):
-        log_joint.append(jnp.minimum(0, log_joint[-1] + log_ratio[:, index]))
-    return jnp.stack(log_joint, 1)
+            masses = rows.masses(index, target, draft, (*refusals, refusal))
+            mass = masses.after.sum(-1)
+            # The mass is 0 only where p = q up to rounding; then p stays as it is.
+            refusal = where(mass > 0, refusal, no_refusal(node.shape[0]))
+            p_mass = jnp.where(refused & (mass > 0), mass, p_mass)
+            q_mass = jnp.where(dropped & child.drawn, masses.draft.sum(-1), q_mass)
+        refusals = (*refusals, refusal)
+    return accepted, accepted_child, absent, refusals
 
 
 # ------------------------------------------------------------------------------------- one token
 
 
-def _draw(rows: Rows, ending: Ending, uniform: Array) -> Array:
-    """Inverse CDF in two levels: a segment by its mass, then a token of it. int32 [B].
+def _draw(rows: Rows, end: End, uniform: Array) -> Array:
+    """Draw by inverse CDF in two steps: a segment by its mass, then a token of it. int32 [B].
 
-    ``uniform`` [B, 2] is a coarse and a fine part, which comes in where their sum has room.
+    ``uniform`` [B, 2] is a coarse and a fine part; the fine part is added after the coarse sums.
     """
-    place = rows.at(ending.node)
-    distribution, draft_probs = rows.distributions_at(place, ending.absent)
-    found = rows.masses(place, distribution, draft_probs, ending.steps)
-    # Nothing is left of a refusal only where p = q up to rounding.
-    refused = found.after.sum(-1) > 0
-    masses = jnp.where(refused[:, None], found.after, found.before)
-    total = masses.sum(-1, keepdims=True)
+    index = rows.at(end.node)
+    target, draft = rows.distributions_at(index, end.absent)
+    masses = rows.masses(index, target, draft, end.refusals)
+    # The mass after a refusal is 0 only where p = q up to rounding.
+    refused = masses.after.sum(-1) > 0
+    segments = jnp.where(refused[:, None], masses.after, masses.before)
+    total = segments.sum(-1, keepdims=True)
     coarse, fine = uniform.T
-    segment, below = first_above(masses / total, coarse)
+    segment, below = first_above(segments / total, coarse)
     vocab = rows.logits.shape[1]
     width = min(rows.kernels.segment, vocab)
     first = segment * width
     start = jnp.minimum(first, vocab - width)  # the last segment is pulled back inside
     cut = jax.vmap(lambda x, row, at: lax.dynamic_slice(x, (row, at), (1, width))[0], (None, 0, 0))
-    streams = [None if x is None else cut(x, place, start) for x in (rows.logits, rows.draft)]
+    streams = [
+        None if x is None else cut(x, index, start) for x in (rows.logits, rows.draft_logits)
+    ]
     token = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    columns = jax.tree.map(lambda x: x[:, None], (distribution, draft_probs, ending.steps))
+    columns = jax.tree.map(lambda x: x[:, None], (target, draft, end.refusals))
     before, after, _ = weights(*streams, token, *columns)
     inside = jnp.where(refused[:, None], after, before)
     inside = jnp.where(token >= first[:, None], inside, 0.0)
-    index, _ = first_above(inside / total, coarse - below + fine)
-    return start + index
+    chosen, _ = first_above(inside / total, coarse - below + fine)
+    return start + chosen

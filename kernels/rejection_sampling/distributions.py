@@ -1,8 +1,8 @@
-"""What the kernels of the devices share: laws as scalars of a row, and weights computed from them.
+"""Distributions as scalars of a row, and weights computed from them: shared by all devices.
 
-A law over V tokens is never stored. A few scalars of a row, ``Distribution``, give the target's probability
-of any token from its raw logit, and ``Refusal`` steps turn it into what is left of the law after
-drafted tokens were refused. Kernels evaluate ``weights`` over blocks of a row and keep only sums.
+A distribution over V tokens is never stored. ``TargetDistribution`` gives the probability of any
+token from its raw logit. ``Refusal`` steps turn it into the residual after drafted tokens were
+refused. Kernels evaluate ``weights`` over blocks of a row and keep only sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ INFINITY_BITS = 0x7F800000
 
 
 class Filters(NamedTuple):
-    """How each row warps its logits, [R] each; ``names`` lists the warps that exist."""
+    """Sampling filters of each row, [R] each; ``names`` lists those in use."""
 
     temperature: Array  # float32, 0 is greedy
     min_p: Array  # float32, 0 is off
@@ -30,7 +30,7 @@ class Filters(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A drafted tree: the fields of ``jspec.core.types.Draft`` that are judged, over target ids."""
+    """A drafted tree: the judged fields of ``jspec.core.types.Draft``, over target ids."""
 
     tokens: Array  # int32 [B, N]
     parents: Array  # int32 [B, N], the root is its own parent
@@ -40,160 +40,158 @@ class Proposal(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is known of a draft and its rule when tracing."""
+    """Static properties of a draft and its rule."""
 
-    rule: str  # "rejection", "block" on a chain, or "traversal": block on a tree
+    rule: str  # "rejection" or "block"
     max_depth: int
-    max_children: int  # of a node
-    replaced: bool = False  # siblings were drawn with replacement
-    mixed: bool = False  # a node may have drawn children and point masses
+    max_children: int  # of a node, at least 1
+    mixed: bool = False  # a node may have drawn and deterministic children
 
 
-class Distribution(NamedTuple):
-    """The target's warped law at R rows, [R] each."""
+class TargetDistribution(NamedTuple):
+    """The target's processed distribution at R rows, [R] each."""
 
     temperature: Array  # float32; 1 in a greedy row
-    floor: Array  # float32: raw logits below it have no weight
-    peak: Array  # float32: the greatest raw logit, from which all are counted: see ``weights``
-    log_total: Array  # float32: log of the sum of exp over the warped logits of those that have
+    floor: Array  # float32: smaller raw logits have no weight
+    peak: Array  # float32: the largest raw logit, subtracted from all: see ``weights``
+    log_total: Array  # float32: log of the sum of exp over the processed logits above the floor
     only: Array  # int32: the one token of a greedy row, -1 in others
 
 
-class Refusal(NamedTuple):
-    """A step at R rows, [R] each: weights U become ``max(scale U - share q, 0)`` off ``dropped``.
+class DraftDistribution(NamedTuple):
+    """The distribution that drafted tokens were drawn from, at R rows."""
 
-    So is q, from the next step on. Scale 1, share 0 and no token dropped leave both as they were.
+    peak: Array  # [R] float32: the largest log-weight of the row, subtracted from all
+    log_total: Array  # [R] float32: log of the sum of exp over the row
+    absent: tuple[Array, ...] = ()  # int32 [R] each: removed tokens, -1 for none
+
+
+class Refusal(NamedTuple):
+    """A step at R rows, [R] each: p becomes ``max(scale p - share q, 0)`` without ``dropped``.
+
+    q loses the dropped token from the next step on. Scale 1, share 0 and no dropped token leave
+    both unchanged.
     """
 
     scale: Array  # float32
-    share: Array  # float32, of the draft's law q
-    dropped: Array  # int32 token, -1 for none; ``from_q_alone`` of one that stays in U
+    share: Array  # float32, factor on the draft's q
+    dropped: Array  # int32 token, -1 for none; ``from_q_alone`` of a token that stays in p
 
 
 def from_q_alone(token: Array) -> Array:
-    """What ``Refusal.dropped`` is for a token that only q loses; and what it was made of."""
+    """Encode a token that only q loses as ``Refusal.dropped``, or decode it: an involution."""
     return -2 - token
-
-
-class DraftDistribution(NamedTuple):
-    """The law that drafted tokens were drawn from, at R rows."""
-
-    peak: Array  # [R] float32: the greatest of the row, from which all are counted
-    log_total: Array  # [R] float32: log of the sum of exp over the row
-    absent: tuple[Array, ...] = ()  # int32 [R] each: tokens it was deprived of, -1 for none
 
 
 def weights(
     x: Array,
     y: Array | None,
     token: Array,
-    distribution: Distribution,
-    draft_probs: DraftDistribution | None,
-    steps: Sequence[Refusal] = (),
+    target: TargetDistribution,
+    draft: DraftDistribution | None,
+    refusals: Sequence[Refusal] = (),
 ) -> tuple[Array, Array, Array]:
-    """What the steps leave of the target's probabilities, without and with the last one; and q.
+    """Return the residual of p before the last refusal, the residual after it, and q.
 
     Arguments broadcast against each other.
 
     Args:
       x: raw logits of the target.
-      y: log-weights of the draft's law, or None without one.
+      y: log-weights of the draft, or None without one.
       token: int32 ids of the entries of ``x``.
-      law: of their rows.
-      draft_law: of their rows, None without one.
-      steps: in order.
+      target: of their rows.
+      draft: of their rows, None without one.
+      refusals: in order.
 
     Returns:
-      float32 each. The last is q without its absent tokens and without those dropped, not
-      renormalised; zeros if there is no draft.
+      float32 each. q lacks absent and dropped tokens and is not renormalised; zeros without draft.
     """
     x = x.astype(jnp.float32)
-    # Never where x is NaN. Raw logits are compared: a quotient may be rounded in several ways. And
-    # they are counted from the peak before anything else: a great quotient has no digits left for
-    # the total, nor twice the same last digit.
-    processed = (x - distribution.peak) / distribution.temperature
-    spread = jnp.where(x >= distribution.floor, jnp.exp(processed - distribution.log_total), 0.0)
-    point = jnp.where(token == distribution.only, 1.0, 0.0)
-    left = before = jnp.where(jnp.broadcast_to(distribution.only, token.shape) < 0, spread, point)
-    q = jnp.zeros_like(left)
+    # The floor compares raw logits, because a quotient may be rounded in several ways; it excludes
+    # NaN. The peak is subtracted before the division: a large quotient has no digits left for the
+    # total, and its last digit may vary.
+    processed = (x - target.peak) / target.temperature
+    p = jnp.where(x >= target.floor, jnp.exp(processed - target.log_total), 0.0)
+    one_hot = jnp.where(token == target.only, 1.0, 0.0)
+    after = before = jnp.where(jnp.broadcast_to(target.only, token.shape) < 0, p, one_hot)
+    q = jnp.zeros_like(after)
     if y is not None:
-        q = jnp.exp(y.astype(jnp.float32) - draft_probs.peak - draft_probs.log_total)
-        for absent in draft_probs.absent:
+        q = jnp.exp(y.astype(jnp.float32) - draft.peak - draft.log_total)
+        for absent in draft.absent:
             q = jnp.where(token == absent, 0.0, q)
-    for scale, share, dropped in steps:
-        before, left = left, left * scale
+    for scale, share, dropped in refusals:
+        before, after = after, after * scale
         if y is not None:
-            left = jnp.maximum(left - share * q, 0.0)
-            out = jnp.where(dropped < -1, from_q_alone(dropped), dropped)
-            q = jnp.where(token == out, 0.0, q)
-        left = jnp.where(token == dropped, 0.0, left)
-    return before, left, q
+            after = jnp.maximum(after - share * q, 0.0)
+            from_q = jnp.where(dropped < -1, from_q_alone(dropped), dropped)
+            q = jnp.where(token == from_q, 0.0, q)
+        after = jnp.where(token == dropped, 0.0, after)
+    return before, after, q
 
 
 class Masses(NamedTuple):
     """Sums of ``weights`` at M rows over S segments of the vocabulary, [M, S] each."""
 
-    before: Array  # the target's, without the last step
-    after: Array  # with it
-    draft: Array  # q off the tokens that are absent or dropped
+    before: Array  # p before the last refusal
+    after: Array  # p after it
+    draft: Array  # q without absent and dropped tokens
 
 
 def pack(
-    distribution: Distribution, draft_probs: DraftDistribution | None, steps: Sequence[Refusal]
+    target: TargetDistribution, draft: DraftDistribution | None, refusals: Sequence[Refusal]
 ) -> tuple[list[Array], list[Array]]:
-    """What ``weights`` is told of rows, as float32 and as int32 columns."""
-    floats, ints = (
-        [distribution.temperature, distribution.floor, distribution.peak, distribution.log_total],
-        [distribution.only],
-    )
-    if draft_probs is not None:
-        floats += [draft_probs.peak, draft_probs.log_total]
-        ints += draft_probs.absent
-    floats += [x for step in steps for x in (step.scale, step.share)]
-    return floats, ints + [step.dropped for step in steps]
+    """Return the scalars that ``weights`` needs, as float32 and int32 columns."""
+    floats = [target.temperature, target.floor, target.peak, target.log_total]
+    ints = [target.only]
+    if draft is not None:
+        floats += [draft.peak, draft.log_total]
+        ints += draft.absent
+    floats += [x for refusal in refusals for x in (refusal.scale, refusal.share)]
+    return floats, ints + [refusal.dropped for refusal in refusals]
 
 
 def unpack(
     floats: Sequence[Array], ints: Sequence[Array], drafted: bool, absent: int
-) -> tuple[Distribution, DraftDistribution | None, list[Refusal]]:
-    """What ``pack`` was given."""
-    draft_probs = DraftDistribution(*floats[4:6], tuple(ints[1 : 1 + absent])) if drafted else None
-    of_steps = floats[6 if drafted else 4 :]
-    steps = map(Refusal, of_steps[::2], of_steps[1::2], ints[1 + absent :])
-    return Distribution(*floats[:4], ints[0]), draft_probs, list(steps)
+) -> tuple[TargetDistribution, DraftDistribution | None, list[Refusal]]:
+    """Return the arguments of ``pack``."""
+    draft = DraftDistribution(*floats[4:6], tuple(ints[1 : 1 + absent])) if drafted else None
+    rest = floats[6 if drafted else 4 :]
+    refusals = map(Refusal, rest[::2], rest[1::2], ints[1 + absent :])
+    return TargetDistribution(*floats[:4], ints[0]), draft, list(refusals)
 
 
 class Row(Protocol):
-    """Rows of logits as a kernel reads them: block by block, folded to scalars."""
+    """Rows of logits as a kernel reads them: block by block, reduced to scalars."""
 
     vocab: int
-    mantissa_bits: int  # explicit, of the dtype that the logits are stored in
-    pass_bits: int  # of a threshold, decided in one pass over the rows
+    mantissa_bits: int  # explicit, of the dtype of the stored logits
+    pass_bits: int  # bits of a threshold that one pass over the rows decides
 
     def sums(self, term: Callable) -> list[Array]:
-        """Sums over the vocabulary, of each value that ``term`` makes of float32 logits."""
+        """Sum each of the values that ``term`` computes from float32 logits."""
 
     def greatest(self, term: Callable) -> Array:
-        """The greatest of what ``term`` makes of float32 logits."""
+        """Return the maximum of ``term`` over float32 logits."""
 
     def least(self, term: Callable) -> Array:
-        """The least of what ``term`` makes of float32 logits and int32 token ids."""
+        """Return the minimum of ``term`` over float32 logits and int32 token ids."""
 
     def as_float(self, bits: Array) -> Array:
-        """The float32 of an int32 scalar's bits."""
+        """Return the float32 with the bits of an int32 scalar."""
 
 
 def measure(row: Row, filters: Filters | None) -> tuple[Array, Array, Array, Array]:
-    """(floor, peak, log_total, first token of the greatest logit) of rows; ``filters`` None for none.
+    """Return (floor, peak, log_total, first token of the largest logit) of rows.
 
-    Warps apply in the order of ``jspec.core.sampling``: temperature, min_p, top-k, top-p; what ties with
-    the last token kept is kept. Thresholds are searched, not sorted for.
+    Filters apply in the order of ``jspec.core.sampling``: temperature, min_p, top-k, top-p; tokens
+    that tie with the last selected one are selected. Thresholds are searched for without sorting.
+    ``filters`` is None for a draft's rows.
     """
     names = () if filters is None else filters.names
     finite = lambda x: jnp.where(x == x, x, -jnp.inf)
     peak = row.greatest(finite)
     first = row.least(lambda x, token: jnp.where(finite(x) == peak, token, row.vocab - 1))
-    # Of a shape, not like another array: where batches are cut, JAX >= 0.11 does not lower those.
+    # A shape, not ones_like: JAX >= 0.11 cannot lower the latter where batches are sharded.
     temperature = jnp.full(peak.shape, 1.0, jnp.float32)
     if filters is not None:
         temperature = jnp.where(filters.temperature > 0, filters.temperature, 1.0)
@@ -203,57 +201,58 @@ def measure(row: Row, filters: Filters | None) -> tuple[Array, Array, Array, Arr
         limit = peak / temperature + jnp.log(filters.min_p)
         floor = row.least(lambda x, _: jnp.where(x / temperature >= limit, x, jnp.inf))
     if "top_k" in names:
-        count = lambda limits: row.sums(
+        counts = lambda limits: row.sums(
             lambda x: [jnp.where(x >= limit, 1.0, 0.0) for limit in limits]
         )
-        wanted = jnp.where(filters.top_k > 0, filters.top_k, row.vocab)
-        wanted = jnp.clip(wanted, 1, row.vocab).astype(jnp.float32)
-        floor = jnp.maximum(floor, search(row, count, wanted))
-    kept = lambda x, limit: jnp.where(x >= limit, jnp.exp((x - peak) / temperature), 0.0)
-    (total,) = row.sums(lambda x: [kept(x, floor)])
+        top_k = jnp.where(filters.top_k > 0, filters.top_k, row.vocab)
+        top_k = jnp.clip(top_k, 1, row.vocab).astype(jnp.float32)
+        floor = jnp.maximum(floor, search(row, counts, top_k))
+    weight = lambda x, limit: jnp.where(x >= limit, jnp.exp((x - peak) / temperature), 0.0)
+    (total,) = row.sums(lambda x: [weight(x, floor)])
     if "top_p" in names:
-        mass = lambda limits: row.sums(
-            lambda x: [kept(x, jnp.maximum(floor, limit)) for limit in limits]
+        masses = lambda limits: row.sums(
+            lambda x: [weight(x, jnp.maximum(floor, limit)) for limit in limits]
         )
-        last = search(row, mass, filters.top_p * total)
-        floor = jnp.where(filters.top_p < 1, jnp.maximum(floor, last), floor)
-        (total,) = row.sums(lambda x: [kept(x, floor)])
+        threshold = search(row, masses, filters.top_p * total)
+        floor = jnp.where(filters.top_p < 1, jnp.maximum(floor, threshold), floor)
+        (total,) = row.sums(lambda x: [weight(x, floor)])
     log_total = jnp.log(jnp.where(total > 0, total, 1.0))
     return floor, peak, log_total, first
 
 
-def distribution_of(
+def target_distribution(
     filters: Filters | None, floor: Array, peak: Array, log_total: Array, first: Array
-) -> Distribution:
-    """The law of rows that were measured."""
+) -> TargetDistribution:
+    """Return the distribution of rows from the results of ``measure``."""
     if filters is None:
-        return Distribution(jnp.ones_like(floor), floor, peak, log_total, jnp.full_like(first, -1))
+        ones, none = jnp.ones_like(floor), jnp.full_like(first, -1)
+        return TargetDistribution(ones, floor, peak, log_total, none)
     greedy = filters.temperature <= 0
     temperature = jnp.where(greedy, 1.0, filters.temperature)
-    return Distribution(temperature, floor, peak, log_total, jnp.where(greedy, first, -1))
+    return TargetDistribution(temperature, floor, peak, log_total, jnp.where(greedy, first, -1))
 
 
 def search(row: Row, masses_from: Callable, goal: Array) -> Array:
-    """The greatest float32 v for which the mass of all entries >= v reaches ``goal``.
+    """Return the largest float32 v for which the mass of all entries >= v reaches ``goal``.
 
-    It is a value of the row: the k-th largest where mass counts and the goal is k, the last token
-    that top-p keeps where mass is probability. Floats are in the order of integers made of their
-    bits, which are decided from the highest down.
+    v is a value of the row: the k-th largest if masses are counts and the goal is k, the last token
+    of top-p if masses are probabilities. Floats are ordered like integers made of their bits, and
+    the search decides these from the highest to the lowest.
 
     Args:
-      row: whose dtype says how many bits there are to decide.
-      masses_from: thresholds, a list of arrays shaped as ``goal``, to the list of their masses.
+      row: its dtype sets the number of bits to decide.
+      masses_from: maps thresholds, a list of arrays shaped as ``goal``, to the list of masses.
       goal: positive.
 
     Returns:
-      v, or -inf where not even the whole row reaches the goal.
+      v, or -inf if the entire row does not reach the goal.
     """
-    values_of_digit = range(1, 2**row.pass_bits)
+    digits = range(1, 2**row.pass_bits)
 
     def decide(index: Array, ordinal: Array) -> Array:
         unit = jnp.left_shift(jnp.int32(1), ORDINAL_BITS - row.pass_bits * (index + 1))
-        limits = [_value(row, ordinal + digit * unit) for digit in values_of_digit]
-        for mass in masses_from(limits):  # they fall: as many reach the goal as the digit says
+        limits = [_value(row, ordinal + digit * unit) for digit in digits]
+        for mass in masses_from(limits):  # decreasing: their number at the goal is the digit
             ordinal = jnp.where(mass >= goal, ordinal + unit, ordinal)
         return ordinal
 
@@ -262,13 +261,13 @@ def search(row: Row, masses_from: Callable, goal: Array) -> Array:
 
 
 def _value(row: Row, ordinal: Array) -> Array:
-    """The float32 at a place of their ascending order, whose bits count as unsigned; never NaN."""
+    """The float32 with an (unsigned) ordinal in ascending order; never NaN."""
     signed = jnp.clip(ordinal ^ jnp.int32(-(2**31)), ~INFINITY_BITS, INFINITY_BITS)
     return row.as_float(signed ^ ((signed >> 31) & jnp.int32(2**31 - 1)))
 
 
 def wrong_dtype(*arrays: Array | None) -> str | None:
-    """Which of these logits no kernel takes, or None."""
+    """Return the reason why no kernel takes these logits, or None."""
     for x in arrays:
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"takes bfloat16, float16 or float32 logits, not {x.dtype}"
@@ -276,9 +275,9 @@ def wrong_dtype(*arrays: Array | None) -> str | None:
 
 
 def first_above(values: Array, point: Array) -> tuple[Array, Array]:
-    """First index of a positive value whose running sum exceeds ``point`` [M], and the sum before.
+    """Return the first index whose running sum exceeds ``point`` [M], and the sum before it.
 
-    The last index of a positive value of [M, W] where rounding leaves none.
+    Only indices of positive values [M, W] count; the last of them if rounding leaves none.
     """
     index = jnp.arange(values.shape[-1], dtype=jnp.int32)
     above = (jnp.cumsum(values, -1) > point[:, None]) & (values > 0)

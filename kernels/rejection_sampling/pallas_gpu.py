@@ -1,8 +1,8 @@
 """Rejection sampling for NVIDIA GPUs of the Hopper kind (Pallas on Mosaic GPU): two kernels.
 
-``laws`` gives every row a warpgroup, which reads it from memory once and, where top-k or top-p
-search for a threshold, again from the second-level cache. ``masses`` gives every segment of every
-row that an acceptance rule asks for a warpgroup of its own, wherever the row lies.
+``distributions`` assigns a warpgroup to every row. It reads the row from memory once, and again
+from the second-level cache to search the thresholds of top-k and top-p. ``masses`` assigns a
+warpgroup to every segment of every row that a rule needs.
 """
 
 import dataclasses
@@ -18,28 +18,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec.kernels.rejection_sampling import acceptance
 from jspec.kernels.rejection_sampling import distributions as shared
 from jspec.kernels.rejection_sampling.distributions import (
-    Distribution,
     DraftDistribution,
     Filters,
     Form,
     Masses,
     Proposal,
     Refusal,
+    TargetDistribution,
 )
 
 Array = jax.Array
 
-THREADS = 128  # of a warpgroup
-VECTOR = 4  # logits that a thread reads at a time
+THREADS = 128  # per warpgroup
+VECTOR = 4  # logits per read of a thread
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut; sizes are multiples of 512."""
+    """Sizes of the work, multiples of 512."""
 
-    chunk: int = 2048  # tokens of a row at a time: 16 a thread
-    segment: int = 2048  # tokens that a mass is the sum of
-    # Of a threshold, decided in one pass: three sums should cost about what the reading does.
+    chunk: int = 2048  # tokens of a row at a time: 16 per thread
+    segment: int = 2048  # tokens per mass
+    # Bits of a threshold per pass. Three sums should cost about as much as the read.
     pass_bits: int = 2
 
 
@@ -57,7 +57,10 @@ def rejection_sampling(
     blocks: Blocks = BLOCKS,
     interpret: object = None,
 ) -> tuple[Array, Array, Array]:
-    """As the reference, in float32; ``interpret`` takes Mosaic GPU's interpreter parameters."""
+    """Judge and draw as the reference does, in float32.
+
+    ``interpret`` takes Mosaic GPU's interpreter parameters.
+    """
     run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
     kernels = acceptance.Kernels(run(distributions), run(masses), blocks.segment)
     return acceptance.rejection_sampling(
@@ -65,9 +68,9 @@ def rejection_sampling(
     )
 
 
-def refusal(logits: Array, draft: Array | None) -> str | None:
-    """Why logits [..., V] of target and draft are not taken, or None."""
-    if wrong := shared.wrong_dtype(logits, draft):
+def refusal(logits: Array, draft_logits: Array | None) -> str | None:
+    """Return the reason why logits [..., V] of target and draft are not taken, or None."""
+    if wrong := shared.wrong_dtype(logits, draft_logits):
         return wrong
     if jax.default_backend() == "gpu" and (wrong := wrong_device(jax.devices()[0])):
         return wrong
@@ -79,7 +82,7 @@ def refusal(logits: Array, draft: Array | None) -> str | None:
 
 
 def wrong_device(device: jax.Device) -> str | None:
-    """Why a GPU does not run the kernels: Mosaic begins with Hopper."""
+    """Return the reason why a GPU does not run the kernels: Mosaic needs Hopper or newer."""
     if int(device.compute_capability.split(".")[0]) >= 9:
         return None
     return (
@@ -90,8 +93,8 @@ def wrong_device(device: jax.Device) -> str | None:
 
 def distributions(
     logits: Array, filters: Filters | None, *, blocks: Blocks = BLOCKS, interpret: object = None
-) -> Distribution:
-    """The warped law of every row of ``logits`` [R, V]; ``filters`` [R], None for none."""
+) -> TargetDistribution:
+    """Measure every row of ``logits`` [R, V] under ``filters`` [R], or None."""
     rows = logits.shape[0]
     names = None if filters is None else filters.names
     settings = () if filters is None else filters[:4]
@@ -103,7 +106,7 @@ def distributions(
         grid_names=("row",),
         interpret=interpret,
     )(logits, *settings)
-    return shared.distribution_of(filters, *measured)
+    return shared.target_distribution(filters, *measured)
 
 
 def _kernel(body, *, interpret, **options):
@@ -121,9 +124,9 @@ def _distributions_kernel(logits, *refs, names, blocks):
 
 
 def _chunk(ref, row: Array, nominal: Array, width: int) -> tuple[Array, Array]:
-    """(float32 logits of a row from ``nominal`` on, their tokens).
+    """Float32 logits of a row from ``nominal`` on, and their tokens.
 
-    A chunk that would reach past the end is pulled back; what it repeats is -inf.
+    A chunk that would reach past the end is pulled back; repeated logits are -inf.
     """
     start = jnp.minimum(nominal, ref.shape[1] - width)
     layout = plgpu.Layout.WG_STRIDED((width,), VECTOR)
@@ -133,7 +136,7 @@ def _chunk(ref, row: Array, nominal: Array, width: int) -> tuple[Array, Array]:
 
 
 class _Streamed:
-    """A row of logits in memory; scalars are scalars. See ``laws.Row``."""
+    """A row of logits in memory; scalars are scalars. See ``distributions.Row``."""
 
     def __init__(self, ref, row: Array, blocks: Blocks):
         self.ref, self.row, self.vocab = ref, row, ref.shape[1]
@@ -141,20 +144,19 @@ class _Streamed:
         self.mantissa_bits = jnp.finfo(ref.dtype).nmant
 
     def sums(self, term: Callable) -> list[Array]:
-        """Over the vocabulary, of each value."""
+        """Sum each value over the vocabulary."""
         return self._fold(lambda x, _: term(x), jnp.add, jnp.sum)
 
     def greatest(self, term: Callable) -> Array:
-        """Over the vocabulary."""
+        """Return the maximum over the vocabulary."""
         return self._fold(lambda x, _: [term(x)], jnp.maximum, jnp.max)[0]
 
     def least(self, term: Callable) -> Array:
-        """Over the vocabulary."""
-        one = lambda x, token: [term(x, token)]
-        return self._fold(one, jnp.minimum, jnp.min)[0]
+        """Return the minimum over the vocabulary."""
+        return self._fold(lambda *block: [term(*block)], jnp.minimum, jnp.min)[0]
 
     def as_float(self, bits: Array) -> Array:
-        """The float32 of the same bits; only vectors can be reinterpreted."""
+        """Return the float32 with the same bits; only vectors can be reinterpreted."""
         layout = plgpu.Layout.WG_STRIDED((THREADS,), 1)
         vector = plgpu.layout_cast(jnp.full((THREADS,), bits), layout)
         return jnp.max(lax.bitcast_convert_type(vector, jnp.float32))
@@ -168,34 +170,32 @@ class _Streamed:
 
 def masses(
     logits: Array,
-    draft: Array | None,
-    rows: Array | None,
-    distribution: Distribution,
-    draft_probs: DraftDistribution | None,
-    steps: Sequence[Refusal],
+    draft_logits: Array | None,
+    rows: Array,
+    target: TargetDistribution,
+    draft: DraftDistribution | None,
+    refusals: Sequence[Refusal],
     *,
     blocks: Blocks = BLOCKS,
     interpret: object = None,
 ) -> Masses:
-    """What ``steps`` leave of the laws of ``rows``, summed over segments of the vocabulary.
+    """Sum the residuals of ``rows`` after ``refusals`` over segments of the vocabulary.
 
     Args:
       logits: of the target, raw [R, V].
-      draft: log-weights [R, V] of the draft's laws, or None.
-      rows: int32 [M], rows of ``logits`` and ``draft``; None for all of them.
-      law: of these rows, [M].
-      draft_law: of these rows of ``draft``, [M]; None without it.
-      steps: [M] each.
-      blocks: how the work is cut.
+      draft_logits: log-weights of the draft [R, V], or None.
+      rows: int32 [M], rows of ``logits`` and ``draft_logits``.
+      target: of these rows, [M].
+      draft: of these rows, [M]; None without a draft.
+      refusals: [M] each.
+      blocks: sizes of the work.
       interpret: Mosaic GPU's interpreter parameters, for machines without such a GPU.
     """
-    if rows is None:
-        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     count, segments = rows.shape[0], pl.cdiv(logits.shape[1], blocks.segment)
-    facts = [jnp.stack(columns, 1) for columns in shared.pack(distribution, draft_probs, steps)]
-    absent = 0 if draft_probs is None else len(draft_probs.absent)
-    streams = [x for x in (logits, draft) if x is not None]
-    found = _kernel(
+    facts = [jnp.stack(columns, 1) for columns in shared.pack(target, draft, refusals)]
+    absent = 0 if draft is None else len(draft.absent)
+    streams = [x for x in (logits, draft_logits) if x is not None]
+    masses = _kernel(
         functools.partial(
             _masses_kernel, width=blocks.segment, drafted=draft is not None, absent=absent
         ),
@@ -203,20 +203,20 @@ def masses(
             jax.ShapeDtypeStruct((count, segments), jnp.float32) for _ in Masses._fields
         ),
         grid=(count, segments),
-        grid_names=("place", "segment"),
+        grid_names=("index", "segment"),
         interpret=interpret,
     )(rows, *facts, *streams)
-    return Masses(*found)
+    return Masses(*masses)
 
 
 def _masses_kernel(rows, floats, ints, x, *refs, width, drafted, absent):
     y, outs = refs[0] if drafted else None, refs[drafted:]
-    place, segment = lax.axis_index("place"), lax.axis_index("segment")
-    row, nominal = rows[place], segment * width
-    columns = [[ref[place, i] for i in range(ref.shape[1])] for ref in (floats, ints)]
-    distribution, draft_probs, steps = shared.unpack(*columns, drafted, absent)
+    index, segment = lax.axis_index("index"), lax.axis_index("segment")
+    row, nominal = rows[index], segment * width
+    columns = [[ref[index, i] for i in range(ref.shape[1])] for ref in (floats, ints)]
+    target, draft, refusals = shared.unpack(*columns, drafted, absent)
     logits, token = _chunk(x, row, nominal, width)
     log_weights = _chunk(y, row, nominal, width)[0] if drafted else None
-    found = shared.weights(logits, log_weights, token, distribution, draft_probs, steps)
-    for out, values in zip(outs, found, strict=True):
-        out[place, segment] = jnp.sum(jnp.where(token >= nominal, values, 0.0))
+    values = shared.weights(logits, log_weights, token, target, draft, refusals)
+    for out, value in zip(outs, values, strict=True):
+        out[index, segment] = jnp.sum(jnp.where(token >= nominal, value, 0.0))

@@ -1,8 +1,8 @@
 """Rejection sampling for TPU (Pallas on Mosaic TPU): two kernels, each one pass over HBM.
 
-``laws`` holds eight whole rows in vector memory, where the thresholds of top-k and top-p are
-searched bit by bit instead of sorting. ``masses`` streams the rows that a rule asks for, and adds
-up what is left of their laws in every segment of the vocabulary.
+``distributions`` holds eight rows in vector memory, where it searches the thresholds of top-k and
+top-p bit by bit instead of sorting. ``masses`` streams the rows that a rule needs, and sums their
+residuals in every segment of the vocabulary.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ from jax.experimental.pallas import tpu as pltpu
 from jspec.kernels.rejection_sampling import acceptance
 from jspec.kernels.rejection_sampling import distributions as shared
 from jspec.kernels.rejection_sampling.distributions import (
-    Distribution,
     DraftDistribution,
     Filters,
     Form,
     Masses,
     Proposal,
     Refusal,
+    TargetDistribution,
 )
 
 Array = jax.Array
 
 TILE_ROWS = 8
-RESIDENT_BYTES = 48 * 2**20  # of vector memory for eight rows, and the eight that follow
+RESIDENT_BYTES = 48 * 2**20  # vector memory for eight rows, and for the next eight
 OTHER_BYTES = 8 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut."""
+    """Sizes of the work."""
 
-    chunk: int = 2048  # tokens of resident rows taken at a time: 16 registers of each value
-    segment: int = 2048  # tokens that a mass is the sum of
-    # Of a threshold, decided in one pass: vector memory is near, and more would spill registers.
+    chunk: int = 2048  # tokens of resident rows at a time: 16 registers per value
+    segment: int = 2048  # tokens per mass
+    # Bits of a threshold per pass. Vector memory is near, and more would spill registers.
     pass_bits: int = 1
 
 
@@ -58,7 +58,7 @@ def rejection_sampling(
     blocks: Blocks = BLOCKS,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array, Array]:
-    """As the reference, in float32."""
+    """Judge and draw as the reference does, in float32."""
     run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
     kernels = acceptance.Kernels(run(distributions), run(masses), blocks.segment)
     return acceptance.rejection_sampling(
@@ -66,13 +66,13 @@ def rejection_sampling(
     )
 
 
-def refusal(logits: Array, draft: Array | None) -> str | None:
-    """Why logits [..., V] of target and draft are not taken, or None."""
-    if wrong := shared.wrong_dtype(logits, draft):
+def refusal(logits: Array, draft_logits: Array | None) -> str | None:
+    """Return the reason why logits [..., V] of target and draft are not taken, or None."""
+    if wrong := shared.wrong_dtype(logits, draft_logits):
         return wrong
     resident = 2 * TILE_ROWS * logits.shape[-1] * logits.dtype.itemsize
     if resident > RESIDENT_BYTES:
-        return f"keeps whole rows in vector memory, and {logits.shape[-1]} tokens are too many"
+        return f"holds entire rows in vector memory, too small for {logits.shape[-1]} tokens"
     return None
 
 
@@ -82,8 +82,8 @@ def distributions(
     *,
     blocks: Blocks = BLOCKS,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Distribution:
-    """The warped law of every row of ``logits`` [R, V]; ``filters`` [R], None for none."""
+) -> TargetDistribution:
+    """Measure every row of ``logits`` [R, V] under ``filters`` [R], or None."""
     rows, vocab = logits.shape
     names = None if filters is None else filters.names
     settings = () if filters is None else filters[:4]
@@ -102,13 +102,13 @@ def distributions(
         ),
         cost_estimate=_distributions_cost(logits, names or (), blocks.pass_bits),
         interpret=interpret,
-        name="rejection_sampling_laws",
+        name="rejection_sampling_distributions",
     )(logits, *(x[:, None] for x in settings))
-    return shared.distribution_of(filters, *(x[:, 0] for x in measured))
+    return shared.target_distribution(filters, *(x[:, 0] for x in measured))
 
 
 def _distributions_cost(logits: Array, names: Sequence[str], pass_bits: int) -> pl.CostEstimate:
-    """Of one reading of the logits, and of the passes over what was read."""
+    """The cost of one read of the logits, and of the passes over them in vector memory."""
     bits = shared.SIGN_AND_EXPONENT_BITS + jnp.finfo(logits.dtype).nmant
     searches = [-(-bits // pass_bits) * (name in names) for name in ("top_k", "top_p")]
     return pl.CostEstimate(
@@ -126,7 +126,7 @@ def _distributions_kernel(logits, *refs, names, blocks):
 
 
 class _Resident:
-    """Rows [tile, V] in vector memory; scalars are columns [tile, 1]. See ``laws.Row``."""
+    """Rows [tile, V] in vector memory; scalars are columns [tile, 1]. See ``distributions.Row``."""
 
     def __init__(self, ref, blocks: Blocks):
         self.ref, self.vocab = ref, ref.shape[1]
@@ -134,26 +134,27 @@ class _Resident:
         self.mantissa_bits = jnp.finfo(ref.dtype).nmant
 
     def sums(self, term: Callable) -> list[Array]:
-        """Over the vocabulary, of each value."""
+        """Sum each value over the vocabulary."""
         return self._fold(lambda x, _: term(x), jnp.add, lambda x: x.sum(-1, keepdims=True))
 
     def greatest(self, term: Callable) -> Array:
-        """Over the vocabulary."""
+        """Return the maximum over the vocabulary."""
         return self._fold(lambda x, _: [term(x)], jnp.maximum, lambda x: x.max(-1, keepdims=True))[
             0
         ]
 
     def least(self, term: Callable) -> Array:
-        """Over the vocabulary."""
-        one = lambda x, token: [term(x, token)]
-        return self._fold(one, jnp.minimum, lambda x: x.min(-1, keepdims=True))[0]
+        """Return the minimum over the vocabulary."""
+        return self._fold(
+            lambda *block: [term(*block)], jnp.minimum, lambda x: x.min(-1, keepdims=True)
+        )[0]
 
     def as_float(self, bits: Array) -> Array:
-        """The float32 of the same bits."""
+        """Return the float32 with the same bits."""
         return lax.bitcast_convert_type(bits, jnp.float32)
 
     def _fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
-        """Chunk by chunk, lanes kept apart to the end; the last chunk may be shorter."""
+        """Fold chunk by chunk, lanes separate until the end; the last chunk may be shorter."""
 
         def chunk(start, width: int):
             x = self.ref[:, pl.ds(start, width)].astype(jnp.float32)
@@ -174,58 +175,57 @@ class _Resident:
 
 def masses(
     logits: Array,
-    draft: Array | None,
-    rows: Array | None,
-    distribution: Distribution,
-    draft_probs: DraftDistribution | None,
-    steps: Sequence[Refusal],
+    draft_logits: Array | None,
+    rows: Array,
+    target: TargetDistribution,
+    draft: DraftDistribution | None,
+    refusals: Sequence[Refusal],
     *,
     blocks: Blocks = BLOCKS,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Masses:
-    """What ``steps`` leave of the laws of ``rows``, summed over segments of the vocabulary.
+    """Sum the residuals of ``rows`` after ``refusals`` over segments of the vocabulary.
 
     Args:
       logits: of the target, raw [R, V].
-      draft: log-weights [R, V] of the draft's laws, or None.
-      rows: int32 [M], rows of ``logits`` and ``draft``; None for all of them.
-      law: of these rows, [M].
-      draft_law: of these rows of ``draft``, [M]; None without it.
-      steps: [M] each.
-      blocks: how the work is cut.
+      draft_logits: log-weights of the draft [R, V], or None.
+      rows: int32 [M], rows of ``logits`` and ``draft_logits``.
+      target: of these rows, [M].
+      draft: of these rows, [M]; None without a draft.
+      refusals: [M] each.
+      blocks: sizes of the work.
       interpret: for machines without a TPU.
     """
-    # Eight rows share a tile of memory: gathering those wanted costs less than reading eight each.
-    take = lambda x: x if rows is None else jnp.take(x, rows, axis=0)
-    streams = [take(x) for x in (logits, draft) if x is not None]
+    # Eight rows share a tile of memory: a gather costs less than reading eight rows for one.
+    streams = [jnp.take(x, rows, axis=0) for x in (logits, draft_logits) if x is not None]
     count, vocab = streams[0].shape
     tile, width = min(count, TILE_ROWS), min(vocab, blocks.segment)
     segments = pl.cdiv(vocab, width)
-    facts = [jnp.stack(columns, 1) for columns in shared.pack(distribution, draft_probs, steps)]
+    facts = [jnp.stack(columns, 1) for columns in shared.pack(target, draft, refusals)]
     of_row = lambda size: pl.BlockSpec((tile, size), lambda i, _: (i, 0))
     of_block = pl.BlockSpec((tile, width), lambda i, s: (i, s))
-    absent = 0 if draft_probs is None else len(draft_probs.absent)
+    absent = 0 if draft is None else len(draft.absent)
     kernel = functools.partial(
         _masses_kernel, vocab=vocab, drafted=draft is not None, absent=absent
     )
-    found = pl.pallas_call(
+    masses = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct((count, segments), jnp.float32)] * len(Masses._fields),
         grid=(pl.cdiv(count, tile), segments),
         in_specs=[*(of_row(x.shape[1]) for x in facts), *[of_block] * len(streams)],
         out_specs=[of_row(segments)] * len(Masses._fields),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_masses_cost(streams, steps),
+        cost_estimate=_masses_cost(streams, len(refusals)),
         interpret=interpret,
         name="rejection_sampling_masses",
     )(*facts, *streams)
-    return Masses(*found)
+    return Masses(*masses)
 
 
-def _masses_cost(streams: Sequence[Array], steps: Sequence[Refusal]) -> pl.CostEstimate:
-    """Of reading the rows once."""
+def _masses_cost(streams: Sequence[Array], refusals: int) -> pl.CostEstimate:
+    """The cost of reading the rows once."""
     return pl.CostEstimate(
-        flops=streams[0].size * (8 + 6 * len(steps)),
+        flops=streams[0].size * (8 + 6 * refusals),
         transcendentals=sum(x.size for x in streams),
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in streams),
     )
@@ -236,13 +236,11 @@ def _masses_kernel(floats, ints, x, *refs, vocab, drafted, absent):
     segment = pl.program_id(1)
     token = segment * x.shape[1] + lax.broadcasted_iota(jnp.int32, x.shape, 1)
     columns = [[ref[:, i : i + 1] for i in range(ref.shape[1])] for ref in (floats, ints)]
-    distribution, draft_probs, steps = shared.unpack(*columns, drafted, absent)
-    found = shared.weights(
-        x[...], y[...] if drafted else None, token, distribution, draft_probs, steps
-    )
+    target, draft, refusals = shared.unpack(*columns, drafted, absent)
+    values = shared.weights(x[...], y[...] if drafted else None, token, target, draft, refusals)
     lane = lax.broadcasted_iota(jnp.int32, outs[0].shape, 1)
-    for out, values in zip(outs, found, strict=True):
-        # The last block reaches past the vocabulary, where memory may hold anything.
-        mass = jnp.where(token < vocab, values, 0.0).sum(-1, keepdims=True)
-        kept = jnp.where(segment == 0, 0.0, out[...])  # of the segments before this one
-        out[...] = jnp.where(lane == segment, mass, kept)
+    for out, value in zip(outs, values, strict=True):
+        # The last block reaches past the vocabulary, where memory is undefined.
+        mass = jnp.where(token < vocab, value, 0.0).sum(-1, keepdims=True)
+        previous = jnp.where(segment == 0, 0.0, out[...])  # segments before this one
+        out[...] = jnp.where(lane == segment, mass, previous)

@@ -1,4 +1,4 @@
-"""Vocabularies and drafts of real models that tests, compiles and benchmarks share."""
+"""Vocabularies and drafts of real models, for tests, ahead-of-time compilation and benchmarks."""
 
 from typing import NamedTuple
 
@@ -13,24 +13,24 @@ VOCABULARIES = {
 
 
 class Case(NamedTuple):
-    """A draft under a rule."""
+    """A draft and a rule."""
 
     model: str
     parents: tuple[int, ...]  # the root is its own parent
     rule: str = "rejection"
     proposal: str = "chain"
     filters: tuple[str, ...] = ("temperature",)
-    logits: str = "float32"  # dtype of the target's
-    draft: str = "float32"  # dtype of the draft's
+    logits: str = "float32"  # dtype
+    draft: str = "float32"  # dtype of the recorded logits
 
     @property
     def vocab(self) -> int:
-        """Tokens of the target."""
+        """Vocabulary size of the target."""
         return VOCABULARIES[self.model]
 
     @property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Depth of the deepest node."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -38,12 +38,12 @@ class Case(NamedTuple):
 
     @property
     def children(self) -> int:
-        """Of the node that has most."""
+        """Largest number of children of a node."""
         return int(np.bincount(self.parents[1:], minlength=1).max(initial=0))
 
     @property
     def drawn(self) -> tuple[bool, ...] | None:
-        """Which nodes are drawn at random, where not all are."""
+        """Drawn nodes, or None if all are drawn."""
         nodes = range(len(self.parents))
         if self.proposal == "mixed":
             return tuple(node % 2 == 1 for node in nodes)
@@ -53,12 +53,12 @@ class Case(NamedTuple):
 
 
 def chain(depth: int) -> tuple[int, ...]:
-    """A node below the other."""
+    """Return the parents of a chain."""
     return (0, *range(depth))
 
 
 def tree(children: int, nodes: int) -> tuple[int, ...]:
-    """Level by level, with as many children each, until there are enough nodes."""
+    """Return the parents of a complete tree, in breadth-first order."""
     return (0, *((node - 1) // children for node in range(1, nodes)))
 
 
@@ -70,12 +70,13 @@ CASES = {
         "Phi-3-mini", chain(4), filters=("temperature", "top_p"), logits="bfloat16"
     ),
     "a chain of 8": Case("Llama-3.1-8B", chain(8), logits="bfloat16", draft="bfloat16"),
-    "a chain of 5 as a whole": Case("Qwen2.5-7B", chain(5), "block", logits="bfloat16"),
-    "a chain of 3 as a whole, warped": Case("Phi-3-mini", chain(3), "block", filters=ALL_FILTERS),
-    "a chain of drawn tokens and point masses": Case("Llama-2-7B", chain(6), "block", "mixed"),
+    "a chain of 5 under block": Case("Qwen2.5-7B", chain(5), "block", logits="bfloat16"),
+    "a chain of 3 under block, all filters": Case(
+        "Phi-3-mini", chain(3), "block", filters=ALL_FILTERS
+    ),
+    "a chain of drawn and deterministic nodes": Case("Llama-2-7B", chain(6), "block", "mixed"),
     "a tree of 8": Case("Llama-2-7B", tree(2, 8), proposal="without_replacement"),
-    "a tree of 13 with repeats": Case("Phi-3-mini", tree(3, 13), proposal="iid"),
-    "a tree of 21, the likeliest and one drawn": Case(
+    "a tree of 21, top_plus_one": Case(
         "Llama-2-7B", tree(4, 21), proposal="top_plus_one", filters=("temperature", "top_k")
     ),
     "a tree of 64": Case(
@@ -85,14 +86,11 @@ CASES = {
         logits="bfloat16",
         draft="bfloat16",
     ),
-    "a tree of 8 as a whole": Case("Llama-2-7B", tree(2, 8), "block", "without_replacement"),
-    "a tree of 13 with repeats as a whole, warped": Case(
-        "Phi-3-mini", tree(3, 13), "block", "iid", filters=ALL_FILTERS
-    ),
-    "a tree of 9 as a whole, the likeliest and one drawn": Case(
+    "a tree of 8 under block": Case("Llama-2-7B", tree(2, 8), "block", "without_replacement"),
+    "a tree of 9 under block, top_plus_one": Case(
         "Phi-3-mini", tree(3, 9), "block", "top_plus_one"
     ),
-    "a tree of 64 as a whole": Case(
+    "a tree of 64 under block": Case(
         "Llama-3.1-8B",
         tree(4, 64),
         "block",

@@ -1,10 +1,9 @@
-"""Attention of a chain that adds up in the order of absolute positions, in plain jnp.
+"""Attention of a chain that sums in the order of absolute positions, in plain jnp.
 
-What the reference sums last to first (the chain's own block, then the prefix) is summed here block
-by block from position 0 on, whichever of the positions are committed: a block takes each of its
-slots from the cache or from the chain, so a token's sum is the same, bit for bit, in every pass
-that it is part of. Every product has one shape, ``TILE`` queries by ``BLOCK`` slots, since the
-matmuls of most backends round differently for different shapes.
+The sum runs block by block from position 0, whichever positions are committed. A block takes each
+of its slots from the cache or from the chain. So a token's sum is the same, bit for bit, in every
+pass. All products have one shape, ``TILE`` queries by ``BLOCK`` slots, since most backends round
+matmuls of different shapes differently.
 """
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax import lax
 from jspec.kernels.tree_attention.reference import MASKED, Array, dot
 
 TILE = 16  # queries at a time
-BLOCK = 64  # slots at a time; a cache must hold a whole number of them
+BLOCK = 64  # slots at a time; the slots of a cache are a multiple
 
 
 def attention(
@@ -27,7 +26,7 @@ def attention(
     scale: float,
     window: int | None = None,
 ) -> Array:
-    """Softmax over all positions up to a query's own, in float32.
+    """Attend to all positions up to the query's own, in float32.
 
     Args:
       q: queries [B, H, N, D]; the n-th stands at position ``length + n``.
@@ -35,9 +34,9 @@ def attention(
       chain_v: their values [B, Hkv, N, D].
       cache_k: committed keys [B, Hkv, S, D], S a multiple of ``BLOCK``.
       cache_v: committed values [B, Hkv, S, D].
-      length: committed slots of each row, int32 [B]; ``length + N`` are at most S.
+      length: committed slots of each row, int32 [B]; ``length + N`` is at most S.
       scale: factor on the scores.
-      window: a query at position p sees positions > p - window alone; None: all.
+      window: a query at position p sees positions > p - window; None for all.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -53,20 +52,20 @@ def attention(
     positions = jnp.moveaxis(positions.reshape(batch, tiles, TILE), 1, 0)
 
     def slots_of(start: Array, cached: Array, chain: Array) -> Array:
-        """Positions ``start`` to ``start + BLOCK`` [B, Hkv, BLOCK, D], wherever they are."""
-        place = start + jnp.arange(BLOCK) - length[:, None]  # [B, BLOCK], in the chain
+        """Positions ``start`` to ``start + BLOCK``, from cache or chain: [B, Hkv, BLOCK, D]."""
+        index = start + jnp.arange(BLOCK) - length[:, None]  # [B, BLOCK], in the chain
         fresh = jnp.take_along_axis(
-            chain, jnp.clip(place, 0, nodes - 1)[:, None, :, None], axis=2
+            chain, jnp.clip(index, 0, nodes - 1)[:, None, :, None], axis=2
         ).astype(cached.dtype)
-        known = lax.dynamic_slice_in_dim(cached, start, BLOCK, axis=2)
-        return jnp.where((place >= 0)[:, None, :, None], fresh, known)
+        committed = lax.dynamic_slice_in_dim(cached, start, BLOCK, axis=2)
+        return jnp.where((index >= 0)[:, None, :, None], fresh, committed)
 
     def one_tile(tile: tuple[Array, Array]) -> Array:
         rows, at = tile
 
-        def step(index: Array, carry):
+        def step(block: Array, carry):
             peak, total, mixed = carry
-            start = index * BLOCK
+            start = block * BLOCK
             slots = start + jnp.arange(BLOCK)
             seen = slots <= at[:, :, None]  # [B, TILE, BLOCK]
             if window is not None:
@@ -89,7 +88,7 @@ def attention(
             jnp.zeros(rows.shape[:-1], dtype),
             jnp.zeros(rows.shape, dtype),
         )
-        # Blocks behind a query change nothing of its sums, not even a bit.
+        # Blocks past a query leave its sums unchanged, to the bit.
         _, total, mixed = lax.fori_loop(0, at.max() // BLOCK + 1, step, empty)
         return mixed / total[..., None]
 
@@ -99,7 +98,7 @@ def attention(
 
 
 def _by_halves(x: Array) -> Array:
-    """The sum over the last axis, a power of two long; XLA's own adds in an order of the shape."""
+    """Sum over the last axis, a power of two long; the order of XLA's sum depends on the shape."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]

@@ -1,12 +1,12 @@
-"""Tree attention for NVIDIA GPUs of the Hopper kind (Pallas on Mosaic GPU).
+"""Tree attention for NVIDIA Hopper GPUs (Pallas on Mosaic GPU).
 
 One warpgroup computes 64 query rows of one key head over one split of the prefix:
 
     split 0:  tree blocks, then its share of the row's cache blocks
     others:   their share of the row's cache blocks
 
-Blocks of keys and values arrive by TMA, ``stages`` of them in flight; both matmuls are wgmma. The
-splits write their own softmaxes, which a second pass merges.
+Blocks of keys and values arrive by TMA, ``stages`` of them in flight; both matmuls are wgmma. Each
+split writes a softmax, and a second pass merges them.
 """
 
 import dataclasses
@@ -25,32 +25,32 @@ from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 Array = jax.Array
 
 TILE_ROWS = 64  # of a wgmma
-FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: one wgmma deep, and what shared memory holds
+FEATURE_MULTIPLE, MAX_FEATURES = 16, 128  # of a head: depth of wgmma, limit of shared memory
 MULTIPROCESSORS = 132  # of an H100 or H200
-SPLIT_SLOTS = 256  # a shorter split costs more to merge than it spares
+SPLIT_SLOTS = 256  # shorter splits cost more to merge than they save
 LOG2_E = math.log2(math.e)
-# JAX 0.10 asks for an index beside the reference, even of one that is indexed; 0.12 takes none.
+# JAX 0.10 needs an index argument even for an indexed reference; 0.12 takes none.
 NO_INDEX = {"idx": None} if jax.__version_info__ < (0, 11) else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut."""
+    """Sizes of the work."""
 
     splits: int  # programs that share a row's prefix
-    slots: int = 64  # of the cache, in a block; a multiple of 64
+    slots: int = 64  # of the cache per block; a multiple of 64
     stages: int = 3  # blocks in shared memory
-    weights_in_registers: bool = True  # else in shared memory, the only place JAX can interpret
+    weights_in_registers: bool = True  # else in shared memory, which JAX can interpret
 
 
 def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
-    """Blocks for ``rows`` query rows of each key head and a cache of ``slots``."""
+    """Choose sizes for ``rows`` query rows of each key head and a cache of ``slots``."""
     programs = batch * kv_heads * -(-rows // TILE_ROWS)
     return Blocks(max(1, min(MULTIPROCESSORS // programs, slots // SPLIT_SLOTS)))
 
 
 def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
-    """Why these arguments are not taken, with the remedy; None if they are."""
+    """Return the reason why these arguments are not taken, with the remedy, or None."""
     dim = q.shape[-1]
     if dim % FEATURE_MULTIPLE or dim > MAX_FEATURES:
         return (
@@ -63,7 +63,7 @@ def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
 
 
 def wrong_device(device: jax.Device) -> str | None:
-    """Why a GPU does not run the kernel: wgmma is Hopper's alone, before and after it."""
+    """Return the reason why a GPU does not run the kernel: only Hopper has wgmma."""
     if device.compute_capability.split(".")[0] == "9":
         return None
     return (
@@ -72,7 +72,7 @@ def wrong_device(device: jax.Device) -> str | None:
     )
 
 
-# A function of its own in the program, which is lowered once and not once a layer.
+# A function of its own in the program is lowered once, not once per layer.
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
 def tree_attention(
     q: Array,
@@ -90,7 +90,7 @@ def tree_attention(
     blocks: Blocks | None = None,
     interpret: object = None,
 ) -> Array:
-    """As the reference, over a bfloat16 cache that is not empty and a head of 16 n features.
+    """Attend as the reference does, over a non-empty bfloat16 cache and heads of 16 n features.
 
     ``blocks`` None chooses by shape; ``interpret`` takes Mosaic GPU's interpreter parameters.
     """
@@ -100,34 +100,34 @@ def tree_attention(
     count = group * nodes
     blocks = blocks or choose_blocks(batch, kv_heads, count, slots)
     rows = layout.pad_to(layout.queries(q, kv_heads, scale, cache_k.dtype), 2, TILE_ROWS)
-    # Blocks are whole: a cache shorter than one is padded, the last one is pulled back inside.
+    # A cache shorter than a block is padded; the last block is pulled back inside the cache.
     cache = [
         layout.pad_to(x, 2, blocks.slots) if slots < blocks.slots else x for x in (cache_k, cache_v)
     ]
     tree = [layout.pad_to(x, 2, blocks.slots) for x in (tree_k, tree_v)]
     words = layout.known_bits(ancestors, tree_k.shape[2])
     words = layout.pad_to(words, 2, blocks.slots // WORD)
-    by_row = [_row_facts(words, group)]
+    by_row = [_by_word(words, group)]
     if window is not None:
-        by_row.append(_row_facts(positions[..., None], group))
+        by_row.append(_by_word(positions[..., None], group))
     span = layout.span(length, blocks.slots, blocks.splits, window, positions)
-    # Of a tile that is not full, only the rows that are read again leave the chip.
-    kept = rows.shape[2] if count > TILE_ROWS else -(-count // 8) * 8
+    # Rows of padding in an incomplete tile stay on the chip.
+    written = rows.shape[2] if count > TILE_ROWS else -(-count // 8) * 8
     body = functools.partial(_kernel, blocks=blocks, window=window, soft_cap=soft_cap)
     arrays = (*span, *tree, *cache, rows, *by_row)
-    mixed, log_total = _call(body, arrays, rows, kept, blocks, interpret)
-    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., :kept])
+    mixed, log_total = _call(body, arrays, rows, written, blocks, interpret)
+    merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., :written])
     return merged[:, :, :count].reshape(batch, heads, nodes, dim)
 
 
-def _row_facts(values: Array, group: int) -> Array:
-    """[B, N, W] of nodes to int32 [B, W, R]: what a program reads of one word lies together."""
+def _by_word(values: Array, group: int) -> Array:
+    """Values of nodes [B, N, W] as int32 [B, W, R]: a program reads one word contiguously."""
     values = lax.bitcast_convert_type(layout.per_row(values, group), jnp.int32)
     return layout.pad_to(values.swapaxes(1, 2), 2, TILE_ROWS)
 
 
-def _call(body, arrays, rows, kept, blocks, interpret):
-    """Returns (results [B, Hkv, C, kept, D], logs of their sums [B, Hkv, C, R]), both float32."""
+def _call(body, arrays, rows, written, blocks, interpret):
+    """Return results [B, Hkv, C, written, D] and logs of their sums [B, Hkv, C, R], in float32."""
     batch, kv_heads, padded, dim = rows.shape
     shape = (batch, kv_heads, blocks.splits)
     queries, results = _smem(TILE_ROWS, dim, rows.dtype), _smem(TILE_ROWS, dim, jnp.float32)
@@ -137,7 +137,7 @@ def _call(body, arrays, rows, kept, blocks, interpret):
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((*shape, kept, dim), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, written, dim), jnp.float32),
             jax.ShapeDtypeStruct((*shape, padded), jnp.float32),
         ),
         grid=(kv_heads, batch, padded // TILE_ROWS, blocks.splits),
@@ -184,13 +184,13 @@ def _kernel(
     window,
     soft_cap,
 ):
-    """One split of one tile of rows; ``refs`` begin with positions if there is a window."""
-    del seen_by_all  # every block is masked: it costs little beside the wait for the next one
+    """Attend with one tile of rows to one split; ``refs`` begin with positions for a window."""
+    del seen_by_all  # masks every block, which is cheap beside the wait for the next one
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
     out, log_total, q_s, k_s, v_s, out_s, log_s, q_ready, k_ready, v_ready, *weights_s = refs
     head, row = lax.axis_index("head"), lax.axis_index("row")
     split, begin_row = lax.axis_index("split"), lax.axis_index("tile") * TILE_ROWS
-    rows, kept = pl.ds(begin_row, TILE_ROWS), min(TILE_ROWS, out.shape[3])
+    rows, written = pl.ds(begin_row, TILE_ROWS), min(TILE_ROWS, out.shape[3])
     slots, stages, dim = blocks.slots, blocks.stages, q.shape[-1]
     wgmma, by_wgmma_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     num_tree = jnp.where(split == 0, tree_k.shape[2] // slots, 0)
@@ -198,7 +198,7 @@ def _kernel(
     num_blocks = num_tree + jnp.clip(count[row] - begin, 0, share[row])
     last_start = cache_k.shape[2] - slots
 
-    def begin_of(index):  # first slot of the cache block that is the index-th of this split
+    def begin_of(index):  # first slot of this split's cache block number ``index``
         return (first[row] + begin + index - num_tree) * slots
 
     def fetch(index):
@@ -227,7 +227,7 @@ def _kernel(
     def block(index, carry, seen_of):
         mixed, peak, total = carry
         slot = lax.rem(index, jnp.int32(stages))
-        fetch(index + stages - 1)  # into the slot that the last turn has done with
+        fetch(index + stages - 1)  # into the stage that the previous turn has read
         plgpu.barrier_wait(k_ready.at[slot])
         scores = _wgmma((TILE_ROWS, slots), q_s, k_s.at[slot].transpose((1, 0)))
         if soft_cap is not None:
@@ -278,19 +278,19 @@ def _kernel(
     mixed, peak, total = lax.fori_loop(
         num_tree, num_blocks, lambda i, carry: block(i, carry, sees_slot), carry
     )
-    whole = jnp.where(total > 0, total, 1.0)
-    out_s[...] = mixed / spread(whole, dim)
-    log_s[...] = jnp.where(total > 0, peak / LOG2_E + jnp.log(whole), MASKED)
+    divisor = jnp.where(total > 0, total, 1.0)
+    out_s[...] = mixed / spread(divisor, dim)
+    log_s[...] = jnp.where(total > 0, peak / LOG2_E + jnp.log(divisor), MASKED)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
-        out_s.at[pl.ds(0, kept)], out.at[row, head, split, pl.ds(begin_row, kept)]
+        out_s.at[pl.ds(0, written)], out.at[row, head, split, pl.ds(begin_row, written)]
     )
     plgpu.copy_smem_to_gmem(log_s, log_total.at[row, head, split, rows])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _wgmma(shape: tuple[int, int], a, b) -> Array:
-    """One product, accumulated in float32 registers; returns when it is complete."""
+    """Multiply, accumulating in float32 registers; return when complete."""
 
     def run(accumulator):
         plgpu.wgmma(accumulator, a, b)

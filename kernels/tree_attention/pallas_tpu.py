@@ -4,10 +4,10 @@
     block:  0               1               2                      (dead)
             tree, slots     slots           slots up to length     not fetched, not computed
 
-The tree block starts the running softmax, then the row's own blocks of the cache stream past. Where
-they lie is prefetched as scalars: a block past a row's length, or outside its window, repeats the
-index of the last live one, so nothing is fetched for it. Only the blocks on an edge of the span are
-masked; what lies in them past ``length`` is never used, whatever it holds.
+The tree block starts the running softmax, then the row's blocks of the cache stream past. Their
+indices are prefetched as scalars. A block past a row's length, or outside its window, repeats the
+index of the last live one, so nothing is fetched for it. Only blocks at an edge of the span are
+masked; slots past ``length`` are never used.
 """
 
 import dataclasses
@@ -24,35 +24,35 @@ from jspec.kernels.tree_attention.layout import LOWEST, MASKED, WORD
 
 Array = jax.Array
 
-# Slots of the cache in a block, by query rows of a tile: few rows take long blocks, which spare
-# turns of the grid; many rows are bound by the scores [rows, slots] in vector memory.
+# Cache slots per block by query rows per tile. Long blocks for few rows save grid steps; the scores
+# [rows, slots] of many rows must fit in vector memory.
 SLOTS_BY_ROWS = ((64, 2048), (128, 1024), (512, 512))
 TILE_ROWS = SLOTS_BY_ROWS[-1][0]
-CORES = 2  # of a chip that shares its grid among its cores (v4, v5p)
+CORES = 2  # of a chip whose cores share the grid (v4, v5p)
 MAX_TREE_KEYS = 1024  # they are read as one block
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut."""
+    """Sizes of the work."""
 
-    rows: int  # query rows of a tile
-    slots: int  # of the cache, in a block
+    rows: int  # query rows per tile
+    slots: int  # of the cache per block
     splits: int  # programs that share a row's prefix
 
 
 def choose_blocks(batch: int, kv_heads: int, rows: int, slots: int) -> Blocks:
-    """Blocks for ``rows`` query rows of each key head and a cache of ``slots``."""
+    """Choose sizes for ``rows`` query rows of each key head and a cache of ``slots``."""
     tile = min(rows, TILE_ROWS)
-    wanted = next(size for limit, size in SLOTS_BY_ROWS if tile <= limit)
-    block = min(wanted, -(-slots // 16) * 16)
+    largest = next(size for limit, size in SLOTS_BY_ROWS if tile <= limit)
+    block = min(largest, -(-slots // 16) * 16)
     programs = batch * kv_heads * -(-rows // tile)
     splits = min(-(-CORES // programs), -(-slots // block))
     return Blocks(tile, block, splits)
 
 
 def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
-    """Why these arguments are not taken, with the remedy; None if they are."""
+    """Return the reason why these arguments are not taken, with the remedy, or None."""
     if tree_k.shape[2] > MAX_TREE_KEYS:
         return f"takes up to {MAX_TREE_KEYS} tree keys, not {tree_k.shape[2]}; feed fewer at a time"
     if q.dtype == jnp.float64:
@@ -60,7 +60,7 @@ def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
     return layout.refusal(tree_k, cache_k, ("bfloat16", "float32"))
 
 
-# A function of its own in the program, which is lowered once and not once a layer.
+# A function of its own in the program is lowered once, not once per layer.
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "blocks", "interpret"))
 def tree_attention(
     q: Array,
@@ -78,7 +78,7 @@ def tree_attention(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
-    """As the reference, over a cache that is not empty; ``blocks`` None chooses by shape."""
+    """Attend as the reference does, over a non-empty cache; ``blocks`` None chooses by shape."""
     batch, heads, nodes, dim = q.shape
     kv_heads, slots = cache_k.shape[1:3]
     group = heads // kv_heads
@@ -93,7 +93,7 @@ def tree_attention(
     if tree_k.shape[2] == 1:  # a matmul over a single key does not lower
         tree_k, tree_v = (layout.pad_to(x, 2, 8) for x in (tree_k, tree_v))
     tree, cache = (tree_k, tree_v), (cache_k, cache_v)
-    if not interpret:  # else XLA may bring a whole cache into vector memory, past every length
+    if not interpret:  # else XLA may move the entire cache into vector memory
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     mixed, log_total = _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret)
     merged = mixed[:, :, 0] if blocks.splits == 1 else layout.merge(mixed, log_total[..., 0])
@@ -150,7 +150,7 @@ def _call(span, by_row, tree, cache, blocks, window, soft_cap, interpret):
 
 
 def _cost(rows: Array, tree_k: Array, cache_k: Array, keys: int) -> pl.CostEstimate:
-    """An upper bound: a full cache. What is committed is not known when compiling."""
+    """An upper bound, the cost of a full cache: lengths are not known when compiling."""
     scores = rows.size // rows.shape[-1] * keys
     stored = (tree_k.size + cache_k.size) * 2 * cache_k.dtype.itemsize
     return pl.CostEstimate(
@@ -161,7 +161,7 @@ def _cost(rows: Array, tree_k: Array, cache_k: Array, keys: int) -> pl.CostEstim
 
 
 def _kernel(first, count, share, length, seen_by_all, q, words, *refs, slots, window, soft_cap):
-    """One block of one split; see the picture above. ``refs`` begin with positions if a window."""
+    """Attend to one block of one split; ``refs`` begin with positions for a window."""
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
     tree_k, tree_v, k, v, out, *log_total, peak, total, mixed = refs
     row, split, step = pl.program_id(0), pl.program_id(3), pl.program_id(4)
@@ -211,15 +211,15 @@ def _kernel(first, count, share, length, seen_by_all, q, words, *refs, slots, wi
 
     @pl.when(step == pl.num_programs(4) - 1)
     def _():
-        some = total[...] > 0
-        whole = jnp.where(some, total[...], 1.0)
-        out[...] = mixed[...] / whole
+        visible = total[...] > 0
+        divisor = jnp.where(visible, total[...], 1.0)
+        out[...] = mixed[...] / divisor
         if log_total:
-            log_total[0][...] = jnp.where(some, peak[...] + jnp.log(whole), MASKED)
+            log_total[0][...] = jnp.where(visible, peak[...] + jnp.log(divisor), MASKED)
 
 
 def _bits(words: Array, count: int) -> Array:
-    """int32 words [R, W] to the first ``count`` bits of every row, bool [R, count]."""
+    """The first ``count`` bits of int32 words [R, W]: bool [R, count]."""
     key = lax.broadcasted_iota(jnp.int32, (words.shape[0], count), 1)
     word = jnp.broadcast_to(words[:, :1], key.shape)
     for index in range(1, words.shape[1]):

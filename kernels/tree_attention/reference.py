@@ -1,9 +1,9 @@
 """Attention of N tree nodes over a committed prefix and over each other, in plain jnp.
 
 The scores of the tree block initialise a running softmax (Milakov and Gimelshein, arXiv
-1805.02867); then the prefix streams past in blocks up to the longest committed length, so the cost
-follows what is stored, not the capacity of the cache; one with few slots, or few that are free, is
-one block.
+1805.02867). Then the prefix streams past in blocks up to the longest committed length, so the cost
+grows with that length, not with the capacity of the cache. A cache with few slots, or few free
+ones, is one block.
 """
 
 import functools
@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 Array = jax.Array
-# A CPU copies a block out of the cache before it multiplies, but a whole cache it reads where it
-# lies. That is faster in a short one, and in any as soon as half of it is in use, if the scores
-# stay small.
+# A CPU copies a block out of the cache before it multiplies, but reads an entire cache in place.
+# That is faster for a short cache, and for any cache that is half full, if the scores are small.
 WHOLE, WHOLE_SHARE, WHOLE_SCORES = 320, 0.5, 2**22
-# Turns of a loop cost an accelerator more than slots it reads in vain (on a GPU each waits for the
-# host): the fewest turns whose scores stay small. Reckoned from bandwidths, not measured.
+# Loop steps cost an accelerator more than unused slots (on a GPU each waits for the host): take the
+# fewest steps whose scores are small. Computed from bandwidths, not measured.
 ACCELERATOR_WHOLE, ACCELERATOR_BLOCK, ACCELERATOR_SCORES = 4608, 4096, 2**25
 MASKED = -1e30  # finite, so that a fully masked block gives zeros and not NaN
 _WORD = 32
@@ -39,26 +38,26 @@ def tree_attention(
     soft_cap: float | None = None,
     block: int | None = None,
 ) -> Array:
-    """Softmax over ``[prefix, tree]``, in float32.
+    """Attend to ``[prefix, tree]``, with a softmax in float32.
 
-    Keys and values of a narrow dtype are never widened in memory: queries and weights are rounded
-    to it instead, and their products accumulate in float32.
+    Keys and values of a narrow dtype are never widened in memory. Queries and weights are rounded
+    to that dtype instead, and their products accumulate in float32.
 
     Args:
       q: queries [B, H, N, D].
-      tree_k: keys of the nodes [B, Hkv, M, D]; M differs from N when earlier nodes are fed again.
+      tree_k: keys of the nodes [B, Hkv, M, D]; M differs from N if earlier nodes are in the block.
       tree_v: values of the nodes [B, Hkv, M, D].
-      ancestors: uint32 [B, N, W], bit ``m % 32`` of word ``m // 32`` says that node n sees node m;
-        every node sees at least one.
+      ancestors: uint32 [B, N, W]; node n sees node m if bit ``m % 32`` of word ``m // 32`` is set.
+        Every node sees at least one.
       cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix.
       cache_v: committed values [B, Hkv, S, D], or None.
       length: committed slots of each row, int32 [B].
       scale: factor on the scores.
-      window: a query at position p sees the prefix at positions > p - window. The tree's share of
-        the window belongs into ``ancestors``.
+      window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
+        apply the window to the tree.
       positions: positions of the queries, int32 [B, N]; needed with ``window``.
       soft_cap: scores x become ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118).
-      block: slots of the prefix taken at a time; None for what suits a CPU, all of them or some.
+      block: slots of the prefix at a time; None for the best choice on a CPU.
 
     Returns:
       [B, H, N, D] in float32 (or the wider type of q).
@@ -90,24 +89,24 @@ def tree_attention(
 
 
 def cpu_block(slots: int) -> int:
-    """Slots at a time: short blocks follow the length closely, long ones spare turns of a loop."""
+    """Return the slots at a time: short blocks follow the length, long ones save loop steps."""
     return slots if slots <= WHOLE else max(64, slots // 32)
 
 
 def accelerator_block(slots: int, rows: int) -> int:
-    """Slots at a time on a GPU or TPU, for ``rows`` = B * H * N queries in all."""
+    """Return the slots at a time on a GPU or TPU, for ``rows`` = B * H * N queries."""
     longest = slots if slots <= ACCELERATOR_WHOLE else ACCELERATOR_BLOCK
     return min(longest, max(128, ACCELERATOR_SCORES // rows))
 
 
 def unpack(words: Array, count: int) -> Array:
-    """uint32 [..., W] to the first ``count`` bits, bool [..., count]."""
+    """Return the first ``count`` bits of uint32 words [..., W]: bool [..., count]."""
     bits = (words[..., None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & jnp.uint32(1)
     return bits.reshape(*words.shape[:-1], -1)[..., :count] > 0
 
 
 def dot(equation: str, rows: Array, stored: Array) -> Array:
-    """A product with keys or values, accumulated in the dtype of ``rows``."""
+    """Multiply with keys or values, accumulating in the dtype of ``rows``."""
     if stored.dtype.itemsize >= 4:
         stored = stored.astype(rows.dtype)
     precision = lax.Precision.HIGHEST if stored.dtype == jnp.float32 else None
@@ -121,7 +120,7 @@ def dot(equation: str, rows: Array, stored: Array) -> Array:
 
 
 def _prefix_visibility(length: Array, window: int | None, positions: Array | None):
-    """Returns (first slot, end slot, mask of given slots [B, N or 1, slots])."""
+    """Return the first slot, the end slot, and a function of slots to masks [B, N or 1, slots]."""
 
     def mask(slots: Array) -> Array:
         seen = slots < length[:, None, None]
@@ -155,13 +154,13 @@ def _stream_prefix(scores_of, cache_k, cache_v, visible, spread, carry, block):
 
 
 def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index, carry):
-    """Takes block ``index`` of the prefix, ``block`` slots wide, into a running softmax.
+    """Add block ``index`` of the prefix, ``block`` slots wide, to a running softmax.
 
-    That is ``carry``, of R = G*N rows for each key head: their highest score and the sum of their
-    weights, [B, Hkv, R], and the weighted sum of values, [B, Hkv, R, D].
+    ``carry`` holds, for R = G*N rows of each key head, the highest score and the sum of weights,
+    [B, Hkv, R], and the weighted sum of values, [B, Hkv, R, D].
     """
     peak, total, mixed = carry
-    # The last block is pulled back inside the buffer; what it repeats is masked.
+    # The last block is pulled back inside the buffer; repeated slots are masked.
     start = jnp.minimum(index * block, cache_k.shape[2] - block)
     slots = start + jnp.arange(block)
     mask = mask_of(slots) & (slots >= index * block)

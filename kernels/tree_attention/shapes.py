@@ -1,4 +1,4 @@
-"""Shapes of real models that tests, ahead-of-time compiles and benchmarks share."""
+"""Shapes of real models, for tests, ahead-of-time compilation and benchmarks."""
 
 from typing import NamedTuple
 
@@ -22,18 +22,18 @@ MODELS = {
 
 
 class Case(NamedTuple):
-    """A tree under a cache. ``tree_keys`` 0: as many as nodes."""
+    """A tree and a cache; ``tree_keys`` 0 stands for one per node."""
 
     model: str
     nodes: int
     tree_keys: int = 0
     window: int | None = None
     soft_cap: float | None = None
-    splits: int | None = None  # programs that share a prefix; None leaves it to the kernel
+    splits: int | None = None  # programs that share a prefix; None for the kernel's choice
 
     @property
     def heads(self) -> Heads:
-        """Of the model."""
+        """Attention heads of the model."""
         return MODELS[self.model]
 
     @property

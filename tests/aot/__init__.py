@@ -1,6 +1,6 @@
-"""Ahead-of-time compiles for devices that are not there: ``make aot``, or ``python -m tests.aot``.
+"""Ahead-of-time compilation for absent devices: ``make aot``, or ``python -m tests.aot``.
 
-libtpu and XLA's CUDA plugin compile for a described device. What they say of the programs (bytes of
-temporaries, collectives, copies of a cache) is kept in ``table.json``; a program that gets worse,
-or does not compile any more, fails the run.
+libtpu and XLA's CUDA plugin compile for a described device. ``table.json`` stores the figures of
+the programs: bytes of temporaries, collectives, copies of a cache. A program that gets worse, or
+fails to compile, fails the run.
 """

@@ -20,13 +20,13 @@ CHIPS = (1, 4)
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__.split("\n")[0])
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--chips", nargs="+", type=int, choices=CHIPS, default=CHIPS)
-    parser.add_argument("--only", default="", help="programs whose name begins so")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds a device and chips")
-    parser.add_argument("--write", action="store_true", help="take what is found into the table")
+    parser.add_argument("--only", default="", help="programs whose name begins with it")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds per device and chips")
+    parser.add_argument("--write", action="store_true", help="write the figures into the table")
     arguments = parser.parse_args()
 
     known, comparable = table.load(), True
@@ -39,13 +39,13 @@ def main() -> int:
     rows, failures = {}, []
     for device in arguments.devices:
         for chips in arguments.chips:
-            place = f"{device} x{chips}"
-            before = known["devices"].get(place, {})
-            after = rows[place] = dict(before if arguments.only else {})
+            target = f"{device} x{chips}"
+            before = known["devices"].get(target, {})
+            after = rows[target] = dict(before if arguments.only else {})
             for line in compiled(device, chips, arguments.only, arguments.timeout):
                 problems = judge(line, before, arguments.write or not comparable)
-                show(place, line, problems)
-                failures += [f"{place}: {line['program']} {problem}" for problem in problems]
+                show(target, line, problems)
+                failures += [f"{target}: {line['program']} {problem}" for problem in problems]
                 if "figures" in line:
                     after[line["program"]] = line["figures"]
             if arguments.write:
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def compiled(device: str, chips: int, beginning: str, timeout: float) -> Iterator[dict]:
-    """The lines of a worker; where it dies, the last one says so."""
+    """Yield the lines of a worker; the last one reports its death."""
     command = [sys.executable, "-m", "tests.aot.worker", device, str(chips), beginning]
     worker = subprocess.Popen(
         ["timeout", "--kill-after=10", str(timeout), *command],
@@ -69,12 +69,12 @@ def compiled(device: str, chips: int, beginning: str, timeout: float) -> Iterato
             yield json.loads(line)
     messages = worker.stderr.read().strip().splitlines()
     if status := worker.wait():
-        cause = f"{timeout:g} s were not enough" if status == 124 else (messages or [""])[-1]
+        cause = f"{timeout:g} s was the time limit" if status == 124 else (messages or [""])[-1]
         yield {"program": "the worker", "error": f"ended with status {status}: {cause}"}
 
 
 def judge(line: dict, before: dict, figures_are_new: bool) -> list[str]:
-    """What is wrong with a line, in words."""
+    """Return the problems of a line, in words."""
     if "error" in line:
         return [line["error"].splitlines()[0]]
     figures = line["figures"]
@@ -83,8 +83,8 @@ def judge(line: dict, before: dict, figures_are_new: bool) -> list[str]:
     return [] if figures_are_new else table.regressions(before.get(line["program"]), figures)
 
 
-def show(place: str, line: dict, problems: list[str]) -> None:
-    """One line for a person."""
+def show(target: str, line: dict, problems: list[str]) -> None:
+    """Print one line for people."""
     figures = dict(line.get("figures", {}))
     size = figures.pop("temp_bytes", None)
     facts = [f"{size / 1e6:.1f} MB of temporaries"] if size is not None else []
@@ -92,7 +92,7 @@ def show(place: str, line: dict, problems: list[str]) -> None:
     if "seconds" in line:
         facts.append(f"{line['seconds']:.0f} s")
     mark = "WORSE" if problems else "ok"
-    print(f"{place:9} {mark:5} {line['program']}: {', '.join(facts + problems)}", flush=True)
+    print(f"{target:9} {mark:5} {line['program']}: {', '.join(facts + problems)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The devices that programs are compiled for, described to their compilers."""
+"""The devices that programs are compiled for, as their compilers describe them."""
 
 import dataclasses
 from pathlib import Path
 
-# libtpu looks for a TPU machine around it unless told otherwise, and locks itself to one process.
+# By default libtpu searches for a TPU machine, and allows one process only.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -16,23 +16,23 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of chip, four of them in a topology."""
+    """A kind of chip, in a grid of four chips."""
 
     platform: str
-    trees: str
+    chip_grid: str
 
     def describe(self, chips: int) -> list:
-        """``chips`` described devices (a tpu7x chip has two). Needs the compiler's package."""
+        """Return descriptions of the devices of ``chips`` chips (two per tpu7x chip)."""
         from jax.experimental import topologies
 
         if self.platform == "cuda":
             config = Path(__file__).with_name("h200.textproto").read_text()
-            found = topologies.get_topology_desc(
-                platform="cuda", target_config=config, trees=self.trees
+            grid = topologies.get_topology_desc(
+                platform="cuda", target_config=config, topology=self.chip_grid
             )
         else:
-            found = topologies.get_topology_desc(platform="tpu", topology_name=self.trees)
-        return found.devices[: chips * len(found.devices) // 4]
+            grid = topologies.get_topology_desc(platform="tpu", topology_name=self.chip_grid)
+        return grid.devices[: chips * len(grid.devices) // 4]
 
 
 DEVICES = {

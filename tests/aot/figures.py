@@ -1,4 +1,4 @@
-"""What a compiled program tells: temporaries, collectives, and copies of a cache."""
+"""Figures of a compiled program: temporaries, collectives, and copies of a cache."""
 
 import collections
 import re
@@ -9,7 +9,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 _UPDATES = ("dynamic-update-slice", "scatter")
 _AS_GIVEN = ("parameter", "bitcast", *_UPDATES)
 _OPERAND = re.compile(r"%?([\w.\-]+)")
-# What hands an array on, or updates it where it lies.
+# Operations that pass an array on, or update it in place.
 _NO_COPY = {
     "parameter",
     "get-tuple-element",
@@ -29,7 +29,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b[a-z]\w*\[([\d,]*)\]")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
-_FAST_MEMORY = "S(1)"  # in a TPU's layout: there the compiler may hold what is small, as a cache
+_FAST_MEMORY = "S(1)"  # in a TPU's layout: the compiler may hold small arrays there, as a cache
 
 
 class Instruction(NamedTuple):
@@ -44,34 +44,34 @@ class Instruction(NamedTuple):
 
 
 def read(compiled, cache_shapes: tuple[tuple[int, ...], ...] = ()) -> dict:
-    """Figures of a compiled program; ``cache_shapes`` are those of its caches on one device."""
+    """Return the figures of a program; ``cache_shapes`` are those of its caches on one device."""
     lines = list(instructions(compiled.as_text()))
-    found = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    figures = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
     counts = collections.Counter(line.operation.removesuffix("-start") for line in lines)
-    found |= {name: counts[name] for name in COLLECTIVES if counts[name]}
+    figures |= {name: counts[name] for name in COLLECTIVES if counts[name]}
     if cache_shapes:
         copies = cache_copies(lines, cache_shapes)
-        found["cache_copies_in_loop"] = sum(not line.entry for line in copies)
-        found["cache_copies_once"] = sum(line.entry for line in copies)
-    return found
+        figures["cache_copies_in_loop"] = sum(not line.entry for line in copies)
+        figures["cache_copies_once"] = sum(line.entry for line in copies)
+    return figures
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """The instructions of a module, in order."""
+    """Yield the instructions of a module, in order."""
     entry, inside = False, ""
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             entry, inside = bool(head[1]), head[2]
-        elif found := _INSTRUCTION.match(line):
-            yield Instruction(entry, inside, *found.groups())
+        elif match := _INSTRUCTION.match(line):
+            yield Instruction(entry, inside, *match.groups())
 
 
 def cache_copies(
     lines: list[Instruction], cache_shapes: tuple[tuple[int, ...], ...]
 ) -> list[Instruction]:
-    """Instructions that write an array as large as a cache buffer anywhere but in place.
+    """Return the instructions that write a copy of a cache, not an update in place.
 
-    It may lie there transposed or reshaped: it has as many elements, and the slots are an axis.
+    The copy may be transposed or reshaped: it has as many elements, and the slots are an axis.
     """
     fused = {_CALLED.search(line.rest)[1] for line in lines if line.operation == "fusion"}
     by_computation = collections.defaultdict(list)
@@ -88,7 +88,7 @@ def cache_copies(
         return any(is_cache([int(size) for size in dims.split(",") if size]) for dims in arrays)
 
     def updates_in_place(line: Instruction) -> bool:
-        """Whether a fusion writes into what it was given, and not into something made of it."""
+        """True for a fusion that writes into its operand, not into a new array."""
         if line.operation != "fusion":
             return False
         body = {each.name: each for each in by_computation[_CALLED.search(line.rest)[1]]}

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: the kernels at real sizes, and whole decode loops."""
+"""The programs to compile ahead of time: kernels at real sizes, and entire decode loops."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ BATCH, CAPACITY = 8, 1040  # of the loops
 KERNEL_BATCH, KERNEL_SLOTS = 2, 4112
 ACCELERATOR = dict(cache_dtype="bfloat16", activation_dtype="bfloat16")
 
-# Two layers: compilers take their time, and what goes wrong between layers does so between two.
+# Two layers compile fast, and show every error between layers.
 TARGET = decoder.DecoderConfig(
     vocab_size=32000,
     hidden_size=512,
@@ -72,16 +72,16 @@ EAGLE = eagle.EagleConfig(
 
 
 class Program(NamedTuple):
-    """Something to compile."""
+    """A program to compile."""
 
-    trace: Callable[[Any], Any]  # of a placing function, see ``place``; gives jax.stages.Traced
+    trace: Callable[[Any], Any]  # maps a function of ``placing`` to a jax.stages.Traced
     cache_shapes: tuple[tuple[int, ...], ...] = ()
 
 
-def place(devices: list, batch: int) -> Callable[[Any], Any]:
-    """A function that puts abstract arrays on ``devices``: those that lead with the batch sharded.
+def placing(devices: list, batch: int) -> Callable[[Any], Any]:
+    """Return a function that puts abstract arrays on ``devices``, the batch axis sharded.
 
-    It takes a pytree, and whether it holds weights, which every device gets whole.
+    It takes a pytree, and whether the pytree holds weights, which are replicated.
     """
     mesh = Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,))
 
@@ -98,8 +98,8 @@ def place(devices: list, batch: int) -> Callable[[Any], Any]:
 
 
 def programs(platform: str, num_devices: int) -> dict[str, Program]:
-    """All programs of a platform, by name. Kernels are compiled for one device."""
-    found = {}
+    """Return all programs of a platform by name. Kernels are compiled for one device."""
+    programs_by_name = {}
     kernel, dtypes = {
         "tpu": ("pallas_tpu", ("bfloat16", "float32")),
         "cuda": ("pallas_gpu", ("bfloat16",)),
@@ -108,10 +108,10 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         for name in CASES:
             for dtype in dtypes:
                 program = functools.partial(attention, name, kernel, dtype)
-                found[f"tree_attention, {name}, {dtype}"] = Program(program)
+                programs_by_name[f"tree_attention, {name}, {dtype}"] = Program(program)
         for name, case in DRAFTS.items():
             program = functools.partial(drafts.trace, case, KERNEL_BATCH, kernel)
-            found[f"rejection_sampling, {name}"] = Program(program)
+            programs_by_name[f"rejection_sampling, {name}"] = Program(program)
     loops = {f"decode, {name}": plan for name, plan in plans(None).items()}
     deterministic = Plan(BatchInvariantDecoder(TARGET), DraftModel(DRAFT, 7), "coupled")
     loops["decode, draft_model, deterministic"] = deterministic
@@ -120,12 +120,14 @@ def programs(platform: str, num_devices: int) -> dict[str, Program]:
         for name in ("draft_model", "eagle3, drawn tree"):
             loops[f"decode, {name}, {kernel}"] = with_kernels[name]
     for name, plan in loops.items():
-        found[name] = Program(functools.partial(loop, plan), _cache_shapes(plan, num_devices))
-    return found
+        programs_by_name[name] = Program(
+            functools.partial(loop, plan), _cache_shapes(plan, num_devices)
+        )
+    return programs_by_name
 
 
 def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], Any]) -> Any:
-    """One of the cases shared with the tests of the kernel, over a long cache."""
+    """Trace a case of the kernel tests, over a long cache."""
     case = CASES[name]
     queries, kv_heads, features = case.heads
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((KERNEL_BATCH, *shape), dtype)
@@ -156,11 +158,11 @@ def attention(name: str, implementation: str, dtype: str, put: Callable[[Any], A
 
 
 def plans(implementation: str | None) -> dict[str, Plan]:
-    """The decode loops; kernels of attention and, where nodes are drawn, of judging them.
+    """Return the decode loops, with kernels of attention and of rejection sampling.
 
     A sampled chain of a small model, Medusa's published static tree, and an EAGLE-3 head over a
-    reduced vocabulary: a chain, a drawn tree that is judged as a whole, EAGLE-2's dynamic tree,
-    chains of a length chosen by the round, or none, and chains that end where they are unlikely.
+    reduced vocabulary: a chain, a drawn tree under rule ``block``, EAGLE-2's dynamic tree, and
+    chains of adaptive length.
     """
     with_kernel = lambda config: dataclasses.replace(config, attention=implementation)
     target = decoder.Decoder(with_kernel(TARGET))
@@ -181,7 +183,7 @@ def plans(implementation: str | None) -> dict[str, Plan]:
 
 
 def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
-    """The whole decode loop of a plan, at temperature."""
+    """Trace the decode loop of a plan, sampled."""
     narrow = dict(dtype=jnp.bfloat16)
     networks = {DraftModel: decoder, Medusa: medusa, Eagle: eagle}
     init = networks[type(_network_of(plan))].init_params
@@ -201,7 +203,7 @@ def loop(plan: Plan, put: Callable[[Any], Any]) -> Any:
 
 
 def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
-    """The drafter itself, whatever it is wrapped in."""
+    """The drafter without ``Adaptive`` around it."""
     return plan.drafter.drafter if isinstance(plan.drafter, Adaptive) else plan.drafter
 
 

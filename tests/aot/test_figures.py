@@ -1,4 +1,4 @@
-"""What is read from compiled programs, and what counts as worse."""
+"""Figures of compiled programs, and their regressions."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ SHAPE = (2, 3, 41, 5)  # of a cache
 
 
 def compiled(body):
-    """A loop that carries a donated cache through ``body``."""
+    """Compile a loop that carries a donated cache through ``body``."""
 
     def loop(cache, turns):
         return lax.fori_loop(0, turns, lambda index, cache: body(cache, index), cache)
@@ -26,8 +26,8 @@ def write(cache, index):
 
 
 def test_a_write_in_place_is_no_copy_of_a_cache():
-    found = figures.read(compiled(write), (SHAPE,))
-    assert found["cache_copies_in_loop"] == found["cache_copies_once"] == 0
+    result = figures.read(compiled(write), (SHAPE,))
+    assert result["cache_copies_in_loop"] == result["cache_copies_once"] == 0
 
 
 @pytest.mark.parametrize(

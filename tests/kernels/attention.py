@@ -1,4 +1,4 @@
-"""Random cases of tree attention, and what a dense softmax in NumPy gives for them."""
+"""Random cases of tree attention, and a dense softmax in NumPy."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from jspec.core import trees
 def random_case(
     heads, kv_heads, dim, nodes, keys, slots, lengths, *, dtype=np.float32, window=None, seed=0
 ):
-    """Arguments of ``ops.attention`` in order, as NumPy arrays, and its options.
+    """Return the arguments of ``ops.attention`` in order, as NumPy arrays, and its options.
 
-    Every node sees one key at least. Slots past a length hold what would spoil every result.
+    Every node sees at least one key. Slots past a length hold values that would spoil any result.
     """
     rng = np.random.default_rng(seed)
     batch = len(lengths)
@@ -48,7 +48,7 @@ def dense(
     positions=None,
     soft_cap=None,
 ):
-    """One softmax over all keys, in float64."""
+    """Return one softmax over all keys, in float64."""
     wide = lambda x: x.astype(np.float64)
     heads, nodes = q.shape[1:3]
     group = heads // tree_k.shape[1]

@@ -1,4 +1,4 @@
-"""Random drafts over large vocabularies, drawn in NumPy from the laws that they record."""
+"""Random drafts over large vocabularies, drawn in NumPy from the recorded distributions."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ PROCESSED = dict(  # of four rows of a batch; the second one is greedy
     temperature=[0.8, 0.0, 1.3, 0.6], min_p=[0.0, 0.1, 0.02, 1e-3],
     top_k=[40, 3, 0, 1000], top_p=[1.0, 0.5, 0.9, 0.7],
 )  # fmt: skip
-KEPT = 500  # tokens that a draft's own warp leaves
+TOP_K = 500  # of the drafts
 
 
 def settings(rows, names):
-    """Warps of ``rows`` of the batch above."""
+    """Return the filters of ``rows`` of the batch above."""
     dtypes = dict(temperature=np.float32, min_p=np.float32, top_k=np.int32, top_p=np.float32)
     return Sampling(
         {name: jnp.array(np.array(PROCESSED[name], dtypes[name])[rows]) for name in dtypes},
@@ -25,38 +25,38 @@ def settings(rows, names):
 
 
 def random_draft(case, rows=(0, 1, 2, 3), vocab=None, seed=0):
-    """(raw target logits [B, N, V], draft, tree, coins [B, N], uniform [B, 2]).
+    """Return (raw target logits [B, N, V], draft, tree, uniforms [B, N], uniform [B, 2]).
 
-    Of the rows of ``PROCESSED``, a greedy one drafts point masses, the third one drafts nothing, and
-    the last one stops half way.
+    A greedy row of ``PROCESSED`` drafts deterministically, the third row drafts nothing, and the
+    last stops halfway.
     """
     rng = np.random.default_rng(seed)
     vocab, nodes = vocab or case.vocab, len(case.parents)
     parents = np.array([-1, *case.parents[1:]], np.int32)
     target = (3 * rng.standard_normal((len(rows), nodes, vocab))).astype(case.logits)
     recorded = target.astype(np.float32) + rng.standard_normal(target.shape).astype(np.float32)
-    floor = -np.partition(-recorded, min(KEPT, vocab - 1), -1)[..., min(KEPT, vocab - 1), None]
+    floor = -np.partition(-recorded, min(TOP_K, vocab - 1), -1)[..., min(TOP_K, vocab - 1), None]
     recorded = np.where(recorded > floor, recorded, -np.inf).astype(case.draft)
     tokens = rng.integers(0, vocab, (len(rows), nodes)).astype(np.int32)
     valid = np.ones(tokens.shape, bool)
     sampled = np.ones(tokens.shape, bool)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         greedy = PROCESSED["temperature"][row] == 0
         for node in range(nodes):
             children = np.flatnonzero(parents == node)
-            distribution = _distribution(recorded[place, node])
-            drawn, points = _children(rng, distribution, len(children), case.proposal, greedy, node)
-            tokens[place, children] = [*points, *drawn]
-            sampled[place, children] = [False] * len(points) + [True] * len(drawn)
-        valid[place, {2: 1, 3: nodes // 2 + 1}.get(row, nodes) :] = False
+            distribution = _distribution(recorded[index, node])
+            drawn, fixed = _children(rng, distribution, len(children), case.proposal, greedy, node)
+            tokens[index, children] = [*fixed, *drawn]
+            sampled[index, children] = [False] * len(fixed) + [True] * len(drawn)
+        valid[index, {2: 1, 3: nodes // 2 + 1}.get(row, nodes) :] = False
     tokens = np.where(valid, tokens, 0)
-    told = case.proposal in ("mixed", "top_plus_one") or not sampled[valid].all()
+    mixed = case.proposal in ("mixed", "top_plus_one") or not sampled[valid].all()
     draft = Draft(
         tokens=jnp.array(tokens),
         parents=parents,
         valid=jnp.array(valid),
         logits=jnp.array(recorded),
-        sampled=jnp.array(sampled) if told else None,
+        sampled=jnp.array(sampled) if mixed else None,
         max_depth=case.depth,
     )
     uniforms, uniform = rng.random(tokens.shape), rng.random((len(rows), 2)) * [1, 2**-24]
@@ -72,20 +72,18 @@ def _distribution(logits):
 
 
 def _children(rng, distribution, count, proposal, greedy, node):
-    """(drawn tokens, point masses) among the children of one node."""
+    """Return the drawn and the deterministic tokens among the children of one node."""
     if greedy or (proposal == "mixed" and node % 2):
         return [], np.argsort(-distribution)[:count]
-    if proposal == "iid":
-        return rng.choice(len(distribution), count, p=distribution), []
-    points = np.argsort(-distribution)[: count - 1] if proposal == "top_plus_one" and count else []
+    top = np.argsort(-distribution)[: count - 1] if proposal == "top_plus_one" and count else []
     rest = distribution.copy()
-    rest[np.array(points, int)] = 0
-    drawn = rng.choice(len(distribution), count - len(points), replace=False, p=rest / rest.sum())
-    return drawn, points
+    rest[np.array(top, int)] = 0
+    drawn = rng.choice(len(distribution), count - len(top), replace=False, p=rest / rest.sum())
+    return drawn, top
 
 
 def trace(case, batch, implementation, put=lambda arrays: arrays):
-    """The op at its real size, of abstract arrays that ``put`` places: a jax.stages.Traced."""
+    """Trace the op at its real size, with abstract arrays that ``put`` places."""
     nodes, vocab = len(case.parents), case.vocab
     parents = np.array([-1, *case.parents[1:]], np.int32)
     array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((batch, *shape), dtype)
@@ -109,7 +107,6 @@ def trace(case, batch, implementation, put=lambda arrays: arrays):
             uniforms,
             uniform,
             rule=case.rule,
-            replaced=case.proposal == "iid",
             implementation=implementation,
         )
 

@@ -1,8 +1,8 @@
 """The kernels of rejection sampling over the vocabularies of real models, on any machine.
 
-Interpreted, they must judge as the reference and the shipped rules do, coin for coin: those for TPU
-with simulated memory, which catches races and accesses out of bounds, those for GPU where JAX can
-interpret them. Lowered, they must pass every check that needs neither the device nor its compiler.
+Interpreted, they must judge as the reference and the shipped rules do for the same uniforms. The
+TPU interpreter simulates memory and catches races and accesses out of bounds; the GPU interpreter
+runs where JAX has one. Lowered, they must pass every check that needs no device.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from jspec.core import sampling, trees
 from jspec.core.types import Draft, History, Request
 from jspec.kernels.rejection_sampling import pallas_gpu, pallas_tpu, reference
 from jspec.kernels.rejection_sampling.distributions import (
-    Distribution,
     DraftDistribution,
     Filters,
     Refusal,
+    TargetDistribution,
 )
 from jspec.kernels.rejection_sampling.shapes import ALL_FILTERS, CASES, VOCABULARIES
 from jspec.verify import RULES, verify
@@ -39,7 +39,7 @@ SIMULATED = dict(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     )
 )
-# Short for drafts, to have several of each; long for whole vocabularies, to have few.
+# Short blocks for drafts, to have several; long ones for entire vocabularies, to have few.
 SHORT, LONG = pallas_tpu.Blocks(512, 512), pallas_tpu.Blocks(16384, 16384)
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -48,14 +48,12 @@ each_judged_case = pytest.mark.parametrize(
     "name",
     [
         "a chain of 4 over an odd vocabulary",
-        "a chain of 3 as a whole, warped",
-        "a chain of drawn tokens and point masses",
+        "a chain of 3 under block, all filters",
+        "a chain of drawn and deterministic nodes",
         "a tree of 8",
-        "a tree of 13 with repeats",
-        "a tree of 21, the likeliest and one drawn",
-        "a tree of 8 as a whole",
-        "a tree of 13 with repeats as a whole, warped",
-        "a tree of 9 as a whole, the likeliest and one drawn",
+        "a tree of 21, top_plus_one",
+        "a tree of 8 under block",
+        "a tree of 9 under block, top_plus_one",
     ],
 )
 needs_gpu_interpreter = pytest.mark.skipif(
@@ -70,28 +68,26 @@ def races_on_tpu():
 
 
 def use(monkeypatch, module, **options):
-    """Has ``ops`` run the kernels of a module under ``options``."""
+    """Make ``ops`` run the kernels of a module with ``options``."""
     kernel = functools.partial(module.rejection_sampling, **options)
     monkeypatch.setattr(module, "rejection_sampling", kernel)
 
 
-# ----------------------------------------------------------------------------------- whole drafts
+# ------------------------------------------------------------------------------------ drafts
 
 
 @functools.cache
 def judged(name, judge):
-    """(path, num_accepted, token) of a case: ``judge`` is an implementation, or "rule"."""
+    """Return (path, num_accepted, token) of a case: ``judge`` is an implementation, or "rule"."""
     case = CASES[name]
-    rows = (0, 3) if case.proposal in ("iid", "without_replacement") else (0, 1, 2, 3)
+    rows = (0, 3) if case.proposal == "without_replacement" else (0, 1, 2, 3)
     logits, draft, tree, uniforms, uniform = random_draft(case, rows, SCALED_DOWN)
     filters, parents = settings(list(rows), case.filters), draft.parents
 
     def by_rule(logits, filters, draft, uniforms, uniform):
-        walk = RULES[case.rule].judging(case.proposal).walk
-        path, num_accepted, distribution = walk(
-            sampling.process_logits(logits, filters), draft, tree, uniforms
-        )
-        return path, num_accepted, sampling.draw(distribution, uniform)
+        processed, walk = sampling.process_logits(logits, filters), RULES[case.rule].walk
+        path, num_accepted, log_p = walk(processed, draft, tree, uniforms, case.proposal)
+        return path, num_accepted, sampling.draw(log_p, uniform)
 
     def by_op(logits, filters, draft, uniforms, uniform):
         return ops.rejection_sampling(
@@ -102,7 +98,6 @@ def judged(name, judge):
             uniforms,
             uniform,
             rule=case.rule,
-            replaced=case.proposal == "iid",
             implementation=judge,
         )
 
@@ -113,8 +108,8 @@ def judged(name, judge):
     return jax.jit(run)(logits, filters, draft.replace(parents=None), uniforms, uniform)
 
 
-def assert_same(found, expected):
-    (path, num_accepted, token), (expected_path, *expected_rest) = found, expected
+def assert_same(result, expected):
+    (path, num_accepted, token), (expected_path, *expected_rest) = result, expected
     np.testing.assert_array_equal(num_accepted, expected_rest[0])
     np.testing.assert_array_equal(token, expected_rest[1])
     on_path = np.arange(path.shape[1]) <= num_accepted[:, None]
@@ -141,10 +136,10 @@ def test_the_gpu_kernel_judges_as_the_reference(monkeypatch, name):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch, rule):
+def test_two_tokens_of_a_tiny_vocabulary_have_the_targets_distribution(monkeypatch, rule):
     use(monkeypatch, pallas_tpu, interpret=True)
     rng, count, vocab = np.random.default_rng(1), 6000, 5
-    target = 1.5 * rng.standard_normal((1 + vocab + vocab**2, vocab))  # a law after each prefix
+    target = 1.5 * rng.standard_normal((1 + vocab + vocab**2, vocab))  # after each prefix
     recorded = 1.5 * rng.standard_normal((1 + vocab, vocab))
     q, p = (softmax(x, -1) for x in (recorded, target))
     pick = lambda distribution: (
@@ -181,9 +176,9 @@ def test_two_tokens_of_a_tiny_vocabulary_have_the_law_of_the_target(monkeypatch,
     emitted_first = np.where(num_accepted > 0, first, token)
     continued = pick(p[1 + emitted_first])  # where one token came out, the target adds the next
     emitted_second = np.select([num_accepted == 0, num_accepted == 1], [continued, token], second)
-    found = np.bincount(emitted_first * vocab + emitted_second, minlength=vocab**2)
+    result = np.bincount(emitted_first * vocab + emitted_second, minlength=vocab**2)
     exact = (p[0][:, None] * p[1 : 1 + vocab]).reshape(-1)
-    assert chisquare(found, exact * count).pvalue > 1e-3
+    assert chisquare(result, exact * count).pvalue > 1e-3
 
 
 def test_a_rule_that_names_a_kernel_gives_the_verdict_of_the_walk(monkeypatch):
@@ -199,13 +194,13 @@ def test_a_rule_that_names_a_kernel_gives_the_verdict_of_the_walk(monkeypatch):
     history = History(jnp.zeros((count, 100), int), jnp.arange(7, 7 + count))
     forced = dataclasses.replace(RULES["rejection"], implementation="pallas_tpu")
     judge = jax.jit(
-        lambda rule: verify(rule, request, draft, tree, logits, history), static_argnums=0
+        lambda rule: verify(rule, "chain", request, draft, tree, logits, history), static_argnums=0
     )
-    found, expected = (
+    result, expected = (
         (verdict.path, verdict.num_emitted - 1, verdict.next_token)
         for verdict in (judge(forced), judge(RULES["rejection"]))
     )
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 @pytest.mark.filterwarnings("error")
@@ -219,7 +214,7 @@ def test_logits_of_float16_reach_a_kernel_without_a_warning():
     )
     history = History(jnp.zeros((len(logits), 100), int), jnp.full((len(logits),), 7))
     rule = dataclasses.replace(RULES["rejection"], implementation="reference")
-    judge = lambda logits: verify(rule, request, draft, tree, logits, history)
+    judge = lambda logits: verify(rule, "chain", request, draft, tree, logits, history)
     assert jax.eval_shape(judge, logits.astype(jnp.float16)).path.shape == (len(logits), 2)
 
 
@@ -231,7 +226,7 @@ def test_a_kernel_is_refused_to_rules_that_have_none():
 
 
 def judge_small(vocab=64, **options):
-    case = CASES["a chain of 3 as a whole, warped"]
+    case = CASES["a chain of 3 under block, all filters"]
     logits, draft, tree, uniforms, uniform = random_draft(case, vocab=vocab)
     draft = draft.replace(**options.pop("draft", {}))
     logits = logits.astype(options.pop("dtype", logits.dtype))
@@ -244,7 +239,7 @@ def judge_small(vocab=64, **options):
     [
         ("implementation='triton' is not known", dict(implementation="triton")),
         ("rule='typical' is not known; use 'rejection' or 'block'", dict(rule="typical")),
-        ("max_children=None, but draft.parents are traced", dict(draft=dict(parents=None))),
+        ("max_children=None needs static draft.parents", dict(draft=dict(parents=None))),
         ("has 2 rows for 4 nodes", dict(draft=dict(logits=jnp.zeros((4, 2, 64))))),
         (
             "'pallas_gpu' takes vocabularies of 2048 tokens or more",
@@ -255,7 +250,7 @@ def judge_small(vocab=64, **options):
             dict(implementation="pallas_tpu", dtype=jnp.int32),
         ),
         (
-            "'pallas_tpu' keeps whole rows in vector memory, and 900000 tokens are too many",
+            "'pallas_tpu' holds entire rows in vector memory, too small for 900000 tokens",
             dict(implementation="pallas_tpu", vocab=900000),
         ),
     ],
@@ -292,23 +287,21 @@ def test_a_root_alone_draws_from_the_target(monkeypatch):
     np.testing.assert_array_equal(token, expected)
 
 
-def test_point_masses_without_a_recorded_law_are_judged(monkeypatch):
+def test_deterministic_drafts_without_logits_are_judged(monkeypatch):
     use(monkeypatch, pallas_tpu, interpret=True)
     case = CASES["a tree of 8"]
     logits, draft, tree, uniforms, uniform = random_draft(case, (0, 3), vocab=300)
     draft, filters = draft.replace(logits=None), settings([0, 3], ("temperature",))
     judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
-    uniforms = uniforms * 0.1  # point masses are seldom accepted
-    found = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
-    walk = RULES["rejection"].walk
-    path, num_accepted, distribution = walk(
-        sampling.process_logits(logits, filters), draft, tree, uniforms
-    )
+    uniforms = uniforms * 0.1  # deterministic tokens are rarely accepted
+    result = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
+    processed, walk = sampling.process_logits(logits, filters), RULES["rejection"].walk
+    path, num_accepted, log_p = walk(processed, draft, tree, uniforms, "deterministic")
     assert num_accepted.any()
-    assert_same(found, (path, num_accepted, sampling.draw(distribution, uniform)))
+    assert_same(result, (path, num_accepted, sampling.draw(log_p, uniform)))
 
 
-def test_laws_over_a_reduced_vocabulary_are_judged_over_target_ids(monkeypatch):
+def test_a_reduced_vocabulary_is_judged_over_target_ids(monkeypatch):
     use(monkeypatch, pallas_tpu, interpret=True)
     case = CASES["a chain of 4 over an odd vocabulary"]
     _, small, tree, uniforms, uniform = random_draft(case, (0, 3), vocab=100)
@@ -317,19 +310,17 @@ def test_laws_over_a_reduced_vocabulary_are_judged_over_target_ids(monkeypatch):
     draft = small.replace(tokens=ids[small.tokens], draft_to_target=ids)
     filters = settings([0, 3], ("temperature", "top_k"))
     judge = functools.partial(ops.rejection_sampling, implementation="pallas_tpu")
-    found = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
-    walk = RULES["rejection"].walk
-    path, num_accepted, distribution = walk(
-        sampling.process_logits(logits, filters), draft, tree, uniforms
-    )
-    assert_same(found, (path, num_accepted, sampling.draw(distribution, uniform)))
+    result = jax.jit(lambda logits: judge(logits, filters, draft, tree, uniforms, uniform))(logits)
+    processed, walk = sampling.process_logits(logits, filters), RULES["rejection"].walk
+    path, num_accepted, log_p = walk(processed, draft, tree, uniforms, case.proposal)
+    assert_same(result, (path, num_accepted, sampling.draw(log_p, uniform)))
 
 
-# ------------------------------------------------------------------------------ whole vocabularies
+# ---------------------------------------------------------------------------- entire vocabularies
 
 
 def rows_of(vocab, coarse):
-    """(raw logits [3, V] with many ties, warps of the rows)."""
+    """Return raw logits [3, V] with many ties, and the filters of the rows."""
     rng = np.random.default_rng(vocab)
     logits = 3 * rng.standard_normal((ROWS, vocab))
     logits = jnp.array(np.round(logits * 8) / 8, jnp.bfloat16 if coarse else jnp.float32)
@@ -343,18 +334,18 @@ def assert_distributions_are_processed_alike(distributions_of, vocab):
         Filters(**filters.values, names=filters.names),
     )
     processed = np.array(sampling.process_logits(logits[:, None], filters)[:, 0], np.float64)
-    kept = np.array(logits.astype(jnp.float32) >= distribution.floor[:, None])
+    selected = np.array(logits.astype(jnp.float32) >= distribution.floor[:, None])
     greedy = np.array(filters.temperature) == 0
-    np.testing.assert_array_equal(kept[~greedy], np.isfinite(processed[~greedy]))
+    np.testing.assert_array_equal(selected[~greedy], np.isfinite(processed[~greedy]))
     log_total = np.log(np.exp(processed).sum(-1))
-    found = distribution.peak / distribution.temperature + distribution.log_total
-    np.testing.assert_allclose(found[~greedy], log_total[~greedy], rtol=1e-5)
+    result = distribution.peak / distribution.temperature + distribution.log_total
+    np.testing.assert_allclose(result[~greedy], log_total[~greedy], rtol=1e-5)
     np.testing.assert_array_equal(distribution.only[greedy], processed[greedy].argmax(-1))
     assert (distribution.only[~greedy] == -1).all()
 
 
 def assert_masses_are_sums(masses_of, vocab, segment):
-    """Two refusals, one of a drawn token and one of a point mass, over rows in another order."""
+    """Refuse a drawn and a deterministic token, over rows in another order."""
     rng = np.random.default_rng(vocab)
     x, y = (rng.standard_normal((ROWS, vocab)).astype(np.float32) for _ in range(2))
     narrow = jnp.array(y, jnp.bfloat16)
@@ -363,7 +354,7 @@ def assert_masses_are_sums(masses_of, vocab, segment):
     scalar = lambda *values: jnp.array(values, jnp.float32)
     dropped, absent = np.array([5, vocab - 1]), np.array([vocab - 2, -1])
     total = lambda z: jnp.array(np.log(np.exp(np.array(z, np.float64)).sum(-1)), jnp.float32)[rows]
-    distribution = Distribution(
+    target = TargetDistribution(
         scalar(1, 1),
         scalar(-np.inf, -np.inf),
         scalar(3, -3),
@@ -376,11 +367,11 @@ def assert_masses_are_sums(masses_of, vocab, segment):
         Refusal(scalar(1, 1), scalar(0.7, 0), jnp.array([-1, -1])),
         Refusal(scalar(2, 1), scalar(0, 0), jnp.array(dropped)),
     )
-    found = masses_of(
+    result = masses_of(
         jnp.array(x),
         narrow,
         jnp.array(rows),
-        distribution,
+        target,
         DraftDistribution(
             scalar(2, 1), total(narrow.astype(jnp.float32)) - scalar(2, 1), (jnp.array(absent),)
         ),
@@ -390,14 +381,14 @@ def assert_masses_are_sums(masses_of, vocab, segment):
     after = 2 * before * np.array([[1], [0.5]])
     after[[0, 1], dropped] = q[[0, 1], dropped] = 0
     starts = np.arange(0, vocab, segment)
-    for mass, values in zip(found, (before, after, q), strict=True):
+    for mass, values in zip(result, (before, after, q), strict=True):
         expected = np.add.reduceat(values, starts, -1)
         np.testing.assert_allclose(mass, expected, rtol=1e-4, atol=1e-9)
 
 
 @each_vocabulary
-def test_the_tpu_kernel_finds_what_the_warp_keeps(vocab):
-    # Simulated memory is slow; the odd vocabulary shows what it can.
+def test_the_tpu_kernel_filters_as_process_logits(vocab):
+    # Simulated memory is slow: the odd vocabulary must do.
     simulated = vocab == VOCABULARIES["Phi-3-mini"]
     options = SIMULATED if simulated else dict(interpret=True)
     distributions = functools.partial(pallas_tpu.distributions, blocks=LONG, **options)
@@ -406,32 +397,32 @@ def test_the_tpu_kernel_finds_what_the_warp_keeps(vocab):
 
 
 @each_vocabulary
-def test_the_tpu_kernel_sums_what_refusals_leave(vocab):
+def test_the_tpu_kernel_sums_residuals(vocab):
     masses = functools.partial(pallas_tpu.masses, blocks=LONG, **SIMULATED)
     assert_masses_are_sums(masses, vocab, LONG.segment)
     assert not races_on_tpu()
 
 
 @pytest.mark.parametrize(("temperature", "offset"), [(1.0, 3e4), (0.01, 20.0), (1e-5, 20.0)])
-def test_laws_of_great_logits_sum_to_one(temperature, offset):
+def test_distributions_of_large_logits_sum_to_one(temperature, offset):
     rng, vocab = np.random.default_rng(0), 300
     logits = jnp.array(offset + rng.standard_normal((ROWS, vocab)), jnp.float32)
-    logits = logits.at[:, 7].set(logits.max(-1))  # two that are likeliest
+    logits = logits.at[:, 7].set(logits.max(-1))  # a tie of the likeliest
     filters = settings([0] * ROWS, ("temperature",))
     filters.values["temperature"] = jnp.full(ROWS, temperature, jnp.float32)
     asked = Filters(**filters.values, names=filters.names)
-    distribution, own = (
+    target, draft = (
         pallas_tpu.distributions(logits, filters, interpret=True) for filters in (asked, None)
     )
-    draft_probs = DraftDistribution(own.peak, own.log_total)
-    found = pallas_tpu.masses(logits, logits, None, distribution, draft_probs, (), interpret=True)
-    for mass in (found.before, found.draft):
+    draft, every = DraftDistribution(draft.peak, draft.log_total), jnp.arange(ROWS)
+    masses = pallas_tpu.masses(logits, logits, every, target, draft, (), interpret=True)
+    for mass in (masses.before, masses.draft):
         np.testing.assert_allclose(mass.sum(-1), 1, atol=1e-6)
 
 
 @needs_gpu_interpreter
 @each_vocabulary
-def test_the_gpu_kernel_finds_what_the_warp_keeps(vocab):
+def test_the_gpu_kernel_filters_as_process_logits(vocab):
     blocks = pallas_gpu.Blocks(16384, 16384)
     options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
     assert_distributions_are_processed_alike(
@@ -441,7 +432,7 @@ def test_the_gpu_kernel_finds_what_the_warp_keeps(vocab):
 
 @needs_gpu_interpreter
 @each_vocabulary
-def test_the_gpu_kernel_sums_what_refusals_leave(vocab):
+def test_the_gpu_kernel_sums_residuals(vocab):
     blocks = pallas_gpu.Blocks(16384, 16384)
     options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
     assert_masses_are_sums(functools.partial(pallas_gpu.masses, **options), vocab, blocks.segment)

@@ -28,26 +28,26 @@ def test_blocks_of_the_prefix_and_the_tree_are_one_softmax(
     heads, kv_heads, nodes, keys, slots, block
 ):
     case, _ = small_case(heads, kv_heads, nodes, keys, slots)
-    found = reference.tree_attention(*map(jnp.array, case.values()), scale=0.3, block=block)
-    np.testing.assert_allclose(found, dense(**case, scale=0.3), rtol=2e-5, atol=2e-6)
+    result = reference.tree_attention(*map(jnp.array, case.values()), scale=0.3, block=block)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("block", [None, 4])
 @pytest.mark.parametrize("window", [1, 3, 9, 100])
 def test_a_sliding_window_reaches_back_from_each_query(window, block):
     case, options = small_case(4, 2, 5, 5, 21, window)
-    found = reference.tree_attention(
+    result = reference.tree_attention(
         *map(jnp.array, case.values()), scale=0.3, block=block, **options
     )
-    np.testing.assert_allclose(found, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 50, 300])
 @pytest.mark.parametrize("longest", [90, 200, 201, 400])
 def test_a_long_cache_is_read_in_blocks_or_whole_to_the_same_result(longest, window):
     case, options = random_case(4, 2, 8, 3, 3, 400, [0, 70, longest], window=window)
-    found = reference.tree_attention(*map(jnp.array, case.values()), scale=0.3, **options)
-    np.testing.assert_allclose(found, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
+    result = reference.tree_attention(*map(jnp.array, case.values()), scale=0.3, **options)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3, **options), rtol=2e-5, atol=2e-6)
 
 
 def test_scores_of_many_nodes_over_a_long_cache_are_never_held_all_at_once():
@@ -60,19 +60,19 @@ def test_scores_of_many_nodes_over_a_long_cache_are_never_held_all_at_once():
 @pytest.mark.parametrize("block", [None, 4])
 def test_a_soft_cap_bends_the_scores_before_they_are_masked(block):
     case, _ = small_case(4, 2, 5, 40, 21)
-    found = reference.tree_attention(
+    result = reference.tree_attention(
         *map(jnp.array, case.values()), scale=2.0, soft_cap=1.5, block=block
     )
-    np.testing.assert_allclose(found, dense(**case, scale=2.0, soft_cap=1.5), rtol=2e-5, atol=2e-6)
-    assert np.abs(found - dense(**case, scale=2.0)).max() > 0.1
+    np.testing.assert_allclose(result, dense(**case, scale=2.0, soft_cap=1.5), rtol=2e-5, atol=2e-6)
+    assert np.abs(result - dense(**case, scale=2.0)).max() > 0.1
 
 
 def test_without_a_cache_the_tree_attends_to_itself():
     case, _ = small_case(4, 2, 5, 5, 1)
     case["length"][:] = 0
     alone = {**case, "cache_k": None, "cache_v": None}
-    found = reference.tree_attention(*alone.values(), scale=0.3)
-    np.testing.assert_allclose(found, dense(**case, scale=0.3), rtol=2e-5, atol=2e-6)
+    result = reference.tree_attention(*alone.values(), scale=0.3)
+    np.testing.assert_allclose(result, dense(**case, scale=0.3), rtol=2e-5, atol=2e-6)
 
 
 def test_an_implementation_that_is_not_known_is_refused():

@@ -1,8 +1,8 @@
 """The kernels of tree attention over the shapes of real models, on any machine.
 
-Interpreted, they must give what a dense softmax in NumPy gives: those for TPU with simulated memory
-and DMA, which catches races and accesses out of bounds; those for GPU where JAX can interpret them.
-Lowered, they must pass every check that needs neither the device nor its compiler.
+Interpreted, they must equal a dense softmax in NumPy. The TPU interpreter simulates memory and DMA
+and catches races and accesses out of bounds; the GPU interpreter runs where JAX has one. Lowered,
+they must pass every check that needs no device.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from jspec.kernels.tree_attention.shapes import CASES
 from tests.kernels.attention import dense, random_case
 
 SLOTS = 112
-LENGTHS = (0, 61, SLOTS)  # nothing committed yet, an odd length, a full cache
+LENGTHS = (0, 61, SLOTS)  # an empty cache, an odd length, a full cache
 KERNELS = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
 CUDA_OR_TPU = {"pallas_tpu": ("tpu", "tpu_custom_call"), "pallas_gpu": ("cuda", "mosaic_gpu")}
-HEADS_TESTED = 2  # key heads: what is computed for one does not depend on how many there are
+HEADS_TESTED = 2  # key heads are independent of each other
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 needs_gpu_interpreter = pytest.mark.skipif(
@@ -67,13 +67,13 @@ def tpu_races():
 
 
 def simulated():
-    """Memory starts as NaN, reads past an array raise, and races are recorded."""
+    """Return an interpreter with NaN in fresh memory, bounds checks and race detection."""
     return pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     )
 
 
-def test_the_simulation_that_the_next_test_trusts_sees_a_race():
+def test_the_simulation_detects_a_race():
     def reads_too_early(source, out, buffer, semaphore):
         copy = pltpu.make_async_copy(source, buffer, semaphore)
         copy.start()
@@ -90,7 +90,7 @@ def test_the_simulation_that_the_next_test_trusts_sees_a_race():
     )
     try:
         kernel(x).block_until_ready()
-    except jax.errors.JaxRuntimeError as error:  # since JAX 0.12; before, it is noted alone
+    except jax.errors.JaxRuntimeError as error:  # since JAX 0.12; earlier versions record it
         assert "RACE DETECTED" in str(error)
     else:
         assert tpu_races()
@@ -100,27 +100,27 @@ def test_the_simulation_that_the_next_test_trusts_sees_a_race():
 def test_the_tpu_kernel_is_a_dense_softmax(case):
     arrays, options, rows = arguments_of(case, np.float32)
     chosen = pallas_tpu.choose_blocks(len(LENGTHS), HEADS_TESTED, rows, SLOTS)
-    # Blocks that neither divide the cache nor hold all of it, and several tiles of many rows.
+    # Blocks that do not divide the cache, and several tiles of many rows.
     blocks = dataclasses.replace(
         chosen, rows=min(chosen.rows, 256), slots=48, splits=case.splits or chosen.splits
     )
-    found = run(pallas_tpu, arrays, options, blocks=blocks, interpret=simulated())
-    np.testing.assert_allclose(found, dense(**arrays, **options), rtol=2e-5, atol=5e-6)
+    result = run(pallas_tpu, arrays, options, blocks=blocks, interpret=simulated())
+    np.testing.assert_allclose(result, dense(**arrays, **options), rtol=2e-5, atol=5e-6)
     assert not tpu_races()
 
 
 def test_the_tpu_kernel_accumulates_narrow_keys_and_values_in_float32():
     arrays, options, _ = arguments_of(CASES["a chain of 4"], ml_dtypes.bfloat16)
-    found = run(pallas_tpu, arrays, options, interpret=True)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, dense(**arrays, **options), atol=1e-2)
+    result = run(pallas_tpu, arrays, options, interpret=True)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, dense(**arrays, **options), atol=1e-2)
 
 
 def test_a_window_past_all_that_is_committed_reads_nothing_outside_of_the_cache():
     slots = 16
     arrays, options = random_case(2, 1, 8, 2, 2, slots, [3, slots], window=1)
-    found = run(pallas_tpu, arrays, options | dict(scale=0.3), interpret=simulated())
-    np.testing.assert_allclose(found, dense(**arrays, **options, scale=0.3), rtol=2e-5, atol=5e-6)
+    result = run(pallas_tpu, arrays, options | dict(scale=0.3), interpret=simulated())
+    np.testing.assert_allclose(result, dense(**arrays, **options, scale=0.3), rtol=2e-5, atol=5e-6)
 
 
 @needs_gpu_interpreter
@@ -131,8 +131,8 @@ def test_the_gpu_kernel_is_a_dense_softmax(case):
     arrays, options, _ = arguments_of(case, ml_dtypes.bfloat16)
     blocks = pallas_gpu.Blocks(case.splits or 1, weights_in_registers=False)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = run(pallas_gpu, arrays, options, blocks=blocks, interpret=interpret)
-    np.testing.assert_allclose(found, dense(**arrays, **options), atol=1e-2)
+    result = run(pallas_gpu, arrays, options, blocks=blocks, interpret=interpret)
+    np.testing.assert_allclose(result, dense(**arrays, **options), atol=1e-2)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -167,7 +167,7 @@ def test_the_kernels_lower_at_the_real_size(case, name, dtype):
 
 def test_small_batches_share_a_prefix_among_several_programs():
     assert pallas_gpu.choose_blocks(1, 8, 20, 32768).splits == 16
-    assert pallas_gpu.choose_blocks(1, 8, 20, 1024).splits == 4  # not shorter than it pays
+    assert pallas_gpu.choose_blocks(1, 8, 20, 1024).splits == 4  # short splits do not pay
     assert pallas_gpu.choose_blocks(32, 8, 20, 32768).splits == 1
     assert pallas_tpu.choose_blocks(1, 1, 71, 32768).splits == 2
     assert pallas_tpu.choose_blocks(1, 8, 20, 32768).splits == 1
