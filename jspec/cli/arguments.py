@@ -1,4 +1,4 @@
-"""What the strings of a command line say."""
+"""Parsers of command-line strings."""
 
 import sys
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from jspec.util import values
 from jspec.util.messages import shown
 
-if TYPE_CHECKING:  # see ``jspec.cli.main``
+if TYPE_CHECKING:  # see ``jspec.cli.generate``
     from jspec.api.llm import LLM
 
 
 def templated(llm: "LLM", message: str) -> dict[str, Any]:
-    """The prompt that a conversation of one message is.
+    """Return the prompt of a conversation with one message.
 
     Raises:
-      ValueError: the model was published without a chat template.
+      ValueError: the tokenizer has no chat template.
     """
     tokenizer = llm.get_tokenizer()
     if not tokenizer.chat_template:
@@ -25,22 +25,16 @@ def templated(llm: "LLM", message: str) -> dict[str, Any]:
 
 
 def prompt(text: str | None, file: str | None, token_ids: str | None, chat: bool = False) -> Any:
-    """The one prompt that was given, as ``LLM.generate`` takes it."""
+    """Return the one prompt that was given, in a form for ``LLM.generate``."""
     if sum(given is not None for given in (text, file, token_ids)) != 1:
         raise ValueError("give one prompt: as an argument, with --prompt-file or with --token-ids.")
     if token_ids is not None:
         if chat:
-            raise ValueError("--chat is for a message in words; leave it or --token-ids out.")
-        try:
-            return {"prompt_token_ids": [int(token) for token in token_ids.split(",")]}
-        except ValueError:
-            raise ValueError(
-                f"--token-ids {shown(token_ids)} must be whole numbers with commas, such as "
-                '"1,2,3".'
-            ) from None
+            raise ValueError("--chat takes a message in words; leave it or --token-ids out.")
+        return {"prompt_token_ids": numbers("--token-ids", token_ids, "1,2,3")}
     if file is None:
         return text
-    if file == "-" and sys.stdin is None:  # closed by who called
+    if file == "-" and sys.stdin is None:  # the caller closed it
         raise ValueError("--prompt-file -: standard input is closed; name a file.")
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
@@ -51,20 +45,20 @@ def prompt(text: str | None, file: str | None, token_ids: str | None, chat: bool
 
 
 def numbers(option: str, given: str, example: str) -> list[int]:
-    """Whole numbers with commas."""
+    """Parse whole numbers with commas."""
     try:
         return [int(token) for token in given.split(",")]
     except ValueError:
         raise ValueError(
-            f'{option} {given!r} must be whole numbers with commas, such as "{example}".'
+            f'{option} {shown(given)} must be whole numbers with commas, such as "{example}".'
         ) from None
 
 
 def json(option: str, given: str | None, example: str) -> Any:
-    """What JSON says; None where nothing was given.
+    """Parse JSON; None stays None.
 
     Raises:
-      ValueError: it is not JSON, or an object has a key twice, of which one would not count.
+      ValueError: ``given`` is not JSON, or an object repeats a key.
     """
     try:
         return None if given is None else values.json_of(given, unique=True)

@@ -9,27 +9,25 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from jspec.cli import arguments
+from jspec.cli import arguments, options
 from jspec.util.messages import shown
 from jspec.util.values import check_apart, check_output
 
-_MANY = {"rich_help_panel": "What is measured (each may be repeated)"}
+_MANY = {"rich_help_panel": "Cases (each option may be repeated)"}
 _LOG_WIDTH = 200
-_DEPTH = 4  # of the demo's
+_DEMO_K = 4
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(help="A local directory, or an id on the hub. The demo's.")
-    ] = None,
+    model: options.DemoModel = None,
     config: Annotated[
         list[str] | None,
         typer.Option(help="A method's name, or a speculative_config as JSON.", **_MANY),
     ] = None,
     num_speculative_tokens: Annotated[
         list[int] | None,
-        typer.Option("--num-speculative-tokens", "-k", help="K, of configs without.", **_MANY),
+        typer.Option("--num-speculative-tokens", "-k", help="K of configs without one.", **_MANY),
     ] = None,
     questions: Annotated[
         list[Path] | None,
@@ -39,19 +37,19 @@ def bench(
             **_MANY,
         ),
     ] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="1.", **_MANY)] = None,
-    temperature: Annotated[list[float] | None, typer.Option(help="0: greedy.", **_MANY)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
-    prompt_tokens: Annotated[
-        int, typer.Option(help="Cut first turns to so many, leave longer ones out; 0: no limit.")
-    ] = 0,
-    num_questions: Annotated[int, typer.Option(min=0, help="Of each category; 0 for all.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Undisturbed samples of everyone.")] = 5,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    batch_size: Annotated[list[int] | None, typer.Option(help="Default: 1.", **_MANY)] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Default: 0, greedy.", **_MANY)
+    ] = None,
+    max_tokens: options.AnswerTokens = 128,
+    prompt_tokens: options.PromptTokens = 0,
+    num_questions: options.NumQuestions = 0,
+    repeats: Annotated[int, typer.Option(help="Undisturbed samples of each contender.")] = 5,
+    dtype: options.Dtype = "auto",
     peers: Annotated[
-        bool, typer.Option(help="Measure transformers, too, where torch is installed.")
+        bool, typer.Option(help="Measure transformers too, if torch is installed.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    seed: options.NoiseSeed = 0,
     output: Annotated[
         Path | None, typer.Option(help="Folder for results.json, .md, .png and .html.")
     ] = None,
@@ -59,7 +57,7 @@ def bench(
         Path | None, typer.Option("--json", help="File for the results alone.")
     ] = None,
 ) -> None:
-    """Measure methods beside plain decoding, in turns; Ctrl-C keeps what is done."""
+    """Compare methods with plain decoding, in turns; Ctrl-C keeps finished measurements."""
     from jspec.cli import demo
     from jspec.engine import loading
     from jspec.tools.bench import chart, environment, files, report
@@ -69,15 +67,15 @@ def bench(
 
     check_output("--output", output, folder=True)
     check_output("--json", json_file)
-    if output is not None:  # its results.json would be the same
-        taken = (output, *(output / f"results.{kind}" for kind in ("md", "png", "html")))
-        check_apart(*(("--output", path) for path in taken), ("--json", json_file))
+    if output is not None:  # its results.json may be the same file
+        written = (output, *(output / f"results.{kind}" for kind in ("md", "png", "html")))
+        check_apart(*(("--output", path) for path in written), ("--json", json_file))
     if model is None:
         model, questions = str(demo.ASSETS / "target"), questions or [demo.PROMPT]
         if not config:
             head = {key: demo.EAGLE3[key] for key in ("method", "model")}
             config = [json.dumps(head), "ngram"]
-            num_speculative_tokens = num_speculative_tokens or [_DEPTH]
+            num_speculative_tokens = num_speculative_tokens or [_DEMO_K]
     settings = Settings(
         tuple(configs_of(config or [], num_speculative_tokens or [])),
         batch_sizes=tuple(batch_size or [1]),
@@ -110,9 +108,9 @@ def bench(
 
 
 def finish(results: dict[str, Any], report: ModuleType) -> None:
-    """Prints the tables and notes that ``report`` makes of results; exit code 130 after Ctrl-C."""
+    """Print the tables and notes of ``report``; exit with code 130 after Ctrl-C."""
     console = Console()
-    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+    if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
     for table in report.terminal(results):
         console.print(table)
@@ -123,24 +121,24 @@ def finish(results: dict[str, Any], report: ModuleType) -> None:
 
 
 def configs_of(given: list[str], depths: list[int]) -> list[dict[str, Any]]:
-    """Every config, at every K where it names none.
+    """Return every config, at every K of ``depths`` if it has none.
 
     Raises:
-      ValueError: one is not JSON or has a key twice, or all name a K and ``depths`` are given.
+      ValueError: a config is not JSON or repeats a key, or ``depths`` applies to none.
     """
-    found: list[dict[str, Any]] = []
-    all_apart = bool(given and depths)
+    configs: list[dict[str, Any]] = []
+    depths_used = False
     for text in given:
         option = f"--config {shown(text)}"
         is_json = text.lstrip().startswith("{")
         config = arguments.json(option, text, _EXAMPLE) if is_json else {"method": text}
-        apart = "num_speculative_tokens" in config or not depths
-        all_apart = all_apart and apart
-        some = [config] if apart else [config | {"num_speculative_tokens": k} for k in depths]
-        found += [each for each in some if each not in found]
-    if all_apart:
+        has_k = "num_speculative_tokens" in config or not depths
+        variants = [config] if has_k else [config | {"num_speculative_tokens": k} for k in depths]
+        configs += [each for each in variants if each not in configs]
+        depths_used = depths_used or not has_k
+    if given and depths and not depths_used:
         raise ValueError(
             f"-k (--num-speculative-tokens) {depths[0]} is for configs without "
             "num_speculative_tokens, but every --config names one; leave it out there, or -k."
         )
-    return found
+    return configs

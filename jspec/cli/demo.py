@@ -26,15 +26,17 @@ from jspec.engine.loading import LoadedModel
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
 PROMPT = ASSETS / "prompt.txt"
 DTYPES = ("float32", "bfloat16")
-# By method, the folder of the drafter.
+# The folder of each method's drafter.
 DRAFTERS = {"draft_model": "draft", "eagle": "eagle1", "eagle3": "eagle3"}
 EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": 4}
-Gap = Callable[[str, Sequence[int]], float]  # dtype, token ids -> the target's gap after them
+Gap = Callable[
+    [str, Sequence[int]], float
+]  # dtype, token ids -> difference of the target's two best logits after them
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table. Rows of equal dtype and temperature are compared with each other."""
+    """One row of the table; rows of equal dtype and temperature are compared."""
 
     method: str
     dtype: str
@@ -42,26 +44,26 @@ class Setting:
     config: dict | None
 
     @property
-    def words(self) -> str:
+    def title(self) -> str:
         """The row in one line."""
         return f"{self.method}, {self.group}"
 
     @property
     def group(self) -> str:
-        """What a row shares with the autoregression that it is measured against."""
-        drawn = f"T = {self.temperature:g}" if self.temperature else "greedy"
-        return f"{self.dtype}, {drawn}"
+        """The dtype and temperature, which a row shares with its baseline."""
+        mode = f"T = {self.temperature:g}" if self.temperature else "greedy"
+        return f"{self.dtype}, {mode}"
 
     @property
     def comparable(self) -> bool:
-        """Whether the text, not only its law, is that of autoregression."""
+        """True if not only the distribution but also the text equals the baseline's."""
         rule = (self.config or {}).get("rejection_sample_method")
         return self.temperature == 0 or rule != "block"
 
 
 @dataclasses.dataclass
 class Run:
-    """What a setting generated, how to do it again, and the seconds of the best repetition."""
+    """The output of a setting, a function that repeats it, and the least seconds."""
 
     setting: Setting
     output: RequestOutput
@@ -74,20 +76,20 @@ class Run:
         return self.output.outputs[0].token_ids
 
     def time(self) -> None:
-        """Generates once more, from the prompt on, and keeps the time if it is the best."""
+        """Generate again and keep the least time."""
         begin = perf_counter()
         self.again()
         self.seconds = min(self.seconds, perf_counter() - begin)
 
 
 def _settings() -> Iterator[Setting]:
-    """Each method, greedy and sampled, in both dtypes."""
+    """Yield each method, greedy and sampled, in both dtypes."""
     lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     for temperature, dtype in itertools.product((0.0, 0.8), DTYPES):
         yield Setting("autoregressive", dtype, temperature, None)
         ngram = {"method": "ngram", "num_speculative_tokens": 5} | lookup
         yield Setting("ngram", dtype, temperature, ngram)
-        # Sampled text is compared where it can be, in float32; where it is about speed, it is fast.
+        # float32 rows compare sampled texts, bfloat16 rows show speed.
         rule = "coupled" if dtype == "float32" else "block"
         for method in DRAFTERS:
             chain = {"method": method, "num_speculative_tokens": 4, "rejection_sample_method": rule}
@@ -95,15 +97,15 @@ def _settings() -> Iterator[Setting]:
 
 
 SETTINGS = tuple(_settings())
-# Greedy text of a small model repeats itself, and so is easy to look up; sampled text is not.
+# Greedy text of a small model repeats itself and is easy to look up; sampled text is not.
 _SHOWN = ("ngram, float32, greedy", "draft_model, float32, T = 0.8")
 
 
 def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
-    """Generates with every setting, then times them in turns, and prints texts and a table.
+    """Generate with every setting, time them in turns, and print texts and a table.
 
     Raises:
-      ValueError: the assets are not there, or a number is out of range.
+      ValueError: the assets are missing, or a number is out of range.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1.")
@@ -116,16 +118,16 @@ def run(assets: Path, max_tokens: int, repeats: int, console: Console) -> None:
         for dtype in DTYPES:
             for name in ("target", DRAFTERS["draft_model"]):
                 models[name, dtype] = loading.load(assets / name, dtype)
-        console.print(Text.assemble("The prompt, and what the model adds: ", show.legend(), "."))
+        console.print(Text.assemble("The prompt and its continuation: ", show.legend(), "."))
         console.print(Padding(Text(prompt, style="dim"), (1, 0, 1, 2)))
         for setting in SETTINGS:
-            status.update(f"compiling and generating: {setting.words}")
+            status.update(f"compiling and generating: {setting.title}")
             runs.append(_first_run(setting, assets, models, prompt, max_tokens))
-            if setting.words in _SHOWN:
+            if setting.title in _SHOWN:
                 _print_text(console, models["target", setting.dtype].tokenizer, runs[-1])
-        for turn in range(repeats):  # in turns, so that a busy moment hits every row alike
+        for turn in range(repeats):  # in turns, so that a busy moment affects every row
             for each in runs:
-                status.update(f"timing, {turn + 1} of {repeats}: {each.setting.words}")
+                status.update(f"timing, {turn + 1} of {repeats}: {each.setting.title}")
                 each.time()
         targets = {dtype: models["target", dtype] for dtype in DTYPES}
         result = table(runs, lambda dtype, ids: _gap(targets[dtype], ids))
@@ -150,12 +152,12 @@ def _print_text(console: Console, tokenizer: Any, done: Run) -> None:
     text = show.colored(tokenizer, done.output.prompt_token_ids, done.output.outputs[0])
     drafted = sum(show.drafted_tokens(done.tokens, done.output.speculative_decoding_stats))
     count = f"{drafted} of {len(done.tokens)} tokens were drafted and accepted"
-    console.print(Text(f"{done.setting.words}: {count}", style="bold"))
+    console.print(Text(f"{done.setting.title}: {count}", style="bold"))
     console.print(Padding(text, (1, 0, 1, 2)))
 
 
 def table(runs: Sequence[Run], gap: Gap) -> Table:
-    """One row a run, each beside the autoregression of its dtype and temperature."""
+    """Return a table with a row for each run and its speed-up over the baseline."""
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     result.add_column("method", no_wrap=True)
     for heading in ("acceptance\nlength", "accepted by\nposition, %", "tokens/s", "speed-up"):
@@ -177,7 +179,7 @@ def table(runs: Sequence[Run], gap: Gap) -> Table:
 
 
 def _acceptance(done: Run) -> tuple[str, str]:
-    """Tokens a pass of the target, and how often the 1st, 2nd, ... drafted token was accepted."""
+    """Return tokens per target pass, and the acceptance rates by position."""
     stats = done.output.speculative_decoding_stats
     histogram = stats["acceptance_histogram"]
     accepted = tuple(histogram.get(str(n), 0) for n in range(stats["num_spec_tokens"] + 1))
@@ -187,38 +189,37 @@ def _acceptance(done: Run) -> tuple[str, str]:
 
 
 def verdict(done: Run, base: Run, gap: Gap) -> Text:
-    """Whether the text is that of autoregression, compared token for token."""
+    """Return the comparison with the baseline's text, token for token."""
     if not done.setting.comparable:
-        return Text("same law")
+        return Text("same distribution")
     if done.tokens == base.tokens:
         return Text("identical", style="bold green")
     same = (a == b for a, b in zip(done.tokens, base.tokens, strict=True))
-    place = sum(1 for _ in itertools.takewhile(bool, same))
-    words = f"parts at token {place}"
+    index = sum(1 for _ in itertools.takewhile(bool, same))
+    words = f"differs at token {index}"
     if done.setting.temperature == 0:
-        ids = base.output.prompt_token_ids + base.tokens[:place]
+        ids = base.output.prompt_token_ids + base.tokens[:index]
         words += f", gap {gap(done.setting.dtype, ids):.2g}"
     return Text(words, style="bold red" if done.setting.dtype == "float32" else "yellow")
 
 
 def _gap(target: LoadedModel, token_ids: Sequence[int]) -> float:
-    """How far the target's best logit after ``token_ids`` is above the second, by a plain pass."""
+    """Return the difference of the target's two best logits after ``token_ids``."""
     second, first = np.sort(np.asarray(target.logits([token_ids])[0, -1]))[-2:]
     return float(first - second)
 
 
 def _footnote(runs: Sequence[Run], repeats: int) -> Text:
-    """What was run, and what the columns mean."""
+    """Return the setup and the meaning of the columns."""
     first, sampled = runs[0], runs[-1]
     return Text(
         f"{len(first.tokens)} tokens after a prompt of {len(first.output.prompt_token_ids)}; "
         f"distinct: {len(set(first.tokens))} greedy, {len(set(sampled.tokens))} sampled.\n"
         f"Best of {repeats} runs, prefill included, on {jax.devices()[0].device_kind}. "
         "T: temperature.\n"
-        "acceptance length: tokens a pass of the target, its own included; 1 is no gain.\n"
-        "text: compared token for token with autoregression of the same dtype and T; gap:\n"
-        "between the target's two best logits where texts part. Sampled, all but ngram\n"
-        "have the rule `coupled` in float32 (the same text) and `block` in bfloat16\n"
-        "(the same law).",
+        "acceptance length: tokens per pass of the target, bonus token included; 1 is no gain.\n"
+        "text: compared with autoregression of the same dtype and T; gap: the difference of\n"
+        "the target's two best logits where the texts differ. Sampled rows except ngram use the\n"
+        "rule `coupled` in float32 (same text) and `block` in bfloat16 (same distribution).",
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""What the command line shows: text that tells drafted tokens from the target's own, and tables."""
+"""Output of the command line: text with colored drafted tokens, and tables."""
 
 import dataclasses
 import sys
@@ -15,17 +15,17 @@ from jspec.api.llm import LLM
 from jspec.api.outputs import CompletionOutput
 from jspec.core.types import Proposal
 
-DRAFTED = "bold green"  # drafted, and accepted by the target
-OWN = "yellow"  # drawn by the target itself
+DRAFTED = "bold green"  # drafted and accepted
+TARGET = "yellow"  # drawn by the target itself
 
 
 def legend() -> Text:
-    """What the colors mean."""
-    return Text.assemble(("drafted and accepted", DRAFTED), ", ", ("the target's own", OWN))
+    """Return the meaning of the colors."""
+    return Text.assemble(("drafted and accepted", DRAFTED), ", ", ("the target's own", TARGET))
 
 
 def tokenizer_of(llm: LLM) -> Any:
-    """The tokenizer that the model comes with, or None."""
+    """Return the model's tokenizer, or None."""
     try:
         return llm.get_tokenizer()
     except ValueError:
@@ -33,18 +33,18 @@ def tokenizer_of(llm: LLM) -> Any:
 
 
 def colored(tokenizer: Any, prompt: Sequence[int], output: CompletionOutput) -> Text:
-    """The text of ``output``, drafted tokens apart from the target's own; needs detailed stats."""
+    """Return the text of ``output`` with colors by source; needs detailed stats."""
     detokenizer = Detokenizer(tokenizer, prompt)
     marks = drafted_tokens(output.token_ids, output.speculative_decoding_stats)
     text = Text()
     for token, drafted in zip(output.token_ids, marks, strict=True):
-        text.append(detokenizer.feed(token), DRAFTED if drafted else OWN)
-    text.append(detokenizer.flush(), OWN)
-    return text[: len(output.text)]  # what ended the text is not shown
+        text.append(detokenizer.feed(token), DRAFTED if drafted else TARGET)
+    text.append(detokenizer.flush(), TARGET)
+    return text[: len(output.text)]  # without the stop token
 
 
 def drafted_tokens(token_ids: Sequence[int], stats: dict[str, Any]) -> list[bool]:
-    """Whether each token was drafted, from what every round drafted and accepted.
+    """Return whether each token was drafted, from per-round statistics.
 
     >>> drafted_tokens([5, 6, 7, 8], {"per_step_accepted": [2, 0],
     ...                               "per_step_drafted_token_ids": [[5, 6], [9]]})
@@ -52,14 +52,14 @@ def drafted_tokens(token_ids: Sequence[int], stats: dict[str, Any]) -> list[bool
     """
     accepted = stats["per_step_accepted"]
     marks = [mark for count in accepted for mark in [True] * count + [False]]
-    # A stop or the limit may cut the accepted path: then the last token was drafted, too.
+    # A stop token or the limit may end the text within a path: then the last token was drafted.
     if accepted and token_ids[-1] in stats["per_step_drafted_token_ids"][-1][accepted[-1] :][:1]:
         marks[-1] = True
     return marks
 
 
 def stats_table(output: CompletionOutput, seconds: float) -> Table:
-    """One text's statistics, under the names that vLLM gives them."""
+    """Return one text's statistics, under vLLM's names."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in output.speculative_decoding_stats.items():
         if not name.startswith("per_step"):
@@ -70,7 +70,7 @@ def stats_table(output: CompletionOutput, seconds: float) -> Table:
 
 
 def methods_table() -> Table:
-    """Every drafting method of the registry."""
+    """Return a table of every drafting method."""
     table = Table(title="speculative_config: method", title_justify="left", show_lines=True)
     table.add_column("method", no_wrap=True)
     table.add_column("what it does, keys and defaults")
@@ -84,12 +84,12 @@ def methods_table() -> Table:
 
 
 def rules_table() -> Table:
-    """Every acceptance rule, and the drafts for which it keeps the target's distribution."""
+    """Return a table of every acceptance rule, and the drafts for which it is exact."""
     table = Table(
         title="speculative_config: rejection_sample_method",
         title_justify="left",
-        caption="exact for: laws of drafts that the rule can judge (jspec.types.Proposal)\n"
-        "lossy rules run only where they are asked for by name",
+        caption="exact for: kinds of drafts (jspec.types.Proposal)\n"
+        "lossy rules run only if their name is given",
         caption_justify="left",
         show_lines=True,
     )
@@ -104,7 +104,7 @@ def rules_table() -> Table:
 
 
 def _exact_for(rule: verify.Rule) -> str:
-    """The laws of drafts that a rule is exact for, in few words."""
+    """Return the kinds of drafts that a rule is exact for."""
     missing = set(get_args(Proposal)) - rule.exact_for
     if not rule.exact_for or not missing:
         return "all drafts" if rule.exact_for else "none"
@@ -114,15 +114,15 @@ def _exact_for(rule: verify.Rule) -> str:
 
 
 def _summary(method: type) -> str:
-    """The first paragraph of the docstring of the method's file, in one line."""
+    """Return the first paragraph of the docstring of the method's file, in one line."""
     return (sys.modules[method.__module__].__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _keys(method_name: str, method: type) -> str:
-    """The fields of a drafter that are keys of ``speculative_config``."""
+    """Return the fields of a drafter that are keys of ``speculative_config``."""
     fields = {field.name: field.default for field in dataclasses.fields(method)}
-    own = "the target's own" if method_name in config_keys.METHODS_IN_TARGETS else "required"
-    lines = [f"model ({own})"] if "config" in fields else []
+    default_model = "in the target" if method_name in config_keys.METHODS_IN_TARGETS else "required"
+    lines = [f"model ({default_model})"] if "config" in fields else []
     for name, default in fields.items():
         if name in config_keys.KEYS:
             missing = default is dataclasses.MISSING

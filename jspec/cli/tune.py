@@ -7,59 +7,56 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from jspec.cli import options
 from jspec.cli.bench import configs_of, finish
 from jspec.util.values import check_apart, check_output
 
-_MANY = {"rich_help_panel": "What is searched (each may be repeated)"}
+_MANY = {"rich_help_panel": "Search space (each option may be repeated)"}
 _LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-# Need no weights of their own.
-DEFAULT = (_LOOKUP, {"method": "suffix"}, {"method": "token_recycling"})
+# Methods without weights.
+_DEFAULT = (_LOOKUP, {"method": "suffix"}, {"method": "token_recycling"})
 
 
 def tune(
-    model: Annotated[
-        str | None, typer.Argument(help="A local directory, or an id on the hub. The demo's.")
-    ] = None,
+    model: options.DemoModel = None,
     config: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method's name, or a speculative_config as JSON; of one without K and tree both "
-            "are searched. If left out, the methods that need no weights.",
+            help="A method's name, or a speculative_config as JSON. K and tree are searched if it "
+            "sets neither. Default: the methods without weights.",
             **_MANY,
         ),
     ] = None,
     questions: Annotated[
         list[Path] | None,
-        typer.Option(help="Your prompts, in files as jspec bench takes them.", **_MANY),
+        typer.Option(help="Your prompts, in files that jspec bench reads.", **_MANY),
     ] = None,
     batch_size: Annotated[
-        list[int] | None, typer.Option(help="1. Each has a winner of its own.", **_MANY)
+        list[int] | None, typer.Option(help="Each has its own winner. Default: 1.", **_MANY)
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_speculative_tokens: Annotated[int, typer.Option(help="Largest K.")] = 8,
     max_tree_size: Annotated[
-        int, typer.Option(help="Most nodes of a tree, root included, 4 or more; 0: chains alone.")
+        int, typer.Option(help="Most nodes of a tree with the root, at least 4; 0: chains only.")
     ] = 32,
     max_programs: Annotated[
-        int, typer.Option(help="Shapes whose rounds are timed for a batch size, at most.")
+        int, typer.Option(help="Most candidates whose rounds are timed at a batch size.")
     ] = 12,
-    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
-    prompt_tokens: Annotated[
-        int, typer.Option(help="Cut first turns to so many, leave longer ones out; 0: no limit.")
-    ] = 0,
-    num_questions: Annotated[int, typer.Option(min=0, help="Of each category; 0 for all.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Undisturbed samples of all that is timed.")] = 5,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of all noise.")] = 0,
+    max_tokens: options.AnswerTokens = 128,
+    prompt_tokens: options.PromptTokens = 0,
+    num_questions: options.NumQuestions = 0,
+    repeats: Annotated[int, typer.Option(help="Undisturbed samples of each measurement.")] = 5,
+    dtype: options.Dtype = "auto",
+    seed: options.NoiseSeed = 0,
     output: Annotated[
         Path | None,
-        typer.Option(help="File for the speculative_config; by batch size, if there are several."),
+        typer.Option(help="File for the speculative_config, by batch size if there are several."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for all that was measured and predicted.")
+        Path | None, typer.Option("--json", help="File for all measurements and predictions.")
     ] = None,
 ) -> None:
-    """Find the speculative_config that serves your prompts fastest; Ctrl-C keeps what is done."""
+    """Find the fastest speculative_config for your prompts; Ctrl-C keeps finished batch sizes."""
     outputs = ("--output", output), ("--json", json_file)
     for name, path in outputs:
         check_output(name, path)
@@ -72,7 +69,7 @@ def tune(
     from jspec.tools.tune.run import tune as search
     from jspec.tools.tune.settings import Settings
 
-    configs = configs_of(config or [], []) or list(DEFAULT)
+    configs = configs_of(config or [], []) or list(_DEFAULT)
     if model is None:
         model = str(demo.ASSETS / "target")
         if not config:

@@ -1,4 +1,4 @@
-"""The command line, run in this process but where what it prints as a whole is the point."""
+"""The command line, mostly run in this process."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def jspec(monkeypatch, capsys):
-    """Runs a command; returns its exit code, stdout and stderr."""
+    """Return a function that runs a command and returns exit code, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["jspec", *map(str, arguments)])
@@ -48,7 +48,7 @@ def test_generate_prints_the_text_and_nothing_else(jspec, models):
     assert out == answer[0].outputs[0].text + "\n"
 
 
-def test_every_way_to_give_a_prompt_gives_the_same_text(jspec, models, tmp_path, monkeypatch):
+def test_every_source_of_a_prompt_gives_the_same_text(jspec, models, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     ids = LLM(models["target"]).get_tokenizer().encode(PROMPT)
@@ -63,7 +63,7 @@ def test_every_way_to_give_a_prompt_gives_the_same_text(jspec, models, tmp_path,
     assert len(texts) == 1
 
 
-def test_a_message_is_put_into_the_models_chat_template(jspec, models):
+def test_a_message_goes_through_the_chat_template(jspec, models):
     llm = LLM(models["target"])
     greedy = SamplingParams(temperature=0, max_tokens=12)
     [answer] = llm.chat([{"role": "user", "content": "fox"}], greedy)
@@ -80,7 +80,7 @@ def test_a_message_is_put_into_the_models_chat_template(jspec, models):
     assert "no chat template; leave --chat out" in _complaint(jspec("generate", *without))
 
 
-def test_stats_follow_the_text_and_carry_the_names_of_vllm(jspec, models):
+def test_stats_follow_the_text_under_the_names_of_vllm(jspec, models):
     code, out, _ = jspec(
         "generate",
         models["target"],
@@ -105,7 +105,7 @@ def test_several_texts_are_numbered(jspec, models):
     assert out.startswith("text 1 of 2\n") and "\ntext 2 of 2\n" in out
 
 
-def test_a_model_without_tokenizer_takes_and_gives_token_ids(jspec, tmp_path):
+def test_a_model_without_tokenizer_reads_and_prints_token_ids(jspec, tmp_path):
     llm_fixtures.write_model(tmp_path, llm_fixtures.TARGET, 0)
     code, out, _ = jspec("generate", tmp_path, "--token-ids", "5,6,7", "--max-tokens", 4)
     assert code == 0 and re.fullmatch(r"\d+(,\d+)*\n", out)
@@ -113,7 +113,7 @@ def test_a_model_without_tokenizer_takes_and_gives_token_ids(jspec, tmp_path):
 
 
 def _complaint(ran):
-    """The one line that bad input gets."""
+    """Return the one line on stderr about bad input."""
     code, out, err = ran
     assert (code, out) == (2, "")
     assert re.fullmatch(r"jspec: .+\n", err), err
@@ -156,8 +156,8 @@ def test_bad_input_is_one_line_and_exit_code_2(jspec, models, tmp_path, argument
     assert words in _complaint(jspec("generate", *given))
 
 
-def test_a_closed_standard_input_is_no_prompt(jspec, models, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)  # as Python has it after <&-
+def test_a_closed_standard_input_is_refused(jspec, models, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
     complaint = _complaint(jspec("generate", models["target"], "--prompt-file", "-"))
     assert "standard input is closed" in complaint
 
@@ -177,15 +177,15 @@ def test_an_interrupt_is_quiet(jspec, models, monkeypatch):
     assert (code, out) == (130, "")
 
 
-def test_an_interrupt_while_garbage_is_collected_is_not_lost():
-    """What is raised in a callback of the collector is dropped by Python."""
+def test_an_interrupt_during_garbage_collection_is_not_lost():
+    """Python drops exceptions that callbacks of the collector raise."""
     program = (
         "import gc, os, signal, sys, time; from jspec.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "def _xla_gc_callback(*_): gc.callbacks.clear(); os.kill(os.getpid(), signal.SIGINT)\n"
         "def app(*_, **__):\n"
         "  gc.callbacks.append(_xla_gc_callback); gc.collect()\n"
-        "  for _ in range(3000): time.sleep(0.01)\n"  # Python looks for signals between two calls
+        "  for _ in range(3000): time.sleep(0.01)\n"  # Python handles signals between two calls
         "cli.app = app; sys.argv = ['jspec']; cli.main()"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -197,10 +197,16 @@ def test_the_version_is_that_of_the_distribution(jspec):
     assert (code, out) == (0, f"jspec {metadata.version('jspec-decoding')}\n")
 
 
-def test_a_fresh_process_prints_the_text_without_any_noise(models):
+def test_a_fresh_process_prints_only_the_text(models):
     command = [sys.executable, "-m", "jspec", "generate", models["target"], "x", "--max-tokens=2"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_help_imports_neither_jax_nor_the_api():
+    program = "import sys; from jspec.cli import main; print({'jax', 'jspec.api'} & {*sys.modules})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr) == ("set()\n", "")
 
 
 def test_methods_lists_both_registries(jspec):
@@ -217,15 +223,15 @@ def test_the_last_token_of_a_clipped_round_counts_as_drafted():
     assert show.drafted_tokens([5, 6, 7, 4], stats) == [True, False, True, False]
 
 
-def test_the_demo_compares_every_setting_with_its_autoregression(jspec, tmp_path, monkeypatch):
+def test_the_demo_compares_every_setting_with_its_baseline(jspec, tmp_path, monkeypatch):
     few = {  # the other rows would only compile more
         "autoregressive, float32, greedy",
         "eagle3, float32, greedy",
         "autoregressive, float32, T = 0.8",
         "draft_model, float32, T = 0.8",
     }
-    kept = [setting for setting in demo.SETTINGS if setting.words in few]
-    monkeypatch.setattr(demo, "SETTINGS", kept)
+    settings = [setting for setting in demo.SETTINGS if setting.title in few]
+    monkeypatch.setattr(demo, "SETTINGS", settings)
     monkeypatch.setattr(demo, "PROMPT", tmp_path / "prompt.txt")
     demo.PROMPT.write_text(PROMPT)
     for name, config, key in (("target", llm_fixtures.TARGET, 0), ("draft", llm_fixtures.DRAFT, 1)):
@@ -240,7 +246,7 @@ def test_the_demo_compares_every_setting_with_its_autoregression(jspec, tmp_path
         assert len(rows) == 2, out
 
 
-def test_a_text_that_parts_is_shown_with_the_gap_of_the_target():
+def test_a_different_text_is_shown_with_the_gap_of_the_target():
     output = lambda ids: RequestOutput("0", None, [7], [CompletionOutput(0, "", ids)], True)
     setting = lambda dtype: demo.Setting("ngram", dtype, 0.0, NGRAM)
     run = lambda dtype, ids: demo.Run(setting(dtype), output(ids), again=None)
@@ -249,21 +255,20 @@ def test_a_text_that_parts_is_shown_with_the_gap_of_the_target():
     base = run("bfloat16", [1, 2, 3, 4])
     assert demo.verdict(run("bfloat16", [1, 2, 3, 4]), base, gap).plain == "identical"
     assert demo.verdict(run("bfloat16", [1, 2, 9, 4]), base, gap).plain == (
-        "parts at token 2, gap 0.012"
+        "differs at token 2, gap 0.012"
     )
     assert asked == [("bfloat16", [7, 1, 2])]
     sampled = dataclasses.replace(setting("bfloat16"), temperature=0.8)
     block = dataclasses.replace(sampled, config={"rejection_sample_method": "block"})
     other = [1, 2, 9, 4]
-    said = lambda setting: demo.verdict(demo.Run(setting, output(other), None), base, gap).plain
-    assert (said(sampled), said(block)) == ("parts at token 2", "same law")
+    words = lambda setting: demo.verdict(demo.Run(setting, output(other), None), base, gap).plain
+    assert (words(sampled), words(block)) == ("differs at token 2", "same distribution")
     assert "red" in demo.verdict(run("float32", [1, 2, 9, 4]), base, gap).style
 
 
-def test_the_demo_says_what_is_missing(jspec, tmp_path):
+def test_the_demo_names_missing_files_and_bad_numbers(jspec, tmp_path):
     assert str(tmp_path / "target") in _complaint(jspec("demo", "--assets", tmp_path))
     assert "repeats=0" in _complaint(jspec("demo", "--repeats", 0))
-    # Nothing is printed before.
     assert "max_tokens=0" in _complaint(jspec("demo", "--max-tokens", 0))
     assert "for '--num-questions'" in _complaint(jspec("bench", "--num-questions", -1))
     assert demo.PROMPT.is_file()
@@ -282,7 +287,7 @@ def test_trace_prints_every_round_and_the_text_of_generate(jspec, models):
     assert f"passes of the target     {len(rounds)} " in out
 
 
-def test_trace_writes_a_page_of_the_embedded_model_where_no_model_is_named(
+def test_trace_without_a_model_writes_a_page_of_the_embedded_one(
     jspec, models, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(demo, "ASSETS", models["target"].parent)
@@ -308,7 +313,7 @@ print("after")
 
 
 @pytest.mark.parametrize("pipe", [False, True])
-def test_results_on_standard_output_stand_between_what_is_printed(tmp_path, pipe):
+def test_results_on_standard_output_follow_earlier_prints(tmp_path, pipe):
     command, file = [sys.executable, "-c", _WRITES], tmp_path / "printed.txt"
     if pipe:
         file.write_bytes(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
@@ -318,7 +323,7 @@ def test_results_on_standard_output_stand_between_what_is_printed(tmp_path, pipe
     assert file.read_text().splitlines() == ["before", "results", "after"]
 
 
-def test_a_page_on_standard_output_stands_there_alone(jspec, models):
+def test_a_page_on_standard_output_comes_without_its_path(jspec, models):
     start = "trace", models["target"], PROMPT, "--max-tokens", 4
     code, out, _ = jspec(*start, "--html", "/dev/null")
     assert (code, out) == (0, "")
@@ -335,7 +340,7 @@ def test_a_page_on_standard_output_stands_there_alone(jspec, models):
         ["tune", "--json"],
     ],
 )
-def test_where_results_cannot_be_written_is_told_before_the_work(
+def test_unwritable_outputs_are_refused_before_the_work(
     jspec, models, tmp_path, monkeypatch, arguments
 ):
     monkeypatch.setattr("jspec.engine.loading.load", None)  # not called
@@ -346,7 +351,7 @@ def test_where_results_cannot_be_written_is_told_before_the_work(
     assert "is a file, not a folder" in complaint
     if arguments != ["bench", "--output"]:
         assert "is a folder; name a file in it" in _complaint(jspec(*given, str(tmp_path)))
-        # Root may write everywhere, so the folder's mode would not do.
+        # Root may write everywhere, so the folder's mode has no effect.
         monkeypatch.setattr("os.access", lambda path, _: path != tmp_path)
         refusal = f"{tmp_path} may not be written; name another place"
         assert refusal in _complaint(jspec(*given, str(tmp_path / "file")))
