@@ -13,7 +13,7 @@ from jspec.engine.batch import advance, read, start
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from tests import tiny
-from tests.test_reproducibility import rows
+from tests import test_reproducibility
 
 MESH = Mesh(np.array(jax.devices()), ("data",))
 
@@ -38,7 +38,7 @@ def main():
         ("bfloat16", BatchInvariantDecoder(tiny.TARGET.config)),
     ):
         params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), tiny.params())
-        plan, sequences = Plan(target, tiny.NGRAM, "coupled"), rows()
+        plan, sequences = Plan(target, tiny.NGRAM, "coupled"), test_reproducibility.sequences()
         plain = Plan(target, tiny.NONE)
         one = advance(plain, params, start(plain, params, sequences))
         sharded = spread(start(plan, params, sequences), len(sequences))

@@ -1,4 +1,4 @@
-"""Bad input at the front door: one line that names the value and the remedy, before any compile."""
+"""Bad input of ``LLM``: one line with the value and the remedy, before any compilation."""
 
 import dataclasses
 import inspect
@@ -33,7 +33,7 @@ def llm(root):
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled():
-    """Every complaint comes before the first program."""
+    """Every error is raised before the first compilation."""
     before = jspec.decode._cache_size()
     yield
     assert jspec.decode._cache_size() == before
@@ -116,7 +116,7 @@ def test_sampling_params_that_do_not_fit_the_prompts_are_refused(llm, params, me
         ),
     ],
 )
-def test_more_logprobs_than_the_most_are_refused(llm, params, message):
+def test_more_logprobs_than_the_limit_are_refused(llm, params, message):
     assert message in complaint(llm.generate, "one", SamplingParams(**params))
 
 
@@ -128,7 +128,7 @@ def test_more_logprobs_than_the_most_are_refused(llm, params, message):
         ([{"content": "hi"}], "the chat template refuses the messages"),
     ],
 )
-def test_messages_that_are_no_conversation_are_refused(llm, messages, message):
+def test_invalid_conversations_are_refused(llm, messages, message):
     assert message in complaint(llm.chat, messages)
 
 
@@ -147,17 +147,17 @@ def test_messages_that_are_no_conversation_are_refused(llm, messages, message):
         ({"continue_final_message": True}, "continue_final_message and add_generation_prompt are"),
     ],
 )
-def test_what_is_no_variable_of_a_chat_template_is_named(llm, variables, message):
+def test_names_that_are_no_template_variable_are_refused(llm, variables, message):
     chat = [{"role": "user", "content": "hi"}]
     assert message in complaint(llm.chat, chat, chat_template_kwargs=variables)
 
 
 def test_every_parameter_of_apply_chat_template_is_known():
-    """A new one would be silently without effect, as those of token ids are."""
+    """A new one would silently have no effect."""
     passed = {"tools", "documents", "continue_final_message"}
-    found = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     ours = {*prompts._CHAT_ARGUMENTS, *prompts._TOKENIZATION, *passed, "self", "kwargs"}
-    assert found.keys() <= ours
+    assert parameters.keys() <= ours
 
 
 def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
@@ -223,7 +223,7 @@ def test_settings_are_checked_before_weights_are_read(tmp_path, paths):
     assert "has none of model.safetensors, " in complaint(jspec.LLM, tmp_path)
 
 
-def test_models_of_unlike_vocabularies_are_refused(root, tmp_path):
+def test_models_with_different_vocabularies_are_refused(root, tmp_path):
     both = llm_fixtures.loaded(root)
     llm_fixtures.write_tokenizer(tmp_path)
     content = (tmp_path / "tokenizer.json").read_text()
@@ -266,7 +266,7 @@ def test_without_a_tokenizer_text_is_refused_with_the_ways_out(root, tmp_path):
         (np.zeros((1, 257), int), "token_ids are 257 long, but the model has 256 positions"),
     ],
 )
-def test_logits_of_what_is_no_text_are_refused(root, token_ids, message):
+def test_logits_of_invalid_token_ids_are_refused(root, token_ids, message):
     assert message in complaint(llm_fixtures.loaded(root)["target"].logits, token_ids)
 
 

@@ -1,4 +1,4 @@
-"""``benchmarks.deeper``: a target of more blocks says what it said, its head drafts as before."""
+"""``benchmarks.deeper``: a deeper target gives the same texts, and its head the same drafts."""
 
 import dataclasses
 import sys
@@ -41,7 +41,7 @@ def run(target, head, output, times):
         deeper.main()
 
 
-def test_a_deeper_target_has_its_law_in_transformers_too(models):
+def test_a_deeper_target_has_the_same_distribution_in_transformers(models):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     read = transformers.AutoModelForCausalLM.from_pretrained
     plain, deep = (read(each / "target", dtype=torch.float32) for each in models)
@@ -53,19 +53,21 @@ def test_a_deeper_target_has_its_law_in_transformers_too(models):
 
 
 def test_its_head_reads_the_same_hidden_states_and_drafts_as_before(models):
-    found = []
+    results = []
     for each in models:
         config = {"method": "eagle3", "model": str(each / "eagle3"), "num_speculative_tokens": 2}
         llm = jspec.LLM(each / "target", config)
         outputs = llm.generate(PROMPTS, jspec.SamplingParams(max_tokens=16, temperature=0))
-        found.append([(x.outputs[0].token_ids, x.speculative_decoding_stats) for x in outputs])
-    assert found[0] == found[1]
+        results.append([(x.outputs[0].token_ids, x.speculative_decoding_stats) for x in outputs])
+    assert results[0] == results[1]
     deep = models[1]
     head = loading.load_head(deep / "eagle3", loading.load(deep / "target").config)
     assert head.config.capture_layers == (0, 3)
 
 
-def test_what_cannot_be_deepened_is_refused_before_anything_is_written(models, tmp_path, capsys):
+def test_targets_that_cannot_be_deepened_are_refused_before_anything_is_written(
+    models, tmp_path, capsys
+):
     plain, _ = models
     for times, head, message in [
         (1, "eagle3", "--times 1 makes nothing deeper; take 2 or more"),

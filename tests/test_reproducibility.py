@@ -1,7 +1,7 @@
-"""The same seed gives the same text, whatever drafts, beside whom, and on however many devices.
+"""The same seed gives the same text, with any drafter, any neighbours and any number of devices.
 
-Of real decoders, whose passes round differently in other shapes, and not of the fakes of
-``test_equality``. Texts are compared that have no near-ties; ``jspec certify`` tells those apart.
+Unlike the fakes of ``test_equality``, real decoders round differently in other shapes. The compared
+texts have no near-ties; ``jspec certify`` detects those.
 """
 
 import functools
@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LENGTHS, TEMPERATURES = (1, 9, 23, 5, 3, 7, 14, 2), (1.0, 0.0, 0.7, 1.3, 0.0, 1.0, 0.9, 1.0)
 
 
-def rows(max_tokens=20):
-    """Ragged rows, greedy and sampled."""
+def sequences(max_tokens=20):
+    """Ragged sequences, greedy and sampled."""
     return [
         SequenceParams(prompt, max_tokens, temperature=temperature, stream=stream)
         for stream, (prompt, temperature) in enumerate(
@@ -38,16 +38,18 @@ def rows(max_tokens=20):
     ]
 
 
-def texts(plan, params, asked, **settings):
-    """Texts in the order of the rows' streams."""
-    answers = generate_sequences(plan, params, asked, **settings)
-    pairs = sorted(zip([row.stream for row in asked], answers, strict=True), key=lambda x: x[0])
+def texts(plan, params, inputs, **settings):
+    """Texts in the order of streams."""
+    answers = generate_sequences(plan, params, inputs, **settings)
+    pairs = sorted(
+        zip([sequence.stream for sequence in inputs], answers, strict=True), key=lambda x: x[0]
+    )
     return [answer.tokens.tolist() for _, answer in pairs]
 
 
 @functools.cache
 def plain():
-    return texts(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows())
+    return texts(Plan(tiny.TARGET, tiny.NONE), tiny.params(), sequences())
 
 
 @pytest.mark.parametrize(
@@ -60,28 +62,28 @@ def plain():
     ],
     ids=["ngram", "draft_model", "a shorter K", "a tree"],
 )
-def test_coupled_text_is_that_of_plain_sampling_for_every_method_and_order_of_rows(drafter):
+def test_coupled_text_is_that_of_plain_sampling_for_every_method_and_order(drafter):
     plan = Plan(tiny.TARGET, drafter, "coupled")
-    assert texts(plan, tiny.params(), rows()[::-1]) == plain()
+    assert texts(plan, tiny.params(), sequences()[::-1]) == plain()
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossless])
 def test_text_of_every_rule_does_not_depend_on_the_batch_at_a_fixed_k(rule):
     plan = Plan(tiny.TARGET, tiny.DRAFT, rule)
-    together = texts(plan, tiny.params(), rows())
-    assert texts(plan, tiny.params(), rows()[::-1], max_num_seqs=2) == together
+    together = texts(plan, tiny.params(), sequences())
+    assert texts(plan, tiny.params(), sequences()[::-1], max_num_seqs=2) == together
 
 
-def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_whatever_drafts():
+def test_deterministic_text_in_bfloat16_is_that_of_plain_decoding_for_every_method():
     target = BatchInvariantDecoder(tiny.TARGET.config)
     params = jax.tree.map(lambda x: x.astype("bfloat16"), tiny.params())
-    expected = texts(Plan(target, tiny.NONE), params, rows(60), max_num_seqs=1)
+    expected = texts(Plan(target, tiny.NONE), params, sequences(60), max_num_seqs=1)
     for drafter in (tiny.NGRAM, tiny.DRAFT):
-        assert texts(Plan(target, drafter, "coupled"), params, rows(60)[::-1]) == expected
+        assert texts(Plan(target, drafter, "coupled"), params, sequences(60)[::-1]) == expected
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
-def test_ordered_attention_of_a_row_is_the_same_to_the_bit_in_every_batch(heads):
+def test_ordered_attention_of_a_sequence_is_equal_to_the_bit_in_every_batch(heads):
     keys = iter(jax.random.split(jax.random.key(0), 5))
     shapes = [(8, heads, 5, 16)] * 3 + [(8, heads, 64, 16)] * 2
     arrays = [jax.random.normal(next(keys), shape) for shape in shapes]
@@ -97,10 +99,10 @@ def test_a_deterministic_llm_takes_chains_alone(tmp_path_factory):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     tree = {"method": "token_recycling", "num_speculative_tokens": 3}
     model = llm_fixtures.loaded(tmp_path_factory.getbasetemp())["target"]
-    asked = jspec.SamplingParams(max_tokens=17)
+    params = jspec.SamplingParams(max_tokens=17)
     prompts = ["the quick brown fox", "def add(", "über"]
-    speculative = jspec.LLM(model, config, deterministic=True).generate(prompts, asked)
-    ordinary = jspec.LLM(model, deterministic=True).generate(prompts[0], asked)
+    speculative = jspec.LLM(model, config, deterministic=True).generate(prompts, params)
+    ordinary = jspec.LLM(model, deterministic=True).generate(prompts[0], params)
     assert speculative[0].outputs[0].token_ids == ordinary[0].outputs[0].token_ids
     with pytest.raises(ValueError, match="deterministic=True takes chains, but method='token_rec"):
         jspec.LLM(model, tree, deterministic=True)
@@ -110,7 +112,7 @@ def test_a_deterministic_llm_takes_chains_alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_devices():
-    """What tests/on_devices.py prints, run on eight virtual devices."""
+    """The output of tests/on_devices.py on eight virtual devices."""
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",

@@ -25,7 +25,7 @@ class Bytes:
 
 
 class Words(Bytes):
-    """A tokenizer whose ids are places in a list of byte strings."""
+    """A tokenizer whose ids index a list of byte strings."""
 
     def __init__(self, *words):
         self.words = words
@@ -53,7 +53,7 @@ def test_whole_characters_do_not_wait_for_one_that_the_same_token_begins():
     assert [detokenizer.feed(1), detokenizer.feed(2), detokenizer.flush()] == ["one", "€!", ""]
 
 
-def test_the_space_before_the_first_word_of_an_answer_is_kept():
+def test_the_space_before_the_first_word_of_an_answer_stays():
     assert "".join(pieces(b" hello")) == " hello"
 
 
@@ -69,7 +69,7 @@ def test_pieces_join_to_the_decoding_of_the_whole(ids):
 
 
 def test_tokenizers_with_marked_spaces_and_byte_tokens_are_read_alike():
-    """As Llama 2's: the decoder drops the first space of whatever it is given."""
+    """Like Llama 2's, the decoder drops the first space of its input."""
     words = ["<unk>", "\u2581the", "\u2581fox", "s", *(f"<0x{b:02X}>" for b in "🙂".encode())]
     tokenizer = Tokenizer(
         models.BPE(
@@ -123,24 +123,24 @@ def test_the_first_stop_string_is_found_however_the_text_grows(whole, stops, dat
     while known != whole:
         size = data.draw(st.integers(1, len(whole) - len(known)))
         start, known = len(known), whole[: len(known) + size]
-        found = text.find_stop(known, start, stops)
-        if found:
+        match = text.find_stop(known, start, stops)
+        if match:
             break
     else:
-        found = None
-    assert found == first_stop(whole, stops)
+        match = None
+    assert match == first_stop(whole, stops)
 
 
 @settings(max_examples=200, deadline=None)
 @given(words, some_stops)
-def test_what_is_shown_early_is_never_taken_back(whole, stops):
+def test_text_shown_early_is_never_taken_back(whole, stops):
     shown = ""
     for end in range(1, len(whole) + 1):
-        found = text.find_stop(whole[:end], end - 1, stops)
-        now = whole[: found[0]] if found else whole[: end - text.held_back(whole[:end], stops)]
+        match = text.find_stop(whole[:end], end - 1, stops)
+        now = whole[: match[0]] if match else whole[: end - text.held_back(whole[:end], stops)]
         assert now.startswith(shown)
         shown = now
-        if found:
+        if match:
             return
 
 
@@ -170,7 +170,7 @@ def test_a_stop_string_is_found_in_a_last_token_that_begins_another_character():
         ({"ignore_eos": True}, "ab", 122),
     ],
 )
-def test_a_stop_token_is_kept_in_the_ids_and_not_in_the_text(settings, shown, reason):
+def test_a_stop_token_is_in_the_ids_and_not_in_the_text(settings, shown, reason):
     eos = frozenset() if settings.get("ignore_eos") else frozenset(b"z")
     transcript = Transcript(SamplingParams(**settings), (65,), Bytes(), eos)
     transcript.read(answer(b"abz", finish_reason="stop", stop_token=122))
@@ -180,7 +180,7 @@ def test_a_stop_token_is_kept_in_the_ids_and_not_in_the_text(settings, shown, re
 
 
 def answer(tokens, finish_reason=None, stop_token=None):
-    """Tokens that took a round each, none of them drafted."""
+    """An answer with one round per token and no drafts."""
     count = len(tokens)
     steps = (np.zeros(count, int), np.zeros(count, int))
     return Answer(

@@ -1,4 +1,4 @@
-"""The front door: prompts in, texts out, in the shapes and words of vLLM."""
+"""``LLM``: prompts in, texts out, with vLLM's names and fields."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ METHODS = ("none", "ngram", "draft_model", "coupled")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where the checkpoints lie."""
+    """The folder of the checkpoints."""
     return tmp_path_factory.getbasetemp() / "llm"
 
 
@@ -39,7 +39,7 @@ def open_llm(root):
 
 @pytest.fixture(scope="module")
 def whole(open_llm):
-    """What each method generates for the mixed batch; computed once."""
+    """The results of each method for the mixed batch, computed once."""
     return {method: open_llm(method).generate(PROMPTS, MIXED) for method in METHODS}
 
 
@@ -55,7 +55,7 @@ def texts(outputs):
     return [output.outputs[0].text for output in outputs]
 
 
-def test_results_are_shaped_as_request_outputs(open_llm, whole):
+def test_results_have_the_fields_of_request_outputs(open_llm, whole):
     tokenizer = open_llm("draft_model").get_tokenizer()
     for prompt, output in zip(PROMPTS, whole["draft_model"], strict=True):
         assert isinstance(output, jspec.RequestOutput)
@@ -80,7 +80,7 @@ def test_the_text_is_that_of_plain_sampling(whole, method):
     assert texts(whole[method]) == texts(whole["none"])
 
 
-def test_greedy_rows_are_plain_beside_sampled_ones(whole):
+def test_greedy_texts_are_plain_beside_sampled_ones(whole):
     for index, temperature in enumerate(TEMPERATURES):
         if temperature == 0:
             assert ids(whole["draft_model"])[index] == ids(whole["none"])[index]
@@ -98,7 +98,7 @@ def test_the_order_of_prompts_is_the_order_of_results(open_llm, whole):
     assert texts(backwards) == texts(whole["draft_model"])[::-1]
 
 
-def test_text_ids_and_dicts_say_the_same(open_llm, whole):
+def test_text_ids_and_dicts_are_the_same_prompt(open_llm, whole):
     llm = open_llm("none")
     encoded = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     mixture = [
@@ -113,7 +113,7 @@ def test_text_ids_and_dicts_say_the_same(open_llm, whole):
 
 
 def stops_inside(texts):
-    """For each text two whole characters from its second half, among decoys."""
+    """Two whole characters of the second half of each text, among decoys."""
     pairs = (
         next(pair for pair in map("".join, itertools.pairwise(text[8:])) if "\ufffd" not in pair)
         for text in texts
@@ -123,9 +123,7 @@ def stops_inside(texts):
 
 @pytest.mark.parametrize("rounds", [1, 3, 16])
 @pytest.mark.parametrize("method", ["none", "draft_model"])
-def test_a_stop_string_gives_what_cutting_a_full_run_gives(
-    open_llm, whole, method, rounds, monkeypatch
-):
+def test_a_stop_string_equals_a_cut_of_the_full_run(open_llm, whole, method, rounds, monkeypatch):
     monkeypatch.setattr(llm_module, "STOP_ROUNDS", rounds)
     full, stops = texts(whole[method]), stops_inside(texts(whole[method]))
     params = [dataclasses.replace(p, stop=s) for p, s in zip(MIXED, stops, strict=True)]
@@ -154,9 +152,7 @@ def assert_ends_after(completion, entire, count):
     assert short["num_draft_tokens"] == sum(long["per_step_drafted"][:steps])
 
 
-def test_the_most_tokens_of_a_text_with_stop_strings_or_of_a_trace_compile_nothing_new(
-    open_llm, monkeypatch
-):
+def test_another_max_tokens_with_stop_strings_or_a_trace_compiles_nothing(open_llm, monkeypatch):
     llm, traced = open_llm("ngram"), []
     asked = SamplingParams(temperature=0.0, max_tokens=24, stop="*", ignore_eos=True)
     llm.generate(PROMPTS[1], asked)
@@ -201,15 +197,15 @@ def test_a_stop_token_ends_the_text_and_is_not_shown(open_llm, whole, method):
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_the_least_top_p_keeps_the_likeliest_token(open_llm, method):
     greedy, least = with_all(temperature=0), with_all(temperature=1, top_p=1e-320)
-    found = [ids(open_llm(method).generate(PROMPTS, params)) for params in (greedy, least)]
-    assert found[0] == found[1]
+    results = [ids(open_llm(method).generate(PROMPTS, params)) for params in (greedy, least)]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_nothing_ends_a_text_before_its_least_length(open_llm, method):
     held = open_llm(method).generate(PROMPTS, with_all(min_tokens=24))
     tokens, stops = ids(held), stops_inside(texts(held))
-    # Stop strings do not change what is drawn, so texts go on as they did until they may end.
+    # Stop strings do not change the draws, so texts are the same until they may end.
     params = [
         dataclasses.replace(p, stop=s, min_tokens=24) for p, s in zip(MIXED, stops, strict=True)
     ]
@@ -220,16 +216,16 @@ def test_nothing_ends_a_text_before_its_least_length(open_llm, method):
         for p, row in zip(MIXED, tokens, strict=True)
     ]
     for row, output in zip(tokens, open_llm(method).generate(PROMPTS, params), strict=True):
-        said = output.outputs[0].token_ids
-        assert len(said) >= 12 and not set(said[:12]) & set(row[:10])
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) >= 12 and not set(tokens[:12]) & set(row[:10])
 
 
-def test_words_are_kept_out_however_they_are_spelled(open_llm, whole):
+def test_bad_words_are_absent_in_every_spelling(open_llm, whole):
     llm = open_llm("draft_model")
     encode, decode = llm.get_tokenizer().encode, llm.get_tokenizer().decode
     before = ids(whole["draft_model"])
-    said = {decode([token]).strip() for row in before for token in row}
-    words = sorted(word for word in said if word.isalnum() and word.isascii())[:8]
+    tokens = {decode([token]).strip() for row in before for token in row}
+    words = sorted(word for word in tokens if word.isalnum() and word.isascii())[:8]
     params = with_all(bad_words=words)
     spelled = [encode(f"{space}{word}") for word in words for space in ("", " ")]
     after = ids(llm.generate(PROMPTS, params))
@@ -240,7 +236,7 @@ def test_words_are_kept_out_however_they_are_spelled(open_llm, whole):
     assert not any(says(row, word) for row in after for word in spelled)
 
 
-def test_a_token_that_the_model_lacks_is_refused_before_anything_runs(open_llm):
+def test_an_unknown_token_id_is_refused_before_anything_runs(open_llm):
     with pytest.raises(ValueError, match="logit_bias of prompt 1 holds token id 9999"):
         open_llm("none").generate(
             PROMPTS[:2], [SamplingParams(), SamplingParams(logit_bias={9999: 1})]
@@ -260,7 +256,7 @@ def test_the_tokenizers_end_of_text_ends_it_unless_ignored(root, whole, tmp_path
     assert ended.token_ids == row[: row.index(end) + 1]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
     assert ids(llm.generate(PROMPTS, MIXED))[0] == row
-    # Ignored it does not end a text; before the least length it is not said either way.
+    # Ignored, it does not end a text; before ``min_tokens`` it is never drawn.
     held = ids(llm.generate(PROMPTS, with_all(min_tokens=row.index(end) + 1)))[0]
     assert held[: row.index(end)] == row[: row.index(end)] and held[row.index(end)] != end
 
@@ -296,7 +292,7 @@ def test_a_stream_never_shows_a_part_of_a_stop_string(open_llm, whole):
         assert final[output.prompt].startswith(output.outputs[0].text)
 
 
-def test_a_seed_gives_the_same_text_wherever_the_prompt_stands(open_llm, whole):
+def test_a_seed_gives_the_same_text_at_any_index(open_llm, whole):
     again = open_llm("none").generate([PROMPTS[2]] * 4, [MIXED[2]] * 4)
     assert ids(again) == [ids(whole["none"])[2]] * 4
 
@@ -312,7 +308,7 @@ def test_without_a_seed_requests_differ_and_models_of_one_seed_agree(root):
     assert run(make(4)) != first
 
 
-def test_n_texts_have_noise_of_their_own_and_the_first_is_that_of_n_1(open_llm, whole):
+def test_each_of_n_texts_has_its_own_noise_and_the_first_is_that_of_n_1(open_llm, whole):
     params = [dataclasses.replace(MIXED[2], n=3), MIXED[2]]
     first, second = open_llm("none").generate([PROMPTS[2]] * 2, params)
     assert [output.index for output in first.outputs] == [0, 1, 2]
@@ -344,7 +340,7 @@ def test_detailed_statistics_account_for_every_token(whole):
                 at += count + 1
 
 
-def test_statistics_are_there_without_being_asked_for(root, whole):
+def test_statistics_are_there_by_default(root, whole):
     target = llm_fixtures.loaded(root)["target"]
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
     outputs = jspec.LLM(target, config).generate(PROMPTS, MIXED)
@@ -366,13 +362,13 @@ def test_metrics_are_the_sums_over_all_requests(root):
     ].value == 0
     outputs = llm.generate(PROMPTS, MIXED) + llm.generate(PROMPTS, with_all(stop="e"))
     stats = [output.speculative_decoding_stats for output in outputs]
-    found = {metric.name: metric for metric in llm.get_metrics()}
-    value = lambda name: found[f"vllm:{name}"].value
+    entries = {metric.name: metric for metric in llm.get_metrics()}
+    value = lambda name: entries[f"vllm:{name}"].value
     total = lambda name: sum(each[name] for each in stats)
     assert value("spec_decode_num_drafts") == total("num_spec_steps")
     assert value("spec_decode_num_draft_tokens") == total("num_draft_tokens")
     assert value("spec_decode_num_accepted_tokens") == total("num_accepted_draft_tokens")
-    per_pos = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    per_pos = entries["vllm:spec_decode_num_accepted_tokens_per_pos"]
     assert isinstance(per_pos, metrics.Vector) and len(per_pos.values) == 3
     assert sum(per_pos.values) == total("num_accepted_draft_tokens")
     assert value("generation_tokens") == sum(map(len, ids(outputs)))
@@ -395,7 +391,7 @@ def test_chat_answers_the_rendered_conversation(open_llm):
     )
 
 
-def test_a_chat_template_sees_the_variables_that_are_meant_for_it(open_llm):
+def test_a_chat_template_sees_its_variables(open_llm):
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     template = llm_fixtures.CHAT_TEMPLATE + "{{ tokenizer }}{{ tools | length }}"
     variables = {"tokenizer": "of mine", "tools": [{"name": "f"}, {"name": "g"}]}
@@ -429,17 +425,17 @@ def test_no_prompts_give_no_results(open_llm):
     assert open_llm("none").generate([]) == []
 
 
-def test_models_load_from_their_directories_in_the_dtype_asked_for(root, whole, open_llm):
+def test_models_load_from_their_directories_in_the_requested_dtype(root, whole, open_llm):
     paths = llm_fixtures.checkpoints(root)
     config = {"model": str(paths["draft"]), "num_speculative_tokens": 3}
     llm = jspec.LLM(str(paths["target"]), config, dtype="float32", per_request_stats="detailed")
-    open_llm("draft_model").generate(PROMPTS, MIXED)  # its program may be forgotten by now
+    open_llm("draft_model").generate(PROMPTS, MIXED)  # its program may be evicted by now
     before = jspec.decode._cache_size()
     assert texts(llm.generate(PROMPTS, MIXED)) == texts(whole["draft_model"])
     assert jspec.decode._cache_size() == before  # an equal plan is an equal program
 
 
-def test_logits_are_those_that_generation_draws_from(root, whole):
+def test_logits_are_those_of_generation(root, whole):
     target = llm_fixtures.loaded(root)["target"]
     greedy = whole["none"][0]
     text = greedy.prompt_token_ids + greedy.outputs[0].token_ids
@@ -457,7 +453,7 @@ def test_a_loaded_model_runs_in_the_functional_layer(root, whole):
     assert answers[0].tokens.tolist() == ids(whole["none"])[0]
 
 
-def test_compiled_programs_are_kept_in_the_users_cache_unless_he_chose_a_place():
+def test_compiled_programs_go_to_the_users_cache_unless_a_directory_is_set():
     chosen = jax.config.jax_compilation_cache_dir
     assert chosen is not None
     loading.keep_compiled_programs()
@@ -473,7 +469,7 @@ def test_compiled_programs_are_kept_in_the_users_cache_unless_he_chose_a_place()
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
-def test_a_progress_bar_is_shown_on_request_beside_what_is_printed(open_llm, whole, capsys):
+def test_a_progress_bar_goes_to_stderr_on_request(open_llm, whole, capsys):
     open_llm("none").generate(PROMPTS, MIXED)
     assert capsys.readouterr() == ("", "")
     open_llm("none").generate(PROMPTS, MIXED, use_tqdm=True)
@@ -488,7 +484,7 @@ def test_the_public_names_are_there():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_drafter_takes_the_dtype_of_a_target_that_was_loaded_before(root, dtype):
+def test_a_drafter_takes_the_dtype_of_a_loaded_target(root, dtype):
     paths = llm_fixtures.checkpoints(root)
     settings = config.read({"model": str(paths["draft"]), "num_speculative_tokens": 2})
     target = jspec.load(paths["target"], dtype)

@@ -1,4 +1,4 @@
-"""LLM with heads: opened from their files, drafting trees, and refused where they do not fit."""
+"""LLM with heads: loaded from files, drafting trees, and refused if they do not fit."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ MEDUSA = medusa.MedusaConfig(
     3, 1, TARGET.hidden_size, TARGET.vocab_size, TARGET.vocab_size, (1,), 3
 )
 _SIZES = (TARGET.hidden_size, 24, TARGET.vocab_size, (1,))
-# What each is made of, and the name of its method.
+# The class of each kind, and the name of its method.
 HEADS = {
     "eagle": (eagle, EAGLE, "eagle"),
     "medusa": (medusa, MEDUSA, "medusa"),
@@ -49,7 +49,7 @@ GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where the checkpoints lie."""
+    """The folder of the checkpoints."""
     return tmp_path_factory.getbasetemp() / "llm"
 
 
@@ -90,22 +90,22 @@ def open_llm(root, kind, **settings):
     ],
 )
 def test_greedy_text_of_a_head_from_its_files_is_that_of_plain_decoding(root, kind, settings):
-    found = open_llm(root, kind, **settings).generate(PROMPTS, GREEDY)
+    results = open_llm(root, kind, **settings).generate(PROMPTS, GREEDY)
     plain = jspec.LLM(llm_fixtures.loaded(root)["target"]).generate(PROMPTS, GREEDY)
     texts = lambda outputs: [output.outputs[0].token_ids for output in outputs]
-    assert texts(found) == texts(plain)
-    drafted = found[0].outputs[0].speculative_decoding_stats["num_draft_tokens"]
+    assert texts(results) == texts(plain)
+    drafted = results[0].outputs[0].speculative_decoding_stats["num_draft_tokens"]
     assert drafted > 16
 
 
 def test_a_head_with_the_targets_embedding_shares_it(root):
     target = llm_fixtures.loaded(root)["target"]
-    own = loading.load_head(head(root, "eagle"), TARGET)
-    assert own.config.separate_embedding
-    shared = loading.sharing(own, target.params.embedding)
+    separate = loading.load_head(head(root, "eagle"), TARGET)
+    assert separate.config.separate_embedding
+    shared = loading.sharing(separate, target.params.embedding)
     assert not shared.config.separate_embedding and shared.params.embedding is None
-    other = loading.sharing(own, target.params.embedding + 1)
-    assert other is own
+    other = loading.sharing(separate, target.params.embedding + 1)
+    assert other is separate
 
 
 @pytest.mark.parametrize(

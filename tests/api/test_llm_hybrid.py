@@ -17,7 +17,7 @@ SUFFIX = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where the checkpoints lie."""
+    """The folder of the checkpoints."""
     return tmp_path_factory.getbasetemp() / "llm"
 
 
@@ -26,7 +26,7 @@ def hybrid(root, *parts, **more):
     return jspec.LLM(llm_fixtures.loaded(root)["target"], config)
 
 
-def said(outputs):
+def texts(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -37,9 +37,9 @@ def lengths(outputs):
 def test_past_responses_and_a_draft_model_in_one_tree(root, tmp_path):
     draft = {"model": llm_fixtures.loaded(root)["draft"], "num_speculative_tokens": 2}
     llm = hybrid(root, SUFFIX, draft)
-    plain = said(llm_fixtures.llm(root, "none").generate(PROMPTS, GREEDY))
+    plain = texts(llm_fixtures.llm(root, "none").generate(PROMPTS, GREEDY))
     first, second = llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, GREEDY)
-    assert said(first) == said(second) == plain
+    assert texts(first) == texts(second) == plain
     assert min(lengths(second)) > max(lengths(first)) + 1
     llm.save_shared(tmp_path / "shared.safetensors")
     other = hybrid(root, SUFFIX, draft)
@@ -48,10 +48,10 @@ def test_past_responses_and_a_draft_model_in_one_tree(root, tmp_path):
 
 
 def test_a_part_may_be_a_head_or_a_class_of_the_users(root):
-    plain = said(llm_fixtures.llm(root, "none").generate(PROMPTS, GREEDY))
+    plain = texts(llm_fixtures.llm(root, "none").generate(PROMPTS, GREEDY))
     eagle = {"method": "eagle", "model": head(root, "eagle"), "num_speculative_tokens": 2}
-    own = {"method": "custom_class", "model": "tests.drafters.custom.Repeat"}
-    assert said(hybrid(root, own, eagle, combine="choose").generate(PROMPTS, GREEDY)) == plain
+    custom = {"method": "custom_class", "model": "tests.drafters.custom.Repeat"}
+    assert texts(hybrid(root, custom, eagle, combine="choose").generate(PROMPTS, GREEDY)) == plain
 
 
 def test_parts_that_do_not_fit_are_refused_before_weights_are_loaded(root, monkeypatch):

@@ -1,4 +1,4 @@
-"""LLM with modules for later tokens, in their target's files and in files of their own."""
+"""LLM with MTP modules, in the target's files and in separate files."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ GREEDY = jspec.SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where the checkpoints lie."""
+    """The folder of the checkpoints."""
     return tmp_path_factory.getbasetemp() / "llm"
 
 
@@ -45,11 +45,11 @@ def stitched(root):
 
 def test_greedy_text_with_modules_in_the_targets_files_is_that_of_plain_decoding(root):
     llm = jspec.LLM(str(stitched(root)), {"method": "mimo_mtp", "num_speculative_tokens": 3})
-    found = llm.generate(PROMPTS, GREEDY)
+    results = llm.generate(PROMPTS, GREEDY)
     plain = jspec.LLM(llm_fixtures.loaded(root)["target"]).generate(PROMPTS, GREEDY)
     texts = lambda outputs: [output.outputs[0].token_ids for output in outputs]
-    assert texts(found) == texts(plain)
-    stats = found[0].outputs[0].speculative_decoding_stats
+    assert texts(results) == texts(plain)
+    stats = results[0].outputs[0].speculative_decoding_stats
     assert stats["num_draft_tokens"] > 16
 
 

@@ -65,14 +65,14 @@ def test_counts_add_up():
     assert both.acceptance_per_pos == COUNTS.acceptance_per_pos
 
 
-def test_nothing_drafted_is_no_gain_and_no_division_by_zero():
+def test_no_draft_is_no_gain_and_no_division_by_zero():
     none = Counts.none(3)
     assert none.mean_acceptance_length == 1.0
     assert (none.draft_acceptance_rate, none.tokens_per_pass) == (0.0, 0.0)
     assert none.acceptance_per_pos == (0.0, 0.0, 0.0)
 
 
-def test_a_request_carries_the_names_of_vllm_and_what_a_pass_gave():
+def test_request_stats_have_the_names_of_vllm_and_tokens_per_pass():
     assert metrics.request_stats(answer()) == {
         "mean_acceptance_length": 2.25,
         "draft_acceptance_rate": 5 / 11,
@@ -94,7 +94,7 @@ def test_details_list_every_round():
     assert sum(stats["per_step_accepted"]) + len(stats["per_step_accepted"]) == 10
 
 
-def test_details_of_trees_name_the_parents_by_their_place_in_the_step():
+def test_details_of_trees_name_the_parents_by_index_in_the_step():
     stats = metrics.request_stats(answer(parents=[0, 0, 2]), detailed=True)
     assert stats["per_step_parents"] == [[-1, -1, 1], [], [-1, -1, 1], [-1, -1], [-1, -1, 1]]
 
@@ -111,9 +111,7 @@ def test_details_of_trees_name_the_parents_by_their_place_in_the_step():
         (1, [0], 3),
     ],
 )
-def test_a_cut_answer_counts_what_it_would_have_counted_had_it_ended_there(
-    num_tokens, accepted, drafted
-):
+def test_a_cut_answer_counts_as_if_it_had_ended_there(num_tokens, accepted, drafted):
     short = metrics.cut(answer(), num_tokens)
     stats = metrics.request_stats(short, detailed=True)
     assert stats["per_step_accepted"] == accepted

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jspec.api.sampling_params import NOT_YET, SamplingParams
+from jspec.engine.sequences import PARAMETERS
 
 
 @dataclasses.dataclass
@@ -22,6 +23,11 @@ def test_defaults_are_those_of_vllm():
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
     assert (params.n, params.max_tokens, params.seed) == (1, 16, None)
     assert (params.stop, params.stop_token_ids, params.ignore_eos) == ((), (), False)
+
+
+def test_every_registered_parameter_is_a_field_whose_default_changes_nothing():
+    params = SamplingParams(temperature=0)
+    assert params.parameters == {name: entry.neutral for name, entry in PARAMETERS.items()}
 
 
 def test_one_stop_string_is_a_list_of_one_and_ids_are_listed_once():
@@ -50,7 +56,7 @@ def test_settings_can_be_replaced():
 
 
 @pytest.mark.parametrize("name", NOT_YET)
-def test_what_vllm_has_beyond_jspec_is_accepted_at_its_default(name):
+def test_unsupported_parameters_are_accepted_at_their_defaults(name):
     assert SamplingParams(**{name: NOT_YET[name]}) == SamplingParams()
     assert SamplingParams(**{name: None}) == SamplingParams()
 
@@ -63,13 +69,13 @@ def test_what_vllm_has_beyond_jspec_is_accepted_at_its_default(name):
         ({"thinking_token_budget": 9}, "thinking_token_budget=9 is not supported yet"),
     ],
 )
-def test_what_vllm_has_beyond_jspec_raises_when_it_asks_for_something(given, message):
+def test_unsupported_parameters_raise_at_other_values(given, message):
     with pytest.raises(ValueError) as error:
         SamplingParams(**given)
     assert message in str(error.value)
 
 
-def test_asking_for_nothing_is_accepted_in_every_way_to_say_so():
+def test_none_and_empty_values_are_the_defaults():
     assert SamplingParams(bad_words=[], logit_bias={}, structured_outputs={}) == SamplingParams()
     names = (
         "presence_penalty",

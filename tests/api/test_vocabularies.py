@@ -1,4 +1,4 @@
-"""What two tokenizers share: against transformers' own mapping, and through the cache on disk."""
+"""The common tokens of two tokenizers: against transformers' mapping, and through the cache."""
 
 import json
 
@@ -60,13 +60,13 @@ def share(cache, target=TARGET, draft=DRAFT, sizes=SIZES):
     return vocabularies.share(target, draft, *sizes, cache)
 
 
-def test_the_tokens_in_common_are_those_that_transformers_finds(tmp_path):
+def test_the_common_tokens_are_those_of_transformers(tmp_path):
     pytest.importorskip("torch")
     from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
-    found = share(tmp_path)
+    shared = share(tmp_path)
     translator = AssistantToTargetTranslator(TARGET, DRAFT, len(TARGET))
-    pairs = dict(zip(found.target_ids.tolist(), found.draft_ids.tolist(), strict=True))
+    pairs = dict(zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True))
     # transformers reads a token's first space only; all spaces of ours are one sign or the other.
     runs = {i for token, i in TARGET.get_vocab().items() if token.count("Ġ") > 1}
     theirs = translator.target_to_assistant_input_ids
@@ -74,10 +74,10 @@ def test_the_tokens_in_common_are_those_that_transformers_finds(tmp_path):
         t: d for t, d in theirs.items() if t not in runs
     }
     assert len(pairs) > 40
-    assert (np.diff(found.target_ids) > 0).all()
+    assert (np.diff(shared.target_ids) > 0).all()
     spelled = lambda tokenizer, index: tokenizer.convert_ids_to_tokens(index)
     assert any(spelled(TARGET, t) != spelled(DRAFT, d) for t, d in pairs.items())  # Ġ and ▁
-    assert found.unknown == DRAFT.unk_token_id
+    assert shared.unknown == DRAFT.unk_token_id
 
 
 def test_of_tokens_with_one_spelling_the_lowest_id_counts_and_the_other_sign_is_a_letter():
@@ -87,22 +87,22 @@ def test_of_tokens_with_one_spelling_the_lowest_id_counts_and_the_other_sign_is_
     assert (ours.tolist(), theirs.tolist()) == ([0, 1], [0, 2])
 
 
-def test_tokens_that_a_model_has_no_row_for_are_left_out(tmp_path):
+def test_tokens_past_the_vocabulary_of_a_model_are_ignored(tmp_path):
     whole, cut = share(tmp_path), share(tmp_path, sizes=(SIZES[0], 100))
-    kept = whole.draft_ids < 100
-    assert cut.target_ids.tolist() == whole.target_ids[kept].tolist()
-    assert 0 < kept.sum() < kept.size
+    in_range = whole.draft_ids < 100
+    assert cut.target_ids.tolist() == whole.target_ids[in_range].tolist()
+    assert 0 < in_range.sum() < in_range.size
 
 
-def test_weights_are_given_the_way_to_the_targets_vocabulary_and_back(tmp_path):
-    found = share(tmp_path)
-    params = found.translating({"weight": np.zeros(3)}, 310)  # the target is padded
-    ways = np.asarray(params.target_to_draft)
-    np.testing.assert_array_equal(ways[found.target_ids], found.draft_ids)
-    others = np.setdiff1d(np.arange(310), found.target_ids)
-    assert (ways[others] == DRAFT.unk_token_id).all()
-    np.testing.assert_array_equal(params.draft_to_target, found.target_ids)
-    np.testing.assert_array_equal(params.shared_ids, found.draft_ids)
+def test_weights_get_the_maps_from_and_to_the_targets_vocabulary(tmp_path):
+    shared = share(tmp_path)
+    params = shared.translating({"weight": np.zeros(3)}, 310)  # the target is padded
+    target_to_draft = np.asarray(params.target_to_draft)
+    np.testing.assert_array_equal(target_to_draft[shared.target_ids], shared.draft_ids)
+    others = np.setdiff1d(np.arange(310), shared.target_ids)
+    assert (target_to_draft[others] == DRAFT.unk_token_id).all()
+    np.testing.assert_array_equal(params.draft_to_target, shared.target_ids)
+    np.testing.assert_array_equal(params.shared_ids, shared.draft_ids)
 
 
 def test_the_mapping_is_made_once(tmp_path, monkeypatch):
@@ -133,13 +133,13 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
     assert path.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    found = share(tmp_path / "file" / "below")
-    np.testing.assert_array_equal(found.target_ids, share(tmp_path).target_ids)
+    shared = share(tmp_path / "file" / "below")
+    np.testing.assert_array_equal(shared.target_ids, share(tmp_path).target_ids)
 
 
-def test_a_cache_that_is_full_keeps_no_part_of_a_file(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
     def fill(path, *_):
         path.write_bytes(b"a part")
         raise OSError("no space left")
@@ -172,7 +172,7 @@ def test_pairs_that_cannot_draft_are_refused_with_numbers(tmp_path, target, draf
         share(tmp_path, target, draft, (512, 512))
 
 
-def test_the_end_of_text_stands_for_what_is_unknown_where_there_is_no_unknown_token(tmp_path):
+def test_the_end_of_text_stands_for_unknown_tokens_without_an_unk_token(tmp_path):
     assert share(tmp_path, Tokens("abc"), Tokens("cab", None, 2), (3, 3)).unknown == 2
 
 
@@ -207,8 +207,8 @@ def test_llm_drafts_with_a_model_of_another_tokenizer(models_):
         for t in (0.0, 0.7, 1.0, 0.0)
     ]
     prompts = ["the quick brown", "def add(x, y):", "grüße", "the the the the"]
-    said = lambda llm: [o.outputs[0].token_ids for o in llm.generate(prompts, settings)]
-    assert said(llm) == said(jspec.LLM(target))
+    texts = lambda llm: [o.outputs[0].token_ids for o in llm.generate(prompts, settings)]
+    assert texts(llm) == texts(jspec.LLM(target))
     counts = {each.name: each for each in llm.get_metrics()}
     assert counts["vllm:spec_decode_num_draft_tokens"].value > 0
 

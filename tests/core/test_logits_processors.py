@@ -1,4 +1,4 @@
-"""What requests change of the logits: against plain Python, along branches, and in whole texts."""
+"""Logits processors: against plain Python, along branches, and in whole texts."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ V = 12
 
 
 def less_of_the_last(logits, tokens, length):
-    """Forbids to say a token twice in a row."""
+    """Forbid the last token."""
     return logits.at[tokens[length - 1]].add(-jnp.inf)
 
 
@@ -30,26 +30,36 @@ def more_of_the_first(logits, tokens, length):
     return logits.at[tokens[0]].add(length / 8)
 
 
-# What the two say of one row's logits after a text, in numpy.
+# The same two in NumPy: (text, token) -> number to add.
 PROCESSORS = {
     less_of_the_last: lambda text, token: -np.inf if token == text[-1] else 0,
     more_of_the_first: lambda text, token: len(text) / 8 if token == text[0] else 0,
 }
-ROWS = [
+SEQUENCES = [
     SequenceParams((3, 3, 5), presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=1.7),
     SequenceParams((1, 2), bad_words=((4,), (2, 6), (1, 2, 7)), logit_bias=((3, 2.5), (9, -4.0))),
-    SequenceParams((7,), min_tokens=3, stop_token_ids=(2,), late_token_ids=(5,),
-        allowed_token_ids=(0, 2, 5, 6, 7, 8, 11)),
+    SequenceParams(
+        (7,),
+        min_tokens=3,
+        stop_token_ids=(2,),
+        late_token_ids=(5,),
+        allowed_token_ids=(0, 2, 5, 6, 7, 8, 11),
+    ),
     SequenceParams((9, 8), logits_processors=(less_of_the_last, more_of_the_first)),
-    SequenceParams((4, 4), repetition_penalty=0.6, logits_processors=(more_of_the_first,), min_tokens=1,
-        stop_token_ids=(0,)),
-]  # fmt: skip
+    SequenceParams(
+        (4, 4),
+        repetition_penalty=0.6,
+        logits_processors=(more_of_the_first,),
+        min_tokens=1,
+        stop_token_ids=(0,),
+    ),
+]
 
 
 def committed(answers):
-    """A history of the prompts and what was answered."""
-    tokens, lengths = np.full((len(ROWS), 16), 1), []  # what lies behind a text is no part of it
-    for index, (row, answer) in enumerate(zip(ROWS, answers, strict=True)):
+    """A history of prompts and answers."""
+    tokens, lengths = np.full((len(SEQUENCES), 16), 1), []  # past a text lies garbage
+    for index, (row, answer) in enumerate(zip(SEQUENCES, answers, strict=True)):
         text = [*row.prompt, *answer]
         tokens[index, : len(text)] = text
         lengths.append(len(text))
@@ -62,28 +72,30 @@ ANSWERS = [(5, 3, 0), (2, 6, 1, 2), (7, 7), (9,), ()]
 def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
     rng = np.random.default_rng(0)
     parents = np.array([-1, 0, 0, 1, 1, 2, 3, 6], np.int32)
-    nodes = rng.integers(0, V, (len(ROWS), parents.size))
+    nodes = rng.integers(0, V, (len(SEQUENCES), parents.size))
     nodes[1, [1, 3, 6]] = (1, 2, 6)  # phrases that end on a branch
-    logits = rng.normal(0, 3, (len(ROWS), parents.size, V)).astype(np.float32)
+    logits = rng.normal(0, 3, (len(SEQUENCES), parents.size, V)).astype(np.float32)
     history = committed(ANSWERS)
-    for index, row in enumerate(ROWS):
+    for index, row in enumerate(SEQUENCES):
         nodes[index, 0] = (*row.prompt, *ANSWERS[index])[-1]
     draft = Draft(jnp.asarray(nodes, jnp.int32), parents, jnp.ones(nodes.shape, bool), max_depth=4)
-    tree = trees.broadcast(trees.from_parents(parents, 4), len(ROWS))
-    request, _ = request_of(ROWS, len(ROWS), filters_of(ROWS), V)
-    shaped = logits_processors.apply(
+    tree = trees.broadcast(trees.from_parents(parents, 4), len(SEQUENCES))
+    request, _ = request_of(SEQUENCES, len(SEQUENCES), filters_of(SEQUENCES), V)
+    processed = logits_processors.apply(
         jnp.asarray(logits),
         request.sampling.processors,
         Branches.of_draft(history, draft, tree),
     )
-    for index, row in enumerate(ROWS):
+    for index, row in enumerate(SEQUENCES):
         for node in range(parents.size):
             path, above = [], node
             while above > 0:
                 path, above = [nodes[index, above], *path], parents[above]
             text = [*row.prompt, *ANSWERS[index], *path]
             np.testing.assert_allclose(
-                shaped[index, node], plainly(row, logits[index, node], text, PROCESSORS), rtol=1e-5
+                processed[index, node],
+                plainly(row, logits[index, node], text, PROCESSORS),
+                rtol=1e-5,
             )
 
 
@@ -118,7 +130,7 @@ def plain():
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_speculation_changes_no_text_of_shaped_requests(name, temperature, plain):
+def test_speculation_changes_no_text_with_logits_processors(name, temperature, plain):
     drafter, weights = DRAFTERS[name]
     plan = Plan(tiny.TARGET, drafter, "coupled")
     params = Params(tiny.params().target, weights)
@@ -127,7 +139,7 @@ def test_speculation_changes_no_text_of_shaped_requests(name, temperature, plain
         assert answer.tokens.tolist() == expected.tokens.tolist()
 
 
-def test_texts_keep_to_what_was_asked(plain):
+def test_texts_obey_their_logits_processors(plain):
     for answers in plain.values():
         _, phrased, ended, processed = (answer.tokens.tolist() for answer in answers)
         assert 17 not in phrased
@@ -142,7 +154,7 @@ def test_texts_keep_to_what_was_asked(plain):
     assert len(set(plain[0.0][0].tokens.tolist())) > len(set(free[0].tokens.tolist()))
 
 
-def test_a_draft_model_that_is_the_target_is_always_right_about_shaped_laws():
+def test_a_draft_model_that_is_the_target_is_always_accepted_under_logits_processors():
     drafter = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)
     params = Params(tiny.params().target, tiny.params().target)
     rows = [
@@ -153,31 +165,29 @@ def test_a_draft_model_that_is_the_target_is_always_right_about_shaped_laws():
     assert all(answer.accepted[-1] >= 3 and answer.accepted[:3].sum() == 0 for answer in answers)
 
 
-def test_other_values_are_no_new_program():
+def test_other_values_compile_nothing():
     rows = requests(0.9)
     changed = [
         dataclasses.replace(row, seed=3, frequency_penalty=0.1, presence_penalty=-1.0)
         for row in rows
     ]
     plan = Plan(tiny.TARGET, tiny.NONE)
-    host.generate_sequences(
-        plan, tiny.params(), rows
-    )  # those of earlier tests may be forgotten by now
+    host.generate_sequences(plan, tiny.params(), rows)  # compiles it, if not compiled yet
     before = loop.decode._cache_size()
     host.generate_sequences(plan, tiny.params(), changed)
     assert loop.decode._cache_size() == before
 
 
-def test_a_drafter_that_knows_no_allowed_token_drafts_in_vain_and_does_no_harm():
+def test_a_drafter_without_any_allowed_token_keeps_its_logits():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 1, 3)), jnp.float32)
     row = SequenceParams((1,), allowed_token_ids=(5, 6))
     request, _ = request_of([row], 1, row.filters, V)
     branches = Branches.at_root(History(jnp.ones((1, 4), jnp.int32), jnp.ones(1, jnp.int32)))
-    shape = lambda ids: logits_processors.apply_to_draft(
+    apply = lambda ids: logits_processors.apply_to_draft(
         logits, request.sampling.processors, branches, V, jnp.array(ids)
     )
-    np.testing.assert_array_equal(shape([0, 1, 2]), logits)
-    np.testing.assert_array_equal(shape([4, 5, 6])[0, 0], [-np.inf, *logits[0, 0, 1:]])
+    np.testing.assert_array_equal(apply([0, 1, 2]), logits)
+    np.testing.assert_array_equal(apply([4, 5, 6])[0, 0], [-np.inf, *logits[0, 0, 1:]])
 
 
 @pytest.mark.parametrize(

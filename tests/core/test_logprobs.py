@@ -1,4 +1,4 @@
-"""Log-probabilities of texts and prompts: those of one full pass of the target over the text."""
+"""Log-probabilities of texts and prompts equal those of one full pass over the text."""
 
 import dataclasses
 
@@ -35,18 +35,18 @@ def full_pass(root, ids):
 
 
 def check(listed, logits, token, count):
-    """One position against the logits before it."""
+    """Compare one position with the logits before it."""
     distribution = scipy.special.log_softmax(logits)
     assert next(iter(listed)) == token
     assert listed[token].rank == 1 + np.count_nonzero(distribution > distribution[token])
-    for each, found in listed.items():
-        np.testing.assert_allclose(found.logprob, distribution[each], atol=2e-5)
+    for each, actual in listed.items():
+        np.testing.assert_allclose(actual.logprob, distribution[each], atol=2e-5)
     likeliest = set(np.argsort(-distribution)[:count].tolist())
     assert set(listed) == likeliest | {token}
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
-def test_they_are_those_of_one_pass_over_the_whole_text(root, method):
+def test_scores_equal_those_of_one_pass_over_the_whole_text(root, method):
     llm = llm_fixtures.llm(root, method)
     for params, output in zip(ASKED, llm.generate(PROMPTS, ASKED), strict=True):
         prompt, answer = output.prompt_token_ids, output.outputs[0]
@@ -78,11 +78,11 @@ def test_tokens_are_spelled_and_texts_stay_as_they_are(root):
     for one, other in zip(scored, plain, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
     decode = llm.get_tokenizer().decode
-    for token, found in scored[0].outputs[0].logprobs[0].items():
-        assert found.decoded_token == decode([token])
+    for token, actual in scored[0].outputs[0].logprobs[0].items():
+        assert actual.decoded_token == decode([token])
 
 
-def test_a_text_cut_at_a_stop_string_has_as_many_as_tokens(root):
+def test_a_text_cut_at_a_stop_string_has_one_actualper_token(root):
     llm = llm_fixtures.llm(root, "draft_model")
     whole = llm.generate(PROMPTS[:1], ASKED[0])[0].outputs[0]
     pairs = (whole.text[at : at + 2] for at in range(6, len(whole.text)))
@@ -108,13 +108,13 @@ def test_a_stream_lists_and_spells_each_token_once(root, monkeypatch):
     before, after = last_but_one.outputs[0].logprobs, last.outputs[0].logprobs
     assert len(before) < len(after)
     assert all(old is new for old, new in zip(before, after, strict=False))
-    after.clear()  # whoever reads a stream may do with its lists as he likes
+    after.clear()  # a reader may change the lists
     assert len(before) == len(last_but_one.outputs[0].token_ids)
     assert llm.generate(PROMPTS[0], asked)[0].prompt_logprobs == last.prompt_logprobs
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
-def test_modes_are_before_and_after_what_the_request_changes(root, mode):
+def test_modes_actualbefore_and_after_processors_and_filters(root, mode):
     target = llm_fixtures.loaded(root)["target"]
     llm = jspec.LLM(target, logprobs_mode=mode, max_logprobs=-1)
     params = SamplingParams(
@@ -125,9 +125,9 @@ def test_modes_are_before_and_after_what_the_request_changes(root, mode):
     logits = full_pass(root, output.prompt_token_ids + answer.token_ids)
     rows = logits[len(output.prompt_token_ids) - 1 : -1]
     for listed, row in zip(answer.logprobs, rows, strict=True):
-        found = np.array([listed[token].logprob for token in range(row.size)])
+        actual = np.array([listed[token].logprob for token in range(row.size)])
         if mode == "raw_logits":
-            np.testing.assert_allclose(found, row, atol=1e-4)
+            np.testing.assert_allclose(actual, row, atol=1e-4)
             continue
         row = row.copy()
         row[9] += 2.0
@@ -135,10 +135,10 @@ def test_modes_are_before_and_after_what_the_request_changes(root, mode):
         row[row < np.sort(row)[-7]] = -np.inf
         if mode == "processed_logprobs":
             row = scipy.special.log_softmax(row)
-        np.testing.assert_allclose(found, row, atol=1e-4)
+        np.testing.assert_allclose(actual, row, atol=1e-4)
 
 
-def test_how_many_are_asked_for_compiles_nothing_within_a_power_of_two(root, monkeypatch):
+def test_counts_within_a_power_of_two_compile_nothing(root, monkeypatch):
     llm, traced = llm_fixtures.llm(root, "ngram"), []
     asked = dataclasses.replace(ASKED[0], logprobs=8, prompt_logprobs=8)
     most = llm.generate(PROMPTS[0], asked)[0]
@@ -156,10 +156,10 @@ def test_how_many_are_asked_for_compiles_nothing_within_a_power_of_two(root, mon
 
 
 def check_fewer(fewer, more, count):
-    """The token itself, and of the likeliest the first ``count``."""
+    """Keep the token itself and the first ``count`` of the likeliest."""
     for one, all_of_them in zip(fewer, more, strict=True):
-        (token, *_), found = all_of_them, all_of_them.items()
-        assert one == {each: at for each, at in found if each == token or at.rank <= count}
+        (token, *_), actual = all_of_them, all_of_them.items()
+        assert one == {each: at for each, at in actual if each == token or at.rank <= count}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def check_fewer(fewer, more, count):
         (300, 1000, 320),
     ],
 )
-def test_counts_come_in_powers_of_two_up_to_the_most_there_may_be(asked, most, counted):
+def test_counts_are_powers_of_two_up_to_the_limit(asked, most, counted):
     request = requests.resolve(
         0,
         Prompt((1, 2)),
@@ -191,7 +191,7 @@ def test_counts_come_in_powers_of_two_up_to_the_most_there_may_be(asked, most, c
     )
 
 
-def test_the_best_of_several_texts_are_those_of_largest_sum(root):
+def test_the_best_texts_have_the_largest_sums(root):
     llm = llm_fixtures.llm(root, "draft_model")
     params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=8, logprobs=0)
     drawn = llm.generate(PROMPTS[0], params)[0].outputs
@@ -206,8 +206,8 @@ def test_the_best_of_several_texts_are_those_of_largest_sum(root):
         logits.generate(PROMPTS[0], SamplingParams(best_of=2))
 
 
-def test_the_best_of_several_texts_are_whole_ones(root):
-    """Who breaks off early has a larger sum."""
+def test_the_best_texts_are_whole(root):
+    """A text that breaks off early has a larger sum."""
 
     def nothing_after_a_low_token(logits, ids, length):
         return jnp.where((ids[length - 1] < 160) & (length > 12), -jnp.inf, logits)
@@ -231,16 +231,16 @@ def test_the_best_of_several_texts_are_whole_ones(root):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_broken_logit_says_of_the_others_what_is_drawn_from(bad):
+def test_a_broken_logit_leaves_the_scores_of_the_sampled_distribution(bad):
     logits = np.random.default_rng(0).normal(size=(1, 1, 8)).astype(np.float32)
     logits[..., 3] = bad
-    said = jnp.array([[3 if bad == np.inf else 5]])
-    found = score(jnp.asarray(logits), said, 2, "raw_logprobs")
+    tokens = jnp.array([[3 if bad == np.inf else 5]])
+    actual = score(jnp.asarray(logits), tokens, 2, "raw_logprobs")
     distribution = scipy.special.log_softmax(np.delete(logits[0, 0], 3).astype(np.float64))
     expected = 0.0 if bad == np.inf else distribution[4]
-    assert found.chosen[0, 0] == pytest.approx(expected, abs=1e-5)
-    assert found.rank[0, 0] == 1 + (0 if bad == np.inf else (distribution > distribution[4]).sum())
-    assert (found.top_ids[0, 0, 0] == 3) == (bad == np.inf)
+    assert actual.chosen[0, 0] == pytest.approx(expected, abs=1e-5)
+    assert actual.rank[0, 0] == 1 + (0 if bad == np.inf else (distribution > distribution[4]).sum())
+    assert (actual.top_ids[0, 0, 0] == 3) == (bad == np.inf)
 
 
 def test_more_than_allowed_and_unknown_modes_are_refused(root):

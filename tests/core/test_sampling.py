@@ -1,4 +1,4 @@
-"""The one warp, the addresses of noise, and drawing."""
+"""Sampling filters, the addresses of noise, and drawing."""
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ pair = lambda coarse, fine: jnp.stack(jnp.broadcast_arrays(coarse, fine), -1)
 PURPOSES = (sampling.DRAFT, sampling.ACCEPT, sampling.RESIDUAL)
 
 
-# ------------------------------------------------------------------------------------------- warp
+# ---------------------------------------------------------------------------------------- filters
 
 
 def reference_process(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
-    """One row's law in plain float64 NumPy: temperature, min_p, top-k, top-p, one after another."""
+    """The distribution of one sequence in float64 NumPy: temperature, min_p, top-k, then top-p."""
     row = np.where(np.isnan(row), -np.inf, np.asarray(row, np.float64))
     if temperature == 0:
         return np.eye(len(row))[np.argmax(row)]
@@ -36,8 +36,8 @@ def reference_process(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
     probs = np.where(probs >= min_p * probs.max(), probs, 0)
     probs /= probs.sum()
     if top_k > 0:
-        kept = np.sort(probs)[::-1][: min(top_k, len(row))]
-        probs = np.where(probs >= kept[-1], probs, 0)
+        largest = np.sort(probs)[::-1][: min(top_k, len(row))]
+        probs = np.where(probs >= largest[-1], probs, 0)
         probs /= probs.sum()
     if top_p < 1:
         order = np.argsort(-probs, kind="stable")
@@ -48,28 +48,28 @@ def reference_process(row, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
 
 
 def distribution(logits, sampled: Sampling):
-    """The law that ``process_logits`` gives to logits [B, V]."""
+    """The distribution that ``process_logits`` makes of logits [B, V]."""
     return scipy.special.softmax(
         np.asarray(process_logits(jnp.asarray(logits), sampled), np.float64), -1
     )
 
 
 def grid_of_settings():
-    """Every combination of a few values of the four warps, as columns."""
+    """Every combination of a few values of the four filters, as columns."""
     values = [(0.0, 0.6, 1.0, 1.7), (0.0, 0.1, 0.5), (0, 1, 5, 10_000), (0.001, 0.3, 0.9, 1.0)]
     return [column.ravel() for column in np.meshgrid(*values, indexing="ij")]
 
 
-def test_every_combination_of_warps_gives_the_law_of_the_reference():
+def test_every_combination_of_filters_gives_the_distribution_of_the_reference():
     columns = grid_of_settings()
     logits = 2 * np.random.default_rng(0).normal(size=(len(columns[0]), 40)).astype(np.float32)
-    found = distribution(logits, settings(len(logits), *columns))
+    actual = distribution(logits, settings(len(logits), *columns))
     wanted = [reference_process(*row) for row in zip(logits, *columns, strict=True)]
-    np.testing.assert_allclose(found, wanted, atol=2e-6)
-    np.testing.assert_array_equal(found > 0, np.array(wanted) > 0)
+    np.testing.assert_allclose(actual, wanted, atol=2e-6)
+    np.testing.assert_array_equal(actual > 0, np.array(wanted) > 0)
 
 
-def test_warps_agree_with_those_of_transformers_in_the_order_that_vllm_documents():
+def test_filters_agree_with_transformers_in_the_order_of_vllm():
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -82,26 +82,26 @@ def test_warps_agree_with_those_of_transformers_in_the_order_that_vllm_documents
         hf.TopPLogitsWarper(0.85),
     ):
         scores = processor(None, scores)
-    found = process_logits(logits, settings(50, 0.7, 0.02, 20, 0.85))
-    np.testing.assert_array_equal(np.isneginf(found), torch.isinf(scores).numpy())
+    actual = process_logits(logits, settings(50, 0.7, 0.02, 20, 0.85))
+    np.testing.assert_array_equal(np.isneginf(actual), torch.isinf(scores).numpy())
     np.testing.assert_allclose(
-        scipy.special.softmax(found, -1), torch.softmax(scores, -1).numpy(), atol=1e-6
+        scipy.special.softmax(actual, -1), torch.softmax(scores, -1).numpy(), atol=1e-6
     )
 
 
 def test_top_p_is_applied_after_temperature():
     # Sharpened to T = 0.5 the first token alone holds 0.8; at T = 1 it would take two.
-    found = distribution(np.log([[0.6, 0.25, 0.15]]), settings(1, 0.5, top_p=0.7))
-    np.testing.assert_allclose(found, [[1, 0, 0]])
+    actual = distribution(np.log([[0.6, 0.25, 0.15]]), settings(1, 0.5, top_p=0.7))
+    np.testing.assert_allclose(actual, [[1, 0, 0]])
 
 
 def test_top_p_counts_the_mass_that_top_k_leaves():
     # Of (.4, .3, .2, .1), top-k 2 leaves (.57, .43): half is then reached by the first token.
-    found = distribution(np.log([[0.4, 0.3, 0.2, 0.1]]), settings(1, 1.0, top_k=2, top_p=0.5))
-    np.testing.assert_allclose(found, [[1, 0, 0, 0]])
+    actual = distribution(np.log([[0.4, 0.3, 0.2, 0.1]]), settings(1, 1.0, top_k=2, top_p=0.5))
+    np.testing.assert_allclose(actual, [[1, 0, 0, 0]])
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept():
+def test_tokens_that_tie_with_the_last_one_stay():
     tied = np.array([[2.0, 1.0, 1.0, 0.0]], np.float32)
     assert (distribution(tied, settings(1, 1.0, top_k=2)) > 0).tolist() == [
         [True, True, True, False]
@@ -118,20 +118,20 @@ def test_a_tiny_top_p_keeps_one_token_and_a_large_top_k_keeps_all():
     assert (distribution(logits, settings(1, 1.0, top_k=1000)) > 0).all()
 
 
-def test_greedy_rows_are_point_masses_at_their_first_maximum_beside_sampled_rows():
+def test_greedy_sequences_are_deterministic_at_their_first_maximum_beside_sampled_ones():
     logits = np.array([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0]], np.float32)
-    found = np.asarray(process_logits(logits, settings(2, np.array([0.0, 1.0]))))
-    assert found[0].tolist() == [-np.inf, 0, -np.inf]
-    np.testing.assert_array_equal(found[1], logits[1])
+    actual = np.asarray(process_logits(logits, settings(2, np.array([0.0, 1.0]))))
+    assert actual[0].tolist() == [-np.inf, 0, -np.inf]
+    np.testing.assert_array_equal(actual[1], logits[1])
 
 
-def test_a_greedy_row_ignores_its_other_warps():
+def test_a_greedy_sequence_ignores_its_other_filters():
     logits = np.random.default_rng(3).normal(size=(1, 9)).astype(np.float32)
-    found = distribution(logits, settings(2, np.array([0.0, 1.0]), 0.5, 3, 0.5))[0]
-    np.testing.assert_array_equal(found, np.eye(9)[logits[0].argmax()])
+    actual = distribution(logits, settings(2, np.array([0.0, 1.0]), 0.5, 3, 0.5))[0]
+    np.testing.assert_array_equal(actual, np.eye(9)[logits[0].argmax()])
 
 
-def test_nan_counts_as_impossible_and_an_impossible_row_still_draws_an_id_in_range():
+def test_nan_counts_as_impossible_and_an_impossible_sequence_still_draws_an_id_in_range():
     row = np.array([[0.0, np.nan, 1.0]], np.float32)
     assert distribution(row, settings(1, 1.0))[0, 1] == 0
     assert np.asarray(process_logits(row, settings(1, 0.0))).argmax() == 2
@@ -147,12 +147,12 @@ def test_logits_of_a_narrow_dtype_are_widened_and_float64_stays():
         assert process_logits(jnp.zeros((1, 4), jnp.float64), settings(1)).dtype == jnp.float64
 
 
-def test_nodes_of_a_row_share_its_settings():
+def test_nodes_of_a_sequence_share_its_settings():
     logits = np.random.default_rng(4).normal(size=(2, 3, 9)).astype(np.float32)
     sampled = settings(2, np.array([0.5, 2.0]), top_k=np.array([2, 5]))
-    found = process_logits(logits, sampled)
+    actual = process_logits(logits, sampled)
     for node in range(3):
-        np.testing.assert_array_equal(found[:, node], process_logits(logits[:, node], sampled))
+        np.testing.assert_array_equal(actual[:, node], process_logits(logits[:, node], sampled))
 
 
 # ------------------------------------------------------------------------------------------- draw
@@ -191,7 +191,7 @@ def test_drawing_is_exact_to_a_millionth_at_a_vocabulary_of_150_thousand():
 
 
 def test_tokens_between_two_steps_of_a_coarse_uniform_are_drawn_as_often_as_their_probability():
-    # Two tokens share a step of 2**-24, as most of a vocabulary of 150k do in a peaked law.
+    # Two tokens share a step of 2**-24, as most of a vocabulary of 150k do if it is peaked.
     weights = jnp.full(4097, 2**-25).at[0].set(1 - 2**-13)
     steps, parts = np.arange(512), np.arange(8) / 8 * 2**-24
     coarse = jnp.asarray(1 - 2**-13 + (700 + steps) * 2**-24, jnp.float32)
@@ -202,10 +202,10 @@ def test_tokens_between_two_steps_of_a_coarse_uniform_are_drawn_as_often_as_thei
     assert len(counts) == pytest.approx(1024, abs=8) and (np.abs(counts - 4) <= 1).mean() > 0.98
 
 
-def test_what_draws_a_token_is_uniform_on_both_of_its_scales():
-    keys, places = keys_of(5000), jnp.arange(5000, dtype=jnp.int32)
-    found = round_noise(keys, places, sampling.DRAFT, 8)
-    coarse, fine = np.asarray(found, np.float64).reshape(-1, 2).T
+def test_the_uniforms_that_draw_a_token_are_uniform_on_both_scales():
+    keys, positions = keys_of(5000), jnp.arange(5000, dtype=jnp.int32)
+    actual = round_noise(keys, positions, sampling.DRAFT, 8)
+    coarse, fine = np.asarray(actual, np.float64).reshape(-1, 2).T
     assert (coarse * 2**24 % 1 == 0).all() and 0 <= fine.min() <= fine.max() < 2**-24
     for part in (coarse, fine * 2**24):
         assert scipy.stats.kstest(part, "uniform").pvalue > 1e-3
@@ -213,8 +213,8 @@ def test_what_draws_a_token_is_uniform_on_both_of_its_scales():
 
 
 def test_a_token_without_weight_is_never_drawn_not_even_next_to_a_boundary():
-    # Running sums are rounded in parallel, so they may rise where nothing is added: a draw that
-    # trusts them alone returns such a token about once in a thousand of these uniforms.
+    # Parallel running sums are rounded, so they may rise at a weight of 0. A draw by them alone
+    # returns such a token for about one in a thousand of these uniforms.
     rng = np.random.default_rng(6)
     shape = (8_000, 500)
     log_weights = np.where(rng.random(shape) < 0.6, -np.inf, 2 * rng.normal(size=shape))
@@ -251,16 +251,16 @@ def keys_of(count, seed=0):
     return jax.random.split(jax.random.key(seed), count)
 
 
-def test_the_noise_of_a_row_is_the_same_alone_in_a_batch_and_permuted():
-    keys, places = keys_of(6), jnp.arange(6, dtype=jnp.int32) * 3
+def test_the_noise_of_a_sequence_is_the_same_alone_in_a_batch_and_permuted():
+    keys, positions = keys_of(6), jnp.arange(6, dtype=jnp.int32) * 3
     order = np.random.default_rng(0).permutation(6)
     for noise in (
-        lambda keys, places: target_noise(keys, places[:, None], 11),
-        lambda keys, places: round_noise(keys, places, sampling.ACCEPT, 4),
+        lambda keys, positions: target_noise(keys, positions[:, None], 11),
+        lambda keys, positions: round_noise(keys, positions, sampling.ACCEPT, 4),
     ):
-        batch = np.asarray(noise(keys, places))
-        np.testing.assert_array_equal(noise(keys[order], places[order]), batch[order])
-        np.testing.assert_array_equal(noise(keys[2:3], places[2:3]), batch[2:3])
+        batch = np.asarray(noise(keys, positions))
+        np.testing.assert_array_equal(noise(keys[order], positions[order]), batch[order])
+        np.testing.assert_array_equal(noise(keys[2:3], positions[2:3]), batch[2:3])
 
 
 def test_target_noise_depends_on_the_position_and_not_on_the_node_that_stands_there():
@@ -272,7 +272,7 @@ def test_target_noise_depends_on_the_position_and_not_on_the_node_that_stands_th
     np.testing.assert_array_equal(chain[1, 1], bush[1, 2])
 
 
-def test_the_first_coins_of_a_round_do_not_depend_on_how_many_are_asked_for():
+def test_the_first_uniforms_of_a_round_do_not_depend_on_their_number():
     keys, roots = keys_of(3), jnp.array([0, 4, 8])
     few = round_noise(keys, roots, sampling.ACCEPT, 2)
     many = round_noise(keys, roots, sampling.ACCEPT, 7)
@@ -283,57 +283,59 @@ def test_no_two_addresses_share_noise():
     keys = keys_of(3)
     seen = []
     for root in range(20):
-        place = jnp.full(3, root, jnp.int32)
-        seen += [round_noise(keys, place, purpose, 6)[..., 0] for purpose in PURPOSES]
-        gumbel = np.asarray(target_noise(keys, place, 6), np.float64)
+        position = jnp.full(3, root, jnp.int32)
+        seen += [round_noise(keys, position, purpose, 6)[..., 0] for purpose in PURPOSES]
+        gumbel = np.asarray(target_noise(keys, position, 6), np.float64)
         seen.append(np.exp(-np.exp(-gumbel)))
     values = np.sort(np.concatenate([np.asarray(part, np.float64).ravel() for part in seen]))
     assert np.diff(values).min() > 1e-9  # also for the same uniform behind two kinds of noise
 
 
 def test_round_noise_is_uniform_and_target_noise_is_gumbel():
-    keys, places = keys_of(2000), jnp.arange(2000, dtype=jnp.int32)
+    keys, positions = keys_of(2000), jnp.arange(2000, dtype=jnp.int32)
     for purpose in PURPOSES:
-        uniform = np.asarray(round_noise(keys, places, purpose, 50)[..., 0])
+        uniform = np.asarray(round_noise(keys, positions, purpose, 50)[..., 0])
         assert uniform.min() >= 0 and uniform.max() < 1
         assert scipy.stats.kstest(uniform.ravel(), "uniform").pvalue > 1e-3
-    gumbel = np.asarray(target_noise(keys, places, 50))
+    gumbel = np.asarray(target_noise(keys, positions, 50))
     assert np.isfinite(gumbel).all()
     assert scipy.stats.kstest(gumbel.ravel(), "gumbel_r").pvalue > 1e-3
     # The far tail, which decides for improbable tokens.
     tail = np.asarray(target_noise(keys_of(1, 1), jnp.zeros(1, jnp.int32), 4_000_000))
-    for level in (8, 11):
-        expected = 4e6 * -np.expm1(-np.exp(-level))
-        assert abs((tail > level).sum() - expected) < 5 * expected**0.5
+    for bound in (8, 11):
+        expected = 4e6 * -np.expm1(-np.exp(-bound))
+        assert abs((tail > bound).sum() - expected) < 5 * expected**0.5
 
 
-def test_noise_of_different_purposes_places_and_ranks_is_uncorrelated():
-    keys, places = keys_of(20_000), jnp.full(20_000, 3, jnp.int32)
+def test_noise_of_different_purposes_positions_and_ranks_is_uncorrelated():
+    keys, positions = keys_of(20_000), jnp.full(20_000, 3, jnp.int32)
     columns = [
-        round_noise(keys, places + select_mode, p, 2)[..., 0]
+        round_noise(keys, positions + select_mode, p, 2)[..., 0]
         for p in PURPOSES
         for select_mode in (0, 1)
     ]
-    target = jnp.exp(-jnp.exp(-target_noise(keys, places, 2)))
+    target = jnp.exp(-jnp.exp(-target_noise(keys, positions, 2)))
     correlation = np.corrcoef(np.concatenate([*columns, target], 1).T)
     assert np.abs(correlation - np.eye(len(correlation))).max() < 5 / 20_000**0.5
 
 
-def test_the_target_draws_from_its_law():
+def test_the_target_draws_from_its_distribution():
     probs = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
-    keys, places = keys_of(1), jnp.arange(200_000, dtype=jnp.int32)[None]
+    keys, positions = keys_of(1), jnp.arange(200_000, dtype=jnp.int32)[None]
     logits = jnp.broadcast_to(jnp.log(jnp.array(probs)), (1, 200_000, 5))
-    drawn = np.bincount(np.asarray(draw_target(logits, settings(1), keys, places))[0], minlength=5)
+    drawn = np.bincount(
+        np.asarray(draw_target(logits, settings(1), keys, positions))[0], minlength=5
+    )
     assert drawn[4] == 0
     assert scipy.stats.chisquare(drawn[:4], 200_000 * probs[:4]).pvalue > 1e-3
 
 
-def test_a_greedy_row_draws_its_maximum_whatever_the_noise():
+def test_a_greedy_sequence_draws_its_maximum_with_any_noise():
     logits = jnp.tile(jnp.array([[0.0, 0.1, 0.05]]), (2, 1))
     sampled = settings(2, np.array([0.0, 1.0]))
-    for place in range(20):
+    for position in range(20):
         drawn = draw_target(
-            process_logits(logits, sampled), sampled, keys_of(2), jnp.full(2, place)
+            process_logits(logits, sampled), sampled, keys_of(2), jnp.full(2, position)
         )
         assert drawn[0] == 1
 
@@ -342,7 +344,7 @@ def test_a_greedy_row_draws_its_maximum_whatever_the_noise():
 
 
 def residual(p, q):
-    """The normalised residual of two laws, in float64."""
+    """The normalised residual of two distributions, in float64."""
     with jax.enable_x64(True), np.errstate(divide="ignore"):
         logs = sampling.log_residual(jnp.log(jnp.array(p)), jnp.log(jnp.array(q)))
         return scipy.special.softmax(np.asarray(logs))
@@ -353,14 +355,14 @@ def test_the_residual_is_the_positive_part_of_p_minus_q():
     np.testing.assert_allclose(residual([0.5, 0.4, 0.1], [0.3, 0.3, 0.4]), [2 / 3, 1 / 3, 0])
 
 
-def test_the_residual_of_a_point_mass_is_p_without_it():
+def test_the_residual_of_a_deterministic_draft_is_p_without_it():
     np.testing.assert_allclose(residual([0.5, 0.3, 0.2], [0, 1, 0]), [5 / 7, 0, 2 / 7])
 
 
-def test_where_nothing_is_left_the_residual_is_p():
+def test_an_empty_residual_is_p():
     np.testing.assert_allclose(residual([0.5, 0.3, 0.2], [0.5, 0.3, 0.2]), [0.5, 0.3, 0.2])
     np.testing.assert_allclose(residual([0, 1, 0], [0, 1, 0]), [0, 1, 0])
 
 
-def test_disjoint_laws_leave_all_of_p_and_tokens_both_exclude_stay_excluded():
+def test_disjoint_distributions_leave_all_of_p_and_tokens_both_exclude_stay_excluded():
     np.testing.assert_allclose(residual([0.7, 0.3, 0, 0], [0, 0, 1, 0]), [0.7, 0.3, 0, 0])

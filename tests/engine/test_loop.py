@@ -1,4 +1,4 @@
-"""The loop itself: what is compiled, what is kept, what is never touched."""
+"""The decoding loop: its programs, caches, counts and slices."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ DRAFTERS = {
 }
 
 
-def rows(max_tokens=24, temperature=0.0, **settings):
+def sequences(max_tokens=24, temperature=0.0, **settings):
     return [
         host.SequenceParams(
             prompt, max_tokens=max_tokens, temperature=temperature, stream=index, **settings
@@ -46,7 +46,7 @@ def texts(answers):
 )
 def test_the_loop_copies_no_cache(name, temperature):
     plan = Plan(tiny.TARGET, DRAFTERS[name])
-    batch = host.start(plan, tiny.params(), rows(temperature=temperature))
+    batch = host.start(plan, tiny.params(), sequences(temperature=temperature))
     arguments = (plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
     compiled = shipped.compiled(loop.decode.lower(*arguments))
     shapes = {leaf.shape for leaf in jax.tree.leaves(batch.state.cache.layers)}
@@ -62,17 +62,17 @@ def test_the_loop_copies_no_cache(name, temperature):
 
 def test_a_pass_computes_the_cosines_of_its_positions_once_for_all_layers_and_heads():
     plan = Plan(tiny.TARGET, tiny.NONE)
-    batch = host.start(plan, tiny.params(), rows())
+    batch = host.start(plan, tiny.params(), sequences())
     lowered = loop.decode.lower(plan, tiny.params(), batch.request, (), batch.state, jnp.int32(9))
     text = shipped.compiled(lowered).as_text()
     assert len(re.findall(r" cosine\(", text)) == len(re.findall(r" sine\(", text)) == 1
 
 
-def test_no_embedding_is_widened_or_copied_for_the_sake_of_a_few_rows():
+def test_no_embedding_is_widened_or_copied_for_a_few_tokens():
     narrow = lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     params = Params(*map(narrow, tiny.params()))
     plan = Plan(tiny.TARGET, DRAFTERS["draft_model"])
-    batch = host.start(plan, params, rows())
+    batch = host.start(plan, params, sequences())
     text = shipped.compiled(
         loop.decode.lower(plan, params, batch.request, (), batch.state, jnp.int32(9))
     ).as_text()
@@ -89,25 +89,25 @@ def test_an_equal_plan_and_bucket_trace_nothing_new(monkeypatch):
     monkeypatch.setattr(DraftModel, "propose", lambda *a: traced.append(1) or propose(*a))
     jax.clear_caches()
     for seed, max_tokens in ((1, 24), (2, 20)):
-        # A plan, a drafter and rows made afresh: equal, not the same objects.
+        # New objects, equal to the old ones.
         drafter = DraftModel(decoder.DecoderConfig(**vars(tiny.DRAFT_CONFIG)), 4)
         plan = Plan(decoder.Decoder(tiny.TARGET.config), drafter)
-        some = rows(max_tokens, temperature=0.5 * seed, seed=seed)
-        host.generate_sequences(plan, tiny.params(), some)
+        inputs = sequences(max_tokens, temperature=0.5 * seed, seed=seed)
+        host.generate_sequences(plan, tiny.params(), inputs)
     assert len(traced) == 1
 
 
-def test_a_group_of_rows_launches_three_programs_and_no_small_ones(caplog):
-    plan, params, some = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), rows()
+def test_a_group_of_sequences_launches_three_programs_and_no_small_ones(caplog):
+    plan, params, inputs = Plan(tiny.TARGET, tiny.NGRAM), tiny.params(), sequences()
     jax.clear_caches()
     with jax.log_compiles():
-        host.generate_sequences(plan, params, some, scoring=Scoring(2))
+        host.generate_sequences(plan, params, inputs, scoring=Scoring(2))
     launched = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
     assert sorted(launched) == ["_allocate", "decode", "prefill"]
 
 
-def test_ending_rows_from_outside_compiles_nothing_for_how_many_they_are(caplog):
-    batch = host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), rows())
+def test_cancelling_any_number_of_sequences_compiles_nothing(caplog):
+    batch = host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), sequences())
     host.cancel(batch, [1])
     groups = ([0, 2], [2, 0, 1])
     with jax.log_compiles():
@@ -122,32 +122,32 @@ def test_ending_rows_from_outside_compiles_nothing_for_how_many_they_are(caplog)
 
 
 def test_under_jax_enable_x64_a_chain_that_shares_noise_gives_the_text_of_plain_decoding():
-    some = rows(max_tokens=8, temperature=0.8)
+    inputs = sequences(max_tokens=8, temperature=0.8)
     plans = Plan(tiny.TARGET, tiny.NONE), Plan(tiny.TARGET, tiny.DRAFT, "coupled")
     with jax.enable_x64(True):
-        plain, drafted = (host.generate_sequences(plan, tiny.params(), some) for plan in plans)
+        plain, drafted = (host.generate_sequences(plan, tiny.params(), inputs) for plan in plans)
     assert texts(drafted) == texts(plain)
     assert sum(answer.drafted for answer in drafted) > 0
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
-def test_the_ladder_changes_no_text(name):
+def test_node_buckets_change_no_text(name):
     drafter = DRAFTERS[name]
-    ladders = [(5,), (1, 5), (1, 2, 3, 5)]
-    some = rows(temperature=0.8)
-    found = [
+    buckets = [(5,), (1, 5), (1, 2, 3, 5)]
+    inputs = sequences(temperature=0.8)
+    answers = [
         texts(
             host.generate_sequences(
-                Plan(tiny.TARGET, drafter, node_buckets=node_buckets), tiny.params(), some
+                Plan(tiny.TARGET, drafter, node_buckets=node_buckets), tiny.params(), inputs
             )
         )
-        for node_buckets in ladders
+        for node_buckets in buckets
     ]
-    assert found[0] == found[1] == found[2]
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("node_buckets", [(1, 4), (5, 1), (0, 5), (1, 1, 5)])
-def test_a_ladder_that_does_not_fit_is_refused(node_buckets):
+def test_node_buckets_that_do_not_fit_are_refused(node_buckets):
     with pytest.raises(ValueError, match="must ascend from 1 or more to tree_size=5"):
         Plan(tiny.TARGET, tiny.NGRAM, node_buckets=node_buckets)
 
@@ -158,10 +158,10 @@ def test_a_rule_that_is_not_known_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
-def test_the_caches_end_as_a_fresh_pass_over_the_text_would_leave_them(name):
+def test_the_caches_end_as_after_a_fresh_pass_over_the_text(name):
     plan = Plan(tiny.TARGET, DRAFTERS[name])
     params = tiny.params()
-    batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.7)))
+    batch = host.advance(plan, params, host.start(plan, params, sequences(temperature=0.7)))
     history = batch.state.history
     check_cache(tiny.TARGET.config, params.target, batch.state.cache, history, behind=1)
     if name == "draft_model":
@@ -181,13 +181,15 @@ def check_cache(config, params, cache, history, behind):
         history.tokens
     )
     for row, end in enumerate(length.tolist()):
-        for kept, wanted in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(fresh), strict=True):
+        for stored, expected in zip(
+            jax.tree.leaves(cache.layers), jax.tree.leaves(fresh), strict=True
+        ):
             np.testing.assert_allclose(
-                kept[row, :, :end], wanted[row, :, :end], rtol=2e-4, atol=2e-4
+                stored[row, :, :end], expected[row, :, :end], rtol=2e-4, atol=2e-4
             )
 
 
-def test_attention_never_reads_the_part_of_the_cache_that_no_row_has_reached():
+def test_attention_never_reads_unwritten_slots_of_the_cache():
     config = tiny.TARGET.config
     cache = decoder.init_cache(config, 2, 8192)
     poison = jax.tree.map(lambda x: x.at[:, :, 256:].set(jnp.nan), cache.layers)
@@ -198,11 +200,11 @@ def test_attention_never_reads_the_part_of_the_cache_that_no_row_has_reached():
     assert jnp.isfinite(logits).all()
 
 
-def test_a_generation_in_slices_is_the_generation_in_one_go():
+def test_slices_of_rounds_give_the_same_text_as_one_launch():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
-    some = rows(temperature=0.8)
-    whole = texts(host.generate_sequences(plan, params, some))
-    batch, slices = host.start(plan, params, some), []
+    inputs = sequences(temperature=0.8)
+    whole = texts(host.generate_sequences(plan, params, inputs))
+    batch, slices = host.start(plan, params, inputs), []
     while not batch.state.done.all():
         batch = host.advance(plan, params, batch, rounds=2)
         slices.append(host.read(batch))
@@ -214,21 +216,21 @@ def test_a_generation_in_slices_is_the_generation_in_one_go():
     assert {answer.finish_reason for answer in slices[0]} == {None}
 
 
-def test_a_cancelled_row_emits_nothing_more_and_the_others_go_on():
+def test_a_cancelled_sequence_emits_nothing_more_and_the_others_continue():
     plan, params = Plan(tiny.TARGET, tiny.NGRAM), tiny.params()
-    some = rows(temperature=0.8)
-    whole = texts(host.generate_sequences(plan, params, some))
-    batch = host.advance(plan, params, host.start(plan, params, some), rounds=2)
+    inputs = sequences(temperature=0.8)
+    whole = texts(host.generate_sequences(plan, params, inputs))
+    batch = host.advance(plan, params, host.start(plan, params, inputs), rounds=2)
     before = texts(host.read(batch))
     batch = host.advance(plan, params, host.cancel(batch, [1]))
     after = host.read(batch)
     assert texts(after) == [whole[0], before[1], whole[2]]
-    assert after[1].finish_reason == "length"  # nothing is wrong with it
+    assert after[1].finish_reason == "length"
 
 
 def test_the_trace_of_rounds_spells_the_text():
     plan = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32)
-    for answer in host.generate_sequences(plan, tiny.params(), rows(temperature=0.6)):
+    for answer in host.generate_sequences(plan, tiny.params(), sequences(temperature=0.6)):
         accepted, drafted, parents = answer.trace
         assert len(accepted) == answer.rounds
         assert (accepted + 1).sum() == len(answer.tokens)
@@ -240,11 +242,11 @@ def test_the_trace_of_rounds_spells_the_text():
         assert (parents[:, 0] == 0).all()
 
 
-def test_steps_are_kept_without_their_nodes_and_read_as_far_as_they_went(monkeypatch):
+def test_steps_are_recorded_without_nodes_and_read_up_to_the_last_round(monkeypatch):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, record_rounds=32), tiny.params()
-    whole = host.generate_sequences(plan, params, rows(temperature=0.6))
+    whole = host.generate_sequences(plan, params, sequences(temperature=0.6))
     plan = dataclasses.replace(plan, record_rounds=1024, record_nodes=False)
-    batch = host.advance(plan, params, host.start(plan, params, rows(temperature=0.6)))
+    batch = host.advance(plan, params, host.start(plan, params, sequences(temperature=0.6)))
     sizes, get = [], jax.device_get
     monkeypatch.setattr(
         jax, "device_get", lambda x: sizes.append(max(map(jnp.size, jax.tree.leaves(x)))) or get(x)
@@ -260,7 +262,7 @@ def test_steps_are_kept_without_their_nodes_and_read_as_far_as_they_went(monkeyp
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_counts_add_up_to_the_text(name):
     plan = Plan(tiny.TARGET, DRAFTERS[name])
-    for answer in host.generate_sequences(plan, tiny.params(), rows()):
+    for answer in host.generate_sequences(plan, tiny.params(), sequences()):
         num_accepted = (answer.accepted * np.arange(5)).sum()
         assert num_accepted + answer.rounds == len(answer.tokens) == 24
         assert answer.accepted.sum() == answer.drafts <= answer.rounds
@@ -269,21 +271,21 @@ def test_counts_add_up_to_the_text(name):
 
 def test_text_depends_neither_on_grouping_nor_on_neighbours():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
-    some = [
-        *rows(temperature=0.8),
+    inputs = [
+        *sequences(temperature=0.8),
         host.SequenceParams((1, 2, 3), max_tokens=24, temperature=0.5, seed=4),
     ]
-    together = texts(host.generate_sequences(plan, params, some))
-    assert texts(host.generate_sequences(plan, params, some, max_num_seqs=2)) == together
-    assert texts(host.generate_sequences(plan, params, some[::-1])) == together[::-1]
+    together = texts(host.generate_sequences(plan, params, inputs))
+    assert texts(host.generate_sequences(plan, params, inputs, max_num_seqs=2)) == together
+    assert texts(host.generate_sequences(plan, params, inputs[::-1])) == together[::-1]
 
 
-def test_a_long_prompt_is_taken_in_by_chunks(monkeypatch):
+def test_a_long_prompt_is_prefilled_in_chunks(monkeypatch):
     plan, params = Plan(tiny.TARGET, tiny.DRAFT), tiny.params()
-    some = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
-    whole = texts(host.generate_sequences(plan, params, some))
+    inputs = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((70, 3))]
+    whole = texts(host.generate_sequences(plan, params, inputs))
     monkeypatch.setattr(host, "PREFILL_CHUNK", 16)
-    assert texts(host.generate_sequences(plan, params, some)) == whole
+    assert texts(host.generate_sequences(plan, params, inputs)) == whole
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_a_long_prompt_is_taken_in_by_chunks(monkeypatch):
         (dict(min_p=1.5), "min_p=1.5 must be"),
     ],
 )
-def test_rows_out_of_range_are_refused(settings, message):
+def test_sequence_params_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         host.SequenceParams(**{"prompt": (1,), **settings})
 
@@ -314,14 +316,14 @@ def test_rows_out_of_range_are_refused(settings, message):
         (host.SequenceParams((-1, 3)), "token id -1, outside"),
     ],
 )
-def test_rows_that_do_not_fit_the_model_are_refused(row, message):
+def test_sequences_that_do_not_fit_the_model_are_refused(row, message):
     with pytest.raises(ValueError, match=message):
         host.start(Plan(tiny.TARGET, tiny.NONE), tiny.params(), [row])
 
 
 def test_params_of_both_models_are_arguments_and_never_constants():
     plan = Plan(tiny.TARGET, tiny.DRAFT)
-    some = rows(max_tokens=4)
-    first = texts(host.generate_sequences(plan, tiny.params(), some))
+    inputs = sequences(max_tokens=4)
+    first = texts(host.generate_sequences(plan, tiny.params(), inputs))
     other = Params(jax.tree.map(lambda x: -x, tiny.params().target), tiny.params().drafter)
-    assert texts(host.generate_sequences(plan, other, some)) != first
+    assert texts(host.generate_sequences(plan, other, inputs)) != first
