@@ -1,1 +1,1 @@
-"""Input that somebody made to break things."""
+"""Tests with malicious, damaged or absurd input."""

@@ -1,4 +1,4 @@
-"""One small checkpoint of every kind, as files, and how each is opened."""
+"""A small checkpoint of every kind, and the function that opens it."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ KINDS = ("target", *_HEADS, *_OTHERS)
 
 @functools.cache
 def saved(root: Path, kind: str) -> Path:
-    """A directory that holds such a checkpoint."""
+    """Return a directory with a checkpoint of this kind, saved on first use."""
     directory = root / kind.replace(" ", "-").replace(",", "")
     if kind == "target":
         llm_fixtures.write_model(directory, llm_fixtures.TARGET, 0)
@@ -46,7 +46,7 @@ def saved(root: Path, kind: str) -> Path:
 
 
 def opener(kind: str) -> Callable[[Path], object]:
-    """What opens a checkpoint of this kind."""
+    """Return the function that opens a checkpoint of this kind."""
     if kind == "target":
         return checkpoint.load_pretrained
     return functools.partial(head_files.load_head, target_config=_target(kind))
@@ -57,12 +57,12 @@ def _target(kind: str):
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Its files, by name."""
+    """Return the contents of the files of a directory by name."""
     return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
 
 
 def write(directory: Path, files: dict[str, bytes]) -> Path:
-    """A directory of these files and no others."""
+    """Replace the files of a directory by ``files``."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in directory.iterdir():
         file.unlink()

@@ -1,6 +1,6 @@
-"""Values that nobody should pass, and what every call must make of them.
+"""Generators of invalid values, and the check that a call rejects them properly.
 
-``make fuzz`` tries ``JSPEC_FUZZ`` times as many of them as the suite does, other ones every time.
+``make fuzz`` runs ``JSPEC_FUZZ`` times as many examples as the suite, with other random values.
 """
 
 import functools
@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 TIMES = int(os.environ.get("JSPEC_FUZZ", "1"))
-_SECONDS = 5.0  # of processor time that any input may take
+_SECONDS = 5.0  # limit on the processor time of one call
 
 
 def few(count: int):
-    """Decorates a property: so many examples in the suite, the same ones every time."""
+    """Return a decorator of a property that runs ``count`` fixed examples in the suite."""
     return settings(
         max_examples=count * TIMES,
         deadline=None,
@@ -27,7 +27,7 @@ def few(count: int):
 
 
 def nested(depth: int, make):
-    """``make`` applied to None as often as that."""
+    """Return ``make`` applied ``depth`` times to None."""
     value = None
     for _ in range(depth):
         value = make(value)
@@ -50,8 +50,8 @@ def _odd_values() -> tuple:
 
 
 def anything():
-    """Any JSON value, and some that are none."""
-    odd = _odd_values()  # some of which have no repr, which strategies are asked for
+    """Return a strategy of arbitrary JSON values and some other values."""
+    odd = _odd_values()  # by index, because hypothesis calls repr and some have none
     leaves = (
         st.integers(0, len(odd) - 1).map(odd.__getitem__)
         | st.integers()
@@ -70,10 +70,9 @@ def anything():
 
 
 def refused(call, *arguments, names=(), longest=2000, **named) -> str | None:
-    """What a call says of its arguments; None where it works.
+    """Return the message of the ValueError that a call raises; None if it works.
 
-    All else than a short line in a ValueError, in reasonable time, is a failure; the line names
-    one of ``names``.
+    The call must be fast. The message must be one short line that contains one of ``names``.
     """
     begin = time.process_time()
     try:

@@ -1,4 +1,4 @@
-"""Files that somebody made or damaged: weights, or one line that says what is wrong with them."""
+"""Tests that malicious or damaged checkpoints load or raise one line that names the problem."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def outside(tmp_path):
-    """A file that nothing may touch."""
+    """Yield a file outside the checkpoint, and check that it did not change."""
     file = tmp_path / "outside" / "precious"
     file.parent.mkdir()
     file.write_text("as it was")
@@ -105,9 +105,9 @@ def outside(tmp_path):
 
 
 def changed(raw, changes):
-    """config.json with other values: by the name of a key, or its number among those there are.
+    """Return config.json with changed values, None if it is not JSON.
 
-    None if that is no JSON.
+    A key is given by name, or by its index among the existing keys.
     """
     raw = dict(raw)
     for key, value in changes:
@@ -122,7 +122,7 @@ def changed(raw, changes):
 @pytest.mark.parametrize("family", families.FAMILIES)
 @few(8)
 @given(changes=CHANGES)
-def test_a_config_is_of_a_decoder_or_refused(tmp_path_factory, family, changes):
+def test_changed_configs_of_a_family_are_read_or_raise(tmp_path_factory, family, changes):
     raw = {"model_type": family, **test_families.SIZES, **test_families.MORE.get(family, {})}
     if text := changed(raw, changes):
         directory = tmp_path_factory.getbasetemp() / "config"
@@ -135,7 +135,7 @@ def test_a_config_is_of_a_decoder_or_refused(tmp_path_factory, family, changes):
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 @few(3)
 @given(changes=CHANGES)
-def test_weights_whose_config_was_changed_are_loaded_or_refused(
+def test_checkpoints_with_a_changed_config_are_loaded_or_raise(
     root, tmp_path_factory, kind, changes
 ):
     files = checkpoints.contents(checkpoints.saved(root, kind))
@@ -148,7 +148,7 @@ def test_weights_whose_config_was_changed_are_loaded_or_refused(
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 @few(3)
 @given(data=st.data())
-def test_weights_that_were_damaged_are_loaded_or_refused(root, tmp_path_factory, kind, data):
+def test_damaged_checkpoints_are_loaded_or_raise(root, tmp_path_factory, kind, data):
     files = checkpoints.contents(checkpoints.saved(root, kind))
     name = data.draw(st.sampled_from(sorted(files)))
     content = bytearray(files[name])
@@ -156,33 +156,33 @@ def test_weights_that_were_damaged_are_loaded_or_refused(root, tmp_path_factory,
         del content[data.draw(st.integers(0, len(content) - 1)) :]
     for _ in range(data.draw(st.integers(0, 4))):
         near = data.draw(st.sampled_from([64, 2000, len(content) + 1]))
-        place = data.draw(st.integers(-near, near))
-        if -len(content) <= place < len(content):
-            content[place] = data.draw(st.integers(0, 255))
+        index = data.draw(st.integers(-near, near))
+        if -len(content) <= index < len(content):
+            content[index] = data.draw(st.integers(0, 255))
     directory = tmp_path_factory.getbasetemp() / "damaged"
     checkpoints.write(directory, files | {name: bytes(content)})
     refused(checkpoints.opener(kind), directory, longest=10_000)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 63, 64])
-def test_a_file_cut_within_its_first_bytes_is_refused(tmp_path, size):
-    whole = tensor_files_of({"a": np.arange(6, dtype=np.float32)}, tmp_path)
-    (tmp_path / "cut").write_bytes(whole[:size])
+def test_files_truncated_in_their_first_bytes_raise(tmp_path, size):
+    complete = safetensors_of({"a": np.arange(6, dtype=np.float32)}, tmp_path)
+    (tmp_path / "cut").write_bytes(complete[:size])
     assert "not a whole safetensors file" in refused(safetensors_files.read, tmp_path / "cut")
 
 
-def test_a_tiny_file_cut_at_any_byte_is_refused(tmp_path):
+def test_truncated_files_raise(tmp_path):
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.int8)}
-    whole, cut = tensor_files_of(tensors, tmp_path), tmp_path / "cut"
-    for size in range(len(whole)):
-        cut.write_bytes(whole[:size])
+    complete, cut = safetensors_of(tensors, tmp_path), tmp_path / "cut"
+    for size in range(len(complete)):
+        cut.write_bytes(complete[:size])
         assert "not a whole safetensors file" in refused(safetensors_files.read, cut)
 
 
-def tensor_files_of(tensors, directory):
+def safetensors_of(tensors, directory):
     layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-    safetensors_files.write(directory / "whole", layout, iter(tensors.values()))
-    return (directory / "whole").read_bytes()
+    safetensors_files.write(directory / "complete", layout, iter(tensors.values()))
+    return (directory / "complete").read_bytes()
 
 
 NUMBER = st.integers(-2, 20) | st.sampled_from(
@@ -203,19 +203,19 @@ ENTRY = (
 @few(100)
 @given(
     header=st.dictionaries(st.text(max_size=3), ENTRY, max_size=3) | anything(),
-    lie=st.none() | st.integers(0, 2**64 - 1) | st.integers(0, 300),
+    length=st.none() | st.integers(0, 2**64 - 1) | st.integers(0, 300),
     body=st.binary(max_size=24),
 )
-def test_headers_that_lie_are_refused(tmp_path_factory, header, lie, body):
+def test_random_headers_are_read_or_raise(tmp_path_factory, header, length, body):
     path = tmp_path_factory.getbasetemp() / "lies.safetensors"
     try:
         text = json.dumps(header).encode()
     except (TypeError, ValueError, RecursionError):
         return
-    path.write_bytes(struct.pack("<Q", len(text) if lie is None else lie) + text + body)
-    found = []
-    refused(lambda: found.append(safetensors_files.read(path)))
-    for tensor in found[0].values() if found else ():
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + body)
+    results = []
+    refused(lambda: results.append(safetensors_files.read(path)))
+    for tensor in results[0].values() if results else ():
         assert np.array(tensor).nbytes <= len(body)
 
 
@@ -234,29 +234,29 @@ def test_headers_that_lie_are_refused(tmp_path_factory, header, lie, body):
     ],
     ids=["deep list", "deep object", "no UTF-8", "UTF-16", "twice", "huge and empty", "digits"],
 )
-def test_headers_that_no_program_writes_are_refused(tmp_path, text):
+def test_malformed_headers_raise(tmp_path, text):
     path = tmp_path / "x"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     assert "not a whole safetensors file" in refused(safetensors_files.read, path)
 
 
 @pytest.mark.parametrize("names", [[("9" * 5000, "0")], [("0", "99999999")], [("9", "9")]])
-def test_names_number_no_more_heads_than_there_are_tensors(names):
+def test_head_numbers_beyond_the_number_of_tensors_raise(names):
     assert "no more than 20 tensors" in refused(common.counted, names, 20)
 
 
-# Names and links.
+# --- Names and links ---
 
 
 @pytest.fixture
 def target(root, tmp_path):
-    """A directory with a target, to spoil."""
+    """Return a directory with a copy of the target."""
     files = checkpoints.contents(checkpoints.saved(root, "target"))
     return checkpoints.write(tmp_path / "model", files)
 
 
 def shard(directory, name):
-    """The weights as one shard of that name in the index."""
+    """Move the weights to a shard that the index calls ``name``."""
     weights = directory / model_files.WEIGHTS
     names = dict.fromkeys(safetensors_files.read(weights), name)
     (directory / model_files.INDEX).write_text(json.dumps({"weight_map": names}))
@@ -283,7 +283,7 @@ def shard(directory, name):
         "circle",
     ],
 )
-def test_an_index_names_files_beside_it(target, outside, name):
+def test_an_index_must_not_leave_its_folder(target, outside, name):
     shard(target, name.format(outside=outside))
     (target / "folder").mkdir()
     os.mkfifo(target / "pipe")
@@ -293,14 +293,14 @@ def test_an_index_names_files_beside_it(target, outside, name):
     assert "weight_map" in message or "lacks" in message
 
 
-def test_weights_behind_links_are_read_as_the_hub_keeps_them(target, tmp_path):
+def test_weights_behind_links_are_read_like_in_the_hub_cache(target, tmp_path):
     shard(target, "linked").rename(tmp_path / "blob")
     (target / "linked").symlink_to(tmp_path / "blob")
     assert refused(checkpoint.load_pretrained, target) is None
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, 7])
-def test_an_index_of_another_form_is_refused(target, index):
+def test_a_malformed_index_raises(target, index):
     shard(target, "shard")
     (target / model_files.INDEX).write_text(json.dumps(index))
     refused(checkpoint.load_pretrained, target, names=("weight_map", "JSON object"))
@@ -308,7 +308,7 @@ def test_an_index_of_another_form_is_refused(target, index):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_files_that_are_none_are_never_waited_for(target, name, what):
+def test_pipes_devices_and_folders_raise_without_blocking(target, name, what):
     (target / name).unlink(missing_ok=True)
     if what == "pipe":
         os.mkfifo(target / name)
@@ -338,7 +338,7 @@ def test_files_that_are_none_are_never_waited_for(target, name, what):
     ],
     ids=str,
 )
-def test_leftovers_that_no_save_of_ours_left_move_nothing(target, outside, manifest):
+def test_a_foreign_save_folder_raises_and_moves_nothing(target, outside, manifest):
     saved = target / ".jspec-saved"
     saved.mkdir()
     (saved / "precious").write_text("planted")
@@ -349,7 +349,7 @@ def test_leftovers_that_no_save_of_ours_left_move_nothing(target, outside, manif
     assert sorted(file.name for file in target.iterdir()) == before
 
 
-def test_leftovers_behind_a_link_are_not_moved(target, outside):
+def test_a_linked_save_folder_is_not_moved(target, outside):
     planted = outside.parent.parent / "planted"
     planted.mkdir()
     (planted / "files.json").write_text('["config.json"]')
@@ -359,7 +359,7 @@ def test_leftovers_behind_a_link_are_not_moved(target, outside):
     assert (planted / "config.json").exists()
 
 
-def test_a_save_writes_through_no_link(target, outside):
+def test_a_save_does_not_write_through_links(target, outside):
     config, params, _ = checkpoint.load_pretrained(target)
     for name in ("config.json", "model.safetensors"):
         (target / name).unlink()
@@ -369,7 +369,7 @@ def test_a_save_writes_through_no_link(target, outside):
     jax.tree.map(np.testing.assert_array_equal, params, checkpoint.load_pretrained(target)[1])
 
 
-def test_sizes_that_the_files_do_not_hold_are_refused_before_they_are_allocated(target):
+def test_sizes_beyond_the_files_raise_before_allocation(target):
     raw = json.loads((target / "config.json").read_text())
     for key, value in (("num_hidden_layers", 4096), ("hidden_size", 2**30), ("vocab_size", 2**30)):
         (target / "config.json").write_text(json.dumps(raw | {key: value}))

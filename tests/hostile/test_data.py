@@ -1,4 +1,4 @@
-"""Lines of JSON that somebody made or damaged, and a generation that goes on from such."""
+"""Tests of malformed JSON lines in training data, and of resuming from damaged answers."""
 
 import json
 
@@ -40,7 +40,7 @@ def as_bytes(line):
 
 
 def records(path, data_format="auto", bad_lines=0):
-    """Everything that a file holds."""
+    """Return all records of a file."""
     (source,), _ = readers.find([str(path)], data_format=data_format)
     return [record for _, record in source.read(readers.BadLines(bad_lines))]
 
@@ -52,7 +52,7 @@ def records(path, data_format="auto", bad_lines=0):
     limit=st.integers(0, 3),
     suffix=st.sampled_from([".jsonl", ".json", ".txt"]),
 )
-def test_lines_are_read_counted_as_bad_or_refused(
+def test_lines_are_read_counted_as_bad_or_raise(
     tmp_path_factory, lines, data_format, limit, suffix
 ):
     path = tmp_path_factory.getbasetemp() / f"lines{suffix}"
@@ -77,13 +77,13 @@ def test_lines_are_read_counted_as_bad_or_refused(
     ids=lambda content: repr(content[:20]),
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-def test_files_that_are_no_lines_of_json_are_refused(tmp_path, content, suffix):
+def test_files_without_json_lines_raise(tmp_path, content, suffix):
     path = tmp_path / f"x{suffix}"
     path.write_bytes(content)
     assert refused(records, path)
 
 
-WHOLE = [
+COMPLETE = [
     {"key": "a", "turn": 0, "turns": 2},
     {"key": "a", "turn": 1, "turns": 2},
     {"key": "b", "turn": 0, "turns": 1},
@@ -94,12 +94,13 @@ WHOLE = [
 @given(cut=st.integers(0, 200), planted=st.none() | LINE.map(as_bytes) | st.binary(max_size=9))
 def test_a_run_resumes_after_the_last_complete_answer(tmp_path_factory, cut, planted):
     path = tmp_path_factory.getbasetemp() / "answers.jsonl"
-    whole = b"".join(json.dumps(line).encode() + b"\n" for line in WHOLE)
-    path.write_bytes(whole[:cut] + (b"" if planted is None else b"\n" + planted + b"\n") + whole)
-    found = []
+    complete = b"".join(json.dumps(line).encode() + b"\n" for line in COMPLETE)
+    inserted = b"" if planted is None else b"\n" + planted + b"\n"
+    path.write_bytes(complete[:cut] + inserted + complete)
+    results = []
     if (
-        refused(lambda: found.append(generate_data._complete_answers(path)), names=("damaged",))
+        refused(lambda: results.append(generate_data._complete_answers(path)), names=("damaged",))
         is None
     ):
-        done, size = found[0]
+        done, size = results[0]
         assert done <= {"a", "b"} and size <= path.stat().st_size

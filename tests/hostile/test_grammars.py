@@ -1,4 +1,4 @@
-"""Grammars made to explode or to contradict themselves: bounded, and refused in a line."""
+"""Tests that exploding or contradictory grammars raise in bounded time."""
 
 import pytest
 from hypothesis import given
@@ -46,20 +46,20 @@ def soon(monkeypatch):
     ],
     ids=lambda pattern: pattern[:30],
 )
-def test_patterns_beyond_bounds_or_sense_are_refused(tokenizer, soon, pattern):
+def test_huge_or_invalid_patterns_raise(tokenizer, soon, pattern):
     assert "structured_outputs" in refused(automata.compiled, pattern, tokenizer, END, 320)
 
 
 @pytest.mark.parametrize("kind", ["regex", "choice", "json"])
-def test_half_a_character_is_refused(kind):
+def test_lone_surrogates_raise(kind):
     value = {"regex": "\ud800", "choice": ["\ud800"], "json": '"\ud800"'}[kind]
     message = refused(SamplingParams, structured_outputs={kind: value})
     assert "structured_outputs" in message or "schema" in message
 
 
 @pytest.mark.parametrize("pattern", ["[^a]b", "[^,]+,", ".b", "(.|\n)x", r"[\x00-\x7f]b", "a\0b"])
-def test_a_text_ends_only_where_its_pattern_does(tokenizer, pattern):
-    """NUL characters, which close texts inside, are among what such classes match."""
+def test_a_text_ends_only_at_a_full_match(tokenizer, pattern):
+    """These classes match NUL, which ends texts internally."""
     rules = automata.compiled(pattern, tokenizer, END, 320)
     begin, end = rules.first[rules.start], rules.first[rules.start + 1]
     assert 0 not in rules.tokens[begin:end]
@@ -94,17 +94,17 @@ WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in ra
     ],
     ids=lambda schema: shown(schema, 30),
 )
-def test_schemas_beyond_bounds_or_sense_are_refused(soon, schema):
+def test_huge_or_invalid_schemas_raise(soon, schema):
     assert refused(SamplingParams, structured_outputs={"json": schema})
 
 
-def test_long_lists_of_values_are_refused_where_they_are_too_long(tokenizer, monkeypatch):
+def test_too_many_states_raise(tokenizer, monkeypatch):
     monkeypatch.setattr(automata, "_MOST_STATES", 500)
     pattern = automata.pattern_of({"json": {"enum": list(range(5000))}})
     assert "states" in refused(automata.compiled, pattern, tokenizer, END, 320)
 
 
-def test_what_allows_too_many_tokens_in_too_many_places_is_refused(tokenizer, monkeypatch):
+def test_too_many_transitions_raise(tokenizer, monkeypatch):
     monkeypatch.setattr(automata, "_MOST_TRANSITIONS", 1000)
     message = refused(automata.compiled, ".{0,100}", tokenizer, END, 320)
     assert "transitions" in message and "at most 50000 states and 1000" in message
@@ -127,11 +127,11 @@ SCHEMA = st.recursive(
 
 @few(15)
 @given(SCHEMA)
-def test_schemas_at_random_are_read_or_refused(schema):
+def test_random_schemas_are_compiled_or_raise(schema):
     refused(SamplingParams, structured_outputs={"json": schema}, names=("schema", "outputs"))
 
 
 @few(10)
 @given(st.text(st.sampled_from(r"ab.*+?()[]{}|^$\\d1,9:=!<>-P{}x"), min_size=1, max_size=12))
-def test_patterns_at_random_are_compiled_or_refused(tokenizer, pattern):
+def test_random_patterns_are_compiled_or_raise(tokenizer, pattern):
     refused(automata.compiled, pattern, tokenizer, END, 320, names=("structured_outputs",))

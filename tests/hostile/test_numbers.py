@@ -1,4 +1,4 @@
-"""Numbers that are none: laws without a token, in target or drafter, and what becomes of rows."""
+"""Tests of NaN and infinite logits in target and drafter, and of fully masked rows."""
 
 import dataclasses
 import functools
@@ -20,10 +20,10 @@ from tests import fakes
 from tests.hostile.junk import few
 
 VOCAB = 8
-LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED = 3, 4, 5, 6, 7  # tokens, by what follows them
-LOST = (BROKEN, EMPTY)
+LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED = 3, 4, 5, 6, 7  # tokens, named by what follows them
+DEGENERATE = (BROKEN, EMPTY)  # no token has positive probability
 TARGET = np.array(fakes.table(0, VOCAB, VOCAB))
-TARGET[:LEAVING, LEAVING:] = -np.inf  # who has not left stays among the first three
+TARGET[:LEAVING, LEAVING:] = -np.inf  # the first three tokens lead only to each other
 TARGET[LEAVING, BROKEN:PEAKED] = 1.0
 TARGET[CERTAIN] = [-np.inf, 0, np.inf, 5, 0, 0, 0, 0]
 TARGET[BROKEN] = np.nan
@@ -54,29 +54,31 @@ def rows(prompts, temperature):
 
 FAST = {(1, 0.9), (6, 0.9), (7, 0.9), (0, 0.0)}
 CASES = [
-    pytest.param(*plan, heat, marks=() if (place, heat) in FAST else pytest.mark.slow)
-    for place, plan in enumerate(PLANS)
+    pytest.param(*plan, heat, marks=() if (index, heat) in FAST else pytest.mark.slow)
+    for index, plan in enumerate(PLANS)
     for heat in (0.0, 0.9)
 ]
 
 
 @pytest.mark.parametrize(("drafter", "rule", "temperature"), CASES)
-def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, temperature):
+def test_a_row_finishes_at_a_degenerate_distribution_and_others_continue(
+    drafter, rule, temperature
+):
     plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
     last = (0, LEAVING, CERTAIN, BROKEN, EMPTY, PEAKED, 1, LEAVING)
     answers = generate_sequences(plan, PARAMS, rows([(2, token) for token in last], temperature))
-    healthy = [0 if token in LOST else token for token in last]
+    healthy = [0 if token in DEGENERATE else token for token in last]
     others = generate_sequences(plan, PARAMS, rows([(2, token) for token in healthy], temperature))
     for token, answer, other in zip(last, answers, others, strict=True):
-        said = [token, *answer.tokens.tolist()]
-        assert min(said) >= 0 and max(said) < VOCAB
-        assert not {*said[:-1]} & {*LOST}
-        assert answer.finish_reason == ("error" if said[-1] in LOST else "length")
-        assert len(said) == 13 or said[-1] in LOST
+        tokens = [token, *answer.tokens.tolist()]
+        assert min(tokens) >= 0 and max(tokens) < VOCAB
+        assert not {*tokens[:-1]} & {*DEGENERATE}
+        assert answer.finish_reason == ("error" if tokens[-1] in DEGENERATE else "length")
+        assert len(tokens) == 13 or tokens[-1] in DEGENERATE
         if token in (CERTAIN, PEAKED) and drafter is CHAIN and isinstance(rule, str):
-            assert said[1] == 2
-        if token not in LOST:
-            assert said[1:] == other.tokens.tolist()
+            assert tokens[1] == 2
+        if token not in DEGENERATE:
+            assert tokens[1:] == other.tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -93,18 +95,18 @@ def test_a_row_whose_law_is_lost_ends_there_and_the_others_go_on(drafter, rule, 
         ),
     ],
 )
-def test_kernels_say_of_broken_numbers_what_the_rule_says(monkeypatch, drafter, rule):
+def test_kernels_equal_the_rules_on_broken_numbers(monkeypatch, drafter, rule):
     kernel = functools.partial(pallas_tpu.rejection_sampling, interpret=True)
     monkeypatch.setattr(pallas_tpu, "rejection_sampling", kernel)
     by_kernel = dataclasses.replace(verify.RULES[rule], implementation="pallas_tpu")
-    asked = rows([(2, token) for token in range(VOCAB)], 0.9)
-    found, expected = (
-        generate_sequences(Plan(fakes.ToyTarget(VOCAB), drafter, each), PARAMS, asked)
-        for each in (by_kernel, rule)
+    sequences = rows([(2, token) for token in range(VOCAB)], 0.9)
+    actual, expected = (
+        generate_sequences(Plan(fakes.ToyTarget(VOCAB), drafter, variant), PARAMS, sequences)
+        for variant in (by_kernel, rule)
     )
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.finish_reason == other.finish_reason
+    for left, right in zip(actual, expected, strict=True):
+        assert left.tokens.tolist() == right.tokens.tolist()
+        assert left.finish_reason == right.finish_reason
 
 
 @pytest.mark.parametrize(
@@ -116,47 +118,49 @@ def test_kernels_say_of_broken_numbers_what_the_rule_says(monkeypatch, drafter, 
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_a_row_that_may_say_nothing_says_so(settings, temperature):
+def test_a_row_that_allows_no_token_finishes_with_an_error(settings, temperature):
     plan = Plan(fakes.ToyTarget(VOCAB), CHAIN)
-    asked = [
+    sequences = [
         SequenceParams((0,), 6, temperature=temperature, **settings),
         SequenceParams((0,), 6, temperature=temperature),
     ]
-    silent, other = generate_sequences(plan, PARAMS, asked)
-    assert silent.finish_reason == "error" and not silent.tokens.size
+    masked, other = generate_sequences(plan, PARAMS, sequences)
+    assert masked.finish_reason == "error" and not masked.tokens.size
     assert other.finish_reason == "length" and other.tokens.size == 6
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
-def test_a_greedy_row_that_may_say_nothing_says_so_beside_a_sampled_one(rule):
-    silent = SequenceParams((0,), 4, allowed_token_ids=(1,), bad_words=((1,),))
+def test_a_greedy_row_that_allows_no_token_does_not_affect_a_sampled_one(rule):
+    masked = SequenceParams((0,), 4, allowed_token_ids=(1,), bad_words=((1,),))
     other = SequenceParams((0,), 4, temperature=1.0, stream=3)
     for drafter in (CHAIN, fakes.TableDrafter(1)):
         plan = Plan(fakes.ToyTarget(VOCAB), drafter, rule)
-        lost, fine = generate_sequences(plan, PARAMS, [silent, other])
-        assert lost.finish_reason == "error" and not lost.tokens.size
-        assert fine.tokens.tolist() == generate_sequences(plan, PARAMS, [other])[0].tokens.tolist()
+        failed, sampled = generate_sequences(plan, PARAMS, [masked, other])
+        assert failed.finish_reason == "error" and not failed.tokens.size
+        assert (
+            sampled.tokens.tolist() == generate_sequences(plan, PARAMS, [other])[0].tokens.tolist()
+        )
 
 
-def test_a_temperature_that_float32_cannot_divide_by_is_refused():
+def test_temperatures_outside_the_range_of_float32_raise():
     for temperature in (1e-6, 1e-37, 1e31, -1.0):
         with pytest.raises(ValueError, match=r"temperature=.* must be 0 \(greedy\), or 1e-05 to"):
             SequenceParams((0,), 4, temperature=temperature)
 
 
-def test_a_tree_that_follows_confidence_grows_where_an_infinite_logit_forces_tokens():
+def test_a_best_first_tree_grows_where_an_infinite_logit_forces_tokens():
     force = lambda logits, tokens, length: logits.at[(tokens[length - 1] + 1) % VOCAB].set(jnp.inf)
     rows = [SequenceParams((1,), max_tokens=25, logits_processors=(force,))]
     table = fakes.table(0, VOCAB, VOCAB)
     plain = fakes.run_rows(Plan(fakes.ToyTarget(VOCAB), NoDrafter()), Params(table), rows)
-    said = fakes.script(rows, plain)
+    texts = fakes.script(rows, plain)
     tree = Plan(fakes.ToyTarget(VOCAB), fakes.OnePassDrafter(4, VOCAB, "best_first"))
-    grown = fakes.run_rows(tree, Params(table, said), rows)[0]
-    assert grown.tokens.tolist() == plain[0].tokens.tolist()
-    assert grown.rounds == 5 and grown.drafted == 40
+    answer = fakes.run_rows(tree, Params(table, texts), rows)[0]
+    assert answer.tokens.tolist() == plain[0].tokens.tolist()
+    assert answer.rounds == 5 and answer.drafted == 40
 
 
-def test_an_infinite_logit_of_a_function_of_the_users_forces_its_token():
+def test_an_infinite_logit_of_a_logits_processor_forces_its_token():
     force = lambda logits, _, __: logits.at[1].set(jnp.inf)
     for temperature in (0.0, 1.0):
         row = SequenceParams((0,), 6, temperature=temperature, logits_processors=(force,))
@@ -176,7 +180,7 @@ NUMBER = st.floats(width=32) | st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -
     st.floats(0, 1),
     st.floats(0, 1, exclude_max=True),
 )
-def test_what_is_drawn_of_any_numbers_is_a_token_that_has_weight(logits, heat, k, p, low, uniform):
+def test_a_token_drawn_from_any_logits_has_positive_probability(logits, heat, k, p, low, uniform):
     one = lambda value, dtype=jnp.float32: jnp.array([value], dtype)
     settings = Sampling(
         dict(temperature=one(heat), min_p=one(low), top_k=one(k, jnp.int32), top_p=one(p)),

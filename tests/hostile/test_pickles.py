@@ -1,4 +1,4 @@
-"""Files of torch that somebody made or damaged: tensors, or one line. Nothing in them is run."""
+"""Tests that malicious or damaged torch files give tensors or one line, and never run code."""
 
 import io
 import json
@@ -20,7 +20,7 @@ TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np
 
 
 def archive(program, records=None, stored=zipfile.ZIP_STORED):
-    """A file as torch makes them, of this pickle and these records."""
+    """Return a file in torch's format with a pickle program and storage records."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", stored) as file:
         file.writestr("x/data.pkl", program)
@@ -29,32 +29,32 @@ def archive(program, records=None, stored=zipfile.ZIP_STORED):
     return out.getvalue()
 
 
-def say(path, content):
-    """What the reader says of such a file."""
+def error_of(path, content):
+    """Return the message of the reader for a file with this content; None if it works."""
     path.write_bytes(content)
     return refused(torch_files.read, path)
 
 
 @pytest.fixture
-def whole(tmp_path):
-    torch_files.write(tmp_path / "whole.bin", TENSORS)
-    return (tmp_path / "whole.bin").read_bytes()
+def complete(tmp_path):
+    torch_files.write(tmp_path / "complete.bin", TENSORS)
+    return (tmp_path / "complete.bin").read_bytes()
 
 
-def test_a_file_cut_at_any_byte_is_refused(tmp_path, whole):
-    for size in range(len(whole)):
-        assert say(tmp_path / "cut", whole[:size])
+def test_truncated_files_raise(tmp_path, complete):
+    for size in range(len(complete)):
+        assert error_of(tmp_path / "truncated", complete[:size])
 
 
 @few(60)
 @given(data=st.data())
-def test_a_file_with_other_bytes_in_it_is_read_or_refused(tmp_path_factory, data):
+def test_files_with_changed_bytes_are_read_or_raise(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp()
-    torch_files.write(folder / "whole.bin", TENSORS)
-    content = bytearray((folder / "whole.bin").read_bytes())
+    torch_files.write(folder / "complete.bin", TENSORS)
+    content = bytearray((folder / "complete.bin").read_bytes())
     for _ in range(data.draw(st.integers(1, 6))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    say(folder / "spoilt", bytes(content))
+    error_of(folder / "changed.bin", bytes(content))
 
 
 class Exploit:
@@ -67,7 +67,7 @@ class Exploit:
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"a": x}, lambda x: [x], lambda x: (x,)])
-def test_nothing_that_a_pickle_asks_for_is_run(tmp_path, protocol, wrap):
+def test_code_in_a_pickle_is_never_run(tmp_path, protocol, wrap):
     mark = tmp_path / "ran"
     for exploit in (
         Exploit(os.system, f"touch {mark}"),
@@ -75,17 +75,17 @@ def test_nothing_that_a_pickle_asks_for_is_run(tmp_path, protocol, wrap):
         Exploit(eval, f"open({str(mark)!r}, 'w')"),
     ):
         program = pickle.dumps(wrap(exploit), protocol)
-        assert say(tmp_path / "x.bin", archive(program))
+        assert error_of(tmp_path / "x.bin", archive(program))
         assert not mark.exists()
-    pickle.loads(program)  # which shows that it would have been
+    pickle.loads(program)  # shows that the exploit works
     assert mark.exists()
 
 
-def test_a_bare_pickle_is_no_archive(tmp_path):
+def test_a_bare_pickle_raises(tmp_path):
     mark = tmp_path / "ran"
     for protocol in range(6):
         exploit = pickle.dumps(Exploit(os.system, f"touch {mark}"), protocol)
-        assert "not a whole file" in say(tmp_path / "x.bin", exploit)
+        assert "not a whole file" in error_of(tmp_path / "x.bin", exploit)
     assert not mark.exists()
 
 
@@ -93,7 +93,7 @@ def text(value):
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
-TUPLES_OF_TUPLES = b")" + b"q\x00h\x00\x86" * 100  # 2^100 of them, printed or hashed one by one
+TUPLES_OF_TUPLES = b")" + b"q\x00h\x00\x86" * 100  # 2^100 tuples, if printed or hashed
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x06tQ"
 
@@ -115,12 +115,12 @@ def tensor(shape, strides, offset=b"K\x00", storage=STORAGE):
         TUPLES_OF_TUPLES + text("x") + b"\x93",
         tensor(TUPLES_OF_TUPLES, b"K\x01\x85"),
         tensor(b"K\x06\x85", TUPLES_OF_TUPLES),
-        b"}q\x00" + text("a") + b"h\x00s",  # which holds itself
+        b"}q\x00" + text("a") + b"h\x00s",  # contains itself
     ],
 )
-def test_structures_that_grow_without_end_are_refused_at_once(tmp_path, value):
+def test_exponential_structures_raise_quickly(tmp_path, value):
     program = b"\x80\x02}" + text("a") + value + b"s."
-    assert say(tmp_path / "x.bin", archive(program))
+    assert error_of(tmp_path / "x.bin", archive(program))
 
 
 HUGE = b"\x8a\x08" + struct.pack("<q", 2**62)
@@ -151,26 +151,26 @@ NEGATIVE = b"\x8a\x01\xff"
         (b"N", b"N", b"K\x00"),
     ],
 )
-def test_tensors_that_reach_out_of_their_storage_are_refused(tmp_path, shape, strides, offset):
+def test_tensors_that_exceed_their_storage_raise(tmp_path, shape, strides, offset):
     program = b"\x80\x02}" + text("a") + tensor(shape, strides, offset) + b"s."
-    message = say(tmp_path / "x.bin", archive(program))
+    message = error_of(tmp_path / "x.bin", archive(program))
     if message is None:
-        (found,) = torch_files.read(tmp_path / "x.bin").values()
-        assert found.nbytes <= 24 and not np.array(found).any()
+        (read,) = torch_files.read(tmp_path / "x.bin").values()
+        assert read.nbytes <= 24 and not np.array(read).any()
 
 
 @pytest.mark.parametrize("count", [b"K\x07", b"K\x05", NEGATIVE, HUGE, b"N", text("6"), b"\x88"])
-def test_storages_that_lie_about_their_size_are_refused(tmp_path, count):
+def test_storages_with_a_wrong_size_raise(tmp_path, count):
     storage = STORAGE.replace(b"K\x06tQ", count + b"tQ")
     program = b"\x80\x02}" + text("a") + tensor(b"K\x01\x85", b"K\x01\x85", storage=storage) + b"s."
-    assert say(tmp_path / "x.bin", archive(program))
+    assert error_of(tmp_path / "x.bin", archive(program))
 
 
 @pytest.mark.parametrize("key", ["../data.pkl", "/etc/passwd", "", "1", "0\0", "x" * 5000])
-def test_records_are_those_of_the_archive(tmp_path, key):
+def test_storage_keys_must_be_records_of_the_archive(tmp_path, key):
     storage = STORAGE.replace(text("0"), text(key))
     program = b"\x80\x02}" + text("a") + tensor(b"K\x01\x85", b"K\x01\x85", storage=storage) + b"s."
-    assert say(tmp_path / "x.bin", archive(program))
+    assert error_of(tmp_path / "x.bin", archive(program))
 
 
 OPCODES = b"()}].0Na\x85\x86\x87q\x00h\x94\x88\x89K\x01Rtsub\x80Q\x8a"
@@ -191,21 +191,23 @@ PIECES = [
 
 @few(200)
 @given(st.lists(st.sampled_from(CODES + PIECES) | st.binary(max_size=2), max_size=30))
-def test_programs_at_random_are_followed_or_refused(tmp_path_factory, pieces):
-    say(tmp_path_factory.getbasetemp() / "random.bin", archive(b"".join(pieces) + b"."))
+def test_random_pickle_programs_are_read_or_raise(tmp_path_factory, pieces):
+    error_of(tmp_path_factory.getbasetemp() / "random.bin", archive(b"".join(pieces) + b"."))
 
 
-def test_a_program_without_end_is_cut_off(tmp_path):
-    assert "too long" in say(tmp_path / "x.bin", archive(b"\x80\x02" + b"K\x01" * 1_100_000 + b"."))
+def test_too_long_programs_raise(tmp_path):
+    assert "too long" in error_of(
+        tmp_path / "x.bin", archive(b"\x80\x02" + b"K\x01" * 1_100_000 + b".")
+    )
 
 
-def test_records_that_are_compressed_are_not_unpacked(tmp_path):
+def test_compressed_records_raise_without_being_unpacked(tmp_path):
     bomb = archive(b"\x80\x02}.", {"0": bytes(50_000_000)}, zipfile.ZIP_DEFLATED)
     assert len(bomb) < 100_000
-    assert "compressed" in say(tmp_path / "x.bin", bomb)
+    assert "compressed" in error_of(tmp_path / "x.bin", bomb)
 
 
-def test_an_archive_of_many_records_takes_no_longer_for_each(tmp_path):
+def test_reading_time_is_linear_in_the_records(tmp_path):
     records = {str(index): b"" for index in range(3000)}
     program = (
         b"\x80\x02}("
@@ -220,11 +222,11 @@ def test_an_archive_of_many_records_takes_no_longer_for_each(tmp_path):
         )
         + b"u."
     )
-    assert say(tmp_path / "x.bin", archive(program, records)) is None
+    assert error_of(tmp_path / "x.bin", archive(program, records)) is None
 
 
 @pytest.mark.parametrize("name", ["../x.bin", "/x.bin", "..", "a/../x.bin", ""])
-def test_an_index_of_torch_files_names_files_beside_it(tmp_path, name):
+def test_an_index_of_torch_files_must_not_leave_its_folder(tmp_path, name):
     torch_files.write(tmp_path / "x.bin", TENSORS)
     folder = tmp_path / "model"
     folder.mkdir()

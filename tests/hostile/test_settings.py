@@ -1,4 +1,4 @@
-"""Settings of every front door: a plan, a request, or one line that says what is wrong."""
+"""Tests that random settings of every entry point work, or raise one line that names the key."""
 
 import dataclasses
 import sys
@@ -67,7 +67,7 @@ WILD = st.dictionaries(st.sampled_from(list(KEYS)) | st.text(max_size=6), anythi
 
 
 def plan_of(given):
-    """The plan of a config, as far as there is one without files."""
+    """Build the plan of a config that needs no head checkpoint."""
     speculative = config.read(given)
     if any(part.needs_head for part in (speculative, *speculative.parts)):
         return
@@ -81,14 +81,14 @@ def _network(speculative):
 
 @few(120)
 @given(SENSIBLE | LOOKING_UP | COMBINED | WILD | anything())
-def test_a_speculative_config_is_a_plan_or_one_line(given):
+def test_a_speculative_config_gives_a_plan_or_one_line(given):
     refused(plan_of, given)
 
 
 @pytest.mark.parametrize("key", KEYS)
 @few(4)
 @given(value=anything())
-def test_what_is_wrong_with_a_key_is_said_under_its_name(key, value):
+def test_errors_name_the_key_of_an_invalid_value(key, value):
     if KEYS[key].standing == "works" and key not in ("method", "model", "parts"):
         drafts = {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 3}
         other = {
@@ -99,7 +99,7 @@ def test_what_is_wrong_with_a_key_is_said_under_its_name(key, value):
         refused(config.read, drafts | {key: value}, names=(key, *other.get(key, ())))
 
 
-def test_configs_within_configs_are_refused_however_deep():
+def test_deeply_nested_configs_raise():
     deep = nested(50_000, lambda inner: {"method": "hybrid", "parts": [inner, {"method": "ngram"}]})
     assert "parts[0] has the method 'hybrid'" in refused(config.read, deep)
 
@@ -115,13 +115,13 @@ GRAMMAR = st.dictionaries(
 
 @few(300)
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), SETTING | anything()))
-def test_sampling_params_are_made_or_refused_by_name(given):
+def test_sampling_params_are_valid_or_errors_name_them(given):
     refused(SamplingParams, **given, names=(*given, "SamplingParams has no", "greedy"))
 
 
 @few(100)
 @given(GRAMMAR)
-def test_grammars_of_no_known_form_are_refused_by_name(given):
+def test_errors_name_structured_outputs(given):
     refused(SamplingParams, structured_outputs=given, names=("structured_outputs",))
 
 
@@ -133,7 +133,7 @@ ROW = [field.name for field in dataclasses.fields(SequenceParams) if field.name 
     st.lists(st.integers(0, 9), min_size=1) | anything(),
     st.dictionaries(st.sampled_from(ROW[1:]), SETTING | anything(), max_size=3),
 )
-def test_rows_are_made_or_refused_by_name(prompt, given):
+def test_sequence_params_are_valid_or_errors_name_them(prompt, given):
     refused(SequenceParams, prompt=prompt, **given, names=("prompt", *given))
 
 
@@ -146,7 +146,7 @@ def test_rows_are_made_or_refused_by_name(prompt, given):
     )
     | anything()
 )
-def test_prompts_are_read_or_refused_by_number(given):
+def test_prompts_are_read_or_errors_number_them(given):
     refused(prompts.read, given, lambda text: [1] * len(text), names=("prompt",))
 
 
@@ -165,15 +165,15 @@ ARGUMENTS = (
 
 @few(40)
 @given(given=st.dictionaries(st.sampled_from(ARGUMENTS), anything(), min_size=1, max_size=2))
-def test_an_engine_is_made_or_refused_by_name(tmp_path_factory, given):
+def test_an_llm_is_built_or_raises_one_line(tmp_path_factory, given):
     target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
     refused(jspec.LLM, target, **given)
 
 
 @few(40)
 @given(anything())
-def test_a_model_is_found_or_refused(given):
-    if not (isinstance(given, str) and given):  # of an id, the hub would be asked
+def test_invalid_model_arguments_raise(given):
+    if not (isinstance(given, str) and given):  # an id would be looked up on the hub
         assert "model" in refused(jspec.load, given)
 
 
@@ -196,9 +196,7 @@ def test_a_model_is_found_or_refused(given):
     ],
     ids=lambda options: " ".join(options)[:40],
 )
-def test_options_of_the_command_line_are_refused_in_one_line(
-    tmp_path, options, capsys, monkeypatch
-):
+def test_invalid_options_of_the_command_line_give_one_line(tmp_path, options, capsys, monkeypatch):
     prompt = [] if {"--prompt-file", "--token-ids"} & {*options} else ["hi"]
     monkeypatch.setattr(sys, "argv", ["jspec", "generate", str(tmp_path), *prompt, *options])
     with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""Chat templates that came with a stranger's tokenizer: programs, but in a sandbox."""
+"""Tests that malicious chat templates stay in their sandbox."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("template", ESCAPES + ENDLESS, ids=lambda template: template[:30])
-def test_templates_reach_nothing_outside_and_are_refused_in_a_line(root, tmp_path, template):
+def test_malicious_templates_have_no_effect_and_give_one_line(root, tmp_path, template):
     mark = tmp_path / "ran"
     template = template.replace("{mark}", str(mark))
     message = refused(llm_fixtures.llm(root, "none").chat, TALK[:1], chat_template=template)

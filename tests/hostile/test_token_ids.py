@@ -1,4 +1,4 @@
-"""Token ids that no vocabulary has: in requests, maps of heads, masks and trees."""
+"""Tests of token ids outside the vocabulary: in requests, vocabulary maps, masks and trees."""
 
 import dataclasses
 
@@ -33,18 +33,18 @@ OUTSIDE = [VOCAB, -1, 2**31 - 1, -(2**31)]
     ],
     ids=["prompt", "logit_bias", "allowed_token_ids", "bad_words"],
 )
-def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(where, token):
+def test_ids_outside_the_vocabulary_raise_before_anything_runs(where, token):
     row = SequenceParams(**{"prompt": (1,), "max_tokens": 4} | where(token))
     message = refused(generate_sequences, PLAN, PARAMS, [SequenceParams((1,), 4), row])
     assert "prompt 1" in message and str(token) in message
 
 
-def test_of_several_ids_outside_the_vocabulary_the_first_is_named():
+def test_errors_name_the_first_id_outside_the_vocabulary():
     rows = [SequenceParams((1, VOCAB + 1, -1), 4)]
     assert f"holds token id {VOCAB + 1}," in refused(generate_sequences, PLAN, PARAMS, rows)
 
 
-def test_stop_ids_outside_the_vocabulary_stop_nothing():
+def test_stop_ids_outside_the_vocabulary_are_ignored():
     rows = [SequenceParams((1,), 6, stop_token_ids=ids) for ids in ((), (VOCAB, 2**31 - 1))]
     first, second = generate_sequences(PLAN, PARAMS, rows)
     np.testing.assert_array_equal(first.tokens, second.tokens)
@@ -56,17 +56,17 @@ OFFSET = st.integers(-3, 9) | st.sampled_from([2**63 - 1, -(2**63), 2**62, 2**31
 
 @few(300)
 @given(st.lists(OFFSET, min_size=5, max_size=5), st.none() | st.lists(st.booleans(), max_size=9))
-def test_maps_of_heads_name_ascending_ids_or_are_refused(offsets, mask):
+def test_vocabulary_maps_give_ascending_ids_or_raise(offsets, mask):
     mask = None if mask is None else np.array(mask, bool)
-    found = []
-    read = lambda: found.append(vocabulary.from_offsets(np.array(offsets), mask, 5, VOCAB))
+    results = []
+    read = lambda: results.append(vocabulary.from_offsets(np.array(offsets), mask, 5, VOCAB))
     if refused(read, names=("d2t", "t2d")) is None:
-        (ids,) = found
+        (ids,) = results
         assert ids.min() >= 0 and ids.max() < VOCAB and (np.diff(ids) > 0).all()
 
 
-def test_offsets_that_wrap_around_are_refused():
-    """Differences of such ids are positive, each of them, and so is the last of them."""
+def test_offsets_that_overflow_raise():
+    """After the overflow the differences of the ids are positive, as in a valid map."""
     ids = np.array([0, 2**63 - 1, -(2**63) + 1, -1, 5])
     with np.errstate(over="ignore"):
         offsets = ids - np.arange(5)
@@ -76,18 +76,19 @@ def test_offsets_that_wrap_around_are_refused():
 
 @few(200)
 @given(anything() | st.lists(st.lists(st.integers(-1, 3), max_size=4), max_size=5))
-def test_rank_paths_are_a_tree_or_refused(paths):
+def test_rank_paths_give_a_tree_or_raise(paths):
     if not isinstance(paths, list | tuple):
         return
-    found = []
-    if refused(lambda: found.append(trees.from_choices(paths)), names=("tree",)) is None:
-        tree = trees.from_parents(np.array(found[0].parents), found[0].max_depth)
-        assert (tree.depth[1:] == tree.depth[found[0].parents[1:],] + 1).all()
+    results = []
+    if refused(lambda: results.append(trees.from_choices(paths)), names=("tree",)) is None:
+        (static,) = results
+        tree = trees.from_parents(np.array(static.parents), static.max_depth)
+        assert (tree.depth[1:] == tree.depth[static.parents[1:],] + 1).all()
 
 
 @few(100)
 @given(st.dictionaries(st.sampled_from(mask_token.KEYS), anything() | st.integers(0, 9)))
-def test_mask_tokens_are_ids_or_refused(raw):
+def test_mask_tokens_are_ids_or_raise(raw):
     refused(mask_token.mask_token_id, raw, names=mask_token.KEYS)
 
 
@@ -96,5 +97,5 @@ def test_mask_tokens_are_ids_or_refused(raw):
     ("config", "field"),
     [(peagle.CONFIG, "mask_token_id"), (dflashes.CONFIGS["dflash"], "mask_token")],
 )
-def test_a_mask_token_is_one_of_the_vocabulary(config, field, token):
+def test_mask_tokens_outside_the_vocabulary_raise(config, field, token):
     assert "mask" in refused(dataclasses.replace, config, **{field: token})

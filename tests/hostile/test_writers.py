@@ -1,4 +1,4 @@
-"""Writers: nothing lands outside of what they were given, and nothing old is lost by an error."""
+"""Tests that writers stay inside their paths, and that a failed write keeps the old file."""
 
 import os
 
@@ -21,7 +21,7 @@ def files_under(folder):
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
 
 
-def test_what_was_learnt_replaces_an_older_file_or_leaves_it(tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_old_shared_file(tmp_path, monkeypatch):
     path = tmp_path / "learnt"
     shared_file.save(path, SHARED)
     before = path.read_bytes()
@@ -36,12 +36,12 @@ def test_what_was_learnt_replaces_an_older_file_or_leaves_it(tmp_path, monkeypat
     assert files_under(tmp_path) == ["learnt"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_to_what_was_learnt_stays_one(tmp_path, there):
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_a_shared_file_stays_a_link(tmp_path, exists):
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     link.symlink_to("folder/learnt")
-    if there:
+    if exists:
         (folder / "learnt").write_text("of an older run")
     shared_file.save(link, SHARED)
     assert link.is_symlink()
@@ -49,7 +49,7 @@ def test_a_link_to_what_was_learnt_stays_one(tmp_path, there):
     np.testing.assert_array_equal(shared_file.load(link, SHARED)["tokens"], range(6))
 
 
-def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+def test_concurrent_writers_of_one_file_do_not_interfere(tmp_path):
     path = tmp_path / "file"
     with atomic_files.aside(path) as slow:
         slow.write_text("slow")
@@ -59,26 +59,26 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     assert path.read_text() == "slow" and files_under(tmp_path) == ["file"]
 
 
-def test_a_file_that_is_moved_into_place_may_be_read_by_whom_the_umask_lets(tmp_path):
+def test_a_moved_file_has_the_permissions_of_the_umask(tmp_path):
     (tmp_path / "opened").write_text("")
     atomic_files.write(tmp_path / "moved", b"")
     assert (tmp_path / "moved").stat().st_mode == (tmp_path / "opened").stat().st_mode
 
 
-def test_a_place_that_holds_no_file_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
+def test_invalid_paths_raise_before_anything_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "device_get", None)  # calling it would fail
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):
         message = refused(shared_file.save, tmp_path / name, SHARED)
-        assert f"path {tmp_path / name} is a device or a pipe, which keeps nothing" in message
+        assert f"path {tmp_path / name} is a device or a pipe, which stores nothing" in message
     assert "is a folder; name a file in it" in refused(shared_file.save, tmp_path, SHARED)
     message = refused(shared_file.save, tmp_path / "none" / "learnt", SHARED)
     assert f"there is no folder {tmp_path / 'none'}; make it first" in message
     assert (tmp_path / "pipe").is_fifo() and files_under(tmp_path) == ["link", "pipe"]
 
 
-def test_errors_name_the_file_that_was_asked_for(tmp_path):
+def test_errors_name_the_path_of_the_user(tmp_path):
     for path in (tmp_path / "none" / "file", tmp_path):
         with pytest.raises(OSError) as error:
             atomic_files.write(path, b"")
@@ -88,20 +88,20 @@ def test_errors_name_the_file_that_was_asked_for(tmp_path):
     assert "nowhere does not exist" in refused(shared_file.load, tmp_path / "nowhere", SHARED)
 
 
-def test_what_was_learnt_is_read_whole_or_refused(tmp_path):
+def test_truncated_or_foreign_shared_files_raise(tmp_path):
     path = tmp_path / "learnt"
     shared_file.save(path, SHARED)
-    whole = path.read_bytes()
-    for size in range(0, len(whole), 7):
-        path.write_bytes(whole[:size])
+    complete = path.read_bytes()
+    for size in range(0, len(complete), 7):
+        path.write_bytes(complete[:size])
         assert refused(shared_file.load, path, SHARED)
     for like in ({"tokens": jnp.arange(7)}, {"other": jnp.arange(6)}, ()):
-        path.write_bytes(whole)
+        path.write_bytes(complete)
         assert "saved by another method" in refused(shared_file.load, path, like)
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a\0b", "..", "a\nb", "\x1b[31m"])
-def test_the_name_of_a_target_is_no_path(tmp_path, name):
+def test_the_name_of_a_target_is_not_used_as_a_path(tmp_path, name):
     config, folder = heads.CONFIGS["eagle3"], tmp_path / "a" / "head"
     export.save(
         folder,
