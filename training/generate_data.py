@@ -66,9 +66,6 @@ class GenerateSettings:
       held_out_modules: top-level modules of folders and packages to leave out
       chat_template: file with the Jinja template of conversations (default: the tokenizer's own)
       max_bad_lines: lines to skip before giving up
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     target: str = ""

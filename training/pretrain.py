@@ -113,9 +113,6 @@ class Settings:
     Attributes:
       out: folder of the run: checkpoints, logs, curves, and the exported model
       export_dtype: of the exported weights
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     text: CorpusSettings

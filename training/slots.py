@@ -30,9 +30,6 @@ class SlotRecipe:
       depths: tokens guessed in one pass
       retention: share of its rows that each depth passes on to the next
       retention_least: smallest share of all rows that a depth keeps
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     depths: int = 8

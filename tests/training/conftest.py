@@ -8,7 +8,7 @@ from training import data, pretrain
 from training.trainer import TrainerSettings
 
 HELD_OUT = "secret"
-MARK = "xylophone"  # a word of the held-out module alone
+MARK = "xylophone"  # a word that only the held-out module has
 
 
 def _module(name: str, words: tuple[str, ...]) -> str:
@@ -74,7 +74,7 @@ def settings(corpus, tmp_path):
 
 @pytest.fixture
 def with_options(settings):
-    """``settings`` with some of them changed, whatever part they are of."""
+    """A function that changes fields of ``settings`` or of its parts."""
 
     def change(**options):
         parts = {}

@@ -1,4 +1,4 @@
-"""Trains the toy task on several meshes of 8 virtual devices; prints a line of JSON for each."""
+"""Train the toy task on several meshes of 8 virtual devices; print a line of JSON for each."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ MODEL = ModelSettings(
 
 
 def shards(tree) -> list:
-    """Whole shape and shape on a device, of every leaf."""
+    """Return the global shape and the shape on a device of every leaf."""
     return [[leaf.shape, leaf.addressable_shards[0].data.shape] for leaf in jax.tree.leaves(tree)]
 
 
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     for mesh in (ONE, ALL_AXES):
         task = LanguageModel(MODEL.config(), "bfloat16")
         print(json.dumps(train(task, (), mesh, folder / f"model{mesh}")), flush=True)
-    # A run that began on one device goes on where weights are cut.
+    # A run that began on one device resumes with split weights.
     print(json.dumps(train(toy.Bigrams(), toy.FROZEN, CUT, folder / f"toy{ONE}")), flush=True)

@@ -1,4 +1,4 @@
-"""Acceptance while training: the texts that are served, and no more of them."""
+"""Acceptance during training, measured on texts as they are served."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def test_texts_end_where_the_target_ends_them():
         **stops,
     )
     whole = served()
-    stop = int(whole[0].tokens[5])  # the others may go on without it
+    stop = int(whole[0].tokens[5])  # other texts may continue without it
     ended = served(stop_token_ids=(stop,))
     assert len(ended[0].tokens) <= 6 < max(len(answer.tokens) for answer in ended)
     for stops, answers in (((), whole), ((stop,), ended)):

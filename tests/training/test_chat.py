@@ -1,4 +1,4 @@
-"""What of a conversation is learned, against spans worked out by hand."""
+"""Labels of conversations, compared with spans derived by hand."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from tests.training.words import DIALOGUE, ids
 from training.data import chat
 
 FIRST = ["<user>", "hi", " ", "there", "<end>", "\n", "<assistant>"]
-SECOND = ["how", " ", "are", " ", "you", "<end>"]  # the end of the turn is for the model to say
+SECOND = ["how", " ", "are", " ", "you", "<end>"]  # the model emits the end of the turn
 THIRD = ["\n", "<user>", "fine", "<end>", "\n", "<assistant>"]
 FOURTH = ["bye", "<end>"]
 
 
 def examples(template, messages=DIALOGUE, **options):
     opened = chat.open_template(words.tokenizer(template), **options)
-    (found,) = opened.examples([messages], refuse)
-    return [(list(tokens), mask.tolist()) for tokens, mask in found]
+    (examples,) = opened.examples([messages], refuse)
+    return [(list(tokens), mask.tolist()) for tokens, mask in examples]
 
 
 def refuse(_, reason):
@@ -23,7 +23,7 @@ def refuse(_, reason):
 
 
 def learned(*parts):
-    """(token ids, mask) of parts that are by turns not learned and learned."""
+    """Return (token ids, mask) of parts; every second part is a label."""
     tokens = [token for part in parts for token in part]
     return ids(*tokens), [bool(i % 2) for i, part in enumerate(parts) for _ in part]
 
@@ -34,7 +34,7 @@ def test_the_assistants_turns_are_learned_to_the_token_that_ends_them(template):
 
 
 @pytest.mark.parametrize("template", [words.PLAIN, words.MARKED])
-def test_what_the_user_says_last_is_left_out(template):
+def test_the_last_message_of_the_user_is_left_out(template):
     assert examples(template, DIALOGUE[:3]) == [learned(FIRST, SECOND, ["\n"])]
 
 
@@ -73,12 +73,12 @@ def test_a_template_can_be_given_as_a_file(tmp_path):
 def test_one_refused_conversation_leaves_the_others_as_they_are():
     refused = []
     template = chat.open_template(words.tokenizer(words.PLAIN))
-    found = template.examples(
+    examples = template.examples(
         [DIALOGUE, DIALOGUE[:1], DIALOGUE[:2]], lambda *why: refused.append(why)
     )
-    assert [len(each) for each in found] == [1, 0, 1]
+    assert [len(each) for each in examples] == [1, 0, 1]
     assert [number for number, _ in refused] == [1]
-    ((tokens, mask),) = found[2]
+    ((tokens, mask),) = examples[2]
     assert (tokens, mask.tolist()) == learned(FIRST, SECOND, ["\n"])
 
 

@@ -23,8 +23,8 @@ def test_a_copy_of_a_held_out_file_is_dropped_wherever_it_lies(sources, tmp_path
     folder = tmp_path / "more"
     folder.mkdir()
     (folder / "innocent.py").write_text((sources / f"{HELD_OUT}.py").read_text() + "\nextra = 1\n")
-    found = data.find_documents([str(folder), str(sources)], first=[HELD_OUT])
-    assert sorted(document.module for document in found) == ["alpha", "beta", HELD_OUT]
+    documents = data.find_documents([str(folder), str(sources)], first=[HELD_OUT])
+    assert sorted(document.module for document in documents) == ["alpha", "beta", HELD_OUT]
 
 
 def test_tables_tests_and_licence_headers_of_packages_are_left_out(tmp_path, capsys):
@@ -34,10 +34,10 @@ def test_tables_tests_and_licence_headers_of_packages_are_left_out(tmp_path, cap
     (package / "kept.py").write_text("# Copyright 1999 Nobody\n# All wrongs reserved\n\n" + body)
     (package / "table.py").write_text("ROWS = [\n" + "  12345, 67890, 13579,\n" * 40 + "]\n")
     (package / "tests" / "helper.py").write_text(body.replace("function", "other"))
-    (found,) = data.find_documents(["package:wordy"], [str(tmp_path)])
-    assert found.module == "kept" and found.text == body
-    said = capsys.readouterr().err
-    assert said == "left out of the data: 1 named as tests, tables or copies, 1 tables\n"
+    (documents,) = data.find_documents(["package:wordy"], [str(tmp_path)])
+    assert documents.module == "kept" and documents.text == body
+    message = capsys.readouterr().err
+    assert message == "left out of the data: 1 named as tests, tables or copies, 1 tables\n"
 
 
 FOLDER = {
@@ -52,7 +52,7 @@ FOLDER = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of the user's, of which a package would keep nothing."""
+    """A folder of files that the cleaning of packages would leave out."""
     folder = tmp_path / "texts"
     for name, text in FOLDER.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_folder_is_taken_whole_and_what_is_no_text_is_told(folder, capsys):
+def test_a_folder_is_taken_whole_and_other_files_are_counted(folder, capsys):
     find = lambda: data.find_documents([str(folder)], left_out=left_out)
     left_out = collections.Counter()
     assert sorted(document.text for document in find()) == sorted(FOLDER.values())
@@ -72,9 +72,9 @@ def test_a_folder_is_taken_whole_and_what_is_no_text_is_told(folder, capsys):
     (folder / "empty.txt").write_text("\n")
     assert len(find()) == len(FOLDER)
     assert left_out == {"hidden": 1, "*.csv": 1, "not UTF-8": 1, "empty": 1}
-    said = capsys.readouterr().err
-    assert said.startswith("left out of the data: 1 ") and "1 *.csv" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("left out of the data: 1 ") and "1 *.csv" in message
+    assert message.count("\n") == 1
 
 
 def test_a_corpus_of_an_earlier_version_is_not_taken_for_the_whole_folder(folder, tmp_path):
@@ -83,7 +83,7 @@ def test_a_corpus_of_an_earlier_version_is_not_taken_for_the_whole_folder(folder
     made = build().description
     assert made["left_out"] == {"*.csv": 1} and made["train"]["files"] == len(FOLDER) - 1
     assert made["request"].pop("files") == "whole"
-    made["train"]["files"] = 1  # as little as was kept of it
+    made["train"]["files"] = 1  # as earlier versions kept
     (tmp_path / "corpus" / "corpus.json").write_text(json.dumps(made))
     assert build().description["train"]["files"] == len(FOLDER) - 1
 

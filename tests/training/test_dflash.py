@@ -40,9 +40,9 @@ PLAIN = DFlashConfig(
     39,
     causal=(True, False),
 )
-KEPT = np.arange(3, 40, 2, dtype=np.int32)
+VOCABULARY = np.arange(3, 40, 2, dtype=np.int32)
 REDUCED = DFlashConfig(
-    dataclasses.replace(NETWORK, vocab_size=len(KEPT)),
+    dataclasses.replace(NETWORK, vocab_size=len(VOCABULARY)),
     (1,),
     32,
     40,
@@ -95,7 +95,7 @@ def log_softmax(x):
 
 
 def heads_in_torch(directory, config, params, target):
-    """The head in plain torch, from the file that jspec writes of it."""
+    """The head in plain torch, from the file that jspec writes."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
@@ -112,7 +112,7 @@ def heads_in_torch(directory, config, params, target):
 
 
 def rows_of(config, reference, states, before):
-    """Logits [K, Vd] of a block in torch, and guessed chances [K] if there are."""
+    """Return logits [K, Vd] of a block in torch, and guessed probabilities [K] if there are any."""
     import torch
 
     states, depth = torch.tensor(np.stack(states, 1)), config.max_depth
@@ -124,7 +124,7 @@ def rows_of(config, reference, states, before):
 
 
 def shares(recipe, likely, counts):
-    """Weights of a block's rows, by the formulas."""
+    """Return the weights of a block's rows, by the formulas."""
     depth = len(likely)
     if recipe.weighing == "decay":
         weights = np.exp(-np.arange(depth) / recipe.gamma)
@@ -137,13 +137,13 @@ def shares(recipe, likely, counts):
     return weights / (depth * (depth + 1) / 2)
 
 
-def block_loss(recipe, logits, chances, truth, labels, counts, kept):
-    """The loss of one block."""
+def block_loss(recipe, logits, chances, truth, labels, counts, vocabulary):
+    """Return the loss of one block."""
     log_q = log_softmax(logits)
-    ids = list(range(40) if kept is None else kept)
+    ids = list(range(40) if vocabulary is None else vocabulary)
     known = np.array([label in ids for label in labels])
-    place = [ids.index(label) if label in ids else 0 for label in labels]
-    likely = log_q[np.arange(len(labels)), place]
+    columns = [ids.index(label) if label in ids else 0 for label in labels]
+    likely = log_q[np.arange(len(labels)), columns]
     value = -recipe.label_weight * known * likely
     p, q = np.exp(log_softmax(truth)[:, ids]), np.exp(log_q)
     overlap = np.minimum(p, q).sum(-1)
@@ -162,19 +162,19 @@ def block_loss(recipe, logits, chances, truth, labels, counts, kept):
     ],
 )
 def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, monkeypatch):
-    monkeypatch.setattr(block_attention, "QUERIES", 8)  # two blocks at a time, and one left over
+    monkeypatch.setattr(block_attention, "QUERIES", 8)  # two blocks at a time, with one left over
     config, recipe = RECIPES[name]
-    kept = jnp.asarray(KEPT) if config.reduced else None
+    vocabulary = jnp.asarray(VOCABULARY) if config.reduced else None
     params, key = loud(dflash.init_params(jax.random.key(2), config)), jax.random.key(3)
     task = DFlashTask(config, TARGET, recipe, compute="float32")
-    got, metrics = jax.jit(task.loss)(params, Frozen(target, None, kept), batch, key)
+    got, metrics = jax.jit(task.loss)(params, Frozen(target, None, vocabulary), batch, key)
     blocks = draw_blocks(batch, key, recipe.anchors, config.max_depth)
-    served = params.replace(draft_to_target=kept)
+    served = params.replace(draft_to_target=vocabulary)
     reference = heads_in_torch(tmp_path, config, served, target)
     module, total = Decoder(TARGET), 0.0
     for row, anchors in enumerate(np.asarray(blocks.anchors)):
-        for place, anchor in enumerate(anchors):
-            counts = np.asarray(blocks.weights[row, place])
+        for block, anchor in enumerate(anchors):
+            counts = np.asarray(blocks.weights[row, block])
             if not counts.any():
                 continue
             start = FIRST * int(anchor >= FIRST)
@@ -185,12 +185,12 @@ def test_the_loss_is_that_of_every_block_alone(name, target, batch, tmp_path, mo
             )
             states = [np.asarray(x[0, : anchor - start]) for x in out.features]
             before, labels = (
-                np.asarray(x[row, place]).tolist() for x in (blocks.before, blocks.labels)
+                np.asarray(x[row, block]).tolist() for x in (blocks.before, blocks.labels)
             )
             logits, chances = rows_of(config, reference, states, before)
             rows = np.minimum(anchor - start + np.arange(config.max_depth), len(text) - 1)
             truth = np.asarray(out.logits[0])[rows]
-            total += block_loss(recipe, logits, chances, truth, labels, counts, kept)
+            total += block_loss(recipe, logits, chances, truth, labels, counts, vocabulary)
     np.testing.assert_allclose(got, total / blocks.anchors.size, rtol=5e-5)
     assert 0 < metrics["likely_0"].mean < 1
 
@@ -201,31 +201,31 @@ def test_blocks_begin_where_something_is_before_and_the_next_token_is_learned(ba
         blocks = draw_blocks(batch, jax.random.key(key), 6, 3)
         for row, anchors in enumerate(np.asarray(blocks.anchors)):
             assert len(set(anchors)) == 6
-            for place, anchor in enumerate(anchors):
+            for block, anchor in enumerate(anchors):
                 assert batch.segments[row, anchor - 1] == batch.segments[row, anchor + 1] > 0
-                found = batch.tokens[row, anchor : anchor + 4].tolist()
-                before, labels = blocks.before[row, place], blocks.labels[row, place]
-                assert [before[0], *labels][: len(found)] == found
+                tokens = batch.tokens[row, anchor : anchor + 4].tolist()
+                before, labels = blocks.before[row, block], blocks.labels[row, block]
+                assert [before[0], *labels][: len(tokens)] == tokens
                 same = batch.segments[row, anchor + 1 :][:3] == batch.segments[row, anchor]
                 expected = np.cumprod(learned[row, anchor + 1 :][:3] * same)
-                assert blocks.weights[row, place, : len(expected)].tolist() == expected.tolist()
-                assert not blocks.weights[row, place, len(expected) :].any()
+                assert blocks.weights[row, block, : len(expected)].tolist() == expected.tolist()
+                assert not blocks.weights[row, block, len(expected) :].any()
     few = draw_blocks(batch, jax.random.key(0), 100, 3)
     assert few.anchors.shape == (2, FIRST + SECOND + 1)
-    assert not few.weights[:, -3:].any()  # there are no more
+    assert not few.weights[:, -3:].any()  # there are no more candidates
 
 
-def test_dpace_weighs_a_row_by_all_that_hangs_on_it():
+def test_dpace_weighs_a_row_by_the_expected_tokens_from_it_on():
     recipe = Recipe(weighing="dpace", dpace_alpha=0.0)
     likely, counts = jnp.asarray([0.5, 0.4, 0.9]), jnp.ones(3)
     weights = row_weights(recipe, likely, counts) * 6
     np.testing.assert_allclose(weights, [0.5 + 0.2 + 0.18, 0.2 + 0.18, 0.18], rtol=1e-6)
 
 
-def test_an_output_matrix_of_the_heads_own_begins_as_the_targets(target):
+def test_a_separate_output_matrix_begins_as_the_targets(target):
     task = DFlashTask(REDUCED, TARGET, Recipe())
-    params = task.init(jax.random.key(0), Frozen(target, None, jnp.asarray(KEPT)))
-    np.testing.assert_array_equal(params.head, target.head[:, KEPT])
+    params = task.init(jax.random.key(0), Frozen(target, None, jnp.asarray(VOCABULARY)))
+    np.testing.assert_array_equal(params.head, target.head[:, VOCABULARY])
 
 
 @pytest.mark.parametrize(

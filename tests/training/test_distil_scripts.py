@@ -39,7 +39,7 @@ def distil(method, argv):
 
 @pytest.fixture(scope="module")
 def target(corpus, tmp_path_factory):
-    """A random target, with a tokenizer, in Hugging Face layout."""
+    """A random target with a tokenizer, in Hugging Face layout."""
     directory = tmp_path_factory.mktemp("target")
     params = decoder.init_params(jax.random.key(0), SIZES)
     loud = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, params)
@@ -137,7 +137,7 @@ def test_a_head_is_distilled_from_one_command(variant, more, method, words, targ
     check_run(tmp_path, target, method)
 
 
-def test_a_head_is_trained_on_from_its_files(words, target, tmp_path, capsys):
+def test_a_head_trains_further_from_its_files(words, target, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     small = ["--unroll", "1", "--capture-layers", "1", "2", "--draft-vocab-size", "80"]
     small += ["--fc-norm", "--norm-before-residual", "--norm-output"]
@@ -159,15 +159,15 @@ def test_a_head_is_trained_on_from_its_files(words, target, tmp_path, capsys):
     assert "holds another run: --head " in capsys.readouterr().err
 
 
-def test_a_run_without_held_out_data_exports_what_it_ends_with(words, target, tmp_path):
-    place = words.index("--held-out-modules")
-    apart = [*words[:place], *words[place + 2 :], "--acceptance-prompts", "0"]
+def test_a_run_without_held_out_data_exports_its_last_weights(words, target, tmp_path):
+    index = words.index("--held-out-modules")
+    apart = [*words[:index], *words[index + 2 :], "--acceptance-prompts", "0"]
     assert distil("medusa", [*apart, "--output", str(tmp_path / "run")]) == 0
     config = {"method": "medusa", "model": str(tmp_path / "run/export")}
     assert generate(target, config | {"num_speculative_tokens": 2}) == plain(target)
 
 
-def test_a_run_goes_on_with_its_own_target_and_measure_alone(words, target, tmp_path, capsys):
+def test_a_run_resumes_only_with_the_same_target_and_measurement(words, target, tmp_path, capsys):
     other = shutil.copytree(target, tmp_path / "other")
     params = decoder.init_params(jax.random.key(1), SIZES)
     checkpoint.save_pretrained(other, SIZES, params)
@@ -179,12 +179,12 @@ def test_a_run_goes_on_with_its_own_target_and_measure_alone(words, target, tmp_
 
 
 def recorded(run):
-    """The file in which the newest checkpoint of a run says which run it is."""
+    """Return the file with the identity of a run in its newest checkpoint."""
     step = max((run / "checkpoints").glob("[0-9]*"), key=lambda folder: int(folder.name))
     return step / "record" / "metadata"
 
 
-def test_what_decides_which_weights_are_best_stays_as_it_is(words, target, tmp_path, capsys):
+def test_options_that_decide_the_best_weights_must_not_change(words, target, tmp_path, capsys):
     measured, plain = (
         [*words, "--steps", "2", "--output", str(tmp_path / name)] for name in ("measured", "plain")
     )
@@ -203,17 +203,15 @@ def test_what_decides_which_weights_are_best_stays_as_it_is(words, target, tmp_p
         "0.5",
     ]
     assert distil("medusa", [*measured, *others]) == 2
-    said = capsys.readouterr().err
-    assert "holds another run: " in said and "--temperatures (0.5,) (was [1.0, 0.0])" in said
-    assert all(f"{option} " in said for option in others[::2])
+    printed = capsys.readouterr().err
+    assert "holds another run: " in printed and "--temperatures (0.5,) (was [1.0, 0.0])" in printed
+    assert all(f"{option} " in printed for option in others[::2])
     assert distil("medusa", [*plain, "--eval-windows", "1"]) == 2
     assert "holds another run: --eval-windows 1 (was 2)" in capsys.readouterr().err
     assert distil("medusa", [*measured, "--eval-windows", "1"]) == 0  # a number beside others
 
 
-def test_a_run_goes_on_whose_record_does_not_tell_how_acceptance_was_measured(
-    words, tmp_path, capsys
-):
+def test_a_run_resumes_whose_record_lacks_the_measurement_of_acceptance(words, tmp_path, capsys):
     run = [*words, "--steps", "2", "--output", str(tmp_path)]
     assert distil("medusa", run) == 0
     record = json.loads(recorded(tmp_path).read_text())
@@ -237,21 +235,21 @@ def test_a_run_goes_on_whose_record_does_not_tell_how_acceptance_was_measured(
     ],
     ids=["medusa", "hydra", "mlp", "p-eagle"],
 )
-def test_a_depth_that_is_not_measured_asks_for_nothing(method, few, words, tmp_path, capsys):
+def test_without_a_measurement_any_depth_will_do(method, few, words, tmp_path, capsys):
     argv = [*words, "--output", str(tmp_path), *few, "--acceptance-prompts", "0"]
     assert distil(method, [*argv, "--target", str(tmp_path / "nothing")]) == 2
-    assert "nothing" in capsys.readouterr().err  # it came to be looked for
+    assert "nothing" in capsys.readouterr().err  # it reached the loading of the target
 
 
-def test_an_option_that_did_nothing_then_is_not_asked_for_now(words, tmp_path, capsys):
+def test_an_option_without_effect_may_change(words, tmp_path, capsys):
     run = [*words, "--steps", "2", "--output", str(tmp_path), "--num-heads", "2"]
     assert distil("medusa", run) == 0
     record = json.loads(recorded(tmp_path).read_text())
     record["identity"] |= {"heads_weight": 3.0, "learning_rate_floor": 0.7}
     recorded(tmp_path).write_text(json.dumps(record))
-    assert distil("medusa", run) == 2  # the floor did something
-    said = capsys.readouterr().err
-    assert "another run: --learning-rate-floor 0.0 (was 0.7); give" in said
+    assert distil("medusa", run) == 2  # the floor has an effect
+    printed = capsys.readouterr().err
+    assert "another run: --learning-rate-floor 0.0 (was 0.7); give" in printed
 
 
 def test_a_draft_model_starts_from_layers_of_the_target(words, target, tmp_path, capsys):
@@ -298,7 +296,7 @@ def test_a_head_learns_to_guess_in_one_pass(words, target, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_head_that_guesses_in_one_pass_is_trained_on_from_its_files(words, target, tmp_path):
+def test_a_head_that_guesses_in_one_pass_trains_further_from_its_files(words, target, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     parallel = ["--parallel", "--depths", "2"]
     small = ["--capture-layers", "1", "2", "--remat"]
@@ -331,7 +329,7 @@ def test_modules_for_later_tokens_are_trained_and_stitched_into_their_target(
 
 
 @pytest.mark.slow
-def test_modules_in_the_targets_files_are_trained_on(words, target, tmp_path):
+def test_modules_in_the_targets_files_train_further(words, target, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert distil("mtp", [*words, "--output", str(first), "--stitch"]) == 0
     more = ["--target", str(first / "export" / "target"), "--mtp-loss", "tvd", "--stitch"]
@@ -373,7 +371,7 @@ def test_a_block_drafter_is_distilled_from_one_command(variant, more, words, tar
     argv = [*words, "--output", str(tmp_path / "a"), "--variant", variant, *SMALL_BLOCKS, *more]
     assert distil("dflash", argv) == 0
     check_run(tmp_path / "a", target, variant)
-    if variant == "dspark":  # and goes on from its files
+    if variant == "dspark":  # and resumes from its files
         again = [
             *words,
             "--output",
@@ -430,9 +428,7 @@ def test_heads_that_guess_one_after_another_are_trained(
     ],
     ids=["hydra", "ibm"],
 )
-def test_they_are_trained_on_from_their_files(
-    method, option, first, other, words, target, tmp_path
-):
+def test_they_train_further_from_their_files(method, option, first, other, words, target, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert distil(method, [*words, "--output", str(one), *first]) == 0
     again = [*words, "--output", str(two), option, str(one / "export")]
@@ -572,10 +568,10 @@ def test_they_are_trained_on_from_their_files(
 def test_an_impossible_run_ends_in_one_line(method, more, message, words, tmp_path, capfd):
     argv = [*words, "--output", str(tmp_path / "run"), *more]
     assert distil(method, argv) == 2
-    said = capfd.readouterr().err
-    assert re.search(message, said)
-    assert said.startswith("error: ")
-    assert len(said.strip().splitlines()) == 1
+    printed = capfd.readouterr().err
+    assert re.search(message, printed)
+    assert printed.startswith("error: ")
+    assert len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 

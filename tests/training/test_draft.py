@@ -1,4 +1,4 @@
-"""Distilling draft models: the loss in numpy, and what a draft model writes by itself."""
+"""Losses of draft models against numpy, and their own continuations."""
 
 import chex
 import jax
@@ -49,8 +49,8 @@ def batch():
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, TARGET.vocab_size, (2, FIRST + SECOND + 2)).astype(np.int32)
     row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
-    kept = (rng.random(tokens.shape) < 0.8) & (row > 0)
-    return Batch(tokens, np.stack([row, row]), kept.astype(np.float32))
+    weights = (rng.random(tokens.shape) < 0.8) & (row > 0)
+    return Batch(tokens, np.stack([row, row]), weights.astype(np.float32))
 
 
 def distributions(params, config, tokens):
@@ -72,7 +72,7 @@ DISTANCES = {
 
 
 @pytest.mark.parametrize("loss", ["kl", "tvd"])
-def test_the_loss_is_the_distance_of_each_documents_laws(loss, weights, batch):
+def test_the_loss_is_the_distance_of_each_documents_distributions(loss, weights, batch):
     task = DraftTask(DRAFT, TARGET, DraftRecipe(loss=loss, text_weight=0.25), compute="float32")
     got, metrics = jax.jit(task.loss)(weights.start, weights, batch, jax.random.key(0))
     total, accepted, counted = 0.0, 0.0, 0
@@ -112,7 +112,7 @@ def test_gradients_are_those_that_are_derived_by_hand():
     tvd = -q * (below - (q * below).sum())
     alpha = np.minimum(p, q).sum()
     share = np.exp(-3 * alpha)
-    wanted = {
+    expected = {
         "kl": kl,
         "ce": kl,
         "reverse_kl": reverse,
@@ -120,12 +120,12 @@ def test_gradients_are_those_that_are_derived_by_hand():
         "overlap": tvd / alpha,
         "lk": share * kl + (1 - share) * tvd,
     }
-    for loss, by_hand in wanted.items():
+    for loss, by_hand in expected.items():
         np.testing.assert_allclose(gradient(loss, p, logits), by_hand, atol=1e-6, err_msg=loss)
 
 
 def test_a_normalised_reward_points_where_total_variation_does():
-    """Mean and scale of the reward change only the length of the gradient, for one row."""
+    """For one row, mean and scale of the reward only change the length of the gradient."""
     rng = np.random.default_rng(0)
     p, logits = rng.dirichlet(np.ones(12)), rng.normal(size=12)
     a, b = gradient("tvd", p, logits), gradient("tvd++", p, logits)
@@ -134,7 +134,7 @@ def test_a_normalised_reward_points_where_total_variation_does():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_rows_loss_and_gradient_depend_on_no_other_row(loss):
-    """Nor, so, on rows that do not count, on padding, or on where a batch is cut."""
+    """So it does not depend on rows that do not count, on padding, or on cuts of a batch."""
     rng = np.random.default_rng(0)
     p, logits = rng.dirichlet(np.ones(12), size=3), rng.normal(size=(3, 12))
     for row in range(3):
@@ -142,8 +142,8 @@ def test_a_rows_loss_and_gradient_depend_on_no_other_row(loss):
         np.testing.assert_allclose(gradient(loss, p, logits)[row], alone, rtol=1e-4, atol=1e-7)
 
 
-def test_a_draft_model_continues_prompts_by_its_own_law(weights):
-    """Almost without temperature it writes what greedy decoding does."""
+def test_a_draft_model_continues_prompts_by_its_own_distribution(weights):
+    """Near temperature 0 the continuation equals greedy decoding."""
     prompts = np.random.default_rng(2).integers(0, SHORT, (3, 5)).astype(np.int32)
     written = sample_continuations(
         weights.start, DRAFT, jnp.asarray(prompts), 14, jax.random.key(0), 1e-4, DRAFT.vocab_size

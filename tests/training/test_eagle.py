@@ -30,7 +30,7 @@ TARGET = DecoderConfig(
     head_dim=8,
     max_positions=64,
 )
-KEPT = np.sort(np.random.default_rng(3).permutation(TARGET.vocab_size)[:25]).astype(np.int32)
+VOCABULARY = np.sort(np.random.default_rng(3).permutation(TARGET.vocab_size)[:25]).astype(np.int32)
 FIRST, SECOND = 11, 8  # lengths of the two documents of a window, 3 slots of padding behind
 
 
@@ -62,15 +62,17 @@ def batch():
 
 
 def documents(batch):
-    """(tokens [n], weights [n]) of each document of the batch."""
+    """Yield (tokens [n], weights [n]) of each document of the batch."""
     for tokens, weights in zip(batch.tokens, batch.weights, strict=True):
         for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
             yield tokens[start:end], weights[start:end]
 
 
 def serve(params, config, target, tokens, steps):
-    """Draft logits as drafting computes them: {(i, k): logits [Vd], f' [D]}, the target's logits
-    [n, V] and normed features [n, D]."""
+    """Return drafts {(i, k): (logits [Vd], f' [D])} as drafting computes them.
+
+    Also return the target's logits [n, V] and normed features [n, D].
+    """
     logits, hidden, truth, normed = map(np.asarray, _serve(params, config, target, tokens, steps))
     drafted = {
         (i, step): (logits[step, i], hidden[step, i])
@@ -82,7 +84,7 @@ def serve(params, config, target, tokens, steps):
 
 @functools.partial(jax.jit, static_argnums=(1, 4))
 def _serve(params, config, target, tokens, steps):
-    """Row i's cache holds the rows of true features up to i and nothing else."""
+    """Return a cache per row i, with the rows of true features up to i alone."""
     module, rows = Decoder(TARGET), tokens.shape[0] - 1
     chain = trees.broadcast(trees.from_parents(trees.chain(rows), rows), 1)
     attend, _ = decoder.attention_over(decoder.init_cache(TARGET, 1, rows + 1), chain)
@@ -131,7 +133,7 @@ def log_softmax(x):
 
 
 def expected(params, config, recipe, target, batch, distance):
-    """The loss, summed in numpy over every row of every document, drafted as in serving."""
+    """Return the loss, summed in numpy over every row of every document, drafted as in serving."""
     total = 0.0
     for tokens, weights in documents(batch):
         drafted, truth, normed = serve(params, config, target, tokens, recipe.unroll)
@@ -146,7 +148,7 @@ def expected(params, config, recipe, target, batch, distance):
                 gap = np.abs(hidden - normed[j])
                 huber = np.where(gap < 1, gap**2 / 2, gap - 0.5)
                 value += recipe.feature_weight * huber.mean()
-            learned = weights[j + 1] if j + 1 < len(tokens) else 0.0  # of the guessed token
+            learned = weights[j + 1] if j + 1 < len(tokens) else 0.0  # weight of the guessed token
             total += learned * recipe.step_decay**step * value
     return total / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
 
@@ -174,8 +176,8 @@ def test_the_loss_is_that_of_the_rows_as_drafting_computes_them(variant, target,
     task = EagleTask(config, TARGET, recipe, compute="float32")
     params = loud_head(config, frozen)
     loss, _ = jax.jit(task.loss)(params, frozen, batch, jax.random.key(0))
-    wanted = expected(params, config, recipe, target, batch, soft_cross_entropy)
-    np.testing.assert_allclose(loss, wanted, rtol=2e-5)
+    by_hand = expected(params, config, recipe, target, batch, soft_cross_entropy)
+    np.testing.assert_allclose(loss, by_hand, rtol=2e-5)
 
 
 def test_recomputed_steps_give_the_same_gradients(target, batch):
@@ -191,16 +193,16 @@ def test_recomputed_steps_give_the_same_gradients(target, batch):
 
 
 def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch):
-    config, recipe = head_config(3, len(KEPT)), Recipe(unroll=2)
-    frozen = Frozen(target, None, jnp.asarray(KEPT))
+    config, recipe = head_config(3, len(VOCABULARY)), Recipe(unroll=2)
+    frozen = Frozen(target, None, jnp.asarray(VOCABULARY))
     params = loud_head(config, frozen)
     task = EagleTask(config, TARGET, recipe, compute="float32")
     loss, _ = jax.jit(task.loss)(params, frozen, batch, jax.random.key(0))
 
     def renormalised(truth, log_q):
-        if truth.argmax() not in KEPT:
+        if truth.argmax() not in VOCABULARY:
             return 0.0
-        return -(np.exp(log_softmax(truth[KEPT])) * log_q).sum()
+        return -(np.exp(log_softmax(truth[VOCABULARY])) * log_q).sum()
 
     np.testing.assert_allclose(
         loss, expected(params, config, recipe, target, batch, renormalised), rtol=2e-5
@@ -208,22 +210,22 @@ def test_rows_whose_answer_a_reduced_vocabulary_lacks_do_not_count(target, batch
 
 
 def test_acceptance_over_a_reduced_vocabulary_counts_what_it_cannot_draft(target, batch):
-    config, recipe = head_config(3, len(KEPT)), Recipe(unroll=1, loss="tvd")
-    frozen = Frozen(target, None, jnp.asarray(KEPT))
+    config, recipe = head_config(3, len(VOCABULARY)), Recipe(unroll=1, loss="tvd")
+    frozen = Frozen(target, None, jnp.asarray(VOCABULARY))
     params = loud_head(config, frozen)
     task = EagleTask(config, TARGET, recipe, compute="float32")
     everywhere = dataclasses.replace(batch, weights=np.ones_like(batch.weights))
     loss, metrics = jax.jit(task.loss)(params, frozen, everywhere, jax.random.key(0))
 
     def rejected(truth, log_q):
-        p = np.exp(log_softmax(truth))[KEPT]
+        p = np.exp(log_softmax(truth))[VOCABULARY]
         return 1 - np.minimum(p, np.exp(log_q)).sum()
 
-    wanted = expected(params, config, recipe, target, everywhere, rejected)
-    np.testing.assert_allclose(loss, wanted, rtol=2e-5)
-    rows = 2 * (FIRST + SECOND - 4)  # of each document the first two tokens are not guessed
+    by_hand = expected(params, config, recipe, target, everywhere, rejected)
+    np.testing.assert_allclose(loss, by_hand, rtol=2e-5)
+    rows = 2 * (FIRST + SECOND - 4)  # the first two tokens of a document are not guessed
     share = rows / (batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
-    np.testing.assert_allclose(1 - metrics["accepted_0"].mean, wanted / share, rtol=2e-5)
+    np.testing.assert_allclose(1 - metrics["accepted_0"].mean, by_hand / share, rtol=2e-5)
 
 
 @pytest.mark.parametrize("variant", PUBLISHED)
@@ -275,8 +277,8 @@ def test_noise_reaches_the_features_and_depends_on_the_key_but_not_on_held_out_t
     assert loss(None) == held_out
 
 
-def test_a_new_head_hands_on_the_deepest_feature(target, batch):
-    """Its law is the target's early exit at layer 3, but for the noise of its random block."""
+def test_a_new_head_passes_on_the_deepest_feature(target, batch):
+    """Its distribution is the target's early exit at layer 3, plus the noise of a random block."""
     config, frozen = head_config(3), Frozen(target)
     task = EagleTask(config, TARGET, Recipe(unroll=1), compute="float32")
     params = task.init(jax.random.key(0), frozen)

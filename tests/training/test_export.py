@@ -1,4 +1,4 @@
-"""Heads from one layout of files into another."""
+"""Conversion of heads between layouts of files."""
 
 import dataclasses
 import json
@@ -50,8 +50,8 @@ def eagle_head(generation):
         separate_head=third,
     )
     params = eagle.init_params(jax.random.key(1), config)
-    kept = jnp.arange(3, 43, dtype=jnp.int32) if third else None
-    return config, params.replace(draft_to_target=kept)
+    vocabulary = jnp.arange(3, 43, dtype=jnp.int32) if third else None
+    return config, params.replace(draft_to_target=vocabulary)
 
 
 def medusa_heads():
@@ -127,7 +127,7 @@ def test_a_head_keeps_its_weights_through_every_format(kind, formats, target, tm
 
 
 @pytest.mark.parametrize("name", ["sglang", "speculators"])
-def test_servers_that_want_the_embedding_find_the_targets(name, target, tmp_path):
+def test_files_for_some_servers_hold_the_targets_embedding(name, target, tmp_path):
     head_files.save_head(tmp_path / "start", *eagle_head(3), SIZES)
     assert convert(tmp_path / "start", target, tmp_path / "end", name) == 0
     loaded = head_files.load_head(tmp_path / "end", SIZES)
@@ -135,7 +135,7 @@ def test_servers_that_want_the_embedding_find_the_targets(name, target, tmp_path
     np.testing.assert_array_equal(loaded.params.embedding, params.embedding)
 
 
-def test_the_target_is_called_as_asked_and_the_dtype_is_the_one_asked_for(target, tmp_path):
+def test_the_name_of_the_target_and_the_dtype_can_be_chosen(target, tmp_path):
     head_files.save_head(tmp_path / "start", *eagle_head(3), SIZES)
     more = ("--target-name", "org/name", "--dtype", "bfloat16")
     assert convert(tmp_path / "start", target, tmp_path / "end", "speculators", *more) == 0
@@ -151,16 +151,16 @@ def test_the_target_is_called_as_asked_and_the_dtype_is_the_one_asked_for(target
         ("eagle3", "medusa", "EAGLE-3 heads have eagle, sglang, speculators"),
         ("medusa", "eagle", "Medusa heads have medusa, medusa-vllm"),
         ("mlp_speculator", "hydra", "MLP speculator heads have arctic-rnn, mlp_speculator"),
-        ("dspark", "speculators", "DFlash heads have dflash, dflash-speculators"),
+        ("dspark", "speculators", "DSpark heads have dflash, dflash-speculators"),
     ],
 )
-def test_what_a_format_cannot_hold_is_said_in_one_line(
+def test_a_format_that_cannot_hold_a_head_is_refused_in_one_line(
     kind, name, message, target, tmp_path, capfd
 ):
     head_files.save_head(tmp_path / "start", *HEADS[kind](), SIZES)
     assert convert(tmp_path / "start", target, tmp_path / "end", name) == 2
-    said = capfd.readouterr().err
-    assert message in said and len(said.strip().splitlines()) == 1
+    printed = capfd.readouterr().err
+    assert message in printed and len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "end").exists()
 
 

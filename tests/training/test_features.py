@@ -1,4 +1,4 @@
-"""The cache of what the target computes."""
+"""The cache of the target's hidden states."""
 
 import json
 
@@ -16,7 +16,7 @@ WIDTH, LENGTH, COUNT = 4, 6, 21
 
 
 class Windows:
-    """Windows of one number each."""
+    """Windows that hold their own number."""
 
     def __len__(self):
         return COUNT
@@ -27,7 +27,7 @@ class Windows:
 
 
 class Teacher:
-    """Two hidden states and a normed one, told apart; counts the windows that it was shown."""
+    """Return two hidden states and a normed one; record the windows that were computed."""
 
     def __init__(self, stop_after=None):
         self.seen, self.stop_after = [], stop_after
@@ -55,7 +55,7 @@ def test_rows_come_with_their_own_features(tmp_path):
         np.testing.assert_array_equal(row.normed, np.float32(index + 200).astype(jnp.bfloat16))
 
 
-def test_a_second_run_asks_the_target_for_nothing(tmp_path):
+def test_a_second_run_computes_nothing(tmp_path):
     build(tmp_path, Teacher())
     again = Teacher()
     build(tmp_path, again)
@@ -86,7 +86,7 @@ def test_two_runs_do_not_fill_one_file(tmp_path):
 
     rows = build(tmp_path, Meanwhile())
     [file] = tmp_path.glob("*.features")
-    with alone(file):  # a whole file is only read
+    with alone(file):  # a complete file is only read
         build(tmp_path, Teacher(stop_after=0))
     assert [int(rows[i].normed[0, 0]) for i in range(COUNT)] == [200 + i for i in range(COUNT)]
 

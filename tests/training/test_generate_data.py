@@ -1,4 +1,4 @@
-"""The target's answers: its own, whoever stops the run and whatever runs beside them."""
+"""Answers of the target do not depend on interruptions or on other answers."""
 
 import json
 import re
@@ -29,7 +29,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where target and answers lie."""
+    """Return the folder of target and answers."""
     return tmp_path_factory.getbasetemp() / "generate"
 
 
@@ -74,13 +74,13 @@ def chats(root):
 
 @pytest.fixture(scope="module")
 def whole(root, target, chats):
-    """The file of a run that nobody interrupted."""
+    """The file of an uninterrupted run."""
     path = root / "whole.jsonl"
     assert generate_data.main(arguments(target, chats, path)) == 0
     return path
 
 
-def test_answers_are_what_the_target_says_to_the_prompt(target, whole):
+def test_answers_are_those_of_the_target_to_the_prompt(target, whole):
     lines = lines_of(whole)
     asked = sorted(chat["messages"][0]["content"] for chat in CHATS)
     assert sorted(line["messages"][0]["content"] for line in lines) == asked
@@ -100,7 +100,7 @@ def test_answers_are_what_the_target_says_to_the_prompt(target, whole):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.97])
-def test_a_run_cut_off_anywhere_goes_on_to_the_same_file(target, chats, whole, tmp_path, share):
+def test_a_run_cut_off_anywhere_ends_in_the_same_file(target, chats, whole, tmp_path, share):
     path = tmp_path / "cut.jsonl"
     content = whole.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
@@ -127,9 +127,7 @@ generate_data.main(sys.argv[1:])
 """
 
 
-def test_a_process_killed_in_the_middle_goes_on_to_the_same_file(
-    root, target, chats, whole, tmp_path
-):
+def test_a_process_killed_in_the_middle_ends_in_the_same_file(root, target, chats, whole, tmp_path):
     path = tmp_path / "killed.jsonl"
     again = arguments(target, chats, path)
     ended = subprocess.run([sys.executable, "-c", KILLED, *again], cwd=ROOT)
@@ -151,7 +149,7 @@ def test_more_prompts_may_be_asked_later(target, whole, chats, tmp_path):
     some = write(tmp_path / "prompts.jsonl", CHATS[:2])
     assert generate_data.main(arguments(target, some, path)) == 0
     before = path.read_bytes()
-    write(some, CHATS[:2] + CHATS[2:3] + CHATS[:1])  # one new, and one a second time
+    write(some, CHATS[:2] + CHATS[2:3] + CHATS[:1])  # a new one, and a repetition
     assert generate_data.main(arguments(target, some, path)) == 0
     assert path.read_bytes().startswith(before) and len(lines_of(path)) == 4
     keys = [line["key"] for line in lines_of(path)]
@@ -166,11 +164,11 @@ def test_every_turn_is_answered_behind_the_answers_before_it(target, tmp_path):
     lines = [line for line in lines_of(path) if line["turns"] == 2]
     assert len(lines_of(path)) == 3 and len({line["key"] for line in lines}) == 1
     assert [line["turn"] for line in lines] == [0, 1]
-    said = [line["text"] for line in lines]
+    texts = [line["text"] for line in lines]
     render = lambda *parts: "".join(parts) + "[a]"
     tokenizer = jspec.load(target).tokenizer
     for turn, line in enumerate(lines):
-        history = [part for i in range(turn) for part in (f"[u]{asked[i]}", f"[a]{said[i]}")]
+        history = [part for i in range(turn) for part in (f"[u]{asked[i]}", f"[a]{texts[i]}")]
         text = render(*history, f"[u]{asked[turn]}")
         assert line["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
 
@@ -186,17 +184,17 @@ def test_texts_are_cut_into_prompts(target, tmp_path):
     assert "messages" not in lines_of(path)[0]
 
 
-def test_the_readers_take_the_answers_back_and_learn_them_alone(target, whole, tmp_path):
+def test_the_readers_read_the_answers_and_only_learn_them(target, whole, tmp_path):
     settings = DataSettings(
         data=(str(whole),), length=63, packing="none", cache=str(tmp_path / "cache")
     )
     model = jspec.load(target)
     rows = open_data(settings, model.tokenizer, model.config.vocab_size).train
-    found = {
+    rows_read = {
         (tuple(row.tokens[row.segments > 0]), tuple(row.tokens[row.weights > 0]))
         for row in map(rows.__getitem__, range(len(rows)))
     }
-    assert found == {
+    assert rows_read == {
         (tuple(line["prompt_token_ids"] + line["token_ids"]), tuple(line["token_ids"]))
         for line in lines_of(whole)
     }
@@ -205,14 +203,12 @@ def test_the_readers_take_the_answers_back_and_learn_them_alone(target, whole, t
 def test_another_run_is_not_continued_by_mistake(target, chats, whole, capsys):
     before = whole.read_bytes()
     assert generate_data.main(arguments(target, chats, whole, "--seed", "1")) == 2
-    said = capsys.readouterr().err
-    assert "holds answers of another run: seed 1 (was 0); give a new one" in said
+    printed = capsys.readouterr().err
+    assert "holds answers of another run: seed 1 (was 0); give a new one" in printed
     assert whole.read_bytes() == before
 
 
-def test_a_target_of_the_same_name_or_an_edited_template_does_not_go_on_with_a_file(
-    target, chats, tmp_path, capsys
-):
+def test_another_target_or_template_does_not_continue_a_file(target, chats, tmp_path, capsys):
     template, path = tmp_path / "template.jinja", tmp_path / "answers.jsonl"
     template.write_text(jspec.load(target).tokenizer.chat_template)
     run = arguments(target, chats, path, "--chat-template", str(template))
@@ -231,22 +227,22 @@ def test_a_target_of_the_same_name_or_an_edited_template_does_not_go_on_with_a_f
     assert path.read_bytes() == before
 
 
-def test_a_file_that_does_not_say_whose_answers_it_holds_goes_on_once_it_does(
+def test_a_file_without_recorded_weights_continues_once_they_are_added(
     target, chats, whole, tmp_path, capsys
 ):
     path = tmp_path / "early.jsonl"
     path.write_bytes(whole.read_bytes())
     facts = json.loads(whole.with_name("whole.jsonl.provenance.json").read_text())
-    told = {name: facts.pop(name) for name in ("weights", "template")}
+    missing = {name: facts.pop(name) for name in ("weights", "template")}
     beside = path.with_name("early.jsonl.provenance.json")
     beside.write_text(json.dumps(facts))
     assert generate_data.main(arguments(target, chats, path)) == 2
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        f"are unchanged, add {json.dumps(told)[1:-1]} to that file" in said
-        and said.count("\n") == 1
+        f"are unchanged, add {json.dumps(missing)[1:-1]} to that file" in printed
+        and printed.count("\n") == 1
     )
-    beside.write_text(json.dumps(facts | told))
+    beside.write_text(json.dumps(facts | missing))
     assert generate_data.main(arguments(target, chats, path)) == 0
 
 
@@ -293,8 +289,8 @@ def test_bad_options_give_one_line_and_exit_code_2(
     target, chats, tmp_path, capsys, options, message
 ):
     assert generate_data.main(arguments(target, chats, tmp_path / "out.jsonl", *options)) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
 
 
 def test_prompts_that_cannot_be_asked_are_bad_lines(target, tmp_path, capsys):
@@ -307,8 +303,12 @@ def test_prompts_that_cannot_be_asked_are_bad_lines(target, tmp_path, capsys):
     path = tmp_path / "out.jsonl"
     assert generate_data.main(arguments(target, prompts, path, "--max-bad-lines", "2")) == 2
     assert generate_data.main(arguments(target, prompts, path, "--max-bad-lines", "3")) == 0
-    said = capsys.readouterr().err
-    assert "prompts.jsonl:1: the user speaks twice in a row" in said and "--every-turn" in said
-    assert "prompts.jsonl:2: the prompt has" in said and "the target has 256 positions" in said
-    assert "prompts.jsonl:3: no message of the user leads to an answer" in said
+    printed = capsys.readouterr().err
+    assert (
+        "prompts.jsonl:1: the user speaks twice in a row" in printed and "--every-turn" in printed
+    )
+    assert (
+        "prompts.jsonl:2: the prompt has" in printed and "the target has 256 positions" in printed
+    )
+    assert "prompts.jsonl:3: no message of the user leads to an answer" in printed
     assert len(lines_of(path)) == 2

@@ -1,4 +1,4 @@
-"""Rows dealt into batches: each once an epoch, at the same place after a stop, split by process."""
+"""Batches hold every row once an epoch, resume exactly, and split by process."""
 
 import json
 
@@ -56,14 +56,14 @@ def test_the_order_depends_on_the_seed():
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 7])
-def test_a_resumed_iterator_goes_on_as_if_never_stopped(stop):
+def test_a_resumed_iterator_continues_as_if_never_stopped(stop):
     make = lambda: batches(Rows(10), batch=4, seed=3)
     uninterrupted = numbers(make(), 12)
     stopped = make()
     assert numbers(stopped, stop) == uninterrupted[:stop]
     state = json.loads(json.dumps(stopped.get_state()))
     resumed = make()
-    numbers(resumed, 2)  # wherever it is before
+    numbers(resumed, 2)  # at any position
     resumed.set_state(state)
     assert numbers(resumed, 12 - stop) == uninterrupted[stop:]
 
@@ -93,7 +93,7 @@ def test_fewer_held_out_rows_than_a_batch_fill_one():
 
 
 @pytest.mark.parametrize("deal", [lambda *a, **k: batches(*a, seed=0, **k), held_out])
-def test_batches_that_cannot_be_dealt_are_refused(deal):
+def test_batches_that_cannot_be_made_are_refused(deal):
     with pytest.raises(ValueError, match="the training data holds no rows"):
         deal(Rows(0), batch=2)
     with pytest.raises(ValueError, match="batch 5 cannot be cut into 2 equal parts"):

@@ -35,7 +35,7 @@ HEADS = MedusaConfig(
     capture_layers=(2,),
     num_outputs=3,
 )
-KEPT = np.arange(3, 40, 2, dtype=np.int32)
+VOCABULARY = np.arange(3, 40, 2, dtype=np.int32)
 FIRST, SECOND = 11, 8
 
 
@@ -70,7 +70,7 @@ def documents(batch):
 
 
 def expected(heads, config, target, batch, value):
-    """Sum of 0.8^i value over every guess of every document alone, over all rows of the batch."""
+    """Return the sum of 0.8^i value over all guesses, divided by the rows of the batch."""
     module, total = Decoder(TARGET), 0.0
     for tokens, weights in documents(batch):
         chain = trees.from_parents(trees.chain(len(tokens) - 1), len(tokens) - 1)
@@ -82,7 +82,7 @@ def expected(heads, config, target, batch, value):
         truth = np.asarray(out.logits[0])
         for j in range(len(tokens)):
             for i in range(config.num_heads):
-                beside = j + 1 + i  # the target's row that computed the guessed token's law
+                beside = j + 1 + i  # the target's row with the guessed token's distribution
                 if beside + 1 < len(tokens):
                     got = value(truth[beside], guesses[0, j, i], tokens[beside + 1])
                     total += weights[beside + 1] * 0.8**i * got
@@ -93,8 +93,8 @@ def label_loss(truth, log_q, label):
     return -log_q[label]
 
 
-def kept_label_loss(truth, log_q, label):
-    return -log_q[list(KEPT).index(label)] if label in KEPT else 0.0
+def reduced_label_loss(truth, log_q, label):
+    return -log_q[list(VOCABULARY).index(label)] if label in VOCABULARY else 0.0
 
 
 def kl(truth, log_q, label):
@@ -107,30 +107,30 @@ def kl(truth, log_q, label):
     [
         ("labels", HEADS, label_loss),
         ("kl", dataclasses.replace(HEADS, num_outputs=1), kl),
-        ("labels", dataclasses.replace(HEADS, vocab_size=len(KEPT)), kept_label_loss),
+        ("labels", dataclasses.replace(HEADS, vocab_size=len(VOCABULARY)), reduced_label_loss),
     ],
     ids=["labels", "kl, one output", "labels, reduced vocabulary"],
 )
 def test_the_loss_is_that_of_the_guesses_that_serving_makes(loss, config, value, target, batch):
-    kept = jnp.asarray(KEPT) if config.reduced else None
+    vocabulary = jnp.asarray(VOCABULARY) if config.reduced else None
     heads = loud(medusa.init_params(jax.random.key(2), config))
     task = MedusaTask(config, TARGET, MedusaRecipe(medusa_loss=loss), compute="float32")
-    frozen = Frozen(target, None, kept)
+    frozen = Frozen(target, None, vocabulary)
     got, metrics = jax.jit(task.loss)(JointParams(heads), frozen, batch, jax.random.key(0))
     np.testing.assert_allclose(got, expected(heads, config, target, batch, value), rtol=2e-5)
     assert 0 < metrics["accepted_0"].mean < 1
 
 
-def test_fresh_heads_say_what_the_target_says(target):
+def test_fresh_heads_predict_what_the_target_does(target):
     task = MedusaTask(HEADS, TARGET, MedusaRecipe(), compute="float32")
     heads = task.init(jax.random.key(0), Frozen(target)).heads
     hidden = jax.random.normal(jax.random.key(1), (4, 32))
-    said = medusa.heads(heads, HEADS, hidden, Decoder(TARGET), target)
-    own = Decoder(TARGET).unembed(target, hidden, norm=False)
-    np.testing.assert_allclose(said, np.repeat(own[:, None], 3, 1), rtol=1e-5)
+    logits = medusa.heads(heads, HEADS, hidden, Decoder(TARGET), target)
+    expected = Decoder(TARGET).unembed(target, hidden, norm=False)
+    np.testing.assert_allclose(logits, np.repeat(expected[:, None], 3, 1), rtol=1e-5)
 
 
-def test_joint_training_moves_the_target_and_keeps_its_own_loss_apart(target, batch):
+def test_joint_training_moves_the_target_and_reports_its_own_loss(target, batch):
     task = MedusaTask(HEADS, TARGET, MedusaRecipe(), joint=True, compute="float32")
     frozen = Frozen(target)
     params = task.init(jax.random.key(0), frozen)

@@ -1,4 +1,4 @@
-"""The loss of MTP modules in training, against the plain torch that their drafts are held to."""
+"""Losses of MTP modules, against plain torch."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ SIZES = {
 
 
 def expected(head, batch, factor):
-    """The weighed cross-entropies of every guess, each computed as the head drafts it alone."""
+    """Return the weighted cross-entropies of every guess, computed as the head drafts it alone."""
     torch = pytest.importorskip("torch")
     total = 0.0
     for tokens, weights in texts.alone(batch):
@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_drafts_by_plain_torch(name, tmp_path):
     assert {f"accepted_{step}" for step in range(STEPS)} <= set(metrics)
 
 
-def test_fresh_modules_begin_by_handing_on_what_they_read():
+def test_fresh_modules_pass_on_what_they_read():
     config, target = mtps.CONFIGS["one"], tiny.params().target
     fresh = mtps.mtp.init_params(jax.random.key(3), config)
     params = early_exit(fresh, config, Frozen(target))

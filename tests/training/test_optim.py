@@ -141,7 +141,7 @@ def shapes_of(network):
 
 
 def of_more_tokens(config):
-    """The config with one token more in each of its vocabularies."""
+    """Return the config with one more token in each vocabulary."""
     changed = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -159,8 +159,8 @@ def test_the_networks_are_those_of_all_methods():
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_no_matrix_with_an_axis_of_tokens_is_taken_for_an_inner_one(name):
-    """Not of any network: it would decay, and Muon would make its rows as long as each other."""
+def test_matrices_with_an_axis_of_tokens_are_not_inner_ones(name):
+    """It would decay, and Muon would give its rows equal lengths."""
     module, config = NETWORKS[name]
     shapes, wider = shapes_of((module, config)), shapes_of((module, of_more_tokens(config)))
     inner = hidden_matrices(shapes)

@@ -1,4 +1,4 @@
-"""Windows of documents: nothing lost, nothing mixed, little wasted."""
+"""Windows of documents: nothing is lost or mixed, and little is wasted."""
 
 import itertools
 
@@ -14,7 +14,7 @@ documents = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
 def file_of(lengths, learned=None):
-    """Documents whose tokens are numbered from 1 on, so that each can be found again."""
+    """Return documents whose tokens are numbered from 1 on."""
     total = sum(lengths)
     learned = np.ones(total, bool) if learned is None else learned
     groups = np.arange(len(lengths), dtype=np.uint64)
@@ -28,7 +28,7 @@ def whole(lengths, length, **options):
 
 
 def segments(rows):
-    """Tokens of every segment of every window, after a check of the window's form."""
+    """Return the tokens of every segment of every window, and check the window's form."""
     for row in map(rows.__getitem__, range(len(rows))):
         assert row.tokens.shape == row.segments.shape == row.weights.shape == (rows.length + 1,)
         assert (row.tokens.dtype, row.segments.dtype, row.weights.dtype) == (
@@ -40,7 +40,7 @@ def segments(rows):
         assert not held[np.argmin(held) :].any() or held.all()  # padding comes last
         assert not row.tokens[~held].any() and not row.weights[~held].any()
         steps = np.diff(row.segments[held], prepend=0)
-        assert set(steps) <= {0, 1}  # numbered from 1 on, each in one place
+        assert set(steps) <= {0, 1}  # numbered from 1 on, each once
         assert not row.weights[held][steps == 1].any()  # nothing predicts a segment's first token
         for number in range(1, row.segments.max() + 1):
             yield row.tokens[row.segments == number]

@@ -75,8 +75,8 @@ def test_cut_windows_keep_every_input_and_its_target():
 )
 def test_bad_options_give_one_line_and_exit_code_2(capsys, options, message):
     assert pretrain.main(["--out", "run", "--data", "stdlib", *options]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
 
 
 def test_a_run_needs_a_folder_and_data(capsys):
@@ -100,6 +100,6 @@ def test_ctrl_c_before_the_first_step_ends_in_one_line(capsys, monkeypatch, tmp_
 
 def test_every_setting_is_an_option_and_explained(capsys):
     assert pretrain.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("--data", "--hidden-size", "--fsdp"))
-    assert "tokens of a training window" in said
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("--data", "--hidden-size", "--fsdp"))
+    assert "tokens of a training window" in printed

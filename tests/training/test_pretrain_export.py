@@ -33,7 +33,7 @@ def test_transformers_reads_the_export_and_gives_our_logits(exported):
     np.testing.assert_allclose(x @ head_of(params), expected, atol=2e-5)
 
 
-def test_the_provenance_says_all_but_names_no_path_of_the_machine(exported, sources):
+def test_the_provenance_is_complete_but_names_no_path_of_the_machine(exported, sources):
     facts = json.loads((exported / "provenance.json").read_text())
     assert facts["data"]["heldout_modules"] == ["secret"]
     assert facts["steps"] == 6 and facts["tokens_seen"] == 6 * 4 * 32

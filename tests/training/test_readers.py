@@ -26,7 +26,7 @@ def write(path, *lines):
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens data in windows of 8, tokenised with the words' plain template."""
+    """A function that opens data in windows of 8, with the words' plain template."""
     tokenizer = words.tokenizer(words.PLAIN)
 
     def open_them(*data, tokenizer=tokenizer, **options):
@@ -37,7 +37,7 @@ def opened(tmp_path):
 
 
 def documents(rows):
-    """(words, which are learned) of every window that holds one document."""
+    """Return (words, labels) of every window of one document."""
     named = list(words.IDS)
     for row in map(rows.__getitem__, range(len(rows))):
         held = row.segments > 0
@@ -134,8 +134,8 @@ def test_a_file_is_recognised_by_what_it_holds(opened, tmp_path):
     json_list = tmp_path / "list.json"
     json_list.write_text(json.dumps([{"text": "bye"}, {"text": "you"}], indent=1))
     plain = write(tmp_path / "plain", "{hi", "there")
-    found = dict(documents(opened(json_lines, str(json_list), plain).train))
-    assert set(found) == {"hi<end>", "bye<end>", "you<end>", "hmm\nthere\n<end>"}
+    read = dict(documents(opened(json_lines, str(json_list), plain).train))
+    assert set(read) == {"hi<end>", "bye<end>", "you<end>", "hmm\nthere\n<end>"}
 
 
 def test_a_long_plain_text_is_read_in_sections_that_are_one_document(opened, tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_folder_gives_what_its_files_would_give_if_each_were_named(opened, tmp
     assert len(list(documents(held.held_out))) == 1
     monkeypatch.setattr(readers.sources, "MAX_BYTES", 10)
     monkeypatch.setattr(readers, "_SECTION", 8)
-    write(folder / "text.txt", "hi", "how are you", "fine")  # longer than is tokenised in one go
+    write(folder / "text.txt", "hi", "how are you", "fine")  # longer than a section
     source = readers.find([str(folder)])[0][0]
     texts = [record for _, record in source.read(readers.BadLines())]
     assert [record.text for record in texts] == ["hi\n", "how are you\n", "fine\n"]
@@ -193,12 +193,12 @@ def test_bad_lines_are_named_counted_and_skipped_up_to_the_limit(opened, tmp_pat
     data = opened(path, max_bad_lines=3)
     assert sorted(text for text, _ in documents(data.train)) == ["bye<end>", "hi<end>"]
     assert data.description["train"]["from"]["bad_lines"] == 3
-    said = capsys.readouterr().err
-    assert "skipped mixed.jsonl:2: no JSON" in said
-    assert "skipped mixed.jsonl:4: is chat, but what came before is text" in said
-    assert "skipped mixed.jsonl:5: no known keys" in said
+    printed = capsys.readouterr().err
+    assert "skipped mixed.jsonl:2: no JSON" in printed
+    assert "skipped mixed.jsonl:4: is chat, but what came before is text" in printed
+    assert "skipped mixed.jsonl:5: no known keys" in printed
     with pytest.raises(ValueError, match="3 bad lines, and --max-bad-lines is 2"):
-        opened(path, max_bad_lines=2)  # also where the tokens are in the cache
+        opened(path, max_bad_lines=2)  # also with tokens in the cache
     fresh = str(tmp_path / "fresh")
     with pytest.raises(ValueError, match=r"mixed.jsonl:2: no JSON .* mend the data or raise"):
         opened(path, cache=fresh)
@@ -213,7 +213,7 @@ def test_bad_lines_are_named_counted_and_skipped_up_to_the_limit(opened, tmp_pat
         ({"messages": [USER]}, "the assistant says nothing in it"),
     ],
 )
-def test_a_record_that_teaches_nothing_is_a_bad_line(opened, tmp_path, line, message):
+def test_a_record_without_labels_is_a_bad_line(opened, tmp_path, line, message):
     with pytest.raises(ValueError, match=f"one.jsonl:1: .*{message}"):
         opened(write(tmp_path / "one.jsonl", line))
 
@@ -253,11 +253,11 @@ def test_data_are_tokenised_once_and_again_for_anything_that_matters(opened, tmp
     made = lambda: {folder.name for folder in (tmp_path / "cache").iterdir()}
     opened(path)
     first = made()
-    opened(path, length=4)  # packing is not kept
+    opened(path, length=4)  # packing is not cached
     assert made() == first and len(first) == 1
     opened(path, tokenizer=words.tokenizer(words.MARKED))
     second = made()
-    write(tmp_path / "chat.jsonl", {"messages": [ANSWER, USER, ANSWER][1:]})  # the same again
+    write(tmp_path / "chat.jsonl", {"messages": [ANSWER, USER, ANSWER][1:]})  # the same content
     opened(path)
     assert made() == second and len(second) == 2
     write(tmp_path / "chat.jsonl", {"messages": [SYSTEM, USER, ANSWER]})
@@ -292,7 +292,7 @@ def test_tokens_of_another_tokenizer_are_refused(opened, tmp_path):
 
 
 class Dataset(list):
-    """As much of ``datasets.Dataset`` as is asked of one."""
+    """The part of ``datasets.Dataset`` that the readers use."""
 
     _fingerprint = "one"
 

@@ -1,4 +1,4 @@
-"""Which guesses of a parallel drafter are trained, and its losses beside what drafting computes."""
+"""Guesses of a parallel drafter in training, and their losses against its drafts."""
 
 import dataclasses
 import functools
@@ -39,9 +39,9 @@ SIZES = DecoderConfig(
 )
 DRAFT = dataclasses.replace(SIZES, num_layers=2, tie_embeddings=True)
 MASK, DEPTHS = 39, 3
-KEPT = np.sort(np.random.default_rng(3).permutation(SIZES.vocab_size)[:25]).astype(np.int32)
+VOCABULARY = np.sort(np.random.default_rng(3).permutation(SIZES.vocab_size)[:25]).astype(np.int32)
 HEAD = eagle.EagleConfig(
-    dataclasses.replace(SIZES, num_layers=2, vocab_size=len(KEPT)),
+    dataclasses.replace(SIZES, num_layers=2, vocab_size=len(VOCABULARY)),
     3,
     (1, 2, 3),
     SIZES.hidden_size,
@@ -87,11 +87,13 @@ def test_each_depth_keeps_its_share_of_rows_and_only_those_that_the_depth_before
     chosen, other = pick(jax.random.key(0)), pick(jax.random.key(1))
     assert (np.asarray(chosen.anchors) != np.asarray(other.anchors)).any()
     for row in range(2):
-        kept = [np.asarray(chosen.anchors)[row, chosen.depths == k].tolist() for k in range(6)]
-        assert kept[0] == list(range(length))
+        anchors_of = [
+            np.asarray(chosen.anchors)[row, chosen.depths == k].tolist() for k in range(6)
+        ]
+        assert anchors_of[0] == list(range(length))
         for k in range(1, 6):
-            assert len(set(kept[k])) == recipe.counts(length)[k]
-            assert k == 1 or kept[k] == kept[k - 1][: len(kept[k])]
+            assert len(set(anchors_of[k])) == recipe.counts(length)[k]
+            assert k == 1 or anchors_of[k] == anchors_of[k - 1][: len(anchors_of[k])]
         segments, weights = batch.segments[row], batch.weights[row]
         counts = [
             a
@@ -99,7 +101,7 @@ def test_each_depth_keeps_its_share_of_rows_and_only_those_that_the_depth_before
             if a + 2 < 16 and segments[a] == segments[a + 2] > 0 and weights[a + 2] > 0
         ]
         # Rows whose second guess is judged come before all others.
-        assert set(kept[1][: len(counts)]) == set(counts) or set(kept[1]) <= set(counts)
+        assert set(anchors_of[1][: len(counts)]) == set(counts) or set(anchors_of[1]) <= set(counts)
         for a, k, judge, weight in zip(
             *(x[row] for x in (chosen.anchors, [chosen.depths] * 2, chosen.judges, chosen.weights)),
             strict=True,
@@ -134,7 +136,7 @@ def test_guesses_attend_to_the_true_rows_up_to_their_anchor_and_to_their_own_mas
         np.testing.assert_allclose(got, weights @ values, atol=1e-5)
 
 
-def test_queries_in_order_see_what_causal_ones_do():
+def test_queries_in_order_see_the_same_without_anchors():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, h, 150, 4)), jnp.float32) for h in (4, 2, 2))
     segments = jnp.asarray(np.repeat([[1, 2], [1, 1]], 75, axis=1))
@@ -156,13 +158,13 @@ def _forward(params, config, tokens):
 
 
 def documents(batch):
-    """(row, start, end) of each document."""
+    """Yield (row, start, end) of each document."""
     for row in range(2):
         yield from ((row, 0, FIRST), (row, FIRST, FIRST + SECOND))
 
 
-def kept_guesses(chosen, batch, offset):
-    """What each guess that counts is about: (row, start of its document, anchor, depth, weight)."""
+def counted_guesses(chosen, batch, offset):
+    """Yield (row, document start and end, anchor, depth, weight) of each guess that counts."""
     for row, start, end in documents(batch):
         for a, k, weight in zip(
             np.asarray(chosen.anchors)[row],
@@ -186,11 +188,11 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
     chosen = slots.choose(
         RECIPE, batch.segments[:, :-1], jnp.asarray(batch.label_weights), length, 0, key
     )
-    found = list(kept_guesses(chosen, batch, 1))
-    assert {k for *_, k, _ in found} == {0, 1, 2}
-    # Each guess from a text of its own: padded behind, where nothing is seen.
+    counted = list(counted_guesses(chosen, batch, 1))
+    assert {k for *_, k, _ in counted} == {0, 1, 2}
+    # Each guess has its own text; no row sees the padding behind it.
     size, texts = FIRST + DEPTHS, []
-    for row, start, _, a, k, _ in found:
+    for row, start, _, a, k, _ in counted:
         text = [*batch.tokens[row, start : a + 1], *[MASK] * k]
         texts.append(text + [0] * (size - len(text)))
     logits = np.asarray(_forward(params, DRAFT, np.array(texts, np.int32)).logits)
@@ -201,7 +203,7 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
         for row, start, end in documents(batch)
     }
     total, accepted = 0.0, [[] for _ in range(DEPTHS)]
-    for mine, (row, start, _, a, k, weight) in zip(logits, found, strict=True):
+    for mine, (row, start, _, a, k, weight) in zip(logits, counted, strict=True):
         log_q = log_softmax(mine[a - start + k])
         log_p = log_softmax(truths[row, start][a - start + k])
         far = (np.exp(log_p) * (log_p - log_q)).sum()
@@ -215,25 +217,25 @@ def test_a_draft_models_loss_is_that_of_texts_with_masks_behind_them(target, bat
 
 def test_a_heads_loss_is_that_of_rows_with_masks_behind_them(target, batch):
     params = loud(eagle.init_params(jax.random.key(2), HEAD)).replace(draft_to_target=None)
-    frozen = Frozen(target, None, jnp.asarray(KEPT))
+    frozen = Frozen(target, None, jnp.asarray(VOCABULARY))
     recipe = dataclasses.replace(PARALLEL, step_decay=0.5)
     task = ParallelEagleTask(HEAD, SIZES, recipe, "float32", slots=RECIPE)
     key = jax.random.key(5)
     value = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
     (got, _), grads = value(params, frozen, batch, key)
     length = batch.tokens.shape[1] - 1
-    learned = np.pad(batch.label_weights, ((0, 0), (0, 1)))  # of the token behind each row
+    learned = np.pad(batch.label_weights, ((0, 0), (0, 1)))  # weight of the token behind each row
     chosen = slots.choose(RECIPE, batch.segments, jnp.asarray(learned), length, 1, key)
     total = 0.0
     for row, start, end in documents(batch):
         tokens = batch.tokens[row : row + 1, start:end]
         out = _forward(target, SIZES, tokens)
         guessed = _guess(params, target, tokens, tuple(x[:, :-1] for x in out.features[:3]))
-        for r, s, _, a, k, weight in kept_guesses(chosen, batch, 1):
+        for r, s, _, a, k, weight in counted_guesses(chosen, batch, 1):
             if (r, s) == (row, start):
                 truth = np.asarray(out.logits[0, a - s + 1 + k])
-                if truth.argmax() in KEPT:
-                    log_p, log_q = log_softmax(truth[KEPT]), log_softmax(guessed[a - s, k])
+                if truth.argmax() in VOCABULARY:
+                    log_p, log_q = log_softmax(truth[VOCABULARY]), log_softmax(guessed[a - s, k])
                     far = (np.exp(log_p) * (log_p - log_q)).sum()
                     total += weight * 0.5**k * far
     np.testing.assert_allclose(got, total / chosen.anchors.size, rtol=3e-5)
@@ -242,7 +244,7 @@ def test_a_heads_loss_is_that_of_rows_with_masks_behind_them(target, batch):
 
 @jax.jit
 def _guess(params, target, tokens, features):
-    """Logits [n, K, Vd] as drafting computes them: masks behind the rows up to each."""
+    """Return logits [n, K, Vd] as drafting computes them: masks behind the rows up to each."""
     model, count = Decoder(SIZES), features[0].shape[1]
     rows = jnp.arange(count + DEPTHS - 1) <= jnp.arange(count)[:, None]
     behind = [(0, 0), (0, DEPTHS - 1)]
@@ -251,8 +253,8 @@ def _guess(params, target, tokens, features):
     fused = jnp.where(rows[..., None], fused, eagle.mask_feature(params, HEAD))
     embedded = embed(params, HEAD, fed, model, target)
     out, _ = eagle.prefill(params, HEAD, embedded, fused, eagle.init_cache(HEAD, count, 0))
-    place = jnp.arange(count)[:, None] + jnp.arange(DEPTHS)
-    hidden = jnp.take_along_axis(out, place[..., None], 1)
+    index = jnp.arange(count)[:, None] + jnp.arange(DEPTHS)
+    hidden = jnp.take_along_axis(out, index[..., None], 1)
     return eagle.unembed(params, HEAD, hidden, model, target)
 
 

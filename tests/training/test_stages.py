@@ -1,4 +1,4 @@
-"""The loss of MLP speculators and Hydra heads, against the plain torch that drafts are held to."""
+"""Losses of MLP speculators and Hydra heads, against plain torch."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def from_distribution(log_p, log_q, label):
 
 
 def expected(draft_logits, config, stages, batch, value):
-    """The weighed losses of every guess, each computed as the head drafts it alone."""
+    """Return the weighted losses of every guess, computed as the head drafts it alone."""
     total = 0.0
     for tokens, weights in texts.alone(batch):
         (features,), logits = heads.hidden_states(tokens[None], config.capture_layers)
@@ -41,7 +41,7 @@ def expected(draft_logits, config, stages, batch, value):
             given = tokens[row + 1 : row + 1 + stages].tolist()
             guesses = draft_logits(np.array(features[0][: row + 1]), given)
             for stage, log_q in enumerate(log_softmax(guesses.astype(np.float64))):
-                at = row + 1 + stage  # the row of the target that computed the guessed token's law
+                at = row + 1 + stage  # the target's row with the guessed token's distribution
                 if at + 1 < len(tokens):
                     far = value(distributions[at], log_q, tokens[at + 1])
                     total += weights[at + 1] * DECAY**stage * far
@@ -84,15 +84,15 @@ def test_the_loss_is_that_of_drafts_by_plain_torch(name, loss, remat, tmp_path):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
 
 
-def test_fresh_hydra_heads_say_what_the_target_says_whatever_was_drafted():
+def test_fresh_hydra_heads_predict_what_the_target_does():
     config, frozen = hydras.CONFIGS["mlp"], Frozen(tiny.params().target)
     params = StagesTask(config, TARGET, StagesRecipe()).init(jax.random.key(0), frozen)
     hidden, first, second = jax.random.normal(jax.random.key(1), (3, 4, hydras.WIDTH))
-    own = tiny.TARGET.unembed(frozen.target, hidden, norm=False)
-    state, said = hydra.advance(params, config, hidden, first, 0)
+    expected = tiny.TARGET.unembed(frozen.target, hidden, norm=False)
+    state, first_logits = hydra.advance(params, config, hidden, first, 0)
     _, then = hydra.advance(params, config, state, second, 1)
-    for logits in (said, then):
-        np.testing.assert_allclose(logits, own, rtol=1e-4, atol=1e-4)
+    for logits in (first_logits, then):
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["prefix", "lstm"])
@@ -111,5 +111,5 @@ def test_what_cannot_be_trained_is_refused():
         StagesRecipe(stage_decay=-1)
     config = hydras.CONFIGS["prefix"]
     experts = dataclasses.replace(config.network, moe=MoeConfig(4, 2, 8, 8))
-    with pytest.raises(ValueError, match=r"experts here, .*--variant hydra"):
+    with pytest.raises(ValueError, match=r"experts, .*--variant hydra"):
         StagesTask(dataclasses.replace(config, network=experts), TARGET, StagesRecipe())

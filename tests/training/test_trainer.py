@@ -21,7 +21,7 @@ from training.trainer.metrics import Means, read_log
 
 
 def same(left, right) -> bool:
-    """Bit for bit."""
+    """Compare bit for bit."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
@@ -33,13 +33,13 @@ def saved(out) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing interrupted, and its folder."""
+    """An uninterrupted run and its folder."""
     out = tmp_path_factory.mktemp("whole") / "run"
     return toy.run(out), out
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, whole):
-    for steps in (4, 3, None, None):  # the last finds the run finished, and leaves it as it is
+    for steps in (4, 3, None, None):  # the last call has nothing left to do
         result = toy.run(tmp_path, stop_after=steps)
     assert result.step == 10 and result.finished and same(result.params, whole[0].params)
     assert [part["from_step"] for part in result.record["segments"]] == [0, 4, 7]
@@ -100,13 +100,13 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     assert same(result.best_params(), weights[4]) and same(result.params, weights[5])
 
 
-def test_parts_and_length_of_a_run_may_change_when_it_goes_on(tmp_path):
+def test_parts_and_length_of_a_run_may_change_when_it_resumes(tmp_path):
     toy.run(tmp_path, stop_after=2)
     result = toy.run(tmp_path, accumulate=4, steps=6, eval_every=3, keep=5, save_minutes=1.0)
     assert result.finished and result.record["segments"][1]["accumulate"] == 4
 
 
-def test_options_that_change_nothing_do_not_tell_runs_apart(tmp_path):
+def test_options_that_change_nothing_do_not_identify_a_run(tmp_path):
     toy.run(tmp_path, stop_after=1, learning_rate_floor=0.5, clip="none", clip_at=3.0)
     assert toy.run(tmp_path, stop_after=1, clip="none").step == 2
     with pytest.raises(ValueError, match=r"--clip 'norm' \(was 'none'\)"):
@@ -136,16 +136,16 @@ def test_parts_of_a_step_add_up_to_the_whole(tmp_path, whole):
 def test_held_out_metrics_weigh_every_row_alike(whole):
     rows = toy.Rows(count=11, seed=3)
     batch = lambda *indices: jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in indices))
-    found = whole[0].evaluate([batch(*range(8)), batch(8, 9, 10)])
-    # There is no noise, so that the whole is the mean over single rows.
+    metrics = whole[0].evaluate([batch(*range(8)), batch(8, 9, 10)])
+    # Without noise the metric is the mean over single rows.
     params = jax.device_get(whole[0].params)
     one = lambda i: toy.Bigrams(noise=0.0).loss(params, toy.FROZEN, batch(i), jax.random.key(0))[1]
     alone = [one(i) for i in range(11)]
-    np.testing.assert_allclose(found["loss"], np.mean([x["loss"] for x in alone]), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], np.mean([x["loss"] for x in alone]), rtol=1e-5)
     likely = sum(x["likely"].total for x in alone) / sum(x["likely"].count for x in alone)
-    np.testing.assert_allclose(found["likely"], likely, rtol=1e-5)
+    np.testing.assert_allclose(metrics["likely"], likely, rtol=1e-5)
     first, rest = (whole[0].evaluate([batch(*part)])["loss"] for part in (range(8), (8, 9, 10)))
-    np.testing.assert_allclose(found["loss"], (8 * first + 3 * rest) / 11, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], (8 * first + 3 * rest) / 11, rtol=1e-6)
 
 
 def test_a_loss_that_overflows_stops_the_run_and_is_never_saved(tmp_path):
@@ -160,7 +160,7 @@ def test_weights_that_overflow_under_a_finite_loss_are_never_saved(tmp_path):
     assert saved(tmp_path) == ()
 
 
-def test_memory_that_runs_out_is_told_with_its_remedy(tmp_path, monkeypatch):
+def test_exhausted_memory_ends_in_one_line_with_its_remedy(tmp_path, monkeypatch):
     made = loop.make_programs
 
     def failing(*arguments):
@@ -183,7 +183,7 @@ def test_memory_that_runs_out_is_told_with_its_remedy(tmp_path, monkeypatch):
     assert saved(tmp_path) == (2,)
 
 
-def test_other_errors_of_the_device_stay_as_they_are(tmp_path, monkeypatch):
+def test_other_errors_of_the_device_are_not_changed(tmp_path, monkeypatch):
     def failing(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
@@ -234,16 +234,16 @@ def test_the_log_holds_means_and_tensorboard_the_same(tmp_path, whole):
 
 
 def events(out):
-    """Events of the one file of TensorBoard: records of length, checksum, message, checksum."""
+    """Return the events of TensorBoard's file: records of length, checksum, message, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     (path,) = (out / "tensorboard").iterdir()
-    content, place, found = path.read_bytes(), 0, []
-    while place < len(content):
-        size = int.from_bytes(content[place : place + 8], "little")
-        found.append(Event.FromString(content[place + 12 : place + 12 + size]))
-        place += 16 + size
-    return found
+    content, offset, entries = path.read_bytes(), 0, []
+    while offset < len(content):
+        size = int.from_bytes(content[offset : offset + 8], "little")
+        entries.append(Event.FromString(content[offset + 12 : offset + 12 + size]))
+        offset += 16 + size
+    return entries
 
 
 def test_the_curves_are_drawn(whole):
@@ -293,8 +293,8 @@ def test_a_run_that_stops_for_a_reason_says_so_in_one_line(capsys):
 
 
 def test_two_processes_do_not_train_one_run(tmp_path):
-    said = pytest.raises(ValueError, match="'run' is being written by another process")
-    with alone(tmp_path / "run"), said:
+    refused = pytest.raises(ValueError, match="'run' is being written by another process")
+    with alone(tmp_path / "run"), refused:
         toy.run(tmp_path / "run", steps=2)
     assert toy.run(tmp_path / "run", steps=2).finished
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

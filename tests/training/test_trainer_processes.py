@@ -1,4 +1,4 @@
-"""The trainer in processes of its own: killed, spread over 8 devices, split over two processes."""
+"""The trainer killed, spread over 8 devices, and split over two processes."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def start(sources):
-    """Starts ``python -m training.pretrain`` on the tiny corpus."""
+    """Start ``python -m training.pretrain`` on the tiny corpus."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
 
     def start(out: Path, steps: int, *more: str, cluster: dict | None = None) -> subprocess.Popen:
@@ -65,11 +65,11 @@ def start(sources):
 
 @pytest.fixture(scope="module")
 def uninterrupted(start, tmp_path_factory):
-    """Folder of a run of 40 steps."""
+    """The folder of a run of 40 steps."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     process = start(out, 40)
-    said = process.communicate()[0]
-    assert process.returncode == 0, said
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
     return out
 
 
@@ -97,12 +97,12 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_bit_for_bit(
     stopped = start(out, 40)
     wait_for_step(stopped, out, 25)
     stopped.send_signal(signal.SIGTERM)
-    said = stopped.communicate()[0]
-    assert stopped.returncode == 0, said
-    assert re.search(r"stopped and saved at step \d+; run the same command to resume", said)
+    output = stopped.communicate()[0]
+    assert stopped.returncode == 0, output
+    assert re.search(r"stopped and saved at step \d+; run the same command to resume", output)
     last = start(out, 40)
-    said = last.communicate()[0]
-    assert last.returncode == 0, said
+    output = last.communicate()[0]
+    assert last.returncode == 0, output
     for name in ("export/model.safetensors", "export/config.json"):
         assert (out / name).read_bytes() == (uninterrupted / name).read_bytes()
     assert losses(out) == losses(uninterrupted)
@@ -110,38 +110,38 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_bit_for_bit(
     assert 1 < len(parts) <= 4 and all(part["from_step"] < 40 for part in parts)
 
 
-def a_slurm_job() -> tuple[dict, str]:
-    """What Slurm tells the second of two processes, and the address that JAX makes of it."""
-    for job in random.Random(0).sample(range(4096), 50):
-        address = "localhost", 61440 + job
+def slurm_variables() -> tuple[dict, str]:
+    """Return Slurm's variables for the second of two processes, and JAX's coordinator address."""
+    for slurm in random.Random(0).sample(range(4096), 50):
+        address = "localhost", 61440 + slurm
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(address)
-            told = {
-                "SLURM_JOB_ID": job,
+            variables = {
+                "SLURM_JOB_ID": slurm,
                 "SLURM_STEP_NODELIST": "localhost",
                 "SLURM_NTASKS": 2,
                 "SLURM_PROCID": 1,
                 "SLURM_LOCALID": 1,
                 "SLURM_STEP_NUM_NODES": 1,
             }
-            return {name: str(value) for name, value in told.items()}, "{}:{}".format(*address)
+            return {name: str(value) for name, value in variables.items()}, "{}:{}".format(*address)
     raise OSError("all ports that were tried are taken")
 
 
 def test_two_processes_train_as_one_and_stop_together(start, uninterrupted, tmp_path):
     out = tmp_path / "run"
     common = "--fsdp", "2", "--compute", "bfloat16"
-    cluster, address = a_slurm_job()
+    cluster, address = slurm_variables()
     first = "--coordinator", address, "--num-processes", "2", "--process-id", "0"
     pair = [
         start(out, 100_000, *common, *first),
         start(out, 100_000, *common, "--coordinator", "auto", cluster=cluster),
     ]
     wait_for_step(pair[0], out, 12)
-    pair[1].send_signal(signal.SIGTERM)  # the other one learns of it in the step
-    said = [process.communicate(timeout=300)[0] for process in pair]
-    assert [process.returncode for process in pair] == [0, 0], said
-    assert "stopped and saved at step" in said[0] and "saved" not in said[1]
+    pair[1].send_signal(signal.SIGTERM)  # the step tells the other process
+    output = [process.communicate(timeout=300)[0] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], output
+    assert "stopped and saved at step" in output[0] and "saved" not in output[1]
     ours, theirs = (np.array(losses(folder))[:12] for folder in (out, uninterrupted))
     assert ours[:, 0].tolist() == list(range(1, 13))
     np.testing.assert_allclose(ours[:, 1], theirs[:, 1], rtol=2e-3)  # bfloat16 factors
@@ -161,7 +161,7 @@ def on_meshes(tmp_path_factory):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert ran.returncode == 0, ran.stderr
-    assert "full rematerialization" not in ran.stderr  # no batch is gathered where weights should
+    assert "full rematerialization" not in ran.stderr  # weights are gathered, not the batch
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
@@ -181,6 +181,8 @@ def test_weights_and_frozen_weights_are_really_cut(on_meshes):
     assert head == [[16, 16], [4, 8]] and layers == [[8, 16], [4, 4]] and norm == [[8], [8]]
     assert cut["frozen"] == [[[16, 8], [4, 4]]] and spread["params"][0] == [[16, 16], [16, 16]]
     shapes = [shape for shape in model["params"] if len(shape[0]) == 2]
-    embedding, *matrices = shapes  # 257 tokens cannot be cut in two; all else is cut in four
+    embedding, *matrices = (
+        shapes  # 257 tokens cannot be split in two; other matrices are split in four
+    )
     assert embedding == [[257, 32], [257, 16]] and len(matrices) == 4
     assert all(4 * np.prod(part) == np.prod(whole) for whole, part in matrices)

@@ -1,4 +1,4 @@
-"""A window of two texts for the tiny target, and the texts alone."""
+"""A window of two texts for the tiny target, and its texts."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ FIRST, SECOND = 9, 6
 
 
 def packed() -> Batch:
-    """A window of two texts and padding, some of whose tokens do not count."""
+    """Return a window of two texts and padding; some tokens have weight 0."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, tiny.VOCAB, (1, FIRST + SECOND + 2)).astype(np.int32)
     row = np.repeat([1, 2, 0], [FIRST, SECOND, 2]).astype(np.int32)
@@ -20,6 +20,6 @@ def packed() -> Batch:
 
 
 def alone(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and weights of each text."""
+    """Yield tokens and weights of each text."""
     for start, end in ((0, FIRST), (FIRST, FIRST + SECOND)):
         yield batch.tokens[0, start:end], batch.weights[0, start:end]

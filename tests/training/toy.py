@@ -1,4 +1,4 @@
-"""A task that compiles in no time, and data for it."""
+"""A task that compiles fast, and data for it."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ VOCAB, WIDTH, LENGTH = 16, 8, 12
 
 @dataclasses.dataclass(frozen=True)
 class Bigrams:
-    """Predicts a token from the one before: a frozen table, noise, a matrix, an output matrix."""
+    """Prediction of a token from the one before: frozen table, noise, matrix, output matrix."""
 
     noise: float = 0.1
 
@@ -62,7 +62,7 @@ class Rows:
 
 
 def settings(**options) -> TrainerSettings:
-    """Ten steps of eight windows."""
+    """Return settings of ten steps of eight windows."""
     usual = {
         "batch": 8,
         "accumulate": 2,
@@ -78,12 +78,12 @@ def settings(**options) -> TrainerSettings:
 
 
 def run(out, task=None, **options):
-    """Trains ``task`` on the toy data; options of ``train`` go to it, others to the settings."""
+    """Train ``task`` on the toy data; options are those of ``train`` or of the settings."""
     names = ("held_out", "measure", "identity", "best", "bar", "stop_after", "batches", "facts")
     given = {name: options.pop(name) for name in names if name in options}
     made = settings(**options)
-    place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    given.setdefault("held_out", data.held_out(Rows(seed=1), batch=8, limit=16, **place))
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    given.setdefault("held_out", data.held_out(Rows(seed=1), batch=8, limit=16, **process))
     if "batches" not in given:
-        given["batches"] = data.batches(Rows(), batch=made.batch, seed=made.seed, **place)
+        given["batches"] = data.batches(Rows(), batch=made.batch, seed=made.seed, **process)
     return trainer.train(task or Bigrams(), FROZEN, settings=made, out=out, **given)

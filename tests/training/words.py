@@ -1,4 +1,4 @@
-"""A tokenizer of a dozen words: what becomes of a conversation can be worked out by hand."""
+"""A tokenizer of a dozen words, for labels derived by hand."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,15 +31,15 @@ MARKED = (
     "{% else %}<{{ m.role }}>{{ m.content }}<end>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# Says "hmm" before the last answer alone, as templates do that drop earlier thoughts.
+# Writes "hmm" only before the last answer, like templates that drop earlier thoughts.
 FORGETFUL = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.role == 'assistant' and loop.last %}hmm\n{% endif %}{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# Opens another turn than the one that it writes.
+# The generation prompt differs from the turn.
 BROKEN = PLAIN.replace("<assistant>{% endif %}", "<assistant>hmm{% endif %}")
-# Ends a turn with text of no special token.
+# A turn ends in text, not in a special token.
 WORDY = PLAIN.replace("<end>\n", "\n###\n")
 
 USER, ASSISTANT = ({"role": role} for role in ("user", "assistant"))
@@ -52,7 +52,7 @@ DIALOGUE = (
 
 
 def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Words, spaces and line ends are a token each; so is ``<end>``, the end of text."""
+    """Return the tokenizer: words, spaces, line ends and ``<end>`` are a token each."""
     made = Tokenizer(models.WordLevel(IDS, unk_token="hmm"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n| |[^\n ]+"), behavior="isolated")
     made.decoder = decoders.Fuse()
@@ -66,5 +66,5 @@ def tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def ids(*tokens: str) -> list[int]:
-    """Ids of tokens that are spelled out."""
+    """Return the ids of tokens."""
     return [IDS[token] for token in tokens]

@@ -37,9 +37,6 @@ class DataSettings:
       held_out_data: more held-out data; copies of it in --data are held out too
       held_out_modules: top-level modules of folders and packages that are held out of training
       cache: folder of tokenised data (default: in the user's cache)
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     data: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jspec.core.types import Array
 from jspec.models.layers import Linear
+from training.task import Metrics
 
 
 def loss_chunk() -> int:
@@ -29,13 +30,13 @@ def next_token_loss(
 
 
 def mean_by_chunks(
-    score: Callable[[Any, Any, Any], dict[str, Array]],
+    score: Callable[[Any, Any, Any], Metrics],
     x: Any,
     weights: Any,
     fixed: Any,
     *,
     rows: int | None = None,
-) -> dict[str, Array]:
+) -> Metrics:
     """Return means over [B, T] of ``score(x, weights, fixed)``, computed a chunk of T at a time.
 
     Only the mean named ``loss`` can be differentiated. Its gradient is computed in the forward
@@ -43,8 +44,8 @@ def mean_by_chunks(
     so a batch that is spread over devices does not move.
 
     Args:
-      score: maps a chunk [B, t, ...] of ``x`` and ``fixed`` to values [B, t]. The last chunk is
-        padded with zeros, for which the values must be finite.
+      score: maps a chunk [B, t, ...] of ``x`` and ``fixed`` to values [B, t], or a ``Ratio`` of
+        them. The last chunk is padded with zeros, for which the values must be finite.
       x: pytree [B, T, ...]; differentiated.
       weights: pytree, for example the output matrix; differentiated.
       fixed: pytree [B, T, ...]; not differentiated.
@@ -65,10 +66,8 @@ def mean_by_chunks(
         return jnp.moveaxis(parts, 0, 1).reshape(batch, count * size, *like.shape[2:])[:, :length]
 
     def sums_of(x, weights, fixed, inside):
-        values = score(x, weights, fixed).items()
-        sums = {
-            name: jnp.where(inside, value, 0).sum() / (batch * length) for name, value in values
-        }
+        mean = lambda value: jnp.where(inside, value, 0).sum() / (batch * length)
+        sums = jax.tree.map(mean, score(x, weights, fixed))
         return sums["loss"], sums
 
     def pieces(x):

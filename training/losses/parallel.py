@@ -46,24 +46,19 @@ def judge(
     depths = np.broadcast_to(slots.depths, slots.anchors.shape)
     last = int(slots.depths.max())
 
-    def measure(x: Array, matrix: Any, fixed: Any) -> dict[str, Array]:
+    def measure(x: Array, matrix: Any, fixed: Any) -> Metrics:
         states, labels, weight, depth = fixed
         log_q = jax.nn.log_softmax(logits_of(x, matrix))
         log_p, known = distribution(states)
         counts = (weight > 0) * known
-        values = {
-            name: (weight * known if name == "loss" else counts) * value
-            for name, value in score(log_p, log_q, labels).items()
-        }
+        values = score(log_p, log_q, labels)
+        means = {"loss": weight * known * values.pop("loss")}
+        means |= {name: Ratio(counts * value, counts) for name, value in values.items()}
         alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
         for k in range(last + 1):
-            here = (depth == k) & (weight > 0)
-            values |= {f"accepted_{k}": here * alpha, f"rows_{k}": here * 1.0}
-        return values | {"counts": counts}
+            here = ((depth == k) & (weight > 0)).astype(alpha.dtype)
+            means[f"accepted_{k}"] = Ratio(here * alpha, here)
+        return means
 
     fixed = slots.of_judges(states), slots.of_judges(labels), slots.weights, depths
-    means = mean_by_chunks(measure, x, matrix, jax.lax.stop_gradient(fixed))
-    counts = {f"accepted_{k}": means.pop(f"rows_{k}") for k in range(last + 1)}
-    every = means.pop("counts")
-    others = [name for name in means if name != "loss"]
-    return means | {name: Ratio(means[name], counts.get(name, every)) for name in others}
+    return mean_by_chunks(measure, x, matrix, jax.lax.stop_gradient(fixed))

@@ -111,7 +111,7 @@ def judge(
     steps = weights.shape[-1]
     labels = jnp.pad(batch.tokens[:, 2:], ((0, 0), (0, 1)))
 
-    def score(x: Array, matrix: Any, fixed: Any) -> dict[str, Array]:
+    def score(x: Array, matrix: Any, fixed: Any) -> Metrics:
         normed, weight, labels = fixed
         log_q = jax.nn.log_softmax(logits_of(x, matrix))
         log_p, counts = distribution(normed)
@@ -121,14 +121,11 @@ def judge(
         means = {"loss": (weight * counts[:, :, None] * value).sum(-1)}
         for step in range(steps):
             here = (weight[..., step] > 0).astype(alpha.dtype)
-            means |= {f"accepted_{step}": here * alpha[..., step], f"rows_{step}": here}
+            means[f"accepted_{step}"] = Ratio(here * alpha[..., step], here)
         return means
 
     fixed = jax.lax.stop_gradient((normed[:, 1:], weights, labels))
-    means = mean_by_chunks(score, x, matrix, fixed, rows=max(loss_chunk() // steps, 1))
-    for step in range(steps):
-        means[f"accepted_{step}"] = Ratio(means[f"accepted_{step}"], means.pop(f"rows_{step}"))
-    return means
+    return mean_by_chunks(score, x, matrix, fixed, rows=max(loss_chunk() // steps, 1))
 
 
 def distil(

@@ -24,9 +24,6 @@ class AcceptanceSettings:
       prompt_tokens: maximum tokens of a prompt
       max_new_tokens: maximum tokens generated for each prompt; the target may end a text earlier
       temperatures: one acceptance length each; that of the first decides which weights are best
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     num_speculative_tokens: int = 4
@@ -78,7 +75,11 @@ def acceptance_meter(
     # All temperatures in one batch: one program to compile, one loop to run.
     requests = [
         SequenceParams(
-            prompt, settings.max_new_tokens, temperature, stream=index, stop_token_ids=stops
+            prompt,
+            max_tokens=settings.max_new_tokens,
+            temperature=temperature,
+            stream=index,
+            stop_token_ids=stops,
         )
         for temperature in settings.temperatures
         for index, prompt in enumerate(prompts)

@@ -15,20 +15,8 @@ from training.data.settings import Data
 from training.errors import bad_option, check_least
 from training.export import DFlashFormat
 from training.task import Frozen
+from training.tasks import method
 from training.tasks.dflash_task import PUBLISHED, VARIANTS, DFlashTask, Recipe
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    described,
-    draft_vocab,
-    frequent_tokens,
-    head_build,
-    in_float32,
-    mask_token,
-    variant_of,
-)
-from training.trainer import TrainerSettings
 
 _DRAFTERS = {"dflash": DFlash, "dspark": DSpark}
 
@@ -69,15 +57,12 @@ class HeadSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       variant: dflash or dspark; decides the defaults
       format: layout of the exported head: dflash (the authors') or dflash-speculators
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     head: HeadSettings
@@ -97,10 +82,7 @@ class Settings(DistillSettings):
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
-        head = {}
-        if self.head.head:
-            head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
-            del head["head"]
+        head = method.decided(self.head, "head")
         if not self.head.markov_rank:
             head["markov"] = "--markov-rank 0 reads no previous token; leave it out"
         recipe, weighing = {}, self.recipe.weighing
@@ -117,27 +99,15 @@ class Settings(DistillSettings):
 
 
 # Rate, schedule, warm-up and clipping of SpecForge's recipes; the numbers of steps are ours.
-_TRAINER = TrainerSettings(
-    steps=100_000,
-    batch=32,
-    accumulate=8,
-    schedule="cosine",
-    learning_rate=6e-4,
-    warmup=4000,
-    learning_rate_floor=0.0,
-    beta1=0.9,
-    beta2=0.999,
-    weight_decay=0.0,
-    clip="norm",
-    clip_at=1.0,
-    eval_every=1000,
+_TRAINER = dataclasses.replace(
+    method.HEADS, steps=100_000, accumulate=8, learning_rate=6e-4, warmup=4000
 )
 _HEADS = {"dflash": HeadSettings(), "dspark": HeadSettings(block_size=7)}
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Return the published settings of the variant."""
-    variant = variant_of(argv, VARIANTS, Settings.variant)
+    variant = method.variant_of(argv, VARIANTS, Settings.variant)
     parts = {"head": _HEADS[variant], "recipe": PUBLISHED[variant]}
     return parts | {"trainer": _TRAINER, "variant": variant}
 
@@ -150,20 +120,7 @@ def head_config(
     Raises:
       ValueError: the target has fewer tokens.
     """
-    vocab = draft_vocab(head.draft_vocab_size, target)
-    network = dataclasses.replace(
-        target.with_plain_blocks(),
-        vocab_size=vocab,
-        num_layers=head.head_layers,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-        tie_embeddings=False,
-        intermediate_size=head.intermediate_size or target.intermediate_size,
-        activation_dtype="float32",
-        cache_dtype="float32",
-    )
+    network = method.plain_network(target, head, head.head_layers, qk_norm=True)
     spark = None
     if variant == "dspark":
         reads_token = confidence and head.markov_rank > 0
@@ -177,16 +134,16 @@ def head_config(
         block_size=head.block_size,
         mask_token=mask,
         from_anchor=spark is not None,
-        separate_head=vocab != target.vocab_size,
+        separate_head=network.vocab_size != target.vocab_size,
         spark=spark,
     )
 
 
-def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start, vocabulary = _head(settings, target, data)
     trainer, drafter = settings.trainer, _DRAFTERS[settings.variant]
-    return head_build(
+    return method.head_build(
         settings,
         target,
         config,
@@ -196,7 +153,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
         frozen=Frozen(target.params, start, vocabulary),
         drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": described(config, start)},
+        | {"variant": settings.variant, "head": method.described(config, start)},
     )
 
 
@@ -209,16 +166,18 @@ def _head(settings: Settings, target: LoadedModel, data: Data):
     """
     folder, sizes, weight = settings.head.head, target.config, settings.recipe.confidence_weight
     if not folder:
-        mask = mask_token(settings.head.mask_token, data, sizes.vocab_size)
+        mask = method.mask_token(settings.head.mask_token, data, sizes.vocab_size)
         config = head_config(settings.head, settings.variant, sizes, mask, weight > 0)
-        return config, None, frequent_tokens(data, config.vocab_size, sizes.vocab_size)
+        return config, None, method.frequent_tokens(data, config.vocab_size, sizes.vocab_size)
     head = loading.load_head(folder, sizes, kind=settings.variant, dtype="float32")
     head = loading.sharing(head, target.params.embedding)
-    config = in_float32(head.config)
+    config = method.in_float32(head.config)
     if weight and not config.spark.confidence:
         remedy = "this head guesses no probability of acceptance; take 0"
         raise bad_option("confidence_weight", weight, remedy)
     return config, head.params, head.params.draft_to_target
 
 
-METHOD = Method("Distil a DFlash or DSpark head from a frozen target.", Settings, build, defaults)
+METHOD = method.Method(
+    "Distil a DFlash or DSpark head from a frozen target.", Settings, build, defaults
+)

@@ -49,9 +49,6 @@ class Recipe:
         accepting the row)
       gamma: rows after which the weight has fallen to 1/e (decay; 0: all weigh the same)
       dpace_alpha: smoothing of probabilities towards 1, so that late rows are trained too (dpace)
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     anchors: int = 512
@@ -220,7 +217,7 @@ def _judge(
         log_p = log_p if vocabulary is None else log_p[..., vocabulary]
         return log_p.reshape(*anchors.shape, depth, -1)
 
-    def score(x: Array, weights: Any, fixed: Any) -> dict[str, Array]:
+    def score(x: Array, weights: Any, fixed: Any) -> Metrics:
         head, spark = weights
         anchors, labels, before, counts = fixed
         logits = linear(x, output if head is None else head)
@@ -239,16 +236,13 @@ def _judge(
         means, valid = {"loss": (counts * share * value).sum(-1)}, (counts > 0).astype(x.dtype)
         for name, metric in rows.items():
             metric = lax.stop_gradient(valid * metric)
-            means |= {f"{name}_{row}": metric[..., row] for row in range(depth)}
-        return means | {f"rows_{row}": valid[..., row] for row in range(depth)}
+            for row in range(depth):
+                means[f"{name}_{row}"] = Ratio(metric[..., row], valid[..., row])
+        return means
 
     fixed = lax.stop_gradient((blocks.anchors, blocks.labels, blocks.before, blocks.weights))
     weights, rows = (params.head, params.spark), max(loss_chunk() // depth, 1)
     means = mean_by_chunks(score, hidden, weights, fixed, rows=rows)
-    for row in range(depth):
-        count = means.pop(f"rows_{row}")
-        for name in ("likely", "accepted") if recipe.needs_distribution else ("likely",):
-            means[f"{name}_{row}"] = Ratio(means[f"{name}_{row}"], count)
     return means["loss"], means
 
 

@@ -21,30 +21,18 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.data.settings import Data
 from training.errors import bad_option
 from training.task import Frozen
+from training.tasks import method
 from training.tasks.draft_task import DraftRecipe, DraftTask
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    ParallelSettings,
-    asks_for_parallel,
-    described,
-    mask_token,
-)
 from training.tasks.parallel_draft import ParallelDraftTask
 from training.trainer import TrainerSettings
 
-_TRAINER = TrainerSettings(
-    steps=20_000,
-    batch=32,
-    accumulate=1,
-    schedule="cosine",
+_TRAINER = dataclasses.replace(
+    method.HEADS,
     learning_rate=3e-4,
     warmup=500,
-    beta1=0.9,
+    learning_rate_floor=0.1,
     beta2=0.95,
     weight_decay=0.1,
-    eval_every=1000,
 )
 # With --parallel: PARD's (arXiv 2504.18583), which is trained on text that the target wrote.
 _PARALLEL = {
@@ -52,25 +40,22 @@ _PARALLEL = {
         _TRAINER, schedule="constant", learning_rate=3e-5, weight_decay=0.0
     ),
     "recipe": DraftRecipe(text_weight=1.0),
-    "parallel": ParallelSettings(parallel=True),
+    "parallel": method.ParallelSettings(parallel=True),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       draft: model to start from, with the target's vocabulary
       draft_layers: layers of the target to start from instead, from 0 on
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     trainer: TrainerSettings = _TRAINER
     recipe: DraftRecipe = dataclasses.field(default_factory=DraftRecipe)
-    parallel: ParallelSettings = dataclasses.field(default_factory=ParallelSettings)
+    parallel: method.ParallelSettings = dataclasses.field(default_factory=method.ParallelSettings)
     draft: str = ""
     draft_layers: tuple[int, ...] = ()
 
@@ -131,7 +116,7 @@ def initial_model(
     return config, params, checkpoint.hf_config(config)
 
 
-def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start, raw = initial_model(settings, target)
     depth, parallel, trainer = settings.depth, settings.parallel, settings.trainer
@@ -148,12 +133,12 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
         checkpoint.save_pretrained(directory, config, params, raw, settings.export_dtype)
         target.tokenizer.save_pretrained(directory)
 
-    return Build(
+    return method.Build(
         task=task,
         frozen=Frozen(target.params, start),
         drafter=drafter,
         identity=dataclasses.asdict(settings.recipe)
-        | {"draft": described(config, start)}
+        | {"draft": method.described(config, start)}
         | identity,
         export=export,
         weights_of=lambda params: (target.params, params),
@@ -164,12 +149,12 @@ def _mask(settings: Settings, data: Data, config: DecoderConfig, raw: dict) -> i
     """Return the mask token of the options, of the initial model, or an unused one."""
     token, served = settings.parallel.mask_token, mask_token_id(raw, SERVED)
     token = served if token < 0 and served is not None else token
-    return mask_token(token, data, config.vocab_size)
+    return method.mask_token(token, data, config.vocab_size)
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Return the published settings of --parallel."""
-    return _PARALLEL if asks_for_parallel(argv) else {}
+    return _PARALLEL if method.asks_for_parallel(argv) else {}
 
 
-METHOD = Method("Distil a draft model from a frozen target.", Settings, build, defaults)
+METHOD = method.Method("Distil a draft model from a frozen target.", Settings, build, defaults)

@@ -30,9 +30,6 @@ class DraftRecipe:
       on_policy: share of a batch's windows that the draft model continues by itself
       on_policy_prompt: tokens of such a window that stay
       on_policy_temperature: temperature of the continuations
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     loss: LossName = "kl"
@@ -92,24 +89,20 @@ class DraftTask:
         output, linear, recipe = head_of(frozen.target), LINEARS[self.compute], self.recipe
         common = min(self.draft.vocab_size, self.target.vocab_size)
 
-        def score(x: Array, head: Array, fixed: Any) -> dict[str, Array]:
+        def score(x: Array, head: Array, fixed: Any) -> Metrics:
             states, labels, weight = fixed
             log_q = jax.nn.log_softmax(linear(x, head)[..., :common])
             log_p = jax.nn.log_softmax(linear(states, output)[..., :common])
             text, counts = -take(log_q, labels), (weight > 0).astype(x.dtype)
             return {
                 "loss": weight * recipe.mixed(log_p, log_q, text),
-                "next_token_loss": counts * text,
-                "kl": counts * LOSSES["kl"](log_p, log_q),
-                "accepted": counts * overlap_of(log_p, log_q),
-                "counts": counts,
+                "next_token_loss": Ratio(counts * text, counts),
+                "kl": Ratio(counts * LOSSES["kl"](log_p, log_q), counts),
+                "accepted": Ratio(counts * overlap_of(log_p, log_q), counts),
             }
 
         fixed = jax.lax.stop_gradient((states[:, :-1], batch.tokens[:, 1:], batch.label_weights))
         means = mean_by_chunks(score, x[:, :-1], head_of(params), fixed)
-        count = means.pop("counts")
-        for name in ("next_token_loss", "kl", "accepted"):
-            means[name] = Ratio(means[name], count)
         return means["loss"], means
 
     def _continued(self, params: DecoderParams, batch: Batch, key: Array | None) -> Batch:

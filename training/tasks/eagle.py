@@ -19,23 +19,9 @@ from training.data.settings import Data
 from training.errors import bad_option, check_least, check_positive
 from training.export import EagleFormat
 from training.task import Frozen
+from training.tasks import method
 from training.tasks.eagle_task import PUBLISHED, VARIANTS, EagleTask, Recipe, target_states
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    ParallelSettings,
-    asks_for_parallel,
-    described,
-    draft_vocab,
-    frequent_tokens,
-    head_build,
-    in_float32,
-    mask_token,
-    variant_of,
-)
 from training.tasks.parallel_eagle import PARALLEL, ParallelEagleTask
-from training.trainer import TrainerSettings
 
 _NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
 
@@ -77,7 +63,7 @@ class HeadSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
@@ -87,14 +73,11 @@ class Settings(DistillSettings):
       feature_cache: folder that keeps the target's hidden states, for runs of many epochs (default:
         every step computes them)
       feature_cache_gigabytes: largest size of that folder
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     recipe: Recipe
-    parallel: ParallelSettings = dataclasses.field(default_factory=ParallelSettings)
+    parallel: method.ParallelSettings = dataclasses.field(default_factory=method.ParallelSettings)
     variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
     format: EagleFormat = "eagle"
     feature_cache: str = ""
@@ -128,8 +111,6 @@ class Settings(DistillSettings):
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
-        head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
-        del head["head"]
         recipe = {}
         if self.parallel.parallel:
             remedy = "one pass has no steps on its own outputs; leave it out"
@@ -141,25 +122,20 @@ class Settings(DistillSettings):
             recipe["loss"] = "it weighs nothing: give --loss-weight too"
         remedy = "only --feature-cache DIR takes them; leave it out"
         cache = {} if self.feature_cache else {"feature_cache_gigabytes": remedy}
-        parts = {"head": head if self.head.head else {}, "recipe": recipe, "": cache}
+        parts = {"head": method.decided(self.head, "head"), "recipe": recipe, "": cache}
         return super().idle() | parts
 
 
 # Rates, betas and clipping of the authors' programs; the numbers of steps are ours.
-_EAGLE3 = TrainerSettings(
+_EAGLE3 = dataclasses.replace(
+    method.HEADS,
     steps=100_000,
     batch=8,
-    accumulate=1,
     schedule="linear",
     learning_rate=5e-5,
     warmup=1500,
-    learning_rate_floor=0.0,
-    beta1=0.9,
     beta2=0.95,
-    weight_decay=0.0,
-    clip="norm",
     clip_at=0.5,
-    eval_every=1000,
 )
 _HASS = dataclasses.replace(
     _EAGLE3, batch=16, learning_rate=3e-5, warmup=1000, weight_decay=0.01, clip="value"
@@ -177,12 +153,15 @@ _PARALLEL_TRAINER = dataclasses.replace(
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Return the published settings of the variant."""
-    variant, parallel = variant_of(argv, VARIANTS, Settings.variant), asks_for_parallel(argv)
+    variant, parallel = (
+        method.variant_of(argv, VARIANTS, Settings.variant),
+        method.asks_for_parallel(argv),
+    )
     one_pass = parallel and variant == "eagle3"
     return {
         "recipe": PARALLEL if one_pass else PUBLISHED[variant],
         "trainer": _PARALLEL_TRAINER if one_pass else _TRAINERS[variant],
-        "parallel": ParallelSettings(parallel=parallel),
+        "parallel": method.ParallelSettings(parallel=parallel),
         "variant": variant,
     }
 
@@ -196,22 +175,10 @@ def head_config(
       ValueError: the target has fewer tokens.
     """
     is_eagle3 = variant == "eagle3"
-    network = dataclasses.replace(
-        target.with_plain_blocks(),
-        vocab_size=draft_vocab(head.draft_vocab_size, target),
-        num_layers=head.head_layers or (1 if mask is None else 4),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_embeddings=False,
-        intermediate_size=head.intermediate_size or target.intermediate_size,
-        activation_dtype="float32",
-        cache_dtype="float32",
-    )
+    layers = head.head_layers or (1 if mask is None else 4)
     captured = head.capture_layers or default_capture_layers(target.num_layers)
     return EagleConfig(
-        network=network,
+        network=method.plain_network(target, head, layers, qk_norm=False),
         generation=3 if is_eagle3 else 1,
         capture_layers=captured if is_eagle3 else (target.num_layers,),
         target_hidden_size=target.hidden_size,
@@ -226,7 +193,7 @@ def head_config(
     )
 
 
-def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     parallel, sizes = settings.parallel, target.config
     if settings.head.head:
@@ -235,16 +202,16 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
     else:
         mask, start = None, None
         if parallel.parallel:
-            mask = mask_token(parallel.mask_token, data, sizes.vocab_size)
+            mask = method.mask_token(parallel.mask_token, data, sizes.vocab_size)
         config = head_config(settings.head, settings.variant, sizes, mask)
-        vocabulary = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
+        vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     compute, remat = settings.trainer.compute, settings.trainer.remat
     task = EagleTask(config, sizes, settings.recipe, compute, settings.head.start, remat)
     drafter, slots = Eagle, {}
     if parallel.parallel:
         drafter, slots = ParallelEagle, dataclasses.asdict(parallel.slots)
         task = ParallelEagleTask(**vars(task), slots=parallel.slots)
-    return head_build(
+    return method.head_build(
         settings,
         target,
         config,
@@ -254,7 +221,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
         frozen=Frozen(target.params, start, vocabulary),
         drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": described(config, start)}
+        | {"variant": settings.variant, "head": method.described(config, start)}
         | {"start": settings.head.start}
         | slots,
         data=_with_features(settings, task, target, data) if settings.feature_cache else None,
@@ -277,7 +244,7 @@ def _initial_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig,
         raise bad_option("head", folder, f"it was trained {trained}")
     if not parallel:  # a parallel head trains its own embedding
         head = loading.sharing(head, target.params.embedding)
-    return in_float32(head.config), head.params
+    return method.in_float32(head.config), head.params
 
 
 def _with_features(settings: Settings, task: EagleTask, target: LoadedModel, data: Data) -> Data:
@@ -307,4 +274,4 @@ def _with_features(settings: Settings, task: EagleTask, target: LoadedModel, dat
     return data._replace(train=keep("train", data.train), held_out=keep("held out", data.held_out))
 
 
-METHOD = Method("Distil an EAGLE head from a frozen target.", Settings, build, defaults)
+METHOD = method.Method("Distil an EAGLE head from a frozen target.", Settings, build, defaults)

@@ -52,9 +52,6 @@ class Recipe:
       noise: half-width of the uniform noise on the target's features, at 512 tokens a window; it
         shrinks with longer windows
       through_steps: whether gradients flow from a step into the one before
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     unroll: int

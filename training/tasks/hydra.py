@@ -16,15 +16,7 @@ from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training.data.settings import Data
 from training.errors import bad_option, check_least
 from training.task import Frozen
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    described,
-    head_build,
-    in_float32,
-    variant_of,
-)
+from training.tasks import method
 from training.tasks.stages import StagesRecipe, StagesTask
 from training.trainer import TrainerSettings
 
@@ -33,18 +25,8 @@ VARIANTS = ("hydra", "hydra++")
 PUBLISHED = {"hydra": StagesRecipe(), "hydra++": StagesRecipe(loss="ce")}
 
 # Rate, schedule, warm-up and decay of the authors' program; the number of steps is ours.
-_TRAINER = TrainerSettings(
-    steps=20_000,
-    batch=32,
-    accumulate=1,
-    schedule="cosine",
-    learning_rate=5e-4,
-    warmup=100,
-    learning_rate_floor=0.33,
-    beta1=0.9,
-    beta2=0.999,
-    weight_decay=0.1,
-    eval_every=1000,
+_TRAINER = dataclasses.replace(
+    method.HEADS, learning_rate=5e-4, warmup=100, learning_rate_floor=0.33, weight_decay=0.1
 )
 
 
@@ -71,14 +53,11 @@ _HEADS = {"hydra": HeadSettings(), "hydra++": HeadSettings(head_layers=4)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       variant: hydra, or hydra++ with its layer of attention; decides the defaults
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     trainer: TrainerSettings = _TRAINER
@@ -94,15 +73,15 @@ class Settings(DistillSettings):
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
-        decided, single = "leave it out: --heads decides it", "there is one head; leave it out"
-        head = dict.fromkeys(("num_heads", "head_layers"), decided) if self.head.heads else {}
-        recipe = {"stage_decay": single} if not head and self.head.num_heads == 1 else {}
+        head, recipe = method.decided(self.head, "heads"), {}
+        if not head and self.head.num_heads == 1:
+            recipe["stage_decay"] = "there is one head; leave it out"
         return super().idle() | {"head": head, "recipe": recipe}
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Return the published settings of the variant."""
-    variant = variant_of(argv, VARIANTS, Settings.variant)
+    variant = method.variant_of(argv, VARIANTS, Settings.variant)
     return {"head": _HEADS[variant], "recipe": PUBLISHED[variant], "variant": variant}
 
 
@@ -134,22 +113,22 @@ def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, Hydr
         if (config.network is not None) != prefixed:
             other = VARIANTS[not prefixed]
             raise bad_option("heads", head.heads, f"they are of the other kind: --variant {other}")
-    return in_float32(config) if prefixed else config, params
+    return method.in_float32(config) if prefixed else config, params
 
 
-def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = heads_of(settings, target)
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    return head_build(
+    return method.head_build(
         settings,
         target,
         config,
         task=StagesTask(config, target.config, settings.recipe, compute, remat),
         frozen=Frozen(target.params, start),
         drafter=Hydra(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe) | {"heads": described(config, start)},
+        identity=dataclasses.asdict(settings.recipe) | {"heads": method.described(config, start)},
     )
 
 
-METHOD = Method("Train Hydra heads on a frozen target.", Settings, build, defaults)
+METHOD = method.Method("Train Hydra heads on a frozen target.", Settings, build, defaults)

@@ -31,32 +31,11 @@ from training.losses import unrolled
 from training.losses.chunks import next_token_loss
 from training.losses.distances import GuessLoss
 from training.task import Frozen, Metrics
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    described,
-    draft_vocab,
-    float32,
-    frequent_tokens,
-    head_build,
-)
+from training.tasks import method
 from training.trainer import TrainerSettings
 
 # The authors' rate and schedule; the number of steps is ours.
-_TRAINER = TrainerSettings(
-    steps=20_000,
-    batch=32,
-    accumulate=1,
-    schedule="cosine",
-    learning_rate=1e-3,
-    warmup=2000,
-    learning_rate_floor=0.0,
-    beta1=0.9,
-    beta2=0.999,
-    weight_decay=0.0,
-    eval_every=1000,
-)
+_TRAINER = dataclasses.replace(method.HEADS, learning_rate=1e-3, warmup=2000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +47,6 @@ class MedusaRecipe:
         target's distribution
       head_decay: weight of a head's loss relative to the head before
       heads_weight: weight of the heads' loss beside the target's own next-token loss (Medusa-2)
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     medusa_loss: GuessLoss = "labels"
@@ -118,8 +94,8 @@ class MedusaTask:
             output, vocabulary = head_of(frozen.target), frozen.draft_to_target
             output = output if vocabulary is None else output[:, vocabulary]
             heads = heads.replace(outputs=(output,) * self.heads.num_outputs)
-        heads = float32(heads.replace(draft_to_target=None))
-        return JointParams(heads, float32(frozen.target) if self.joint else None)
+        heads = method.float32(heads.replace(draft_to_target=None))
+        return JointParams(heads, method.float32(frozen.target) if self.joint else None)
 
     def loss(
         self, params: JointParams, frozen: Frozen, batch: Batch, key: Array
@@ -174,15 +150,12 @@ class HeadSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       joint: whether the target is trained too (Medusa-2)
       format: layout of the exported heads: medusa-vllm, or medusa (the authors')
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     trainer: TrainerSettings = _TRAINER
@@ -209,11 +182,8 @@ class Settings(DistillSettings):
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
-        recipe, head = {}, {}
-        if self.head.heads:
-            names = ("num_heads", "head_layers", "draft_vocab_size")
-            head = dict.fromkeys(names, "leave it out: --heads decides it")
-        elif self.head.num_heads == 1:
+        head, recipe = method.decided(self.head, "heads"), {}
+        if not head and self.head.num_heads == 1:
             recipe["head_decay"] = "there is one head; leave it out"
         if not self.joint:
             recipe["heads_weight"] = "only --joint has another loss beside theirs; leave it out"
@@ -230,14 +200,14 @@ def heads_config(settings: HeadSettings, target: DecoderConfig) -> MedusaConfig:
         num_heads=settings.num_heads,
         num_layers=settings.head_layers,
         hidden_size=target.hidden_size,
-        vocab_size=draft_vocab(settings.draft_vocab_size, target),
+        vocab_size=method.draft_vocab(settings.draft_vocab_size, target),
         target_vocab_size=target.vocab_size,
         capture_layers=(target.num_layers,),
         num_outputs=settings.num_heads,
     )
 
 
-def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     sizes, folder, joint = target.config, settings.head.heads, settings.joint
     if folder:
@@ -245,10 +215,10 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
         config, start, vocabulary = loaded.config, loaded.params, loaded.params.draft_to_target
     else:
         config, start = heads_config(settings.head, sizes), None
-        vocabulary = frequent_tokens(data, config.vocab_size, config.target_vocab_size)
+        vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     finished = lambda params: params.heads.replace(draft_to_target=vocabulary)
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    heads = head_build(
+    heads = method.head_build(
         settings,
         target,
         config,
@@ -258,7 +228,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
         frozen=Frozen(target.params, start, vocabulary),
         drafter=Medusa(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)
-        | {"joint": joint, "heads": described(config, start)},
+        | {"joint": joint, "heads": method.described(config, start)},
     )
     if not joint:
         return heads
@@ -273,4 +243,4 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> Build:
     return dataclasses.replace(heads, export=export, weights_of=weights_of)
 
 
-METHOD = Method("Train Medusa heads on a target.", Settings, build)
+METHOD = method.Method("Train Medusa heads on a target.", Settings, build)

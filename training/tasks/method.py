@@ -26,6 +26,17 @@ from training.trainer import TrainerSettings
 
 Options = type["DistillSettings"]
 
+# Most methods start from these options: AdamW with a cosine schedule and clipped norms.
+HEADS = TrainerSettings(
+    steps=20_000,
+    batch=32,
+    accumulate=1,
+    learning_rate_floor=0.0,
+    beta2=0.999,
+    weight_decay=0.0,
+    eval_every=1000,
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Build:
@@ -82,9 +93,6 @@ class DistillSettings:
       target_name: name of the target in the exported files (default: as --target)
       eval_windows: held-out windows of an evaluation
       export_dtype: dtype of the exported weights
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     target: str
@@ -267,6 +275,29 @@ def draft_vocab(size: int, target: DecoderConfig) -> int:
     if size > target.vocab_size:
         raise bad_option("draft_vocab_size", size, f"the target has {target.vocab_size} tokens")
     return size or target.vocab_size
+
+
+def plain_network(target: DecoderConfig, head: Any, layers: int, qk_norm: bool) -> DecoderConfig:
+    """Return the sizes of a head's blocks, given its options; other sizes are the target's."""
+    return dataclasses.replace(
+        target.with_plain_blocks(),
+        vocab_size=draft_vocab(head.draft_vocab_size, target),
+        num_layers=layers,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=qk_norm,
+        tie_embeddings=False,
+        intermediate_size=head.intermediate_size or target.intermediate_size,
+        activation_dtype="float32",
+        cache_dtype="float32",
+    )
+
+
+def decided(head: Any, folder: str) -> dict[str, str]:
+    """Return the options that have no effect if the option ``folder`` names a head."""
+    others = [name for name in vars(head) if name != folder] if vars(head)[folder] else []
+    return dict.fromkeys(others, f"leave it out: --{folder} decides it")
 
 
 def frequent_tokens(data: Data, count: int, vocab_size: int) -> Array | None:

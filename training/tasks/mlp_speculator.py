@@ -17,17 +17,9 @@ from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training.data.settings import Data
 from training.errors import bad_option, check_least
 from training.task import Frozen
+from training.tasks import method
 from training.tasks.acceptance import AcceptanceSettings
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    described,
-    head_build,
-    variant_of,
-)
 from training.tasks.stages import StagesRecipe, StagesTask
-from training.trainer import TrainerSettings
 
 # Layouts of the variants' files.
 _LAYOUTS = {
@@ -38,20 +30,16 @@ _LAYOUTS = {
 
 # Rates, schedules and decay of the programs of IBM (fms-fsdp, its first stage) and Snowflake
 # (ArcticTraining), which train on more tokens a step.
-_IBM = TrainerSettings(
+_IBM = dataclasses.replace(
+    method.HEADS,
     steps=15_000,
     batch=64,
     accumulate=4,
-    schedule="cosine",
     learning_rate=1e-3,
     warmup=750,
     learning_rate_floor=0.1,
-    beta1=0.9,
     beta2=0.95,
     weight_decay=0.1,
-    clip="norm",
-    clip_at=1.0,
-    eval_every=1000,
 )
 _ARCTIC = dataclasses.replace(
     _IBM,
@@ -91,15 +79,12 @@ class HeadSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       variant: ibm, arctic (Snowflake's name for the same network, in its own files) or arctic-lstm;
         decides the defaults and the layout of the exported files
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     acceptance: AcceptanceSettings = dataclasses.field(
@@ -127,18 +112,15 @@ class Settings(DistillSettings):
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
-        head, recipe = {}, {}
-        if self.head.head:
-            head = dict.fromkeys(vars(self.head), "leave it out: --head decides it")
-            del head["head"]
-        elif self.head.n_predict == 1:
+        head, recipe = method.decided(self.head, "head"), {}
+        if not head and self.head.n_predict == 1:
             recipe["stage_decay"] = "there is one stage; leave it out"
         return super().idle() | {"head": head, "recipe": recipe}
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Return the published settings of the variant."""
-    variant = variant_of(argv, tuple(_LAYOUTS), Settings.variant)
+    variant = method.variant_of(argv, tuple(_LAYOUTS), Settings.variant)
     return {"trainer": _IBM if variant == "ibm" else _ARCTIC, "variant": variant}
 
 
@@ -169,11 +151,11 @@ def head_of(settings: Settings, target: LoadedModel):
     return MlpSpeculatorConfig(**fields, tie_weights=head.tie_weights), None
 
 
-def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = head_of(settings, target)
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    return head_build(
+    return method.head_build(
         settings,
         target,
         config,
@@ -182,8 +164,8 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
         frozen=Frozen(target.params, start),
         drafter=MlpSpeculator(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": described(config, start)},
+        | {"variant": settings.variant, "head": method.described(config, start)},
     )
 
 
-METHOD = Method("Train an MLP speculator on a frozen target.", Settings, build, defaults)
+METHOD = method.Method("Train an MLP speculator on a frozen target.", Settings, build, defaults)

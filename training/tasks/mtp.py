@@ -36,33 +36,11 @@ from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.distances import GuessLoss
 from training.task import Frozen, Metrics
-from training.tasks.method import (
-    Build,
-    DistillSettings,
-    Method,
-    described,
-    float32,
-    head_build,
-    in_float32,
-)
+from training.tasks import method
 from training.trainer import TrainerSettings
 
 # Rates as for other heads; published recipes give them for far larger batches.
-_TRAINER = TrainerSettings(
-    steps=20_000,
-    batch=16,
-    accumulate=1,
-    schedule="cosine",
-    learning_rate=1e-4,
-    warmup=500,
-    learning_rate_floor=0.0,
-    beta1=0.9,
-    beta2=0.95,
-    weight_decay=0.0,
-    clip="norm",
-    clip_at=1.0,
-    eval_every=1000,
-)
+_TRAINER = dataclasses.replace(method.HEADS, batch=16, learning_rate=1e-4, warmup=500, beta2=0.95)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +54,6 @@ class MtpRecipe:
         distribution
       loss_factor: factor of the whole loss; MaxText trains with 0.1 beside the target's own loss
       through_steps: whether gradients flow from a step into the one before
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     unroll: int = 3
@@ -127,7 +102,7 @@ class MtpTask:
     def init(self, key: Array, frozen: Frozen) -> MtpParams:
         """Return initial weights."""
         if frozen.start is not None:
-            return float32(frozen.start)
+            return method.float32(frozen.start)
         params = mtp.init_params(key, self.modules)
         return early_exit(params, self.modules, frozen) if self.fresh == "early_exit" else params
 
@@ -232,14 +207,11 @@ class ModuleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(DistillSettings):
+class Settings(method.DistillSettings):
     """One run; every field, and every field of its parts, is an option of the command line.
 
     Attributes:
       stitch: whether to export a copy of the target with the modules in its files too
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     trainer: TrainerSettings = _TRAINER
@@ -272,10 +244,10 @@ def modules_of(settings: ModuleSettings, target: LoadedModel) -> tuple[MtpConfig
         remedy = "the modules to start from decide it; leave it out"
         raise bad_option("num_modules", settings.num_modules, remedy)
     head = loading.load_head(folder, target.config, kind="mtp", dtype="float32")
-    return in_float32(head.config), head.params
+    return method.in_float32(head.config), head.params
 
 
-def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
+def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = modules_of(settings.head, target)
     if config.n_predict > settings.recipe.unroll:
@@ -283,7 +255,7 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
         raise bad_option("unroll", settings.recipe.unroll, remedy)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    modules = head_build(
+    modules = method.head_build(
         settings,
         target,
         config,
@@ -291,7 +263,7 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
         frozen=Frozen(target.params, start),
         drafter=Mtp(config, target.target, num_speculative_tokens=settings.depth),
         identity=dataclasses.asdict(settings.recipe)
-        | {"modules": described(config, start), "fresh": fresh},
+        | {"modules": method.described(config, start), "fresh": fresh},
     )
     if not settings.stitch:
         return modules
@@ -304,4 +276,4 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> Build:
     return dataclasses.replace(modules, export=export)
 
 
-METHOD = Method("Train modules for later tokens (MTP) on a frozen target.", Settings, build)
+METHOD = method.Method("Train modules for later tokens (MTP) on a frozen target.", Settings, build)

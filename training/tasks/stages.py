@@ -41,9 +41,6 @@ class StagesRecipe:
       loss: labels (cross-entropy with the text) or a distance from the target's distribution; tvd,
         lk and overlap train the probability of acceptance
       stage_decay: weight of a stage's loss relative to the stage before
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     loss: GuessLoss = "labels"

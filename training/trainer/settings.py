@@ -47,9 +47,6 @@ class TrainerSettings:
       coordinator: host:port of the first of several processes; auto if the cluster knows it
       num_processes: processes that train together, with --coordinator host:port
       process_id: number of this process, from 0 on
-
-    Raises:
-      ValueError: a value is out of range; the message names option, value and remedy.
     """
 
     batch: int = 16
