@@ -1,7 +1,7 @@
 """Kernels against XLA and the memory bandwidth: ``python -m benchmarks.kernels``.
 
 A row is one operation at one size. ``floor`` is the time to read the operation's inputs at the
-bandwidth measured in the same run. ``/floor`` is a contender's time in units of it, and ``x XLA`` the
+bandwidth measured in the same run. ``/floor`` is a contender's time in units of it, ``x XLA`` the
 speedup of a kernel over the reference. A kernel becomes the default of a device, in ``jspec.ops``,
 only with such a row. Without an accelerator there is only XLA.
 

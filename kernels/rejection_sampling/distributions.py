@@ -5,8 +5,9 @@ token from its raw logit. ``Refusal`` steps turn it into the residual after draf
 refused. Kernels evaluate ``weights`` over blocks of a row and keep only sums.
 """
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -160,24 +161,35 @@ def unpack(
     return TargetDistribution(*floats[:4], ints[0]), draft, list(refusals)
 
 
-class Row(Protocol):
+class Row(abc.ABC):
     """Rows of logits as a kernel reads them: block by block, reduced to scalars."""
 
     vocab: int
     mantissa_bits: int  # explicit, of the dtype of the stored logits
     pass_bits: int  # bits of a threshold that one pass over the rows decides
 
-    def sums(self, term: Callable) -> list[Array]:
-        """Sum each of the values that ``term`` computes from float32 logits."""
+    @abc.abstractmethod
+    def fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
+        """Fold the values that ``term`` computes from float32 logits and int32 token ids.
 
-    def greatest(self, term: Callable) -> Array:
-        """Return the maximum of ``term`` over float32 logits."""
+        ``join`` combines blocks, ``reduce`` the entries of a block.
+        """
 
-    def least(self, term: Callable) -> Array:
-        """Return the minimum of ``term`` over float32 logits and int32 token ids."""
-
+    @abc.abstractmethod
     def as_float(self, bits: Array) -> Array:
         """Return the float32 with the bits of an int32 scalar."""
+
+    def sums(self, term: Callable) -> list[Array]:
+        """Sum each of the values that ``term`` computes from logits."""
+        return self.fold(lambda x, _: term(x), jnp.add, jnp.sum)
+
+    def greatest(self, term: Callable) -> Array:
+        """Return the maximum of ``term`` over logits."""
+        return self.fold(lambda x, _: [term(x)], jnp.maximum, jnp.max)[0]
+
+    def least(self, term: Callable) -> Array:
+        """Return the minimum of ``term`` over logits and token ids."""
+        return self.fold(lambda x, token: [term(x, token)], jnp.minimum, jnp.min)[0]
 
 
 def measure(row: Row, filters: Filters | None) -> tuple[Array, Array, Array, Array]:

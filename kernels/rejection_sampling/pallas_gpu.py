@@ -135,25 +135,13 @@ def _chunk(ref, row: Array, nominal: Array, width: int) -> tuple[Array, Array]:
     return jnp.where(token >= nominal, x, -jnp.inf), token
 
 
-class _Streamed:
-    """A row of logits in memory; scalars are scalars. See ``distributions.Row``."""
+class _Streamed(shared.Row):
+    """A row of logits in memory; scalars are scalars."""
 
     def __init__(self, ref, row: Array, blocks: Blocks):
         self.ref, self.row, self.vocab = ref, row, ref.shape[1]
         self.chunk, self.pass_bits = blocks.chunk, blocks.pass_bits
         self.mantissa_bits = jnp.finfo(ref.dtype).nmant
-
-    def sums(self, term: Callable) -> list[Array]:
-        """Sum each value over the vocabulary."""
-        return self._fold(lambda x, _: term(x), jnp.add, jnp.sum)
-
-    def greatest(self, term: Callable) -> Array:
-        """Return the maximum over the vocabulary."""
-        return self._fold(lambda x, _: [term(x)], jnp.maximum, jnp.max)[0]
-
-    def least(self, term: Callable) -> Array:
-        """Return the minimum over the vocabulary."""
-        return self._fold(lambda *block: [term(*block)], jnp.minimum, jnp.min)[0]
 
     def as_float(self, bits: Array) -> Array:
         """Return the float32 with the same bits; only vectors can be reinterpreted."""
@@ -161,7 +149,8 @@ class _Streamed:
         vector = plgpu.layout_cast(jnp.full((THREADS,), bits), layout)
         return jnp.max(lax.bitcast_convert_type(vector, jnp.float32))
 
-    def _fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
+    def fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
+        """Fold chunk by chunk, threads separate until the end."""
         chunk = lambda i: term(*_chunk(self.ref, self.row, i * self.chunk, self.chunk))
         joined = lambda i, carry: [join(a, b) for a, b in zip(carry, chunk(i), strict=True)]
         folded = lax.fori_loop(1, pl.cdiv(self.vocab, self.chunk), joined, chunk(jnp.int32(0)))
@@ -179,17 +168,9 @@ def masses(
     blocks: Blocks = BLOCKS,
     interpret: object = None,
 ) -> Masses:
-    """Sum the residuals of ``rows`` after ``refusals`` over segments of the vocabulary.
+    """Sum residuals over segments, as ``pallas_tpu.masses`` does.
 
-    Args:
-      logits: of the target, raw [R, V].
-      draft_logits: log-weights of the draft [R, V], or None.
-      rows: int32 [M], rows of ``logits`` and ``draft_logits``.
-      target: of these rows, [M].
-      draft: of these rows, [M]; None without a draft.
-      refusals: [M] each.
-      blocks: sizes of the work.
-      interpret: Mosaic GPU's interpreter parameters, for machines without such a GPU.
+    ``interpret`` takes Mosaic GPU's interpreter parameters.
     """
     count, segments = rows.shape[0], pl.cdiv(logits.shape[1], blocks.segment)
     facts = [jnp.stack(columns, 1) for columns in shared.pack(target, draft, refusals)]

@@ -125,35 +125,19 @@ def _distributions_kernel(logits, *refs, names, blocks):
         ref[...] = value
 
 
-class _Resident:
-    """Rows [tile, V] in vector memory; scalars are columns [tile, 1]. See ``distributions.Row``."""
+class _Resident(shared.Row):
+    """Rows [tile, V] in vector memory; scalars are columns [tile, 1]."""
 
     def __init__(self, ref, blocks: Blocks):
         self.ref, self.vocab = ref, ref.shape[1]
         self.chunk, self.pass_bits = blocks.chunk, blocks.pass_bits
         self.mantissa_bits = jnp.finfo(ref.dtype).nmant
 
-    def sums(self, term: Callable) -> list[Array]:
-        """Sum each value over the vocabulary."""
-        return self._fold(lambda x, _: term(x), jnp.add, lambda x: x.sum(-1, keepdims=True))
-
-    def greatest(self, term: Callable) -> Array:
-        """Return the maximum over the vocabulary."""
-        return self._fold(lambda x, _: [term(x)], jnp.maximum, lambda x: x.max(-1, keepdims=True))[
-            0
-        ]
-
-    def least(self, term: Callable) -> Array:
-        """Return the minimum over the vocabulary."""
-        return self._fold(
-            lambda *block: [term(*block)], jnp.minimum, lambda x: x.min(-1, keepdims=True)
-        )[0]
-
     def as_float(self, bits: Array) -> Array:
         """Return the float32 with the same bits."""
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    def _fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
+    def fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
         """Fold chunk by chunk, lanes separate until the end; the last chunk may be shorter."""
 
         def chunk(start, width: int):
@@ -167,9 +151,9 @@ class _Resident:
                 join(a, b) for a, b in zip(carry, chunk(i * self.chunk, self.chunk), strict=True)
             ]
             folded = lax.fori_loop(1, whole, join_chunk, chunk(0, self.chunk))
-            parts.append([reduce(x) for x in folded])
+            parts.append([reduce(x, -1, keepdims=True) for x in folded])
         if rest:
-            parts.append([reduce(x) for x in chunk(whole * self.chunk, rest)])
+            parts.append([reduce(x, -1, keepdims=True) for x in chunk(whole * self.chunk, rest)])
         return [functools.reduce(join, values) for values in zip(*parts, strict=True)]
 
 

@@ -6,6 +6,8 @@ pass. All products have one shape, ``TILE`` queries by ``BLOCK`` slots, since mo
 matmuls of different shapes differently.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -51,50 +53,46 @@ def attention(
     positions = length[:, None] + jnp.minimum(jnp.arange(tiles * TILE), nodes - 1)
     positions = jnp.moveaxis(positions.reshape(batch, tiles, TILE), 1, 0)
 
-    def slots_of(start: Array, cached: Array, chain: Array) -> Array:
-        """Positions ``start`` to ``start + BLOCK``, from cache or chain: [B, Hkv, BLOCK, D]."""
-        index = start + jnp.arange(BLOCK) - length[:, None]  # [B, BLOCK], in the chain
-        fresh = jnp.take_along_axis(
-            chain, jnp.clip(index, 0, nodes - 1)[:, None, :, None], axis=2
-        ).astype(cached.dtype)
-        committed = lax.dynamic_slice_in_dim(cached, start, BLOCK, axis=2)
-        return jnp.where((index >= 0)[:, None, :, None], fresh, committed)
-
-    def one_tile(tile: tuple[Array, Array]) -> Array:
-        rows, at = tile
-
-        def step(block: Array, carry):
-            peak, total, mixed = carry
-            start = block * BLOCK
-            slots = start + jnp.arange(BLOCK)
-            seen = slots <= at[:, :, None]  # [B, TILE, BLOCK]
-            if window is not None:
-                seen &= slots > at[:, :, None] - window
-            seen = jnp.tile(seen, (1, heads // kv_heads, 1))[:, None]
-            scores = dot("bhrd,bhsd->bhrs", rows, slots_of(start, cache_k, chain_k))
-            scores = jnp.where(seen, scores, MASKED)
-            new_peak = jnp.maximum(peak, scores.max(-1))
-            decay = jnp.exp(peak - new_peak)
-            weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0)
-            values = dot("bhrs,bhsd->bhrd", weights, slots_of(start, cache_v, chain_v))
-            return (
-                new_peak,
-                total * decay + _by_halves(weights),
-                mixed * decay[..., None] + values,
-            )
-
-        empty = (
-            jnp.full(rows.shape[:-1], MASKED, dtype),
-            jnp.zeros(rows.shape[:-1], dtype),
-            jnp.zeros(rows.shape, dtype),
-        )
-        # Blocks past a query leave its sums unchanged, to the bit.
-        _, total, mixed = lax.fori_loop(0, at.max() // BLOCK + 1, step, empty)
-        return mixed / total[..., None]
-
-    out = lax.map(one_tile, (q, positions))  # [tiles, B, Hkv, G * TILE, D]
+    keys = functools.partial(_slots, length, cache_k, chain_k)
+    values = functools.partial(_slots, length, cache_v, chain_v)
+    attend = lambda tile: _attend(*tile, keys, values, window)
+    out = lax.map(attend, (q, positions))  # [tiles, B, Hkv, G * TILE, D]
     out = out.reshape(tiles, batch, kv_heads, heads // kv_heads, TILE, dim)
     return jnp.moveaxis(out, 0, 3).reshape(batch, heads, tiles * TILE, dim)[:, :, :nodes]
+
+
+def _slots(length: Array, cached: Array, chain: Array, start: Array) -> Array:
+    """Positions ``start`` to ``start + BLOCK``, from cache or chain: [B, Hkv, BLOCK, D]."""
+    index = start + jnp.arange(BLOCK) - length[:, None]  # [B, BLOCK], in the chain
+    clipped = jnp.clip(index, 0, chain.shape[2] - 1)[:, None, :, None]
+    fresh = jnp.take_along_axis(chain, clipped, axis=2).astype(cached.dtype)
+    committed = lax.dynamic_slice_in_dim(cached, start, BLOCK, axis=2)
+    return jnp.where((index >= 0)[:, None, :, None], fresh, committed)
+
+
+def _attend(rows: Array, positions: Array, keys, values, window: int | None) -> Array:
+    """Attend with one tile of ``rows`` [B, Hkv, G * TILE, D] at ``positions`` [B, TILE]."""
+
+    def step(block: Array, carry):
+        peak, total, mixed = carry
+        start = block * BLOCK
+        slots = start + jnp.arange(BLOCK)
+        seen = slots <= positions[:, :, None]  # [B, TILE, BLOCK]
+        if window is not None:
+            seen &= slots > positions[:, :, None] - window
+        seen = jnp.tile(seen, (1, rows.shape[2] // TILE, 1))[:, None]
+        scores = jnp.where(seen, dot("bhrd,bhsd->bhrs", rows, keys(start)), MASKED)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        decay = jnp.exp(peak - new_peak)
+        weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0)
+        update = dot("bhrs,bhsd->bhrd", weights, values(start))
+        return new_peak, total * decay + _by_halves(weights), mixed * decay[..., None] + update
+
+    peak, zeros = jnp.full(rows.shape[:-1], MASKED, rows.dtype), jnp.zeros_like(rows)
+    # Blocks past a query leave its sums unchanged, to the bit.
+    empty = peak, jnp.zeros_like(peak), zeros
+    _, total, mixed = lax.fori_loop(0, positions.max() // BLOCK + 1, step, empty)
+    return mixed / total[..., None]
 
 
 def _by_halves(x: Array) -> Array:

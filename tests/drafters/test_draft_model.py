@@ -15,7 +15,10 @@ from jspec.drafters.draft_model.language_model import translating
 from jspec.engine import batch as host
 from jspec.engine.plan import Plan
 from jspec.models import decoder
-from jspec.tools.certify import chains, drafted_trees
+from jspec.tools.certify.conditionals import context_dependent
+from jspec.tools.certify.drawing import DEPTH, Case
+from jspec.tools.certify.enumeration import outcome
+from jspec.verify import RULES
 from tests import fakes, tiny
 from tests.drafters import rounds
 from tests.verify import statistics
@@ -32,8 +35,8 @@ def answers(drafter, rule="coupled", drafter_params=None, record_rounds=0):
     return host.generate_sequences(plan, Params(tiny.params().target, weights), ROWS)
 
 
-def texts(found):
-    return [answer.tokens.tolist() for answer in found]
+def texts(outcomes):
+    return [answer.tokens.tolist() for answer in outcomes]
 
 
 @functools.cache
@@ -50,16 +53,16 @@ def test_a_vocabulary_of_another_size_is_cut_or_padded(size):
     config = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=size)
     weights = decoder.init_params(jax.random.key(1), config)
     drafter = DraftModel(config, 4, vocab_size=tiny.VOCAB)
-    found = answers(drafter, drafter_params=weights, record_rounds=24)
-    assert texts(found) == plain()
-    drafted = [answer.trace[1][:, 1:].max() for answer in found]
+    outcomes = answers(drafter, drafter_params=weights, record_rounds=24)
+    assert texts(outcomes) == plain()
+    drafted = [answer.trace[1][:, 1:].max() for answer in outcomes]
     assert max(drafted) < min(size, tiny.VOCAB)
 
 
 def test_rounds_past_the_reach_of_the_draft_model_are_plain_steps():
-    found = answers(DraftModel(tiny.DRAFT_CONFIG, 4, max_length=20), record_rounds=24)
-    assert texts(found) == plain()
-    for row, answer in zip(ROWS, found, strict=True):
+    outcomes = answers(DraftModel(tiny.DRAFT_CONFIG, 4, max_length=20), record_rounds=24)
+    assert texts(outcomes) == plain()
+    for row, answer in zip(ROWS, outcomes, strict=True):
         accepted, drafted, _ = answer.trace
         roots = len(row.prompt) - 1 + np.cumsum([0, *(accepted + 1)])[:-1]
         nodes = roots[:, None] + np.arange(5)
@@ -107,53 +110,52 @@ def test_models_in_bfloat16_throughout_run_as_they_do_on_an_accelerator():
 # ------------------------------------------------------------------ a vocabulary of its own (TLI)
 
 SHARED = np.array([0, 2, 3]), np.array([4, 1, 0])  # the target's ids and the draft model's
-OWN = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=5)
+FOREIGN = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=5)
 UNKNOWN = 2
 
 
 @functools.cache
 def foreign():
-    """Weights of a draft model of five tokens for a target of four, three of which are the same."""
-    loud = jax.tree.map(lambda x: x * 6, decoder.init_params(jax.random.key(3), OWN))
+    """Return weights of a draft model of five tokens that shares three of the target's four."""
+    loud = jax.tree.map(lambda x: x * 6, decoder.init_params(jax.random.key(3), FOREIGN))
     return translating(loud, *SHARED, [4, UNKNOWN, 1, 0])
 
 
 def scores(texts):
-    """The draft model's logits over the shared tokens after texts of the target's ids [B, T]."""
+    """Return the draft model's logits of the shared tokens after texts [B, T] of target ids."""
     ours = np.array([4, UNKNOWN, 1, 0])[texts]
     tree = trees.from_parents(trees.chain(ours.shape[1] - 1), ours.shape[1] - 1)
-    cache = decoder.init_cache(OWN, len(ours), 0)
+    cache = decoder.init_cache(FOREIGN, len(ours), 0)
     forward = jax.jit(decoder.forward, static_argnums=1)
-    out = forward(foreign().model, OWN, jnp.asarray(ours), tree, cache)
+    out = forward(foreign().model, FOREIGN, jnp.asarray(ours), tree, cache)
     return np.asarray(out.logits[:, -1, SHARED[1]], np.float64)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_drafts_in_another_vocabulary_leave_the_targets_law_as_it_is_by_enumeration(rule):
+def test_drafts_in_another_vocabulary_leave_the_targets_distribution_by_enumeration(rule):
     prefixes = [
-        np.array([(0, *p) for p in itertools.product(range(4), repeat=n)])
-        for n in range(drafted_trees.DEPTH)
+        np.array([(0, *p) for p in itertools.product(range(4), repeat=n)]) for n in range(DEPTH)
     ]
-    target = chains.context_dependent(0, 4, drafted_trees.DEPTH + 1)
-    case = drafted_trees.TreeCase(
-        tuple(range(-1, drafted_trees.DEPTH)),
+    target = context_dependent(0, 4, DEPTH + 1)
+    case = Case(
+        tuple(range(-1, DEPTH)),
         "chain",
         target,
         [scores(texts) for texts in prefixes],
         tuple(SHARED[0].tolist()),
     )
-    found = drafted_trees.outcome(rule, case)
-    assert found.distance < 1e-12
-    assert found.accepted[1:].sum() > 0.1
+    result = outcome(RULES[rule], case)
+    assert result.distance < 1e-12
+    assert result.accepted[1:].sum() > 0.1
 
 
-PROMPT = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # with tokens that it cannot spell
+PROMPT = np.array([[0, 1, 3, 1, 2], [2, 1, 1, 0, 3]])  # with tokens that it lacks
 HEAT = (0.8, 1.3)
 
 
 def proposed(noise):
-    """A draft of three tokens after ``PROMPT``, and the rows' keys."""
-    drafter = DraftModel(OWN, 3, noise=noise, use_heterogeneous_vocab=True)
+    """Return a draft of three tokens after ``PROMPT``, and the rows' keys."""
+    drafter = DraftModel(FOREIGN, 3, noise=noise, use_heterogeneous_vocab=True)
     params, keys = Params(None, foreign()), jax.random.split(jax.random.key(0), 2)
     request = Request(
         keys, fakes.settings(2, temperature=HEAT), jnp.full((2, 1), -1), jnp.full((2,), 20)
@@ -166,13 +168,13 @@ def proposed(noise):
 
 
 def distributions(drafted):
-    """The warped law of each drafted token, over the shared ones: three of [B, M]."""
+    """Yield the processed log-probabilities [B, M] of each drafted token over the shared tokens."""
     for depth in range(3):
         text = np.concatenate([PROMPT, drafted[:, 1 : depth + 1]], 1)
         yield scipy.special.log_softmax(scores(text) / np.array(HEAT)[:, None], -1)
 
 
-def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens():
+def test_the_recorded_distribution_is_the_draft_models_over_the_shared_tokens():
     draft, _ = proposed("own")
     np.testing.assert_array_equal(draft.draft_to_target, SHARED[0])
     drafted = np.asarray(draft.tokens)
@@ -182,7 +184,7 @@ def test_the_recorded_law_is_the_draft_models_over_the_shared_tokens():
         np.testing.assert_allclose(distribution, expected, atol=1e-4)
 
 
-def test_drafts_that_share_the_targets_noise_take_that_of_their_ids_in_the_target():
+def test_drafts_with_the_targets_noise_use_that_of_their_target_ids():
     draft, keys = proposed("target")
     assert draft.logits is None and draft.draft_to_target is None
     drafted = np.asarray(draft.tokens)
@@ -193,39 +195,39 @@ def test_drafts_that_share_the_targets_noise_take_that_of_their_ids_in_the_targe
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
-def test_texts_drafted_in_another_vocabulary_have_the_targets_law(rule):
+def test_sampleddrafted_in_another_vocabulary_have_the_targets_distribution(rule):
     target = fakes.table(0, 4, 4)
-    drafter = DraftModel(OWN, 2, use_heterogeneous_vocab=True)
+    drafter = DraftModel(FOREIGN, 2, use_heterogeneous_vocab=True)
     plan = Plan(fakes.ToyTarget(4), drafter, rule)
-    found, _ = statistics.texts(plan, Params(target, foreign()), fakes.settings(20_000), 4)
+    sampled, _ = statistics.texts(plan, Params(target, foreign()), fakes.settings(20_000), 4)
     distribution = statistics.joint_distribution(
         scipy.special.softmax(np.asarray(target, np.float64), -1), 4
     )
-    assert statistics.excess(statistics.counts(found, 4), distribution) < 1
+    assert statistics.excess(statistics.counts(sampled, 4), distribution) < 1
 
 
-def test_a_draft_model_whose_ids_are_shuffled_drafts_what_it_would_have_drafted():
-    order = np.random.default_rng(0).permutation(tiny.VOCAB)  # the target's id of each of its ids
+def test_shuffled_ids_of_a_draft_model_change_no_draft():
+    order = np.random.default_rng(0).permutation(tiny.VOCAB)  # target id of each of its ids
     ours = np.argsort(order)
     weights = tiny.params().drafter
     shuffled = weights.replace(embedding=weights.embedding[order])  # tied: the head's rows too
     other = dataclasses.replace(tiny.DRAFT, use_heterogeneous_vocab=True)
-    found = answers(other, "rejection", translating(shuffled, np.arange(64), ours, ours), 24)
-    for answer, expected in zip(found, answers(tiny.DRAFT, "rejection", None, 24), strict=True):
+    outcomes = answers(other, "rejection", translating(shuffled, np.arange(64), ours, ours), 24)
+    for answer, expected in zip(outcomes, answers(tiny.DRAFT, "rejection", None, 24), strict=True):
         assert answer.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
         assert answer.accepted.tolist() == expected.accepted.tolist()
 
 
-def test_a_target_that_speaks_in_tokens_unknown_to_the_drafter_says_the_same():
+def test_tokens_unknown_to_the_drafter_change_no_text():
     config = dataclasses.replace(tiny.DRAFT_CONFIG, vocab_size=24)
     weights = decoder.init_params(jax.random.key(1), config)
-    kept = np.arange(0, 64, 3)
+    shared = np.arange(0, 64, 3)
     ways = np.full(64, 23)
-    ways[kept] = np.arange(kept.size)
+    ways[shared] = np.arange(shared.size)
     drafter = DraftModel(config, 4, "greedy", use_heterogeneous_vocab=True)
-    params = translating(weights, kept, np.arange(kept.size), ways)
-    found = answers(drafter, drafter_params=params, record_rounds=24)
-    assert texts(found) == plain()
-    drafted = np.concatenate([answer.trace[1][:, 1:].ravel() for answer in found])
-    assert np.isin(drafted[drafted >= 0], kept).all()
+    params = translating(weights, shared, np.arange(shared.size), ways)
+    outcomes = answers(drafter, drafter_params=params, record_rounds=24)
+    assert texts(outcomes) == plain()
+    drafted = np.concatenate([answer.trace[1][:, 1:].ravel() for answer in outcomes])
+    assert np.isin(drafted[drafted >= 0], shared).all()

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jaxlib
 
-from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
-from jspec.tools.certify.configuration import Configuration, Progress, certified, of_plan
+from jspec.tools.certify.configuration import Progress, of_model, of_plan
 from jspec.tools.certify.drafters import drafts
 from jspec.tools.certify.exact import distribution, distributions, rule_of
 from jspec.tools.certify.report import Finding, Report
@@ -88,7 +87,7 @@ def certify(
         "jaxlib": jaxlib.__version__,
     }
     filters = _set(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    of_model = _set(
+    run = _set(
         prompts=prompts,
         max_tokens=max_tokens,
         dtype=dtype,
@@ -96,7 +95,7 @@ def certify(
         deterministic=deterministic or None,
     )
     if model is None:
-        misplaced = _set(speculative_config=speculative_config) | of_model
+        misplaced = _set(speculative_config=speculative_config) | run
         _refuse(misplaced, "is of a model; give model=... as well, or leave it out.")
         chosen = [rule_of(rule) for rule in ([rules] if isinstance(rules, str | Rule) else rules)]
         names = ", ".join(rule.name for rule in chosen) or "all lossless ones"
@@ -112,9 +111,7 @@ def certify(
         "is of certificates of rules; a model has its own, so leave it out.",
     )
     sampling = {**filters, "seed": seed}
-    configuration = Configuration(model, speculative_config, sampling=sampling, **of_model)
-    loading.keep_compiled_programs()
-    findings, remarks, setting = certified(configuration, progress)
+    findings, remarks, setting = of_model(model, speculative_config, progress, sampling, **run)
     return Report(tuple(findings), {**setting, **device}, tuple(remarks))
 
 

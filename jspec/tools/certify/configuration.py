@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from jspec.api import config, prompts
+from jspec.api import config
 from jspec.api.build import Build, build_plan
+from jspec.api.prompts import read
 from jspec.core.types import Params
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
@@ -32,99 +33,65 @@ PROMPTS = (
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "The cat sat on the mat. The cat sat on the mat. The cat sat on the",
 )
-MAX_TOKENS = 64
 TEMPERATURE = 0.8  # the default
 Progress = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Configuration:
-    """A configuration to certify, checked before any model is opened.
-
-    Attributes:
-      model: of the target: a directory, a hub id, or the result of ``jspec.load``.
-      speculative_config: as for ``LLM``.
-      prompts: as for ``LLM.generate``; None for ``PROMPTS``.
-      max_tokens: of each continuation.
-      dtype: as for ``LLM``.
-      num_drafts: rounds whose draws are compared.
-      deterministic: as for ``LLM``.
-      sampling: temperature, top_k, top_p and min_p of sampled texts, and the seed.
-
-    Raises:
-      ValueError: a value is out of range.
-    """
-
-    model: str | os.PathLike | LoadedModel
-    speculative_config: Mapping[str, Any]
-    prompts: Any = None
-    max_tokens: int = MAX_TOKENS
-    dtype: str | None = None
-    num_drafts: int = NUM_DRAFTS
-    deterministic: bool = False
-    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self):
-        if not isinstance(self.speculative_config, Mapping):
-            raise ValueError(
-                f"speculative_config={self.speculative_config!r} must be a mapping that "
-                "names a drafter, such as {'method': 'ngram', 'num_speculative_tokens': 4}."
-            )
-        check_number(self.num_drafts)
-        if not self.row((0,)).temperature > 0:
-            raise ValueError(
-                f"temperature={self.row((0,)).temperature} must be more than 0: greedy texts "
-                "are compared in any case, and it is the temperature of sampled texts."
-            )
-
-    def row(self, prompt: Sequence[int], **changes: Any) -> SequenceParams:
-        """Return the sampled row of a prompt."""
-        settings = {"max_tokens": self.max_tokens, "temperature": TEMPERATURE, **self.sampling}
-        return SequenceParams(tuple(prompt), **{**settings, **changes})
-
-
-def certified(
-    configuration: Configuration, progress: Progress
+def of_model(
+    model: str | os.PathLike | LoadedModel,
+    speculative_config: Mapping[str, Any],
+    progress: Progress,
+    sampling: Mapping[str, Any],
+    *,
+    prompts: Any = None,
+    max_tokens: int = 64,
+    dtype: str | None = None,
+    num_drafts: int = NUM_DRAFTS,
+    deterministic: bool = False,
 ) -> tuple[list[Finding], list[str], dict[str, str]]:
-    """Certify a configuration; ``progress`` receives the name of each step.
+    """Certify a configuration; arguments are checked before any model is opened.
+
+    Args are those of ``certify``; ``sampling`` holds temperature, top_k, top_p, min_p and the seed.
 
     Returns:
       The findings, remarks on checks that were left out or replaced, and the certified setting.
 
     Raises:
-      ValueError: as ``LLM`` does; or a prompt does not fit the model.
+      ValueError: a value is out of range, a prompt does not fit the model, or as ``LLM`` does.
     """
-    speculative = config.read(configuration.speculative_config)
+    if not isinstance(speculative_config, Mapping):
+        raise ValueError(
+            f"speculative_config={speculative_config!r} must be a mapping that names a drafter, "
+            "such as {'method': 'ngram', 'num_speculative_tokens': 4}."
+        )
+    check_number(num_drafts)
+    row = SequenceParams((0,), max_tokens=max_tokens, **{"temperature": TEMPERATURE, **sampling})
+    if not row.temperature > 0:
+        raise ValueError(
+            f"temperature={row.temperature} must be more than 0: greedy texts are compared in any "
+            "case, and it is the temperature of sampled texts."
+        )
+    speculative = config.read(speculative_config)
+    loading.keep_compiled_programs()
     progress("loading")
-    build = build_plan(
-        configuration.model,
-        speculative,
-        dtype=configuration.dtype,
-        deterministic=configuration.deterministic,
-    )
-    ids = _token_ids(build, configuration.prompts, configuration.max_tokens)
+    build = build_plan(model, speculative, dtype=dtype, deterministic=deterministic)
     eos = build.model.eos_token_ids
-    sampled = [
-        configuration.row(prompt, stream=i, stop_token_ids=eos) for i, prompt in enumerate(ids)
+    rows = [
+        dataclasses.replace(row, prompt=tuple(prompt), stream=index, stop_token_ids=eos)
+        for index, prompt in enumerate(_token_ids(build, prompts, max_tokens))
     ]
-    findings, remarks = of_plan(
-        build.plan,
-        build.params,
-        sampled,
-        num_drafts=configuration.num_drafts,
-        name=_namer(build),
-        progress=progress,
-    )
+    options = {"num_drafts": num_drafts, "name": _namer(build), "progress": progress}
+    findings, remarks = of_plan(build.plan, build.params, rows, **options)
     dtypes = {str(x.dtype) for x in jax.tree.leaves(build.params.target) if x.ndim > 1}
     setting = {
         "model": str(build.model.path),
         "dtype": ", ".join(sorted(dtypes)),
-        "speculative_config": json.dumps(dict(configuration.speculative_config), default=str),
-        "prompts": str(len(ids)),
-        "max_tokens": str(configuration.max_tokens),
-        **({"deterministic": "True"} if configuration.deterministic else {}),
-        "temperature": f"{configuration.row((0,)).temperature:g}",
-        **{name: f"{value:g}" for name, value in configuration.sampling.items()},
+        "speculative_config": json.dumps(dict(speculative_config), default=str),
+        "prompts": str(len(rows)),
+        "max_tokens": str(max_tokens),
+        **({"deterministic": "True"} if deterministic else {}),
+        "temperature": f"{row.temperature:g}",
+        **{name: f"{value:g}" for name, value in sampling.items()},
     }
     return findings, remarks, setting
 
@@ -195,20 +162,20 @@ def _without_draws(plan: Plan) -> str:
     return f"{name} drafts deterministically: it has no draws to compare with a distribution."
 
 
-def _token_ids(build: Build, texts: Any, max_tokens: int) -> list[tuple[int, ...]]:
+def _token_ids(build: Build, prompts: Any, max_tokens: int) -> list[tuple[int, ...]]:
     """The token ids of the prompts, checked to fit the model."""
 
     def encode(text: str) -> list[int]:
         tokenizer = build.tokenizer or build.model.tokenizer
         return tokenizer.encode(text)
 
-    if texts is None and loading.tokenizer_if_any(build.model) is None:
+    if prompts is None and loading.tokenizer_if_any(build.model) is None:
         raise ValueError(
             f"{build.model.path} has no tokenizer for the prompts of jspec; give "
             "prompts={'prompt_token_ids': [...]} or a list of these."
         )
-    texts = list(PROMPTS) if texts is None else texts
-    ids = [each.token_ids for each in prompts.read(texts, encode)]
+    prompts = list(PROMPTS) if prompts is None else prompts
+    ids = [each.token_ids for each in read(prompts, encode)]
     if not ids:
         raise ValueError("prompts=[] holds no prompt; give one, or leave it out.")
     size, room = build.plan.target.vocab_size, build.max_model_len - max_tokens
