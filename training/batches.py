@@ -12,17 +12,14 @@ class Batch:
     """Windows of packed documents.
 
     The last axis is one longer than the T rows that are trained: row i predicts from token i.
-
-    Attributes:
-      tokens: int32 [B, T + 1].
-      segments: int32 [B, T + 1]: number of the document within its window, from 1 on; 0 is
-        padding. Attention and positions do not cross segments.
-      weights: float32 [B, T + 1]: weight of a token as a label; 0 for padding and for the turns of
-        the user in a conversation.
     """
 
-    tokens: Array
+    tokens: Array  # int32 [B, T + 1].
+    # int32 [B, T + 1]: number of the document within its window, from 1 on; 0 is padding. Attention
+    # and positions do not cross segments.
     segments: Array
+    # float32 [B, T + 1]: weight of a token as a label; 0 for padding and for the turns of the user
+    # in a conversation.
     weights: Array
 
     @property

@@ -49,14 +49,8 @@ def run(
 ) -> trainer.Result:
     """Train to the end or to a signal, and export the drafter of a finished run.
 
-    The exported weights are the best ones, or the last ones if no data is held out.
-
-    Args:
-      method: how the run is built.
-      settings: its options.
-      argv: words of the command line, for the provenance.
-      module: of the command, for the provenance.
-      stop_after: maximum number of steps of this call.
+    The exported weights are the best ones, or the last ones if no data is held out. ``argv`` and
+    ``module`` go into the provenance; this call does at most ``stop_after`` steps.
     """
     target, data = _open(settings)
     build = method.build(settings, target, data)
@@ -136,13 +130,12 @@ def _unrecorded(criterion: Mapping[str, Any], before: Mapping[str, Any]) -> set[
 
 def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:
     """Return the training and held-out batches of this process."""
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     size, seed = settings.trainer.batch, settings.trainer.seed
     apart = ()
     if data.held_out is not None:
         part = size // settings.trainer.accumulate
-        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows, **process)
-    return {"batches": batches(data.train, batch=size, seed=seed, **process), "held_out": apart}
+        apart = held_out(data.held_out, batch=part, limit=settings.eval_windows)
+    return {"batches": batches(data.train, batch=size, seed=seed), "held_out": apart}
 
 
 def run_method(name: str, argv: Sequence[str], module: str) -> int:

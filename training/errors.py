@@ -35,15 +35,9 @@ def check_positive(options: Any, *names: str) -> None:
 
 
 def refuse_idle(options: Any, usual: Mapping[str, Any], idle: Mapping[str, str]) -> None:
-    """Refuse options that were set although they change nothing.
+    """Raise OptionError if an option without effect differs from its default in ``usual``.
 
-    Args:
-      options: a dataclass.
-      usual: the default of each option.
-      idle: names of options without effect, each with the remedy.
-
-    Raises:
-      OptionError: one of them differs from its default.
+    ``idle`` maps the names of options without effect to the remedy.
     """
     for name, remedy in idle.items():
         value = vars(options)[name]

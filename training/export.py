@@ -36,28 +36,20 @@ OtherFormat = Literal["mlp_speculator", "arctic-rnn", "arctic-lstm", "hydra"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Options of the command.
+    """Options of the command."""
 
-    Attributes:
-      head: folder of a head, or its id on the hub
-      target: model that it drafts for: a directory in Hugging Face layout, or a hub id
-      output: folder of the exported head
-      format: EAGLE heads have eagle (the authors', which vLLM reads too), sglang (eagle with the
-        target's embedding) or speculators; Medusa heads medusa (the authors') or medusa-vllm; MLP
-        speculators mlp_speculator (IBM's) or arctic-rnn; LSTM speculators arctic-lstm; Hydra heads
-        hydra; DFlash and DSpark heads dflash (the authors') or dflash-speculators, which holds the
-        target's embedding and output matrix; MTP modules mimo or deepseek, names in a separate
-        file, or stitched, a copy of the target with the modules
-      target_name: what the files call the target (default: as --target)
-      dtype: of the weights (default: unchanged)
-    """
-
-    head: str
-    target: str
-    output: str
+    head: str  # folder of a head, or its id on the hub
+    target: str  # model that it drafts for: a directory in Hugging Face layout, or a hub id
+    output: str  # folder of the exported head
+    # EAGLE heads have eagle (the authors', which vLLM reads too), sglang (eagle with the target's
+    # embedding) or speculators; Medusa heads medusa (the authors') or medusa-vllm; MLP speculators
+    # mlp_speculator (IBM's) or arctic-rnn; LSTM speculators arctic-lstm; Hydra heads hydra; DFlash
+    # and DSpark heads dflash (the authors') or dflash-speculators, which holds the target's
+    # embedding and output matrix; MTP modules mimo or deepseek, names in a separate file, or
+    # stitched, a copy of the target with the modules
     format: EagleFormat | MedusaFormat | DFlashFormat | MtpFormat | OtherFormat
-    target_name: str = ""
-    dtype: Literal["", "bfloat16", "float32", "float16"] = ""
+    target_name: str = ""  # what the files call the target (default: as --target)
+    dtype: Literal["", "bfloat16", "float32", "float16"] = ""  # of the weights (default: unchanged)
 
 
 def save(

@@ -43,48 +43,33 @@ _SAFE_BITS = 53  # of a seed: every reader of JSON keeps them
 
 @dataclasses.dataclass(frozen=True)
 class GenerateSettings:
-    """One run. Every field is an option of the command line: ``--batch 32``.
+    """One run. Every field is an option of the command line: ``--batch 32``."""
 
-    Attributes:
-      target: the model that answers: a folder in Hugging Face layout, or a hub id
-      prompts: files or globs of text or JSON lines, folders of them, stdlib, package:NAME,
-        hf:NAME[:SPLIT], or folders saved by datasets
-      output: file of JSON lines, appended to
-      max_new_tokens: maximum tokens of an answer
-      temperature: one for all, or several, of which each prompt gets one at random
-      top_p: keep the likeliest tokens that hold this much probability
-      batch: prompts answered together
-      speculative_config: JSON, with the keys of vLLM; it leaves the distribution of the answers
-        unchanged
-      dtype: of the weights
-      seed: of all noise, and of each prompt's temperature
-      every_turn: answer every message of the user, not only the last
-      prompt_tokens: cut texts into prompts of this many tokens, one for every prompt_tokens +
-        max_new_tokens of the text (0: a text is one prompt)
-      data_format: content of JSON lines; auto goes by their keys
-      package_paths: more folders in which package:NAME is searched
-      held_out_modules: top-level modules of folders and packages to leave out
-      chat_template: file with the Jinja template of conversations (default: the tokenizer's own)
-      max_bad_lines: lines to skip before giving up
-    """
-
-    target: str = ""
+    target: str = ""  # the model that answers: a folder in Hugging Face layout, or a hub id
+    # files or globs of text or JSON lines, folders of them, stdlib, package:NAME, hf:NAME[:SPLIT],
+    # or folders saved by datasets
     prompts: tuple[str, ...] = ()
-    output: str = ""
-    max_new_tokens: int = 512
+    output: str = ""  # file of JSON lines, appended to
+    max_new_tokens: int = 512  # maximum tokens of an answer
+    # one for all, or several, of which each prompt gets one at random
     temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    batch: int = 32
+    top_p: float = 1.0  # keep the likeliest tokens that hold this much probability
+    batch: int = 32  # prompts answered together
+    # JSON, with the keys of vLLM; it leaves the distribution of the answers unchanged
     speculative_config: str = ""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    seed: int = 0
-    every_turn: bool = False
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
+    seed: int = 0  # of all noise, and of each prompt's temperature
+    every_turn: bool = False  # answer every message of the user, not only the last
+    # cut texts into prompts of this many tokens, one for every prompt_tokens + max_new_tokens of
+    # the text (0: a text is one prompt)
     prompt_tokens: int = 0
+    # content of JSON lines; auto goes by their keys
     data_format: Literal["auto", "text", "chat", "tokens"] = "auto"
-    package_paths: tuple[str, ...] = ()
-    held_out_modules: tuple[str, ...] = ()
+    package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
+    held_out_modules: tuple[str, ...] = ()  # top-level modules of folders and packages to leave out
+    # file with the Jinja template of conversations (default: the tokenizer's own)
     chat_template: str = ""
-    max_bad_lines: int = 0
+    max_bad_lines: int = 0  # lines to skip before giving up
 
     def __post_init__(self):
         for name in ("target", "prompts", "output", "temperature"):

@@ -34,27 +34,16 @@ from training.trainer import TrainerSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Sizes of the network.
+    """Sizes of the network."""
 
-    Attributes:
-      vocab_size: tokens of the tokenizer
-      hidden_size: width of the residual stream
-      intermediate_size: width of the feed-forward
-      layers: blocks
-      heads: query heads
-      kv_heads: key and value heads
-      head_dim: width of a head
-      max_positions: longest sequence that the exported model promises
-    """
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 704
-    layers: int = 8
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    max_positions: int = 1024
+    vocab_size: int = 4096  # tokens of the tokenizer
+    hidden_size: int = 256  # width of the residual stream
+    intermediate_size: int = 704  # width of the feed-forward
+    layers: int = 8  # blocks
+    heads: int = 4  # query heads
+    kv_heads: int = 2  # key and value heads
+    head_dim: int = 64  # width of a head
+    max_positions: int = 1024  # longest sequence that the exported model promises
 
     def __post_init__(self):
         check_least(self, 1, *vars(self))
@@ -74,28 +63,18 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusSettings:
-    """Text and its windows.
+    """Text and its windows."""
 
-    Attributes:
-      data: sources: stdlib, package:NAME, a path or a glob
-      holdout: top-level modules held out of training
-      package_paths: more folders in which package:NAME is searched
-      source_megabytes: maximum text of one source (0: all)
-      corpus: folder of the tokenised data (default: OUT/corpus)
-      length: tokens of a training window
-      context: tokens that attention sees in training: windows are cut to it (0: whole windows);
-        may grow when a run is resumed
-      eval_windows: windows of a held-out loss during training (the last one takes all)
-    """
-
-    data: tuple[str, ...] = ()
-    holdout: tuple[str, ...] = ()
-    package_paths: tuple[str, ...] = ()
-    source_megabytes: float = 0.0
-    corpus: str = ""
-    length: int = 512
+    data: tuple[str, ...] = ()  # sources: stdlib, package:NAME, a path or a glob
+    holdout: tuple[str, ...] = ()  # top-level modules held out of training
+    package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
+    source_megabytes: float = 0.0  # maximum text of one source (0: all)
+    corpus: str = ""  # folder of the tokenised data (default: OUT/corpus)
+    length: int = 512  # tokens of a training window
+    # tokens that attention sees in training: windows are cut to it (0: whole windows); may grow
+    # when a run is resumed
     context: int = 0
-    eval_windows: int = 64
+    eval_windows: int = 64  # windows of a held-out loss during training (the last one takes all)
 
     def __post_init__(self):
         check_least(self, 1, "length", "eval_windows")
@@ -108,18 +87,13 @@ class CorpusSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      out: folder of the run: checkpoints, logs, curves, and the exported model
-      export_dtype: of the exported weights
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     text: CorpusSettings
     model: ModelSettings
     trainer: TrainerSettings
-    out: str
-    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    out: str  # folder of the run: checkpoints, logs, curves, and the exported model
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the exported weights
 
     def __post_init__(self):
         refuse_idle(self.trainer, vars(TrainerSettings()), self.trainer.idle())
@@ -138,19 +112,12 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A language model in training: a ``training.task.Task``.
+    """A language model in training: a ``training.task.Task``."""
 
-    Attributes:
-      config: sizes of the network.
-      compute: factors of every matmul, as in ``TrainerSettings``.
-      context: tokens that attention sees; 0 for whole windows.
-      remat: as in ``TrainerSettings``.
-    """
-
-    config: DecoderConfig
-    compute: str
-    context: int = 0
-    remat: bool = False
+    config: DecoderConfig  # sizes of the network.
+    compute: str  # factors of every matmul, as in ``TrainerSettings``.
+    context: int = 0  # tokens that attention sees; 0 for whole windows.
+    remat: bool = False  # as in ``TrainerSettings``.
 
     def init(self, key: Array, frozen: Any) -> DecoderParams:
         """Return random weights."""
@@ -177,30 +144,26 @@ def run(
 ) -> trainer.Result:
     """Prepare the data, train to the end or to a signal, and export a finished run.
 
-    Args:
-      settings: of the run.
-      argv: words of the command line, for the provenance.
-      stop_after: maximum number of steps of this call.
+    ``argv`` goes into the provenance; this call does at most ``stop_after`` steps.
     """
     trainer.start_processes(settings.trainer)
     text, optimiser = settings.text, settings.trainer
     task = LanguageModel(settings.model.config(), optimiser.compute, text.context, optimiser.remat)
     corpus = trainer.first_process_first(lambda: open_corpus(settings))
     rows, apart = (data.Windows(x, text.length) for x in (corpus.train, corpus.holdout))
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     part = optimiser.batch // optimiser.accumulate
     digest = corpus.description["train"]["sha256"][:16]
     with trainer.progress("training", optimiser.steps) as bar:
         result = trainer.train(
             task,
             (),
-            data.batches(rows, batch=optimiser.batch, seed=optimiser.seed, **process),
+            data.batches(rows, batch=optimiser.batch, seed=optimiser.seed),
             optimiser,
             out=Path(settings.out),
             bar=bar,
             stop_after=stop_after,
             facts=provenance("training.pretrain", argv) | {"data": _describe(corpus)},
-            held_out=data.held_out(apart, batch=part, limit=text.eval_windows, **process),
+            held_out=data.held_out(apart, batch=part, limit=text.eval_windows),
             identity=dataclasses.asdict(settings.model)
             | {"length": text.length, "data": f"sha256 {digest}"},
             free={"context": text.context},
@@ -208,7 +171,7 @@ def run(
     if result.finished:
         facts = result.provenance | {
             "tokens_seen": result.step * optimiser.batch * text.length,
-            "heldout": result.evaluate(data.held_out(apart, batch=part, **process)),
+            "heldout": result.evaluate(data.held_out(apart, batch=part)),
         }
         _export(settings, trainer.gather(result.params), corpus, facts)
     elif jax.process_index() == 0:

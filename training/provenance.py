@@ -18,12 +18,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "toke
 
 
 def provenance(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the command, the commit, versions and devices.
-
-    Args:
-      module: as in ``python -m training.pretrain``.
-      argv: its arguments; of absolute paths only the last part is recorded.
-    """
+    """Return the command, the commit, versions and devices; absolute paths are cut."""
     devices = jax.devices()
     return {
         "command": f"python -m {module} " + shlex.join(map(without_folders, argv)),

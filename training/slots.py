@@ -24,17 +24,11 @@ from training.task import drawing_key
 
 @dataclasses.dataclass(frozen=True)
 class SlotRecipe:
-    """Number of tokens guessed in one pass, and share of the rows that are trained at each depth.
+    """Number of tokens guessed in one pass, and the rows that each depth trains."""
 
-    Attributes:
-      depths: tokens guessed in one pass
-      retention: share of its rows that each depth passes on to the next
-      retention_least: smallest share of all rows that a depth keeps
-    """
-
-    depths: int = 8
-    retention: float = 0.7
-    retention_least: float = 0.2
+    depths: int = 8  # tokens guessed in one pass
+    retention: float = 0.7  # share of its rows that each depth passes on to the next
+    retention_least: float = 0.2  # smallest share of all rows that a depth keeps
 
     def __post_init__(self):
         check_least(self, 1, "depths")
@@ -113,10 +107,8 @@ def choose(
 def attend_to(slots: Slots, segments: Array, windows: tuple[int | None, ...] = ()) -> Attend:
     """Return the attention of all guesses [B, H, M, D], for ``decoder.trunk``.
 
-    Args:
-      slots: the guesses.
-      segments: int32 [B, T], the documents of the rows.
-      windows: sliding window of each layer, at least as wide as a draft is long; () for none.
+    ``segments`` int32 [B, T] are the documents of the rows, ``windows`` the sliding window of each
+    layer, which must be at least as wide as a draft is long; () for none.
     """
     counts = np.bincount(slots.depths)
     cuts = np.cumsum(counts)[:-1]

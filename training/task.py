@@ -12,15 +12,10 @@ from training.batches import Batch
 
 @struct.dataclass
 class Ratio:
-    """A weighted mean kept as (sum, weight), because micro-batches have different total weights.
+    """A weighted mean kept as (sum, weight), because micro-batches have different total weights."""
 
-    Attributes:
-      total: float32 [], sum over the rows that count, divided by the number of all rows.
-      count: float32 [], number of rows that count, divided by the number of all rows.
-    """
-
-    total: Array
-    count: Array
+    total: Array  # float32 [], sum over the rows that count, divided by the number of all rows.
+    count: Array  # float32 [], number of rows that count, divided by the number of all rows.
 
     @property
     def mean(self) -> Array:
@@ -32,7 +27,11 @@ Metrics = dict[str, Array | Ratio]
 
 
 class Task(Protocol):
-    """A network and its loss: a frozen dataclass of settings without weights."""
+    """A network and its loss: a frozen dataclass of settings without weights.
+
+    Common fields are ``compute``, the dtype of the factors of every matmul (see ``linear``), and
+    ``remat``, whether the backward pass computes blocks again to save memory.
+    """
 
     def init(self, key: Array, frozen: Any) -> Any:
         """Return float32 weights to train, a pytree; ``frozen`` may provide some values."""
@@ -62,14 +61,9 @@ def drawing_key(key: Array | None) -> Array:
 
 @struct.dataclass
 class Frozen:
-    """Weights that are not trained.
+    """Weights that are not trained."""
 
-    Attributes:
-      target: weights of the target.
-      start: initial weights of the drafter, or None for fresh ones.
-      draft_to_target: int32 [Vd], ascending, if the drafter knows only some tokens; else None.
-    """
-
-    target: DecoderParams
-    start: Any = None
+    target: DecoderParams  # weights of the target.
+    start: Any = None  # initial weights of the drafter, or None for fresh ones.
+    # int32 [Vd], ascending, if the drafter knows only some tokens; else None.
     draft_to_target: Array | None = None

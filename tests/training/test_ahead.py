@@ -71,7 +71,7 @@ def weights_of(task):
     target = tiny.params().target
     frozen = Frozen(target, tiny.params().drafter if isinstance(task, DraftTask) else None)
     if isinstance(task, EagleTask) and task.head.reduced:
-        frozen = frozen.replace(draft_to_target=jnp.arange(heads.KEPT))
+        frozen = frozen.replace(draft_to_target=jnp.arange(heads.REDUCED_SIZE))
     return task.init(jax.random.key(0), frozen), frozen
 
 

@@ -82,8 +82,7 @@ def run(out, task=None, **options):
     names = ("held_out", "measure", "identity", "best", "bar", "stop_after", "batches", "facts")
     given = {name: options.pop(name) for name in names if name in options}
     made = settings(**options)
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    given.setdefault("held_out", data.held_out(Rows(seed=1), batch=8, limit=16, **process))
+    given.setdefault("held_out", data.held_out(Rows(seed=1), batch=8, limit=16))
     if "batches" not in given:
-        given["batches"] = data.batches(Rows(), batch=made.batch, seed=made.seed, **process)
+        given["batches"] = data.batches(Rows(), batch=made.batch, seed=made.seed)
     return trainer.train(task or Bigrams(), FROZEN, settings=made, out=out, **given)

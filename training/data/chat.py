@@ -22,15 +22,10 @@ Example = tuple[Sequence[int], np.ndarray]  # ids [n]; bool [n], whether each is
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template and the tokenizer that reads its texts.
+    """A template and the tokenizer that reads its texts."""
 
-    Attributes:
-      tokenizer: of ``transformers``, a fast one.
-      source: Jinja.
-    """
-
-    tokenizer: Any
-    source: str
+    tokenizer: Any  # of ``transformers``, a fast one.
+    source: str  # Jinja.
 
     @functools.cached_property
     def is_marked(self) -> bool:

@@ -18,32 +18,20 @@ _VERSION = 1  # raise it with every change of the tokens of a record
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One document.
+    """One document."""
 
-    Attributes:
-      ids: int64 [n], at least two.
-      learned: bool [n], whether a token is a label; at least one is.
-      group: see ``records.Text.group``.
-    """
-
-    ids: np.ndarray
-    learned: np.ndarray
-    group: int
+    ids: np.ndarray  # int64 [n], at least two.
+    learned: np.ndarray  # bool [n], whether a token is a label; at least one is.
+    group: int  # see ``records.Text.group``.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Encoder:
-    """A tokenizer, and all that decides the tokens of a record.
+    """A tokenizer, and all that decides the tokens of a record."""
 
-    Attributes:
-      tokenizer: of ``transformers``.
-      vocab_size: of the model that reads the tokens.
-      chat_template: file of a template; "" for the tokenizer's own.
-    """
-
-    tokenizer: Any
-    vocab_size: int
-    chat_template: str = ""
+    tokenizer: Any  # of ``transformers``.
+    vocab_size: int  # of the model that reads the tokens.
+    chat_template: str = ""  # file of a template; "" for the tokenizer's own.
 
     @functools.cached_property
     def template(self) -> chat.ChatTemplate:

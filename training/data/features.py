@@ -32,15 +32,10 @@ _FLUSH = 64  # passes between flushes to disk
 
 @struct.dataclass
 class TaughtBatch(Batch):
-    """A batch with the target's hidden states.
+    """A batch with the target's hidden states."""
 
-    Attributes:
-      captured: bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0.
-      normed: bfloat16 [B, T + 1, D], the last hidden states after the norm.
-    """
-
-    captured: Array
-    normed: Array
+    captured: Array  # bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0.
+    normed: Array  # bfloat16 [B, T + 1, D], the last hidden states after the norm.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import grain
+import jax
 import numpy as np
 
 from training.batches import Batch
@@ -20,7 +21,12 @@ class Rows(Protocol):
 
 
 def batches(
-    rows: Rows, *, batch: int, seed: int, process_index: int = 0, process_count: int = 1
+    rows: Rows,
+    *,
+    batch: int,
+    seed: int,
+    process_index: int | None = None,
+    process_count: int | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Return an endless iterator over ``rows``; each epoch has every row once, in its own order.
 
@@ -31,7 +37,7 @@ def batches(
       rows: at least one.
       batch: rows of the global batch.
       seed: of the order; 0 or more.
-      process_index: index of this process's part of every batch.
+      process_index: index of this process's part of every batch; None for JAX's.
       process_count: number of parts; joined, they are the batch of a single process.
 
     Returns:
@@ -40,12 +46,11 @@ def batches(
     Raises:
       ValueError: there are no rows, or ``batch`` cannot be cut into ``process_count`` parts.
     """
-    part = _part(rows, batch, process_count)
+    part, mine = _part(rows, batch, process_index, process_count)
     # grain adds the number of the epoch to the seed: hashed seeds keep 0 and 1 far apart.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     endless = grain.MapDataset.source(rows).shuffle(seed=hashed).repeat()
-    parts = endless.batch(part)[process_index::process_count]
-    return iter(parts.to_iter_dataset(_READ_AHEAD))
+    return iter(endless.batch(part)[mine].to_iter_dataset(_READ_AHEAD))
 
 
 def held_out(
@@ -53,8 +58,8 @@ def held_out(
     *,
     batch: int,
     limit: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    process_index: int | None = None,
+    process_count: int | None = None,
 ) -> grain.IterDataset[Batch]:
     """Return whole batches of rows spread evenly over ``rows``; every iteration is the same.
 
@@ -68,20 +73,22 @@ def held_out(
     Raises:
       ValueError: as ``batches``.
     """
-    part = _part(rows, batch, process_count)
+    part, mine = _part(rows, batch, process_index, process_count)
     most = len(rows) if limit is None else min(limit, len(rows))
     count = max(most // batch, 1) * batch
     spread = grain.MapDataset.range(count).map(lambda i: rows[i * len(rows) // count])
-    return spread.batch(part)[process_index::process_count].to_iter_dataset(_READ_AHEAD)
+    return spread.batch(part)[mine].to_iter_dataset(_READ_AHEAD)
 
 
-def _part(rows: Rows, batch: int, process_count: int) -> int:
-    """Return the rows of a batch that belong to one process."""
+def _part(rows: Rows, batch: int, index: int | None, count: int | None) -> tuple[int, slice]:
+    """Return the size of a process's part of a batch, and the slice of its parts."""
+    index = jax.process_index() if index is None else index
+    count = jax.process_count() if count is None else count
     if not len(rows):
         raise ValueError("the training data holds no rows; give more data or shorter windows")
-    if batch < 1 or batch % process_count:
+    if batch < 1 or batch % count:
         raise ValueError(
-            f"batch {batch} cannot be cut into {process_count} equal parts, one a process; "
-            f"take a multiple of {process_count}"
+            f"batch {batch} cannot be cut into {count} equal parts, one a process; "
+            f"take a multiple of {count}"
         )
-    return batch // process_count
+    return batch // count, slice(index, None, count)

@@ -19,21 +19,13 @@ LongDocuments = Literal["cut", "truncate", "drop"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Windows over a token file, addressed by number; ``pack`` makes them.
+    """Windows over a token file, addressed by number; ``pack`` makes them."""
 
-    Attributes:
-      file: the documents.
-      starts: int64 [pieces], start of each piece in the file, window by window.
-      lengths: int64 [pieces].
-      first: int64 [windows + 1], number of each window's first piece.
-      length: T; a window holds T + 1 tokens.
-    """
-
-    file: TokenFile
-    starts: np.ndarray
-    lengths: np.ndarray
-    first: np.ndarray
-    length: int
+    file: TokenFile  # the documents.
+    starts: np.ndarray  # int64 [pieces], start of each piece in the file, window by window.
+    lengths: np.ndarray  # int64 [pieces].
+    first: np.ndarray  # int64 [windows + 1], number of each window's first piece.
+    length: int  # T; a window holds T + 1 tokens.
 
     def __len__(self) -> int:
         return len(self.first) - 1

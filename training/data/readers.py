@@ -53,21 +53,13 @@ class BadLines:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Part of the data.
+    """Part of the data."""
 
-    Attributes:
-      name: for messages and the provenance, without folders.
-      size: sum of the sizes that ``read`` yields, for progress bars.
-      digest: of everything that the records depend on.
-      vocabulary: digest of the vocabulary of records of tokens; "" if unknown.
-      read: yields (size, record) one by one.
-    """
-
-    name: str
-    size: int
-    digest: str
-    read: Callable[[BadLines], Iterator[tuple[int, Record]]]
-    vocabulary: str = ""
+    name: str  # for messages and the provenance, without folders.
+    size: int  # sum of the sizes that ``read`` yields, for progress bars.
+    digest: str  # of everything that the records depend on.
+    read: Callable[[BadLines], Iterator[tuple[int, Record]]]  # yields (size, record) one by one.
+    vocabulary: str = ""  # digest of the vocabulary of records of tokens; "" if unknown.
 
 
 def provenance_of(path: Path) -> Path:

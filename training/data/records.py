@@ -38,19 +38,12 @@ ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and genera
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Plain text; every token is a label.
+    """Plain text; every token is a label."""
 
-    Attributes:
-      where: file and line, for messages.
-      text: at least one character.
-      begins: whether the document begins here, with the beginning-of-text token.
-      ends: whether it ends here.
-    """
-
-    where: str
-    text: str
-    begins: bool = True
-    ends: bool = True
+    where: str  # file and line, for messages.
+    text: str  # at least one character.
+    begins: bool = True  # whether the document begins here, with the beginning-of-text token.
+    ends: bool = True  # whether it ends here.
 
     @property
     def group(self) -> int:
@@ -60,14 +53,10 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation; the assistant's turns are labels.
+    """A conversation; the assistant's turns are labels."""
 
-    Attributes:
-      where: as in ``Text``.
-      messages: dicts of ``role`` (system, user, assistant) and ``content``.
-    """
-
-    where: str
+    where: str  # as in ``Text``.
+    # dicts of ``role`` (system, user, assistant) and ``content``.
     messages: tuple[Mapping[str, str], ...]
 
     @property
@@ -78,18 +67,12 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Token ids, as ``python -m training.generate_data`` writes them.
+    """Token ids, as ``python -m training.generate_data`` writes them."""
 
-    Attributes:
-      where: as in ``Text``.
-      prompt: ids that are no labels, may be none.
-      answer: ids that are labels, at least one.
-      key: of the prompt in a generated file; answers to one prompt share it up to a hyphen.
-    """
-
-    where: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    where: str  # as in ``Text``.
+    prompt: tuple[int, ...]  # ids that are no labels, may be none.
+    answer: tuple[int, ...]  # ids that are labels, at least one.
+    # of the prompt in a generated file; answers to one prompt share it up to a hyphen.
     key: str = ""
 
     @property

@@ -20,37 +20,28 @@ from training.errors import bad_option, check_least
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """The data of a run. Every field is an option of the command line: ``--length 1024``.
+    """The data of a run. Every field is an option of the command line: ``--length 1024``."""
 
-    Attributes:
-      data: files or globs of text or JSON lines, folders of them, stdlib, package:NAME,
-        hf:NAME[:SPLIT], or folders saved by datasets
-      data_format: content of JSON lines; auto goes by their keys
-      package_paths: more folders in which package:NAME is searched
-      chat_template: file with the Jinja template of conversations (default: the tokenizer's own)
-      max_bad_lines: lines to skip before giving up
-      length: tokens of a training window
-      packing: pack several documents into a window, each a segment (best_fit), or not (none)
-      long_documents: documents longer than a window: cut into pieces, truncate to the first piece,
-        or drop
-      held_out_share: share of the documents that is held out of training
-      held_out_data: more held-out data; copies of it in --data are held out too
-      held_out_modules: top-level modules of folders and packages that are held out of training
-      cache: folder of tokenised data (default: in the user's cache)
-    """
-
+    # files or globs of text or JSON lines, folders of them, stdlib, package:NAME, hf:NAME[:SPLIT],
+    # or folders saved by datasets
     data: tuple[str, ...] = ()
+    # content of JSON lines; auto goes by their keys
     data_format: Literal["auto", "text", "chat", "tokens"] = "auto"
-    package_paths: tuple[str, ...] = ()
+    package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
+    # file with the Jinja template of conversations (default: the tokenizer's own)
     chat_template: str = ""
-    max_bad_lines: int = 0
-    length: int = 1024
+    max_bad_lines: int = 0  # lines to skip before giving up
+    length: int = 1024  # tokens of a training window
+    # pack several documents into a window, each a segment (best_fit), or not (none)
     packing: Packing = "best_fit"
+    # documents longer than a window: cut into pieces, truncate to the first piece, or drop
     long_documents: LongDocuments = "cut"
-    held_out_share: float = 0.0
+    held_out_share: float = 0.0  # share of the documents that is held out of training
+    # more held-out data; copies of it in --data are held out too
     held_out_data: tuple[str, ...] = ()
+    # top-level modules of folders and packages that are held out of training
     held_out_modules: tuple[str, ...] = ()
-    cache: str = ""
+    cache: str = ""  # folder of tokenised data (default: in the user's cache)
 
     def __post_init__(self):
         if not self.data:
@@ -81,12 +72,8 @@ class Data(NamedTuple):
 def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
     """Read, tokenise (or find tokenised), split and pack the data.
 
-    No training document is a copy of a held-out one.
-
-    Args:
-      settings: of the data.
-      tokenizer: of the model that reads the tokens.
-      vocab_size: of that model.
+    The tokenizer and ``vocab_size`` are those of the model that reads the tokens. No training
+    document is a copy of a held-out one.
 
     Raises:
       ValueError: data cannot be read, hold too many bad lines, or leave one side of a split empty.

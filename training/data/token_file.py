@@ -22,21 +22,13 @@ _RECORD = "tokens.json"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Documents one behind the other.
+    """Documents one behind the other."""
 
-    Attributes:
-      tokens: uint16 or uint32 [n], memory-mapped.
-      learned: bool [n], memory-mapped: whether a token is a label.
-      ends: int64 [documents], end of each document in ``tokens``.
-      groups: uint64 [documents], see ``records.Text.group``.
-      description: counts, sources and the sha256 of all content, for the provenance.
-    """
-
-    tokens: np.ndarray
-    learned: np.ndarray
-    ends: np.ndarray
-    groups: np.ndarray
-    description: dict
+    tokens: np.ndarray  # uint16 or uint32 [n], memory-mapped.
+    learned: np.ndarray  # bool [n], memory-mapped: whether a token is a label.
+    ends: np.ndarray  # int64 [documents], end of each document in ``tokens``.
+    groups: np.ndarray  # uint64 [documents], see ``records.Text.group``.
+    description: dict  # counts, sources and the sha256 of all content, for the provenance.
 
     @property
     def lengths(self) -> np.ndarray:

@@ -16,20 +16,14 @@ from training.trainer import gather
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceSettings:
-    """Measurement of acceptance on held-out text, at every evaluation.
+    """Measurement of acceptance on held-out text, at every evaluation."""
 
-    Attributes:
-      num_speculative_tokens: K, drafted in a chain
-      acceptance_prompts: number of prompts, from the held-out data (0: do not measure)
-      prompt_tokens: maximum tokens of a prompt
-      max_new_tokens: maximum tokens generated for each prompt; the target may end a text earlier
-      temperatures: one acceptance length each; that of the first decides which weights are best
-    """
-
-    num_speculative_tokens: int = 4
-    acceptance_prompts: int = 16
-    prompt_tokens: int = 128
+    num_speculative_tokens: int = 4  # K, drafted in a chain
+    acceptance_prompts: int = 16  # number of prompts, from the held-out data (0: do not measure)
+    prompt_tokens: int = 128  # maximum tokens of a prompt
+    # maximum tokens generated for each prompt; the target may end a text earlier
     max_new_tokens: int = 128
+    # one acceptance length each; that of the first decides which weights are best
     temperatures: tuple[float, ...] = (1.0, 0.0)
 
     def __post_init__(self):

@@ -23,31 +23,23 @@ _DRAFTERS = {"dflash": DFlash, "dspark": DSpark}
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The network of the head; other sizes are the target's.
+    """The network of the head; other sizes are the target's."""
 
-    Attributes:
-      block_size: slots of a block, including the root's
-      head_layers: blocks of the network
-      capture_layers: hidden states of the target that the head reads, as Hugging Face counts them
-        (default: one for each layer of the head, spread evenly)
-      mask_token: id in the slots to be filled in, which texts must not hold (default: the last one
-        that the data does not hold)
-      intermediate_size: width of the feed-forward (0: as in the target)
-      draft_vocab_size: tokens that the head knows, the most frequent ones of the data (0: all)
-      markov: how a DSpark head reads the previous token
-      markov_rank: width of that token's vector (0: it is not read)
-      head: folder of a head to start from, which then decides all of the above
-    """
-
-    block_size: int = 16
-    head_layers: int = 5
+    block_size: int = 16  # slots of a block, including the root's
+    head_layers: int = 5  # blocks of the network
+    # hidden states of the target that the head reads, as Hugging Face counts them (default: one for
+    # each layer of the head, spread evenly)
     capture_layers: tuple[int, ...] = ()
+    # id in the slots to be filled in, which texts must not hold (default: the last one that the
+    # data does not hold)
     mask_token: int = -1
-    intermediate_size: int = 0
+    intermediate_size: int = 0  # width of the feed-forward (0: as in the target)
+    # tokens that the head knows, the most frequent ones of the data (0: all)
     draft_vocab_size: int = 0
+    # how a DSpark head reads the previous token
     markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    markov_rank: int = 256
-    head: str = ""
+    markov_rank: int = 256  # width of that token's vector (0: it is not read)
+    head: str = ""  # folder of a head to start from, which then decides all of the above
 
     def __post_init__(self):
         check_least(self, 2, "block_size")

@@ -36,28 +36,20 @@ VARIANTS = ("dflash", "dspark")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Losses and blocks; the defaults are the published settings of the variant.
+    """Losses and blocks; the defaults are the published settings of the variant."""
 
-    Attributes:
-      anchors: maximum number of blocks of a window
-      label_weight: weight of the cross-entropy with the text
-      loss: distance between the target's distribution and the head's
-      loss_weight: weight of that distance
-      confidence_weight: weight of the cross-entropy between guessed and true probability of
-        acceptance (dspark)
-      weighing: weights of a block's rows: decay (by position) or dpace (by the expected gain of
-        accepting the row)
-      gamma: rows after which the weight has fallen to 1/e (decay; 0: all weigh the same)
-      dpace_alpha: smoothing of probabilities towards 1, so that late rows are trained too (dpace)
-    """
-
-    anchors: int = 512
-    label_weight: float = 1.0
-    loss: LossName = "tvd"
-    loss_weight: float = 0.0
+    anchors: int = 512  # maximum number of blocks of a window
+    label_weight: float = 1.0  # weight of the cross-entropy with the text
+    loss: LossName = "tvd"  # distance between the target's distribution and the head's
+    loss_weight: float = 0.0  # weight of that distance
+    # weight of the cross-entropy between guessed and true probability of acceptance (dspark)
     confidence_weight: float = 0.0
+    # weights of a block's rows: decay (by position) or dpace (by the expected gain of accepting the
+    # row)
     weighing: Literal["decay", "dpace"] = "decay"
+    # rows after which the weight has fallen to 1/e (decay; 0: all weigh the same)
     gamma: float = 7.0
+    # smoothing of probabilities towards 1, so that late rows are trained too (dpace)
     dpace_alpha: float = 0.5
 
     def __post_init__(self):
@@ -86,36 +78,22 @@ PUBLISHED = {
 
 @struct.dataclass
 class Blocks:
-    """The blocks of a batch, A a window and K guesses each.
+    """The blocks of a batch, A a window and K guesses each."""
 
-    Attributes:
-      anchors: int32 [B, A], positions in the window, ascending; 0 for missing blocks.
-      labels: int32 [B, A, K], the tokens to guess.
-      before: int32 [B, A, K], the token before each.
-      weights: float32 [B, A, K], of the labels: 0 from the first label on that does not count.
-    """
-
-    anchors: Array
-    labels: Array
-    before: Array
+    anchors: Array  # int32 [B, A], positions in the window, ascending; 0 for missing blocks.
+    labels: Array  # int32 [B, A, K], the tokens to guess.
+    before: Array  # int32 [B, A, K], the token before each.
+    # float32 [B, A, K], of the labels: 0 from the first label on that does not count.
     weights: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlashTask:
-    """A DFlash or DSpark head in training: a ``training.task.Task``.
+    """A DFlash or DSpark head in training: a ``training.task.Task``."""
 
-    Attributes:
-      head: sizes of the head.
-      target: sizes of the target.
-      recipe: losses and blocks.
-      compute: factors of every matmul, a name in ``linear.LINEARS``.
-      remat: whether the backward pass computes the head's blocks again, to save memory.
-    """
-
-    head: DFlashConfig
-    target: DecoderConfig
-    recipe: Recipe
+    head: DFlashConfig  # sizes of the head.
+    target: DecoderConfig  # sizes of the target.
+    recipe: Recipe  # losses and blocks.
     compute: str = "bfloat16"
     remat: bool = False
 
@@ -267,12 +245,7 @@ def row_weights(recipe: Recipe, likely: Array, counts: Array) -> Array:
     """Return weights [..., K] of a block's rows; their sum is at most 1.
 
     D-PACE weights row d by the expected number of accepted tokens from d on: suffix sums of the
-    products of smoothed probabilities.
-
-    Args:
-      recipe: kind of weights.
-      likely: probability of each label [..., K].
-      counts: weight of each label [..., K]; D-PACE passes over labels of weight 0.
+    products of smoothed label probabilities [..., K]. It passes over labels with ``counts`` 0.
     """
     depth = likely.shape[-1]
     if recipe.weighing == "decay":

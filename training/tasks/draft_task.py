@@ -22,21 +22,13 @@ from training.tasks.method import float32
 
 @dataclasses.dataclass(frozen=True)
 class DraftRecipe:
-    """Losses and texts of a draft model.
+    """Losses and texts of a draft model."""
 
-    Attributes:
-      loss: distance between the target's distribution and the draft's
-      text_weight: share of the next-token loss in the objective
-      on_policy: share of a batch's windows that the draft model continues by itself
-      on_policy_prompt: tokens of such a window that stay
-      on_policy_temperature: temperature of the continuations
-    """
-
-    loss: LossName = "kl"
-    text_weight: float = 0.0
-    on_policy: float = 0.0
-    on_policy_prompt: int = 64
-    on_policy_temperature: float = 1.0
+    loss: LossName = "kl"  # distance between the target's distribution and the draft's
+    text_weight: float = 0.0  # share of the next-token loss in the objective
+    on_policy: float = 0.0  # share of a batch's windows that the draft model continues by itself
+    on_policy_prompt: int = 64  # tokens of such a window that stay
+    on_policy_temperature: float = 1.0  # temperature of the continuations
 
     def mixed(self, log_p: Array, log_q: Array, text: Array) -> Array:
         """Return the objective, given the next-token loss ``text``."""
@@ -55,19 +47,12 @@ class DraftRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class DraftTask:
-    """A draft model in training: a ``training.task.Task``.
+    """A draft model in training: a ``training.task.Task``."""
 
-    Attributes:
-      draft: sizes of the draft model.
-      target: sizes of the target. If one vocabulary is padded, only the common part counts.
-      recipe: losses and texts.
-      compute: factors of every matmul, a name in ``linear.LINEARS``.
-      remat: whether the backward pass computes the blocks again, to save memory.
-    """
-
-    draft: DecoderConfig
+    draft: DecoderConfig  # sizes of the draft model.
+    # sizes of the target. If one vocabulary is padded, only the common part counts.
     target: DecoderConfig
-    recipe: DraftRecipe
+    recipe: DraftRecipe  # losses and texts.
     compute: str = "bfloat16"
     remat: bool = False
 

@@ -28,33 +28,22 @@ _NORMS = "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The network of the head; other sizes are the target's.
+    """The network of the head; other sizes are the target's."""
 
-    Attributes:
-      capture_layers: hidden states of the target that an EAGLE-3 head reads, as Hugging Face counts
-        them (default: second, middle and last but two)
-      draft_vocab_size: tokens that an EAGLE-3 head knows, the most frequent ones of the data (0:
-        all)
-      head_layers: blocks (0: one, or four with --parallel)
-      intermediate_size: width of the feed-forward (0: as in the target)
-      fc_norm: norm each hidden state that an EAGLE-3 head reads, as EAGLE-3.1 does
-      norm_before_fc: norm the joined hidden states instead
-      norm_before_residual: norm the residual of an EAGLE-3 head's first block too
-      norm_output: norm what an EAGLE-3 head feeds back to itself, as EAGLE-3.1 does
-      start: whether an EAGLE-3 head begins as an early exit of the target or at random
-      head: folder of a head to start from, which then decides all of the above
-    """
-
+    # hidden states of the target that an EAGLE-3 head reads, as Hugging Face counts them (default:
+    # second, middle and last but two)
     capture_layers: tuple[int, ...] = ()
+    # tokens that an EAGLE-3 head knows, the most frequent ones of the data (0: all)
     draft_vocab_size: int = 0
-    head_layers: int = 0
-    intermediate_size: int = 0
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
+    head_layers: int = 0  # blocks (0: one, or four with --parallel)
+    intermediate_size: int = 0  # width of the feed-forward (0: as in the target)
+    fc_norm: bool = False  # norm each hidden state that an EAGLE-3 head reads, as EAGLE-3.1 does
+    norm_before_fc: bool = False  # norm the joined hidden states instead
+    norm_before_residual: bool = False  # norm the residual of an EAGLE-3 head's first block too
+    norm_output: bool = False  # norm what an EAGLE-3 head feeds back to itself, as EAGLE-3.1 does
+    # whether an EAGLE-3 head begins as an early exit of the target or at random
     start: Literal["early_exit", "random"] = "early_exit"
-    head: str = ""
+    head: str = ""  # folder of a head to start from, which then decides all of the above
 
     def __post_init__(self):
         if self.fc_norm and self.norm_before_fc:

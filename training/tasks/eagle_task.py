@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+import optax
 
 from jspec.core.types import Array
 from jspec.models.decoder import DecoderConfig
@@ -39,29 +39,20 @@ HASS_TOP_K = 10  # tokens of the target in HASS's extra loss
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Losses of the head; the defaults are the published settings of the variant.
+    """Losses of the head; the defaults are the published settings of the variant."""
 
-    Attributes:
-      unroll: steps of the head on its own outputs, S
-      step_decay: weight of a step's loss relative to the one before
-      loss: distance between the target's distribution and the head's; tvd, lk and overlap train the
-        probability of acceptance
-      loss_weight: weight of that loss
-      feature_weight: weight of smooth L1 between predicted and true feature
-      top_k_weight: weight of the cross-entropy over the target's ten likeliest tokens
-      noise: half-width of the uniform noise on the target's features, at 512 tokens a window; it
-        shrinks with longer windows
-      through_steps: whether gradients flow from a step into the one before
-    """
-
-    unroll: int
-    step_decay: float = 1.0
+    unroll: int  # steps of the head on its own outputs, S
+    step_decay: float = 1.0  # weight of a step's loss relative to the one before
+    # distance between the target's distribution and the head's; tvd, lk and overlap train the
+    # probability of acceptance
     loss: LossName = "ce"
-    loss_weight: float = 1.0
-    feature_weight: float = 0.0
-    top_k_weight: float = 0.0
+    loss_weight: float = 1.0  # weight of that loss
+    feature_weight: float = 0.0  # weight of smooth L1 between predicted and true feature
+    top_k_weight: float = 0.0  # weight of the cross-entropy over the target's ten likeliest tokens
+    # half-width of the uniform noise on the target's features, at 512 tokens a window; it shrinks
+    # with longer windows
     noise: float = 0.0
-    through_steps: bool = True
+    through_steps: bool = True  # whether gradients flow from a step into the one before
 
     def __post_init__(self):
         check_least(self, 1, "unroll")
@@ -92,21 +83,13 @@ PUBLISHED = {
 
 @dataclasses.dataclass(frozen=True)
 class EagleTask:
-    """An EAGLE head in training: a ``training.task.Task``.
+    """An EAGLE head in training: a ``training.task.Task``."""
 
-    Attributes:
-      head: sizes of the head.
-      target: sizes of the target.
-      recipe: losses and unrolling.
-      compute: factors of every matmul, a name in ``linear.LINEARS``.
-      start: how a fresh head begins: "random", or "early_exit", see ``early_exit``.
-      remat: whether the backward pass computes the head's blocks again, to save memory.
-    """
-
-    head: EagleConfig
-    target: DecoderConfig
-    recipe: Recipe
+    head: EagleConfig  # sizes of the head.
+    target: DecoderConfig  # sizes of the target.
+    recipe: Recipe  # losses and unrolling.
     compute: str = "bfloat16"
+    # how a fresh head begins: "random", or "early_exit", see ``early_exit``.
     start: Literal["early_exit", "random"] = "early_exit"
     remat: bool = False
 
@@ -128,17 +111,9 @@ class EagleTask:
         self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
-        states = states_of(self, frozen, batch)
-        outputs = _unroll(self, params, frozen, batch, states, key)
-        return _judge(self, params, frozen, batch, states, outputs)
-
-
-@struct.dataclass
-class TargetStates:
-    """Hidden states of the target at rows 0 to T."""
-
-    features: tuple[Array, ...]  # [B, T + 1, D] each, the inputs of the head
-    normed: Array  # [B, T + 1, D], last hidden states after the norm
+        features, normed = states_of(self, frozen, batch)
+        outputs = _unroll(self, params, frozen, batch, features, key)
+        return _judge(self, params, frozen, batch, normed, outputs)
 
 
 def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
@@ -161,16 +136,18 @@ def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> Eagl
     return params
 
 
-def states_of(task: EagleTask, frozen: Frozen, batch: Batch) -> TargetStates:
-    """Return the target's hidden states of a batch, computed or from a ``TaughtBatch``."""
+def states_of(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
+    """Return the head's inputs, and the target's last hidden states [B, T + 1, D] after the norm.
+
+    A ``TaughtBatch`` holds them; for other batches the target runs.
+    """
     if isinstance(batch, TaughtBatch):
         normed = batch.normed.astype(jnp.float32)
-        layers = range(batch.captured.shape[2])
-        captured = tuple(batch.captured[:, :, layer].astype(jnp.float32) for layer in layers)
-        return TargetStates((normed,) if task.head.generation == 1 else captured, normed)
-    captured, normed = target_states(task, frozen, batch)
+        captured = tuple(jnp.unstack(batch.captured.astype(jnp.float32), axis=2))
+    else:
+        captured, normed = target_states(task, frozen, batch)
     features = (normed,) if task.head.generation == 1 else captured
-    return jax.lax.stop_gradient(TargetStates(features, normed))
+    return jax.lax.stop_gradient((features, normed))
 
 
 def target_states(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
@@ -201,13 +178,13 @@ def _unroll(
     params: EagleParams,
     frozen: Frozen,
     batch: Batch,
-    states: TargetStates,
+    target_features: tuple[Array, ...],
     key: Array | None,
 ) -> list[Array]:
     """Return the outputs f' [B, T, D] of each step, rows in the order of step 0."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
     length = batch.tokens.shape[1] - 1
-    first = noisy(recipe, tuple(x[:, :length] for x in states.features), key)
+    first = noisy(recipe, tuple(x[:, :length] for x in target_features), key)
     features = eagle.fuse(params, config, first, linear=linear)
     table = frozen.target.embedding if params.embedding is None else params.embedding
     embedded = table[batch.tokens].astype(features.dtype)
@@ -244,7 +221,7 @@ def _judge(
     params: EagleParams,
     frozen: Frozen,
     batch: Batch,
-    states: TargetStates,
+    normed: Array,
     outputs: list[Array],
 ) -> tuple[Array, Metrics]:
     """Return loss and metrics of the outputs of all steps."""
@@ -254,7 +231,9 @@ def _judge(
     def values(log_p: Array, log_q: Array, rows: unrolled.Rows) -> Array:
         value = distance(recipe, log_p, log_q)
         if recipe.feature_weight:
-            value += recipe.feature_weight * _smooth_l1(rows.x, rows.normed[:, :, None])
+            value += recipe.feature_weight * optax.huber_loss(rows.x, rows.normed[:, :, None]).mean(
+                -1
+            )
         return value
 
     means = unrolled.judge(
@@ -265,7 +244,7 @@ def _judge(
             linear(normed, output), frozen.draft_to_target, recipe.loss
         ),
         values=values,
-        normed=states.normed,
+        normed=normed,
         batch=batch,
         weights=unrolled.row_weights(batch, recipe.unroll, recipe.step_decay),
     )
@@ -292,9 +271,3 @@ def distance(recipe: Recipe, log_p: Array, log_q: Array) -> Array:
         top_k_loss = -(jnp.exp(top) * jnp.take_along_axis(log_q, ids, -1)).sum(-1)
         value += recipe.top_k_weight * top_k_loss
     return value
-
-
-def _smooth_l1(x: Array, y: Array) -> Array:
-    """Return the mean over the last axis of the Huber loss with threshold 1."""
-    distance = jnp.abs(x - y)
-    return jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean(-1)

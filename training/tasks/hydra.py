@@ -32,18 +32,13 @@ _TRAINER = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The network of the heads.
+    """The network of the heads."""
 
-    Attributes:
-      num_heads: tokens guessed ahead, beside the target's own next one
-      head_layers: residual blocks of each head; blocks after the first share their weights, as in
-        the authors' program
-      heads: folder of heads to start from, which then decide all of the above
-    """
-
-    num_heads: int = 4
+    num_heads: int = 4  # tokens guessed ahead, beside the target's own next one
+    # residual blocks of each head; blocks after the first share their weights, as in the authors'
+    # program
     head_layers: int = 1
-    heads: str = ""
+    heads: str = ""  # folder of heads to start from, which then decide all of the above
 
     def __post_init__(self):
         check_least(self, 1, "num_heads", "head_layers")
@@ -93,26 +88,23 @@ def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, Hydr
         variant.
     """
     head, prefixed, sizes = settings.head, settings.variant == "hydra++", target.config
-    if not head.heads:
-        config, params = (
-            HydraConfig(
-                num_heads=head.num_heads,
-                num_layers=head.head_layers,
-                hidden_size=sizes.hidden_size,
-                vocab_size=sizes.vocab_size,
-                capture_layers=(sizes.num_layers,),
-                tie_blocks=head.head_layers > 2,
-                network=hydra.network(sizes) if prefixed else None,
-            ),
-            None,
-        )
-    else:
+    config, params = None, None
+    if head.heads:
         loaded = loading.load_head(head.heads, sizes, kind="hydra", dtype="float32")
-        config, params = loaded.config, loaded.params
-        config = dataclasses.replace(config, activation_dtype="float32")
+        config = dataclasses.replace(loaded.config, activation_dtype="float32")
+        params = loaded.params
         if (config.network is not None) != prefixed:
             other = VARIANTS[not prefixed]
             raise bad_option("heads", head.heads, f"they are of the other kind: --variant {other}")
+    config = config or HydraConfig(
+        num_heads=head.num_heads,
+        num_layers=head.head_layers,
+        hidden_size=sizes.hidden_size,
+        vocab_size=sizes.vocab_size,
+        capture_layers=(sizes.num_layers,),
+        tie_blocks=head.head_layers > 2,
+        network=hydra.network(sizes) if prefixed else None,
+    )
     return method.in_float32(config) if prefixed else config, params
 
 

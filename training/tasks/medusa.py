@@ -40,17 +40,13 @@ _TRAINER = dataclasses.replace(method.HEADS, learning_rate=1e-3, warmup=2000)
 
 @dataclasses.dataclass(frozen=True)
 class MedusaRecipe:
-    """Losses of the heads; the defaults are the paper's.
+    """Losses of the heads; the defaults are the paper's."""
 
-    Attributes:
-      medusa_loss: labels (cross-entropy with the text, as published) or a distance from the
-        target's distribution
-      head_decay: weight of a head's loss relative to the head before
-      heads_weight: weight of the heads' loss beside the target's own next-token loss (Medusa-2)
-    """
-
+    # labels (cross-entropy with the text, as published) or a distance from the target's
+    # distribution
     medusa_loss: GuessLoss = "labels"
-    head_decay: float = 0.8
+    head_decay: float = 0.8  # weight of a head's loss relative to the head before
+    # weight of the heads' loss beside the target's own next-token loss (Medusa-2)
     heads_weight: float = 0.2
 
     def __post_init__(self):
@@ -68,21 +64,12 @@ class JointParams:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaTask:
-    """Medusa heads in training: a ``training.task.Task``.
+    """Medusa heads in training: a ``training.task.Task``."""
 
-    Attributes:
-      heads: sizes of the heads.
-      target: sizes of the target.
-      recipe: losses.
-      joint: whether the target is trained too (Medusa-2).
-      compute: factors of every matmul, a name in ``linear.LINEARS``.
-      remat: whether the backward pass computes the target's blocks again, to save memory.
-    """
-
-    heads: MedusaConfig
-    target: DecoderConfig
-    recipe: MedusaRecipe
-    joint: bool = False
+    heads: MedusaConfig  # sizes of the heads.
+    target: DecoderConfig  # sizes of the target.
+    recipe: MedusaRecipe  # losses.
+    joint: bool = False  # whether the target is trained too (Medusa-2).
     compute: str = "bfloat16"
     remat: bool = False
 
@@ -130,19 +117,13 @@ class MedusaTask:
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The network of the heads.
+    """The network of the heads."""
 
-    Attributes:
-      num_heads: tokens guessed ahead, beside the target's own next one
-      head_layers: residual blocks of each head
-      draft_vocab_size: tokens that the heads know, the most frequent ones of the data (0: all)
-      heads: folder of heads to start from, which then decide all of the above
-    """
-
-    num_heads: int = 5
-    head_layers: int = 1
+    num_heads: int = 5  # tokens guessed ahead, beside the target's own next one
+    head_layers: int = 1  # residual blocks of each head
+    # tokens that the heads know, the most frequent ones of the data (0: all)
     draft_vocab_size: int = 0
-    heads: str = ""
+    heads: str = ""  # folder of heads to start from, which then decide all of the above
 
     def __post_init__(self):
         check_least(self, 1, "num_heads", "head_layers")

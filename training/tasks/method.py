@@ -40,41 +40,27 @@ HEADS = TrainerSettings(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Build:
-    """A drafter ready to be trained.
+    """A drafter ready to be trained."""
 
-    Attributes:
-      task: the network and its loss.
-      frozen: weights that are not trained.
-      drafter: drafts while acceptance is measured.
-      identity: options that a resumed run must share.
-      export: writes trained weights on the host into a folder.
-      weights_of: maps trained weights to the weights of target and drafter.
-      data: replaces the data of the run, if given.
-    """
-
-    task: Task
-    frozen: Any
-    drafter: Drafter
-    identity: Mapping[str, Any]
-    export: Callable[[Any, Path], None]
+    task: Task  # the network and its loss.
+    frozen: Any  # weights that are not trained.
+    drafter: Drafter  # drafts while acceptance is measured.
+    identity: Mapping[str, Any]  # options that a resumed run must share.
+    export: Callable[[Any, Path], None]  # writes trained weights on the host into a folder.
+    # maps trained weights to the weights of target and drafter.
     weights_of: Callable[[Any], tuple[Any, Any]]
-    data: Data | None = None
+    data: Data | None = None  # replaces the data of the run, if given.
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A training method: a row of ``training.distill.METHODS``.
+    """A training method: a row of ``training.distill.METHODS``."""
 
-    Attributes:
-      description: first sentence of ``--help``.
-      settings: the options.
-      build: prepares a run from its options, the target and the data.
-      defaults: maps the command line to the defaults that depend on it, by field.
-    """
-
-    description: str
-    settings: Options
+    description: str  # first sentence of ``--help``.
+    settings: Options  # the options.
+    # prepares a run from its options, the target and the data.
     build: Callable[[Any, LoadedModel, Data], Build]
+    # maps the command line to the defaults that depend on it, by field.
     defaults: Callable[[Sequence[str]], Mapping[str, Any]] = lambda argv: {}  # noqa: ARG005
 
     def options(self, argv: Sequence[str]) -> Options:
@@ -142,17 +128,12 @@ class DistillSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelSettings:
-    """Training of a drafter that guesses several tokens in one pass.
+    """Training of a drafter that guesses several tokens in one pass."""
 
-    Attributes:
-      parallel: whether the drafter guesses several tokens in one pass; decides other defaults
-      slots: which guesses are trained
-      mask_token: id of the masks, which texts must not hold (default: the last one that the data
-        does not hold)
-    """
-
+    # whether the drafter guesses several tokens in one pass; decides other defaults
     parallel: bool = False
-    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
+    slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)  # which guesses are trained
+    # id of the masks, which texts must not hold (default: the last one that the data does not hold)
     mask_token: int = -1
 
     def check(self, depth: int) -> None:

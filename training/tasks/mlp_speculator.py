@@ -55,23 +55,15 @@ _ARCTIC = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """The network of the speculator.
+    """The network of the speculator."""
 
-    Attributes:
-      n_predict: stages, one for each token guessed
-      inner_dim: width of the state and the embeddings (0: as the target's)
-      tie_weights: whether the stages share their weights; the stages of an LSTM always do
-      tie_embeddings: whether one embedding serves an LSTM's gates and cell
-      scale_input: whether the target's hidden state is normed first
-      head: folder of a speculator to start from, which then decides all of the above
-    """
-
-    n_predict: int = 3
-    inner_dim: int = 0
+    n_predict: int = 3  # stages, one for each token guessed
+    inner_dim: int = 0  # width of the state and the embeddings (0: as the target's)
+    # whether the stages share their weights; the stages of an LSTM always do
     tie_weights: bool = True
-    tie_embeddings: bool = True
-    scale_input: bool = True
-    head: str = ""
+    tie_embeddings: bool = True  # whether one embedding serves an LSTM's gates and cell
+    scale_input: bool = True  # whether the target's hidden state is normed first
+    head: str = ""  # folder of a speculator to start from, which then decides all of the above
 
     def __post_init__(self):
         check_least(self, 1, "n_predict")

@@ -45,22 +45,17 @@ _TRAINER = dataclasses.replace(method.HEADS, batch=16, learning_rate=1e-4, warmu
 
 @dataclasses.dataclass(frozen=True)
 class MtpRecipe:
-    """Losses of the modules.
+    """Losses of the modules."""
 
-    Attributes:
-      unroll: steps of the modules on their own outputs, S
-      step_decay: weight of a step's loss relative to the one before; the weights add up to 1
-      mtp_loss: labels (cross-entropy with the text, as published) or a distance from the target's
-        distribution
-      loss_factor: factor of the whole loss; MaxText trains with 0.1 beside the target's own loss
-      through_steps: whether gradients flow from a step into the one before
-    """
-
-    unroll: int = 3
+    unroll: int = 3  # steps of the modules on their own outputs, S
+    # weight of a step's loss relative to the one before; the weights add up to 1
     step_decay: float = 0.6
+    # labels (cross-entropy with the text, as published) or a distance from the target's
+    # distribution
     mtp_loss: GuessLoss = "labels"
+    # factor of the whole loss; MaxText trains with 0.1 beside the target's own loss
     loss_factor: float = 1.0
-    through_steps: bool = True
+    through_steps: bool = True  # whether gradients flow from a step into the one before
 
     def __post_init__(self):
         check_least(self, 1, "unroll")
@@ -73,22 +68,15 @@ class MtpRecipe:
 class MtpTask:
     """Modules in training: a ``training.task.Task``.
 
-    Attributes:
-      modules: sizes of the modules.
-      target: sizes of the target.
-      recipe: losses and unrolling.
-      compute: factors of every matmul, a name in ``linear.LINEARS``.
-      fresh: how fresh modules begin: "random", or "early_exit", see ``early_exit``.
-      remat: whether the backward pass computes the modules again, to save memory.
-
     Raises:
       ValueError: the modules have experts, which have no gradient on every device.
     """
 
-    modules: MtpConfig
-    target: DecoderConfig
-    recipe: MtpRecipe
+    modules: MtpConfig  # sizes of the modules.
+    target: DecoderConfig  # sizes of the target.
+    recipe: MtpRecipe  # losses and unrolling.
     compute: str = "bfloat16"
+    # how fresh modules begin: "random", or "early_exit", see ``early_exit``.
     fresh: Literal["early_exit", "random"] = "early_exit"
     remat: bool = False
 
@@ -187,18 +175,13 @@ def _unroll(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleSettings:
-    """The modules; their blocks have the target's kind and size.
+    """The modules; their blocks have the target's kind and size."""
 
-    Attributes:
-      modules: folder of modules to start from (default: the target's own files)
-      fresh: how modules begin: early_exit passes on the features of a position, random does not;
-        none continues with those of the files (default: none if there are some, else early_exit)
-      num_modules: number of fresh modules
-    """
-
-    modules: str = ""
+    modules: str = ""  # folder of modules to start from (default: the target's own files)
+    # how modules begin: early_exit passes on the features of a position, random does not; none
+    # continues with those of the files (default: none if there are some, else early_exit)
     fresh: Literal["", "none", "early_exit", "random"] = ""
-    num_modules: int = 1
+    num_modules: int = 1  # number of fresh modules
 
     def __post_init__(self):
         check_least(self, 1, "num_modules")

@@ -27,16 +27,13 @@ from training.tasks.draft_task import DraftTask
 class ParallelDraftTask(DraftTask):
     """A draft model in training to guess behind masks: a ``training.task.Task``.
 
-    Attributes:
-      slots: number of tokens guessed in one pass, and which guesses are trained.
-      mask_token_id: id of the masks.
-
     Raises:
       ValueError: a sliding window of the draft model is narrower than a draft is long.
     """
 
+    # number of tokens guessed in one pass, and which guesses are trained.
     slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
-    mask_token_id: int = 0
+    mask_token_id: int = 0  # id of the masks.
 
     def __post_init__(self):
         self.slots.check_windows(self.draft.windows)

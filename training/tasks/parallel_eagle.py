@@ -23,7 +23,6 @@ from training.task import Frozen, Metrics
 from training.tasks.eagle_task import (
     EagleTask,
     Recipe,
-    TargetStates,
     distance,
     noisy,
     normed_output,
@@ -37,15 +36,13 @@ PARALLEL = Recipe(unroll=1, loss="kl")  # as published; one pass has no steps
 class ParallelEagleTask(EagleTask):
     """A P-EAGLE head in training: a ``training.task.Task``.
 
-    Attributes:
-      slots: number of tokens guessed in one pass, and which guesses are trained. The recipe's
-        ``step_decay`` is the weight of a depth relative to the one before.
-
     Raises:
       ValueError: the head has no mask token, the recipe has more than one step, or a sliding window
         of the head is narrower than a draft is long.
     """
 
+    # number of tokens guessed in one pass, and which guesses are trained. The recipe's
+    # ``step_decay`` is the weight of a depth relative to the one before.
     slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
 
     def __post_init__(self):
@@ -61,18 +58,18 @@ class ParallelEagleTask(EagleTask):
         self, params: EagleParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
         """Return ``loss`` and, over guesses that count, ``accepted_k`` = mean sum(min(p, q))."""
-        states = states_of(self, frozen, batch)
+        features, normed = states_of(self, frozen, batch)
         length = batch.tokens.shape[1] - 1
         weights = unrolled.guessed_weights(batch)
         slots = choose(self.slots, batch.segments, weights, length, 1, key)
         slots = slots._replace(weights=slots.weights * self.recipe.step_decay**slots.depths)
         output, linear = head_of(frozen.target), LINEARS[self.compute]
         means = parallel.judge(
-            self._outputs(params, frozen, batch, states, slots, key),
+            self._outputs(params, frozen, batch, features, slots, key),
             {} if params.head is None else {"head": params.head},
             lambda x, matrix: linear(x, matrix.get("head", output)),
             slots=slots,
-            states=states.normed,
+            states=normed,
             labels=batch.tokens,
             distribution=lambda normed: unrolled.target_probs(
                 linear(normed, output), frozen.draft_to_target, self.recipe.loss
@@ -86,14 +83,14 @@ class ParallelEagleTask(EagleTask):
         params: EagleParams,
         frozen: Frozen,
         batch: Batch,
-        states: TargetStates,
+        features: tuple[Array, ...],
         slots: Slots,
         key: Array | None,
     ) -> Array:
         """Return the input of the output matrix, [B, M, D], for all guesses."""
         config, linear = self.head, LINEARS[self.compute]
         (size, length), count = batch.tokens[:, 1:].shape, slots.depths.size
-        first = noisy(self.recipe, tuple(x[:, :length] for x in states.features), key)
+        first = noisy(self.recipe, tuple(x[:, :length] for x in features), key)
         fused = eagle.fuse(params, config, first, linear=linear)
         mask = eagle.mask_feature(params, config, linear=linear)
         masks = jnp.broadcast_to(mask, (size, count - length, config.hidden_size))

@@ -35,16 +35,12 @@ HeadConfig = HydraConfig | MlpSpeculatorConfig | LstmSpeculatorConfig
 
 @dataclasses.dataclass(frozen=True)
 class StagesRecipe:
-    """Losses of the stages; the defaults are the published settings of the variant.
+    """Losses of the stages; the defaults are the published settings of the variant."""
 
-    Attributes:
-      loss: labels (cross-entropy with the text) or a distance from the target's distribution; tvd,
-        lk and overlap train the probability of acceptance
-      stage_decay: weight of a stage's loss relative to the stage before
-    """
-
+    # labels (cross-entropy with the text) or a distance from the target's distribution; tvd, lk and
+    # overlap train the probability of acceptance
     loss: GuessLoss = "labels"
-    stage_decay: float = 1.0
+    stage_decay: float = 1.0  # weight of a stage's loss relative to the stage before
 
     def __post_init__(self):
         unrolled.check_loss("loss", self.loss)
@@ -69,20 +65,13 @@ _NETWORKS = {
 class StagesTask:
     """An MLP speculator or Hydra heads in training: a ``training.task.Task``.
 
-    Attributes:
-      head: sizes of the speculator or the heads.
-      target: sizes of the target.
-      recipe: losses.
-      compute: factors of every matmul, a name in ``linear.LINEARS``.
-      remat: whether the backward pass computes the stages again, to save memory.
-
     Raises:
       ValueError: the prefix layer has experts, which have no gradient on every device.
     """
 
-    head: HeadConfig
-    target: DecoderConfig
-    recipe: StagesRecipe
+    head: HeadConfig  # sizes of the speculator or the heads.
+    target: DecoderConfig  # sizes of the target.
+    recipe: StagesRecipe  # losses.
     compute: str = "bfloat16"
     remat: bool = False
 

@@ -25,26 +25,18 @@ from training.trainer.settings import TrainerSettings
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of ``train``.
+    """The outcome of ``train``."""
 
-    Attributes:
-      params: the last weights, on the mesh; ``mesh.gather`` brings them to the host.
-      step: number of steps of the run so far.
-      finished: whether those are all steps of the settings.
-      record: ``identity``, ``segments`` (options of each part of the run), ``evaluations``,
-        ``best`` (step and value) and ``seconds``.
-      provenance: content of the run's ``provenance.json``.
-      evaluate: returns mean metrics of the last weights over batches.
-      best_params: reads the weights of the best checkpoint.
-    """
-
-    params: Any
-    step: int
-    finished: bool
+    params: Any  # the last weights, on the mesh; ``mesh.gather`` brings them to the host.
+    step: int  # number of steps of the run so far.
+    finished: bool  # whether those are all steps of the settings.
+    # ``identity``, ``segments`` (options of each part of the run), ``evaluations``, ``best`` (step
+    # and value) and ``seconds``.
     record: dict
-    provenance: dict
+    provenance: dict  # content of the run's ``provenance.json``.
+    # returns mean metrics of the last weights over batches.
     evaluate: Callable[[Iterable[Batch]], dict[str, float]]
-    best_params: Callable[[], Any]
+    best_params: Callable[[], Any]  # reads the weights of the best checkpoint.
 
 
 def train(

@@ -73,7 +73,9 @@ class Run:
                 while self.step < last and self.wish < STOP:
                     self._advance(signals)
                     better = self._evaluates(self.step) and self._evaluate()
-                    if better or self.wish == SAVE or self._saves(self.step):
+                    every = self.settings.save_every
+                    due = every and self.step % every == 0
+                    if better or due or self.wish == SAVE:
                         self._save()
             if self.checkpoints.latest != self.step:
                 self._save()
@@ -104,9 +106,6 @@ class Run:
 
     def _evaluates(self, step: int) -> bool:
         return step % self.settings.eval_every == 0 or step == self.settings.steps
-
-    def _saves(self, step: int) -> bool:
-        return bool(self.settings.save_every) and step % self.settings.save_every == 0
 
     def _advance(self, signals: "Signals") -> None:
         """Run one step, and read the metrics of the step before."""

@@ -16,67 +16,42 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSettings:
-    """Optimiser, schedule, checkpoints and devices. Every field is an option: ``--batch 16``.
+    """Optimiser, schedule, checkpoints and devices. Every field is an option: ``--batch 16``."""
 
-    Attributes:
-      batch: windows of one step, over all devices
-      accumulate: micro-batches in which a step's windows are computed, to save memory
-      steps: optimiser steps in all
-      optimizer: muon for the matrices of the blocks and adamw for the rest, or adamw for all
-      schedule: learning rate after the warm-up
-      learning_rate: peak learning rate
-      learning_rate_floor: share of the peak at which cosine and linear end
-      warmup: steps of rising learning rate
-      decay: steps of falling learning rate at the end (wsd)
-      beta1: decay of AdamW's mean of gradients
-      beta2: decay of AdamW's mean of squared gradients
-      weight_decay: decay of the matrices inside the blocks
-      clip: clip the global norm of the gradients, each value, or nothing
-      clip_at: largest norm or value after clipping
-      compute: dtype of the factors of every matmul; sums and master weights stay float32
-      remat: compute a block's activations again in the backward pass, to save memory
-      seed: of the initial weights, the order of the data and all noise
-      log_every: steps between lines of the log
-      eval_every: steps between evaluations on held-out data
-      save_minutes: maximum minutes between checkpoints
-      save_every: steps between checkpoints (0: by the clock, and after the best evaluations)
-      keep: newest checkpoints that are kept, beside the best
-      data_parallel: devices that split a batch and copy the weights (0: all that are left)
-      fsdp: devices that split a batch, the weights and the optimiser's state
-      tensor: devices that split the weights again, and share a batch
-      coordinator: host:port of the first of several processes; auto if the cluster knows it
-      num_processes: processes that train together, with --coordinator host:port
-      process_id: number of this process, from 0 on
-    """
-
-    batch: int = 16
-    accumulate: int = 4
-    steps: int = 2000
+    batch: int = 16  # windows of one step, over all devices
+    accumulate: int = 4  # micro-batches in which a step's windows are computed, to save memory
+    steps: int = 2000  # optimiser steps in all
+    # muon for the matrices of the blocks and adamw for the rest, or adamw for all
     optimizer: Literal["adamw", "muon"] = "adamw"
+    # learning rate after the warm-up
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    learning_rate: float = 3e-3
-    learning_rate_floor: float = 0.1
-    warmup: int = 50
-    decay: int = 200
-    beta1: float = 0.9
-    beta2: float = 0.98
-    weight_decay: float = 0.1
+    learning_rate: float = 3e-3  # peak learning rate
+    learning_rate_floor: float = 0.1  # share of the peak at which cosine and linear end
+    warmup: int = 50  # steps of rising learning rate
+    decay: int = 200  # steps of falling learning rate at the end (wsd)
+    beta1: float = 0.9  # decay of AdamW's mean of gradients
+    beta2: float = 0.98  # decay of AdamW's mean of squared gradients
+    weight_decay: float = 0.1  # decay of the matrices inside the blocks
+    # clip the global norm of the gradients, each value, or nothing
     clip: Literal["norm", "value", "none"] = "norm"
-    clip_at: float = 1.0
+    clip_at: float = 1.0  # largest norm or value after clipping
+    # dtype of the factors of every matmul; sums and master weights stay float32
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    remat: bool = False
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 100
-    save_minutes: float = 5.0
+    remat: bool = False  # compute a block's activations again in the backward pass, to save memory
+    seed: int = 0  # of the initial weights, the order of the data and all noise
+    log_every: int = 10  # steps between lines of the log
+    eval_every: int = 100  # steps between evaluations on held-out data
+    save_minutes: float = 5.0  # maximum minutes between checkpoints
+    # steps between checkpoints (0: by the clock, and after the best evaluations)
     save_every: int = 0
-    keep: int = 2
-    data_parallel: int = 0
-    fsdp: int = 1
-    tensor: int = 1
+    keep: int = 2  # newest checkpoints that are kept, beside the best
+    data_parallel: int = 0  # devices that split a batch and copy the weights (0: all that are left)
+    fsdp: int = 1  # devices that split a batch, the weights and the optimiser's state
+    tensor: int = 1  # devices that split the weights again, and share a batch
+    # host:port of the first of several processes; auto if the cluster knows it
     coordinator: str = ""
-    num_processes: int = 1
-    process_id: int = 0
+    num_processes: int = 1  # processes that train together, with --coordinator host:port
+    process_id: int = 0  # number of this process, from 0 on
 
     def __post_init__(self):
         check_least(self, 1, "batch", "accumulate", "steps", "log_every", "eval_every", "keep")
