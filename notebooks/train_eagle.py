@@ -11,34 +11,33 @@
 # %% [markdown]
 # # Train an EAGLE-3 head
 #
-# A head of one block learns to guess what the target will say, from three of the target's own hidden states. Here one is trained for the
-# embedded model, from nothing, on the sources of Python's standard library: a few minutes on a CPU, seconds on an accelerator. It is
-# served before and after, and exported for other servers.
+# A head of one block learns to predict the target's next tokens from three of the target's hidden states. This notebook
+# trains one from scratch for the embedded model, on the sources of Python's standard library: minutes on a CPU, seconds
+# on an accelerator. It serves the head before and after training, and exports it for other servers.
 
 # %%
-# The one install cell; nothing happens where jspec is there already.
+# Installs jspec if it is missing: the clone that holds this notebook, or the published package.
 import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-# A clone in this very folder must not pass for jspec as it is installed.
+# A folder named jspec beside this notebook is a clone, not the installed package.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
 if importlib.util.find_spec("jspec") is None:
     extras = ["bench", "train"] + ["tpu"] * bool(importlib.util.find_spec("libtpu"))
-    if shutil.which("nvidia-smi"):  # CUDA 13 needs a driver of 580 or newer
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True).stdout.partition(".")[0]
+    if shutil.which("nvidia-smi"):  # CUDA 13 needs driver 580 or newer
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
         extras += ["cuda" if driver.isdigit() and int(driver) >= 580 else "cuda12"]
     files = [Path(folder, "pyproject.toml") for folder in ("..", ".", "jspec")]
-    ours = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
-    clones = [file.resolve().parent for file in files if ours(file)]
-    source = [*clones, "jspec-decoding"][0]
-    wanted = f"{source}[{','.join(extras)}]"
-    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted]).returncode:
+    is_clone = lambda file: file.exists() and 'name = "jspec-decoding"' in file.read_text()
+    source = next((file.resolve().parent for file in files if is_clone(file)), "jspec-decoding")
+    package = f"{source}[{','.join(extras)}]"
+    if subprocess.run([sys.executable, "-m", "pip", "install", "-q", package]).returncode:
         remedy = "clone or upload the repository beside this notebook, then run this cell again"
-        raise SystemExit(f"pip could not install {wanted}: {remedy}.")
+        raise SystemExit(f"pip could not install {package}: {remedy}.")
 
 # %% tags=["parameters"]
 DATA = ["stdlib"]  # files, folders, package:NAME, hf:NAME, JSON lines of chats
@@ -67,21 +66,22 @@ print("on", jax.devices()[0].device_kind)
 # %% [markdown]
 # ## 1. The command
 #
-# `python -m training.distill_eagle` takes these very words; `--help` explains each. What they say:
+# `python -m training.distill_eagle` takes these words; `--help` explains each.
 #
-# - the target stays as it is; its hidden states are computed in the same compiled program as the head's step;
-# - `--capture-layers 2 5 7`: the hidden states that the head reads, of the target's 8 blocks;
-# - `--fc-norm` and `--norm-before-residual`: those states grow from block to block, so each is normed before they are mixed;
-# - `--unroll 3`: the head is trained on three steps of its own guesses, since that is what it will draft from;
-# - `--loss overlap` trains Σ min(p, q), the very chance that a drawn token is accepted;
-# - `--schedule wsd`: the learning rate warms up, stays, and falls over the last `--decay` steps.
+# - The target stays frozen; one compiled program computes its hidden states and the head's step.
+# - `--capture-layers 2 5 7`: the head reads three hidden states of the target's 8 blocks.
+# - `--fc-norm` and `--norm-before-residual`: the states grow from block to block, so each is normed before they are
+#   mixed.
+# - `--unroll 3`: the head is trained on three steps of its own guesses, as it drafts.
+# - `--loss overlap` trains Σ min(p, q), the probability that a sampled token is accepted.
+# - `--schedule wsd`: the learning rate warms up, stays constant, and falls over the last `--decay` steps.
 #
-# At first only a few steps, so that there is a *before*.
+# The first run has only a few steps, for a *before*.
 
 
 # %%
 def distil(steps, decay):
-    """Trains up to `steps`, going on where the run in the folder stopped."""
+    """Train up to `steps`; resume the run in the folder if there is one."""
     words = ["--target", str(TARGET), "--output", str(RUN), "--data", *DATA]
     words += ["--held-out-modules", *HELD_OUT]
     words += f"--length {LENGTH} --batch {BATCH} --accumulate 1".split()
@@ -99,8 +99,9 @@ distil(FIRST_STEPS, 0)
 # %% [markdown]
 # ## 2. Before: served by `LLM`
 #
-# `RUN/export` holds the head in the authors' layout. Acceptance length is the tokens that a pass of the target emits: 1 is no gain, and
-# with four drafted tokens 5 is the most. The prompts are of modules that neither target nor head was trained on.
+# `RUN/export` holds the head in the authors' layout. Acceptance length is the number of tokens that a pass of the
+# target emits: 1 is no gain, and with four drafted tokens 5 is the maximum. The prompts are from modules that neither
+# target nor head was trained on.
 
 # %%
 sources = [inspect.getsource(importlib.import_module(name)) for name in HELD_OUT]
@@ -108,13 +109,13 @@ questions = [source[2000:2240] for source in sources]
 
 
 def serve(head):
-    """Acceptance length of a head behind the prompts, and the texts."""
+    """Return the acceptance length of a head on the prompts, and the texts."""
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}
     llm = jspec.LLM(TARGET, speculative_config=config, dtype="float32")
-    asked = jspec.SamplingParams(temperature=0.7, max_tokens=SERVED_TOKENS, seed=1)
-    answers = [output.outputs[0] for output in llm.generate(questions, asked)]
+    params = jspec.SamplingParams(temperature=0.7, max_tokens=SERVED_TOKENS, seed=1)
+    answers = [output.outputs[0] for output in llm.generate(questions, params)]
     stats = [answer.speculative_decoding_stats for answer in answers]
-    accepted = sum(each["num_accepted_draft_tokens"] for each in stats)
+    accepted = sum(stat["num_accepted_draft_tokens"] for stat in stats)
     total = sum(len(answer.token_ids) for answer in answers)
     return total / (total - accepted), [answer.text for answer in answers]
 
@@ -125,7 +126,7 @@ print(f"after {FIRST_STEPS} steps: {before:.2f} tokens a pass")
 # %% [markdown]
 # ## 3. Train on
 #
-# The same command with more steps goes on where it stopped; that is also what to do after Ctrl-C, a crash or a lost machine.
+# The same command with more steps resumes the run; it also does so after Ctrl-C, a crash or a lost machine.
 
 # %%
 distil(STEPS, DECAY)
@@ -133,16 +134,16 @@ distil(STEPS, DECAY)
 # %% [markdown]
 # ## 4. Watch acceptance rise
 #
-# `RUN/metrics.jsonl` has a line for every few steps. On the left the acceptance length that the serving loop reached on held-out prompts
-# while it trained, drawn at temperature 1 and greedy. On the right the chance, on held-out text, that the head's guess of the next
-# token, and of those after it, is accepted if those before were.
+# `RUN/metrics.jsonl` has a line for every few steps. The left plot shows the acceptance length of the serving loop on
+# held-out prompts, at temperature 1 and greedy. The right plot shows, on held-out text, the probability that the head's
+# guess of the next token is accepted, and of later tokens if those before were.
 
 # %%
 log = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(name):
-    """Steps, and what was measured there."""
+    """Return steps and measured values."""
     return zip(*((line["step"], line[name]) for line in log if name in line), strict=True)
 
 
@@ -154,7 +155,7 @@ left.set_ylabel("acceptance length, tokens a pass")
 for guess, color in zip(range(UNROLL), ("#4c78a8", "#54a24b", "#b279a2", "#9d755d"), strict=False):
     label = f"token {guess + 1} of the draft"
     right.plot(*curve(f"heldout_accepted_{guess}"), marker=".", color=color, label=label)
-right.set_ylabel("chance of acceptance")
+right.set_ylabel("probability of acceptance")
 right.set_ylim(0)
 for axes in (left, right):
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -166,8 +167,8 @@ plt.show()
 # %% [markdown]
 # ## 5. After
 #
-# Beside the head that comes with the package, which was trained by the same command in two runs, 63 minutes on two CPU cores, on answers of
-# the target as well (`training/README.md`).
+# The package's head for comparison was trained by the same command in two runs, 63 minutes on two CPU cores, also on
+# answers of the target (`training/README.md`).
 
 # %%
 after, texts = serve(RUN / "export")
@@ -178,8 +179,8 @@ for name, length in (("before", before), ("after", after), ("shipped head", ship
 # %% [markdown]
 # ## 6. Export
 #
-# The head is read by what its files hold, whoever wrote them. `training.export` writes it for others: `eagle` (the authors' layout, which
-# vLLM reads), `sglang`, or `speculators`. All load here again, and draft the same.
+# jspec reads a head by the content of its files. `training.export` writes it for other servers: `eagle` (the authors'
+# layout, which vLLM reads), `sglang`, or `speculators`. jspec loads all of them, and they draft the same.
 
 # %%
 other = RUN / "speculators"
@@ -191,6 +192,6 @@ print("same texts from either file:", same == texts)
 assert same == texts
 
 # %% [markdown]
-# To take it further: more steps and text (`--steps 20000 --batch 16`), `--unroll 4` and more, answers of the target itself as data
-# (`python -m training.generate_data`), several devices (`--fsdp`). `training/README.md` has all of it, with what the shipped head was
-# trained on. Next: `compare_methods`.
+# To go further: more steps and text (`--steps 20000 --batch 16`), `--unroll 4` and more, answers of the target as data
+# (`python -m training.generate_data`), several devices (`--fsdp`). `training/README.md` explains them, and lists the
+# data of the shipped head. Next: `compare_methods`.

@@ -161,8 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: python -m training.distill METHOD [OPTIONS]\n\nmethods:\n{table}\n")
         print("python -m training.distill METHOD --help lists the options of a method.")
         return 0
-    method = f"method {argv[0]!r}" if argv else "an empty method"
-    print(f"error: {method} is unknown; name one of {', '.join(METHODS)}", file=sys.stderr)
+    unknown = f"method {argv[0]!r} is unknown; " if argv else ""
+    print(f"error: {unknown}name one of {', '.join(METHODS)}", file=sys.stderr)
     return 2
 
 

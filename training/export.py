@@ -64,18 +64,11 @@ def save(
     output: Array | None = None,
     dtype: str | None,
 ) -> None:
-    """Write a head in ``format``; see ``Settings`` and ``head_files.save_head``.
+    """Write a head in ``format``, as in ``Settings``; None for the most widely read one.
 
-    Args:
-      directory: created if it does not exist.
-      config: config of the head.
-      params: weights of the head.
-      target: sizes of the target.
-      format: as in ``Settings``; None for the most widely read one.
-      target_name: name of the target in the files.
-      embedding: the target's [V, D]: ``sglang`` and both ``speculators`` files hold it.
-      output: the target's [D, V]: ``dflash-speculators`` files hold it.
-      dtype: None keeps that of the weights.
+    Other arguments are those of ``head_files.save_head``. ``embedding`` is the target's [V, D],
+    which ``sglang`` and both ``speculators`` files hold; ``output`` the target's [D, V], which
+    ``dflash-speculators`` files hold.
 
     Raises:
       ValueError: the format cannot express the head.

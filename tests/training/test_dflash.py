@@ -120,7 +120,7 @@ def rows_of(config, reference, states, before):
         if config.spark is None:
             return reference.draft_logits(states, before[0], depth).numpy(), None
         logits = reference.path_logits(states, before, depth).numpy()
-        return logits, reference.chances(states, before, depth).numpy()
+        return logits, reference.confidences(states, before, depth).numpy()
 
 
 def shares(recipe, likely, counts):

@@ -63,12 +63,8 @@ def held_out(
 ) -> grain.IterDataset[Batch]:
     """Return whole batches of rows spread evenly over ``rows``; every iteration is the same.
 
-    Args:
-      rows: at least one; if there are fewer than ``batch``, some are repeated.
-      batch: rows of the global batch.
-      limit: maximum number of rows, if more than a batch; None for all that fill a batch.
-      process_index: as in ``batches``.
-      process_count: as in ``batches``.
+    Rows fewer than ``batch`` are repeated. ``limit`` is the maximum number of rows, if more than a
+    batch; None for all that fill a batch. Other arguments are those of ``batches``.
 
     Raises:
       ValueError: as ``batches``.

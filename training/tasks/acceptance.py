@@ -49,12 +49,8 @@ def acceptance_meter(
     ``distinct_tokens`` and ``text_tokens`` are the mean numbers of different ids and of tokens in a
     text of the last temperature: a target that loops flatters every drafter.
 
-    Args:
-      settings: prompts and temperatures.
-      target: verifies.
-      drafter: drafts ``settings.num_speculative_tokens`` tokens.
-      rows: held-out windows, which provide the prompts.
-      stop_token_ids: tokens that end a text, as when it is served.
+    The held-out windows ``rows`` provide the prompts. ``stop_token_ids`` end a text, as when it is
+    served. ``drafter`` drafts ``settings.num_speculative_tokens`` tokens.
 
     Raises:
       ValueError: the target has no positions left for a prompt.

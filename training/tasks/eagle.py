@@ -16,7 +16,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from training.data.features import cached
 from training.data.settings import Data
-from training.errors import bad_option, check_least, check_positive
+from training.errors import bad_option, check_least
 from training.export import EagleFormat
 from training.task import Frozen
 from training.tasks import method
@@ -74,7 +74,9 @@ class Settings(method.DistillSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "feature_cache_gigabytes")
+        if not self.feature_cache_gigabytes > 0:
+            remedy = "it must be above 0"
+            raise bad_option("feature_cache_gigabytes", self.feature_cache_gigabytes, remedy)
         self.parallel.check(self.depth)
         if self.parallel.parallel:
             self._check_parallel()

@@ -198,12 +198,8 @@ def head_build(
 ) -> Build:
     """Return the ``Build`` of a draft head; ``parts`` are its other fields.
 
-    Args:
-      settings: of the run.
-      target: the model that it drafts for.
-      config: sizes of the head.
-      format: as in ``training.export``; None for the most widely read one.
-      finished: maps trained weights to those of the head.
+    ``finished`` maps trained weights to those of the head. ``format`` is one of
+    ``training.export``; None for the most widely read one.
 
     Raises:
       ValueError: the format cannot express the head.
