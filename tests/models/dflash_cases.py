@@ -1,4 +1,4 @@
-"""Tiny random DFlash heads in both layouts, written by torch: (tensors, config.json) by name."""
+"""Tiny random DFlash and DSpark heads in both layouts, as torch tensors and configs."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def _speculators(inner=None, **more):
     }
 
 
-# Each: config.json, and what the tensors have beyond the least.
+# Each: config.json, and optional tensors.
 CASES = {
     "dflash": (_AUTHORS | {"block_size": BLOCK} | _inside(), ()),
     "dflash-inside": (_AUTHORS | _inside(block_size=BLOCK, target_layer_ids=[0, 3, 5]), ()),
@@ -102,7 +102,6 @@ CASES = {
 RANK = 6
 _SPARKS = {"projector_type": "dspark", "markov_rank": RANK, "attention_mode": "gqa"}
 _DSPARK = {"architectures": ["DSparkDraftModel"], "block_size": BLOCK}
-# Each: as CASES.
 DSPARK_CASES = {
     "dspark": (
         _AUTHORS
@@ -128,7 +127,7 @@ DSPARK_CASES = {
 
 
 def case(name):
-    """(tensors, config.json) of one of CASES or DSPARK_CASES, the same each time."""
+    """Return (tensors, config.json) of one of CASES or DSPARK_CASES, seeded by its name."""
     raw, extras = (CASES | DSPARK_CASES)[name]
     torch.manual_seed(len(name))
     inner = raw.get("transformer_layer_config", raw)
@@ -153,7 +152,7 @@ def case(name):
 
 
 def _sparks(extras, width, vocab):
-    """What DSpark adds."""
+    """Return the tensors that DSpark adds."""
     tensors = {}
     if "markov" in extras:
         tensors["markov_head.markov_w1.weight"] = torch.randn(VOCAB, RANK)

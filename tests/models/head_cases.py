@@ -1,4 +1,4 @@
-"""Tiny random heads in every published layout, written by torch: (files, config.json) by name."""
+"""Tiny random EAGLE and Medusa heads in every published layout, as torch tensors and configs."""
 
 import json
 
@@ -32,7 +32,7 @@ _SIZES = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 256,
 }
-# What speculators adds around the sizes; the flags are those of its class.
+# Keys that speculators adds to the sizes; the flags are those of its class.
 _SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
@@ -44,7 +44,7 @@ _SPECULATORS = {
     "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
 }
 
-# Each: layout, changes of config.json, and what the tensors have beyond the least.
+# Each: layout, changes of config.json, and optional tensors.
 EAGLE_CASES = {
     "eagle": ("eagle", {}, ()),
     "eagle-biases-norms-two-layers": (
@@ -121,15 +121,15 @@ def gain(size):
 
 
 def draft_vocabulary():
-    """(d2t, t2d) of REDUCED tokens."""
-    kept = torch.randperm(VOCAB)[:REDUCED].sort().values
+    """Return (d2t, t2d) of REDUCED tokens."""
+    ids = torch.randperm(VOCAB)[:REDUCED].sort().values
     mask = torch.zeros(VOCAB, dtype=torch.bool)
-    mask[kept] = True
-    return kept - torch.arange(REDUCED), mask
+    mask[ids] = True
+    return ids - torch.arange(REDUCED), mask
 
 
 def eagle_case(name):
-    """(tensors, config.json) of one of EAGLE_CASES, the same each time."""
+    """Return (tensors, config.json) of one of EAGLE_CASES, seeded by its name."""
     layout, changes, extras = EAGLE_CASES[name]
     torch.manual_seed(len(name))
     if layout == "speculators":
@@ -214,7 +214,7 @@ MEDUSA_CASES = {
 
 
 def medusa_case(name):
-    """(tensors, config.json, number of heads, number of layers)."""
+    """Return (tensors, config.json, number of heads, number of layers) of a case."""
     raw, heads, layers = MEDUSA_CASES[name]
     torch.manual_seed(len(name))
     tensors = {}
@@ -237,7 +237,7 @@ def medusa_case(name):
 
 
 def write(directory, tensors, raw, file="model.safetensors"):
-    """A head's directory as published ones look."""
+    """Write a head's directory in the published form."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     if file.endswith(".safetensors"):

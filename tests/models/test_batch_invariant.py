@@ -1,4 +1,4 @@
-"""A deterministic decoder's logits are the same to the bit, however tokens are put into passes."""
+"""Tests that a batch-invariant decoder's logits do not depend on the grouping into passes."""
 
 import dataclasses
 import functools
@@ -41,16 +41,15 @@ def weights(dtype):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_pass(target, params, tokens, cache):
-    """Logits of the next tokens of a text, and the cache with them."""
+    """Return logits of the next tokens of a text, and the cache that includes them."""
     batch, size = tokens.shape
-    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
-    out = target.forward(params, tokens, tree, cache)
+    out = target.forward(params, tokens, trees.chain_tree(batch, size), cache)
     rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
     return out.logits, kv_cache.append(cache, out.tree_kv, rows, jnp.full((batch,), size))
 
 
 def logits(kind, dtype, *, sizes, batch=1, capacity=LENGTH):
-    """Logits [LENGTH, V] of the first text of several, ``sizes`` tokens a pass."""
+    """Return logits [LENGTH, V] of the first text, in passes of ``sizes`` tokens."""
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (8, LENGTH)).astype(np.int32)
     target = kind(CONFIG)
     cache, parts, done = target.init_cache(batch, capacity), [], 0
@@ -64,7 +63,7 @@ def logits(kind, dtype, *, sizes, batch=1, capacity=LENGTH):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_are_equal_to_the_bit_in_passes_of_any_size_batch_and_capacity(dtype):
+def test_logits_do_not_depend_on_pass_size_batch_or_capacity(dtype):
     plain = logits(BatchInvariantDecoder, dtype, sizes=[1])
     ordinary = logits(Decoder, dtype, sizes=[1])
     differs = False
@@ -72,12 +71,12 @@ def test_logits_are_equal_to_the_bit_in_passes_of_any_size_batch_and_capacity(dt
         other = logits(BatchInvariantDecoder, dtype, **changes)
         np.testing.assert_array_equal(other, plain[: len(other)])
         differs |= (logits(Decoder, dtype, **changes) != ordinary[: len(other)]).any()
-    # An ordinary decoder rounds otherwise in some other shape: there is something to be lost.
+    # An ordinary decoder rounds differently in some shape, so the test is meaningful.
     assert differs
     np.testing.assert_allclose(plain, ordinary, atol=1e-4 if dtype == "float32" else 0.2)
 
 
-def test_what_has_no_order_of_positions_is_refused_by_name():
+def test_trees_latent_attention_experts_and_kernels_raise():
     bush = fakes.BushDrafter(2, tiny.VOCAB, parents=(-1, 0, 0))
     script = fakes.Script(jnp.zeros((1, 64), jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match="deterministic=True takes chains, but this drafter"):

@@ -1,4 +1,4 @@
-"""DFlash heads, loaded from files that torch wrote, against plain torch: the same logits."""
+"""Tests of DFlash and DSpark heads, loaded from torch's files, against plain torch."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.models import dflash_cases, head_cases, torch_dflash  # noqa: E402
 from tests.models.head_cases import TARGET, VOCAB, WIDTH  # noqa: E402
 
 TOLERANCE = 1e-4
-CONTEXT, CHUNK = 9, 5  # positions that the target has computed, taken in 5 at first
+CONTEXT, CHUNK = 9, 5  # positions that the target has computed, the first 5 in one chunk
 MODEL = decoder.Decoder(TARGET)
 
 
@@ -30,7 +30,7 @@ def target_params():
 
 
 def draft_hidden(params, config, states, root, depth):
-    """What our slots give out [1, depth, D], the context [CONTEXT, C, D] injected in two chunks."""
+    """Return our output [1, depth, D]; the context [CONTEXT, C, D] is injected in two chunks."""
     cache = dflash.init_cache(config, 1, 16)
     for rows in (slice(0, CHUNK), slice(CHUNK, CONTEXT)):
         chunk = tuple(states[None, rows, i] for i in range(states.shape[1]))
@@ -42,7 +42,7 @@ def draft_hidden(params, config, states, root, depth):
 
 
 def draft_logits(params, config, states, root, depth):
-    """Our logits [depth, Vd]."""
+    """Return our logits [depth, Vd]."""
     hidden = draft_hidden(params, config, states, root, depth)
     return dflash.unembed(params, config, hidden, MODEL, target_params())[0]
 
@@ -53,10 +53,8 @@ def loaded(tmp_path, name):
 
 
 def reference(tensors, raw, kind=torch_dflash.DFlashRef):
-    lent = (
-        torch.from_numpy(np.array(x)) for x in (target_params().embedding, target_params().head.T)
-    )
-    return kind(tensors, raw, *lent)
+    shared = target_params().embedding, target_params().head.T
+    return kind(tensors, raw, *(torch.from_numpy(np.array(x)) for x in shared))
 
 
 def states_for(head):
@@ -69,21 +67,21 @@ def test_draft_logits_equal_those_of_torch(tmp_path, name):
     assert (head.kind, head.layout[:6]) == ("dflash", "dflash")
     states, root, depth = states_for(head), torch.tensor([7]), head.config.max_depth
     expected = reference(tensors, raw).draft_logits(states, root, depth).numpy()
-    assert np.ptp(expected, -1).min() > 0.5  # the head says something
-    found = draft_logits(
-        head.params, head.config, jnp.asarray(states.numpy()), jnp.asarray([7]), depth
-    )
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    assert np.ptp(expected, -1).min() > 0.5  # the logits are not flat
+    inputs = jnp.asarray(states.numpy()), jnp.asarray([7]), depth
+    actual = draft_logits(head.params, head.config, *inputs)
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow
 def test_a_smaller_block_has_fewer_masks(tmp_path):
     tensors, raw, head = loaded(tmp_path, "dflash-sliding")
     states, root = states_for(head), torch.tensor([7])
-    small, whole = (reference(tensors, raw).draft_logits(states, root, d).numpy() for d in (2, 4))
-    assert np.abs(small - whole[:2]).max() > 100 * TOLERANCE
-    found = draft_logits(head.params, head.config, jnp.asarray(states.numpy()), jnp.asarray([7]), 2)
-    np.testing.assert_allclose(found, small, atol=TOLERANCE, rtol=0)
+    small, full = (reference(tensors, raw).draft_logits(states, root, d).numpy() for d in (2, 4))
+    assert np.abs(small - full[:2]).max() > 100 * TOLERANCE
+    inputs = jnp.asarray(states.numpy()), jnp.asarray([7]), 2
+    actual = draft_logits(head.params, head.config, *inputs)
+    np.testing.assert_allclose(actual, small, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +95,7 @@ def test_a_smaller_block_has_fewer_masks(tmp_path):
         ("speculators", {"sample_from_anchor": True}),
     ],
 )
-def test_a_switch_read_the_other_way_would_have_been_seen(name, change):
+def test_every_switch_changes_the_logits(name, change):
     tensors, raw = dflash_cases.case(name)
     refs = [reference(tensors, raw), reference(tensors, raw)]
     refs[1].raw = refs[1].raw | change
@@ -115,18 +113,18 @@ def test_a_switch_read_the_other_way_would_have_been_seen(name, change):
         ("speculators", (0, 2, 5)),
     ],
 )
-def test_ids_of_layers_become_hidden_states(tmp_path, name, layers):
+def test_layer_ids_become_indices_of_hidden_states(tmp_path, name, layers):
     assert loaded(tmp_path, name)[2].config.capture_layers == layers
 
 
 def test_a_reduced_vocabulary_is_read_as_offsets(tmp_path):
     tensors, _, head = loaded(tmp_path, "speculators")
-    kept = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    np.testing.assert_array_equal(head.params.draft_to_target, kept.numpy())
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    np.testing.assert_array_equal(head.params.draft_to_target, ids.numpy())
 
 
 @pytest.mark.parametrize("name", dflash_cases.DSPARK_CASES)
-def test_dsparks_logits_and_chances_along_a_path_equal_those_of_torch(tmp_path, name):
+def test_dspark_logits_and_confidences_equal_those_of_torch(tmp_path, name):
     tensors, raw, head = loaded(tmp_path, name)
     assert (head.kind, head.layout[:6]) == ("dspark", "dflash")
     params, config, path = head.params, head.config, [7, 30, 30, 2]
@@ -137,21 +135,25 @@ def test_dsparks_logits_and_chances_along_a_path_equal_those_of_torch(tmp_path, 
     assert np.ptp(expected, -1).min() > 0.5
     inputs = jnp.asarray(states.numpy()), jnp.asarray(path[:1]), depth
     hidden = draft_hidden(params, config, *inputs)
-    found, state = draft_logits(params, config, *inputs), dspark.start(config.spark, 1, jnp.float32)
+    logits, state = (
+        draft_logits(params, config, *inputs),
+        dspark.start(config.spark, 1, jnp.float32),
+    )
     for slot, token in enumerate(path):
         before = jnp.full((1, 1), token)
         state, bias = dspark.advance(
             params.spark, config.spark, state, hidden[:, slot : slot + 1], before
         )
-        np.testing.assert_allclose(found[slot] + bias[0, 0], expected[slot], atol=TOLERANCE, rtol=0)
+        actual = logits[slot] + bias[0, 0]
+        np.testing.assert_allclose(actual, expected[slot], atol=TOLERANCE, rtol=0)
     if config.spark.confidence:
         logits = dspark.confidence(params.spark, config.spark, hidden, jnp.asarray([path]))
-        chances = ref.chances(states, path, depth).numpy()
-        assert np.ptp(chances) > 0.05
-        np.testing.assert_allclose(jax.nn.sigmoid(logits[0]), chances, atol=TOLERANCE, rtol=0)
+        expected = ref.confidences(states, path, depth).numpy()
+        assert np.ptp(expected) > 0.05
+        np.testing.assert_allclose(jax.nn.sigmoid(logits[0]), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_heads_below_an_old_container_are_found(tmp_path):
+def test_old_tensor_names_of_dspark_are_read(tmp_path):
     tensors, raw = dflash_cases.case("dspark")
     inside = lambda name: name.startswith(("markov_head", "confidence_head"))
     old = {f"logit_head.{name}" if inside(name) else name: x for name, x in tensors.items()}

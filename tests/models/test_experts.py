@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention against ``transformers`` on torch, float32."""
+"""Tests of mixtures of experts and latent attention against ``transformers`` in float32."""
 
 import functools
 
@@ -84,7 +84,7 @@ CASES = {
 
 
 def tiny_model(name, **more):
-    """A random model in torch; no vector, the routers' biases included, is left as it begins."""
+    """Return a random model in torch, in which vectors (with router biases) are random too."""
     family, settings = CASES[name]
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(
@@ -106,7 +106,7 @@ def tiny_model(name, **more):
     ],
 )
 def case(request, tmp_path_factory):
-    """(torch model, config, params, directory)"""
+    """Return (torch model, config, params, directory)."""
     torch.set_num_threads(1)
     model = tiny_model(request.param)
     directory = tmp_path_factory.mktemp("checkpoint")
@@ -117,24 +117,24 @@ def case(request, tmp_path_factory):
 
 @functools.partial(jax.jit, static_argnames="config")
 def prefill_and_verify(params, config, prompt, nodes):
-    """Logits and hidden states of a prompt in one pass, and logits of a tree after it."""
+    """Return the output of a prompt in one pass, and the logits of a tree after it."""
     batch, size = prompt.shape
     cache = decoder.init_cache(config, batch, size + nodes.shape[1])
-    chain = trees.from_parents(trees.chain(size - 1), size - 1)
+    chain = trees.chain_tree(batch, size)
     out = decoder.forward(params, config, prompt, chain, cache, tuple(range(LAYERS + 1)))
-    every = jnp.broadcast_to(jnp.arange(size), prompt.shape)
-    cache = kv_cache.append(cache, out.tree_kv, every, jnp.full((batch,), size))
-    shape = trees.from_choices(PATHS)
-    tree = trees.from_parents(np.array(shape.parents, np.int32), shape.max_depth)
+    rows = jnp.broadcast_to(jnp.arange(size), prompt.shape)
+    cache = kv_cache.append(cache, out.tree_kv, rows, jnp.full((batch,), size))
+    static = trees.from_choices(PATHS)
+    tree = trees.from_parents(np.array(static.parents, np.int32), static.max_depth)
     return out, decoder.forward(params, config, nodes, tree, cache).logits
 
 
-def test_prompts_and_trees_score_as_in_transformers(case):
+def test_logits_of_prompts_and_trees_equal_transformers(case):
     model, config, params, _ = case
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, VOCAB, (2, PROMPT)).astype(np.int32)
-    shape = trees.from_choices(PATHS)
-    nodes = rng.integers(0, VOCAB, (2, shape.size)).astype(np.int32)
+    static = trees.from_choices(PATHS)
+    nodes = rng.integers(0, VOCAB, (2, static.size)).astype(np.int32)
     out, tree_logits = prefill_and_verify(params, config, prompt, nodes)
     with torch.no_grad():
         expected = model(torch.tensor(prompt, dtype=torch.long), output_hidden_states=True)
@@ -142,7 +142,7 @@ def test_prompts_and_trees_score_as_in_transformers(case):
     for ours, theirs in zip(out.features, expected.hidden_states, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=TOLERANCE, rtol=0)
     paths = {0: [0]}
-    for node, parent in enumerate(shape.parents[1:], 1):
+    for node, parent in enumerate(static.parents[1:], 1):
         paths[node] = [*paths[parent], node]
     for node, path in paths.items():
         text = np.concatenate([prompt, nodes[:, path]], 1)
@@ -151,13 +151,13 @@ def test_prompts_and_trees_score_as_in_transformers(case):
         np.testing.assert_allclose(tree_logits[:, node], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_the_cache_of_latent_attention_holds_one_latent_a_token(case):
+def test_the_cache_of_latent_attention_holds_one_latent_per_token(case):
     _, config, _, _ = case
     shapes = {leaf.shape for leaf in jax.tree.leaves(decoder.init_cache(config, 2, 64).layers)}
     assert shapes == ({(2, 1, 64, 24 + 8)} if config.mla else {(2, 2, 64, 16)})
 
 
-def test_what_is_saved_is_what_transformers_loads(case, tmp_path):
+def test_transformers_loads_a_saved_checkpoint(case, tmp_path):
     model, config, params, _ = case
     checkpoint.save_pretrained(tmp_path, config, params)
     theirs = type(model).from_pretrained(tmp_path).state_dict()
@@ -176,18 +176,18 @@ def test_biases_of_routers_stay_exact_in_a_bfloat16_file(case, tmp_path):
     np.testing.assert_array_equal(after.bias, before.bias)
 
 
-def test_products_of_bfloat16_weights_add_up_in_float32():
-    """Also on a CPU, whose backend lacks them where there is an axis of batches, as of heads."""
+def test_products_of_bfloat16_weights_accumulate_in_float32():
+    """The CPU backend lacks such products with a batch axis, here the heads."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
     weights = jax.random.normal(jax.random.key(1), (4, 8, 16)).astype(jnp.bfloat16)
-    found = jax.jit(lambda x, w: layers.product("bthn,hnr->bthr", x, w))(x, weights)
+    actual = jax.jit(lambda x, w: layers.product("bthn,hnr->bthr", x, w))(x, weights)
     rounded = np.asarray(x.astype(jnp.bfloat16), np.float64)
     expected = np.einsum("bthn,hnr->bthr", rounded, np.asarray(weights, np.float64))
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_modules_for_later_tokens_are_left_out_of_the_target(tmp_path):
+def test_mtp_modules_are_left_out_of_the_target(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = tiny_model("glm")
@@ -204,7 +204,7 @@ def test_modules_for_later_tokens_are_left_out_of_the_target(tmp_path):
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def each_way(params, sizes, x):
-    """By every expert on every token; by blocks; by ragged products."""
+    """Return mixtures by all experts on all tokens, by blocks, and by ragged products."""
     experts, weights = moe.route(params, sizes, x)
     gate, up = jnp.split(jnp.einsum("td,edf->etf", x, params.gate_up), 2, -1)
     every = jnp.einsum("etf,efd->etd", jax.nn.silu(gate) * up, params.down)
@@ -214,11 +214,11 @@ def each_way(params, sizes, x):
 
 
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_each_way_to_run_experts_gives_what_every_expert_on_every_token_would(tokens):
+def test_all_implementations_of_experts_agree(tokens):
     sizes = moe.MoeConfig(6, 2, 10, 10, num_groups=3, groups_per_token=2, scale=2.5)
     params = moe.init_params(jax.random.key(0), sizes, 8, 1.0, jnp.float32)
     params = jax.tree.map(lambda x: 40 * x, params)
-    x = jax.random.normal(jax.random.key(1), (tokens, 8)).at[: tokens // 2].set(1.0)  # alike
-    expected, *found = each_way(params, sizes, x)
-    for mixture in found:
+    x = jax.random.normal(jax.random.key(1), (tokens, 8)).at[: tokens // 2].set(1.0)  # equal tokens
+    expected, *mixtures = each_way(params, sizes, x)
+    for mixture in mixtures:
         np.testing.assert_allclose(mixture, expected, rtol=1e-4, atol=1e-3 * abs(expected).max())

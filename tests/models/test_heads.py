@@ -1,4 +1,4 @@
-"""EAGLE and Medusa heads, loaded from files that torch wrote, against torch: the same logits."""
+"""Tests of EAGLE and Medusa heads, loaded from torch's files, against plain torch."""
 
 import functools
 
@@ -18,7 +18,7 @@ from tests.models import head_cases, torch_heads  # noqa: E402
 from tests.models.head_cases import REDUCED, TARGET, VOCAB, WIDTH  # noqa: E402
 
 TOLERANCE = 1e-4
-ROWS, CHUNK, STEPS = 8, 5, 3  # rows of true features, taken in 5 at first; self-fed rows
+ROWS, CHUNK, STEPS = 8, 5, 3  # rows of true features, the first 5 in one chunk; self-fed rows
 MODEL = decoder.Decoder(TARGET)
 
 
@@ -35,8 +35,8 @@ def to_torch(array):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def take_in(params, config, states, tokens, cache):
-    """Logits of rows of true features [1, n, ...], what they gave out, and the cache with them."""
+def prefill(params, config, states, tokens, cache):
+    """Return logits, outputs and the extended cache for rows of true features [1, n, ...]."""
     embedded = embed(params, config, tokens, MODEL, target_params())
     features = eagle.fuse(params, config, states)
     hidden, entries = eagle.prefill(params, config, embedded, features, cache)
@@ -47,7 +47,7 @@ def take_in(params, config, states, tokens, cache):
 
 @functools.partial(jax.jit, static_argnames="config")
 def feed(params, config, hidden, token, position, cache, side, slot, mask):
-    """Logits of a row that takes ``hidden`` [1, 1, D], what it gave out, and the side buffers."""
+    """Return logits, output and side buffers of a row that reads ``hidden`` [1, 1, D]."""
     embedded = embed(params, config, token, MODEL, target_params())
     hidden, side = eagle.extend(
         params, config, embedded, hidden, jnp.full((1, 1), position), cache, side, slot, mask
@@ -56,15 +56,15 @@ def feed(params, config, hidden, token, position, cache, side, slot, mask):
 
 
 def draft_logits(head, states, tokens):
-    """Our logits of every row: true ones through the cache in two chunks, then self-fed ones."""
+    """Return our logits of all rows: true ones through the cache in two chunks, then self-fed."""
     params, config = head.params, head.config
     states = tuple(jnp.asarray(states[None, :, i]) for i in range(states.shape[1]))
     tokens = jnp.asarray(tokens, jnp.int32)[None]
-    cache, found = eagle.init_cache(config, 1, 16), []
+    cache, parts = eagle.init_cache(config, 1, 16), []
     for rows in (slice(0, CHUNK), slice(CHUNK, ROWS)):
         chunk = tuple(x[:, rows] for x in states)
-        logits, hidden, cache = take_in(params, config, chunk, tokens[:, rows], cache)
-        found.append(logits)
+        logits, hidden, cache = prefill(params, config, chunk, tokens[:, rows], cache)
+        parts.append(logits)
     side = eagle.init_cache(config, 1, STEPS).layers
     hidden = hidden[:, -1:]
     for slot in range(STEPS):
@@ -73,12 +73,12 @@ def draft_logits(head, states, tokens):
         logits, hidden, side = feed(
             params, config, hidden, tokens[:, row : row + 1], row, cache, side, slot, mask
         )
-        found.append(logits)
-    return np.concatenate(found)
+        parts.append(logits)
+    return np.concatenate(parts)
 
 
 @pytest.mark.parametrize("name", head_cases.EAGLE_CASES)
-def test_draft_logits_equal_those_of_torch_for_true_and_for_self_fed_rows(tmp_path, name):
+def test_eagle_logits_equal_those_of_torch(tmp_path, name):
     tensors, raw = head_cases.eagle_case(name)
     file = "pytorch_model.bin" if name in ("eagle", "eagle3") else "model.safetensors"
     head = head_files.load_head(head_cases.write(tmp_path / "head", tensors, raw, file), TARGET)
@@ -89,9 +89,9 @@ def test_draft_logits_equal_those_of_torch_for_true_and_for_self_fed_rows(tmp_pa
     states = torch.randn(ROWS, len(head.config.capture_layers), WIDTH) * 2
     tokens = torch.randint(0, VOCAB, (ROWS + STEPS,))
     expected = reference.draft_logits(states, tokens).numpy()
-    assert np.ptp(expected, -1).min() > 0.5  # the head says something
-    found = draft_logits(head, states.numpy(), tokens.numpy())
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    assert np.ptp(expected, -1).min() > 0.5  # the logits are not flat
+    actual = draft_logits(head, states.numpy(), tokens.numpy())
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=0)
     if head.config.reduced:
         ids = reference.target_ids().numpy()
         np.testing.assert_array_equal(head.params.draft_to_target, ids)
@@ -99,7 +99,7 @@ def test_draft_logits_equal_those_of_torch_for_true_and_for_self_fed_rows(tmp_pa
 
 @pytest.mark.parametrize("switch", ["norm_before_residual", "norm_output"])
 @pytest.mark.parametrize("name", ["speculators", "speculators-norms-two-layers", "eagle3-1"])
-def test_a_switch_without_tensors_read_the_other_way_would_have_been_seen(name, switch):
+def test_switches_without_tensors_change_the_logits(name, switch):
     tensors, raw = head_cases.eagle_case(name)
     flipped = raw | {switch: not raw.get(switch)}
     references = [
@@ -123,7 +123,7 @@ def test_medusa_logits_equal_those_of_torch(tmp_path, name):
     reference = torch_heads.MedusaRef(tensors, num_heads, num_layers, output)
     hidden = torch.randn(5, WIDTH) * 2
     expected = reference.draft_logits(hidden).numpy()
-    found = medusa.heads(
+    actual = medusa.heads(
         head.params, head.config, jnp.asarray(hidden.numpy()), MODEL, target_params()
     )
     ids = np.arange(VOCAB)
@@ -134,12 +134,12 @@ def test_medusa_logits_equal_those_of_torch(tmp_path, name):
         wide = expected.shape[-1] == VOCAB
         expected = expected[..., token_map[order] if wide else order]
         ids = token_map[order]
-        assert found.shape[-1] == REDUCED
+        assert actual.shape[-1] == REDUCED
         np.testing.assert_array_equal(head.params.draft_to_target, ids)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_medusa_2_heads_are_found_inside_a_language_model(tmp_path):
+def test_medusa_2_heads_are_read_from_a_language_model(tmp_path):
     tensors, raw, *_ = head_cases.medusa_case("medusa")
     wrapped = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
     wrapped |= {"model.layers.0.input_layernorm.weight": torch.ones(WIDTH)}
@@ -150,7 +150,7 @@ def test_medusa_2_heads_are_found_inside_a_language_model(tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["model.", "module.", "draft_model.", "module.draft_model."])
-def test_wrappers_of_trainers_are_stripped(tmp_path, wrapper):
+def test_name_prefixes_of_trainers_are_stripped(tmp_path, wrapper):
     tensors, raw = head_cases.eagle_case("eagle3")
     wrapped = {f"{wrapper}{name}": tensor for name, tensor in tensors.items()}
     alone = head_files.load_head(head_cases.write(tmp_path / "a", tensors, raw), TARGET)

@@ -1,6 +1,6 @@
-"""Heads of the ``speculators`` library itself, read and written: the same logits on both sides.
+"""Tests that heads read and written by the ``speculators`` library give its logits.
 
-Skipped where the library is not installed; it is no dependency of the tests.
+The library is optional; without it the tests are skipped.
 """
 
 import numpy as np
@@ -28,17 +28,17 @@ CASES = [name for name in head_cases.EAGLE_CASES if name.startswith("speculators
 
 
 def read_by_speculators(directory):
-    """Their model of a checkpoint, with attention that a CPU can do."""
+    """Return the library's model of a checkpoint, with attention that runs on a CPU."""
     config = Eagle3DraftModel.config_class.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
     return Eagle3DraftModel.from_pretrained(directory, config=config).eval()
 
 
 def their_logits(model, states, tokens):
-    """Logits of every row, the last STEPS of them self-fed, through their training forward.
+    """Return logits of all rows, the last STEPS self-fed, by the library's training forward.
 
-    In step k of it row i takes its own output of step k - 1 and token i + k: the last true row's
-    steps are the rows that feed themselves.
+    In step k, row i reads its output of step k - 1 and token i + k. So the steps of the last true
+    row are the self-fed rows.
     """
     logits = []
     hook = model.lm_head.register_forward_hook(lambda *args: logits.append(args[-1][0]))
@@ -54,7 +54,7 @@ def their_logits(model, states, tokens):
 
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory):
-    """The library wants to see the target: a directory."""
+    """Return the directory of the target, which the library reads."""
     directory = tmp_path_factory.mktemp("target")
     checkpoint.save_pretrained(directory, TARGET, target_params())
     return str(directory)
@@ -65,7 +65,7 @@ def verifier(tmp_path_factory):
 def test_logits_equal_those_of_the_library(tmp_path, verifier, name, written_by):
     tensors, raw = head_cases.eagle_case(name)
     inner = raw["transformer_layer_config"]
-    # Their windows do not move on with the steps of a draft, ours do, as those of servers.
+    # The library's windows do not move with the steps of a draft; ours and those of servers do.
     inner |= {"layer_types": ["full_attention"] * inner["num_hidden_layers"]}
     raw["speculators_config"] = {
         "algorithm": "eagle3",
@@ -87,12 +87,12 @@ def test_logits_equal_those_of_the_library(tmp_path, verifier, name, written_by)
             layout="speculators",
             target_name=verifier,
         )
-        found = load_file(tmp_path / "head" / "model.safetensors")
-        assert set(found) == set(tensors)
+        written = load_file(tmp_path / "head" / "model.safetensors")
+        assert set(written) == set(tensors)
         model = read_by_speculators(tmp_path / "head")
     assert head.layout == "speculators"
     states = torch.randn(ROWS, len(head.config.capture_layers), WIDTH)
     tokens = torch.randint(0, VOCAB, (ROWS + STEPS,))
     expected = their_logits(model, states, tokens)
-    found = draft_logits(head, states.numpy(), tokens.numpy())
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    actual = draft_logits(head, states.numpy(), tokens.numpy())
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=0)

@@ -1,4 +1,4 @@
-"""MTP modules of DeepSeek-V3 and GLM-4.5 against ``transformers``, from a target's own files."""
+"""Tests of the MTP modules of DeepSeek-V3 and GLM-4.5 against ``transformers``."""
 
 import dataclasses
 import functools
@@ -25,9 +25,9 @@ ZERO = 0  # a token whose embedding is zero
 
 
 def by_expert(name, tensor):
-    """Tensors of experts one by one, as published files have them; others as they are."""
-    prefix, found, rest = name.partition("mlp.experts.")
-    if not found:
+    """Split stacked experts into one tensor per expert, the form of published files."""
+    prefix, separator, rest = name.partition("mlp.experts.")
+    if not separator:
         return {name: tensor.clone()}
     names = ("gate", "up") if "gate_up" in rest else ("down",)
     return {
@@ -38,7 +38,7 @@ def by_expert(name, tensor):
 
 
 def tensors_of(model, count, first):
-    """The modules' tensors under the names of published files."""
+    """Return the modules' tensors under the names of published files."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         if not name.startswith("layers."):
@@ -53,23 +53,23 @@ def tensors_of(model, count, first):
 
 @functools.partial(jax.jit, static_argnames="config")
 def drafted(params, config, target, embedded, features):
-    """Logits of every row of every module, over true tokens."""
-    found, hidden = [], features
+    """Return the logits of every module for all rows, with true tokens."""
+    logits, hidden = [], features
     for module in range(config.n_predict):
         empty = mtp.init_cache(config, len(embedded), 0)
         hidden, _ = mtp.prefill(params, config, module, embedded, hidden, empty)
-        found.append(mtp.unembed(params, config, module, hidden, decoder.Decoder(SIZES), target))
+        logits.append(mtp.unembed(params, config, module, hidden, decoder.Decoder(SIZES), target))
         hidden, embedded = hidden[:, :-1], embedded[:, 1:]
-    return found
+    return logits
 
 
-SIZES = decoder.DecoderConfig(96, 32, 48, 3, 4, 4, 8, 256)  # for the output matrix alone
+SIZES = decoder.DecoderConfig(96, 32, 48, 3, 4, 4, 8, 256)  # used for the output matrix only
 
 
 @pytest.mark.parametrize(
     ("name", "modules"), [("glm", 2), pytest.param("deepseek", 1, marks=pytest.mark.slow)]
 )
-def test_modules_guess_as_in_transformers(name, modules, tmp_path):
+def test_logits_of_modules_equal_transformers(name, modules, tmp_path):
     torch.set_num_threads(1)
     model = targets.tiny_model(name)
     model.config.num_mtp_layers = modules
@@ -88,7 +88,7 @@ def test_modules_guess_as_in_transformers(name, modules, tmp_path):
     assert raw["num_nextn_predict_layers"] == modules
     head = head_files.load_head(tmp_path, sizes, kind="mtp")
     assert head.config.n_predict == modules and not head.config.feeds_normed
-    # transformers hands on the normed output.
+    # transformers passes on the normed output.
     config = dataclasses.replace(head.config, feeds_normed=True)
     text = np.random.default_rng(1).integers(0, 96, (2, LENGTH))
     text[:, 1] = ZERO  # transformers does not zero the first embedding
@@ -107,6 +107,6 @@ def test_modules_guess_as_in_transformers(name, modules, tmp_path):
             expected.append(model.lm_head(hidden).numpy())
             hidden = hidden[:, :-1]
     embedded = decoder.embed(target, sizes, jnp.asarray(text[:, 1:]))
-    found = drafted(head.params, config, target, embedded, jnp.asarray(features)[:, :-1])
-    for ours, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
+    actual = drafted(head.params, config, target, embedded, jnp.asarray(features)[:, :-1])
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)

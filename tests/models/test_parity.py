@@ -1,4 +1,4 @@
-"""Every family and every rotary scaling against ``transformers`` on torch, float32."""
+"""Tests of every family and rotary scaling against ``transformers`` in float32."""
 
 import functools as ft
 
@@ -19,14 +19,14 @@ transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-4
 VOCAB, LAYERS, NEW_TOKENS = 128, 2, 64
 PROMPT_LENGTHS = (13, 3)
-CHUNK = 8  # prompts are fed 8 tokens at once, then one at a time
-TRAINED = 32  # prompts lie below this length and answers cross it
+CHUNK = 8  # prompts run 8 tokens at once, then one at a time
+TRAINED = 32  # longer than the prompts, shorter than the texts
 LONGROPE = {
     "short_factor": [1.0 + 0.05 * j for j in range(8)],
     "long_factor": [2.0 + 0.3 * j for j in range(8)],
 }
 
-# Each case adds one scaling and whatever else its family can switch on.
+# Each case adds one scaling and the options of its family.
 CASES = {
     "llama": ("Llama", {}),
     "llama-linear-biases-tied": (
@@ -126,7 +126,7 @@ CASES = {
 
 
 def tiny_model(family: str, settings: dict):
-    """A random model whose logits are far apart, and whose norms and biases say something."""
+    """Return a random model with distinct logits and random norms and biases."""
     torch.set_num_threads(1)
     torch.manual_seed(len(repr(settings)))
     sizes = {
@@ -154,7 +154,7 @@ def tiny_model(family: str, settings: dict):
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """(torch model, config, params): the same weights on both sides, through a checkpoint."""
+    """Return (torch model, config, params) with the same weights, through a checkpoint."""
     model = tiny_model(*CASES[request.param])
     directory = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(directory)
@@ -174,40 +174,39 @@ def padded(rows: list[np.ndarray], length: int) -> np.ndarray:
 
 @ft.partial(jax.jit, static_argnames="config")
 def whole_prompts(params, config, tokens):
-    """One pass over right-padded prompts without a cache, every hidden state captured."""
-    batch, length = tokens.shape
-    tree = trees.from_parents(trees.chain(length - 1), length - 1)
-    cache = decoder.init_cache(config, batch, 0)
+    """Run one pass over right-padded prompts without a cache, capturing every hidden state."""
+    tree = trees.chain_tree(*tokens.shape)
+    cache = decoder.init_cache(config, len(tokens), 0)
     return decoder.forward(params, config, tokens, tree, cache, tuple(range(LAYERS + 1)))
 
 
 @ft.partial(jax.jit, static_argnames="config")
 def greedy(params, config, history, prompt_length):
-    """Greedy decoding through the cache: a ragged chunk first, then token by token.
+    """Decode greedily through the cache: a ragged chunk first, then token by token.
 
-    Returns the filled history [B, T] and the logits [B, T, V] that predicted each place.
+    Returns:
+      The history [B, T] and the logits [B, T, V] that predicted each token.
     """
     batch, total = history.shape
     rows = jnp.arange(batch)
     cache = decoder.init_cache(config, batch, total)
-    chunk = trees.from_parents(trees.chain(CHUNK - 1), CHUNK - 1)
+    chunk, single = trees.chain_tree(batch, CHUNK), trees.chain_tree(batch, 1)
     count = jnp.minimum(prompt_length - 1, CHUNK)
     out = decoder.forward(params, config, history[:, :CHUNK], chunk, cache)
     cache = kv_cache.append(cache, out.tree_kv, jnp.tile(jnp.arange(CHUNK), (batch, 1)), count)
-    single = trees.from_parents(trees.chain(0), 0)
 
     def step(_, carry):
         cache, history, logits = carry
-        place = cache.length
-        out = decoder.forward(params, config, history[rows, place][:, None], single, cache)
-        found = out.logits[:, 0]
-        known = history[rows, place + 1]
-        token = jnp.where(place + 1 < prompt_length, known, found.argmax(-1))
+        position = cache.length
+        out = decoder.forward(params, config, history[rows, position][:, None], single, cache)
+        predicted = out.logits[:, 0]
+        known = history[rows, position + 1]
+        token = jnp.where(position + 1 < prompt_length, known, predicted.argmax(-1))
         cache = kv_cache.append(cache, out.tree_kv, jnp.zeros((batch, 1), jnp.int32), jnp.int32(1))
         return (
             cache,
-            history.at[rows, place + 1].set(token.astype(jnp.int32)),
-            logits.at[rows, place + 1].set(found),
+            history.at[rows, position + 1].set(token.astype(jnp.int32)),
+            logits.at[rows, position + 1].set(predicted),
         )
 
     logits = jnp.zeros((batch, total, config.vocab_size))
@@ -221,8 +220,8 @@ def test_logits_of_ragged_prompts_equal_those_of_transformers(case, prompts):
     for row, prompt in enumerate(prompts):
         with torch.no_grad():
             expected = model(torch.tensor(prompt)[None]).logits[0].numpy()
-        found = out.logits[row, : len(prompt)]
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+        actual = out.logits[row, : len(prompt)]
+        np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_captured_states_equal_hidden_states_of_transformers(case, prompts):
@@ -312,8 +311,8 @@ def test_rotations_at_published_sizes_equal_those_of_transformers(name):
     ours = families.find({"model_type": "llama"}).read(theirs.to_dict())
     for positions in (np.arange(-3, 16), np.array([4095]), np.array([4096, 30000, 131071])):
         expected = rotary(torch.zeros(1), torch.tensor(positions)[None])
-        found = rope_lib.cos_sin(ours.rope, 128, jnp.array(positions, jnp.int32))
-        # A relative error of 1e-7 in a frequency turns the last position by 1e-2.
+        actual = rope_lib.cos_sin(ours.rope, 128, jnp.array(positions, jnp.int32))
+        # A relative error of 1e-7 in a frequency rotates the last position by 1e-2.
         tolerance = 1e-6 + 2e-7 * positions.max()
-        for half, both in zip(found, expected, strict=True):
+        for half, both in zip(actual, expected, strict=True):
             np.testing.assert_allclose(half, both[0, :, :64].numpy(), atol=tolerance)

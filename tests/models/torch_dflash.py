@@ -1,8 +1,7 @@
-"""DFlash and DSpark heads in plain torch, from the formulas of arXiv 2602.06036 and 2607.05147.
+"""Reference DFlash and DSpark heads in plain torch (arXiv 2602.06036 and 2607.05147).
 
-The references that jspec's heads, and the drafters on top of them, are compared with: no cache, no
-batch. They take the tensors of a file under their published names and its config.json; they share
-no code with jspec.
+They have no cache and no batch, and share no code with jspec. They take the tensors of a checkpoint
+under their published names, and its config.json.
 """
 
 import pytest
@@ -14,9 +13,9 @@ from tests.models.torch_heads import Blocks, rotate  # noqa: E402
 
 
 class DFlashRef:
-    """A head of either layout; the target's matrices serve where the file has none."""
+    """A head of either layout; missing matrices are those of the target."""
 
-    anchored = False  # unless config.json says so
+    anchored = False  # default of config.json's sample_from_anchor
 
     def __init__(self, tensors, raw, target_embedding=None, target_head=None):
         self.raw = raw | (raw.get("dflash_config") or {}) | raw.get("transformer_layer_config", {})
@@ -26,12 +25,12 @@ class DFlashRef:
         self.head = tensors.get("lm_head.weight", target_head)
 
     def hidden(self, features, root, depth):
-        """Rows [depth, D] that draft, before the output matrix.
+        """Return the inputs [depth, D] of the output matrix.
 
         Args:
           features: [n, C, D_target], the target's hidden states at positions 0 .. n - 1.
           root: id of the token at position n.
-          depth: tokens to draft.
+          depth: number of tokens to draft.
         """
         anchored = bool(self.raw.get("sample_from_anchor", self.anchored))
         slots = depth if anchored else depth + 1
@@ -48,7 +47,7 @@ class DFlashRef:
         return self.blocks.norm(x, "norm")[slots - depth :]
 
     def draft_logits(self, features, root, depth):
-        """Logits [depth, Vd] of a block."""
+        """Return logits [depth, Vd] of a block."""
         return self.hidden(features, root, depth) @ self.head.T
 
     def attention(self, x, context, layer):
@@ -64,12 +63,12 @@ class DFlashRef:
         k = rotate(k, b.theta)
         k, v = (part.repeat_interleave(b.heads // b.kv_heads, 1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * b.dim**-0.5
-        scores = scores.masked_fill(~self.seen(start, len(x), layer), float("-inf"))
+        scores = scores.masked_fill(~self.mask(start, len(x), layer), float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
         return b.linear(mixed, f"{name}.o_proj")
 
-    def seen(self, start, slots, layer):
-        """Which positions of context and block each slot sees, [slots, start + slots]."""
+    def mask(self, start, slots, layer):
+        """Return the positions that each slot sees, bool [slots, start + slots]."""
         mine, theirs = start + torch.arange(slots)[:, None], torch.arange(start + slots)
         kinds = self.raw.get("layer_types") or []
         slides = bool(kinds) and kinds[layer] == "sliding_attention"
@@ -79,25 +78,25 @@ class DFlashRef:
             causal = slides and not self.raw.get("sliding_window_non_causal")
         else:
             causal = self.raw.get("causal", slides)
-        seen = theirs <= mine if causal else torch.ones(slots, start + slots, dtype=torch.bool)
+        mask = theirs <= mine if causal else torch.ones(slots, start + slots, dtype=torch.bool)
         window = self.raw.get("swa_window_size") or self.raw.get("sliding_window")
-        return seen & (theirs > mine - window) if slides else seen
+        return mask & (theirs > mine - window) if slides else mask
 
 
 class DSparkRef(DFlashRef):
-    """A head whose slots also see the token before them."""
+    """A head with a bias by the previous token."""
 
     anchored = True
 
     def path_logits(self, features, path, depth):
-        """Logits [len(path), Vd] after each token of ``path``, root first, in a block of depth."""
+        """Return logits [len(path), Vd] after each token of ``path`` (root first) in a block."""
         hidden = self.hidden(features, path[0], depth)
         state = torch.zeros(self.tensors["markov_head.markov_w1.weight"].shape[1])
-        found = []
+        logits = []
         for h, token in zip(hidden, path, strict=False):
             state, bias = self.bias(state, h, int(token))
-            found.append(h @ self.head.T + bias)
-        return torch.stack(found)
+            logits.append(h @ self.head.T + bias)
+        return torch.stack(logits)
 
     def bias(self, state, h, token):
         w, out = (self.tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
@@ -111,15 +110,15 @@ class DSparkRef(DFlashRef):
             state = gate * state + (1 - gate) * candidate.tanh()
         return state, out @ w
 
-    def chances(self, features, path, depth):
-        """Guessed chances [len(path)] that what is drafted after each token is accepted."""
+    def confidences(self, features, path, depth):
+        """Return confidences [len(path)] of the tokens drafted after each token of ``path``."""
         hidden = self.hidden(features, path[0], depth)
-        found = []
+        confidences = []
         for h, token in zip(hidden, path, strict=False):
             if self.tensors["confidence_head.proj.weight"].shape[1] > len(h):
                 h = torch.cat([h, self.tensors["markov_head.markov_w1.weight"][int(token)]])
-            found.append(self.affine(h, "confidence_head.proj")[0].sigmoid())
-        return torch.stack(found)
+            confidences.append(self.affine(h, "confidence_head.proj")[0].sigmoid())
+        return torch.stack(confidences)
 
     def affine(self, x, name):
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])

@@ -1,11 +1,9 @@
-"""EAGLE and Medusa heads in plain torch, from the formulas: no cache, everything computed anew.
+"""Reference EAGLE and Medusa heads in plain torch, without a cache.
 
-The references that jspec's heads, and the drafters on top of them, are compared with. They take the
-tensors of a file under their published names and its config.json; they share no code with jspec.
-
-A head is asked for its logits along one path: row i pairs the target's hidden states of position i
-with ``tokens[i]``, the token of position i + 1. Rows beyond the hidden states feed themselves: they
-take what the row before gave out.
+They share no code with jspec. They take the tensors of a checkpoint under their published names,
+and its config.json. They compute logits along one path: row i pairs the target's hidden states of
+position i with ``tokens[i]``, the token of position i + 1. Rows beyond the hidden states read the
+output of the row before.
 """
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
-torch.set_num_threads(1)  # tensors this small: more threads only wait for each other, 40 times over
+torch.set_num_threads(1)  # with tensors this small, more threads are 40 times slower
 
 
 def rms_norm(x, weight, eps):
@@ -22,17 +20,17 @@ def rms_norm(x, weight, eps):
 
 
 def rotate(x, theta):
-    """Rotary embedding of x [T, H, D], row t by position t."""
+    """Return the rotary embedding of x [T, H, D], with row t at position t."""
     length, _, dim = x.shape
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     cos, sin = (torch.cat([f(angle)] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
-    turned = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
-    return x * cos + turned * sin
+    rotated = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
+    return x * cos + rotated * sin
 
 
 class Blocks:
-    """Attention and MLP of a Llama-like block, by the names in a file."""
+    """Attention and MLP of Llama-like blocks, with the tensor names of checkpoints."""
 
     def __init__(self, tensors, config):
         self.tensors, self.config = tensors, config
@@ -59,8 +57,8 @@ class Blocks:
         k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
         age = torch.arange(length)[:, None] - torch.arange(length)
-        seen = (age >= 0) if window is None else (age >= 0) & (age < window)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        mask = (age >= 0) if window is None else (age >= 0) & (age < window)
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
         return self.linear(mixed, f"{name}.o_proj")
 
@@ -83,14 +81,14 @@ class Blocks:
 
 
 class _Eagle:
-    """What the generations share: rows of true features first, then rows that feed themselves."""
+    """The base of the generations: rows of true features, then self-fed rows."""
 
     def draft_logits(self, features, tokens):
-        """Logits [R, Vd] of every row.
+        """Return logits [R, Vd] of every row.
 
         Args:
-          features: [n, C, D_target]: hidden states of the target at positions 0..n-1.
-          tokens: ids of R >= n tokens, of positions 1..R.
+          features: [n, C, D_target], hidden states of the target at positions 0..n-1.
+          tokens: ids of the R >= n tokens at positions 1..R.
         """
         rows = list(self.fuse(features))
         while True:
@@ -104,7 +102,7 @@ class _Eagle:
 
 
 class Eagle1Ref(_Eagle):
-    """EAGLE-1 and -2; the one feature is the target's last hidden state after its final norm."""
+    """EAGLE-1 and -2; the feature is the target's last hidden state after its final norm."""
 
     def __init__(self, tensors, config, target_embedding, target_head):
         self.blocks, self.tensors, self.config = Blocks(tensors, config), tensors, config
@@ -132,7 +130,7 @@ class Eagle1Ref(_Eagle):
 
 
 class Eagle3Ref(_Eagle):
-    """EAGLE-3, published layout or that of speculators (config: with its inner one merged in)."""
+    """EAGLE-3 in the published layout or that of speculators."""
 
     def __init__(self, tensors, config, target_embedding=None, target_head=None):
         config = config | config.get("transformer_layer_config", {})
@@ -168,21 +166,21 @@ class Eagle3Ref(_Eagle):
         return self.blocks.norm(out, "norm") @ self.head.T
 
     def target_ids(self):
-        """The target's id of every id of the draft."""
+        """Return the target's id of every draft id."""
         offsets = self.tensors.get("d2t")
         ids = torch.arange(self.head.shape[0])
         return ids if offsets is None else ids + offsets
 
 
 class MedusaRef:
-    """Medusa heads, published names or vLLM's; outputs of the target where the file has none."""
+    """Medusa heads with published names or vLLM's; a missing output is the target's."""
 
     def __init__(self, tensors, num_heads, num_layers, target_head=None):
         self.tensors, self.num_heads, self.num_layers = tensors, num_heads, num_layers
         self.target_head = target_head
 
     def draft_logits(self, hidden):
-        """hidden [n, D], after the target's final norm, to logits [n, num_heads, Vd]."""
+        """Return logits [n, num_heads, Vd] of normed hidden states [n, D] of the target."""
         return torch.stack([self._head(hidden, i) for i in range(self.num_heads)], 1)
 
     def _head(self, x, i):
@@ -193,5 +191,5 @@ class MedusaRef:
             weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
             x = x + F.silu(F.linear(x, weight, bias))
         names = (f"{i}.{self.num_layers}.weight", f"lm_heads.{i}.weight", "lm_head.weight")
-        found = [self.tensors[name] for name in names if name in self.tensors]
-        return x @ (found[0] if found else self.target_head).T
+        outputs = [self.tensors[name] for name in names if name in self.tensors]
+        return x @ (outputs[0] if outputs else self.target_head).T
