@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.engine.batch import advance, read, start
 from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
-from tests import tiny
-from tests import test_reproducibility
+from tests import test_reproducibility, tiny
 
 MESH = Mesh(np.array(jax.devices()), ("data",))
 

@@ -81,10 +81,7 @@ def _speculators():
 def _hydra():
     """Heads with and without a prefix layer, in turn."""
     return {
-        tree: (
-            hydras.drafter(name, **settings),
-            functools.partial(hydras.random_params, name),
-        )
+        tree: (hydras.drafter(name, **settings), functools.partial(hydras.random_params, name))
         for (tree, settings), name in zip(TREES.items(), ("mlp", "prefix") * 3, strict=True)
     }
 
@@ -95,10 +92,7 @@ def _dflash():
     best = dict(num_speculative_tokens=3, tree="best_first", tree_size=8)
     cases = {tree: (name, TREES[tree]) for tree, name in names.items()}
     return {
-        tree: (
-            dflashes.drafter(name, **settings),
-            functools.partial(dflashes.random_params, name),
-        )
+        tree: (dflashes.drafter(name, **settings), functools.partial(dflashes.random_params, name))
         for tree, (name, settings) in (cases | {"best first": ("sliding", best)}).items()
     }
 

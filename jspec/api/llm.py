@@ -33,6 +33,13 @@ from jspec.util.values import is_whole
 STREAM_ROUNDS = 4  # between two outputs of a stream
 STOP_ROUNDS = 16  # between two searches for stop strings: more overruns, fewer round trips
 _STATS = (None, "summary", "detailed")
+_STATS_WORDS = "None, 'summary' or 'detailed'"
+_LOGPROBS_WORDS = "a whole number, or -1 for no limit"
+_COUNT_WORDS = "a whole number of at least 1"
+_SEED_WORDS = (
+    "a whole number from 0 to 2**64 - 1; for other texts every time draw one, as by "
+    "secrets.randbits(64)"
+)
 
 Settings = SamplingParams | Sequence[SamplingParams] | None
 
@@ -85,25 +92,16 @@ class LLM:
             remedy = "; leave it out: one device, one compiled program, no paged cache."
             raise ValueError(f"LLM has no {shown(name)}{guess or remedy}")
         speculative = config.read(speculative_config)
-        if per_request_stats not in _STATS:
-            raise ValueError(
-                f"per_request_stats={shown(per_request_stats)} must be None, 'summary' or "
-                "'detailed'."
-            )
         logprobs.check_mode(logprobs_mode)
-        if not is_whole(max_logprobs, -1):
-            raise ValueError(
-                f"max_logprobs={shown(max_logprobs)} must be a whole number, or -1 for no limit."
-            )
-        self._logprobs_mode = logprobs_mode
-        self._detailed = per_request_stats == "detailed"
-        if not is_whole(seed, 0, 2**64 - 1):
-            raise ValueError(
-                f"seed={shown(seed)} must be a whole number from 0 to 2**64 - 1; for other texts "
-                "every time draw one, as by secrets.randbits(64)."
-            )
-        self._seed = int(seed)
-        self._max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
+        for name, value, holds, words in (
+            ("per_request_stats", per_request_stats, per_request_stats in _STATS, _STATS_WORDS),
+            ("max_logprobs", max_logprobs, is_whole(max_logprobs, -1), _LOGPROBS_WORDS),
+            ("seed", seed, is_whole(seed, 0, 2**64 - 1), _SEED_WORDS),
+            ("max_num_seqs", max_num_seqs, is_whole(max_num_seqs, 1), _COUNT_WORDS),
+            ("deterministic", deterministic, isinstance(deterministic, bool), "True or False"),
+        ):
+            if not holds:
+                raise ValueError(f"{name}={shown(value)} must be {words}.")
         loading.keep_compiled_programs()
         self.build = build = build_plan(
             model,
@@ -111,8 +109,12 @@ class LLM:
             dtype=dtype,
             max_model_len=max_model_len,
             tokenizer=tokenizer,
-            deterministic=_flag("deterministic", deterministic),
+            deterministic=deterministic,
         )
+        self._logprobs_mode = logprobs_mode
+        self._detailed = per_request_stats == "detailed"
+        self._seed = int(seed)
+        self._max_num_seqs = max_num_seqs
         self.max_model_len = build.max_model_len
         self._tokenizer = build.tokenizer
         self._model, self._plan, self._params = build.model, build.plan, build.params
@@ -157,16 +159,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations.
 
-        Args:
-          messages: as in ``chat_prompts``.
-          sampling_params: as in ``generate``.
-          use_tqdm: as in ``generate``.
-          chat_template: as in ``chat_prompts``.
-          add_generation_prompt: as in ``chat_prompts``.
-          chat_template_kwargs: as in ``chat_prompts``.
-
-        Raises:
-          ValueError: as ``generate`` and ``chat_prompts``.
+        Arguments and errors are those of ``chat_prompts`` and ``generate``.
         """
         rendered = self.chat_prompts(
             messages,
@@ -206,14 +199,11 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Continue the prompts; yield a request with its texts so far each time they grow.
 
-        The last output of a request is that of ``generate``. Bad input raises at once.
-
-        Args:
-          prompts: as in ``generate``.
-          sampling_params: as in ``generate``.
-          rounds: of the loop between two outputs.
+        The last output of a request is that of ``generate``. Arguments are those of ``generate``;
+        ``rounds`` of the loop run between two outputs. Bad input raises at once.
         """
-        _at_least_one("rounds", rounds)
+        if not is_whole(rounds, 1):
+            raise ValueError(f"rounds={shown(rounds)} must be {_COUNT_WORDS}.")
         batch = self._resolve(prompts, sampling_params)
         for request in batch:
             if request.params.num_texts > request.params.n:
@@ -407,15 +397,3 @@ class LLM:
         return dataclasses.replace(
             self._plan, record_rounds=bucket(longest), record_nodes=self._detailed
         )
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={shown(value)} must be True or False.")
-    return value
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    if not is_whole(value, 1):
-        raise ValueError(f"{name}={shown(value)} must be a whole number of at least 1.")
-    return value

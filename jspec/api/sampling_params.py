@@ -38,49 +38,30 @@ _MOST_TEXTS = 16384  # vLLM's limit
 _OVER_HTTP_NONE = ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
 
-# What the values of other parameters must be: (name, test, words of the error).
+# The allowed values of the other parameters: (name, test, words of the error).
+_NUM_TEXTS = f"a whole number of at least 1, and at most {_MOST_TEXTS}"
+_SEED = "None or a whole number of at most 64 bits"
+_MAX_TOKENS = "a whole number from 1 to 2**31 - 1, or None for all the room there is"
+_STOPS = "a string or a list of strings, none of them empty"
+_WORDS = "a list of strings, none of them empty"
+_IDS = "None for all, or a list of at least one token id"
+_COUNT = "None, -1 or a whole number of at least 0"
+_FUNCTIONS = "a list of functions that can be hashed"
 _is_bool = lambda value: isinstance(value, bool)
 _is_count = lambda value: value is None or is_whole(value, -1)
+_is_text = lambda value: isinstance(value, str) and bool(value)
 _CHECKS = (
-    (
-        "n",
-        lambda n: is_whole(n, 1, _MOST_TEXTS),
-        f"a whole number of at least 1, and at most {_MOST_TEXTS}",
-    ),
-    (
-        "seed",
-        lambda seed: seed is None or is_whole(seed, -(2**63), 2**64 - 1),
-        "None or a whole number of at most 64 bits",
-    ),
-    (
-        "stop",
-        lambda texts: all(isinstance(text, str) and text for text in texts),
-        "a string or a list of strings, none of them empty",
-    ),
+    ("n", lambda n: is_whole(n, 1, _MOST_TEXTS), _NUM_TEXTS),
+    ("seed", lambda seed: seed is None or is_whole(seed, -(2**63), 2**64 - 1), _SEED),
+    ("stop", lambda texts: all(map(_is_text, texts)), _STOPS),
     ("stop_token_ids", lambda ids: are_whole(ids, 0), "a list of token ids"),
-    (
-        "max_tokens",
-        lambda most: most is None or is_whole(most, 1),
-        "a whole number from 1 to 2**31 - 1, or None for all the room there is",
-    ),
+    ("max_tokens", lambda most: most is None or is_whole(most, 1), _MAX_TOKENS),
     ("min_tokens", lambda least: is_whole(least, 0), "a whole number of at least 0"),
-    (
-        "allowed_token_ids",
-        lambda ids: ids is None or (ids and are_whole(ids, 0)),
-        "None for all, or a list of at least one token id",
-    ),
-    (
-        "bad_words",
-        lambda words: all(isinstance(word, str) and word.strip() for word in words),
-        "a list of strings, none of them empty",
-    ),
-    ("logprobs", _is_count, "None, -1 or a whole number of at least 0"),
-    ("prompt_logprobs", _is_count, "None, -1 or a whole number of at least 0"),
-    (
-        "logits_processors",
-        lambda functions: all(map(is_function, functions)),
-        "a list of functions that can be hashed",
-    ),
+    ("allowed_token_ids", lambda ids: ids is None or (ids and are_whole(ids, 0)), _IDS),
+    ("bad_words", lambda words: all(_is_text(word) and word.strip() for word in words), _WORDS),
+    ("logprobs", _is_count, _COUNT),
+    ("prompt_logprobs", _is_count, _COUNT),
+    ("logits_processors", lambda functions: all(map(is_function, functions)), _FUNCTIONS),
     ("ignore_eos", _is_bool, "a bool"),
     ("include_stop_str_in_output", _is_bool, "a bool"),
     ("detokenize", _is_bool, "a bool"),

@@ -90,6 +90,7 @@ class SequenceParams(_Parameters):
             raise ValueError("prompt is empty; give at least one token (such as the BOS token).")
         ids = "token ids"
         up_to_all = is_whole(self.max_tokens) and is_whole(self.min_tokens, 0, self.max_tokens)
+        are_functions = all(map(is_function, self.logits_processors))
         is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
         for name, holds, words in (
             ("prompt", are_whole(self.prompt), ids),
@@ -102,11 +103,7 @@ class SequenceParams(_Parameters):
             ("logit_bias", all(map(_is_bias, self.logit_bias)), "(token id, number) pairs"),
             ("allowed_token_ids", are_whole(self.allowed_token_ids), ids),
             ("bad_words", all(map(_is_phrase, self.bad_words)), "runs of at least one token"),
-            (
-                "logits_processors",
-                all(map(is_function, self.logits_processors)),
-                "functions that can be hashed",
-            ),
+            ("logits_processors", are_functions, "functions that can be hashed"),
             ("grammar", is_grammar, "what jspec.grammar.compiled(...) returns, or None"),
         ):
             if not holds:

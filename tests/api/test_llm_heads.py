@@ -83,9 +83,7 @@ def open_llm(root, kind, **settings):
         ("hydra", {"method": None, "tree": [[0], [1], [0, 0], [0, 1]]}),
         ("dflash", {"method": None, "tree": "best_first", "tree_size": 8, "tree_depth": 3}),
         pytest.param(
-            "dspark",
-            {"num_speculative_tokens": 3, "dspark_draft_topk": 8},
-            marks=pytest.mark.slow,
+            "dspark", {"num_speculative_tokens": 3, "dspark_draft_topk": 8}, marks=pytest.mark.slow
         ),
     ],
 )

@@ -82,9 +82,7 @@ def test_every_node_of_a_tree_has_the_logits_of_the_text_that_leads_to_it():
     tree = trees.broadcast(trees.from_parents(parents, 4), len(SEQUENCES))
     request, _ = request_of(SEQUENCES, len(SEQUENCES), filters_of(SEQUENCES), V)
     processed = logits_processors.apply(
-        jnp.asarray(logits),
-        request.sampling.processors,
-        Branches.of_draft(history, draft, tree),
+        jnp.asarray(logits), request.sampling.processors, Branches.of_draft(history, draft, tree)
     )
     for index, row in enumerate(SEQUENCES):
         for node in range(parents.size):

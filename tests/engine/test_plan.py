@@ -70,11 +70,7 @@ def test_plans_with_equal_settings_of_a_rule_are_equal():
     ("drafter", "rule", "message"),
     [
         (CHAIN, "rejektion", "rule='rejektion' is not known; use one of rejection, block"),
-        (
-            labelled("greedy"),
-            "rejection",
-            "Labelled.proposal='greedy' must be one of ",
-        ),
+        (labelled("greedy"), "rejection", "Labelled.proposal='greedy' must be one of "),
         (
             dataclasses.replace(TREE, proposal="chain"),
             "rejection",
@@ -176,16 +172,10 @@ def test_node_buckets_may_be_a_list():
     [
         ({"name": 3}, "name=3 of a Rule must be a string"),
         ({"randomness": "targets"}, "randomness='targets' of a Rule must be one of 'target', "),
-        (
-            {"exact_for": "chain"},
-            "exact_for='chain' of a Rule must be a frozenset of proposals",
-        ),
+        ({"exact_for": "chain"}, "exact_for='chain' of a Rule must be a frozenset of proposals"),
         ({"exact_for": {"chain"}}, "exact_for={'chain'} of a Rule must be a frozenset"),
         ({"exact_for": frozenset({"iit"})}, "exact_for=frozenset({'iit'}) of a Rule must be a fr"),
-        (
-            {"walk": None},
-            "walk=None of a Rule must be a function of (processed logits, draft",
-        ),
+        ({"walk": None}, "walk=None of a Rule must be a function of (processed logits, draft"),
         ({"deterministic_rule": "match"}, "deterministic_rule='match' of a Rule must be a Rule"),
         ({"depths": 3}, "depths=3 of a Rule must be a pair: the smallest, and"),
         ({"depths": (3, 2)}, "depths=(3, 2) of a Rule must be a pair"),
