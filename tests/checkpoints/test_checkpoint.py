@@ -1,4 +1,4 @@
-"""Loading and saving: what fits is exact, what does not is named once, nothing is half written."""
+"""Checkpoints: exact round trips, one error for all faults, and no half-written files."""
 
 import dataclasses
 import json
@@ -44,10 +44,10 @@ def saved(tmp_path, params):
     return tmp_path / "model"
 
 
-def assert_same(found, expected, dtype="float32"):
+def assert_same(params, expected, dtype="float32"):
     cast = jax.tree.map(lambda x: x.astype(dtype), expected)
-    assert jax.tree.structure(found) == jax.tree.structure(cast)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(cast), strict=True):
+    assert jax.tree.structure(params) == jax.tree.structure(cast)
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(cast), strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
@@ -57,7 +57,7 @@ def edit_json(path, **changes):
 
 
 def edit_tensors(path, change):
-    """Rewrites a safetensors file after ``change`` has worked on its dict of arrays."""
+    """Rewrite a safetensors file after ``change`` of its dict of arrays."""
     tensors = {name: array.copy() for name, array in safetensors_files.read(path).items()}
     change(tensors)
     layout = [(name, array.shape, array.dtype) for name, array in tensors.items()]
@@ -94,7 +94,7 @@ def test_a_dtype_given_by_the_caller_wins_over_the_config(saved, params):
     assert_same(again, params, "bfloat16")
 
 
-def test_without_a_stated_dtype_the_files_dtype_holds(saved, params):
+def test_without_a_dtype_in_config_json_the_files_dtype_is_used(saved, params):
     checkpoint.save_pretrained(saved, CONFIG, params, dtype="float16")
     edit_json(saved / "config.json", dtype=None, torch_dtype=None)
     assert checkpoint.load_pretrained(saved)[1].norm.dtype == jnp.float16
@@ -108,7 +108,7 @@ def test_caches_and_activations_are_float32_on_cpu_and_narrow_elsewhere(saved, m
     assert working(checkpoint.load_config(saved)[0]) == ("float32",) * 2
 
 
-def test_a_config_of_the_callers_own_is_kept_and_checked(tmp_path, params):
+def test_a_given_config_json_is_written_and_checked(tmp_path, params):
     raw = checkpoint.hf_config(CONFIG) | {"eos_token_id": 7, "my_note": "kept"}
     checkpoint.save_pretrained(tmp_path, CONFIG, params, raw)
     assert checkpoint.load_config(tmp_path)[1] == raw | dict.fromkeys(
@@ -132,7 +132,7 @@ def test_params_that_do_not_fit_are_not_saved(tmp_path, params):
     assert not list(tmp_path.iterdir())
 
 
-# transformers on the other side.
+# Exchange with transformers.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +158,7 @@ def test_torch_reads_back_what_we_saved(tmp_path, params, dtype, tied, max_shard
 
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_files_of_torch_load_as_they_are(tmp_path, num_files):
-    """As transformers wrote them before there were safetensors files."""
+    """Read the files that transformers wrote before safetensors."""
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -271,7 +271,7 @@ def test_shards_that_are_missing_or_out_of_place_are_named(tmp_path, params):
             checkpoint.load_pretrained(tmp_path)
 
 
-def test_an_unknown_dtype_is_refused_and_the_callers_choice_mends_it(saved):
+def test_an_unknown_dtype_is_refused_unless_the_caller_names_another(saved):
     with pytest.raises(ValueError, match="dtype 'float8' is not supported; pass one of float32"):
         checkpoint.load_pretrained(saved, dtype="float8")
     edit_json(saved / "config.json", dtype="float64")
@@ -334,7 +334,7 @@ def test_a_save_leaves_no_stale_weights_and_keeps_other_files(saved, params):
     ]
 
 
-# Places, tokenizers and token ids.
+# Paths, tokenizers and token ids.
 
 
 def test_a_path_that_is_neither_directory_nor_id_is_refused(saved):
@@ -343,7 +343,7 @@ def test_a_path_that_is_neither_directory_nor_id_is_refused(saved):
             checkpoint.load_pretrained(path)
 
 
-def test_a_hub_id_is_fetched_and_a_failure_says_what_to_do(saved, monkeypatch):
+def test_a_hub_id_is_fetched_and_a_failure_names_the_remedy(saved, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(saved))
@@ -373,9 +373,7 @@ def test_a_hub_id_is_fetched_and_a_failure_says_what_to_do(saved, monkeypatch):
         ),
     ],
 )
-def test_of_the_hub_just_the_weights_that_are_read_are_fetched(
-    tmp_path, monkeypatch, published, read
-):
+def test_only_the_weights_that_are_read_are_fetched(tmp_path, monkeypatch, published, read):
     import huggingface_hub
 
     hub, cache, fetched = tmp_path / "hub", tmp_path / "cache", set()

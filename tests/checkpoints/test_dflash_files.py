@@ -1,17 +1,16 @@
-"""DFlash heads in files: saved and loaded again as they were, or refused by name."""
+"""DFlash and DSpark heads in files: exact round trips, and named errors."""
 
 import dataclasses
-import json
 import re
 
 import jax
 import numpy as np
 import pytest
 
-from jspec.checkpoints import safetensors_files
 from jspec.checkpoints.heads import head_files
 from jspec.engine import loading
 from tests import tiny
+from tests.checkpoints import directories
 from tests.drafters import dflashes
 
 TARGET = tiny.TARGET.config
@@ -30,12 +29,6 @@ def save(directory, name, layout=None, **options):
         **options,
     )
     return config, params
-
-
-def files(directory):
-    raw = json.loads((directory / "config.json").read_text())
-    tensors = safetensors_files.read(directory / "model.safetensors")
-    return {name: np.array(tensor) for name, tensor in tensors.items()}, raw
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -61,15 +54,12 @@ def test_saved_heads_are_loaded_again_as_they_were(tmp_path, name, dtype):
         layout=head.layout,
         target_name="someone/model",
     )
-    (first, raw), (second, again) = files(tmp_path / "a"), files(tmp_path / "b")
-    assert raw == again and list(first) == list(second)
-    for tensor, other in zip(first.values(), second.values(), strict=True):
-        np.testing.assert_array_equal(tensor, other)
+    directories.assert_same_files(tmp_path / "a", tmp_path / "b")
 
 
 def test_names_and_keys_are_those_of_the_authors(tmp_path):
     save(tmp_path, "sliding")
-    tensors, raw = files(tmp_path)
+    tensors, raw = directories.read(tmp_path)
     assert {
         "fc.weight",
         "hidden_norm.weight",
@@ -91,10 +81,10 @@ def test_names_and_keys_are_those_of_the_authors(tmp_path):
     assert raw | wanted == raw
 
 
-def test_the_speculators_form_holds_what_the_head_shares(tmp_path):
+def test_the_speculators_layout_holds_the_shared_weights(tmp_path):
     target = tiny.params().target
     save(tmp_path, "dflash", "dflash-speculators", embedding=target.embedding, output=target.head)
-    tensors, raw = files(tmp_path)
+    tensors, raw = directories.read(tmp_path)
     np.testing.assert_array_equal(tensors["embed_tokens.weight"], target.embedding)
     np.testing.assert_array_equal(tensors["lm_head.weight"], target.head.T)
     wanted = {
@@ -115,7 +105,7 @@ def test_the_speculators_form_holds_what_the_head_shares(tmp_path):
 
 def test_keys_of_dspark_are_those_of_its_trainers(tmp_path):
     save(tmp_path / "a", "gated")
-    tensors, raw = files(tmp_path / "a")
+    tensors, raw = directories.read(tmp_path / "a")
     assert {
         "markov_head.markov_w1.weight",
         "markov_head.markov_w2.weight",
@@ -135,7 +125,7 @@ def test_keys_of_dspark_are_those_of_its_trainers(tmp_path):
     }
     assert raw["dflash_config"] | wanted == raw["dflash_config"]
     save(tmp_path / "b", "rnn")
-    tensors, raw = files(tmp_path / "b")
+    tensors, raw = directories.read(tmp_path / "b")
     assert tensors["markov_head.joint_proj.weight"].shape == (12, 40)
     assert raw["architectures"] == ["DSparkSpeculator"] and raw["sample_from_anchor"]
     assert raw["speculators_model_type"] == "dspark" and raw["markov_rank"] == 4
@@ -206,12 +196,7 @@ def _without(name):
 )
 def test_files_that_contradict_themselves_are_refused(tmp_path, name, change, keys, message):
     save(tmp_path, name)
-    tensors, raw = files(tmp_path)
-    if change is not None:
-        change(tensors)
-    layout = [(name, array.shape, array.dtype) for name, array in tensors.items()]
-    safetensors_files.write(tmp_path / "model.safetensors", layout, iter(tensors.values()))
-    (tmp_path / "config.json").write_text(json.dumps(raw | keys))
+    directories.edit(tmp_path, change, **keys)
     with pytest.raises(ValueError, match=re.escape(message)):
         head_files.load_head(tmp_path, TARGET)
 
@@ -230,7 +215,7 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, name, change, ke
         ),
     ],
 )
-def test_what_a_layout_cannot_say_is_not_written(tmp_path, name, layout, changes, message):
+def test_a_layout_that_cannot_express_a_head_is_refused(tmp_path, name, layout, changes, message):
     config = dataclasses.replace(CONFIGS[name], **changes)
     with pytest.raises(ValueError, match=message):
         head_files.save_head(

@@ -1,4 +1,4 @@
-"""config.json to DecoderConfig and back: what is read, what is assumed, what is refused."""
+"""config.json to DecoderConfig and back: keys, defaults and errors."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_si
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 10}
 MORE = {
     "deepseek_v3": EXPERTS | LATENT | {"n_group": 2, "topk_group": 1},
-    "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # so that scalings count alike
+    "glm4_moe": EXPERTS | {"partial_rotary_factor": 1.0},  # equal lengths in all scalings
 }
 
 
@@ -32,7 +32,7 @@ def read(model_type: str, **settings) -> DecoderConfig:
     return families.find(raw).read(raw)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(families.FAMILIES) - {"mimo"}))  # which it lacks
+@pytest.mark.parametrize("model_type", sorted(set(families.FAMILIES) - {"mimo"}))  # unknown to it
 def test_defaults_are_those_of_transformers(model_type):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoConfig.for_model(model_type)
@@ -40,7 +40,7 @@ def test_defaults_are_those_of_transformers(model_type):
     fields = {field.name: field.default for field in dataclasses.fields(type(theirs))}
     same_default = {key: fields[key] for key in ours if key in fields}
     assert same_default == {key: ours[key] for key in same_default}
-    undeclared = {"head_dim", "partial_rotary_factor"}  # which Qwen2 and GLM read all the same
+    undeclared = {"head_dim", "partial_rotary_factor"}  # which Qwen2 and GLM read anyway
     assert set(ours) - set(fields) <= undeclared
     assert theirs.default_theta == families.scaling.read({"max_position_embeddings": 8}, 2)[0].theta
 
@@ -136,7 +136,7 @@ def test_old_and_new_spelling_of_a_rotary_scaling_mean_the_same(kind):
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("model_type", families.FAMILIES)
-def test_what_a_family_describes_reads_back_the_same(kind, model_type):
+def test_a_described_decoder_reads_back_the_same(kind, model_type):
     keys, _, _ = ROPES[kind]
     settings = {
         "head_dim": 16,
@@ -161,7 +161,7 @@ def test_windows_that_differ_by_layer_read_back_the_same():
     assert families.find(raw).read(raw) == config
 
 
-def test_a_decoder_that_no_family_knows_is_refused_with_what_gets_lost():
+def test_a_decoder_that_no_family_can_express_is_refused():
     config = dataclasses.replace(read("llama"), qk_norm=True, mlp_bias=True)
     with pytest.raises(ValueError, match=r"llama loses qk_norm.*qwen3 loses mlp_bias"):
         families.describe(config)
@@ -221,7 +221,7 @@ def test_settings_that_are_not_implemented_are_refused_by_name(model_type, setti
         ({"rope_type": "default", "rope_theta": 7.0}, "rope_theta is given as 10000.0 and as 7.0"),
     ],
 )
-def test_rotary_scalings_that_are_not_whole_are_refused(rope, message):
+def test_incomplete_rotary_scalings_are_refused(rope, message):
     with pytest.raises(ValueError, match=message):
         read("llama", rope_theta=10000.0, rope_scaling=rope)
 
@@ -242,7 +242,7 @@ def test_unsupported_architectures_are_refused_and_the_known_ones_listed(raw):
         families.find(raw)
 
 
-def test_experts_and_latent_attention_survive_a_description():
+def test_experts_and_latent_attention_read_back_the_same():
     for model_type, settings in (
         ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2}),
         (
@@ -272,7 +272,7 @@ def test_mimo_reads_as_qwen2_does():
     assert read("mimo", head_dim=16, rope_theta=64e4) == read("qwen2", head_dim=16, rope_theta=64e4)
 
 
-# As published, every key that a reader has to live with.
+# As published, with every key.
 _PUBLISHED = """
 {"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
  "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64,
@@ -351,11 +351,11 @@ def test_published_configs_are_read_and_described_again(text):
             assert described[key] == raw[key], key
 
 
-def test_the_architecture_alone_names_the_family():
+def test_the_architecture_alone_selects_the_family():
     assert families.find({"architectures": ["Qwen2ForCausalLM"]}).model_type == "qwen2"
 
 
-def test_every_tensor_has_one_place():
+def test_every_tensor_has_one_entry():
     config = read("qwen3", attention_bias=True)
     names = [name for entry in llama_table(config) for name in entry.names]
     assert len(names) == len(set(names)) == 3 + 3 * (11 + 4)
@@ -365,7 +365,7 @@ JUNK = ([], {}, "x", None, -1, 0, 0.5, True, [None], {"a": 1}, ["x"] * 3, float(
 
 
 @pytest.mark.parametrize("model_type", families.FAMILIES)
-def test_damaged_values_give_a_value_error_and_nothing_else(model_type):
+def test_damaged_values_raise_only_value_errors(model_type):
     whole = {
         **families.FAMILIES[model_type].defaults,
         **SIZES,

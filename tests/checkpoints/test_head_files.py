@@ -1,4 +1,4 @@
-"""Saving heads and loading them again: every layout is exact, what does not fit is named."""
+"""EAGLE and Medusa heads in files: exact round trips in every layout, and named errors."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.eagle import EagleConfig
 from jspec.models.heads.medusa import MedusaConfig
+from tests.checkpoints import directories
 
 VOCAB, REDUCED, WIDTH, LAYERS = 32, 12, 16, 8
 TARGET = DecoderConfig(
@@ -38,7 +39,7 @@ MEDUSA = MedusaConfig(3, 2, WIDTH, VOCAB, VOCAB, (LAYERS,), num_outputs=3)
 
 
 def changed(config, network=(), **changes):
-    """The config with other settings, of its network or its own."""
+    """Return the config with other settings of its network and of its own."""
     network = dataclasses.replace(config.network, **dict(network))
     return dataclasses.replace(config, network=network, **changes)
 
@@ -110,14 +111,14 @@ HEADS = {
 
 
 def random_head(config):
-    """Weights without two equal numbers, so that nothing can change places unseen."""
+    """Return weights without two equal numbers, so that no swap goes unnoticed."""
     module = medusa if isinstance(config, MedusaConfig) else eagle
     shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
     if params.draft_to_target is not None:
-        kept = np.sort(rng.permutation(VOCAB)[:REDUCED]).astype(np.int32)
-        params = params.replace(draft_to_target=jnp.asarray(kept))
+        ids = np.sort(rng.permutation(VOCAB)[:REDUCED]).astype(np.int32)
+        params = params.replace(draft_to_target=jnp.asarray(ids))
     return params
 
 
@@ -128,33 +129,6 @@ def save(directory, name, **options):
         directory, config, params, TARGET, layout=layout, target_name="someone/target", **options
     )
     return config, params
-
-
-def files(directory):
-    """Every tensor of a directory, and its config.json."""
-    raw = json.loads((directory / "config.json").read_text())
-    if (directory / "medusa_lm_head.pt").exists():
-        return torch_files.read(directory / "medusa_lm_head.pt"), raw
-    return safetensors_files.read(directory / "model.safetensors"), raw
-
-
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-
-
-def edit(directory, change=None, **keys):
-    """Changes tensors by a function of the dict, and keys of config.json; None removes a key."""
-    tensors, raw = files(directory)
-    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
-    if change is not None:
-        change(tensors)
-    layout = [(name, array.shape, array.dtype) for name, array in tensors.items()]
-    safetensors_files.write(directory / "model.safetensors", layout, iter(tensors.values()))
-    raw = {key: value for key, value in (raw | keys).items() if value is not None}
-    (directory / "config.json").write_text(json.dumps(raw))
 
 
 # Round trips.
@@ -168,7 +142,7 @@ def test_a_saved_head_is_loaded_again_as_it_was(tmp_path, name):
         "speculators", "eagle3"
     )
     assert head.config == config
-    assert_same(head.params, params)
+    directories.assert_same(head.params, params)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -184,16 +158,12 @@ def test_a_loaded_head_is_saved_tensor_for_tensor(tmp_path, name, dtype):
         layout=head.layout,
         target_name="someone/target",
     )
-    (first, raw), (second, again) = files(tmp_path / "a"), files(tmp_path / "b")
-    assert raw == again and list(first) == list(second)
-    for tensor, other in zip(first.values(), second.values(), strict=True):
-        assert tensor.dtype == other.dtype
-        np.testing.assert_array_equal(tensor, other)
+    directories.assert_same_files(tmp_path / "a", tmp_path / "b")
 
 
 def test_maps_of_a_reduced_vocabulary_are_never_cast(tmp_path):
     _, params = save(tmp_path / "a", "eagle3", dtype="bfloat16")
-    tensors, raw = files(tmp_path / "a")
+    tensors, raw = directories.read(tmp_path / "a")
     ids = np.asarray(params.draft_to_target)
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
     np.testing.assert_array_equal(tensors["d2t"] + np.arange(REDUCED), ids)
@@ -204,9 +174,9 @@ def test_maps_of_a_reduced_vocabulary_are_never_cast(tmp_path):
     assert head.params.head.dtype == jnp.bfloat16
 
 
-def test_the_keys_that_servers_need_are_written(tmp_path):
+def test_config_json_has_the_keys_that_servers_need(tmp_path):
     save(tmp_path / "a", "eagle3", dtype="bfloat16")
-    raw = files(tmp_path / "a")[1]
+    raw = directories.read(tmp_path / "a")[1]
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
     always = {
         "rope_theta": 10000.0,
@@ -223,12 +193,12 @@ def test_the_keys_that_servers_need_are_written(tmp_path):
         "num_hidden_layers": 1,
     }
     assert raw | always == raw
-    # vLLM only asks whether these are there; the default layers need no list.
+    # vLLM only checks whether these exist; the default layers need no list.
     absent = {"target_hidden_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "bias"}
     assert not absent & set(raw)
 
     save(tmp_path / "b", "speculators")
-    raw = files(tmp_path / "b")[1]
+    raw = directories.read(tmp_path / "b")[1]
     assert raw["speculators_config"]["verifier"] == {
         "name_or_path": "someone/target",
         "architectures": ["LlamaForCausalLM"],
@@ -239,7 +209,7 @@ def test_the_keys_that_servers_need_are_written(tmp_path):
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
 
     save(tmp_path / "c", "medusa-vllm, reduced")
-    tensors, raw = files(tmp_path / "c")
+    tensors, raw = directories.read(tmp_path / "c")
     wanted = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -269,17 +239,17 @@ def test_names_of_layouts_are_those_of_their_authors(tmp_path):
         )
     }
     whole = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
-    assert set(files(tmp_path / "a")[0]) == block | whole
+    assert set(directories.read(tmp_path / "a")[0]) == block | whole
     save(tmp_path / "b", "medusa")
     names = {
         f"{i}.{l}.linear.{kind}" for i in range(3) for l in range(2) for kind in ("weight", "bias")
     }
-    assert set(files(tmp_path / "b")[0]) == names | {f"{i}.2.weight" for i in range(3)}
+    assert set(directories.read(tmp_path / "b")[0]) == names | {f"{i}.2.weight" for i in range(3)}
 
 
 def test_eagle_1_files_have_the_bias_that_sglang_expects(tmp_path):
     save(tmp_path / "a", "eagle")
-    tensors, raw = files(tmp_path / "a")
+    tensors, raw = directories.read(tmp_path / "a")
     assert not tensors["fc.bias"].any() and "bias" not in raw
     assert not head_files.load_head(tmp_path / "a", TARGET).config.fc_bias
 
@@ -290,13 +260,13 @@ def test_eagle_1_files_have_the_bias_that_sglang_expects(tmp_path):
         ((2, 4, 5), {}),
         ((2, 5, 7), {"top": [2, 5, 7], "nested": [1, 4, 6]}),
         ((3, 5, 7), {"top": [3, 5, 7], "nested": [3, 5, 7]}),
-        ((1, 4, 5), {"top": [1, 4, 5]}),  # in eagle_config it would be read as outputs of layers
+        ((1, 4, 5), {"top": [1, 4, 5]}),  # eagle_config would mean outputs of layers
     ],
 )
 def test_hidden_states_are_written_as_vllm_and_as_sglang_count_them(tmp_path, layers, keys):
     config = changed(EAGLE3, capture_layers=layers)
     head_files.save_head(tmp_path, config, random_head(config), TARGET)
-    raw = files(tmp_path)[1]
+    raw = directories.read(tmp_path)[1]
     name = "eagle_aux_hidden_state_layer_ids"
     assert raw.get(name) == keys.get("top")
     assert raw.get("eagle_config", {}).get(name) == keys.get("nested")
@@ -309,13 +279,13 @@ def test_an_embedding_that_equals_the_targets_is_shared(tmp_path):
     head = loading.sharing(loaded, params.embedding)
     assert head.params.embedding is None and not head.config.separate_embedding
     assert loading.sharing(loaded, params.embedding + 1).config == config
-    # And it is written out again where it is given.
+    # ``save_head`` writes it again if it is given.
     again = tmp_path / "again"
     options = {"layout": "speculators", "target_name": "someone/target"}
     head_files.save_head(
         again, head.config, head.params, TARGET, embedding=params.embedding, **options
     )
-    assert_same(head_files.load_head(again, TARGET).params, params)
+    directories.assert_same(head_files.load_head(again, TARGET).params, params)
 
 
 def test_the_callers_dtype_wins_over_the_files(tmp_path):
@@ -327,7 +297,7 @@ def test_the_callers_dtype_wins_over_the_files(tmp_path):
 
 def test_sharded_and_torch_files_are_read_too(tmp_path):
     _, params = save(tmp_path, "eagle3")
-    tensors, _ = files(tmp_path)
+    tensors, _ = directories.read(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     names = list(tensors)
     parts = {"pytorch_model-1.bin": names[:5], "pytorch_model-2.bin": names[5:]}
@@ -336,12 +306,12 @@ def test_sharded_and_torch_files_are_read_too(tmp_path):
     weight_map = {name: file for file, some in parts.items() for name in some}
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert_same(head_files.load_head(tmp_path, TARGET).params, params)
+    directories.assert_same(head_files.load_head(tmp_path, TARGET).params, params)
     for file in (*parts, index.name):
         (tmp_path / file).unlink()
     torch_files.write(tmp_path / "pytorch_model.bin", tensors)
-    assert_same(head_files.load_head(tmp_path, TARGET).params, params)
-    # A newly saved head is not shadowed by the old file.
+    directories.assert_same(head_files.load_head(tmp_path, TARGET).params, params)
+    # A new head removes the old file.
     save(tmp_path, "eagle3")
     assert not (tmp_path / "pytorch_model.bin").exists()
 
@@ -360,16 +330,16 @@ def test_a_save_that_dies_leaves_the_old_head_whole(tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-# Flags whose defaults differ, and indices that can be read two ways.
+# Flags with different defaults, and ambiguous indices.
 
 
 def test_speculators_files_must_state_norm_before_residual(tmp_path):
     save(tmp_path, "speculators")
-    edit(tmp_path, norm_before_residual=None)
+    directories.edit(tmp_path, norm_before_residual=None)
     with pytest.raises(ValueError, match="norm_before_residual is missing, which vLLM reads as"):
         head_files.load_head(tmp_path, TARGET)
     save(tmp_path, "eagle3")
-    edit(tmp_path, norm_before_residual=None)
+    directories.edit(tmp_path, norm_before_residual=None)
     assert not head_files.load_head(tmp_path, TARGET).config.norm_before_residual
 
 
@@ -392,10 +362,12 @@ def test_speculators_files_must_state_norm_before_residual(tmp_path):
         ("2,4,5", None, "must be a list of whole numbers"),
     ],
 )
-def test_lists_of_hidden_states_are_read_as_their_place_says(tmp_path, top, nested, layers):
+def test_lists_of_hidden_states_are_read_by_their_position(tmp_path, top, nested, layers):
     save(tmp_path, "eagle3")
     name = "eagle_aux_hidden_state_layer_ids"
-    edit(tmp_path, **{name: top, "eagle_config": None if nested is None else {name: nested}})
+    directories.edit(
+        tmp_path, **{name: top, "eagle_config": None if nested is None else {name: nested}}
+    )
     if isinstance(layers, str):
         with pytest.raises(ValueError, match=layers):
             head_files.load_head(tmp_path, TARGET)
@@ -403,18 +375,18 @@ def test_lists_of_hidden_states_are_read_as_their_place_says(tmp_path, top, nest
         assert head_files.load_head(tmp_path, TARGET).config.capture_layers == layers
 
 
-def test_a_full_vocabulary_may_have_maps_that_say_so(tmp_path):
+def test_a_full_vocabulary_may_have_identity_maps(tmp_path):
     save(tmp_path, "eagle3, whole vocabulary")
     zeros = {"d2t": np.zeros(VOCAB, np.int64), "t2d": np.ones(VOCAB, bool)}
-    edit(tmp_path, lambda tensors: tensors.update(zeros))
+    directories.edit(tmp_path, lambda tensors: tensors.update(zeros))
     assert head_files.load_head(tmp_path, TARGET).params.draft_to_target is None
 
 
-# What does not fit.
+# Errors.
 
 
 def refusal(directory, **options):
-    """What ``load_head`` says: one line, with the directory in it."""
+    """Return the one-line message of ``load_head``."""
     with pytest.raises(ValueError) as error:
         head_files.load_head(directory, TARGET, **options)
     message = str(error.value)
@@ -431,7 +403,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(tmp_pat
         tensors["fc.weight"] = np.zeros((16, 32), np.float32)
         tensors["midlayer.hidden_norm.weight"] = np.zeros(16, np.int32)
 
-    edit(tmp_path, damage)
+    directories.edit(tmp_path, damage)
     message = refusal(tmp_path)
     assert "2 missing: layers.0.mlp.up_proj.weight, norm.weight;" in message
     assert "1 unexpected: layers.1.mlp.up_proj.weight;" in message
@@ -461,7 +433,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed_at_once(tmp_pat
 )
 def test_tensors_that_contradict_each_other_are_refused(tmp_path, name, change, message):
     save(tmp_path, name)
-    edit(tmp_path, change)
+    directories.edit(tmp_path, change)
     assert re.search(message, refusal(tmp_path))
 
 
@@ -497,8 +469,8 @@ def test_tensors_that_contradict_each_other_are_refused(tmp_path, name, change, 
 def test_configs_that_do_not_fit_are_refused(tmp_path, name, keys, message):
     save(tmp_path, name)
     if name == "eagle":
-        edit(tmp_path, lambda tensors: tensors["fc.bias"].__iadd__(1))
-    edit(tmp_path, **keys)
+        directories.edit(tmp_path, lambda tensors: tensors["fc.bias"].__iadd__(1))
+    directories.edit(tmp_path, **keys)
     assert message in refusal(tmp_path)
 
 
@@ -509,7 +481,7 @@ def test_a_head_for_a_narrower_target_is_refused(tmp_path):
         head_files.load_head(tmp_path, narrow)
 
 
-def test_files_that_are_no_head_or_another_one_are_told_apart(tmp_path):
+def test_files_of_no_head_or_another_one_are_refused(tmp_path):
     save(tmp_path / "eagle", "eagle")
     assert "holds a head of method 'eagle', not 'eagle3'" in refusal(
         tmp_path / "eagle", kind="eagle3"
@@ -523,7 +495,7 @@ def test_files_that_are_no_head_or_another_one_are_told_apart(tmp_path):
     assert "holds a whole language model, not a draft head; draft with it by method" in refusal(
         tmp_path / "model"
     )
-    edit(tmp_path / "eagle", lambda tensors: tensors.pop("fc.weight"))
+    directories.edit(tmp_path / "eagle", lambda tensors: tensors.pop("fc.weight"))
     assert "holds no draft head of a known kind" in refusal(tmp_path / "eagle")
     (tmp_path / "eagle" / "model.safetensors").unlink()
     assert "has none of model.safetensors, " in refusal(tmp_path / "eagle")
@@ -533,7 +505,7 @@ def test_files_that_are_no_head_or_another_one_are_told_apart(tmp_path):
 
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     save(tmp_path, "eagle3")
-    edit(tmp_path, lambda t: t.update({"model.norm.weight": t["norm.weight"]}))
+    directories.edit(tmp_path, lambda t: t.update({"model.norm.weight": t["norm.weight"]}))
     assert "two tensors that are norm.weight without their prefixes" in refusal(tmp_path)
 
 
@@ -569,7 +541,7 @@ def test_a_layout_that_cannot_hold_a_head_is_refused(tmp_path, config, layout, m
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_fit_is_not_saved(tmp_path):
+def test_params_that_do_not_fit_are_not_saved(tmp_path):
     params = random_head(EAGLE3).replace(norm=jnp.ones(3), head=None)
     with pytest.raises(ValueError, match=r"norm is \(3,\), not \(16,\); head is None, not"):
         head_files.save_head(tmp_path, EAGLE3, params, TARGET)

@@ -1,4 +1,4 @@
-"""Our safetensors reader and writer against the library's, and against damage."""
+"""jspec's safetensors reader and writer against the library's, and on damaged files."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_the_library_reads_what_we_write_and_we_read_what_it_writes(tmp_path):
 @pytest.mark.parametrize("code", safetensors_files.DTYPES)
 def test_every_dtype_survives(tmp_path, code):
     array = np.array([0, 1, 2, 1]).astype(safetensors_files.DTYPES[code])
-    save(tmp_path / "x", {"a": array[:3], "b": array})  # an odd size leaves what follows unaligned
+    save(tmp_path / "x", {"a": array[:3], "b": array})  # an odd size misaligns the next tensor
     again = safetensors_files.read(tmp_path / "x")
     assert again["b"].dtype == array.dtype
     np.testing.assert_array_equal(again["b"].astype(np.float32), array.astype(np.float32))

@@ -1,17 +1,16 @@
-"""MLP and LSTM speculators in files: read as torch reads them, written as they were, or refused."""
+"""MLP and LSTM speculators in files: equal to torch, exact round trips, and named errors."""
 
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.checkpoints import safetensors_files
 from jspec.checkpoints.heads import head_files
 from jspec.models.heads import arctic, mlp_speculator
 from tests import tiny
+from tests.checkpoints import directories
 from tests.drafters import speculators
 
 TARGET, VOCAB = tiny.TARGET.config, tiny.VOCAB
@@ -39,36 +38,12 @@ def save(directory, name, layout=None, **options):
     return config, params
 
 
-def files(directory):
-    raw = json.loads((directory / "config.json").read_text())
-    tensors = safetensors_files.read(directory / "model.safetensors")
-    return {name: np.array(tensor) for name, tensor in tensors.items()}, raw
-
-
-def edit(directory, change=None, **keys):
-    """Changes tensors by a function of the dict, and keys of config.json; None removes a key."""
-    tensors, raw = files(directory)
-    if change is not None:
-        change(tensors)
-    layout = [(name, array.shape, array.dtype) for name, array in tensors.items()]
-    safetensors_files.write(directory / "model.safetensors", layout, iter(tensors.values()))
-    raw = {key: value for key, value in (raw | keys).items() if value is not None}
-    (directory / "config.json").write_text(json.dumps(raw))
-
-
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_saved_speculator_is_loaded_again_as_it_was(tmp_path, name):
     config, params = save(tmp_path, name)
     head = head_files.load_head(tmp_path, TARGET)
     assert (head.kind, head.layout, head.config) == ("mlp_speculator", LAYOUTS[name], config)
-    assert_same(head.params, params)
+    directories.assert_same(head.params, params)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -84,15 +59,13 @@ def test_a_loaded_speculator_is_saved_tensor_for_tensor(tmp_path, name, dtype):
         layout=head.layout,
         target_name="someone/model",
     )
-    (first, raw), (second, again) = files(tmp_path / "a"), files(tmp_path / "b")
-    assert raw == again and list(first) == list(second)
-    for tensor, other in zip(first.values(), second.values(), strict=True):
-        assert tensor.dtype == other.dtype == jnp.dtype(dtype)
-        np.testing.assert_array_equal(tensor, other)
+    directories.assert_same_files(tmp_path / "a", tmp_path / "b")
+    tensors, _ = directories.read(tmp_path / "a")
+    assert {tensor.dtype for tensor in tensors.values()} == {jnp.dtype(dtype)}
 
 
 def stages_by_torch(torch, between, tied, stages=3, inner=20):
-    """Tensors as ``state_dict`` gives them: what is tied is repeated."""
+    """Return tensors as in ``state_dict``, which repeats tied weights."""
     normal = lambda *shape: torch.randn(shape) * 0.5
     tensors = {}
     for stage in range(stages):
@@ -113,7 +86,7 @@ def stages_by_torch(torch, between, tied, stages=3, inner=20):
 
 
 def lstm_by_torch(torch, tied, stages=3, inner=20):
-    """The same of an LSTM speculator; ``tied`` are its embeddings."""
+    """Return the tensors of an LSTM speculator; ``tied`` applies to its embeddings."""
     normal = lambda *shape: torch.randn(shape) * 0.5
     gates, ends = ("forget", "input", "cell", "output"), ("weight", "bias")
     tensors = {f"{gate}_emb.0.weight": normal(VOCAB, inner) for gate in gates}
@@ -163,17 +136,17 @@ def test_logits_of_files_that_torch_wrote_are_those_of_torch(tmp_path, layout, t
     hidden, fed = torch.randn(width) * 2, [5, 9, 2]
     expected = reference.draft_logits(hidden, fed).numpy()
     network = arctic if lstm else mlp_speculator
-    state, found = network.start(head.config, jnp.asarray(hidden.numpy())), []
+    state, rows = network.start(head.config, jnp.asarray(hidden.numpy())), []
     for stage, token in enumerate(fed):
         state, logits = network.advance(head.params, head.config, state, jnp.int32(token), stage)
-        found.append(logits)
+        rows.append(logits)
     assert np.ptp(expected, -1).min() > 0.5
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(rows, expected, atol=1e-4, rtol=0)
 
 
 def test_names_and_keys_are_those_of_their_authors(tmp_path):
     save(tmp_path / "a", "tied scaled", dtype="bfloat16")
-    tensors, raw = files(tmp_path / "a")
+    tensors, raw = directories.read(tmp_path / "a")
     parts = (
         "emb.0.weight",
         "proj.0.weight",
@@ -199,7 +172,7 @@ def test_names_and_keys_are_those_of_their_authors(tmp_path):
     }
     assert raw | wanted == raw
     save(tmp_path / "b", "lstm")
-    tensors, raw = files(tmp_path / "b")
+    tensors, raw = directories.read(tmp_path / "b")
     gates = ("forget", "input", "output", "cell")
     parts = {f"{gate}_{part}.weight" for gate in gates for part in ("emb.0", "proj.0", "proj.1")}
     parts |= {f"{ln}.0.{kind}" for ln in ("cell_ln", "state_ln") for kind in ("weight", "bias")}
@@ -219,27 +192,27 @@ def test_names_and_keys_are_those_of_their_authors(tmp_path):
     }
     assert raw | wanted == raw
     save(tmp_path / "c", "untied scaled")
-    tensors, raw = files(tmp_path / "c")
+    tensors, raw = directories.read(tmp_path / "c")
     assert {"emb.2.0.weight", "proj.2.0.weight", "ln.2.0.bias", "head.2.weight"} < set(tensors)
     assert (raw["method"], raw["tie_weights"]) == ("sum_rnn", False)
 
 
-def test_whether_weights_are_tied_is_seen_where_config_json_does_not_say_it(tmp_path):
+def test_tied_weights_are_recognised_without_the_key(tmp_path):
     for name in ("tied scaled", "untied"):
         config, _ = save(tmp_path, name)
-        edit(tmp_path, tie_weights=None)
+        directories.edit(tmp_path, tie_weights=None)
         assert head_files.load_head(tmp_path, TARGET).config == config
     save(tmp_path, "tied scaled")
-    edit(tmp_path, tie_weights=None, tie_wts=True)  # as fms calls it
+    directories.edit(tmp_path, tie_weights=None, tie_wts=True)  # the name in fms
     assert head_files.load_head(tmp_path, TARGET).config.tie_weights
 
 
 def test_an_inner_dim_of_zero_is_the_targets(tmp_path):
     config, params = save(tmp_path, "untied scaled", layout="mlp_speculator")
-    edit(tmp_path, inner_dim=0)
+    directories.edit(tmp_path, inner_dim=0)
     head = head_files.load_head(tmp_path, TARGET)
     assert head.config == config and config.inner_dim == TARGET.hidden_size
-    assert_same(head.params, params)
+    directories.assert_same(head.params, params)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +253,7 @@ def test_files_that_contradict_themselves_or_the_target_are_refused(
     tmp_path, name, change, keys, message
 ):
     save(tmp_path, name)
-    edit(tmp_path, change, **keys)
+    directories.edit(tmp_path, change, **keys)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         head_files.load_head(tmp_path, TARGET)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
@@ -296,7 +269,7 @@ def test_a_layout_that_cannot_hold_a_speculator_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_speculator_is_not_taken_for_another_method(tmp_path):
+def test_a_speculator_is_refused_as_another_method(tmp_path):
     save(tmp_path, "untied")
     with pytest.raises(ValueError, match="holds a head of method 'mlp_speculator', not 'medusa'"):
         head_files.load_head(tmp_path, TARGET, kind="medusa")

@@ -1,4 +1,4 @@
-"""Several files replaced as one."""
+"""Atomic replacement of several files."""
 
 import re
 
@@ -35,7 +35,7 @@ def test_an_error_leaves_everything_as_it_was(tmp_path):
     assert contents(tmp_path) == {"part1": "a"}
 
 
-def test_what_a_killed_writer_left_uncommitted_is_swept_away(tmp_path):
+def test_uncommitted_files_of_a_killed_writer_are_removed(tmp_path):
     save(tmp_path, part1="a")
     (tmp_path / ".jspec-saving").mkdir()
     (tmp_path / ".jspec-saving" / "part9").write_text("half")
@@ -45,7 +45,7 @@ def test_what_a_killed_writer_left_uncommitted_is_swept_away(tmp_path):
     assert contents(tmp_path) == {"part1": "b"}
 
 
-def test_a_commit_is_finished_once_by_whoever_comes_next(tmp_path, monkeypatch):
+def test_the_next_reader_finishes_a_commit_once(tmp_path, monkeypatch):
     save(tmp_path, part1="a")
     with monkeypatch.context() as patch:
         patch.setattr(staging, "finish_interrupted", lambda *_: None)  # killed after the commit

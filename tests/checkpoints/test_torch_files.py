@@ -1,4 +1,4 @@
-"""Torch's files without torch: what torch wrote is read exactly, nothing else is run or read."""
+"""Torch's files without torch: tensors are read exactly, and nothing is run."""
 
 import collections
 import io
@@ -27,21 +27,21 @@ DTYPES = (
 
 
 def sample():
-    """One tensor of each dtype, a scalar and an empty one."""
+    """Return one tensor of each dtype, a scalar and an empty one."""
     rng = np.random.default_rng(0)
     tensors = {np.dtype(d).name: (rng.normal(size=(2, 3)) * 3).astype(d) for d in DTYPES}
     return tensors | {"scalar": np.float32(2.5).reshape(()), "empty": np.zeros((0, 4), np.float32)}
 
 
-def assert_same(found, expected):
-    assert list(found) == list(expected)
+def assert_same(tensors, expected):
+    assert list(tensors) == list(expected)
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        np.testing.assert_array_equal(found[name], tensor)
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        np.testing.assert_array_equal(tensors[name], tensor)
 
 
 def archive(path, program, records=(), **options):
-    """A file with a pickle of our own making."""
+    """Write a file with the given pickle."""
     with zipfile.ZipFile(path, "w", **options) as file:
         file.writestr("x/data.pkl", program)
         for name, content in records:
@@ -49,29 +49,29 @@ def archive(path, program, records=(), **options):
     return path
 
 
-# What torch writes, and what it reads.
+# Exchange with torch.
 
 
-def test_what_we_write_is_read_back(tmp_path):
+def test_written_files_are_read_back(tmp_path):
     torch_files.write(tmp_path / "a.pt", sample())
     assert_same(torch_files.read(tmp_path / "a.pt"), sample())
     with pytest.raises(ValueError, match="tensor x is complex64, which torch has no storage for"):
         torch_files.write(tmp_path / "b.pt", {"x": np.zeros(2, np.complex64)})
 
 
-def test_torch_reads_what_we_write(tmp_path):
+def test_torch_reads_written_files(tmp_path):
     torch = pytest.importorskip("torch")
     torch_files.write(tmp_path / "a.pt", sample())
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     for name, tensor in sample().items():
-        assert str(found[name].dtype).removeprefix("torch.") in (tensor.dtype.name, "bool")
-        assert tuple(found[name].shape) == tensor.shape
-        wide = found[name].to(torch.float64).numpy()
+        assert str(loaded[name].dtype).removeprefix("torch.") in (tensor.dtype.name, "bool")
+        assert tuple(loaded[name].shape) == tensor.shape
+        wide = loaded[name].to(torch.float64).numpy()
         np.testing.assert_array_equal(wide, tensor.astype(np.float64))
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_what_torch_writes_is_read_exactly(tmp_path, protocol):
+def test_files_of_torch_are_read_exactly(tmp_path, protocol):
     torch = pytest.importorskip("torch")
     names = [np.dtype(d).name for d in DTYPES if d is not np.bool_]
     grid = torch.arange(24.0).reshape(4, 6)
@@ -90,31 +90,31 @@ def test_what_torch_writes_is_read_exactly(tmp_path, protocol):
     with zipfile.ZipFile(tmp_path / "a.bin") as file:  # four names, one storage
         storages = [name for name in file.namelist() if "/data/" in name]
     assert len(storages) == len(tensors) - 2
-    found = torch_files.read(tmp_path / "a.bin")
-    assert list(found) == list(tensors)
+    loaded = torch_files.read(tmp_path / "a.bin")
+    assert list(loaded) == list(tensors)
     for name, tensor in tensors.items():
-        assert found[name].dtype.name == str(tensor.dtype).removeprefix("torch.")
-        assert found[name].shape == tuple(tensor.shape)
+        assert loaded[name].dtype.name == str(tensor.dtype).removeprefix("torch.")
+        assert loaded[name].shape == tuple(tensor.shape)
         expected = tensor.detach().to(torch.float64).numpy()
-        np.testing.assert_array_equal(found[name].astype(np.float64), expected)
+        np.testing.assert_array_equal(loaded[name].astype(np.float64), expected)
     with pytest.raises(ValueError, match="read-only"):
-        found["whole"][0, 0] = 1
+        loaded["whole"][0, 0] = 1
 
 
 def test_state_dicts_of_modules_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(2, 3)
     torch.save(module.state_dict(), tmp_path / "a.bin")
-    found = torch_files.read(tmp_path / "a.bin")
-    np.testing.assert_array_equal(found["weight"], module.weight.detach().numpy())
-    assert list(found) == ["weight", "bias"]
+    loaded = torch_files.read(tmp_path / "a.bin")
+    np.testing.assert_array_equal(loaded["weight"], module.weight.detach().numpy())
+    assert list(loaded) == ["weight", "bias"]
 
 
 # Hostile and wrong files.
 
 
 class Hostile:
-    """Runs a function when it is unpickled."""
+    """An object that runs a function when it is unpickled."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)
@@ -123,14 +123,14 @@ class Hostile:
         return self.call
 
 
-@pytest.mark.parametrize("place", ["the whole", "a value", "a name", "attributes"])
+@pytest.mark.parametrize("position", ["the whole", "a value", "a name", "attributes"])
 @pytest.mark.parametrize("function", [os.system, eval, exec])
-def test_nothing_in_a_file_is_run(tmp_path, place, function):
+def test_nothing_in_a_file_is_run(tmp_path, position, function):
     marker = tmp_path / "marker"
     text = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w')"
     bomb = Hostile(function, text)
-    content = {"the whole": bomb, "a value": {"weight": bomb}, "a name": {(bomb,): 1}}.get(place)
-    if place == "attributes":
+    content = {"the whole": bomb, "a value": {"weight": bomb}, "a name": {(bomb,): 1}}.get(position)
+    if position == "attributes":
         content = collections.OrderedDict()
         content._metadata = bomb
     program = pickle.dumps(content, protocol=2)
@@ -138,7 +138,7 @@ def test_nothing_in_a_file_is_run(tmp_path, place, function):
     with pytest.raises(ValueError, match="nothing of it was run") as error:
         torch_files.read(path)
     assert "\n" not in str(error.value) and not marker.exists()
-    pickle.loads(program)  # the bomb does work
+    pickle.loads(program)  # the bomb works
     assert marker.exists()
 
 
@@ -174,7 +174,7 @@ def test_pickles_that_are_no_dict_of_tensors_are_refused(tmp_path, program, mess
 
 
 def edited(path, old, new):
-    """The file with other bytes in its pickle."""
+    """Write the file with other bytes in its pickle."""
     with zipfile.ZipFile(path) as file:
         names = [(name, file.read(name)) for name in file.namelist()]
     with zipfile.ZipFile(path, "w") as file:
@@ -231,7 +231,7 @@ def test_files_from_before_torch_1_6_are_refused(tmp_path):
         torch_files.read(tmp_path / "a.bin")
 
 
-def test_truncated_and_damaged_files_raise_nothing_but_value_errors(tmp_path):
+def test_truncated_and_damaged_files_raise_only_value_errors(tmp_path):
     torch_files.write(tmp_path / "a.pt", {"a": np.arange(6.0), "b": np.ones((2, 2), np.int8)})
     whole = (tmp_path / "a.pt").read_bytes()
     rng = np.random.default_rng(1)
@@ -241,9 +241,9 @@ def test_truncated_and_damaged_files_raise_nothing_but_value_errors(tmp_path):
         with pytest.raises(ValueError, match=r"b\.pt"):
             torch_files.read(path)
     refused = 0
-    for place in rng.integers(0, len(whole), 600):
+    for position in rng.integers(0, len(whole), 600):
         damaged = bytearray(whole)
-        damaged[place] = rng.integers(0, 256)
+        damaged[position] = rng.integers(0, 256)
         path.write_bytes(bytes(damaged))
         try:
             torch_files.read(path)
@@ -254,5 +254,5 @@ def test_truncated_and_damaged_files_raise_nothing_but_value_errors(tmp_path):
 
 def test_an_endless_program_and_a_huge_memo_index_cost_nothing(tmp_path):
     out = io.BytesIO()
-    out.write(b"\x80\x02}r\xff\xff\xff\x7f.")  # remembers the dict as number 2147483647
+    out.write(b"\x80\x02}r\xff\xff\xff\x7f.")  # memo index 2147483647
     assert torch_files.read(archive(tmp_path / "a.bin", out.getvalue())) == {}

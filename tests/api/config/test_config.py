@@ -1,4 +1,4 @@
-"""speculative_config: what each key means, and what every key that jspec lacks answers."""
+"""speculative_config: the meaning of each key, and the errors of unsupported ones."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def error_of(given):
     return str(error.value)
 
 
-def test_the_docs_hold_the_table_that_the_code_reads():
+def test_the_docs_hold_the_table_of_the_code():
     assert config_keys.markdown() in DOCS.read_text(encoding="utf-8"), (
         "paste into docs/speculative_config.md what this prints: "
         "python -c 'from jspec.api.config import keys; print(keys.markdown())'"
@@ -67,12 +67,12 @@ def test_every_method_and_every_rule_has_a_name_in_the_config():
 
 def test_a_drafters_fields_are_config_keys():
     # Set by LLM, Plan and Hybrid.
-    own = {"config", "target", "vocab_size", "max_length", "noise", "backlog", "first"}
+    internal = {"config", "target", "vocab_size", "max_length", "noise", "backlog", "first"}
     for method in METHODS.values():
-        assert {field.name for field in dataclasses.fields(method)} - own <= set(KEYS)
+        assert {field.name for field in dataclasses.fields(method)} - internal <= set(KEYS)
 
 
-def test_a_key_that_is_left_out_leaves_the_drafters_own_default(monkeypatch):
+def test_a_key_that_is_left_out_has_the_drafters_default(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Yours(NGram):
         window: int = 7
@@ -92,7 +92,7 @@ HYBRID = {
 }
 
 
-def test_the_parts_of_a_hybrid_are_configs_of_their_own():
+def test_the_parts_of_a_hybrid_are_configs():
     build = lambda **more: config.read(HYBRID | more).drafter((None, tiny.DRAFT_CONFIG), TARGET)
     assert build().parts[0] == NGram(3)
     assert build().parts[1].num_speculative_tokens == 2 and build().combine == "merge"
@@ -101,7 +101,7 @@ def test_the_parts_of_a_hybrid_are_configs_of_their_own():
     assert config.read(HYBRID).needs_model and not config.read(HYBRID).needs_head
 
 
-def test_how_a_part_drafts_is_said_in_the_part():
+def test_draft_sample_method_belongs_to_a_part():
     given = {"method": "hybrid", "parts": [NGRAM, DRAFT | {"draft_sample_method": "greedy"}]}
     part = config.read(given).parts[1]
     assert part.drafter(tiny.DRAFT_CONFIG, TARGET).proposal == "deterministic"
@@ -132,7 +132,7 @@ def test_how_a_part_drafts_is_said_in_the_part():
         ([NGRAM, None], "parts[1] has the method 'none', which is no part."),
     ],
 )
-def test_parts_that_are_none_are_refused(parts, message):
+def test_invalid_parts_are_refused(parts, message):
     with pytest.raises(ValueError) as error:
         config.read({"method": "hybrid", "parts": parts})
     assert str(error.value).startswith(message)
@@ -165,20 +165,20 @@ def test_the_method_is_inferred_as_in_vllm(given, method):
         ({"prompt_lookup_min": None, "prompt_lookup_max": 4}, (4, 4)),
     ],
 )
-def test_one_bound_of_the_lookup_is_a_copy_of_the_other_and_none_means_five(settings, bounds):
+def test_a_missing_bound_of_the_lookup_copies_the_other_or_is_five(settings, bounds):
     assert ngram(**settings) == NGram(4, *bounds)
 
 
-def test_draft_models_sample_unless_told_to_be_greedy():
+def test_draft_models_sample_by_default():
     build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, TARGET)
     assert build() == DraftModel(tiny.DRAFT_CONFIG, 4, "probabilistic", vocab_size=64)
     assert build(draft_sample_method="greedy").draft_sample_method == "greedy"
 
 
-def test_a_draft_model_with_a_vocabulary_of_its_own_may_sample_too_unlike_in_vllm():
+def test_a_draft_model_with_its_own_vocabulary_may_sample_unlike_in_vllm():
     build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, TARGET)
-    own = build(use_heterogeneous_vocab=True)
-    assert own.use_heterogeneous_vocab and own.draft_sample_method == "probabilistic"
+    separate = build(use_heterogeneous_vocab=True)
+    assert separate.use_heterogeneous_vocab and own.draft_sample_method == "probabilistic"
     assert build(use_heterogeneous_vocab=False) == build(use_heterogeneous_vocab=None) == build()
 
 
@@ -193,7 +193,7 @@ def test_a_draft_model_with_a_vocabulary_of_its_own_may_sample_too_unlike_in_vll
         ("coupled", "coupled"),
     ],
 )
-def test_rules_go_by_the_names_of_vllm_old_and_new(name, rule):
+def test_rules_have_vllms_old_and_new_names(name, rule):
     assert config.read(NGRAM | {"rejection_sample_method": name}).rule == rule
 
 
@@ -224,7 +224,7 @@ def test_lossy_rules_that_are_not_built_are_refused(name):
         ),
     ],
 )
-def test_lossy_rules_run_where_they_are_asked_for_by_name(settings, rule):
+def test_lossy_rules_run_by_name(settings, rule):
     read = config.read(NGRAM | settings)
     assert read.rule == rule
     plan = Plan(tiny.TARGET, read.drafter(None, tiny.TARGET), read.rule)
@@ -294,24 +294,24 @@ def test_a_head_is_recognised_by_its_name_as_in_vllm(name, method):
         ({"model_type": "llama"}, "draft_model"),
     ],
 )
-def test_a_directory_says_its_method_in_its_config_json(tmp_path, raw, method):
+def test_the_config_json_of_a_directory_determines_the_method(tmp_path, raw, method):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert config.read({"model": tmp_path, "num_speculative_tokens": 2}).method == method
-    named = tmp_path / "my-eagle3"  # a name goes first, as in vLLM
+    named = tmp_path / "my-eagle3"  # the name has precedence, as in vLLM
     named.mkdir()
     (named / "config.json").write_text(json.dumps(raw))
     assert config.read({"model": named, "num_speculative_tokens": 2}).method == "eagle3"
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_a_block_is_drafted_in_one_pass_whether_that_is_asked_for_or_not(method):
+def test_block_drafters_accept_parallel_drafting(method):
     given = {"method": method, "model": "some/head", "num_speculative_tokens": 3}
     assert config.read(given | {"parallel_drafting": True}) == config.read(given)
     with pytest.raises(ValueError, match="parallel_drafting='yes' must be true or false"):
         config.read(given | {"parallel_drafting": "yes"})
 
 
-def test_a_speculator_says_itself_how_deep_it_drafts():
+def test_a_speculators_default_depth_is_its_n_predict():
     given = {"method": "mlp_speculator", "model": "some/speculator"}
     for tree in ({}, {"tree": "sampled", "tree_size": 6}, {"tree": "eagle2", "tree_top_k": 2}):
         assert config.read(given | tree).drafter(SPECULATOR, TARGET).max_depth == 3
@@ -513,7 +513,8 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         (NGRAM | {"rejection_sample_method": ["block"]}, "is not known"),
         (
             NGRAM | {"num_spec_tokens": 4},
-            "speculative_config has no key 'num_spec_tokens'; did you mean 'num_speculative_tokens'?",
+            "speculative_config has no key 'num_spec_tokens'; did you mean "
+            "'num_speculative_tokens'?",
         ),
         (NGRAM | {"prompt_lookup_mx": 4}, "did you mean 'prompt_lookup_max'?"),
         (
@@ -576,7 +577,7 @@ def test_trees_that_a_head_cannot_grow_are_refused(drafter, message):
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_remedy(given, message):
+def test_errors_name_the_cause_and_the_remedy(given, message):
     assert message in error_of(given)
 
 
@@ -593,17 +594,17 @@ def test_what_is_wrong_is_named_with_its_remedy(given, message):
         ),
     ],
 )
-def test_a_length_to_draft_for_is_within_the_reach_of_both_models(settings, message):
+def test_max_model_len_is_within_the_limits_of_both_models(settings, message):
     with pytest.raises(ValueError, match=message):
         config.check_lengths(config.read(DRAFT | settings), 256, 200)
 
 
-def test_a_draft_model_may_reach_less_far_than_the_target():
+def test_a_draft_model_may_have_a_lower_limit_than_the_target():
     config.check_lengths(config.read(DRAFT | {"max_model_len": 100}), 128, 256)
 
 
 class Tokens(dict):
-    """A tokenizer that is its vocabulary."""
+    """A tokenizer with only a vocabulary."""
 
     def get_vocab(self):
         return self

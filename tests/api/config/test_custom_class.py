@@ -1,4 +1,4 @@
-"""A drafter of the user's own through every front door; the conformance test runs it too."""
+"""Custom drafters by config, LLM and command line; the conformance test runs them too."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def test_a_class_is_built_with_the_keys_that_it_takes():
     assert config.read(SUCCESSOR | {"scale": 2.0}).drafter(None, tiny.TARGET).scale == 2.0
 
 
-def test_a_dotted_path_says_the_method_as_in_vllm_unless_it_is_a_directory(tmp_path, monkeypatch):
+def test_a_dotted_path_implies_the_method_unless_it_is_a_directory(tmp_path, monkeypatch):
     assert config.read({"model": f"{HERE}.Repeat"}) == config.read(REPEAT)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.model").mkdir()
@@ -103,11 +103,11 @@ def test_keys_of_the_rule_work_with_a_class_too():
         ),
     ],
 )
-def test_what_is_wrong_with_a_class_or_its_keys_is_named(given, message):
+def test_faults_of_a_class_or_its_keys_are_named(given, message):
     assert message in error_of(given)
 
 
-def test_all_that_a_class_lacks_is_named_at_once():
+def test_all_faults_of_a_class_are_named_at_once():
     message = error_of({"model": f"{HERE}.Half"})
     for wrong in (
         "no 'capture_layers'",
@@ -134,7 +134,7 @@ def test_llm_loads_its_weights_and_drafts_with_it(target, tmp_path):
     prompt, file = {"prompt_token_ids": [5]}, tmp_path / "table.npy"
     params = jspec.SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True)
     plain = jspec.LLM(target).generate(prompt, params)[0].outputs[0].token_ids
-    # A table that knows the text: what the target said last after each token.
+    # The table holds the last successor of each token in the target's text.
     table = np.zeros((size, size), np.float32)
     for before, after in zip([5, *plain[:-1]], plain, strict=True):
         table[before] = 0
@@ -145,7 +145,7 @@ def test_llm_loads_its_weights_and_drafts_with_it(target, tmp_path):
     counts = {each.name: each for each in llm.get_metrics()}
     accepted = counts["vllm:spec_decode_num_accepted_tokens"].value
     assert accepted == _accepted_by_hand([5, *plain], table, depth=3) > 0
-    # Its K may be chosen by the round, as any method's.
+    # Adaptive lengths work too.
     ranges = {"num_speculative_tokens_per_batch_size": [(1, 1, 2)]}
     llm = jspec.LLM(target, SUCCESSOR | {"table": str(file)} | ranges)
     output = llm.generate(prompt, params)[0].outputs[0]
@@ -155,17 +155,17 @@ def test_llm_loads_its_weights_and_drafts_with_it(target, tmp_path):
 
 
 def _accepted_by_hand(text, table, depth):
-    """Drafted tokens that a text keeps when they follow the table from every root."""
-    place, kept = 0, 0
-    while place < len(text) - 1:
-        token, run = text[place], 0
-        while run < depth and place + run + 1 < len(text) - 1:
+    """Count the accepted tokens of drafts that follow the table from every root."""
+    position, accepted = 0, 0
+    while position < len(text) - 1:
+        token, run = text[position], 0
+        while run < depth and position + run + 1 < len(text) - 1:
             token = int(table[token].argmax())
-            if token != text[place + run + 1]:
+            if token != text[position + run + 1]:
                 break
             run += 1
-        kept, place = kept + run, place + run + 1
-    return kept
+        accepted, position = accepted + run, position + run + 1
+    return accepted
 
 
 def test_the_command_line_takes_a_class_too(target, tmp_path, monkeypatch, capsys):
