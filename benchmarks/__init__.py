@@ -1,1 +1,1 @@
-"""Measurements, side by side with peers in one run."""
+"""Benchmarks behind the published numbers."""

@@ -1,13 +1,13 @@
-"""Whether jspec is right and fast on this device: ``scripts/accelerator_check.sh``.
+"""A check of correctness and speed on an accelerator: ``scripts/accelerator_check.sh``.
 
     python -m benchmarks.accelerator_check [--out accelerator_check.json] [--only STEP ...]
 
-Kernels beside the reference, ``jspec certify`` and ``jspec bench`` on the embedded model, and what
-verifying costs at an 8B model's shape. Every step is a process with a time limit, so that one that
-hangs or crashes is a line of the table; what is known is written after each. Run again, steps that
-ended well are not repeated, unless the device, the versions or the commit are others.
+The steps compare kernels with their reference, run ``jspec certify`` and ``jspec bench`` on the
+embedded model, and time verification at an 8B model's shape. Each step is a process with a time
+limit, so a step that hangs or crashes is a line of the table. Results are written after each step.
+A second run repeats only failed steps, unless the device, the versions or the commit changed.
 
-This process never touches the device: a TPU lets in one process at a time.
+This process never touches the device: a TPU admits one process at a time.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from jspec.tools.bench import files
 
 _PYTHON = sys.executable
 _MODEL, _SPEC = str(demo.ASSETS / "target"), json.dumps(demo.EAGLE3)
-_SAME = ("device", "versions", "commit")  # what makes earlier results worth keeping
-_TAIL = 20_000  # characters of a failure that are kept
+_SAME = ("device", "versions", "commit")  # earlier results are valid only for the same values
+_TAIL = 20_000  # characters of a failure's output in the results
 _TOTAL = 590.0  # seconds that all steps may take together
-_DEVICE_SECONDS = 90.0  # for a device to be found
+_DEVICE_SECONDS = 90.0  # to find a device
 _DESCRIBE = (
     "import json; from jspec.tools.bench import environment; "
     "print(json.dumps(environment.describe('benchmarks.accelerator_check')))"
 )
-_PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names, to be asked for
-# The line of a traceback that says what happened; JAX puts notes of its own behind it.
+_PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # JAX's names of the platforms
+# The line of a traceback with the error; JAX appends notes after it.
 _CAUSE = re.compile(r"^[\w.]*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
 
 
@@ -50,9 +50,9 @@ class Step:
     """A command that writes JSON.
 
     Attributes:
-      command: words; ``{out}`` stands for the file that it writes.
-      seconds: most that it may take.
-      judge: its JSON to (whether all is well, what a person wants to know of it).
+      command: words; ``{out}`` stands for the JSON file that it writes.
+      seconds: time limit.
+      judge: maps its JSON to (success, summary).
     """
 
     command: tuple[str, ...]
@@ -60,8 +60,8 @@ class Step:
     judge: Callable[[Any], tuple[bool, str]]
 
 
-def _kernels(found: dict) -> tuple[bool, str]:
-    rows, words = found["rows"], [f"{len(found['rows'])} of {found['asked']} cases"]
+def _kernels(results: dict) -> tuple[bool, str]:
+    rows, words = results["rows"], [f"{len(results['rows'])} of {results['asked']} cases"]
     apart = [row["difference"] for row in rows if row["difference"] is not None]
     if apart:
         words.append(f"differ by {max(apart):.1e} at most")
@@ -70,32 +70,32 @@ def _kernels(found: dict) -> tuple[bool, str]:
     if pairs:
         faster = sum(kernel < reference for reference, kernel in pairs)
         words.append(f"kernels beat XLA in {faster} of {len(pairs)} past the cache")
-    if found["no_kernels"]:
-        words.append(found["no_kernels"])
+    if results["no_kernels"]:
+        words.append(results["no_kernels"])
     wrong = [row for row in rows if not row["well"]]
     if wrong:
-        errors = [f"{name} {said}" for name, said in wrong[0]["errors"].items()]
-        said = "; ".join(errors) or f"differs by {wrong[0]['difference']:.1e}"
-        words.append(f"{len(wrong)} wrong, {wrong[0]['case']}: {said}")
+        errors = [f"{name} {error}" for name, error in wrong[0]["errors"].items()]
+        reason = "; ".join(errors) or f"differs by {wrong[0]['difference']:.1e}"
+        words.append(f"{len(wrong)} wrong, {wrong[0]['case']}: {reason}")
     return bool(rows) and not wrong, "; ".join(words)
 
 
-def _certificate(found: dict) -> tuple[bool, str]:
-    failed = sum(not each["passed"] for each in found["findings"])
-    return found["passed"], f"{len(found['findings'])} findings, {failed} failed"
+def _certificate(results: dict) -> tuple[bool, str]:
+    failed = sum(not each["passed"] for each in results["findings"])
+    return results["passed"], f"{len(results['findings'])} findings, {failed} failed"
 
 
-def _bench(found: dict) -> tuple[bool, str]:
+def _bench(results: dict) -> tuple[bool, str]:
     words = [
         f"{row['name']} {row['tokens_per_second']['median']:.0f} tokens/s"
         f" ({row['speedup']['median']:.2f})"
-        for row in found["rows"]
+        for row in results["rows"]
     ]
     return bool(words), "; ".join(words)
 
 
-def _verify_cost(found: dict) -> tuple[bool, str]:
-    return bool(found["rows"]), f"{len(found['rows'])} rows"
+def _verify_cost(results: dict) -> tuple[bool, str]:
+    return bool(results["rows"]), f"{len(results['rows'])} rows"
 
 
 def _certify(*more: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def _compare(operation: str, seconds: int, *more: str) -> Step:
     return Step(command, seconds, _kernels)
 
 
-# The most telling cases of each come first: a slow compiler leaves out the last.
+# The most important cases come first: a slow compiler leaves no time for the last.
 STEPS = {
     "attention": _compare(
         "tree_attention",
@@ -133,10 +133,9 @@ STEPS = {
         "--cases",
         "a chain of 8",
         "a tree of 64",
-        "a chain of 5 as a whole",
-        "a tree of 13 with repeats",
+        "a chain of 5 under block",
         "a chain of 4 over an odd vocabulary",
-        "a tree of 8 as a whole",
+        "a tree of 8 under block",
     ),
     "rules": Step(_certify(), 60, _certificate),
     "demo, float32": Step(
@@ -175,14 +174,14 @@ STEPS = {
 
 
 class NoAccelerator(RuntimeError):
-    """What JAX finds is a CPU, or nothing."""
+    """JAX finds only a CPU, or nothing."""
 
 
 def device(on_cpu: bool = False) -> dict[str, Any]:
-    """Device, versions and commit, asked of a process that is gone when this returns.
+    """Return device, versions and commit, from a process that ends before this returns.
 
     Raises:
-      NoAccelerator: with what JAX said; not where a CPU will do, ``on_cpu``.
+      NoAccelerator: with JAX's message, unless a CPU is accepted, ``on_cpu``.
     """
     words = (_PYTHON, "-c", _DESCRIBE)
     try:
@@ -191,27 +190,27 @@ def device(on_cpu: bool = False) -> dict[str, Any]:
         raise NoAccelerator(f"no device answered in {_DEVICE_SECONDS:.0f} s") from None
     if ran.returncode:
         raise NoAccelerator(_cause(ran.stderr))
-    found = json.loads(ran.stdout.strip().splitlines()[-1])
-    platform = found["device"]["platform"]
+    results = json.loads(ran.stdout.strip().splitlines()[-1])
+    platform = results["device"]["platform"]
     if platform not in _PLATFORMS and not (on_cpu and platform == "cpu"):
         raise NoAccelerator(f"JAX finds the {platform} alone. {ran.stderr.strip()}".strip())
-    return found
+    return results
 
 
-def _cause(said: str) -> str:
-    """The line of an output that says why it ended."""
-    causes = _CAUSE.findall(said) or said.strip().splitlines()[-1:]
-    return causes[-1] if causes else "it said nothing"
+def _cause(output: str) -> str:
+    """Return the line of an output that names the error."""
+    causes = _CAUSE.findall(output) or output.strip().splitlines()[-1:]
+    return causes[-1] if causes else "it printed nothing"
 
 
 def _environment(platform: str) -> dict[str, str]:
-    """For a step: the device or none, never quietly the CPU in its place."""
+    """Return a step's environment, in which JAX does not silently fall back to the CPU."""
     asked = f"{_PLATFORMS[platform]},cpu" if platform in _PLATFORMS else platform
     return os.environ | {"JAX_PLATFORMS": asked, "JAX_TRACEBACK_FILTERING": "off"}
 
 
 def _written(out: Path) -> Any:
-    """What a step wrote; None where that is nothing, or cut off."""
+    """Return the JSON that a step wrote; None if it is missing or truncated."""
     try:
         return json.loads(out.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -219,7 +218,7 @@ def _written(out: Path) -> Any:
 
 
 def run(step: Step, limit: float, platform: str) -> dict[str, Any]:
-    """Runs a step for at most ``limit`` seconds: its status, words, seconds, and what it wrote."""
+    """Run a step for at most ``limit`` seconds; return success, summary, seconds and results."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         words = [word.format(out=out) if word == "{out}" else word for word in step.command]
@@ -233,63 +232,63 @@ def run(step: Step, limit: float, platform: str) -> dict[str, Any]:
                 timeout=limit,
                 env=_environment(platform),
             )
-            status, said = ran.returncode, ran.stdout
+            status, output = ran.returncode, ran.stdout
         except subprocess.TimeoutExpired as error:
-            status, said = "timeout", (error.stdout or b"").decode(errors="replace")
+            status, output = "timeout", (error.stdout or b"").decode(errors="replace")
         seconds = round(time.perf_counter() - begin, 1)
-        found = _written(out)
-    if found is None:
-        words = f"took more than {limit:.0f} s" if status == "timeout" else _cause(said)
-        return {"well": False, "words": words[:300], "seconds": seconds, "said": said[-_TAIL:]}
-    well, words = step.judge(found)
+        results = _written(out)
+    if results is None:
+        words = f"took more than {limit:.0f} s" if status == "timeout" else _cause(output)
+        return {"well": False, "words": words[:300], "seconds": seconds, "output": output[-_TAIL:]}
+    well, words = step.judge(results)
     if status == "timeout":
         words += f"; stopped after {limit:.0f} s"
     return {
         "well": well and status in (0, "timeout"),
         "words": words,
         "seconds": seconds,
-        "results": found,
+        "results": results,
     }
 
 
 def check(
-    out: Path, names: list[str], steps: dict[str, Step], found: dict[str, Any], console: Console
+    out: Path, names: list[str], steps: dict[str, Step], results: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    """Runs the steps that no earlier run has done on this device; writes after each.
+    """Run the steps that have no valid earlier result; write the results after each.
 
-    ``found`` is what ``device`` says.
+    ``results`` is the result of ``device``.
     """
     end = time.perf_counter() + _TOTAL
-    found = found | {"steps": {}}
+    results = results | {"steps": {}}
     before = _written(out) or {}
-    known = found["commit"] is not None and not found["uncommitted_changes"]
-    if known and all(before.get(key) == found[key] for key in _SAME):
-        found["steps"] = {k: v for k, v in before["steps"].items() if v["well"]}
+    known = results["commit"] is not None and not results["uncommitted_changes"]
+    if known and all(before.get(key) == results[key] for key in _SAME):
+        results["steps"] = {k: v for k, v in before["steps"].items() if v["well"]}
     for name in names:
-        if name in found["steps"]:
+        if name in results["steps"]:
             console.print(f"{name}: done before")
             continue
         limit = max(1.0, min(steps[name].seconds, end - time.perf_counter()))
         with console.status(f"{name}, {limit:.0f} s at most"):
-            found["steps"][name] = run(steps[name], limit, found["device"]["platform"])
-        files.write_json(found, out)
-    return found
+            results["steps"][name] = run(steps[name], limit, results["device"]["platform"])
+        files.write_json(results, out)
+    return results
 
 
-def table(found: dict[str, Any]) -> Table:
-    """For people."""
-    device = found["device"]
-    shown = Table(title=f"{device['kind']}, jax {found['versions']['jax']}", title_justify="left")
-    for heading in ("step", "", "what was found", "seconds"):
+def table(results: dict[str, Any]) -> Table:
+    """Return the results as a table."""
+    device = results["device"]
+    shown = Table(title=f"{device['kind']}, jax {results['versions']['jax']}", title_justify="left")
+    for heading in ("step", "", "result", "seconds"):
         shown.add_column(heading, justify="right" if heading == "seconds" else "left")
-    for name, step in found["steps"].items():
+    for name, step in results["steps"].items():
         verdict = "[green]well[/]" if step["well"] else "[bold red]NOT WELL[/]"
         shown.add_row(name, verdict, step["words"], f"{step['seconds']:.0f}")
     return shown
 
 
 def main() -> int:
-    """Returns the exit status: 1 where a step did not end well."""
+    """Run the command line; return 1 if a step failed."""
     parser = argparse.ArgumentParser(
         prog="scripts/accelerator_check.sh", description=__doc__.splitlines()[0]
     )
@@ -298,21 +297,21 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="try the check itself, on a CPU")
     arguments = parser.parse_args()
     console = Console()
-    # Ended by a signal, as when a connection is lost: the step that runs ends too.
+    # A signal, such as a lost connection, also ends the running step.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        found = check(arguments.out, arguments.only, STEPS, device(arguments.cpu), console)
+        results = check(arguments.out, arguments.only, STEPS, device(arguments.cpu), console)
     except NoAccelerator as error:
         console.print(f"there is no GPU or TPU to check: {error}", markup=False)
         return 2
     except KeyboardInterrupt:
         console.print(f"interrupted; {arguments.out} holds what was done. Run it again to go on.")
         return 130
-    console.print(table(found))
+    console.print(table(results))
     console.print(f"wrote {arguments.out}: please send it back")
-    return 0 if all(found["steps"][name]["well"] for name in arguments.only) else 1
+    return 0 if all(results["steps"][name]["well"] for name in arguments.only) else 1
 
 
 if __name__ == "__main__":

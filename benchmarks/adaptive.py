@@ -1,13 +1,12 @@
-"""Drafts whose length follows what is accepted, beside every fixed length and plain decoding.
+"""Adaptive draft lengths against every fixed length and plain decoding.
 
     python -m benchmarks.adaptive [--method ngram] [--kinds hard] [--out FILE.json]
 
-Texts are given, see ``benchmarks.replay``, several of each kind, as luck with a single one is worth
-more than what is measured: ``easy`` repeats itself, ``hard`` is random token ids, which no drafter
-can guess, ``alternating`` is 64 tokens of the one and 64 of the other in turn. Costs are measured
-once before the clock starts, as ``LLM`` does. All contenders take turns, a text at a time, as
-machines are quick and slow by moments; a repeat is all texts of a kind. A ratio is the geometric
-mean of those of the repeats' times, which is 1 for what is equal, and its interval is of that mean.
+The target is made to generate given texts, see ``benchmarks.replay``: ``easy`` repeats itself,
+``hard`` is random token ids, and ``alternating`` has 64 tokens of each in turn. There are several
+texts of each kind, because a single one may be lucky. Costs are measured once before the clock
+starts, as ``LLM`` does. All contenders take turns, text by text. A repeat is all texts of a kind. A
+ratio is the geometric mean over the repeats, with the interval of that mean.
 """
 
 import argparse
@@ -28,8 +27,9 @@ from jspec.api import config
 from jspec.api.build import build_plan
 from jspec.engine import costs as engine_costs
 from jspec.engine import loading
-from jspec.engine.batch import SequenceParams, start
+from jspec.engine.batch import start
 from jspec.engine.loop import init_shared
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
 from jspec.tools.bench.timing import Contender, race, ratios
 
@@ -40,7 +40,7 @@ _TURN = 64  # tokens of one kind in the alternating text
 
 
 def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Request]]:
-    """``count`` requests of each kind."""
+    """Return ``count`` requests of each kind."""
     rng = np.random.default_rng(0)
     easy = list(constants(tokenizer, count, prompt, answer))
     noise = rng.integers(4, tokenizer.vocab_size, (count, answer))
@@ -54,7 +54,7 @@ def texts(tokenizer, count: int, prompt: int, answer: int) -> dict[str, list[Req
 
 
 def settings(method: str, lengths: list[int]) -> dict[str, dict | None]:
-    """The contenders by name: fixed lengths, 0 being plain decoding, and the choice among them."""
+    """Return the contenders by name: fixed lengths, where 0 is plain decoding, and adaptive."""
     model = {"model": _DEMO / "draft"} if method == "draft_model" else {}
     model = {"model": _DEMO / "eagle3"} if method == "eagle3" else model
     longest = {"method": method, "num_speculative_tokens": lengths[-1], **model}
@@ -63,7 +63,7 @@ def settings(method: str, lengths: list[int]) -> dict[str, dict | None]:
 
 
 def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -> list[dict]:
-    """One row for each contender."""
+    """Return a row for each contender."""
     target = loading.load(_DEMO / "target", arguments.dtype)
     field, costs = [], None
     for label, asked in settings(arguments.method, arguments.lengths).items():
@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         field.append(Contender(label, runs, limit=arguments.quiet))
     race(field, arguments.repeats, arguments.patience)
     *fixed, adaptive = field
-    best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.kept]))
+    best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.usable]))
     return [
         {
             "text": name,
@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
 
 
 def _measured(made, request: Request):
-    """What is shared, with the costs of rounds on this machine."""
+    """Return the shared state with the costs of rounds on this machine."""
     text = jnp.zeros((1, 1024), jnp.int32)
     plan, params = replay.replaying(made.plan, made.params, text)
     row = SequenceParams(tuple(request.prompt), max_tokens=len(request.answer))
@@ -103,9 +103,9 @@ def _measured(made, request: Request):
 
 
 def _ratio(one: Contender, other: Contender) -> list[float | None]:
-    """Geometric mean of the ratio of the times of an undisturbed repeat, and its 95 % interval.
+    """Return the geometric mean of the speed ratios of undisturbed repeats, and its 95 % interval.
 
-    The interval is None where a single repeat was undisturbed.
+    The interval is None for a single repeat.
     """
     logs = -np.log(ratios(one, other))
     mean = round(float(np.exp(logs.mean())), 3)
@@ -116,32 +116,34 @@ def _ratio(one: Contender, other: Contender) -> list[float | None]:
 
 
 def table(rows: list[dict]) -> Table:
-    """For people."""
-    shown = Table(title="time beside plain decoding, and of the adaptive beside the best fixed K")
+    """Return the rows as a table."""
+    shown = Table(
+        title="speed relative to plain decoding, and of adaptive relative to the best fixed K"
+    )
     for name in ("text", "contender", "tau", "x plain", "95 %", "x best fixed", "95 %"):
         shown.add_column(name, justify="left" if name in ("text", "contender") else "right")
     for row in rows:
         plain, best = _shown(row["ratio_to_plain"]), _shown(row["ratio_to_best_fixed"])
         beside = (f"{best[0]} ({row['best_fixed']})", best[1])
-        own = row["contender"] == "adaptive"
+        is_adaptive = row["contender"] == "adaptive"
         shown.add_row(
             row["text"],
             row["contender"],
             f"{row['acceptance_length']:.2f}",
             *plain,
-            *(beside if own else ("", "")),
+            *(beside if is_adaptive else ("", "")),
         )
     return shown
 
 
 def _shown(ratio: list[float | None]) -> tuple[str, str]:
-    """A ratio and its interval, if there is one."""
+    """Format a ratio and its interval."""
     mean, low, high = ratio
     return f"{mean:.3f}", "-" if low is None else f"{low:.3f} - {high:.3f}"
 
 
 def _others(arguments: argparse.Namespace) -> list[dict]:
-    """Rows of kinds of text that are not measured now, as they were."""
+    """Return the earlier rows of kinds of text that are not measured now."""
     if not arguments.out.exists():
         return []
     before = json.loads(arguments.out.read_text())
@@ -151,15 +153,19 @@ def _others(arguments: argparse.Namespace) -> list[dict]:
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="adaptive draft lengths beside fixed ones")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="adaptive draft lengths against fixed ones")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/adaptive_METHOD.json")
     parser.add_argument("--method", default="ngram", choices=("ngram", "draft_model", "eagle3"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[0, 2, 4, 8])
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--texts", type=int, default=4, help="of a kind")
+    parser.add_argument("--texts", type=int, default=4, help="texts of a kind")
     parser.add_argument(
-        "--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="rows of others stay in --out"
+        "--kinds",
+        nargs="+",
+        choices=_KINDS,
+        default=_KINDS,
+        help="rows of other kinds stay in --out",
     )
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=512)

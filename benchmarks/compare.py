@@ -1,4 +1,4 @@
-"""One case: who runs, who wins, and whether the text is the same."""
+"""One case of ``benchmarks.latency``: contenders, speeds and equality of texts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from jspec.tools.bench.timing import Contender, Sample, race
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all cases share.
+    """The settings that all cases share.
 
     Attributes:
       prompts: token ids.
       max_new_tokens: of every row.
-      repeats: quiet samples wanted of each contender.
-      patience: further rounds to wait for quiet.
+      repeats: quiet samples of each contender.
+      patience: further rounds to wait for quiet samples.
       limit: cores that others may use during a quiet sample.
       seed: of sampling.
     """
@@ -40,12 +40,12 @@ class Reference:
 
 
 def autoregression(case: Case) -> Case:
-    """The same case without speculation."""
+    """Return the case without speculation."""
     return dataclasses.replace(case, method="autoregressive", num_speculative_tokens=0)
 
 
 def references(ours: Ours, theirs: Theirs, setting: Setting, dtype: str) -> Reference:
-    """Runs plain greedy generation on both sides."""
+    """Run plain greedy generation on both sides."""
     case = Case("autoregressive", 1, 0.0, dtype, 0)
     limits = setting.prompts, setting.max_new_tokens, setting.seed
     return Reference(
@@ -56,7 +56,7 @@ def references(ours: Ours, theirs: Theirs, setting: Setting, dtype: str) -> Refe
 def run_case(
     case: Case, ours: Ours, theirs: Theirs | None, setting: Setting, reference: Reference | None
 ) -> dict[str, Any]:
-    """Races jspec against its own autoregression and the peer's modes; figures for a row."""
+    """Race jspec against its own plain decoding and the peer's modes; return a row."""
     limits = setting.prompts, setting.max_new_tokens, setting.seed
     plain = autoregression(case)
     racers = {"jspec": lambda: ours.generate(case, *limits)}
@@ -88,13 +88,13 @@ def _bind(theirs: Theirs, case: Case, mode: str, threads: int, limits) -> Callab
 
 
 def _warm_up(run: Callable[[], Sample]) -> Sample:
-    """Compiles, then settles caches; the second sample is like any later one."""
+    """Compile and warm up; the second sample is like any later one."""
     run()
     return run()
 
 
 def _acceptance(theirs: Theirs, case: Case, mode: str, limits) -> float | None:
-    """The peer's acceptance length; a compiled model must not be hooked, and has none."""
+    """Return the peer's acceptance length; a compiled model cannot be hooked and has none."""
     if mode not in ("assisted", "prompt_lookup"):
         return None
     sample = theirs.generate(case, mode, 1, *limits, count_passes=True)
@@ -102,7 +102,7 @@ def _acceptance(theirs: Theirs, case: Case, mode: str, limits) -> float | None:
 
 
 def _text(sample: Sample, case: Case, reference: Reference | None) -> dict:
-    """What the text tells: acceptance, variety, and equality with plain greedy text."""
+    """Return acceptance, variety, and equality with the plain greedy text."""
     facts = {
         "acceptance_length": sample.num_tokens / sample.passes,
         "distinct_tokens": sum(len(set(row)) for row in sample.tokens) / len(sample.tokens),
@@ -113,13 +113,13 @@ def _text(sample: Sample, case: Case, reference: Reference | None) -> dict:
     return facts
 
 
-def difference(rows: Sequence[list[int]], wanted: Sequence[list[int]]) -> dict:
-    """Equal rows, and where the first unequal one parts."""
-    equal = [row == want for row, want in zip(rows, wanted, strict=True)]
+def difference(rows: Sequence[list[int]], expected: Sequence[list[int]]) -> dict:
+    """Return the number of equal rows, and the position of the first difference."""
+    equal = [row == other for row, other in zip(rows, expected, strict=True)]
     facts: dict[str, Any] = {"equal": all(equal), "rows_equal": sum(equal), "rows": len(equal)}
     if not all(equal):
         row = equal.index(False)
-        pairs = enumerate(zip(rows[row], wanted[row], strict=True))
+        pairs = enumerate(zip(rows[row], expected[row], strict=True))
         facts |= {"row": row, "position": next(i for i, (a, b) in pairs if a != b)}
     return facts
 
@@ -145,5 +145,5 @@ def _ratios(ours: Contender, other: Contender) -> dict:
         "tokens_per_second_median": round(other.median, 2),
         "ratio_best": round(ours.best / other.best, 3),
         "ratio_median": round(ours.median / other.median, 3),
-        "disturbed": not (ours.has_quiet and other.has_quiet),
+        "disturbed": not (ours.num_quiet and other.num_quiet),
     }

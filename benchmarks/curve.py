@@ -1,7 +1,7 @@
-"""What a pass over N nodes costs: the curve that bounds speculation on a device.
+"""The cost of a pass over N nodes, which bounds the gain of speculation on a device.
 
-Speculation pays ``V(K+1) / V(1)`` for a round instead of 1, and ``c`` for each of its K drafted
-tokens, so with acceptance length tau it cannot gain more than ``tau / (V(K+1)/V(1) + K c)``.
+A round costs ``V(K+1) / V(1)`` instead of 1, and ``c`` for each of its K drafted tokens. With
+acceptance length tau the gain is at most ``tau / (V(K+1)/V(1) + K c)``.
 """
 
 import functools
@@ -29,10 +29,10 @@ def pass_seconds(
     prefix: int = 192,
     rounds: int = 12,
 ) -> dict[int, float]:
-    """Seconds of one pass over N nodes a row and of writing their keys, for N in ``widths``.
+    """Return the seconds of a pass over N nodes a row with its KV writes, for N in ``widths``.
 
-    Passes run inside a jitted ``fori_loop``, each fed by the last; widths take turns and the best
-    of ``rounds`` counts.
+    Passes run inside a jitted ``fori_loop``, and each reads the tokens of the one before. Widths
+    take turns, and the best of ``rounds`` counts.
     """
     runs = {width: passes(config, params, width, batch=batch, prefix=prefix) for width in widths}
     best = dict.fromkeys(widths, float("inf"))
@@ -50,7 +50,7 @@ def passes(
     batch: int = 1,
     prefix: int = 192,
 ) -> Callable[[], float]:
-    """A compiled function that runs passes over ``width`` nodes and returns the seconds of one."""
+    """Return a compiled function that runs passes over ``width`` nodes and times one."""
     program = _program(config, width)
     cache = decoder.init_cache(config, batch, _CAPACITY)
     cache = cache.replace(length=jnp.full((batch,), prefix, jnp.int32))
@@ -82,9 +82,9 @@ def repeat(
     tree: Tree,
     count: int,
 ) -> tuple[kv_cache.KVCache, Array]:
-    """``count`` passes over the nodes ``tokens`` [B, N] of ``tree``, each fed by the last.
+    """Run ``count`` passes over the nodes ``tokens`` [B, N] of ``tree``, each fed by the last.
 
-    Every pass writes the keys of all its nodes, and the prefix keeps its length.
+    Every pass writes the KV of all its nodes, and the prefix keeps its length.
     """
     rows = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     none = jnp.zeros(tokens.shape[:1], jnp.int32)
@@ -101,10 +101,10 @@ def repeat(
 def speedup_bound(
     acceptance_length: float, widening: float, draft_cost: float, depth: int
 ) -> float:
-    """Most that a chain of ``depth`` drafted tokens can gain over autoregression.
+    """Return the largest speed-up of a chain of ``depth`` drafted tokens.
 
     Args:
-      acceptance_length: tokens a round emits, bonus included.
+      acceptance_length: tokens per round, bonus included.
       widening: V(K+1) / V(1).
       draft_cost: c, a pass of the draft model over a pass of the target.
       depth: K.
@@ -115,7 +115,7 @@ def speedup_bound(
 def logit_gap(
     config: decoder.DecoderConfig, params: decoder.DecoderParams, tokens: Sequence[int]
 ) -> float:
-    """Difference of the two largest logits of the token that follows ``tokens``."""
+    """Return the difference of the two largest logits after ``tokens``."""
     length = len(tokens)
     padded = np.zeros((1, -(-length // 64) * 64), np.int32)
     padded[0, :length] = tokens

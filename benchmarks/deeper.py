@@ -1,11 +1,11 @@
-"""A target of more blocks than it had, to train further: what does drafting bring a deeper one?
+"""A deeper copy of a target and its head, to train further.
 
     python -m benchmarks.deeper --target DIR --eagle3 DIR --times 2 --output OUT
 
-Behind each block come ``times - 1`` copies of it whose outputs are zero, so that the model says
-what it said until they are trained (block expansion, arXiv 2401.02415, section 3.1). ``OUT/target``
-holds it, ``OUT/eagle3`` the head, which reads the same hidden states at their new places.
-``training/README.md`` has the commands that train both on.
+Each block is followed by ``times - 1`` copies whose outputs are zero, so the model computes the
+same function until they are trained (block expansion, arXiv 2401.02415, section 3.1).
+``OUT/target`` is the model, and ``OUT/eagle3`` the head, which reads the same hidden states at
+their new layers. ``training/README.md`` has the commands that train both.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from jspec.models.decoder import DecoderConfig, LayerParams
 
 
 def deepen(model: LoadedModel, times: int, output: Path) -> DecoderConfig:
-    """Writes the model with ``times`` as many blocks, and its tokenizer; returns its sizes.
+    """Write the model with ``times`` as many blocks, and its tokenizer; return its config.
 
     Raises:
-      ValueError: its blocks are not all alike, or not plain.
+      ValueError: the model has windows or experts.
     """
     if model.config.windows or model.config.moe is not None:
         raise ValueError("--target has windows or experts; take one of plain blocks")
@@ -45,18 +45,18 @@ def deepen(model: LoadedModel, times: int, output: Path) -> DecoderConfig:
 
 
 def idle(layer: LayerParams) -> LayerParams:
-    """The block, adding nothing to the residual stream: what ends its two halves is zero."""
+    """Return the block with zero outputs of its two halves, which adds nothing to the residual."""
     ends = ("output", "output_bias", "down", "down_bias")
     zero = {name: jax.tree.map(jnp.zeros_like, getattr(layer, name)) for name in ends}
     return layer.replace(**zero)
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="a deeper target, and its head")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="a deeper target and its head")
     parser.add_argument("--target", type=Path, required=True, help="a decoder of plain blocks")
-    parser.add_argument("--eagle3", type=Path, required=True, help="a head of it")
-    parser.add_argument("--times", type=int, default=2, help="blocks for every one (default: 2)")
+    parser.add_argument("--eagle3", type=Path, required=True, help="its head")
+    parser.add_argument("--times", type=int, default=2, help="blocks for each block (default: 2)")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args()
     if asked.times < 2:

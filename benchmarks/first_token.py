@@ -2,8 +2,8 @@
 
     python -m benchmarks.first_token [--repeats 5] [--out FILE.json]
 
-The first start of each row compiles what no earlier run has left in the user's cache, and is
-printed apart. Where torch is installed beside, transformers may import it, which takes seconds.
+The first start of each row compiles programs that are not in the user's cache yet, and is printed
+separately. If torch is installed, transformers may import it, which takes seconds.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _CONFIGS = {
 
 
 def first_text(config: dict | None) -> float:
-    """Seconds until a new process of ``jspec generate`` writes the first text of the answer."""
+    """Return the seconds until a new process of ``jspec generate`` writes its first text."""
     words = [sys.executable, "-m", "jspec", "generate", str(_DEMO / "target"), _PROMPT, "--stream"]
     if config is not None:
         words += ["--speculative-config", json.dumps(config)]
@@ -47,7 +47,7 @@ def first_text(config: dict | None) -> float:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="seconds to the first text")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=_RESULTS / "first_token.json")

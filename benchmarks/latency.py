@@ -1,4 +1,4 @@
-"""jspec beside transformers, in one run, on the same weights, prompts and K.
+"""jspec against transformers in one run, on the same weights, prompts and K.
 
     python -m benchmarks.latency [--model DIR --draft DIR] [--out benchmarks/results/latency.json]
 
@@ -35,10 +35,10 @@ _LOG_WIDTH = 160
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     arguments = _parser().parse_args()
     console = Console()
-    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+    if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
     loading.keep_compiled_programs()
     setting = _setting(arguments)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _describe(setting: Setting) -> dict:
-    """The setting without its prompts, of which a fingerprint is enough."""
+    """Return the setting with a fingerprint of its prompts."""
     numbers = dataclasses.asdict(setting)
     prompts = numbers.pop("prompts")
     return {
@@ -78,7 +78,7 @@ def _describe(setting: Setting) -> dict:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="jspec beside transformers on torch CPU")
+    parser = argparse.ArgumentParser(description="jspec against transformers on torch CPU")
     parser.add_argument("--model", type=Path, default=_DEMO / "target")
     parser.add_argument("--draft", type=Path, default=_DEMO / "draft")
     parser.add_argument("--out", type=Path, default=_RESULTS / "latency.json")
@@ -121,7 +121,7 @@ def _setting(arguments: argparse.Namespace) -> Setting:
 def _rows(
     arguments, setting: Setting, ours: Ours, dtype: str, progress: Progress
 ) -> Iterator[dict]:
-    """Every case of one dtype, against a peer of that dtype."""
+    """Yield the row of every case of one dtype, against a peer of that dtype."""
     if not arguments.methods:
         return
     cases = list(
@@ -146,7 +146,7 @@ def _rows(
 def _sweep(
     arguments, setting: Setting, ours: Ours, dtype: str, costs: dict, progress: Progress
 ) -> Iterator[dict]:
-    """``draft_model`` at each K beside autoregression, sampled, with the bound on its gain."""
+    """Yield sampled ``draft_model`` at each K against plain decoding, with the bound on gain."""
     temperature = arguments.sweep_temperature
     cases = [Case("draft_model", 1, temperature, dtype, depth) for depth in arguments.sweep]
     for case in _tracked(cases, progress):
@@ -161,7 +161,7 @@ def _sweep(
 
 
 def _curve(ours: Ours) -> dict:
-    """V(N) of the target for N up to 16, and what a pass of the draft model costs beside V(1)."""
+    """Return V(N) of the target for N up to 16, and the cost of a draft pass relative to V(1)."""
     seconds = curve.pass_seconds(ours.target.config, ours.target.params, _WIDTHS)
     draft = curve.pass_seconds(ours.draft.config, ours.draft.params, [1])[1]
     return {
@@ -172,14 +172,14 @@ def _curve(ours: Ours) -> dict:
 
 
 def _add_gaps(facts: dict, ours: Ours, setting: Setting, reference: compare.Reference) -> None:
-    """Where the text parts from plain greedy, how close the two best tokens were."""
-    for key, wanted in (
+    """Add the gap of the two best logits where a text differs from plain greedy."""
+    for key, expected in (
         ("equal_to_own_greedy", reference.ours),
         ("equal_to_peer_greedy", reference.theirs),
     ):
         if key in facts and not facts[key]["equal"]:
             row, position = facts[key]["row"], facts[key]["position"]
-            context = setting.prompts[row] + wanted[row][:position]
+            context = setting.prompts[row] + expected[row][:position]
             facts[key]["gap"] = curve.logit_gap(ours.target.config, ours.target.params, context)
 
 

@@ -1,14 +1,14 @@
-"""Every drafting method on the demo target: how much it has accepted, what a round costs, how fast.
+"""Every drafting method on the demo target: acceptance, cost of a round and speed.
 
     python -m benchmarks.methods [--head medusa=RUN/export ...] [--out FILE.json]
 
 ``--head`` names a method, or one of ``HEADS``.
 
-Workloads, all of source files that the demo was not trained on: ``completion`` and ``prose`` are
-drawn at temperature 1 after a piece of code and after a docstring; ``editing`` (a piece of code
+The workloads come from source files that the demo was not trained on. ``completion`` and ``prose``
+are sampled at temperature 1 after a piece of code and after a docstring. ``editing`` (the code
 again, with two names changed, a line dropped and a line doubled) and ``repetitive`` (four lines
-over and over) are given texts that the target is made to say, see ``benchmarks.replay``. One
-request at a time, so that ``suffix`` knows the answers before. All methods take turns.
+repeated) are given texts that the target is made to generate, see ``benchmarks.replay``. Requests
+run one at a time, so that ``suffix`` knows earlier answers. All methods take turns.
 """
 
 import argparse
@@ -37,9 +37,10 @@ from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Draft, Params
 from jspec.engine import loading
-from jspec.engine.batch import Batch, SequenceParams, advance, read, start
+from jspec.engine.batch import Batch, advance, read, start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
 from jspec.tools.bench.timing import Contender, Sample, race, ratios, spread
 
@@ -60,14 +61,14 @@ HEADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and the answer where it is given."""
+    """A prompt, and the answer if it is given."""
 
     prompt: list[int]
     answer: list[int] | None = None
 
 
 def workloads(tokenizer: Any, count: int, prompt: int, answer: int) -> dict[str, list[Request]]:
-    """``count`` requests of each kind, in token ids."""
+    """Return ``count`` requests of each kind, in token ids."""
     encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
     code = workload.source_prompts(tokenizer, count, prompt)
     given = workload.edits(tokenizer, count, prompt, answer)
@@ -81,7 +82,7 @@ def workloads(tokenizer: Any, count: int, prompt: int, answer: int) -> dict[str,
 
 
 def constants(tokenizer: Any, count: int, prompt: int, answer: int) -> Iterator[Request]:
-    """Four constants over and over, begun at another line of their table in every request."""
+    """Yield requests of four repeated lines, which start at a different line of their table."""
     lines = [
         f"    {status.name} = {status.value}, {status.phrase!r}\n" for status in http.HTTPStatus
     ]
@@ -94,14 +95,14 @@ def constants(tokenizer: Any, count: int, prompt: int, answer: int) -> Iterator[
 
 @dataclasses.dataclass(frozen=True)
 class Idle(jspec.NoDrafter):
-    """Drafts nothing, in drafts of ``tree_size`` nodes: what the target's pass alone costs."""
+    """A drafter of ``tree_size`` invalid nodes, to time the target's pass alone."""
 
     tree_size: int = 1
 
     max_depth = property(lambda self: self.tree_size - 1)
 
     def propose(self, params, request, shared, memory, history):
-        """The root, and nodes that are not valid."""
+        """Return the root and invalid nodes."""
         root = root_token(history)[:, None]
         draft = jnp.pad(root, ((0, 0), (0, self.max_depth)))
         valid = jnp.broadcast_to(jnp.arange(self.tree_size) == 0, draft.shape)
@@ -110,7 +111,7 @@ class Idle(jspec.NoDrafter):
 
 
 def configs(num_tokens: int, heads: dict[str, str]) -> dict[str, dict | None]:
-    """What is measured, by the names of the table."""
+    """Return the configs by their names in the table."""
     neural = {"num_speculative_tokens": num_tokens}
     eagle = {"method": "eagle3", "model": _DEMO / "eagle3"} | neural
     suffix = {"method": "suffix"}
@@ -132,17 +133,17 @@ def configs(num_tokens: int, heads: dict[str, str]) -> dict[str, dict | None]:
 
 @dataclasses.dataclass
 class Runner:
-    """A plan with its weights; runs all requests of a workload, one after the other."""
+    """A plan with its weights, which runs all requests of a workload one by one."""
 
     plan: Plan
     params: Params
     requests: Sequence[Request]
     max_new_tokens: int
     temperature: float
-    shared: Any = None  # to start every run with; None for that of the first call ever
+    shared: Any = None  # state at the start of every run; None for an empty one
 
     def __call__(self) -> Sample:
-        """Decoding under the clock; prompts are taken in before it starts."""
+        """Time decoding; prompts are prefilled before the clock starts."""
         shared = init_shared(self.plan) if self.shared is None else self.shared
         spent, answers = 0.0, []
         cpu = time.process_time()
@@ -154,7 +155,7 @@ class Runner:
             shared = batch.shared
             answers += read(batch)
             if request.answer is not None:
-                assert answers[-1].tokens.tolist() == request.answer, "the text was not said"
+                assert answers[-1].tokens.tolist() == request.answer, "the text was not generated"
         return Sample(
             spent,
             time.process_time() - cpu,
@@ -165,9 +166,9 @@ class Runner:
     def begin(
         self, request: Request, index: int = 0, shared: Any = None
     ) -> tuple[Plan, Params, Batch]:
-        """The request with its prompt taken in, and the plan and weights that go on from there.
+        """Return the plan, the weights and the batch of a request with its prompt prefilled.
 
-        ``index`` is the stream's; ``shared`` None for what every run starts with.
+        ``index`` selects the random stream; ``shared`` None is the state of every run's start.
         """
         plan, params = self.plan, self.params
         if shared is None:
@@ -190,7 +191,7 @@ class Runner:
 
 
 def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -> list[dict]:
-    """One row for each method."""
+    """Return a row for each method."""
     target = loading.load(_DEMO / "target", arguments.dtype)
     field, plans, first = [], {}, {}
     for method, asked in track(
@@ -212,7 +213,7 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
     race(field, arguments.repeats, arguments.patience)
     by_name = {each.name: each for each in field}
     plain = by_name["none"]
-    pass_of = lambda each: statistics.median(s.seconds / s.passes for s in each.kept)
+    pass_of = lambda each: statistics.median(s.seconds / s.passes for s in each.usable)
     rows = []
     for method, plan in plans.items():
         each, size = by_name[method], plan.drafter.tree_size
@@ -235,24 +236,25 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
 
 
 def table(rows: list[dict]) -> Table:
-    """For people: a line a method, acceptance length and speed-up by workload."""
+    """Return acceptance length and speed-up of each method by workload."""
     names = list(dict.fromkeys(row["workload"] for row in rows))
     shown = Table(
-        title="acceptance length, and in brackets tokens/s beside plain decoding (median of turns)",
-        caption="round: what a round costs, in plain passes, and of it the target's pass over N "
+        title="acceptance length (and speed-up over plain decoding, median of turns)",
+        caption="round: the cost of a round in plain passes, and of it the target's pass over N "
         "nodes; the rest is drafting.",
     )
     shown.add_column("method", no_wrap=True)
     for name in (*names, "N", "round"):
         shown.add_column(name, justify="right")
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = {row["workload"]: row for row in rows if row["method"] == method}
-        some = own[names[0]]
+        by_workload = {row["workload"]: row for row in rows if row["method"] == method}
+        first = by_workload[names[0]]
         cells = [
-            f"{row['acceptance_length']:.2f} ({row['ratio']['median']:.2f})" for row in own.values()
+            f"{row['acceptance_length']:.2f} ({row['ratio']['median']:.2f})"
+            for row in by_workload.values()
         ]
         shown.add_row(
-            method, *cells, str(some["nodes"]), f"{some['round']:.2f}, {some['verifying']:.2f}"
+            method, *cells, str(first["nodes"]), f"{first['round']:.2f}, {first['verifying']:.2f}"
         )
     return shown
 
@@ -265,12 +267,12 @@ def _head(text: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="all drafting methods side by side")
     parser.add_argument("--out", type=Path, default=_RESULTS / "methods.json")
     parser.add_argument("--head", type=_head, action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of what is drawn")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampled texts")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -289,7 +291,7 @@ def main() -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     console = Console()
-    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+    if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
     console.print(table(results["rows"]))
 

@@ -1,4 +1,4 @@
-"""jspec as a contender, through the door its users take."""
+"""jspec as a contender, through its public API."""
 
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ def sample(
     max_new_tokens: int,
     seed: int,
 ) -> Sample:
-    """All prompts, ``batch`` at a time, under the clock."""
+    """Time the generation of all prompts, ``batch`` at a time."""
     settings = [
         SamplingParams(
             temperature=temperature,
@@ -38,7 +38,7 @@ def sample(
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     answers = [output.outputs[0] for output in outputs]
     tokens = [answer.token_ids for answer in answers]
-    # A pass emits what it accepted and one token more.
+    # A pass emits the accepted tokens and one more.
     accepted = sum(
         answer.speculative_decoding_stats["num_accepted_draft_tokens"] for answer in answers
     )
@@ -46,7 +46,7 @@ def sample(
 
 
 class Ours:
-    """The loaded models of one dtype, and an ``LLM`` for each method and K asked for.
+    """The loaded models of one dtype, and an ``LLM`` for each method and K.
 
     Programs compile at a case's first call.
     """
@@ -59,7 +59,7 @@ class Ours:
     def generate(
         self, case: Case, prompts: list[list[int]], max_new_tokens: int, seed: int
     ) -> Sample:
-        """All prompts, ``case.batch`` at a time, under the clock."""
+        """Time the generation of all prompts, ``case.batch`` at a time."""
         llm = self._llm(case)
         return sample(llm, case.batch, case.temperature, prompts, max_new_tokens, seed)
 

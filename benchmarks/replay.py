@@ -1,4 +1,4 @@
-"""A target that says a given text, at the cost of a real one: to measure drafts of real answers."""
+"""A target that generates a given text at the cost of a real one, to measure drafts of it."""
 
 import dataclasses
 from typing import Any
@@ -15,10 +15,10 @@ _CERTAIN = 1e4  # added to the logit of the text's next token
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """``decoder`` on the text of ``params``, its weights and the token ids [B, T] of every row.
+    """A decoder whose params are its weights and a text, token ids [B, T].
 
-    Hidden states, and so the drafts of heads, are the decoder's own; the token after each position
-    of the text is the text's. At temperature 0 this is what is said, whatever is drafted.
+    Hidden states, and so the drafts of heads, are the decoder's. Logits put the mass on the text's
+    next token, so that greedy decoding generates the text for any draft.
     """
 
     decoder: Decoder
@@ -30,45 +30,45 @@ class Replay:
 
     @property
     def max_positions(self) -> int:
-        """Of the decoder."""
+        """The limit of the decoder."""
         return self.decoder.max_positions
 
     def init_cache(self, batch: int, capacity: int) -> Any:
-        """The decoder's."""
+        """Return the decoder's cache."""
         return self.decoder.init_cache(batch, capacity)
 
     def forward(self, params, tokens, tree, cache, capture_layers=()):
-        """One pass of the decoder; the text's tokens are certain."""
+        """Run the decoder, and make the text's tokens certain."""
         weights, text = params
         out = self.decoder.forward(weights, tokens, tree, cache, capture_layers)
         tree = trees.broadcast(tree, tokens.shape[0])
         after = cache.length[:, None] + tree.depth + 1
-        said = jnp.take_along_axis(text, after, 1, mode="clip")
+        tokens_after = jnp.take_along_axis(text, after, 1, mode="clip")
         rows = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1])
-        return out.replace(logits=out.logits.at[(*rows, said)].add(_CERTAIN))
+        return out.replace(logits=out.logits.at[(*rows, tokens_after)].add(_CERTAIN))
 
     def embed(self, params, tokens: Array) -> Array:
-        """The decoder's."""
+        """Return the decoder's embeddings."""
         return self.decoder.embed(params[0], tokens)
 
     def unembed(self, params, hidden: Array, *, norm: bool = True) -> Array:
-        """The decoder's: what is said is only known to the target's own pass."""
+        """Return the decoder's logits: only the target's pass knows the text."""
         return self.decoder.unembed(params[0], hidden, norm=norm)
 
 
 def replaying(plan: Plan, params: Params, text: Array) -> tuple[Plan, Params]:
-    """The plan and its weights, made to say ``text`` [B, T], prompts included."""
+    """Return the plan and weights that generate ``text`` [B, T], which includes the prompts."""
     target = Replay(plan.target)
-    plan = dataclasses.replace(plan, target=target, drafter=_told(plan.drafter, target))
+    plan = dataclasses.replace(plan, target=target, drafter=_with_target(plan.drafter, target))
     return plan, params._replace(target=(params.target, text))
 
 
-def _told(drafter: Any, target: Replay) -> Any:
-    """The drafter with the new target wherever it shares the target's matrices."""
+def _with_target(drafter: Any, target: Replay) -> Any:
+    """Return the drafter with the new target wherever it uses the target's matrices."""
     names = {field.name for field in dataclasses.fields(drafter)}
     if "parts" in names:
-        parts = tuple(_told(part, target) for part in drafter.parts)
+        parts = tuple(_with_target(part, target) for part in drafter.parts)
         return dataclasses.replace(drafter, parts=parts)
-    if "drafter" in names:  # of an adaptive length
-        return dataclasses.replace(drafter, drafter=_told(drafter.drafter, target))
+    if "drafter" in names:  # adaptive lengths
+        return dataclasses.replace(drafter, drafter=_with_target(drafter.drafter, target))
     return dataclasses.replace(drafter, target=target) if "target" in names else drafter

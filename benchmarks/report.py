@@ -1,4 +1,4 @@
-"""Tables for people, of the figures that the JSON file holds."""
+"""Tables of the figures in the JSON file of ``benchmarks.latency``."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ from rich.table import Table
 
 
 def latency_table(rows: Sequence[dict], facts: dict) -> Table:
-    """One line for each case and peer mode; best of n, with the ratio of medians beside it."""
+    """Return a line for each case and peer mode, with the best of n and the ratio of medians."""
     device = facts["device"]
     table = Table(
         title=f"tokens/s on {device['cores']} cores of {device['cpu']}: "
-        f"jspec beside transformers {facts['versions']['transformers']}",
+        f"jspec against transformers {facts['versions']['transformers']}",
         caption="peer: mode / its better number of threads. "
         "= greedy: same text as plain greedy of jspec / of transformers. "
-        "tau: tokens a target pass emits, jspec / transformers. x: ratio of the best of n (of the "
-        "medians). quiet: samples that no other process disturbed, of all, jspec / transformers; "
-        "?: a side has none, and the ratio says nothing.",
+        "tau: tokens per target pass, jspec / transformers. x: ratio of the best of n (of the "
+        "medians). quiet: undisturbed samples of all, jspec / transformers; "
+        "?: a side has none, and the ratio is not valid.",
     )
     table.add_column("method", no_wrap=True)
     for name in ("batch", "T", "dtype", "K", "= greedy", "distinct", "tau", "jspec", "x own AR"):
@@ -24,17 +24,17 @@ def latency_table(rows: Sequence[dict], facts: dict) -> Table:
     for name in ("theirs", "x", "quiet"):
         table.add_column(name, justify="right")
     for row in rows:
-        own = _own_cells(row)
+        cells = _own_cells(row)
         for peer in row["peers"] or [None]:
             theirs = _tau(row, peer)
-            table.add_row(*own[:7], theirs, *own[7:], *_peer_cells(peer), _quiet(row, peer))
-            own = [""] * len(own)
+            table.add_row(*cells[:7], theirs, *cells[7:], *_peer_cells(peer), _quiet(row, peer))
+            cells = [""] * len(cells)
         table.add_section()
     return table
 
 
 def line(row: dict) -> str:
-    """A row in one line, for a log that grows."""
+    """Return a row in one line, for a log."""
     case = row["case"]
     peers = ", ".join(f"{_ratio(peer)} x {_peer_cells(peer)[0]}" for peer in row["peers"])
     return (
@@ -44,7 +44,7 @@ def line(row: dict) -> str:
 
 
 def curve_table(curves: dict[str, dict]) -> Table:
-    """V(N) / V(1) of the target, and the draft model's cost, for each dtype."""
+    """Return V(N) / V(1) of the target and the draft model's cost for each dtype."""
     widths = next(iter(curves.values()))["milliseconds"].keys()
     table = Table(title="a target pass over N nodes, V(N) / V(1); c: a draft pass over V(1)")
     table.add_column("dtype")
@@ -58,12 +58,12 @@ def curve_table(curves: dict[str, dict]) -> Table:
 
 
 def sweep_table(rows: Sequence[dict]) -> Table:
-    """draft_model against our own autoregression, for each K."""
-    table = Table(title="draft_model by K, beside jspec's own autoregression in the same dtype")
+    """Return ``draft_model`` against plain decoding for each K."""
+    table = Table(title="draft_model by K, against jspec's plain decoding in the same dtype")
     for name in ("dtype", "T", "K", "tau", "V(K+1)/V(1)", "c", "bound", "tokens/s", "own AR", "x"):
         table.add_column(name, justify="right")
     for row in rows:
-        own = row["own_autoregression"]
+        plain = row["own_autoregression"]
         table.add_row(
             row["case"]["dtype"],
             f"{row['case']['temperature']:g}",
@@ -73,15 +73,15 @@ def sweep_table(rows: Sequence[dict]) -> Table:
             f"{row['draft_cost']:.3f}",
             f"{row['bound']:.2f}",
             f"{row['ours']['tokens_per_second_best']:.0f}",
-            f"{own['tokens_per_second_best']:.0f}",
-            _ratio(own),
+            f"{plain['tokens_per_second_best']:.0f}",
+            _ratio(plain),
         )
     return table
 
 
 def _own_cells(row: dict) -> list[str]:
     case, ours = row["case"], row["ours"]
-    own = row.get("own_autoregression")
+    plain = row.get("own_autoregression")
     return [
         case["method"],
         str(case["batch"]),
@@ -91,12 +91,12 @@ def _own_cells(row: dict) -> list[str]:
         _equality(ours),
         f"{ours['distinct_tokens']:.0f}",
         f"{ours['tokens_per_second_best']:.0f}",
-        _ratio(own) if own else "-",
+        _ratio(plain) if plain else "-",
     ]
 
 
 def _equality(ours: dict) -> str:
-    """yes/yes, or how many rows are equal and where the first one parts."""
+    """Return "yes", or the number of equal rows and the first difference, for both references."""
     if "equal_to_own_greedy" not in ours:
         return "-"
     return " / ".join(

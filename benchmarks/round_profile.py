@@ -1,11 +1,11 @@
-"""Where a round's time goes on a CPU, by part of the round and kind of work.
+"""The time of a round on a CPU, by part of the round and kind of work.
 
     python -m benchmarks.round_profile [--temperature 0.8] [--out FILE.json]
 
-Decodes with the demo's models under jax's profiler. Every operation of XLA's is an event with the
-name of its instruction, whose place in the source is in the compiled program. A round that is
-watched is slower than one that is not, so both are printed: shares are of the former. The cache of
-compiled programs stays off, as those in it keep the names of the sources they were made from.
+Decodes with the demo's models under JAX's profiler. Every XLA operation is an event with the name
+of its instruction, and the compiled program maps instructions to source scopes. Profiled rounds are
+slower than others, so both times are printed; shares are those of profiled rounds. The cache of
+compiled programs stays off, because its programs contain the scopes of older sources.
 """
 
 import argparse
@@ -28,31 +28,32 @@ from benchmarks import workload
 from jspec.api import build, config
 from jspec.core.types import Params
 from jspec.engine import loading
-from jspec.engine.batch import Batch, SequenceParams, advance, read, start
+from jspec.engine.batch import Batch, advance, read, start
 from jspec.engine.loop import decode, init_shared
 from jspec.engine.plan import Plan
+from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
 _PARTS = ("draft", "target", "accept", "commit")
 _LAYERS = ("attention", "mlp")
-_CONTROL = ("while", "conditional", "call")  # their events hold those of what they run
+_CONTROL = ("while", "conditional", "call")  # their events contain those of their bodies
 _FOREVER = jnp.int32(2**30)
 _REPEATS = 6
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = .*? ([a-z][\w\-]*)\(")
 _CALLED = re.compile(r"calls=%([\w.\-]+)")
-_PLACE = re.compile(r'op_name="([^"]*)"')
+_SCOPES = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an instruction is for.
+    """The purpose of an instruction.
 
     Attributes:
       part: of the round, one of ``_PARTS``, or "loop".
-      layer: of a network, one of ``_LAYERS``, or "" for what is around its blocks.
+      layer: of a network, one of ``_LAYERS``, or "" outside its blocks.
       multiplies: whether it is a matrix product.
     """
 
@@ -62,45 +63,44 @@ class Work:
 
 
 def works(program: str) -> dict[str, Work]:
-    """What every instruction of a scheduled program is for, but those that run others, by name."""
+    """Return the purpose of each instruction by name, except those that run other instructions."""
     computations: dict[str, list[str]] = {}
     for block in re.split(r"\n\n", program):
         head, *lines = block.strip("\n").split("\n")
         computations[head.removeprefix("ENTRY ").lstrip("%").split(" ")[0]] = lines
-    found = {}
+    work = {}
     for lines in computations.values():
-        place = _first_place(lines)
+        scopes = _first_scopes(lines)
         for line in lines:
             match = _INSTRUCTION.match(line)
             if not match:
                 continue
             called = _CALLED.search(line)
             inner = computations.get(called[1], []) if called else []
-            # Products lose their place when XLA hands them to a library; they are computed after
-            # what they multiply.
-            place = _first_place([line, *inner]) or place
+            # Products lose their scope when XLA calls a library; they follow their operands.
+            scopes = _first_scopes([line, *inner]) or scopes
             if match[2] not in _CONTROL:
                 multiplies = any(" dot(" in each for each in [line, *inner])
-                found[match[1]] = _work(place, multiplies)
-    return found
+                work[match[1]] = _work(scopes, multiplies)
+    return work
 
 
-def _first_place(lines: Sequence[str]) -> tuple[str, ...]:
-    """The scopes of the first of some instructions that is in any part of a round."""
-    for match in filter(None, map(_PLACE.search, lines)):
+def _first_scopes(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the scopes of the first instruction that is in any part of a round."""
+    for match in filter(None, map(_SCOPES.search, lines)):
         scopes = tuple(match[1].split("/"))
         if not {*_PARTS}.isdisjoint(scopes):
             return scopes
     return ()
 
 
-def _work(place: tuple[str, ...], multiplies: bool) -> Work:
-    named = lambda known: next((scope for scope in place if scope in known), "")
+def _work(scopes: tuple[str, ...], multiplies: bool) -> Work:
+    named = lambda known: next((scope for scope in scopes if scope in known), "")
     return Work(named(_PARTS) or "loop", named(_LAYERS), multiplies)
 
 
 def microseconds(work: dict[str, Work], run: Callable[[], None]) -> dict[Work, tuple[float, int]]:
-    """Time and number of operations of each kind of work in ``run``, which is profiled."""
+    """Profile ``run``; return time and number of operations of each kind of work."""
     totals: dict[Work, list] = collections.defaultdict(lambda: [0.0, 0])
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level, options.python_tracer_level = 3, 0
@@ -118,7 +118,7 @@ def microseconds(work: dict[str, Work], run: Callable[[], None]) -> dict[Work, t
 
 
 def profile(plan: Plan, params: Params, row: SequenceParams) -> dict:
-    """Microseconds of a round, unwatched and, by kind of work, watched."""
+    """Return microseconds of a round without the profiler, and by kind of work with it."""
 
     def begun() -> Batch:
         batch = start(plan, params, [row]).replace(shared=init_shared(plan))
@@ -160,9 +160,11 @@ def main() -> None:
     for dtype in arguments.dtypes:
         target = loading.load(_DEMO / "target", dtype)
         [prompt] = workload.source_prompts(target.tokenizer, 1, 128)
-        row = SequenceParams(prompt, arguments.max_tokens, arguments.temperature, seed=1)
+        row = SequenceParams(
+            prompt, arguments.max_tokens, temperature=arguments.temperature, seed=1
+        )
         for name, given in _configs().items():
-            made = build.assemble(target, config.read(given), dtype=dtype)
+            made = build.build_plan(target, config.read(given), dtype=dtype)
             results["profiles"].append(
                 {"name": name, "dtype": dtype} | profile(made.plan, made.params, row)
             )
@@ -180,14 +182,14 @@ def _configs() -> dict[str, dict | None]:
 
 
 def table(profiles: Sequence[dict]) -> Table:
-    """Microseconds of a watched round by part."""
+    """Return the microseconds of a profiled round by part."""
     shown = Table(
         title="a round, microseconds",
         caption="products: matrix products, with weights or with the caches. rest: norms, "
-        "rotations, softmax, sampling, copies. watched: by part, under the profiler.",
+        "rotations, softmax, sampling, copies. profiled: the sum of the parts, under the profiler.",
     )
     shown.add_column("method", no_wrap=True)
-    for name in ("tokens", "round", "watched", *_PARTS, "loop", "products", "rest", "operations"):
+    for name in ("tokens", "round", "profiled", *_PARTS, "loop", "products", "rest", "operations"):
         shown.add_column(name, justify="right")
     for each in profiles:
         sums = lambda keep, each=each: sum(kind["us"] for kind in each["work"] if keep(kind))

@@ -1,4 +1,4 @@
-"""transformers as a contender: the worker's calls, gathered to samples."""
+"""transformers as a contender, in a worker process."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from jspec.tools.bench.timing import Sample
 
 
 class Theirs:
-    """A peer process for one dtype, and the settings that a case needs there.
+    """A peer process for one dtype, and its settings.
 
     Attributes:
       threads: numbers of threads to try; the better one counts.
@@ -29,7 +29,7 @@ class Theirs:
         seed: int,
         count_passes: bool = False,
     ) -> Sample:
-        """All prompts, ``case.batch`` at a time; seconds are those inside the worker."""
+        """Generate all prompts, ``case.batch`` at a time; seconds are those inside the worker."""
         total = Sample(0.0, 0.0, [], passes=0 if count_passes else None)
         for first in range(0, len(prompts), case.batch):
             answer = self._peer.generate(

@@ -1,11 +1,11 @@
-"""What it costs to verify N nodes beside one, V(N) / V(1), at an 8B model's shape.
+"""The cost of verifying N nodes relative to one, V(N) / V(1), at an 8B model's shape.
 
     python -m benchmarks.verify_cost [--out benchmarks/results/verify_cost.json]
 
-A pass reads every weight and all of the prefix, however many nodes it scores; so few nodes should
-cost hardly more than one, and that is what speculation lives on. The bar: 8 nodes of a batch of one
-cost at most 1.10 of one node. Weights and prefixes are random and made on the device; contenders
-of a batch size take turns. What does not fit into the device's memory is named and left out.
+A pass reads every weight and the whole prefix for any number of nodes, so a few nodes should cost
+hardly more than one; speculation depends on that. The bar: 8 nodes at batch 1 cost at most 1.10
+times one node. Weights and prefixes are random and made on the device. Contenders of a batch size
+take turns. Cases that do not fit into the device's memory are reported and left out.
 """
 
 import argparse
@@ -47,14 +47,14 @@ CONFIGS = {
 }  # fmt: skip
 LENGTHS = {"Llama-3.1-8B": (8192, 32768), "tiny": (64, 500)}
 _TREE_DEPTH, _TREE_TOP_K = 6, 8
-_SLOT_MULTIPLE = 64  # of a cache: what every kernel reads where it lies
+_SLOT_MULTIPLE = 64  # of a cache: every kernel reads such blocks in place
 _RESULTS = Path(__file__).with_name("results")
 _LOG_WIDTH = 160
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pass that is timed."""
+    """A timed pass."""
 
     implementation: str  # of attention
     draft: str  # "chain" or "tree"
@@ -63,13 +63,13 @@ class Case:
     nodes: int  # N, the root included
 
     def over(self, nodes: int) -> "Case":
-        """The same over so many nodes; one node, or two, are a chain however they are drafted."""
+        """Return the case with so many nodes; one or two nodes are always a chain."""
         draft = self.draft if nodes > 2 else "chain"
         return dataclasses.replace(self, nodes=nodes, draft=draft)
 
 
 def cases(settings: argparse.Namespace, batch: int, lengths: Sequence[int]) -> Iterator[Case]:
-    """Everything that is timed at a batch size."""
+    """Yield the cases of a batch size."""
     for implementation in settings.implementations:
         for length in lengths:
             for nodes in settings.nodes:
@@ -78,7 +78,7 @@ def cases(settings: argparse.Namespace, batch: int, lengths: Sequence[int]) -> I
 
 
 def tree_of(case: Case) -> Tree:
-    """The nodes of a case, as arrays that a program takes: chains and trees share one program."""
+    """Return the nodes of a case as arrays, so that chains and trees share one program."""
     parents = trees.chain(case.nodes - 1)
     if case.draft == "tree":
         depth, top_k = (min(limit, case.nodes - 1) for limit in (_TREE_DEPTH, _TREE_TOP_K))
@@ -86,29 +86,26 @@ def tree_of(case: Case) -> Tree:
     return trees.broadcast(trees.from_parents(parents, case.nodes - 1), case.batch)
 
 
-# ------------------------------------------------------------------------------------------ memory
-
-
 def room() -> int:
-    """Bytes that are left on the device: of its allocator's, or of the machine's memory."""
+    """Return the free bytes of the device, or the memory of the machine."""
     if stats := jax.local_devices()[0].memory_stats():
         return stats["bytes_limit"] - stats["bytes_in_use"]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def size(tree: object) -> int:
-    """Bytes of the arrays of a pytree, which may be abstract."""
+    """Return the bytes of the arrays of a pytree, which may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def cache_like(config: DecoderConfig, batch: int, length: int, most_nodes: int) -> kv_cache.KVCache:
-    """The cache of ``length`` tokens and a round, without its memory."""
+    """Return the abstract cache of ``length`` tokens and a round."""
     slots = -(-(length + most_nodes) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
     return jax.eval_shape(functools.partial(decoder.init_cache, config, batch, slots))
 
 
 def random_cache(like: kv_cache.KVCache) -> kv_cache.KVCache:
-    """A cache full of noise, made where it will lie."""
+    """Return a cache of noise, made on the device."""
     leaves, form = jax.tree.flatten(like.layers)
     normal = jax.jit(lambda key: jax.random.normal(key, leaves[0].shape, leaves[0].dtype))
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -118,15 +115,12 @@ def random_cache(like: kv_cache.KVCache) -> kv_cache.KVCache:
 
 
 def skipped(case: dict, reason: str, needed: int | None = None) -> dict:
-    """What was left out, in the results and aloud."""
+    """Print a case that is left out, and return it for the results."""
     if needed is not None:
         reason = f"needs {needed / 1e9:.1f} GB, and {reason}"
     facts = ", ".join(f"{name} {value}" for name, value in case.items())
     print(f"left out: {facts}: {reason}", flush=True)
     return case | {"reason": reason}
-
-
-# ---------------------------------------------------------------------------------------- programs
 
 
 def trace_passes(
@@ -137,7 +131,7 @@ def trace_passes(
     params: DecoderParams,
     like: kv_cache.KVCache,
 ) -> jax.stages.Traced:
-    """``passes`` passes over ``nodes`` nodes: (params, cache, tokens, tree) to (cache, tokens)."""
+    """Trace ``passes`` passes over ``nodes`` nodes, from a cache, tokens and a tree."""
     config = dataclasses.replace(config, attention=implementation)
     batch = like.length.shape[0]
 
@@ -156,8 +150,8 @@ def programs(
     params: DecoderParams,
     like: kv_cache.KVCache,
 ) -> tuple[dict[tuple[str, int], jax.stages.Compiled], list[dict]]:
-    """Programs by (implementation, nodes), compiled side by side; and those that are left out."""
-    found, left_out = {}, []
+    """Compile programs by (implementation, nodes) in parallel; return them, and those left out."""
+    results, left_out = {}, []
     compiled = lambda *case: (
         trace_passes(config, *case, settings.passes, params, like).lower().compile()
     )
@@ -169,7 +163,7 @@ def programs(
         }
     for (name, nodes), future in futures.items():
         case = {"implementation": name, "batch": like.length.shape[0], "nodes": nodes}
-        if error := future.exception():  # of one program: the others are measured all the same
+        if error := future.exception():  # the other programs are measured all the same
             left_out.append(skipped(case, f"{type(error).__name__}: {error}".splitlines()[0]))
             continue
         program = future.result()
@@ -177,18 +171,18 @@ def programs(
         if needed > room():
             left_out.append(skipped(case, f"{room() / 1e9:.1f} GB are left", needed))
             continue
-        found[name, nodes] = program
-    return found, left_out
+        results[name, nodes] = program
+    return results, left_out
 
 
 class Passes:
-    """The passes of one batch size, which share a cache: each leaves it as long as it was."""
+    """The passes of one batch size, which share a cache and keep its length."""
 
     def __init__(self, params: DecoderParams, cache: kv_cache.KVCache):
         self.params, self.cache = params, cache
 
     def run(self, program: jax.stages.Compiled, length: int, tokens: Array, tree: Tree) -> Sample:
-        """Times one call of a program."""
+        """Time one call of a program."""
         cache = self.cache.replace(length=jnp.full_like(self.cache.length, length))
         jax.block_until_ready(cache.length)
         begun, cpu_begun = time.perf_counter(), time.process_time()
@@ -197,13 +191,10 @@ class Passes:
         return Sample(seconds, time.process_time() - cpu_begun, tokens=[])
 
 
-# ----------------------------------------------------------------------------------------- figures
-
-
 def measure(
     config: DecoderConfig, settings: argparse.Namespace, params: DecoderParams, batch: int
 ) -> tuple[list[dict], list[dict]]:
-    """Rows of one batch size, and what was left out of it."""
+    """Return the rows of one batch size, and the cases left out."""
     lengths, left_out = [], []
     for length in settings.lengths:
         needed = size(cache_like(config, batch, length, max(settings.nodes)))
@@ -229,11 +220,11 @@ def measure(
 
 
 def rows_of(field: dict[Case, Contender], passes: int) -> list[dict]:
-    """Best and median milliseconds of a pass of each case, and its ratio to one node's."""
+    """Return best and median milliseconds of a pass of each case, relative to one node's."""
     pick = {"best": min, "median": statistics.median}
     seconds = {
         case: {
-            name: of([sample.seconds / passes for sample in contender.kept])
+            name: of([sample.seconds / passes for sample in contender.usable])
             for name, of in pick.items()
         }
         for case, contender in field.items()
@@ -253,33 +244,35 @@ def rows_of(field: dict[Case, Contender], passes: int) -> list[dict]:
 
 
 def bar(rows: list[dict]) -> dict[str, dict]:
-    """For each implementation the ratios that the bar is about, and whether all are below it."""
-    found: dict[str, dict] = {}
+    """Return the ratios that the bar limits for each implementation, and whether it is met."""
+    verdicts: dict[str, dict] = {}
     for row in rows:
         if (row["nodes"], row["batch"]) == (BAR_NODES, BAR_BATCH) and row["ratio_best"]:
-            ratios = found.setdefault(row["implementation"], {"ratios": {}})["ratios"]
+            ratios = verdicts.setdefault(row["implementation"], {"ratios": {}})["ratios"]
             ratios[f"{row['draft']} at {row['length']}"] = row["ratio_best"]
-    for verdict in found.values():
-        verdict["met"] = max(verdict["ratios"].values()) <= BAR
-    return found
+    for each in verdicts.values():
+        each["met"] = max(each["ratios"].values()) <= BAR
+    return verdicts
 
 
 def verdict(rows: list[dict]) -> str:
-    """The bar, in a line for each implementation."""
+    """Return the bar in a line for each implementation."""
     begin = f"bar V({BAR_NODES})/V(1) <= {BAR:.2f} at batch {BAR_BATCH}"
     lines = [
-        f"{begin}, {name}: {'met' if found['met'] else 'not met'} ("
-        + ", ".join(f"{ratio:.3f} {case}" for case, ratio in found["ratios"].items())
+        f"{begin}, {name}: {'met' if each['met'] else 'not met'} ("
+        + ", ".join(f"{ratio:.3f} {case}" for case, ratio in each["ratios"].items())
         + ")"
-        for name, found in bar(rows).items()
+        for name, each in bar(rows).items()
     ]
     return "\n".join(lines) or f"{begin}: not measured"
 
 
 def table(rows: list[dict]) -> Table:
-    """For people."""
+    """Return the ratios as a table."""
     nodes = sorted({row["nodes"] for row in rows})
-    shown = Table(title="V(N) / V(1): best times of a pass over N nodes a row, beside one node")
+    shown = Table(
+        title="V(N) / V(1): best times of a pass over N nodes a row, relative to one node"
+    )
     for name in ("attention", "draft", "batch", "context", "V(1) ms", *map(str, nodes)):
         shown.add_column(name, justify="left" if name in ("attention", "draft") else "right")
     ratios = {Case(*(row[field.name] for field in dataclasses.fields(Case))): row for row in rows}
@@ -300,17 +293,16 @@ def table(rows: list[dict]) -> Table:
     return shown
 
 
-# ------------------------------------------------------------------------------------ command line
-
-
 def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
-    """The settings, with the defaults of the device and the shape."""
+    """Parse the settings, with defaults for the device and the shape."""
     on_cpu = jax.default_backend() == "cpu"
-    parser = argparse.ArgumentParser(description="what it costs to verify N nodes beside one")
+    parser = argparse.ArgumentParser(description="the cost of verifying N nodes relative to one")
     parser.add_argument("--shape", choices=CONFIGS, default="tiny" if on_cpu else "Llama-3.1-8B")
-    parser.add_argument("--layers", type=int, help="instead of the shape's")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the shape's")
     parser.add_argument(
-        "--fit", action="store_true", help="as few layers as take half of the memory, if need be"
+        "--fit",
+        action="store_true",
+        help="drop layers until the weights take at most half of the memory",
     )
     parser.add_argument("--nodes", type=int, nargs="+", default=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 8, 32))
@@ -323,7 +315,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
         help="of attention",
     )
     parser.add_argument("--weights", default="bfloat16", help="dtype")
-    parser.add_argument("--passes", type=int, default=8, help="in a timed program")
+    parser.add_argument("--passes", type=int, default=8, help="passes in a timed program")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=0.1)
@@ -340,7 +332,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def config_of(settings: argparse.Namespace) -> DecoderConfig:
-    """The model; a cache is as wide as the device's products take it."""
+    """Return the model's config, with the activation and cache dtype of the device."""
     config = CONFIGS[settings.shape]
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return dataclasses.replace(
@@ -352,12 +344,12 @@ def config_of(settings: argparse.Namespace) -> DecoderConfig:
 
 
 def weights_of(config: DecoderConfig, dtype: str) -> Callable[[], DecoderParams]:
-    """What makes random weights."""
+    """Return a function that makes random weights."""
     return functools.partial(decoder.init_params, jax.random.key(0), config, jnp.dtype(dtype))
 
 
 def fitting(config: DecoderConfig, dtype: str) -> DecoderConfig:
-    """The config with so many layers that weights leave half of the device's memory free."""
+    """Return the config with few enough layers that weights take half of the free memory."""
     for layers in range(config.num_layers, 0, -1):
         fewer = dataclasses.replace(config, num_layers=layers)
         if 2 * size(jax.eval_shape(weights_of(fewer, dtype))) <= room():
@@ -366,7 +358,7 @@ def fitting(config: DecoderConfig, dtype: str) -> DecoderConfig:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures, prints a table, and writes what was found after every batch size."""
+    """Measure, write the results after every batch size, and print a table."""
     settings = arguments_of(words)
     config = config_of(settings)
     if settings.fit:
@@ -394,7 +386,7 @@ def main(words: Sequence[str] | None = None) -> None:
         settings.out.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(environment.describe() | results, settings.out)
     console = Console()
-    if not console.is_terminal:  # a log or a pipe: nothing is cut off there
+    if not console.is_terminal:  # a log or a pipe, in which nothing is cut off
         console = Console(width=_LOG_WIDTH)
     if rows:
         console.print(table(rows))

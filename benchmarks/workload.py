@@ -1,4 +1,4 @@
-"""What is measured: cases and prompts."""
+"""Cases and prompts of the benchmarks."""
 
 import dataclasses
 import hashlib
@@ -29,11 +29,11 @@ class Case:
 
     Attributes:
       method: one of ``METHODS``.
-      batch: rows decoded together; the prompts run in so many groups.
+      batch: rows decoded together.
       temperature: 0 is greedy.
       dtype: of the weights, ours and theirs.
       num_speculative_tokens: K, 0 without speculation.
-      ngram_max: longest n-gram looked for, down to 1.
+      ngram_max: longest n-gram to look up; the shortest is 1.
     """
 
     method: str
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def peer_modes(self) -> tuple[str, ...]:
-        """What the peer has to set against it: its speculative modes exist at batch 1 only."""
+        """The comparable modes of the peer, which speculates at batch 1 only."""
         if self.batch > 1 or self.method == "autoregressive":
             return ("eager", "compiled")
         return {"ngram": ("prompt_lookup",), "draft_model": ("assisted",)}[self.method]
@@ -59,7 +59,7 @@ def cases(
     num_speculative_tokens: int,
     ngram_max: int,
 ) -> Iterator[Case]:
-    """The product, those that share a peer process together."""
+    """Yield all combinations, ordered so that cases of one peer process are adjacent."""
     for dtype, batch, temperature, method in itertools.product(
         dtypes, batches, temperatures, methods
     ):
@@ -68,9 +68,9 @@ def cases(
 
 
 def source_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` token ids from the middle of held-out source files.
+    """Return ``count`` prompts of ``length`` token ids from the middle of held-out source files.
 
-    All of one length: then neither side pads, and batch 8 compares like with like.
+    They have one length, so that neither side pads a batch.
     """
     prompts = []
     for index in range(count):
@@ -86,7 +86,7 @@ def source_prompts(tokenizer, count: int, length: int) -> list[list[int]]:
 
 
 def edits(tokenizer, count: int, prompt: int, answer: int) -> list[tuple[list[int], list[int]]]:
-    """Pieces of ``prompt`` tokens of held-out source, and of each ``edited`` up to ``answer``."""
+    """Return pieces of held-out source, and their ``edited`` versions, as token ids."""
     rng = np.random.default_rng(0)
     pairs = []
     for index, piece in enumerate(source_prompts(tokenizer, count, prompt)):
@@ -96,7 +96,7 @@ def edits(tokenizer, count: int, prompt: int, answer: int) -> list[tuple[list[in
 
 
 def edited(text: str, rng: np.random.Generator, index: int) -> str:
-    """Source with two names changed, a line dropped and a line doubled."""
+    """Return source with two names changed, a line dropped and a line doubled."""
     words = sorted({word for word in text.replace("(", " ").split() if word.isidentifier()})
     for word in rng.choice(words, 2):
         text = text.replace(word, f"{word}_{index}")
@@ -107,7 +107,7 @@ def edited(text: str, rng: np.random.Generator, index: int) -> str:
 
 
 def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """Token ids for models without a tokenizer, in which a few n-grams occur twice."""
+    """Return token ids for models without a tokenizer, in which some n-grams occur twice."""
     draws = np.random.default_rng(0).integers(2, vocab_size, (count, length))
     half = length // 2
     draws[:, -half:] = draws[:, :half]
@@ -115,5 +115,5 @@ def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
 
 
 def fingerprint(prompts: list[list[int]]) -> str:
-    """A short hash, so that two runs can be seen to have had the same prompts."""
+    """Return a short hash of the prompts, to compare runs."""
     return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# On a fresh machine with a GPU or TPU: is jspec right and fast there? Under ten minutes beside the
-# installation; may be interrupted and run again. Leaves accelerator_check.json, to be sent back.
+# Checks correctness and speed of jspec on a fresh machine with a GPU or TPU. Takes under ten minutes
+# after the installation, may be interrupted and run again, and writes accelerator_check.json.
 #
-# PYTHON names the interpreter (3.11 or newer). A JAX that it has, of 0.10 or newer, and that sees
-# the accelerator is used as it is, else one is installed. All goes into an environment of its own;
-# delete it to install anew. Without a network:
+# PYTHON names the interpreter (3.11 or newer). Its JAX is used if it is 0.10 or newer and sees the
+# accelerator; otherwise one is installed. The script installs into its own environment; delete that
+# to install again. Without a network:
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=folder-of-wheels scripts/accelerator_check.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,7 +31,7 @@ if [ ! -e "$ENVIRONMENT/installed" ]; then
   echo "Installing jspec into $ENVIRONMENT (once; a few minutes) ..."
   if sees_accelerator "$PYTHON"; then
     "$PYTHON" -m venv --clear --without-pip "$ENVIRONMENT"
-    # Not --system-site-packages: those of a virtual environment are not the system's.
+    # Not --system-site-packages, which would skip packages of a virtual environment.
     "$PYTHON" -c 'import sys; print(*[path for path in sys.path if path.endswith("-packages")], sep="\n")' \
       >"$(echo "$ENVIRONMENT"/lib/python*/site-packages)/outer.pth"
     install -e .

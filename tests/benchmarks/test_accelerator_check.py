@@ -1,4 +1,4 @@
-"""The check of a fresh accelerator machine: no step can take the others with it."""
+"""The check of a fresh accelerator machine: a failing step does not affect the others."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from benchmarks.accelerator_check import Step, check
 
 
 def step(program, seconds=60):
-    """A step that runs a line of Python, where ``out`` is the file to write."""
+    """Return a step that runs a line of Python, where ``out`` is the file to write."""
     line = f"import sys, json; out = sys.argv[1]; {program}"
-    judged = lambda found: (found["good"], f"found {found['good']}")
-    return Step((sys.executable, "-c", line, "{out}"), seconds, judged)
+    judge = lambda results: (results["good"], f"good: {results['good']}")
+    return Step((sys.executable, "-c", line, "{out}"), seconds, judge)
 
 
 def writing(good):
@@ -47,22 +47,22 @@ def console():
 
 def test_a_step_that_fails_crashes_or_hangs_is_a_line_of_the_table(tmp_path, console):
     out = tmp_path / "check.json"
-    found = check(out, list(STEPS), STEPS, DEVICE, console)["steps"]
-    assert {name: each["well"] for name, each in found.items()} == {
+    steps = check(out, list(STEPS), STEPS, DEVICE, console)["steps"]
+    assert {name: each["well"] for name, each in steps.items()} == {
         "good": True,
         "bad": False,
         "crash": False,
         "hang": False,
         "late": True,
     }
-    assert found["crash"]["words"] == "no device" and found["good"]["results"] == {"good": True}
-    assert found["hang"]["words"] == "took more than 1 s"
-    assert found["late"]["words"] == "found True; stopped after 2 s"
-    assert json.loads(out.read_text())["steps"] == found
+    assert steps["crash"]["words"] == "no device" and steps["good"]["results"] == {"good": True}
+    assert steps["hang"]["words"] == "took more than 1 s"
+    assert steps["late"]["words"] == "good: True; stopped after 2 s"
+    assert json.loads(out.read_text())["steps"] == steps
     assert accelerator_check.table(json.loads(out.read_text())).row_count == 5
 
 
-def test_run_again_it_repeats_what_did_not_end_well_alone(tmp_path, console, monkeypatch):
+def test_a_second_run_repeats_only_failed_steps(tmp_path, console, monkeypatch):
     out, names = tmp_path / "check.json", ["good", "bad"]
     before = check(out, names, STEPS, DEVICE, console)
     changed = STEPS | {"good": step("sys.exit(9)"), "bad": step(writing(True))}
@@ -72,7 +72,7 @@ def test_run_again_it_repeats_what_did_not_end_well_alone(tmp_path, console, mon
         assert not check(out, ["good"], changed, DEVICE | other, console)["steps"]["good"]["well"]
 
 
-def test_an_interrupted_check_keeps_the_steps_before(tmp_path, console, monkeypatch):
+def test_an_interrupted_check_keeps_finished_steps(tmp_path, console, monkeypatch):
     out, run = tmp_path / "check.json", accelerator_check.run
 
     def interrupted(one, *limits):
@@ -86,21 +86,21 @@ def test_an_interrupted_check_keeps_the_steps_before(tmp_path, console, monkeypa
     assert list(json.loads(out.read_text())["steps"]) == ["good"]
 
 
-def test_a_file_that_was_cut_off_is_begun_anew(tmp_path, console):
+def test_a_truncated_file_is_replaced(tmp_path, console):
     out = tmp_path / "check.json"
     out.write_text('{"steps": {"good"')
     assert check(out, ["good"], STEPS, DEVICE, console)["steps"]["good"]["well"]
 
 
-def test_the_line_that_names_the_cause_is_told_and_not_what_jax_puts_behind_it():
+def test_the_summary_names_the_error_and_not_the_notes_of_jax():
     raising = step("raise ValueError('no such tile\\n----\\nFor simplicity, frames are gone.')")
     assert accelerator_check.run(raising, 60, "cpu")["words"] == "ValueError: no such tile"
 
 
-def test_a_step_gets_the_device_or_none_and_never_quietly_the_cpu(monkeypatch):
-    told = step("import os; sys.exit(os.environ['JAX_PLATFORMS'])")
+def test_a_step_never_falls_back_to_the_cpu_silently(monkeypatch):
+    printing = step("import os; sys.exit(os.environ['JAX_PLATFORMS'])")
     for platform, asked in (("tpu", "tpu,cpu"), ("gpu", "cuda,cpu")):
-        assert accelerator_check.run(told, 60, platform)["words"] == asked
+        assert accelerator_check.run(printing, 60, platform)["words"] == asked
     with pytest.raises(accelerator_check.NoAccelerator, match="JAX finds the cpu alone"):
         accelerator_check.device()
     assert accelerator_check.device(on_cpu=True)["device"]["platform"] == "cpu"
@@ -109,7 +109,7 @@ def test_a_step_gets_the_device_or_none_and_never_quietly_the_cpu(monkeypatch):
         accelerator_check.device(on_cpu=True)
 
 
-def test_a_check_that_is_ended_leaves_no_step_on_the_device(tmp_path):
+def test_a_terminated_check_leaves_no_step_on_the_device(tmp_path):
     note = tmp_path / "step"
     sleep = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
     program = (
@@ -134,7 +134,7 @@ def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
     assert facts["commit"] is None and facts["device"]["platform"] == "cpu"
 
 
-def test_a_wrong_kernel_is_not_well_whatever_else_is_in_the_table():
+def test_a_wrong_kernel_fails_the_step():
     row = {
         "case": "a tree",
         "seconds": {"reference": 2.0, "pallas_tpu": 1.0},
@@ -155,7 +155,7 @@ def test_a_wrong_kernel_is_not_well_whatever_else_is_in_the_table():
     assert judge() == (False, "0 of 2 cases")
 
 
-def test_the_shipped_steps_take_less_than_ten_minutes_and_can_be_started():
+def test_the_shipped_steps_take_less_than_ten_minutes():
     assert sum(step.seconds for step in accelerator_check.STEPS.values()) < 590
     for each in accelerator_check.STEPS.values():
         assert each.command[-1] == "{out}"

@@ -1,4 +1,4 @@
-"""The benchmark that takes a round apart: every operation finds its part."""
+"""The profile of a round assigns every operation to a part."""
 
 import pytest
 
@@ -10,33 +10,33 @@ from tests import tiny
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     plan = Plan(tiny.TARGET, tiny.DRAFT)
     return round_profile.profile(
-        plan, tiny.params(), SequenceParams(tiny.prompts()[1], 24, 0.8, seed=1)
+        plan, tiny.params(), SequenceParams(tiny.prompts()[1], 24, temperature=0.8, seed=1)
     )
 
 
-def test_the_time_of_a_round_is_split_by_part_and_nearly_none_is_left_over(found):
+def test_nearly_all_time_of_a_round_belongs_to_a_part(results):
     spent = {}
-    for kind in found["work"]:
+    for kind in results["work"]:
         spent[kind["part"]] = spent.get(kind["part"], 0) + kind["us"]
     assert all(spent[part] > 0 for part in ("draft", "target", "accept", "commit"))
     assert spent.get("loop", 0) < 0.2 * sum(spent.values())
-    assert found["round_us"] > 0 and found["rounds"] > 0
+    assert results["round_us"] > 0 and results["rounds"] > 0
 
 
-def test_matrix_products_of_a_pass_are_found_in_attention_and_mlp(found):
+def test_matrix_products_of_a_pass_belong_to_attention_or_mlp(results):
     for layer in ("attention", "mlp"):
         [products] = [
             kind
-            for kind in found["work"]
+            for kind in results["work"]
             if (kind["part"], kind["layer"], kind["multiplies"]) == ("target", layer, True)
         ]
         assert products["us"] > 0 and products["operations"] >= 2 * tiny.TARGET.config.num_layers
 
 
-def test_an_operation_without_a_place_belongs_to_the_one_before():
+def test_an_operation_without_a_scope_gets_that_of_the_one_before():
     program = "\n\n".join(
         [
             "HloModule jit_decode",

@@ -1,4 +1,4 @@
-"""The benchmark of verification's cost: what it writes, what it leaves out, and that it lowers."""
+"""The benchmark of verification: its results, the cases it leaves out, and its lowering."""
 
 import dataclasses
 import json
@@ -21,38 +21,38 @@ def run(path, *words):
 
 
 def test_a_tiny_model_is_measured_on_any_machine(tmp_path, capsys):
-    found = run(tmp_path, "--nodes", "1", "8", "--batch", "2")
+    results = run(tmp_path, "--nodes", "1", "8", "--batch", "2")
     of = lambda row: tuple(row[name] for name in ("batch", "length", "nodes", "draft"))
     measured = [(1, "chain"), (8, "chain"), (8, "tree")]
-    assert [of(row) for row in found["rows"]] == [(2, 64, *each) for each in measured]
-    alone, *_ = (row["milliseconds_best"] for row in found["rows"])
-    for row in found["rows"]:
+    assert [of(row) for row in results["rows"]] == [(2, 64, *each) for each in measured]
+    alone, *_ = (row["milliseconds_best"] for row in results["rows"])
+    for row in results["rows"]:
         assert row["milliseconds_best"] > 0
         assert row["ratio_best"] == pytest.approx(row["milliseconds_best"] / alone, rel=0.01)
-    assert found["left_out"] == []
-    assert {"device", "versions", "commit", "argv"} <= found.keys()
+    assert results["left_out"] == []
+    assert {"device", "versions", "commit", "argv"} <= results.keys()
     assert "bar V(8)/V(1) <= 1.10 at batch 1: not measured" in capsys.readouterr().out
 
 
-def test_a_prefix_that_does_not_fit_is_named_and_left_out(tmp_path, capsys, monkeypatch):
+def test_a_prefix_that_does_not_fit_is_reported_and_left_out(tmp_path, capsys, monkeypatch):
     one_row = 2 * 2 * 128 * 16 * 4  # keys and values, heads, slots, features, bytes
     monkeypatch.setattr(verify_cost, "room", lambda: 2**19 + one_row)
-    found = run(tmp_path, "--nodes", "1", "--batch", "1", "32")
-    assert {row["batch"] for row in found["rows"]} == {1}
-    assert [(each["batch"], each["length"]) for each in found["left_out"]] == [(32, 64)]
+    results = run(tmp_path, "--nodes", "1", "--batch", "1", "32")
+    assert {row["batch"] for row in results["rows"]} == {1}
+    assert [(each["batch"], each["length"]) for each in results["left_out"]] == [(32, 64)]
     needed = f"needs {32 * one_row / 1e9:.1f} GB"
     assert f"left out: batch 32, length 64: {needed}" in capsys.readouterr().out
 
 
-def test_a_program_that_does_not_fit_beside_its_cache_is_named_and_left_out(tmp_path, monkeypatch):
+def test_a_program_that_does_not_fit_is_reported_and_left_out(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIGS["tiny"], num_layers=1)
     cache = verify_cost.size(verify_cost.cache_like(config, 1, 64, 1))
     rooms = iter([2**30, cache])  # for the weights, and for the cache alone
     monkeypatch.setattr(verify_cost, "room", lambda: next(rooms, cache))
-    found = run(tmp_path, "--nodes", "1", "--batch", "1")
-    assert found["rows"] == []
-    assert [each["nodes"] for each in found["left_out"]] == [1]
-    assert all("are left" in each["reason"] for each in found["left_out"])
+    results = run(tmp_path, "--nodes", "1", "--batch", "1")
+    assert results["rows"] == []
+    assert [each["nodes"] for each in results["left_out"]] == [1]
+    assert all("are left" in each["reason"] for each in results["left_out"])
 
 
 def test_weights_that_do_not_fit_end_the_run(tmp_path, monkeypatch):
@@ -61,7 +61,7 @@ def test_weights_that_do_not_fit_end_the_run(tmp_path, monkeypatch):
         run(tmp_path)
 
 
-def test_layers_are_fewer_where_all_would_take_more_than_half_of_the_memory(monkeypatch):
+def test_weights_take_at_most_half_of_the_memory(monkeypatch):
     whole, one = CONFIGS["Llama-3.1-8B"], 2 * (4096 * (2 * 4096 + 2 * 1024 + 2) + 3 * 4096 * 14336)
     ends = 2 * (2 * 128256 * 4096 + 4096)
     for room, layers in ((80e9, 32), (2 * (ends + 13 * one), 13), (1e9, 1)):
@@ -69,7 +69,7 @@ def test_layers_are_fewer_where_all_would_take_more_than_half_of_the_memory(monk
         assert verify_cost.fitting(whole, "bfloat16").num_layers == layers
 
 
-def test_the_bar_is_met_where_all_of_an_implementation_is_below_it():
+def test_the_bar_is_met_if_all_ratios_of_an_implementation_are_below_it():
     row = dict(draft="chain", batch=1, length=64, nodes=8)
     rows = [
         row | dict(implementation="reference", ratio_best=1.05),
@@ -77,14 +77,14 @@ def test_the_bar_is_met_where_all_of_an_implementation_is_below_it():
         row | dict(implementation="pallas_gpu", ratio_best=1.1),
         row | dict(implementation="pallas_gpu", batch=8, ratio_best=2.0),
     ]
-    assert [found["met"] for found in verify_cost.bar(rows).values()] == [False, True]
+    assert [each["met"] for each in verify_cost.bar(rows).values()] == [False, True]
     text = verify_cost.verdict(rows)
     assert "batch 1, reference: not met (1.050 chain at 64, 1.200 chain at 128)" in text
     assert "batch 1, pallas_gpu: met (1.100 chain at 64)" in text
     assert verify_cost.verdict([]).endswith("not measured")
 
 
-def test_chains_and_trees_are_arrays_of_one_form():
+def test_chains_and_trees_have_one_pytree_structure():
     chain, tree = (verify_cost.tree_of(Case("", draft, 2, 0, 16)) for draft in ("chain", "tree"))
     assert jax.tree.structure(chain) == jax.tree.structure(tree)
     np.testing.assert_array_equal(chain.depth, [range(16)] * 2)
