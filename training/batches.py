@@ -14,7 +14,7 @@ class Batch:
     The last axis is one longer than the T rows that are trained: row i predicts from token i.
     """
 
-    tokens: Array  # int32 [B, T + 1].
+    tokens: Array  # int32 [B, T + 1]
     # int32 [B, T + 1]: number of the document within its window, from 1 on; 0 is padding. Attention
     # and positions do not cross segments.
     segments: Array

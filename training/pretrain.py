@@ -114,10 +114,10 @@ class Settings:
 class LanguageModel:
     """A language model in training: a ``training.task.Task``."""
 
-    config: DecoderConfig  # sizes of the network.
-    compute: str  # factors of every matmul, as in ``TrainerSettings``.
-    context: int = 0  # tokens that attention sees; 0 for whole windows.
-    remat: bool = False  # as in ``TrainerSettings``.
+    config: DecoderConfig  # sizes of the network
+    compute: str  # factors of every matmul, as in ``TrainerSettings``
+    context: int = 0  # tokens that attention sees; 0 for whole windows
+    remat: bool = False  # as in ``TrainerSettings``
 
     def init(self, key: Array, frozen: Any) -> DecoderParams:
         """Return random weights."""

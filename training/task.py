@@ -14,8 +14,8 @@ from training.batches import Batch
 class Ratio:
     """A weighted mean kept as (sum, weight), because micro-batches have different total weights."""
 
-    total: Array  # float32 [], sum over the rows that count, divided by the number of all rows.
-    count: Array  # float32 [], number of rows that count, divided by the number of all rows.
+    total: Array  # float32 [], sum over the rows that count, divided by the number of all rows
+    count: Array  # float32 [], number of rows that count, divided by the number of all rows
 
     @property
     def mean(self) -> Array:
@@ -63,7 +63,7 @@ def drawing_key(key: Array | None) -> Array:
 class Frozen:
     """Weights that are not trained."""
 
-    target: DecoderParams  # weights of the target.
-    start: Any = None  # initial weights of the drafter, or None for fresh ones.
+    target: DecoderParams  # weights of the target
+    start: Any = None  # initial weights of the drafter, or None for fresh ones
     # int32 [Vd], ascending, if the drafter knows only some tokens; else None.
     draft_to_target: Array | None = None

@@ -24,8 +24,8 @@ Example = tuple[Sequence[int], np.ndarray]  # ids [n]; bool [n], whether each is
 class ChatTemplate:
     """A template and the tokenizer that reads its texts."""
 
-    tokenizer: Any  # of ``transformers``, a fast one.
-    source: str  # Jinja.
+    tokenizer: Any  # of ``transformers``, a fast one
+    source: str  # Jinja
 
     @functools.cached_property
     def is_marked(self) -> bool:

@@ -20,8 +20,8 @@ _VERSION = 1  # raise it with every change of the tokens of a record
 class Encoded:
     """One document."""
 
-    ids: np.ndarray  # int64 [n], at least two.
-    learned: np.ndarray  # bool [n], whether a token is a label; at least one is.
+    ids: np.ndarray  # int64 [n], at least two
+    learned: np.ndarray  # bool [n], whether a token is a label; at least one is
     group: int  # see ``records.Text.group``.
 
 
@@ -29,9 +29,9 @@ class Encoded:
 class Encoder:
     """A tokenizer, and all that decides the tokens of a record."""
 
-    tokenizer: Any  # of ``transformers``.
-    vocab_size: int  # of the model that reads the tokens.
-    chat_template: str = ""  # file of a template; "" for the tokenizer's own.
+    tokenizer: Any  # of ``transformers``
+    vocab_size: int  # of the model that reads the tokens
+    chat_template: str = ""  # file of a template; "" for the tokenizer's own
 
     @functools.cached_property
     def template(self) -> chat.ChatTemplate:

@@ -34,8 +34,8 @@ _FLUSH = 64  # passes between flushes to disk
 class TaughtBatch(Batch):
     """A batch with the target's hidden states."""
 
-    captured: Array  # bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0.
-    normed: Array  # bfloat16 [B, T + 1, D], the last hidden states after the norm.
+    captured: Array  # bfloat16 [B, T + 1, C, D], the inputs of the head; C may be 0
+    normed: Array  # bfloat16 [B, T + 1, D], the last hidden states after the norm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,11 +21,11 @@ LongDocuments = Literal["cut", "truncate", "drop"]
 class PackedRows:
     """Windows over a token file, addressed by number; ``pack`` makes them."""
 
-    file: TokenFile  # the documents.
-    starts: np.ndarray  # int64 [pieces], start of each piece in the file, window by window.
-    lengths: np.ndarray  # int64 [pieces].
-    first: np.ndarray  # int64 [windows + 1], number of each window's first piece.
-    length: int  # T; a window holds T + 1 tokens.
+    file: TokenFile  # the documents
+    starts: np.ndarray  # int64 [pieces], start of each piece in the file, window by window
+    lengths: np.ndarray  # int64 [pieces]
+    first: np.ndarray  # int64 [windows + 1], number of each window's first piece
+    length: int  # T; a window holds T + 1 tokens
 
     def __len__(self) -> int:
         return len(self.first) - 1

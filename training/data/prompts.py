@@ -15,13 +15,13 @@ from training.data.records import Chat, Record, Text, Tokens, hash_64
 class Prompt:
     """One conversation or text."""
 
-    where: str  # file and line.
-    key: str  # a hash of the prompt, with a hyphen and a number if it was asked before.
-    token_ids: tuple[int, ...] = ()  # of a text; () for a conversation.
+    where: str  # file and line
+    key: str  # a hash of the prompt, with a hyphen and a number if it was asked before
+    token_ids: tuple[int, ...] = ()  # of a text; () for a conversation
     # of a conversation: the messages before each answer of the target, without the answers; one
     # empty turn for a text.
     turns: tuple[Messages, ...] = ((),)
-    length: int = 0  # tokens before the first answer.
+    length: int = 0  # tokens before the first answer
 
     def messages(self, answers: Sequence[str]) -> list[dict]:
         """Return the conversation up to the user's newest message, given the answers before it."""

@@ -55,11 +55,11 @@ class BadLines:
 class Source:
     """Part of the data."""
 
-    name: str  # for messages and the provenance, without folders.
-    size: int  # sum of the sizes that ``read`` yields, for progress bars.
-    digest: str  # of everything that the records depend on.
-    read: Callable[[BadLines], Iterator[tuple[int, Record]]]  # yields (size, record) one by one.
-    vocabulary: str = ""  # digest of the vocabulary of records of tokens; "" if unknown.
+    name: str  # for messages and the provenance, without folders
+    size: int  # sum of the sizes that ``read`` yields, for progress bars
+    digest: str  # of everything that the records depend on
+    read: Callable[[BadLines], Iterator[tuple[int, Record]]]  # yields (size, record) one by one
+    vocabulary: str = ""  # digest of the vocabulary of records of tokens; "" if unknown
 
 
 def provenance_of(path: Path) -> Path:

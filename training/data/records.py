@@ -40,10 +40,10 @@ ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and genera
 class Text:
     """Plain text; every token is a label."""
 
-    where: str  # file and line, for messages.
-    text: str  # at least one character.
-    begins: bool = True  # whether the document begins here, with the beginning-of-text token.
-    ends: bool = True  # whether it ends here.
+    where: str  # file and line, for messages
+    text: str  # at least one character
+    begins: bool = True  # whether the document begins here, with the beginning-of-text token
+    ends: bool = True  # whether it ends here
 
     @property
     def group(self) -> int:
@@ -55,7 +55,7 @@ class Text:
 class Chat:
     """A conversation; the assistant's turns are labels."""
 
-    where: str  # as in ``Text``.
+    where: str  # as in ``Text``
     # dicts of ``role`` (system, user, assistant) and ``content``.
     messages: tuple[Mapping[str, str], ...]
 
@@ -69,9 +69,9 @@ class Chat:
 class Tokens:
     """Token ids, as ``python -m training.generate_data`` writes them."""
 
-    where: str  # as in ``Text``.
-    prompt: tuple[int, ...]  # ids that are no labels, may be none.
-    answer: tuple[int, ...]  # ids that are labels, at least one.
+    where: str  # as in ``Text``
+    prompt: tuple[int, ...]  # ids that are no labels, may be none
+    answer: tuple[int, ...]  # ids that are labels, at least one
     # of the prompt in a generated file; answers to one prompt share it up to a hyphen.
     key: str = ""
 

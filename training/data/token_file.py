@@ -24,11 +24,11 @@ _RECORD = "tokens.json"
 class TokenFile:
     """Documents one behind the other."""
 
-    tokens: np.ndarray  # uint16 or uint32 [n], memory-mapped.
-    learned: np.ndarray  # bool [n], memory-mapped: whether a token is a label.
-    ends: np.ndarray  # int64 [documents], end of each document in ``tokens``.
+    tokens: np.ndarray  # uint16 or uint32 [n], memory-mapped
+    learned: np.ndarray  # bool [n], memory-mapped: whether a token is a label
+    ends: np.ndarray  # int64 [documents], end of each document in ``tokens``
     groups: np.ndarray  # uint64 [documents], see ``records.Text.group``.
-    description: dict  # counts, sources and the sha256 of all content, for the provenance.
+    description: dict  # counts, sources and the sha256 of all content, for the provenance
 
     @property
     def lengths(self) -> np.ndarray:

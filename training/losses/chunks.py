@@ -10,6 +10,8 @@ from jspec.core.types import Array
 from jspec.models.layers import Linear
 from training.task import Metrics
 
+Score = Callable[[Any, Any, Any], Metrics]
+
 
 def loss_chunk() -> int:
     """Return how many rows of logits exist at a time: few on a CPU, so they stay in its cache."""
@@ -30,25 +32,20 @@ def next_token_loss(
 
 
 def mean_by_chunks(
-    score: Callable[[Any, Any, Any], Metrics],
-    x: Any,
-    weights: Any,
-    fixed: Any,
-    *,
-    rows: int | None = None,
+    score: Score, x: Any, weights: Any, fixed: Any, *, rows: int | None = None
 ) -> Metrics:
     """Return means over [B, T] of ``score(x, weights, fixed)``, computed a chunk of T at a time.
 
-    Only the mean named ``loss`` can be differentiated. Its gradient is computed in the forward
-    pass, chunk by chunk, so logits are computed once and never stored. The batch axis stays whole,
+    The mean named ``loss`` can be differentiated by ``x`` and ``weights``. Its gradient is computed
+    in the forward pass, so logits are computed once and never stored. The batch axis stays whole,
     so a batch that is spread over devices does not move.
 
     Args:
-      score: maps a chunk [B, t, ...] of ``x`` and ``fixed`` to values [B, t], or a ``Ratio`` of
-        them. The last chunk is padded with zeros, for which the values must be finite.
-      x: pytree [B, T, ...]; differentiated.
-      weights: pytree, for example the output matrix; differentiated.
-      fixed: pytree [B, T, ...]; not differentiated.
+      score: maps a chunk [B, t, ...] of ``x`` and ``fixed`` to values [B, t] or ``Ratio`` of them,
+        finite also for rows of zeros, which pad the last chunk.
+      x: pytree [B, T, ...].
+      weights: pytree, for example the output matrix.
+      fixed: pytree [B, T, ...].
       rows: approximate number of rows B * t of a chunk; None for ``loss_chunk()``.
     """
     batch, length = jax.tree.leaves(x)[0].shape[:2]
@@ -70,8 +67,7 @@ def mean_by_chunks(
         sums = jax.tree.map(mean, score(x, weights, fixed))
         return sums["loss"], sums
 
-    def pieces(x):
-        return *jax.tree.map(split, (x, fixed)), inside.reshape(count, size)
+    pieces = lambda x: (*jax.tree.map(split, (x, fixed)), inside.reshape(count, size))
 
     def forward(x, weights):
         parts = jax.lax.map(lambda piece: sums_of(piece[0], weights, *piece[1:])[1], pieces(x))
@@ -88,11 +84,9 @@ def mean_by_chunks(
         sums = jax.tree.map(lambda value: value.sum(0), parts)
         return sums, (jax.tree.map(joined, grad_x, x), grad_weights)
 
-    def backward(grads, cotangents):
-        return jax.tree.map(lambda grad: grad * cotangents["loss"], grads)
-
     means = jax.custom_vjp(forward)
-    means.defvjp(forward_with_grads, backward)
+    scaled = lambda grads, cotangents: jax.tree.map(lambda g: g * cotangents["loss"], grads)
+    means.defvjp(forward_with_grads, scaled)
     return means(x, weights)
 
 

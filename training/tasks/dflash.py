@@ -14,7 +14,6 @@ from jspec.models.heads.dspark import SparkConfig
 from training.data.settings import Data
 from training.errors import bad_option, check_least
 from training.export import DFlashFormat
-from training.task import Frozen
 from training.tasks import method
 from training.tasks.dflash_task import PUBLISHED, VARIANTS, DFlashTask, Recipe
 
@@ -134,18 +133,18 @@ def head_config(
 def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start, vocabulary = _head(settings, target, data)
-    trainer, drafter = settings.trainer, _DRAFTERS[settings.variant]
+    compute, remat = settings.trainer.compute, settings.trainer.remat
     return method.head_build(
         settings,
         target,
         config,
-        settings.format,
-        lambda params: params.replace(draft_to_target=vocabulary),
-        task=DFlashTask(config, target.config, settings.recipe, trainer.compute, trainer.remat),
-        frozen=Frozen(target.params, start, vocabulary),
-        drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": method.described(config, start)},
+        start,
+        DFlashTask(config, target.config, settings.recipe, compute, remat),
+        _DRAFTERS[settings.variant],
+        identity={"variant": settings.variant},
+        vocabulary=vocabulary,
+        format=settings.format,
+        finished=lambda params: params.replace(draft_to_target=vocabulary),
     )
 
 

@@ -80,9 +80,9 @@ PUBLISHED = {
 class Blocks:
     """The blocks of a batch, A a window and K guesses each."""
 
-    anchors: Array  # int32 [B, A], positions in the window, ascending; 0 for missing blocks.
-    labels: Array  # int32 [B, A, K], the tokens to guess.
-    before: Array  # int32 [B, A, K], the token before each.
+    anchors: Array  # int32 [B, A], positions in the window, ascending; 0 for missing blocks
+    labels: Array  # int32 [B, A, K], the tokens to guess
+    before: Array  # int32 [B, A, K], the token before each
     # float32 [B, A, K], of the labels: 0 from the first label on that does not count.
     weights: Array
 
@@ -91,9 +91,9 @@ class Blocks:
 class DFlashTask:
     """A DFlash or DSpark head in training: a ``training.task.Task``."""
 
-    head: DFlashConfig  # sizes of the head.
-    target: DecoderConfig  # sizes of the target.
-    recipe: Recipe  # losses and blocks.
+    head: DFlashConfig  # sizes of the head
+    target: DecoderConfig  # sizes of the target
+    recipe: Recipe  # losses and blocks
     compute: str = "bfloat16"
     remat: bool = False
 

@@ -49,10 +49,10 @@ class DraftRecipe:
 class DraftTask:
     """A draft model in training: a ``training.task.Task``."""
 
-    draft: DecoderConfig  # sizes of the draft model.
+    draft: DecoderConfig  # sizes of the draft model
     # sizes of the target. If one vocabulary is padded, only the common part counts.
     target: DecoderConfig
-    recipe: DraftRecipe  # losses and texts.
+    recipe: DraftRecipe  # losses and texts
     compute: str = "bfloat16"
     remat: bool = False
 

@@ -202,20 +202,19 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     if parallel.parallel:
         drafter, slots = ParallelEagle, dataclasses.asdict(parallel.slots)
         task = ParallelEagleTask(**vars(task), slots=parallel.slots)
+    cached_data = _with_features(settings, task, target, data) if settings.feature_cache else None
     return method.head_build(
         settings,
         target,
         config,
-        settings.format,
-        lambda params: params.replace(draft_to_target=vocabulary),
-        task=task,
-        frozen=Frozen(target.params, start, vocabulary),
-        drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": method.described(config, start)}
-        | {"start": settings.head.start}
-        | slots,
-        data=_with_features(settings, task, target, data) if settings.feature_cache else None,
+        start,
+        task,
+        drafter,
+        identity={"variant": settings.variant, "start": settings.head.start} | slots,
+        vocabulary=vocabulary,
+        format=settings.format,
+        finished=lambda params: params.replace(draft_to_target=vocabulary),
+        data=cached_data,
     )
 
 

@@ -85,9 +85,9 @@ PUBLISHED = {
 class EagleTask:
     """An EAGLE head in training: a ``training.task.Task``."""
 
-    head: EagleConfig  # sizes of the head.
-    target: DecoderConfig  # sizes of the target.
-    recipe: Recipe  # losses and unrolling.
+    head: EagleConfig  # sizes of the head
+    target: DecoderConfig  # sizes of the target
+    recipe: Recipe  # losses and unrolling
     compute: str = "bfloat16"
     # how a fresh head begins: "random", or "early_exit", see ``early_exit``.
     start: Literal["early_exit", "random"] = "early_exit"

@@ -15,7 +15,6 @@ from jspec.engine.loading import LoadedModel
 from jspec.models.heads.hydra import HydraConfig, HydraParams
 from training.data.settings import Data
 from training.errors import bad_option, check_least
-from training.task import Frozen
 from training.tasks import method
 from training.tasks.stages import StagesRecipe, StagesTask
 from training.trainer import TrainerSettings
@@ -112,15 +111,8 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = heads_of(settings, target)
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    return method.head_build(
-        settings,
-        target,
-        config,
-        task=StagesTask(config, target.config, settings.recipe, compute, remat),
-        frozen=Frozen(target.params, start),
-        drafter=Hydra(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe) | {"heads": method.described(config, start)},
-    )
+    task = StagesTask(config, target.config, settings.recipe, compute, remat)
+    return method.head_build(settings, target, config, start, task, Hydra, name="heads")
 
 
 METHOD = method.Method("Train Hydra heads on a frozen target.", Settings, build, defaults)

@@ -66,10 +66,10 @@ class JointParams:
 class MedusaTask:
     """Medusa heads in training: a ``training.task.Task``."""
 
-    heads: MedusaConfig  # sizes of the heads.
-    target: DecoderConfig  # sizes of the target.
-    recipe: MedusaRecipe  # losses.
-    joint: bool = False  # whether the target is trained too (Medusa-2).
+    heads: MedusaConfig  # sizes of the heads
+    target: DecoderConfig  # sizes of the target
+    recipe: MedusaRecipe  # losses
+    joint: bool = False  # whether the target is trained too (Medusa-2)
     compute: str = "bfloat16"
     remat: bool = False
 
@@ -203,13 +203,14 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         settings,
         target,
         config,
-        settings.format,
-        finished,
-        task=MedusaTask(config, sizes, settings.recipe, joint, compute, remat),
-        frozen=Frozen(target.params, start, vocabulary),
-        drafter=Medusa(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe)
-        | {"joint": joint, "heads": method.described(config, start)},
+        start,
+        MedusaTask(config, sizes, settings.recipe, joint, compute, remat),
+        Medusa,
+        name="heads",
+        identity={"joint": joint},
+        vocabulary=vocabulary,
+        format=settings.format,
+        finished=finished,
     )
     if not joint:
         return heads

@@ -20,7 +20,7 @@ from training.export import check, save
 from training.forward import head_of
 from training.provenance import weights_digest
 from training.slots import SlotRecipe
-from training.task import Task
+from training.task import Frozen, Task
 from training.tasks.acceptance import AcceptanceSettings
 from training.trainer import TrainerSettings
 
@@ -42,22 +42,22 @@ HEADS = TrainerSettings(
 class Build:
     """A drafter ready to be trained."""
 
-    task: Task  # the network and its loss.
-    frozen: Any  # weights that are not trained.
-    drafter: Drafter  # drafts while acceptance is measured.
-    identity: Mapping[str, Any]  # options that a resumed run must share.
-    export: Callable[[Any, Path], None]  # writes trained weights on the host into a folder.
+    task: Task  # the network and its loss
+    frozen: Any  # weights that are not trained
+    drafter: Drafter  # drafts while acceptance is measured
+    identity: Mapping[str, Any]  # options that a resumed run must share
+    export: Callable[[Any, Path], None]  # writes trained weights on the host into a folder
     # maps trained weights to the weights of target and drafter.
     weights_of: Callable[[Any], tuple[Any, Any]]
-    data: Data | None = None  # replaces the data of the run, if given.
+    data: Data | None = None  # replaces the data of the run, if given
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
     """A training method: a row of ``training.distill.METHODS``."""
 
-    description: str  # first sentence of ``--help``.
-    settings: Options  # the options.
+    description: str  # first sentence of ``--help``
+    settings: Options  # the options
     # prepares a run from its options, the target and the data.
     build: Callable[[Any, LoadedModel, Data], Build]
     # maps the command line to the defaults that depend on it, by field.
@@ -189,23 +189,31 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 
 def head_build(
-    settings: DistillSettings,
+    settings: Any,
     target: LoadedModel,
     config: HeadConfig,
+    start: Any,
+    task: Task,
+    drafter: Callable[..., Drafter],
+    *,
+    name: str = "head",
+    identity: Mapping[str, Any] | None = None,
+    vocabulary: Array | None = None,
     format: str | None = None,
     finished: Callable[[Any], Any] = lambda params: params,
-    **parts: Any,
+    data: Data | None = None,
 ) -> Build:
-    """Return the ``Build`` of a draft head; ``parts`` are its other fields.
+    """Return the ``Build`` of a draft head with ``config``, and initial weights ``start`` or None.
 
     ``finished`` maps trained weights to those of the head. ``format`` is one of
-    ``training.export``; None for the most widely read one.
+    ``training.export``; None for the most widely read one. The identity of the run gets the recipe,
+    and the head under ``name``.
 
     Raises:
       ValueError: the format cannot express the head.
     """
-    name = settings.target_name or settings.target
-    check(config, target.config, format, name)
+    target_name = settings.target_name or settings.target
+    check(config, target.config, format, target_name)
 
     def export(params: Any, directory: Path) -> None:
         save(
@@ -214,14 +222,23 @@ def head_build(
             finished(params),
             target.config,
             format,
-            target_name=name,
+            target_name=target_name,
             embedding=target.params.embedding,
             output=head_of(target.params),
             dtype=settings.export_dtype,
         )
 
-    weights_of = lambda params: (target.params, finished(params))
-    return Build(**{"export": export, "weights_of": weights_of} | parts)
+    return Build(
+        task=task,
+        frozen=Frozen(target.params, start, vocabulary),
+        drafter=drafter(config, target.target, num_speculative_tokens=settings.depth),
+        identity=dataclasses.asdict(settings.recipe)
+        | {name: described(config, start)}
+        | dict(identity or {}),
+        export=export,
+        weights_of=lambda params: (target.params, finished(params)),
+        data=data,
+    )
 
 
 def mask_token(token: int, data: Data, vocab_size: int) -> int:

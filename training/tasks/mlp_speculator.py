@@ -16,7 +16,6 @@ from jspec.models.heads.arctic import LstmSpeculatorConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training.data.settings import Data
 from training.errors import bad_option, check_least
-from training.task import Frozen
 from training.tasks import method
 from training.tasks.acceptance import AcceptanceSettings
 from training.tasks.stages import StagesRecipe, StagesTask
@@ -147,17 +146,9 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
     """Prepare a run; see ``Method``."""
     config, start = head_of(settings, target)
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    return method.head_build(
-        settings,
-        target,
-        config,
-        _LAYOUTS[settings.variant],
-        task=StagesTask(config, target.config, settings.recipe, compute, remat),
-        frozen=Frozen(target.params, start),
-        drafter=MlpSpeculator(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe)
-        | {"variant": settings.variant, "head": method.described(config, start)},
-    )
+    task = StagesTask(config, target.config, settings.recipe, compute, remat)
+    which = {"identity": {"variant": settings.variant}, "format": _LAYOUTS[settings.variant]}
+    return method.head_build(settings, target, config, start, task, MlpSpeculator, **which)
 
 
 METHOD = method.Method("Train an MLP speculator on a frozen target.", Settings, build, defaults)

@@ -72,9 +72,9 @@ class MtpTask:
       ValueError: the modules have experts, which have no gradient on every device.
     """
 
-    modules: MtpConfig  # sizes of the modules.
-    target: DecoderConfig  # sizes of the target.
-    recipe: MtpRecipe  # losses and unrolling.
+    modules: MtpConfig  # sizes of the modules
+    target: DecoderConfig  # sizes of the target
+    recipe: MtpRecipe  # losses and unrolling
     compute: str = "bfloat16"
     # how fresh modules begin: "random", or "early_exit", see ``early_exit``.
     fresh: Literal["early_exit", "random"] = "early_exit"
@@ -238,16 +238,9 @@ def build(settings: Settings, target: LoadedModel, _: Data) -> method.Build:
         raise bad_option("unroll", settings.recipe.unroll, remedy)
     fresh = "random" if settings.head.fresh == "random" else "early_exit"
     compute, remat = settings.trainer.compute, settings.trainer.remat
-    modules = method.head_build(
-        settings,
-        target,
-        config,
-        task=MtpTask(config, target.config, settings.recipe, compute, fresh, remat),
-        frozen=Frozen(target.params, start),
-        drafter=Mtp(config, target.target, num_speculative_tokens=settings.depth),
-        identity=dataclasses.asdict(settings.recipe)
-        | {"modules": method.described(config, start), "fresh": fresh},
-    )
+    task = MtpTask(config, target.config, settings.recipe, compute, fresh, remat)
+    which = {"name": "modules", "identity": {"fresh": fresh}}
+    modules = method.head_build(settings, target, config, start, task, Mtp, **which)
     if not settings.stitch:
         return modules
 

@@ -33,7 +33,7 @@ class ParallelDraftTask(DraftTask):
 
     # number of tokens guessed in one pass, and which guesses are trained.
     slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
-    mask_token_id: int = 0  # id of the masks.
+    mask_token_id: int = 0  # id of the masks
 
     def __post_init__(self):
         self.slots.check_windows(self.draft.windows)

@@ -69,9 +69,9 @@ class StagesTask:
       ValueError: the prefix layer has experts, which have no gradient on every device.
     """
 
-    head: HeadConfig  # sizes of the speculator or the heads.
-    target: DecoderConfig  # sizes of the target.
-    recipe: StagesRecipe  # losses.
+    head: HeadConfig  # sizes of the speculator or the heads
+    target: DecoderConfig  # sizes of the target
+    recipe: StagesRecipe  # losses
     compute: str = "bfloat16"
     remat: bool = False
 

@@ -8,7 +8,7 @@ import grain
 import grain.checkpoint
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint import checkpoint_managers as policies
 
 from training.trainer.programs import TrainState
 
@@ -32,21 +32,12 @@ class Checkpoints:
     ):
         self._name, mode = best
         self._worst = float("inf") if mode == "min" else -float("inf")
-        policies = checkpoint_managers
-        preserved = policies.AnyPreservationPolicy(
-            [
-                policies.LatestN(keep),
-                policies.BestN(
-                    get_metric_fn=lambda metrics: metrics[self._name],
-                    reverse=mode == "min",  # it keeps the last of the order
-                    n=1,
-                ),
-            ]
-        )
+        metric_of = lambda metrics: metrics[self._name]
+        # BestN keeps the last of its order.
+        one_best = policies.BestN(get_metric_fn=metric_of, reverse=mode == "min", n=1)
+        preserved = policies.AnyPreservationPolicy([policies.LatestN(keep), one_best])
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preserved,
-            best_fn=lambda metrics: metrics[self._name],
-            best_mode=mode,
+            preservation_policy=preserved, best_fn=metric_of, best_mode=mode
         )
         self._directory = directory.absolute()
         self._manager = ocp.CheckpointManager(self._directory, options=options)

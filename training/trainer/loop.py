@@ -28,15 +28,15 @@ class Result:
     """The outcome of ``train``."""
 
     params: Any  # the last weights, on the mesh; ``mesh.gather`` brings them to the host.
-    step: int  # number of steps of the run so far.
-    finished: bool  # whether those are all steps of the settings.
+    step: int  # number of steps of the run so far
+    finished: bool  # whether those are all steps of the settings
     # ``identity``, ``segments`` (options of each part of the run), ``evaluations``, ``best`` (step
     # and value) and ``seconds``.
     record: dict
     provenance: dict  # content of the run's ``provenance.json``.
     # returns mean metrics of the last weights over batches.
     evaluate: Callable[[Iterable[Batch]], dict[str, float]]
-    best_params: Callable[[], Any]  # reads the weights of the best checkpoint.
+    best_params: Callable[[], Any]  # reads the weights of the best checkpoint
 
 
 def train(
@@ -58,20 +58,19 @@ def train(
 ) -> Result:
     """Start or resume a run to ``settings.steps``; SIGTERM and Ctrl-C save and return.
 
-    ``out`` gets ``checkpoints/`` and, from the first process, ``metrics.jsonl``, ``tensorboard/``,
-    ``curves.png`` and ``provenance.json``.
+    ``out`` gets ``checkpoints/``, ``metrics.jsonl``, ``tensorboard/``, ``curves.png`` and
+    ``provenance.json``. Errors leave the checkpoints whole.
 
     Args:
       task: the network and its loss.
-      frozen: weights that are not trained, a pytree; () for none.
+      frozen: weights that are not trained, a pytree.
       batches: endless; the rows of every batch that belong to this process.
       settings: of the trainer.
       out: folder of the run, seen by all processes.
       held_out: batches of every evaluation.
-      measure: host function of the weights, called at every evaluation by all processes; its values
-        are logged by name.
+      measure: host function of the weights, called at every evaluation; its values are logged.
       identity: options of the script that a resumed run must share, in JSON.
-      passed_over: maps the identity of the run in ``out`` to names that may differ nevertheless.
+      passed_over: maps the identity of the run in ``out`` to names that may differ.
       free: options of the script that a resumed run may change.
       facts: additions to ``provenance.json``.
       best: metric of an evaluation by which the best checkpoint is kept.
@@ -79,10 +78,8 @@ def train(
       stop_after: maximum number of steps of this call.
 
     Raises:
-      ValueError: ``out`` holds another run or is locked by another process, or the devices or the
-        data do not fit the settings.
-      TrainingError: a value is not finite, or the data or the memory ran out; checkpoints are
-        whole.
+      ValueError: ``out`` holds another run or is locked, or devices or data do not fit.
+      TrainingError: a value is not finite, or data or memory ran out.
     """
     mesh, out, run = meshes.make_mesh(settings), Path(out), None
     known = settings.identity() | {"num_processes": jax.process_count()} | dict(identity or {})
@@ -100,8 +97,7 @@ def train(
             how = (held_out, measure, best, bar)
             run = Run(settings, mesh, programs, frozen, batches, checkpoints, out, *how)
             run.begin(known, settings.free() | dict(free or {}))
-            last = settings.steps if stop_after is None else run.step + stop_after
-            run.go(min(last, settings.steps))
+            run.go(stop_after)
     return _result(run, dict(facts or {}))
 
 

@@ -31,9 +31,8 @@ class Programs(NamedTuple):
 
     layout: TrainState  # shapes, dtypes and shardings
     init: Callable[[Any], TrainState]  # (frozen)
-    step: Callable[
-        ..., tuple[TrainState, dict]
-    ]  # (state, frozen, batch, wishes); donates the state
+    # (state, frozen, batch, wishes); donates the state
+    step: Callable[..., tuple[TrainState, dict]]
     metrics: Callable[[Any, Any, Batch], dict]  # (params, frozen, batch)
     is_finite: Callable[[TrainState], Array]  # bool []
 
@@ -50,12 +49,11 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
     shapes = jax.eval_shape(init, frozen)
     state_at = shardings(shapes, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    gradients = _gradients(task, settings.accumulate, mesh, state_at.params)
 
     def step(state: TrainState, frozen, batch: Batch, wishes: Array | None):
         key = jax.random.fold_in(noise_key, state.step)
-        grads, metrics = _gradients(task, settings, mesh, state_at.params, key)(
-            state.params, frozen, batch
-        )
+        grads, metrics = gradients(state.params, frozen, batch, key)
         metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": schedule(state.step)}
         if wishes is not None:
             metrics["wish"] = wishes.max()
@@ -83,9 +81,8 @@ def make_programs(task: Task, frozen: Any, settings: TrainerSettings, mesh: Mesh
     )
 
 
-def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any, key: Array):
-    """Return a function of (params, frozen, batch) to mean gradients and metrics."""
-    parts = settings.accumulate
+def _gradients(task: Task, parts: int, mesh: Mesh, params_at: Any):
+    """Return a function of (params, frozen, batch, key) to means over ``parts`` micro-batches."""
 
     def loss(params, frozen, batch: Batch, key):
         return task.loss(used(params, mesh), used(frozen, mesh), batch, key)
@@ -103,7 +100,7 @@ def _gradients(task: Task, settings: TrainerSettings, mesh: Mesh, params_at: Any
         spec = PartitionSpec(None, *BATCH)
         return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, spec))
 
-    def over_parts(params, frozen, batch: Batch):
+    def over_parts(params, frozen, batch: Batch, key):
         if parts == 1:
             return of_part(params, frozen, batch, key)
 

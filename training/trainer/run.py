@@ -61,8 +61,11 @@ class Run:
         self._before, self._begun = self.record["seconds"], time.monotonic()
         self._saved = self._begun
 
-    def go(self, last: int) -> None:
-        """Train until step ``last`` or a signal, and save."""
+    def go(self, stop_after: int | None) -> None:
+        """Train to the end, for ``stop_after`` steps, or until a signal, and save."""
+        last = self.settings.steps
+        if stop_after is not None:
+            last = min(last, self.step + stop_after)
         if self.step >= last:
             return
         self._means, self._shown = self._new_means(), {}
