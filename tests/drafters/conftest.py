@@ -1,4 +1,4 @@
-"""What tests of drafters share."""
+"""Shared fixtures of the drafter tests."""
 
 import jax
 import pytest
@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def quick_programs():
-    """Compiled soon: what is tested is what programs say, not how fast they say it."""
+    """Compile with few optimisations: these tests check values, not speed."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

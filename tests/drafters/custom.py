@@ -1,4 +1,4 @@
-"""Drafters as a user would write them, known to jspec by the dotted path of their class alone."""
+"""Drafters that a user would write, given to jspec by the dotted path of their class."""
 
 import dataclasses
 from typing import Literal
@@ -13,7 +13,7 @@ from jspec.core.history import root_token
 
 @dataclasses.dataclass(frozen=True)
 class Successor(jspec.NoDrafter):
-    """Draws each token from a row of a table [V, V] that lies in a file: one with weights."""
+    """A drafter with weights: it draws each token from a row of a table [V, V] in a file."""
 
     num_speculative_tokens: int
     table: str
@@ -58,7 +58,7 @@ class Successor(jspec.NoDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class Repeat(jspec.NoDrafter):
-    """The last token again, or those of ``phrase``; without weights, told the vocabulary."""
+    """A drafter without weights that repeats the last token, or ``phrase``."""
 
     vocab_size: int
     phrase: tuple[int, ...] = ()
@@ -81,14 +81,14 @@ class Repeat(jspec.NoDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(Repeat):
-    """Says that it draws, but cannot be told to draw with the target's noise."""
+    """A drafter that draws, but not with the target's noise."""
 
     proposal = "chain"
 
 
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """Lacks members, and takes too little in one."""
+    """A drafter that lacks members and an argument."""
 
     model: str = ""
     max_depth = 1
@@ -109,12 +109,12 @@ class Half:
 
 @dataclasses.dataclass
 class Mutable:
-    """Not frozen."""
+    """A dataclass that is not frozen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Odd(jspec.NoDrafter):
-    """Whatever a test says of itself."""
+    """A drafter with the proposal and rows of the test."""
 
     max_depth: object = 0
     tree_size: object = 1

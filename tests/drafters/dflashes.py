@@ -1,4 +1,4 @@
-"""Tiny random DFlash and DSpark heads for the tiny target, and plain torch's view of each."""
+"""Tiny random DFlash and DSpark heads for the tiny target, and their torch references."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
 from tests import tiny
 
-WIDTH, KEPT, MASK = tiny.TARGET.config.hidden_size, 40, 63
+WIDTH, REDUCED_SIZE, MASK = tiny.TARGET.config.hidden_size, 40, 63
 _NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True)
 _SLIDING = dataclasses.replace(_NETWORK, windows=(7, None))
-_REDUCED = dataclasses.replace(_NETWORK, vocab_size=KEPT, num_layers=1)
+_REDUCED = dataclasses.replace(_NETWORK, vocab_size=REDUCED_SIZE, num_layers=1)
 CONFIGS = {
     "dflash": DFlashConfig(_NETWORK, (0, 1), WIDTH, tiny.VOCAB, 5, MASK),
     "sliding": DFlashConfig(_SLIDING, (1,), WIDTH, tiny.VOCAB, 4, MASK, causal=(True, False)),
@@ -72,14 +72,14 @@ LAYOUTS = {
 
 
 def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> DFlash:
-    """The drafter of tiny heads for the tiny target."""
+    """Return the drafter of tiny heads for the tiny target."""
     kind = DSpark if name in SPARKS else DFlash
     return kind(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
 
 
 @functools.cache
 def random_params(name: str):
-    """Weights large enough for varied drafts, no two of them equal; scattered kept tokens."""
+    """Return distinct weights, large enough for varied drafts, and a scattered vocabulary."""
     config = CONFIGS[name]
     shapes = jax.eval_shape(lambda: dflash.init_params(jax.random.key(0), config))
     rng = np.random.default_rng(len(name))
@@ -87,13 +87,13 @@ def random_params(name: str):
     params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
     if not config.reduced:
         return params
-    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
-    return params.replace(draft_to_target=jnp.asarray(kept))
+    ids = np.sort(rng.permutation(tiny.VOCAB)[:REDUCED_SIZE]).astype(np.int32)
+    return params.replace(draft_to_target=jnp.asarray(ids))
 
 
 def torch_reference(name: str, params):
-    """The head in plain torch, from the file that jspec writes of it."""
-    # Only here: what else is in this file serves where there is no torch, too.
+    """Return the head in plain torch, from the file that jspec writes of it."""
+    # Imported here, so that the rest of this file works without torch.
     import torch
     from safetensors.torch import load_file
 

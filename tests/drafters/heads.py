@@ -1,4 +1,4 @@
-"""Tiny heads for the tiny target, random and trained in seconds, and the torch view of each."""
+"""Tiny heads for the tiny target, random and trained in seconds, and their torch references."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ from tests import tiny
 
 METHODS = ("eagle", "eagle3", "medusa")
 LAST = tiny.TARGET.config.num_layers
-KEPT = 40  # tokens of the reduced vocabulary
+REDUCED_SIZE = 40  # tokens of the reduced vocabulary
 _NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=1, intermediate_size=48)
 CONFIGS = {
     "eagle": eagle.EagleConfig(
         _NETWORK, 1, (LAST,), _NETWORK.hidden_size, tiny.VOCAB, fc_bias=True
     ),
     "eagle3": eagle.EagleConfig(
-        dataclasses.replace(_NETWORK, vocab_size=KEPT),
+        dataclasses.replace(_NETWORK, vocab_size=REDUCED_SIZE),
         3,
         (0, 1),
         _NETWORK.hidden_size,
@@ -42,14 +42,14 @@ CONFIGS = {
 
 
 def drafter(method: str, num_speculative_tokens: int | None = None, **settings):
-    """The drafter of a method for the tiny target."""
+    """Return the drafter of a method for the tiny target."""
     kind = Medusa if method == "medusa" else Eagle
     return kind(CONFIGS[method], tiny.TARGET, num_speculative_tokens, **settings)
 
 
 @functools.cache
 def random_params(method: str):
-    """Weights large enough for varied drafts; a reduced vocabulary of scattered tokens."""
+    """Return weights large enough for varied drafts, and a scattered reduced vocabulary."""
     config, key = CONFIGS[method], jax.random.key(METHODS.index(method) + 10)
     module = medusa if method == "medusa" else eagle
     shapes = jax.eval_shape(lambda: module.init_params(key, config))
@@ -58,32 +58,32 @@ def random_params(method: str):
     params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
     if not config.reduced:
         return params
-    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
-    return params.replace(draft_to_target=jnp.asarray(kept))
+    ids = np.sort(rng.permutation(tiny.VOCAB)[:REDUCED_SIZE]).astype(np.int32)
+    return params.replace(draft_to_target=jnp.asarray(ids))
 
 
 @functools.cache
 def trained_params(method: str):
-    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    """Return weights trained for a few hundred steps toward the target: often right, not always."""
     config = CONFIGS[method]
     frozen = lambda params: getattr(params, "draft_to_target", None)
     start = random_params(method)
-    weights, kept = start.replace(draft_to_target=None), frozen(start)
+    weights, ids = start.replace(draft_to_target=None), frozen(start)
     windows, features, logits = lessons(config.capture_layers)
 
     def loss(weights, batch):
         shown = tuple(feature[batch] for feature in features)
         rows, wanted = logits_of(method, weights, windows[batch], shown)
         wanted = wanted(logits[batch])
-        if kept is not None:
-            wanted = wanted[..., kept]
+        if ids is not None:
+            wanted = wanted[..., ids]
         return -(jax.nn.softmax(wanted, -1) * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
 
-    return fit(weights, loss, 5e-3, len(windows), 300).replace(draft_to_target=kept)
+    return fit(weights, loss, 5e-3, len(windows), 300).replace(draft_to_target=ids)
 
 
 def fit(params, loss, rate: float, windows: int, steps: int):
-    """``params`` after some steps of Adam on ``loss(params, int32 [16])``, of windows by number."""
+    """Return ``params`` after steps of Adam on ``loss(params, windows)``, windows int32 [16]."""
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
 
     def step(carry, batch):
@@ -97,7 +97,7 @@ def fit(params, loss, rate: float, windows: int, steps: int):
 
 
 def logits_of(method, params, windows, features):
-    """Logits of every row of a window, and what of the target's logits each should come to."""
+    """Return the logits of every row of a window, and a map to the target's for them."""
     target, config = tiny.params().target, CONFIGS[method]
     if method == "medusa":
         rows = medusa.heads(params, config, features[0], tiny.TARGET, target)
@@ -126,15 +126,15 @@ def logits_of(method, params, windows, features):
 
 @functools.cache
 def lessons(capture_layers):
-    """Texts that the target draws itself, with its hidden states and logits."""
+    """Return texts drawn by the target, with its hidden states and logits."""
     count, length = 256, 24
-    tiny.params()  # made here, and not first of all inside of a trace
+    tiny.params()  # so that weights are not made inside of a trace
     texts = jax.random.randint(jax.random.key(1), (count, length), 0, tiny.VOCAB)
 
-    def grow(texts, place):  # greedy text after a random start: what a greedy row will say
+    def grow(texts, position):  # greedy text after a random start, as of a greedy row
         logits = hidden_states(texts, ())[1]
-        drawn = jnp.argmax(logits[:, place - 1], -1)
-        return texts.at[:, place].set(drawn), None
+        drawn = jnp.argmax(logits[:, position - 1], -1)
+        return texts.at[:, position].set(drawn), None
 
     texts, _ = jax.jit(lambda texts: jax.lax.scan(grow, texts, jnp.arange(3, length)))(texts)
     features, logits = hidden_states(texts, capture_layers)
@@ -143,7 +143,7 @@ def lessons(capture_layers):
 
 @functools.partial(jax.jit, static_argnames="capture_layers")
 def hidden_states(texts: Array, capture_layers: tuple[int, ...]):
-    """The target's hidden states (one [B, T, D] a layer) and logits, from one full pass."""
+    """Return the target's hidden states (one [B, T, D] a layer) and logits, from one full pass."""
     size = texts.shape[1]
     tree = trees.from_parents(trees.chain(size - 1), size - 1)
     cache = tiny.TARGET.init_cache(texts.shape[0], 0)
@@ -152,8 +152,8 @@ def hidden_states(texts: Array, capture_layers: tuple[int, ...]):
 
 
 def torch_reference(method: str, params):
-    """The head in plain torch, from the file that jspec writes of it."""
-    # Only here: what else is in this file serves where there is no torch, too.
+    """Return the head in plain torch, from the file that jspec writes of it."""
+    # Imported here, so that the rest of this file works without torch.
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Tiny Hydra heads for the tiny target: random and trained, and plain torch's view of the same.
+"""Tiny Hydra heads for the tiny target, random and trained, and their torch reference.
 
 The reference is written from the formulas of arXiv 2402.05109 and takes the tensors of a file under
 their published names; it shares no code with jspec.
@@ -32,13 +32,13 @@ CONFIGS = {
 
 
 def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> Hydra:
-    """The drafter of tiny heads for the tiny target."""
+    """Return the drafter of tiny heads for the tiny target."""
     return Hydra(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
 
 
 @functools.cache
 def random_params(name: str):
-    """Weights large enough for varied drafts, no two of them equal."""
+    """Return distinct weights, large enough for varied drafts."""
     shapes = jax.eval_shape(lambda: hydra.init_params(jax.random.key(0), CONFIGS[name]))
     rng = np.random.default_rng(len(name))
     draw = lambda x: rng.normal(0, 0.15, x.shape) if x.ndim > 1 else rng.normal(0.5, 0.3, x.shape)
@@ -47,7 +47,7 @@ def random_params(name: str):
 
 @functools.cache
 def trained_params(name: str):
-    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    """Return weights trained for a few hundred steps toward the target: often right, not always."""
     config, target = CONFIGS[name], tiny.params().target
     windows, features, logits = heads.lessons(config.capture_layers)
     length = windows.shape[1] - config.num_heads - 1
@@ -69,27 +69,27 @@ def trained_params(name: str):
 
 
 def reference():
-    """The class in torch, which not every machine has."""
+    """Return the class; importing it needs torch."""
     import torch
     import torch.nn.functional as F
 
     from tests.models import torch_heads
 
     class HydraRef:
-        """``tensors`` of a file; config.json of the target where there is a prefix layer."""
+        """Heads of the ``tensors`` of a file; a prefix layer has the target's config.json."""
 
         def __init__(self, tensors, embedding, target_config=None):
             self.tensors, self.embedding = tensors, embedding
             self.target_config = target_config
 
         def draft_logits(self, features, tokens):
-            """Logits [T, V] after each of ``tokens``, the root first, from ``features`` [n, D]."""
+            """Return logits [T, V] after each of ``tokens``, root first, from features [n, D]."""
             read = [self.prefix(features)[-1] if self.target_config else features[-1]]
-            found = []
+            logits = []
             for head, token in enumerate(tokens):
                 read.append(self.embedding[token])
-                found.append(self.head(head, torch.cat(read)))
-            return torch.stack(found)
+                logits.append(self.head(head, torch.cat(read)))
+            return torch.stack(logits)
 
         def affine(self, x, name):
             return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -106,8 +106,8 @@ def reference():
             return self.affine(x, f"hydra_lm_head.{head}" + ".1" * bool(self.target_config))
 
         def prefix(self, x):
-            own = "prefix_embeding_layer."
-            tensors = {name.removeprefix(own): tensor for name, tensor in self.tensors.items()}
+            start = "prefix_embeding_layer."
+            tensors = {name.removeprefix(start): tensor for name, tensor in self.tensors.items()}
             blocks = torch_heads.Blocks(tensors, self.target_config)
             x = x + blocks.attention(blocks.norm(x, "layers.0.input_layernorm"), "layers.0")
             x = x + blocks.mlp(x, "layers.0")

@@ -1,4 +1,4 @@
-"""Tiny MTP modules for the tiny target: random and trained, and plain torch's view of the same.
+"""Tiny MTP modules for the tiny target, random and trained, and their torch reference.
 
 The reference is written from the formulas of arXiv 2412.19437, section 2.2, and what servers do; it
 takes the tensors of a file under their published names, keeps no cache and shares no code with
@@ -30,13 +30,13 @@ CONFIGS = {
 
 
 def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> Mtp:
-    """The drafter of tiny modules for the tiny target."""
+    """Return the drafter of tiny modules for the tiny target."""
     return Mtp(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
 
 
 @functools.cache
 def random_params(name: str):
-    """Weights large enough for varied drafts, no two of them equal."""
+    """Return distinct weights, large enough for varied drafts."""
     shapes = jax.eval_shape(lambda: mtp.init_params(jax.random.key(0), CONFIGS[name]))
     rng = np.random.default_rng(len(name))
     draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(0.8, 0.3, x.shape)
@@ -45,21 +45,21 @@ def random_params(name: str):
 
 @functools.partial(jax.jit, static_argnames="config")
 def rows_of_text(params, config, texts, features):
-    """What each module gives out over whole texts [B, T]: a list of [B, T - 1 - m, D]."""
+    """Return the outputs of each module over texts [B, T]: a list of [B, T - 1 - m, D]."""
     target = tiny.params().target
-    embedded, found = mtp.embed(config, texts[:, 1:], tiny.TARGET, target), []
+    embedded, outputs = mtp.embed(config, texts[:, 1:], tiny.TARGET, target), []
     hidden = features[:, :-1]
     for module in range(config.n_predict):
         empty = mtp.init_cache(config, len(texts), 0)
         out, _ = mtp.prefill(params, config, module, embedded, hidden, empty)
-        found.append(out)
+        outputs.append(out)
         hidden, embedded = out[:, :-1], embedded[:, 1:]
-    return found
+    return outputs
 
 
 @functools.cache
 def trained_params(name: str):
-    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    """Return weights trained for a few hundred steps toward the target: often right, not always."""
     config, target = CONFIGS[name], tiny.params().target
     windows, features, logits = heads.lessons(config.capture_layers)
 
@@ -76,7 +76,7 @@ def trained_params(name: str):
 
 
 def reference():
-    """The class in torch, which not every machine has."""
+    """Return the class; importing it needs torch."""
     import torch
 
     from tests.models.torch_heads import Blocks, rms_norm
@@ -89,7 +89,7 @@ def reference():
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     class MtpRef:
-        """``tensors`` of a file; those of module m's block begin with ``prefixes[m]``."""
+        """Hold ``tensors`` of a file; those of module m's block begin with ``prefixes[m]``."""
 
         def __init__(self, tensors, sizes, embedding, head, *, mimo, normed):
             count = sizes["num_hidden_layers"]
@@ -103,14 +103,14 @@ def reference():
             self.embedding, self.head, self.mimo, self.normed = embedding, head, mimo, normed
 
         def draft_logits(self, features, tokens):
-            """Logits [V] after the last of ``tokens``.
+            """Return logits [V] after the last of ``tokens``.
 
             Args:
               features: [n, D], of the target at positions 0..n-1, after its final norm.
               tokens: ids of positions 1..R, R >= n; those after n are drafted.
             """
             count, modules = len(features), len(self.prefixes)
-            # Rows of each module as (position, feature, token), those of true features first.
+            # Rows of each module as (position, feature, token), those of committed features first.
             rows, true = [[] for _ in range(modules)], list(features)
             for module in range(modules):
                 slots = range(module, count)
@@ -122,9 +122,9 @@ def reference():
                     true = true[:-1]
             step = 0
             for step, token in enumerate(tokens[count:], 1):
-                own = rows[step % modules]
-                own.append((count - 1 + step, out, token))
-                out = self.run(step % modules, own)[-1]
+                module_rows = rows[step % modules]
+                module_rows.append((count - 1 + step, out, token))
+                out = self.run(step % modules, module_rows)[-1]
             name = self.prefixes[step % modules]
             normed = out if self.normed else self.norm(out, f"{name}.{self.names[3]}")
             return normed @ self.head.T
@@ -133,7 +133,7 @@ def reference():
             return rms_norm(x, self.tensors[f"{name}.weight"], self.blocks.eps)
 
         def run(self, module, rows):
-            """What a module gives out over rows, everything computed anew."""
+            """Return the outputs of a module over rows, without a cache."""
             prefix = self.prefixes[module]
             positions = torch.tensor([position for position, _, _ in rows])
             f = torch.stack([feature for _, feature, _ in rows])

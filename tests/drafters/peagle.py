@@ -10,8 +10,8 @@ import numpy as np
 from jspec.models.heads import eagle
 from tests import tiny
 
-MASK, KEPT = 63, 40
-NETWORK = dataclasses.replace(tiny.TARGET.config, intermediate_size=48, vocab_size=KEPT)
+MASK, REDUCED_SIZE = 63, 40
+NETWORK = dataclasses.replace(tiny.TARGET.config, intermediate_size=48, vocab_size=REDUCED_SIZE)
 CONFIG = eagle.EagleConfig(
     NETWORK,
     3,
@@ -27,16 +27,16 @@ CONFIG = eagle.EagleConfig(
 
 @functools.cache
 def weights():
-    """Blocks that say something, between the target's own features and its own output matrix."""
+    """Return blocks that draft well, as they get the target's features and output matrix."""
     shapes = jax.eval_shape(lambda: eagle.init_params(jax.random.key(0), CONFIG))
     rng = np.random.default_rng(3)
     draw = lambda x: rng.normal(0, 0.2, x.shape) if x.ndim > 1 else rng.normal(1, 0.2, x.shape)
     params = jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
-    kept = np.sort(rng.permutation(tiny.VOCAB)[:KEPT]).astype(np.int32)
-    own = tiny.params().target
+    ids = np.sort(rng.permutation(tiny.VOCAB)[:REDUCED_SIZE]).astype(np.int32)
+    target = tiny.params().target
     size = NETWORK.hidden_size
     return params.replace(
-        draft_to_target=jnp.asarray(kept),
-        head=own.head[:, kept],
+        draft_to_target=jnp.asarray(ids),
+        head=target.head[:, ids],
         fc=params.fc.at[-size:].add(jnp.eye(size)),
     )

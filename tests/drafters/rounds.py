@@ -1,4 +1,4 @@
-"""What every round of a greedy answer must have drafted and accepted, found node by node."""
+"""The expected drafts and accepted tokens of every round of a greedy answer, node by node."""
 
 import functools
 
@@ -16,40 +16,40 @@ ROWS = [
 
 
 def plan_of(drafter, rule="coupled", **settings):
-    """A plan for the tiny target that always verifies whole drafts."""
+    """Return a plan for the tiny target that always verifies entire drafts."""
     return Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,), **settings)
 
 
 @functools.cache
 def plain():
-    """Prompts and texts of ``ROWS`` by plain decoding."""
+    """Return prompts and texts of ``ROWS`` by plain decoding."""
     answers = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
     texts = zip(ROWS, answers, strict=True)
     return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
 
 
 def likeliest(scores, count):
-    """The places of the ``count`` largest, ties toward the lower one."""
+    """Return the indices of the ``count`` largest values, ties toward the lower one."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
-def static_paths(tree, distribution):
-    """Paths of a static tree; ``law`` of a path gives log-probabilities [V] of what follows."""
+def static_paths(tree, log_probs):
+    """Return the paths of a static tree; ``log_probs(path)`` is [V], of the tokens after it."""
     paths = [()]
     for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
-        paths.append((*paths[parent], likeliest(distribution(paths[parent]), rank + 1)[rank]))
+        paths.append((*paths[parent], likeliest(log_probs(paths[parent]), rank + 1)[rank]))
     return paths
 
 
-def dynamic_paths(budget, distribution):
-    """Paths of EAGLE-2's tree."""
-    scores = distribution(())
+def dynamic_paths(budget, log_probs):
+    """Return the paths of EAGLE-2's tree."""
+    scores = log_probs(())
     looked_at = [((token,), scores[token]) for token in likeliest(scores, budget.top_k)]
     frontier = list(looked_at)
     for _ in range(budget.max_depth - 1):
         children = []
         for path, score in frontier:
-            scores = distribution(path)
+            scores = log_probs(path)
             children += [
                 ((*path, token), score + scores[token]) for token in likeliest(scores, budget.top_k)
             ]
@@ -60,32 +60,32 @@ def dynamic_paths(budget, distribution):
     return [(), *(looked_at[i][0] for i in sorted(best))]
 
 
-def best_first_paths(budget, distribution):
-    """The likeliest paths, found one after the other; of equal ones the first in rank."""
-    taken, found = [()], [((), 0.0)]
+def best_first_paths(budget, log_probs):
+    """Return the likeliest paths, one after the other; ties go to the lower rank."""
+    taken, scored = [()], [((), 0.0)]
     while len(taken) < budget.size:
         scores = {
-            (*path, token): above + distribution(path)[token]
-            for path, above in found
+            (*path, token): above + log_probs(path)[token]
+            for path, above in scored
             if len(path) < budget.max_depth
-            for token in likeliest(distribution(path), budget.size)
+            for token in likeliest(log_probs(path), budget.size)
             if (*path, token) not in taken
         }
         best = max(scores, key=scores.get)
         taken.append(best)
-        found.append((best, scores[best]))
+        scored.append((best, scores[best]))
     return taken
 
 
-def compare(answer, prompt, text, tree, distribution, first=1):
-    """Compares each round of an answer, and returns how many drafts were accepted.
+def compare(answer, prompt, text, tree, log_probs, first=1):
+    """Compare each round of an answer, and return the number of accepted tokens.
 
     Args:
       answer: of ``generate_sequences``, with its trace.
       prompt: token ids.
       text: token ids of prompt and answer by plain decoding.
       tree: that the drafter drafts.
-      law: of (root's position, path) gives the reference's log-probabilities [V].
+      log_probs: of (root's position, path) gives the reference's log-probabilities [V].
       first: the first root's position at which there is a draft; a feature comes with the second
         token.
     """
@@ -95,14 +95,14 @@ def compare(answer, prompt, text, tree, distribution, first=1):
     for accepted, nodes, parents in zip(*answer.trace, strict=True):
         expected = [()]
         if root >= first:
-            expected = paths_of(tree, lambda path: distribution(root, path))  # noqa: B023
-        room = len(text) - 1 - root  # tokens still wanted: deeper nodes are dropped
+            expected = paths_of(tree, lambda path: log_probs(root, path))  # noqa: B023
+        room = len(text) - 1 - root  # tokens up to the end of the text: deeper nodes are dropped
         paths = {0: ()}
         for node in np.flatnonzero(nodes >= 0)[1:]:
             paths[node] = (*paths[parents[node]], int(nodes[node]))
-        found, expected = list(paths.values()), [path for path in expected if len(path) < room]
-        same_order = not isinstance(tree, BestFirst)  # whose nodes are level by level
-        assert found == expected if same_order else sorted(found) == sorted(expected)
+        drafted, expected = list(paths.values()), [path for path in expected if len(path) < room]
+        same_order = not isinstance(tree, BestFirst)  # its nodes are ordered by depth
+        assert drafted == expected if same_order else sorted(drafted) == sorted(expected)
         following = list(text[root + 1 :])
         agreeing = [len(p) for p in paths.values() if list(p) == following[: len(p)]]
         assert accepted == max(agreeing)

@@ -1,4 +1,4 @@
-"""Drafters of every kind of tree, on the tiny target, with their weights."""
+"""Drafters of every kind of tree on the tiny target, with their weights."""
 
 from tests import tiny
 from tests.drafters import heads

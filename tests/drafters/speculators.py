@@ -1,4 +1,4 @@
-"""Tiny speculators for the tiny target: random weights, and plain torch's view of the same.
+"""Tiny speculators for the tiny target with random weights, and their torch references.
 
 The references are written from the formulas of arXiv 2404.19124 and of Arctic Inference, take the
 tensors of a file under their published names, and share no code with jspec.
@@ -34,13 +34,13 @@ CONFIGS = {
 
 
 def drafter(name: str, num_speculative_tokens: int | None = None, **settings) -> MlpSpeculator:
-    """The drafter of a tiny speculator for the tiny target."""
+    """Return the drafter of a tiny speculator for the tiny target."""
     return MlpSpeculator(CONFIGS[name], tiny.TARGET, num_speculative_tokens, **settings)
 
 
 @functools.cache
 def random_params(name: str):
-    """Weights large enough for peaked and varied drafts, no two of them equal."""
+    """Return distinct weights, large enough for peaked and varied drafts."""
     config = CONFIGS[name]
     module = module_of(name)
     shapes = jax.eval_shape(lambda: module.init_params(jax.random.key(0), config))
@@ -51,7 +51,7 @@ def random_params(name: str):
 
 @functools.cache
 def trained_params(name: str):
-    """Weights after a few hundred steps toward the target's law: right often, but not always."""
+    """Return weights trained for a few hundred steps toward the target: often right, not always."""
     config, module = CONFIGS[name], module_of(name)
     windows, features, logits = heads.lessons(config.capture_layers)
     length = windows.shape[1] - config.n_predict - 1
@@ -69,12 +69,12 @@ def trained_params(name: str):
 
 
 def module_of(name: str):
-    """The network."""
+    """Return the network."""
     return arctic if isinstance(CONFIGS[name], LstmSpeculatorConfig) else mlp_speculator
 
 
 def references():
-    """The classes in torch, which not every machine has."""
+    """Return the classes; importing them needs torch."""
     import torch
     import torch.nn.functional as F
 
@@ -82,7 +82,7 @@ def references():
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight + bias
 
     class Speculator:
-        """What the nets share: ``tensors`` and config.json of a file."""
+        """A network from the ``tensors`` and config.json of a file."""
 
         def __init__(self, tensors, config):
             self.tensors = {name.removeprefix("speculator."): x for name, x in tensors.items()}
@@ -92,13 +92,13 @@ def references():
             self.emb_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
 
         def draft_logits(self, hidden, tokens):
-            """Logits [T, V] after each of ``tokens``, the root first, from ``hidden`` [D]."""
+            """Return logits [T, V] after each of ``tokens``, root first, given ``hidden`` [D]."""
             state = rms(hidden) / 2**0.5 if self.config["scale_input"] else hidden
-            self.cell, found = 0.0, []
+            self.cell, outputs = 0.0, []
             for stage, token in enumerate(tokens):
                 state, logits = self.stage(stage, state, token)
-                found.append(logits)
-            return torch.stack(found)
+                outputs.append(logits)
+            return torch.stack(outputs)
 
     class Mlp(Speculator):
         def take(self, part, stage, kind="weight"):
@@ -126,8 +126,8 @@ def references():
                 x, self.tensors[f"{name}.0.weight"], self.tensors[f"{name}.0.bias"]
             )
             candidate = F.gelu(norm(summed["cell"], "cell_ln"))
-            kept = self.cell * torch.sigmoid(summed["forget"])
-            self.cell = kept + candidate * torch.sigmoid(summed["input"])
+            carried = self.cell * torch.sigmoid(summed["forget"])
+            self.cell = carried + candidate * torch.sigmoid(summed["input"])
             state = F.gelu(norm(self.cell, "state_ln")) * torch.sigmoid(summed["output"])
             return state, F.linear(state, self.tensors["head.0.weight"])
 

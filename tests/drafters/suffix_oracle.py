@@ -1,4 +1,4 @@
-"""Suffix decoding from its definition: a suffix trie in plain Python, counts and their ratios.
+"""Suffix decoding by its definition: a suffix trie in plain Python, counts and their ratios.
 
 Written from arXiv 2411.04975 and what ArcticInference is documented to do; single precision in the
 order of the definition, so that ties are ties.
@@ -14,7 +14,7 @@ GROUPS = (1, 2, 4, 8)
 
 @dataclasses.dataclass
 class Node:
-    """A string of the texts: how often it occurs, and where last (tokens up to its end)."""
+    """A string of the texts: its count, and the end of its latest occurrence."""
 
     count: int = 0
     last: int = 0
@@ -29,8 +29,8 @@ class Node:
         return node
 
 
-def trie(texts, depth, places=None):
-    """All substrings of up to ``depth`` tokens; ``places``: only those that go through one."""
+def trie(texts, depth):
+    """Return the trie of all substrings of up to ``depth`` tokens."""
     root, before = Node(), 0
     for text in texts:
         for start in range(len(text)):
@@ -44,19 +44,19 @@ def trie(texts, depth, places=None):
 
 
 def cached(responses, max_requests, max_tokens):
-    """The responses that are kept: whole ones, the latest, a separator for each."""
-    kept = []
+    """Return the latest responses that fit, each entire and with a separator."""
+    stored = []
     for response in responses:
         if not response:
             continue
-        kept.append(response[-(max_tokens - 1) :])
-        while len(kept) > max_requests or sum(len(text) + 1 for text in kept) > max_tokens:
-            kept.pop(0)
-    return kept
+        stored.append(response[-(max_tokens - 1) :])
+        while len(stored) > max_requests or sum(len(text) + 1 for text in stored) > max_tokens:
+            stored.pop(0)
+    return stored
 
 
 def drafted(texts, row, drafter):
-    """(score, match length, tokens, parents) of the best draft from ``texts``, or None."""
+    """Return (score, match length, tokens, parents) of the best draft from ``texts``, or None."""
     depth = drafter.suffix_decoding_max_tree_depth
     root, best = trie(texts, depth), None
     for matched in range(1, min(depth, len(row))):
@@ -78,34 +78,34 @@ def _grown(node, room, matched, drafter):
     score, tokens, parents = np.float32(0), [], []
     heap = []
 
-    def push(node, prob, index, level):
-        if level == depth:
+    def push(node, prob, index, below):
+        if below == depth:
             return
         for token, child in node.children.items():
             chance = np.float32(prob * (np.float32(child.count) / np.float32(node.count)))
             if chance >= least:
-                # The likeliest first, then what was seen last (of the match, not of the path).
-                heapq.heappush(heap, (-chance, level - child.last, token, child, index, level + 1))
+                # The likeliest first, then the latest occurrence of the match.
+                heapq.heappush(heap, (-chance, below - child.last, token, child, index, below + 1))
 
     push(node, np.float32(1), 0, 0)
     while heap and len(tokens) < budget:
-        chance, _, token, child, index, level = heapq.heappop(heap)
+        chance, _, token, child, index, below = heapq.heappop(heap)
         if not branching:
             heap.clear()
         tokens.append(token)
         parents.append(index)
         score += -chance
-        push(child, -chance, len(tokens), level)
+        push(child, -chance, len(tokens), below)
     return (score, tokens, parents) if tokens else None
 
 
 def proposed(row, start, responses, drafter):
-    """(tokens, parents) that suffix decoding proposes.
+    """Return the (tokens, parents) that suffix decoding proposes.
 
     ``responses`` are those still cached (None: no cache), the row's own begins at ``start``.
     """
-    own = drafted([row], row, drafter)
+    best = drafted([row], row, drafter)
     past = None if responses is None else drafted([*responses, row[start:]], row, drafter)
-    if own is None or (past is not None and past[0] > own[0]):
-        own = past
-    return ([], []) if own is None else own[2:]
+    if best is None or (past is not None and past[0] > best[0]):
+        best = past
+    return ([], []) if best is None else best[2:]

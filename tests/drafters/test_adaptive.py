@@ -1,4 +1,4 @@
-"""Drafts whose length follows the batch: which lengths run when, and what is said and cached."""
+"""Adaptive draft length: the length of each round, the texts, and the caches."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ PLAIN = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), ROWS)
 
 
 def rounds(drafter, rows=ROWS, shared=None, kind=0, plain=PLAIN):
-    """Accepted and drafted tokens of every round of the first row, once all texts are right."""
+    """Return accepted and drafted tokens of every round of the first row; check all texts."""
     plan = Plan(TARGET, drafter, record_rounds=64)
     params = Params(WEIGHTS, script(rows, plain, kind, length=128))
     batch = host.start(plan, params, rows)
@@ -49,7 +49,7 @@ def rounds(drafter, rows=ROWS, shared=None, kind=0, plain=PLAIN):
 
 
 def costs(drafter, *seconds):
-    """As if rounds had been measured."""
+    """Return the shared state after a measurement of rounds."""
     return drafter.init_shared().replace(seconds=jnp.array(seconds, jnp.float32))
 
 
@@ -63,7 +63,7 @@ def test_a_table_of_batch_sizes_counts_the_rows_that_still_run():
     assert set(drafted) == {0}
 
 
-def test_until_costs_are_measured_drafts_are_as_long_as_they_can_be():
+def test_drafts_have_the_longest_length_until_costs_are_measured():
     drafter = Adaptive(OracleDrafter(4, V), (0, 2, 4))
     assert set(rounds(drafter)[1][:-1]) == {4}
 
@@ -74,22 +74,22 @@ def test_the_length_of_best_goodput_is_chosen_for_what_is_accepted():
     even = costs(drafter, 1.0, 1.2, 1.4)
     assert set(rounds(drafter, shared=even, kind=right)[1][1:-1]) == {4}
     drafted = rounds(drafter, shared=costs(drafter, 1.0, 1.3, 1.6), kind=wrong)[1]
-    assert drafted[0] > 0 and np.count_nonzero(drafted[6:40]) <= 3  # tried now and then
+    assert drafted[0] > 0 and np.count_nonzero(drafted[6:40]) <= 3  # retried now and then
     drafted = rounds(drafter, shared=costs(drafter, 1.0, 1.2, 2.2), kind=half)[1]
     assert np.mean(np.array(drafted[:-2]) == 2) > 0.6
-    dear = costs(drafter, 1.0, 6.0, 7.0)  # no draft can be worth it
+    dear = costs(drafter, 1.0, 6.0, 7.0)  # no draft can pay
     assert set(rounds(drafter, shared=dear, kind=right)[1]) == {0}
 
 
 def test_a_length_is_kept_until_another_looks_better_by_more_than_a_little():
     drafter = Adaptive(OracleDrafter(4, V), (2, 4))
-    # All is accepted: in the end 3 and 5 tokens a round are expected.
+    # All drafts are accepted: in the end 3 and 5 tokens a round are expected.
     for better, lengths in ((1.04, {2}), (1.15, {2, 4})):
         _, drafted = rounds(drafter, shared=costs(drafter, 3.0, 5.0 / better))
         assert drafted[0] == 2 and set(drafted[:-1]) == lengths, better
 
 
-def test_what_was_given_up_is_tried_again_at_intervals_that_double():
+def test_a_paused_row_is_retried_at_intervals_that_double():
     rows = [dataclasses.replace(ROWS[0], max_tokens=440)]
     plain = run_rows(Plan(TARGET, tiny.NONE), Params(WEIGHTS), rows)
     drafter = Adaptive(ScriptedDrafter(4, V), (0, 2, 4))
@@ -100,22 +100,22 @@ def test_what_was_given_up_is_tried_again_at_intervals_that_double():
     lengths = (answer.trace[1][:, 1:] >= 0).sum(1)
     drafted = np.flatnonzero(lengths)
     pauses = np.diff(drafted)[np.diff(drafted) > 1] - 1
-    assert lengths[0] == 4 and set(lengths[drafted[-8:-1]]) == {2}  # a try is short
+    assert lengths[0] == 4 and set(lengths[drafted[-8:-1]]) == {2}  # a retry is short
     assert pauses[:6].tolist() == [4, 8, 16, 32, 64, 128] and set(pauses[6:]) == {128}
 
 
-def test_a_prompt_that_ends_as_a_text_does_is_drafted_for_as_any_other():
-    around = jnp.eye(V)[(jnp.arange(V) + 1) % (V - 1)] * 30  # says 0 to V - 2 in turn, never V - 1
+def test_a_prompt_that_ends_like_a_text_is_drafted_for_like_any_other():
+    around = jnp.eye(V)[(jnp.arange(V) + 1) % (V - 1)] * 30  # emits 0 to V - 2 in turn, never V - 1
     drafter = Adaptive(NGram(4, 1, 3), (0, 2, 4))
-    plan, found = Plan(ToyTarget(V), drafter), []
+    plan, answers = Plan(ToyTarget(V), drafter), []
     for stops in ((), (V - 1,)):
         row = host.SequenceParams((*range(V - 1), V - 1), max_tokens=80, stop_token_ids=stops)
         batch = host.start(plan, Params(around, None), [row])
         batch = batch.replace(shared=costs(drafter, 1.0, 1.05, 1.1))
         [answer] = host.read(host.advance(plan, Params(around, None), batch))
-        found.append(answer)
-    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-    assert found[1].rounds <= found[0].rounds + 1 < 40
+        answers.append(answer)
+    np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    assert answers[1].rounds <= answers[0].rounds + 1 < 40
 
 
 def test_a_text_that_becomes_easy_is_drafted_for_within_a_few_rounds():
@@ -165,7 +165,7 @@ LINES = [
 def test_texts_stay_those_of_plain_decoding_while_lengths_change(name):
     inner, weights = DRAFTERS[name]
     most = inner.max_depth
-    # As rows end one by one every length has its turn, and none, and the longest again.
+    # As rows end one by one, every length is used, then none, then the longest again.
     drafter = Adaptive(inner, (0, 1, most), ((1, 1, most), (2, 2, 0), (3, 3, 1)))
     params = Params(tiny.params().target, weights())
     rows = [dataclasses.replace(row, max_tokens=20 - 5 * i) for i, row in enumerate(LINES)]
@@ -200,9 +200,11 @@ def test_a_shortened_draft_is_that_of_a_drafter_of_its_length(name):
     np.testing.assert_array_equal(one.trace[1][:, :2], other.trace[1])
 
 
-def test_a_draft_model_sits_out_and_comes_back_level():
-    own = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)  # the target itself
-    drafter = Adaptive(own, (0, 4), ((2, 2, 0),))
+def test_a_draft_model_pauses_and_catches_up():
+    drafting_target = dataclasses.replace(
+        tiny.DRAFT, config=tiny.TARGET.config
+    )  # the target itself
+    drafter = Adaptive(drafting_target, (0, 4), ((2, 2, 0),))
     params = Params(tiny.params().target, tiny.params().target)
     rows = [dataclasses.replace(LINES[i], max_tokens=size) for i, size in ((0, 60), (2, 24))]
     plan = Plan(tiny.TARGET, drafter, record_rounds=64)
@@ -210,19 +212,19 @@ def test_a_draft_model_sits_out_and_comes_back_level():
     accepted, drafted = answer.trace[0], (answer.trace[1][:, 1:] >= 0).sum(1)
     assert set(drafted[:24]) == {0}  # while both rows run
     first = int(np.argmax(drafted > 0))
-    assert first == 24  # all that was missing is taken in at once
+    assert first == 24  # all missing tokens are prefilled at once
     assert set(accepted[first:-1]) == {4}
 
 
 @pytest.mark.parametrize("name", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
-def test_who_sat_out_has_taken_in_all_before_it_drafts(name):
+def test_a_paused_drafter_catches_up_before_it_drafts(name):
     inner, weights = DRAFTERS[name]
     params = Params(tiny.params().target, weights())
     rests, drafts = (
         Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((1, 1, length),)), record_rounds=64)
         for length in (0, 4)
     )
-    # 32 tokens are taken in together, and the 9 after them before there is a draft.
+    # 32 tokens are prefilled together, and the 9 after them before there is a draft.
     row = host.SequenceParams(tiny.prompts((19,))[0], max_tokens=45)
     batch = host.advance(rests, params, host.start(rests, params, [row]), 41)
     assert batch.state.stats.drafted[0] == 0
@@ -240,7 +242,7 @@ def test_who_sat_out_has_taken_in_all_before_it_drafts(name):
 
 
 @pytest.mark.parametrize(("name", "taken_in"), [("eagle", 32), ("draft_model", 0)])
-def test_who_is_not_wanted_takes_in_what_has_no_room_to_wait_and_no_more(name, taken_in):
+def test_a_paused_drafter_prefills_only_when_its_buffer_is_full(name, taken_in):
     inner, weights = DRAFTERS[name]
     plan = Plan(tiny.TARGET, Adaptive(inner, (0, 4), ((1, 1, 0),)))
     params = Params(tiny.params().target, weights())
@@ -251,7 +253,7 @@ def test_who_is_not_wanted_takes_in_what_has_no_room_to_wait_and_no_more(name, t
     assert rested.memory.inner.cache.length[0] - before == taken_in
 
 
-def test_a_head_whose_numbers_are_broken_hangs_nothing():
+def test_a_head_of_nan_does_not_hang_the_loop():
     inner, weights = DRAFTERS["eagle"]
     broken = jax.tree.map(
         lambda x: jnp.full_like(x, jnp.nan) if x.dtype.kind == "f" else x, weights()
@@ -268,7 +270,7 @@ def test_a_head_whose_numbers_are_broken_hangs_nothing():
 
 
 def equations(program):
-    """All of a program, those of its branches and loops, too."""
+    """Return all equations of a program, with those of its branches and loops."""
     for line in program.eqns:
         yield line
         for inner in jax.tree.leaves(list(line.params.values()), is_leaf=_is_program):
@@ -281,7 +283,7 @@ def _is_program(x):
 
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle"])
-def test_each_length_has_a_loop_of_its_own_and_no_branch_gives_out_a_cache(name):
+def test_each_length_has_a_loop_of_its_own_and_no_branch_returns_a_cache(name):
     inner, weights = DRAFTERS[name]
     plan = Plan(tiny.TARGET, Adaptive(inner, (0, 1, 4)))
     params = Params(tiny.params().target, weights())
@@ -290,13 +292,13 @@ def test_each_length_has_a_loop_of_its_own_and_no_branch_gives_out_a_cache(name)
     run = lambda *state: loop.decode(plan, params, batch.request, *state, jnp.int32(99))
     lines = list(equations(jax.make_jaxpr(run)(shared, batch.state).jaxpr))
     shapes = lambda cache: {leaf.shape for leaf in jax.tree.leaves(cache.layers)}
-    target, own = shapes(batch.state.cache), shapes(batch.state.memory.inner.cache)
+    target, draft_cache = shapes(batch.state.cache), shapes(batch.state.memory.inner.cache)
     given_out = lambda kind: [
         {out.aval.shape for out in line.outvars} for line in lines if line.primitive.name == kind
     ]
-    assert sum(target <= found for found in given_out("while")) == 1 + 3  # of turns, and of lengths
+    assert sum(target <= sizes for sizes in given_out("while")) == 1 + 3  # of turns, and of lengths
     assert given_out("cond")
-    assert not any(found & (target | own) for found in given_out("cond"))
+    assert not any(sizes & (target | draft_cache) for sizes in given_out("cond"))
 
 
 @pytest.mark.parametrize("name", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
@@ -313,7 +315,7 @@ def test_no_loop_copies_a_cache(name):
         assert not copies, f"{len(copies)} copies of a cache of shape {shape}"
 
 
-def test_one_step_is_one_round_of_whichever_length():
+def test_one_step_is_one_round_of_any_length():
     plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 1, 4), ((1, 2, 1), (3, 3, 0))))
     rows = [dataclasses.replace(row, max_tokens=16 - 4 * i) for i, row in enumerate(LINES)]
     begun = host.start(plan, tiny.params(), rows)
@@ -337,7 +339,7 @@ def test_one_step_is_one_round_of_whichever_length():
     assert len(set(np.asarray(state.stats.drafted))) > 1
 
 
-def test_a_rule_for_drawn_chains_alone_has_no_say_where_nothing_is_drafted():
+def test_a_rule_for_drawn_chains_is_not_used_where_nothing_is_drafted():
     def walk(processed, draft, tree, uniforms, proposal):
         assert draft.logits is not None, "a chain without its law"
         return rejection.rejection(processed, draft, tree, uniforms, proposal)
@@ -352,7 +354,7 @@ def test_a_rule_for_drawn_chains_alone_has_no_say_where_nothing_is_drafted():
     assert plan.in_mode(plan.drafter.modes[1]).effective_rule.name == "mine"
 
 
-def test_a_ladder_given_is_kept_to_in_every_gear():
+def test_given_node_buckets_are_used_in_every_mode():
     plan = Plan(tiny.TARGET, Adaptive(tiny.DRAFT, (0, 2, 4)), node_buckets=(5,))
     ladders = [plan.in_mode(mode).node_buckets for mode in plan.drafter.modes]
     assert ladders == [(1,), (3,), (5,)]
@@ -362,7 +364,7 @@ def test_a_ladder_given_is_kept_to_in_every_gear():
     ("inner", "ladders"),
     [(tiny.DRAFT, [(1,), (3,), (5,)]), (NGram(4), [(1,), (1, 3), (1, 5)])],  # may find nothing
 )
-def test_a_network_that_is_asked_to_draft_needs_no_program_for_no_draft(inner, ladders):
+def test_a_network_that_drafts_needs_no_program_for_no_draft(inner, ladders):
     plan = Plan(tiny.TARGET, Adaptive(inner, (0, 2, 4)))
     assert plan.node_buckets == (1, 3, 5)
     assert [plan.in_mode(mode).node_buckets for mode in plan.drafter.modes] == ladders
@@ -388,26 +390,26 @@ def test_costs_are_those_of_the_middle_of_a_text(monkeypatch):
         host.SequenceParams((8, 9), max_tokens=100),
     ]
     batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
-    places = []
+    states = []
     monkeypatch.setattr(
         engine_costs,
         "_seconds_per_round",
-        lambda _plan, _params, batch, _rounds: places.append(batch.state) or 1.0,
+        lambda _plan, _params, batch, _rounds: states.append(batch.state) or 1.0,
     )
     engine_costs.calibrate(plan, tiny.params(), batch)
-    history = places[0].history
+    history = states[0].history
     assert history.length.tolist() == [103, 52]
-    assert places[0].cache.length.tolist() == places[0].memory.inner.cache.length.tolist()
-    assert places[0].cache.length.tolist() == [102, 51]  # all but the root
+    assert states[0].cache.length.tolist() == states[0].memory.inner.cache.length.tolist()
+    assert states[0].cache.length.tolist() == [102, 51]  # all but the root
     assert history.tokens[:, :5].tolist() == [[5, 6, 7, 5, 6], [8, 9, 8, 9, 8]]
 
     short = [host.SequenceParams((5, 6, 7), max_tokens=40)]  # too short for its middle to matter
     batch = host.start(plan, tiny.params(), short).replace(shared=loop.init_shared(plan))
     engine_costs.calibrate(plan, tiny.params(), batch)
-    assert places[-1].history.length.tolist() == [3]
+    assert states[-1].history.length.tolist() == [3]
 
 
-def test_a_batch_elsewhere_goes_on_as_one_that_started_there():
+def test_a_batch_moved_to_another_device_continues_like_one_started_there():
     plan = Plan(tiny.TARGET, tiny.DRAFT)
     batch = host.start(plan, tiny.params(), [host.SequenceParams((5, 6, 7), max_tokens=80)])
     other = host.start(plan, tiny.params(), [host.SequenceParams((9, 8) * 15, max_tokens=53)])
@@ -422,7 +424,7 @@ def test_a_batch_elsewhere_goes_on_as_one_that_started_there():
     assert batch.state.history.length.tolist() == [3]
 
 
-def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
+def test_a_longer_draft_is_never_measured_as_cheaper(monkeypatch):
     drafter = Adaptive(tiny.NGRAM, (0, 2, 4))
     plan = Plan(tiny.TARGET, drafter)
     batch = host.start(plan, tiny.params(), LINES).replace(shared=loop.init_shared(plan))
@@ -436,27 +438,27 @@ def test_a_longer_draft_is_never_believed_to_be_cheaper(monkeypatch):
     assert shared.seconds.tolist() == [2.0, 3.0, 3.0]
 
 
-def test_a_drafter_that_looks_up_is_timed_as_where_it_finds_something():
+def test_a_lookup_is_timed_as_if_it_always_matched():
     drafter = Adaptive(NGram(4, prompt_lookup_min=3, prompt_lookup_max=3), (0, 4))
-    found, timed = (
+    drafted, timed = (
         rounds(drafter, shared=costs(drafter, 9, 1).replace(timed=jnp.array(which)))[1]
         for which in (False, True)
     )
-    assert found[:-1].count(0) > len(found) / 2
+    assert drafted[:-1].count(0) > len(drafted) / 2
     assert timed[:-1].count(4) > len(timed) / 2 and 0 not in timed[:-1]
 
 
 def test_batches_of_another_shape_have_costs_of_their_own():
     drafter = Adaptive(tiny.NGRAM, (0, 4))
     plan, table = Plan(tiny.TARGET, drafter), engine_costs.CostTable()
-    found = []
+    seconds = []
     for rows in (LINES[:1], LINES, LINES[:1]):
         batch = host.start(plan, tiny.params(), rows).replace(shared=loop.init_shared(plan))
-        found.append(table.price(plan, tiny.params(), batch).seconds)
-    np.testing.assert_array_equal(found[0], found[2])
-    assert (found[0] != found[1]).any() and (np.array(found) > 0).all()
+        seconds.append(table.price(plan, tiny.params(), batch).seconds)
+    np.testing.assert_array_equal(seconds[0], seconds[2])
+    assert (seconds[0] != seconds[1]).any() and (np.array(seconds) > 0).all()
     fixed = Plan(tiny.TARGET, Adaptive(tiny.NGRAM, (0, 4), ((1, 8, 0),)))
-    assert loop.init_shared(fixed) == ()  # nothing to price, nothing to save
+    assert loop.init_shared(fixed) == ()  # nothing to measure, nothing to save
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ def test_batches_of_another_shape_have_costs_of_their_own():
         ),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(drafter, settings, message):
+def test_lengths_that_cannot_be_chosen_are_refused(drafter, settings, message):
     with pytest.raises(ValueError) as error:
         Adaptive(drafter, **settings)
     assert str(error.value) == message
@@ -547,4 +549,4 @@ def test_methods_without_a_length_of_their_own_refuse_the_keys():
                 "adaptive_length": True,
             }
         ).drafter(None, tiny.TARGET)
-    assert Suffix().tree_size == 13  # its chains follow the match already
+    assert Suffix().tree_size == 13  # its chains follow the length of the match already

@@ -1,4 +1,4 @@
-"""DFlash: drafts equal to plain torch's in every round, laws, memory and refusals."""
+"""DFlash: drafts equal to torch's in every round, distributions, memory and errors."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ from tests import shipped, tiny
 from tests.drafters import dflashes, heads, rounds
 from tests.drafters.rounds import ROWS, plain, plan_of
 
-# Wide enough that something is accepted of what random weights say.
+# Wide enough that random weights get something accepted.
 WIDE = dict(num_speculative_tokens=3, tree="best_first", tree_size=33)
-# The head, the tree, and the least that must be accepted: features of accepted paths are seen, too.
+# Head, tree, and the least accepted tokens, so that features of accepted paths are tested too.
 CASES = {
     "chain": ("dflash", dict(num_speculative_tokens=4), 0),
     "best first": ("dflash", WIDE, 12),
@@ -34,7 +34,7 @@ def params_of(name):
 
 
 def states_of(text, layers):
-    """The target's hidden states [T, C, D] of a text, in torch."""
+    """Return the target's hidden states [T, C, D] of a text, in torch."""
     import torch
 
     features, _ = heads.hidden_states(np.array([text]), layers)
@@ -49,7 +49,7 @@ def states_of(text, layers):
         for name, (_, _, least) in CASES.items()
     ],
 )
-def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
+def test_every_round_drafts_and_accepts_what_torch_does(case):
     torch = pytest.importorskip("torch")
     name, settings, least = CASES[case]
     drafter = dflashes.drafter(name, **settings, draft_sample_method="greedy")
@@ -80,7 +80,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
     "name",
     ["sliding", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "reduced"))],
 )
-def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
+def test_recorded_distributions_equal_those_of_torch(name):
     torch = pytest.importorskip("torch")
     drafter = dflashes.drafter(name, 3)
     params = params_of(name)
@@ -99,7 +99,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
 
 
 @pytest.mark.usefixtures("quick_programs")
-def test_the_context_that_is_remembered_is_what_a_fresh_pass_over_the_text_gives():
+def test_the_cache_equals_that_of_one_pass_over_the_text():
     drafter = dflashes.drafter("dflash", **WIDE)
     rows = [
         host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
@@ -108,7 +108,7 @@ def test_the_context_that_is_remembered_is_what_a_fresh_pass_over_the_text_gives
     plan, params = plan_of(drafter), params_of("dflash")
     state = host.advance(plan, params, host.start(plan, params, rows), 9).state
     texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
-    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted different numbers of tokens
     features, _ = heads.hidden_states(texts, drafter.capture_layers)
     zeros = jnp.zeros((3,), jnp.int32)
     request = Request(jax.random.split(jax.random.key(0), 3), None, zeros[:, None], zeros)
@@ -122,10 +122,10 @@ def test_the_context_that_is_remembered_is_what_a_fresh_pass_over_the_text_gives
     )
     assert state.memory.length[:3].tolist() == fresh.length.tolist() == (lengths - 1).tolist()
     leaves = (jax.tree.leaves(memory.layers) for memory in (state.memory, fresh))
-    for kept, recomputed in zip(*leaves, strict=True):
+    for cached, recomputed in zip(*leaves, strict=True):
         for row, length in enumerate(lengths - 1):
             np.testing.assert_allclose(
-                kept[row, :, :length], recomputed[row, :, :length], atol=2e-4
+                cached[row, :, :length], recomputed[row, :, :length], atol=2e-4
             )
 
 

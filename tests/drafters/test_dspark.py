@@ -1,4 +1,4 @@
-"""DSpark: drafts equal to plain torch's in every round, laws of paths, early ends and refusals."""
+"""DSpark: drafts equal to torch's in every round, distributions of paths, and errors."""
 
 import functools
 
@@ -25,7 +25,7 @@ def params_of(name):
 
 
 def states_of(text, layers):
-    """The target's hidden states [T, C, D] of a text, in torch."""
+    """Return the target's hidden states [T, C, D] of a text, in torch."""
     import torch
 
     features, _ = heads.hidden_states(np.array([text]), layers)
@@ -33,7 +33,7 @@ def states_of(text, layers):
 
 
 def drafted(drafter, params, prompt):
-    """A draft after ``prompt`` of a row at temperature 1."""
+    """Return a draft after ``prompt`` of a row at temperature 1."""
     row = host.SequenceParams(prompt, max_tokens=20, temperature=1.0)
     batch = host.start(plan_of(drafter, "rejection"), params, [row])
     state = batch.state
@@ -46,15 +46,15 @@ def drafted(drafter, params, prompt):
     "case",
     ["dynamic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chain", "paths"))],
 )
-def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
+def test_every_round_drafts_and_accepts_what_torch_does(case):
     torch = pytest.importorskip("torch")
     name, settings = CASES[case]
     drafter = dflashes.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
     answers = host.generate_sequences(plan_of(drafter, record_rounds=64), params, ROWS[:1])
     reference = dflashes.torch_reference(name, params.drafter)
-    kept = params.drafter.draft_to_target
-    ids = np.arange(tiny.VOCAB) if kept is None else np.asarray(kept)
+    ids = params.drafter.draft_to_target
+    ids = np.arange(tiny.VOCAB) if ids is None else np.asarray(ids)
     states = states_of(plain()[0], drafter.capture_layers)
 
     @functools.cache
@@ -74,7 +74,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case):
     "name",
     ["rnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "gated"))],
 )
-def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
+def test_recorded_distributions_equal_those_of_torch(name):
     torch = pytest.importorskip("torch")
     drafter, params, prompt = dflashes.drafter(name, 3), params_of(name), tiny.prompts((9,))[0]
     draft = drafted(drafter, params, prompt)
@@ -90,7 +90,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_programs")
-def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
+def test_only_the_likeliest_tokens_of_each_slot_are_drafted():
     torch = pytest.importorskip("torch")
     drafter, params = dflashes.drafter("vanilla", 3, dspark_draft_topk=5), params_of("vanilla")
     prompt = tiny.prompts((9,))[0]
@@ -100,10 +100,10 @@ def test_of_each_slot_the_likeliest_tokens_alone_are_drafted():
         reference = dflashes.torch_reference("vanilla", params.drafter)
         base = reference.draft_logits(states, prompt[-1], 3)
         expected = reference.path_logits(states, np.asarray(draft.tokens[0, :3]), 3)
-    for row, kept in enumerate(base.topk(5).indices):
+    for row, ids in enumerate(base.topk(5).indices):
         distribution = np.asarray(draft.logits[0, row])
-        assert np.flatnonzero(np.isfinite(distribution)).tolist() == sorted(kept.tolist())
-        gap = distribution[kept] - expected[row, kept].numpy()
+        assert np.flatnonzero(np.isfinite(distribution)).tolist() == sorted(ids.tolist())
+        gap = distribution[ids] - expected[row, ids].numpy()
         np.testing.assert_allclose(gap - gap.mean(), 0, atol=1e-4)
 
 

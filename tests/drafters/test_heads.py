@@ -1,4 +1,4 @@
-"""Drafters with a head: drafts equal to plain torch's in every round, memory, prompts, programs."""
+"""Drafters with a head: drafts equal to torch's in every round, memory, prompts, programs."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def plain():
 
 @functools.cache
 def drafted(case, weights):
-    """Greedy answers with everything that was drafted."""
+    """Return greedy answers with all drafts."""
     method, settings = CASES[case]
     drafter = heads.drafter(method, **settings, draft_sample_method="greedy")
     plan = plan_of(drafter, record_rounds=64)
@@ -68,13 +68,13 @@ def drafted(case, weights):
 
 @functools.cache
 def reference(method, weights):
-    """What torch says may follow a path: log-probabilities [V] of (row of texts, root, path)."""
+    """Return the torch reference: log-probabilities [V] of (row of texts, root, path)."""
     torch = pytest.importorskip("torch")
     head = heads.torch_reference(method, WEIGHTS[weights](method))
     layers = heads.CONFIGS[method].capture_layers
     texts = [np.array([*row.prompt, *text]) for row, text in zip(ROWS, plain(), strict=True)]
-    found = [jax.device_get(heads.hidden_states(text[None], layers)[0]) for text in texts]
-    features = [torch.tensor(np.stack([x[0] for x in each], 1)) for each in found]
+    states = [jax.device_get(heads.hidden_states(text[None], layers)[0]) for text in texts]
+    features = [torch.tensor(np.stack([x[0] for x in each], 1)) for each in states]
 
     @functools.cache
     @torch.inference_mode()
@@ -94,7 +94,7 @@ def reference(method, weights):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
+def test_every_round_drafts_and_accepts_what_torch_does(case, weights):
     drafter, answers = drafted(case, weights)
     method = CASES[case][0]
     texts, log_probs = reference(method, weights)
@@ -111,7 +111,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, weights):
 
 
 def after_rounds(drafter, method, rounds):
-    """The state of three rows, two of them sampled, after some rounds."""
+    """Return the state of three rows, two of them sampled, after some rounds."""
     rows = [
         host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
         for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
@@ -121,12 +121,12 @@ def after_rounds(drafter, method, rounds):
 
 
 @pytest.mark.parametrize("method", heads.METHODS)
-def test_what_a_head_remembers_is_what_a_fresh_pass_over_the_text_gives(method):
-    """So nothing that was fed to itself is left, whatever was accepted or refused."""
+def test_the_memory_of_a_head_equals_that_of_one_pass_over_the_text(method):
+    """No drafted row is left in the cache, whatever was accepted."""
     drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
     params, state = after_rounds(drafter, method, 9)
     texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
-    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted different numbers of tokens
     features, _ = heads.hidden_states(texts, drafter.capture_layers)
     empty = drafter.init(params, _request(len(texts)), texts.shape[1])
     fresh = jax.jit(drafter.prefill)(
@@ -140,18 +140,20 @@ def test_what_a_head_remembers_is_what_a_fresh_pass_over_the_text_gives(method):
     pairs = zip(
         *(jax.tree.leaves(memory.cache.layers) for memory in (state.memory, fresh)), strict=True
     )
-    for (kept, recomputed), (row, length) in itertools.product(pairs, enumerate(lengths - 1)):
-        np.testing.assert_allclose(kept[row, :, :length], recomputed[row, :, :length], atol=2e-4)
+    for (cached, recomputed), (row, length) in itertools.product(pairs, enumerate(lengths - 1)):
+        np.testing.assert_allclose(cached[row, :, :length], recomputed[row, :, :length], atol=2e-4)
 
 
 def _request(batch):
-    """For ``batch`` rows; a head's memory asks it for nothing else."""
+    """Return a request of ``batch`` rows with the fields that ``init`` of a head reads."""
     zeros = jnp.zeros((batch,), jnp.int32)
     return Request(jax.random.split(jax.random.key(0), batch), None, zeros[:, None], zeros)
 
 
 @pytest.mark.parametrize("method", heads.METHODS)
-def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(method, monkeypatch):
+def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
+    method, monkeypatch
+):
     drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
     plan, params = plan_of(drafter), params_of(method, "random")
     rows = [host.SequenceParams(prompt, max_tokens=8) for prompt in tiny.prompts((1, 17, 40, 33))]

@@ -1,4 +1,4 @@
-"""Two drafters in one: what each round accepts, the law of texts, and who drafts when."""
+"""Hybrids: accepted tokens of each round, the distribution of texts, and the choice of drafts."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def run(parts, combine, rounds=0):
 
 
 @pytest.mark.parametrize("combine", ["merge", "choose"])
-def test_the_text_is_that_of_plain_decoding_and_the_better_half_decides_the_rounds(combine):
+def test_the_text_is_that_of_plain_decoding_and_the_better_part_decides_the_rounds(combine):
     right, wrong = OracleDrafter(K, V), NeverRightDrafter(2, V)
     for parts, rounds in (
         ((right, wrong), 6),
@@ -58,8 +58,8 @@ def test_the_text_is_that_of_plain_decoding_and_the_better_half_decides_the_roun
                 assert answer.rounds == rounds
 
 
-def test_merged_rounds_accept_what_the_better_of_the_two_would_have():
-    # Both answer by a hash of the position: the same drafts alone and merged.
+def test_merged_rounds_accept_as_much_as_the_better_part_alone():
+    # Both draft by a hash of the position: the same drafts alone and merged.
     first, second = RandomDrafter(K, V), OracleDrafter(1, V)
     for answer, plain in zip(run((first, second), "merge", 32), PLAIN, strict=True):
         text, root = [*ROWS[0].prompt, *plain.tokens], 2
@@ -73,17 +73,17 @@ def test_merged_rounds_accept_what_the_better_of_the_two_would_have():
             root += accepted + 1
 
 
-def test_rows_turn_to_the_network_once_look_ups_fail_and_it_alone_runs_then():
+def test_rows_switch_to_the_network_once_lookups_fail():
     answers = run((NeverRightDrafter(K, V), OracleDrafter(K, V)), "choose", 32)
     for answer in answers:
         accepted = answer.trace[0]
         first = int(np.argmax(accepted > 0))
         assert 1 <= first <= 4
-        assert (accepted[first:-1] == K).mean() > 0.7  # and now and then a look-up is tried again
+        assert (accepted[first:-1] == K).mean() > 0.7  # and now and then the lookup is retried
 
 
-def test_a_draft_model_that_sat_out_rounds_catches_up_and_drafts_as_well_as_before():
-    own = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)  # the target itself: right
+def test_a_draft_model_that_paused_catches_up_and_drafts_as_well_as_before():
+    drafting_target = dataclasses.replace(tiny.DRAFT, config=tiny.TARGET.config)  # always right
     rows = [host.SequenceParams((3, 4, 5) * 4, max_tokens=48, stream=0)]
     params = Params(tiny.params().target, (SCRIPT, tiny.params().target))
     wrong = NeverRightDrafter(7, tiny.VOCAB)
@@ -91,7 +91,7 @@ def test_a_draft_model_that_sat_out_rounds_catches_up_and_drafts_as_well_as_befo
     known = script(rows, text, length=128)
     params = params._replace(drafter=(known, tiny.params().target))
     for combine, lookup in (("merge", OracleDrafter(7, tiny.VOCAB)), ("choose", wrong)):
-        plan = Plan(tiny.TARGET, Hybrid((lookup, own), combine), record_rounds=64)
+        plan = Plan(tiny.TARGET, Hybrid((lookup, drafting_target), combine), record_rounds=64)
         (answer,) = run_rows(plan, params, rows)
         np.testing.assert_array_equal(answer.tokens, text[0].tokens)
         accepted = answer.trace[0][:-1]
@@ -102,16 +102,16 @@ def test_a_draft_model_that_sat_out_rounds_catches_up_and_drafts_as_well_as_befo
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("combine", ["merge", "choose"])
-def test_sampled_texts_of_several_rounds_have_the_targets_law(rule, combine):
+def test_sampled_texts_of_several_rounds_have_the_targets_distribution(rule, combine):
     drafter = Hybrid((NGram(2, 1, 2), TableDrafter(2)), combine)
-    target, own = (
+    target, weights = (
         table(0, joint_distribution.V, joint_distribution.V),
         table(1, joint_distribution.V, joint_distribution.V),
     )
-    joint_distribution.check_texts(rule, drafter, Params(target, (None, own)), chunks=1)
+    joint_distribution.check_texts(rule, drafter, Params(target, (None, weights)), chunks=1)
 
 
-def test_what_is_shared_is_kept_for_each_of_the_two():
+def test_shared_state_is_kept_for_both_parts():
     suffix, recycling = Suffix(suffix_decoding_max_cached_tokens=64), TokenRecycling(tiny.VOCAB, 3)
     for first in (suffix, recycling):
         plan = plan_of(Hybrid((first, heads.drafter("eagle", 3))), "rejection")
@@ -172,13 +172,13 @@ def test_what_is_shared_is_kept_for_each_of_the_two():
         ),
     ],
 )
-def test_what_cannot_be_combined_is_refused(parts, settings, message):
+def test_parts_that_cannot_be_combined_are_refused(parts, settings, message):
     with pytest.raises(ValueError) as error:
         Hybrid(parts, **settings)
     assert str(error.value) == message
 
 
-def test_the_ladder_has_a_rung_for_either_draft():
+def test_there_is_a_node_bucket_for_either_draft():
     drafter = Hybrid((LOOKUP, tiny.DRAFT))
     assert Plan(tiny.TARGET, drafter).node_buckets == (1, 5, 9)
     assert Plan(tiny.TARGET, Hybrid((NGram(2), tiny.DRAFT), "choose")).node_buckets == (1, 3, 5)

@@ -1,4 +1,4 @@
-"""Hydra heads: drafts equal to plain torch's in every round, laws, memory, files and refusals."""
+"""Hydra heads: drafts equal to torch's in every round, distributions, memory, files, errors."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ def save(directory, name, params=None, **options):
 
 
 def reference_of(name, params, directory):
-    """The heads in torch, from the file that jspec writes of them."""
+    """Return the heads in torch, from the file that jspec writes of them."""
     torch = pytest.importorskip("torch")
     config, _ = save(directory, name, params)
     tensors = torch.load(directory / "hydra_lm_head.pt", weights_only=True)
@@ -62,7 +62,7 @@ def reference_of(name, params, directory):
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("case", CASES)
-def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
+def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
     name, settings = CASES[case]
     drafter = hydras.drafter(name, **settings, draft_sample_method="greedy")
@@ -81,12 +81,12 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
             return logits[-1].log_softmax(-1).numpy()
 
         total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
-    assert total > 15  # so that features of accepted paths are seen, too
+    assert total > 15  # so that features of accepted paths are tested too
 
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("name", hydras.CONFIGS)
-def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
+def test_recorded_distributions_equal_those_of_torch(name, tmp_path):
     torch = pytest.importorskip("torch")
     drafter = hydras.drafter(name, hydras.CONFIGS[name].num_heads)
     params = params_of(name, trained=False)
@@ -106,7 +106,7 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_programs")
-def test_what_a_prefix_layer_remembers_is_what_a_fresh_pass_over_the_text_gives():
+def test_the_memory_of_a_prefix_layer_equals_that_of_one_pass_over_the_text():
     drafter = hydras.drafter("prefix", 3, tree="sampled", tree_size=8)
     rows = [
         host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
@@ -115,7 +115,7 @@ def test_what_a_prefix_layer_remembers_is_what_a_fresh_pass_over_the_text_gives(
     plan, params = plan_of(drafter), params_of("prefix")
     state = host.advance(plan, params, host.start(plan, params, rows), 9).state
     texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
-    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted different numbers of tokens
     features, _ = heads.hidden_states(texts, drafter.capture_layers)
     zeros = jnp.zeros((3,), jnp.int32)
     request = Request(jax.random.split(jax.random.key(0), 3), None, zeros[:, None], zeros)
@@ -130,10 +130,10 @@ def test_what_a_prefix_layer_remembers_is_what_a_fresh_pass_over_the_text_gives(
     np.testing.assert_allclose(state.memory.hidden[:3], fresh.hidden, atol=2e-4)
     assert state.memory.cache.length[:3].tolist() == (lengths - 1).tolist()
     leaves = (jax.tree.leaves(memory.cache.layers) for memory in (state.memory, fresh))
-    for kept, recomputed in zip(*leaves, strict=True):
+    for cached, recomputed in zip(*leaves, strict=True):
         for row, length in enumerate(lengths - 1):
             np.testing.assert_allclose(
-                kept[row, :, :length], recomputed[row, :, :length], atol=2e-4
+                cached[row, :, :length], recomputed[row, :, :length], atol=2e-4
             )
 
 
@@ -155,7 +155,7 @@ def test_the_loop_copies_neither_the_targets_cache_nor_the_prefix_layers():
 
 
 def files(directory):
-    """Copies of a file's tensors, and its config.json."""
+    """Return copies of a file's tensors, and its config.json."""
     tensors = torch_files.read(directory / "hydra_lm_head.pt")
     copies = {name: np.array(tensor) for name, tensor in tensors.items()}
     return copies, json.loads((directory / "config.json").read_text())
@@ -163,7 +163,7 @@ def files(directory):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", hydras.CONFIGS)
-def test_saved_heads_are_loaded_again_as_they_were(tmp_path, name, dtype):
+def test_saved_heads_are_loaded_unchanged(tmp_path, name, dtype):
     config, params = save(tmp_path / "a", name, dtype=dtype)
     head = head_files.load_head(tmp_path / "a", TARGET)
     assert (head.kind, head.layout, head.config) == ("hydra", "hydra", config)
@@ -210,7 +210,7 @@ def test_names_and_keys_are_those_of_the_authors(tmp_path):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 def test_files_that_torch_wrote_are_read_as_torch_reads_them(tmp_path, prefixed):
-    """Modules as the authors stack them: one block used three times, dropouts in between."""
+    """Return the modules as the authors stack them: one block three times, dropouts in between."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     size, count = TARGET.hidden_size, 2
@@ -234,16 +234,18 @@ def test_files_that_torch_wrote_are_read_as_torch_reads_them(tmp_path, prefixed)
     module.hydra_lm_head = torch.nn.ModuleList(
         [wrapped() if prefixed else output() for _ in range(count)]
     )
-    module.input_embed_fn = torch.nn.Embedding(tiny.VOCAB, size)  # the target's, kept as a part
+    module.input_embed_fn = torch.nn.Embedding(tiny.VOCAB, size)  # the target's, stored as a part
     tensors = module.state_dict()
     if prefixed:
         written = save(tmp_path / "other", "prefix")[1].prefix and files(tmp_path / "other")[0]
-        own = {
+        tensors_of_head = {
             name: torch.tensor(np.array(tensor))
             for name, tensor in written.items()
             if name.startswith("prefix_")
         }
-        tensors |= own | {"prefix_embeding_layer.embed_tokens.weight": torch.zeros(64, size)}
+        tensors |= tensors_of_head | {
+            "prefix_embeding_layer.embed_tokens.weight": torch.zeros(64, size)
+        }
     torch.save(tensors, tmp_path / "hydra_lm_head.pt")
     raw = {"hydra_num_heads": 9, "base_model_name_or_path": "someone/model"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -260,12 +262,12 @@ def test_files_that_torch_wrote_are_read_as_torch_reads_them(tmp_path, prefixed)
     if prefixed:
         empty = hydras.decoder.init_cache(head.config.network, 1, 0)
         state = hydras.hydra.prefill(head.params, head.config, state[None], empty)[0][0]
-    state, found = state[-1], []
+    state, logits_of_heads = state[-1], []
     for index, token in enumerate(fed):
         embedded = jnp.asarray(embedding[token].numpy())
         state, logits = hydras.hydra.advance(head.params, head.config, state, embedded, index)
-        found.append(logits)
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+        logits_of_heads.append(logits)
+    np.testing.assert_allclose(logits_of_heads, expected, atol=1e-4, rtol=0)
 
 
 def _lame(tensors):

@@ -1,4 +1,4 @@
-"""MLP and LSTM speculators: drafts equal to plain torch's in every round, laws and memory."""
+"""MLP and LSTM speculators: drafts equal to torch's in every round, distributions, memory."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def params_of(name, trained=True):
 
 
 def reference_of(name, params, directory):
-    """The speculator in torch, from the file that jspec writes of it."""
+    """Return the speculator in torch, from the file that jspec writes of it."""
     safetensors = pytest.importorskip("safetensors.torch")
     config = speculators.CONFIGS[name]
     head_files.save_head(directory, config, params, tiny.TARGET.config, target_name="someone/model")
@@ -48,7 +48,7 @@ def reference_of(name, params, directory):
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("case", CASES)
-def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
+def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
     name, settings = CASES[case]
     drafter = speculators.drafter(name, **settings, draft_sample_method="greedy")
@@ -68,12 +68,12 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
             return logits.log_softmax(-1).numpy()
 
         total += rounds.compare(answer, row.prompt, text, drafter.draft_tree, distribution)
-    assert total > 15  # so that states of accepted paths are seen, too
+    assert total > 15  # so that states of accepted paths are tested too
 
 
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("name", speculators.CONFIGS)
-def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
+def test_recorded_distributions_equal_those_of_torch(name, tmp_path):
     torch = pytest.importorskip("torch")
     drafter = speculators.drafter(name)
     params = params_of(name, trained=False)
@@ -91,14 +91,14 @@ def test_draws_are_recorded_with_the_law_that_plain_torch_gives(name, tmp_path):
         hidden = torch.tensor(np.asarray(memory.hidden[0]))
         expected = reference.draft_logits(hidden, drafted[:-1].tolist())
     assert np.ptp(expected.numpy(), -1).min() > 0.5
-    found = np.asarray(draft.logits[0, :-1])
-    gap = found - expected.numpy()
+    recorded = np.asarray(draft.logits[0, :-1])
+    gap = recorded - expected.numpy()
     np.testing.assert_allclose(gap - gap.mean(-1, keepdims=True), 0, atol=1e-4)
 
 
 @pytest.mark.usefixtures("quick_programs")
-def test_other_draws_follow_where_other_tokens_were_drawn():
-    """Each stage sees what was drafted before it: equal laws at the root, other ones below."""
+def test_draws_depend_on_the_tokens_drawn_before():
+    """Each stage sees the tokens before it: equal distributions at the root, others below."""
     drafter = speculators.drafter("lstm")
     params = params_of("lstm", trained=False)
     prompt = tiny.prompts((9,))[0]
@@ -116,7 +116,7 @@ def test_other_draws_follow_where_other_tokens_were_drawn():
 
 
 @pytest.mark.usefixtures("quick_programs")
-def test_what_is_remembered_is_the_targets_last_hidden_state_whatever_was_accepted():
+def test_the_memory_is_the_targets_last_hidden_state_after_any_round():
     drafter = speculators.drafter("tied", 2, tree="sampled", tree_size=6)
     rows = [
         host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
@@ -125,7 +125,7 @@ def test_what_is_remembered_is_the_targets_last_hidden_state_whatever_was_accept
     plan, params = plan_of(drafter), params_of("tied")
     state = host.advance(plan, params, host.start(plan, params, rows), 9).state
     texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
-    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted unlike numbers
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted different numbers of tokens
     features = heads.hidden_states(texts, drafter.capture_layers)[0][0]
     expected = np.asarray(features)[np.arange(3), lengths - 2]
     np.testing.assert_allclose(state.memory.hidden[:3], expected, atol=2e-4)
@@ -133,7 +133,7 @@ def test_what_is_remembered_is_the_targets_last_hidden_state_whatever_was_accept
     assert sum(leaf.size for leaf in leaves) == len(state.history.length) * (speculators.WIDTH + 1)
 
 
-def test_a_speculator_drafts_as_deep_as_it_was_trained_if_nothing_is_said():
+def test_the_default_depth_is_that_of_the_speculators_training():
     assert speculators.drafter("untied").max_depth == 4
     assert speculators.drafter("untied", tree="sampled", tree_size=9).max_depth == 4
     assert speculators.drafter("lstm", tree="eagle2").max_depth == 3
@@ -173,7 +173,7 @@ def test_a_speculator_drafts_as_deep_as_it_was_trained_if_nothing_is_said():
         ("tied", dict(num_speculative_tokens=0), "num_speculative_tokens=0 must be at least 1"),
     ],
 )
-def test_what_the_weights_do_not_give_is_refused(name, settings, message):
+def test_depths_without_weights_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         speculators.drafter(name, **settings)
 

@@ -1,4 +1,4 @@
-"""MTP drafts as plain torch does in every round, and remembers rows of true features alone."""
+"""MTP: drafts equal to torch's in every round; the caches hold rows of committed text alone."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def params_of(name):
 
 @functools.cache
 def ran(case):
-    """The drafter, its weights, and a batch of greedy answers that has run to its end."""
+    """Return the drafter, its weights, and a finished batch of greedy answers."""
     name, settings = CASES[case]
     drafter = mtps.drafter(name, **settings, draft_sample_method="greedy")
     params = params_of(name)
@@ -50,12 +50,12 @@ def ran(case):
 
 
 def reference(case, tmp_path):
-    """The modules in plain torch, from the file that jspec writes of them."""
+    """Return the modules in plain torch, from the file that jspec writes of them."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
     name, target = CASES[case][0], tiny.params().target
-    # A layout says what it hands on; that the reference is told apart.
+    # A layout names the stream that it hands on; the reference is given it separately.
     config = mtps.CONFIGS[name]
     written = mtps.CONFIGS["two raw"] if name == "two" else config
     head_files.save_head(tmp_path, written, params_of(name).drafter, tiny.TARGET.config)
@@ -69,7 +69,7 @@ def reference(case, tmp_path):
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
+def test_every_round_drafts_and_accepts_what_torch_does(case, tmp_path):
     torch = pytest.importorskip("torch")
     drafter, _, batch = ran(case)
     head, total = reference(case, tmp_path), 0
@@ -89,7 +89,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_drafted_laws_equal_those_of_plain_torch(tmp_path):
+def test_drafted_distributions_equal_those_of_torch(tmp_path):
     torch = pytest.importorskip("torch")
     drafter, params = mtps.drafter("two"), params_of("two")
     head, text = reference("two-chain", tmp_path), np.array(rounds.plain()[1])[:12]
@@ -97,9 +97,9 @@ def test_drafted_laws_equal_those_of_plain_torch(tmp_path):
     outs = mtps.rows_of_text(params.drafter, drafter.config, text[None], features[0])
     features = torch.tensor(np.asarray(features[0][0]))
     for module, out in enumerate(outs):
-        found = heads_logits(params, drafter, module, out)[0]
-        for row, logits in enumerate(found):
-            count = row + 1  # features; the module's later tokens are drafted, as if by chance
+        recorded = heads_logits(params, drafter, module, out)[0]
+        for row, logits in enumerate(recorded):
+            count = row + 1  # features; later tokens of the module are drafted at random
             tokens = text[1 : count + 1 + module].tolist()
             expected = head.draft_logits(features[:count], tokens).numpy()
             np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -112,8 +112,8 @@ def heads_logits(params, drafter, module, out):
 @pytest.mark.parametrize(
     "case", ["two raw-paths", pytest.param("one-chain", marks=pytest.mark.slow)]
 )
-def test_what_is_remembered_is_what_a_fresh_pass_over_the_text_gives(case):
-    """So nothing that was fed to itself is left, whatever was accepted or refused."""
+def test_the_memory_equals_that_of_one_pass_over_the_text(case):
+    """No drafted row is left in the cache, whatever was accepted."""
     drafter, params, batch = ran(case)
     memory, history = batch.state.memory, batch.state.history
     for row, length in enumerate(np.asarray(history.length)[: len(rounds.ROWS)]):
@@ -126,7 +126,7 @@ def test_what_is_remembered_is_what_a_fresh_pass_over_the_text_gives(case):
 
 
 @pytest.mark.slow
-def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(monkeypatch):
+def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(monkeypatch):
     drafter = mtps.drafter("two", 2)
     params = Params(tiny.params().target, mtps.random_params("two"))
     rows = [
@@ -145,7 +145,7 @@ def test_a_prompt_taken_in_by_chunks_is_remembered_as_one_taken_in_at_once(monke
         np.testing.assert_allclose(part.hidden[:5][there], one.hidden[:5][there], atol=1e-5)
 
 
-def test_as_many_tokens_as_modules_are_drafted_or_a_multiple():
+def test_the_depth_is_the_number_of_modules_or_a_multiple():
     assert mtps.drafter("two").max_depth == 2
     assert mtps.drafter("two", 4).max_depth == 4
     assert mtps.drafter("two", 1).max_depth == 1
@@ -153,7 +153,7 @@ def test_as_many_tokens_as_modules_are_drafted_or_a_multiple():
         Mtp(mtps.CONFIGS["two"], tiny.TARGET, 3)
 
 
-def test_files_say_which_server_class_reads_them(tmp_path):
+def test_files_name_the_server_class_that_reads_them(tmp_path):
     config, params, sizes = mtps.CONFIGS["one"], mtps.random_params("one"), tiny.TARGET.config
     head_files.save_head(tmp_path, config, params, sizes)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -11,7 +11,7 @@ CAPACITY = 24
 
 
 def looked_up(history, shortest, longest, count):
-    """The rule, said plainly: longest suffix first, earliest occurrence of it."""
+    """Return the draft by the rule: the longest suffix, its earliest occurrence."""
     for size in range(min(longest, len(history) - 1), shortest - 1, -1):
         suffix = history[-size:]
         for end in range(size, len(history)):
@@ -41,7 +41,7 @@ def test_the_longest_suffix_and_its_earliest_occurrence_are_proposed(rows, short
     assert proposed(drafter, rows) == expected
 
 
-def test_what_lies_past_the_length_is_never_matched():
+def test_tokens_past_the_length_are_never_matched():
     drafter = NGram(2, prompt_lookup_min=1, prompt_lookup_max=2)
     rows = jnp.array([[7, 8, 9, 9, 9, 7, 8]], jnp.int32)
     draft, _ = drafter.propose(None, None, (), (), History(rows, jnp.array([3], jnp.int32)))

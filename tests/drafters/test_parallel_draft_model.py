@@ -1,5 +1,4 @@
-"""Draft models that guess K tokens in one pass, behind masks: drafts as ``transformers`` guesses
-them without a cache, what is remembered of a round, laws of texts, and their files."""
+"""Parallel draft models: drafts equal to ``transformers``', memory, distributions, files."""
 
 import dataclasses
 import functools
@@ -27,7 +26,7 @@ from tests import fakes, llm_fixtures
 from tests.drafters import rounds
 from tests.verify import statistics
 
-VOCAB, MASK, PLACES, DEPTH = 5, 6, 61, 3
+VOCAB, MASK, POSITIONS, DEPTH = 5, 6, 61, 3
 TARGET = fakes.PrefixTarget(VOCAB)
 SIZES = DecoderConfig(
     vocab_size=VOCAB + 2,
@@ -67,7 +66,7 @@ def weights_of(network):
 
 @functools.cache
 def params_of(network):
-    return Params(fakes.table(0, PLACES, VOCAB), weights_of(network))
+    return Params(fakes.table(0, POSITIONS, VOCAB), weights_of(network))
 
 
 def rows_of(temperature=0.0):
@@ -79,7 +78,7 @@ def rows_of(temperature=0.0):
 
 @functools.cache
 def plain():
-    """Prompts and texts of greedy rows by plain decoding."""
+    """Return prompts and texts of greedy rows by plain decoding."""
     answers = host.generate_sequences(Plan(TARGET, NoDrafter()), params_of("Llama"), rows_of())
     texts = zip(PROMPTS, answers, strict=True)
     return [[*prompt, *answer.tokens.tolist()] for prompt, answer in texts]
@@ -87,7 +86,7 @@ def plain():
 
 @functools.cache
 def greedy(network, tree):
-    """Greedy answers with all that was drafted."""
+    """Return greedy answers with all drafts."""
     drafter = drafter_of(network, tree, draft_sample_method="greedy")
     plan = Plan(TARGET, drafter, "coupled", record_rounds=32)
     return drafter, host.generate_sequences(plan, params_of(network), rows_of())
@@ -95,7 +94,7 @@ def greedy(network, tree):
 
 @functools.cache
 def guesses(network, directory):
-    """What ``transformers`` guesses after a text, logits [K, VOCAB], from the model's files."""
+    """Return the guesses of ``transformers`` after a text, logits [K, VOCAB], from the files."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     checkpoint.save_pretrained(directory, NETWORKS[network], weights_of(network))
@@ -128,13 +127,13 @@ def test_every_round_drafts_and_accepts_what_transformers_does(network, tree, tm
 
 @functools.cache
 def after_rounds():
-    """The drafter, and its batch after some rounds of sampled rows."""
+    """Return the drafter, and its batch after some rounds of sampled rows."""
     drafter = drafter_of("Qwen2", "sampled")
     plan, params = Plan(TARGET, drafter), params_of("Qwen2")
     return drafter, host.advance(plan, params, host.start(plan, params, rows_of(0.8)), 5)
 
 
-def test_the_law_of_each_draft_is_transformers_logits(tmp_path):
+def test_the_distribution_of_each_draft_is_that_of_transformers(tmp_path):
     after = guesses("Qwen2", tmp_path)
     drafter, batch = after_rounds()
     state, propose = batch.state, jax.jit(drafter.propose)
@@ -144,25 +143,25 @@ def test_the_law_of_each_draft_is_transformers_logits(tmp_path):
     for row in range(len(PROMPTS)):
         length = state.history.length[row]
         text = tuple(np.asarray(state.history.tokens)[row, :length].tolist())
-        found = scipy.special.log_softmax(np.asarray(draft.logits[row, inner], float), -1)
+        results = scipy.special.log_softmax(np.asarray(draft.logits[row, inner], float), -1)
         expected = scipy.special.log_softmax(after(text)[depth[inner]] / 0.8, -1)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_allclose(results, expected, atol=1e-4)
 
 
 def check_memory(state, network):
-    """The cache holds what a pass over the text alone gives, and nothing of any mask."""
+    """Check that the cache equals that of a pass over the text alone, without any mask."""
     texts, last = state.history.tokens, state.history.tokens.shape[1] - 1
     tree = trees.from_parents(trees.chain(last), last)
     sizes, weights = NETWORKS[network], weights_of(network)
     empty = decoder.init_cache(sizes, len(texts), 0)
     fresh = jax.jit(decoder.forward, static_argnums=1)(weights, sizes, texts, tree, empty).tree_kv
-    kept = jax.tree.leaves(state.memory.cache.layers)
-    for ours, expected in zip(kept, jax.tree.leaves(fresh), strict=True):
+    cached = jax.tree.leaves(state.memory.cache.layers)
+    for ours, expected in zip(cached, jax.tree.leaves(fresh), strict=True):
         for row, length in enumerate(np.asarray(state.memory.cache.length)):
             np.testing.assert_allclose(ours[row, :, :length], expected[row, :, :length], atol=2e-4)
 
 
-def test_masks_and_refused_drafts_leave_no_trace_in_the_cache():
+def test_masks_and_rejected_drafts_leave_no_trace_in_the_cache():
     drafter, batch = after_rounds()
     state = batch.state
     unseen = np.asarray(state.history.length - state.memory.cache.length)[: len(PROMPTS)]
@@ -172,7 +171,7 @@ def test_masks_and_refused_drafts_leave_no_trace_in_the_cache():
 
 
 @pytest.mark.slow
-def test_a_longer_backlog_is_taken_in_at_once_and_changes_no_draft():
+def test_a_longer_backlog_is_read_at_once_and_changes_no_draft():
     drafter, answers = greedy("Llama", "chain")
     plan = Plan(TARGET, dataclasses.replace(drafter, backlog=12), "coupled", record_rounds=32)
     params = params_of("Llama")
@@ -186,7 +185,7 @@ def test_a_longer_backlog_is_taken_in_at_once_and_changes_no_draft():
     check_memory(batch.state, "Llama")
 
 
-def test_a_row_that_sat_out_catches_up_round_by_round_and_drafts_again():
+def test_a_row_that_paused_catches_up_round_by_round_and_drafts_again():
     drafter, answers = greedy("Llama", "chain")
     plan, params = Plan(TARGET, drafter, "coupled", record_rounds=32), params_of("Llama")
     batch = host.start(plan, params, rows_of())
@@ -194,9 +193,9 @@ def test_a_row_that_sat_out_catches_up_round_by_round_and_drafts_again():
     nothing = drafter.init(params, batch.request, capacity)
     state = batch.state.replace(memory=nothing)
     batch = host.advance(plan, params, batch.replace(state=state))
-    found = host.read(batch)
+    results = host.read(batch)
     waits = []
-    for prompt, answer, usual in zip(PROMPTS, found, answers, strict=True):
+    for prompt, answer, usual in zip(PROMPTS, results, answers, strict=True):
         assert answer.tokens.tolist() == usual.tokens.tolist()
         drafts = [by_root(prompt, one) for one in (answer, usual)]
         shared = [root for root, nodes in drafts[0].items() if (nodes[1:] >= 0).any()]
@@ -204,19 +203,19 @@ def test_a_row_that_sat_out_catches_up_round_by_round_and_drafts_again():
         for root in shared:
             np.testing.assert_array_equal(drafts[0][root], drafts[1].get(root, drafts[0][root]))
         waits.append(min(shared) - len(prompt) + 1)
-    # A round takes in K + 1 tokens, and the target adds one.
+    # A round reads K + 1 tokens, and the target adds one.
     assert waits[0] == 0 and waits[2] == -(-(len(PROMPTS[2]) - DEPTH - 1) // DEPTH)
     check_memory(batch.state, "Llama")
 
 
 def by_root(prompt, answer):
-    """What was drafted from each position."""
+    """Return the tokens drafted at each root position."""
     accepted, nodes, _ = answer.trace
     roots = len(prompt) - 1 + np.cumsum([0, *(accepted + 1)])[:-1]
     return dict(zip(roots.tolist(), nodes, strict=True))
 
 
-# ------------------------------------------------------------------------------------------- laws
+# ---------------------------------------------------------------------------------- distributions
 
 DISTRIBUTIONS = [
     ("chain", "block", {}),
@@ -231,20 +230,20 @@ DISTRIBUTIONS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tree", "rule", "settings"), DISTRIBUTIONS)
-def test_texts_have_the_targets_law(tree, rule, settings):
+def test_texts_have_the_targets_distribution(tree, rule, settings):
     target = fakes.ToyTarget(4)
     drafter = dataclasses.replace(drafter_of("Llama", tree, **settings), target=target)
     table = fakes.table(2, 4, 4)
     plan, params = Plan(target, drafter, rule), Params(table, weights_of("Llama"))
-    found, _ = statistics.texts(plan, params, fakes.settings(20_000), 4)
+    results, _ = statistics.texts(plan, params, fakes.settings(20_000), 4)
     distribution = statistics.joint_distribution(
         scipy.special.softmax(np.asarray(table, np.float64), -1), 4
     )
-    assert statistics.excess(statistics.counts(found, 4), distribution) < 1
+    assert statistics.excess(statistics.counts(results, 4), distribution) < 1
 
 
-def test_a_vocabulary_of_its_own_drafts_what_it_would_have_drafted_in_the_targets():
-    order = np.array([3, 0, 4, 2, 1, 5, 6])  # the target's id of each of its ids
+def test_another_order_of_the_vocabulary_changes_no_draft():
+    order = np.array([3, 0, 4, 2, 1, 5, 6])  # target id of each of its ids
     ours = np.argsort(order)
     weights = weights_of("Llama")
     shuffled = weights.replace(embedding=weights.embedding[order])  # tied: the head's rows too
@@ -252,8 +251,8 @@ def test_a_vocabulary_of_its_own_drafts_what_it_would_have_drafted_in_the_target
     other = dataclasses.replace(drafter, use_heterogeneous_vocab=True)
     params = translating(shuffled, np.arange(VOCAB), ours[:VOCAB], ours[:VOCAB])
     plan = Plan(TARGET, other, "coupled", record_rounds=32)
-    found = host.generate_sequences(plan, Params(params_of("Llama").target, params), rows_of())
-    for answer, expected in zip(found, answers, strict=True):
+    results = host.generate_sequences(plan, Params(params_of("Llama").target, params), rows_of())
+    for answer, expected in zip(results, answers, strict=True):
         np.testing.assert_array_equal(answer.trace[1], expected.trace[1])
 
 
@@ -267,7 +266,7 @@ ASKED = {
 }
 
 
-def test_the_key_chooses_trees_that_need_no_second_pass():
+def test_the_key_chooses_trees_that_need_one_pass():
     given = ASKED | {"tree": "best_first", "tree_size": 7}
     read = config.read(given)
     assert read.needs_model and not read.needs_head
@@ -296,7 +295,7 @@ def test_the_key_chooses_trees_that_need_no_second_pass():
         (ASKED, "must have `pard_token` or `ptd_token_id` specified in its config.json"),
     ],
 )
-def test_what_does_not_go_with_the_key_is_refused(given, message):
+def test_settings_that_contradict_the_key_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         config.read(given).drafter(SIZES, decoder.Decoder(SIZES))
 

@@ -1,4 +1,4 @@
-"""P-EAGLE heads: rounds as plain torch drafts them, memory, files, and how they are asked for."""
+"""P-EAGLE heads: drafts equal to torch's in every round, memory, files, and config keys."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ TREES = {
 
 
 class PEagleRef(Eagle3Ref):
-    """P-EAGLE in plain torch, from its files: everything computed anew, masks behind all rows."""
+    """P-EAGLE in plain torch, from its files, without a cache: masks follow all rows."""
 
     def __init__(self, tensors, raw):
         super().__init__(tensors, raw)
@@ -40,7 +40,7 @@ class PEagleRef(Eagle3Ref):
 
     @torch.inference_mode()
     def guesses(self, features, tokens):
-        """Logits [K, Vd] behind features [n, C, D] and the ids of the n tokens that follow them."""
+        """Return logits [K, Vd] after features [n, C, D] and the n tokens that follow them."""
         masked = self.hidden.reshape(1, features.shape[1], -1)
         rows = torch.cat([self.fuse(features), self.fuse(masked).expand(DEPTH - 1, -1)])
         out = self.forward(rows, torch.as_tensor([*tokens, *[self.mask] * (DEPTH - 1)]))
@@ -48,7 +48,7 @@ class PEagleRef(Eagle3Ref):
 
 
 def files(directory, layout):
-    """The head's tensors and config.json in a layout."""
+    """Return the head's tensors and config.json in a layout."""
     head_files.save_head(
         directory, CONFIG, weights(), tiny.TARGET.config, layout=layout, target_name="target"
     )
@@ -58,14 +58,14 @@ def files(directory, layout):
 
 @functools.cache
 def features_of(index):
-    """The target's hidden states that the head reads, over one of the texts: [T, C, D]."""
+    """Return the target's hidden states that the head reads, over one of the texts: [T, C, D]."""
     text = np.array(rounds.plain()[index])
-    found = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
-    return torch.tensor(np.stack([x[0] for x in found], 1))
+    loaded = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
+    return torch.tensor(np.stack([x[0] for x in loaded], 1))
 
 
 @pytest.mark.parametrize(("tree", "layout"), [("chain", "peagle"), ("best first", "speculators")])
-def test_every_round_drafts_and_accepts_what_plain_torch_does(tree, layout, tmp_path):
+def test_every_round_drafts_and_accepts_what_torch_does(tree, layout, tmp_path):
     drafter = ParallelEagle(CONFIG, tiny.TARGET, **TREES[tree], draft_sample_method="greedy")
     reference = PEagleRef(*files(tmp_path, layout))
     plan = rounds.plan_of(drafter, record_rounds=64)
@@ -76,9 +76,9 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(tree, layout, tmp_
 
         @functools.cache
         def guesses(root, index=index, text=tuple(text)):
-            found = reference.guesses(features_of(index)[:root], text[1 : root + 1])
+            loaded = reference.guesses(features_of(index)[:root], text[1 : root + 1])
             distribution = torch.full((DEPTH, tiny.VOCAB), -float("inf"))
-            distribution[:, ids] = found.float()
+            distribution[:, ids] = loaded.float()
             return distribution.log_softmax(-1).numpy()
 
         distribution = lambda root, path, guesses=guesses: guesses(root)[len(path)]
@@ -87,7 +87,7 @@ def test_every_round_drafts_and_accepts_what_plain_torch_does(tree, layout, tmp_
     assert tree == "chain" or total
 
 
-def test_logits_and_memory_are_those_of_true_rows_and_fresh_masks(tmp_path):
+def test_logits_and_memory_are_those_of_committed_rows_and_masks(tmp_path):
     drafter = ParallelEagle(CONFIG, tiny.TARGET, DEPTH)
     params = Params(tiny.params().target, weights())
     rows = [dataclasses.replace(row, temperature=0.7) for row in rounds.ROWS]
@@ -101,8 +101,8 @@ def test_logits_and_memory_are_those_of_true_rows_and_fresh_masks(tmp_path):
     reference = PEagleRef(*files(tmp_path, "peagle"))
     for row, length in enumerate(lengths):
         text = np.asarray(state.history.tokens)[row, :length]
-        found = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
-        states = torch.tensor(np.stack([x[0] for x in found], 1))
+        loaded = jax.device_get(heads.hidden_states(text[None], CONFIG.capture_layers)[0])
+        states = torch.tensor(np.stack([x[0] for x in loaded], 1))
         expected = reference.guesses(states[: length - 1], text[1:].tolist())
         np.testing.assert_allclose(logits[row], expected, atol=1e-4)
 
@@ -116,9 +116,9 @@ def test_a_head_is_read_as_it_was_written(layout, tmp_path):
     assert tensors["mask_hidden"].shape == (1, 1, 2 * NETWORK.hidden_size)
     assert "layers.1.input_layernorm.weight" in tensors
     assert raw["mask_token_id"] == MASK and raw["norm_before_residual"] is True
-    found = head_files.load_head(tmp_path, tiny.TARGET.config)
-    assert (found.kind, found.layout, found.config) == ("eagle3", layout, CONFIG)
-    for one, other in zip(*map(jax.tree.leaves, (found.params, weights())), strict=True):
+    loaded = head_files.load_head(tmp_path, tiny.TARGET.config)
+    assert (loaded.kind, loaded.layout, loaded.config) == ("eagle3", layout, CONFIG)
+    for one, other in zip(*map(jax.tree.leaves, (loaded.params, weights())), strict=True):
         np.testing.assert_array_equal(one, other)
     if layout == "speculators":
         assert raw["speculators_model_type"] == "peagle"
@@ -128,9 +128,9 @@ def test_a_head_is_read_as_it_was_written(layout, tmp_path):
     asked = {"model": str(tmp_path), "num_speculative_tokens": 2}
     read = config.read(asked)
     assert read.method == "eagle3" and read.needs_head
-    assert isinstance(read.drafter(found.config, tiny.TARGET), ParallelEagle)
+    assert isinstance(read.drafter(loaded.config, tiny.TARGET), ParallelEagle)
     stepwise = config.read(asked | {"parallel_drafting": False})
-    assert type(stepwise.drafter(found.config, tiny.TARGET)) is Eagle
+    assert type(stepwise.drafter(loaded.config, tiny.TARGET)) is Eagle
 
 
 def test_a_mask_goes_by_any_of_its_names_and_shapes(tmp_path):
@@ -151,7 +151,7 @@ def test_a_mask_goes_by_any_of_its_names_and_shapes(tmp_path):
             head_files.load_head(tmp_path, tiny.TARGET.config)
 
 
-def test_what_a_layout_cannot_say_is_refused(tmp_path):
+def test_settings_that_a_layout_cannot_express_are_refused(tmp_path):
     save = functools.partial(head_files.save_head, tmp_path, target_config=tiny.TARGET.config)
     with pytest.raises(ValueError, match="'eagle3' cannot express a second block, the mask of P"):
         save(CONFIG, weights(), layout="eagle3")

@@ -22,7 +22,7 @@ CAPACITY, ROWS, LONGEST = 64, 32, 40
 
 
 def suffix(**settings):
-    """A small drafter; more occurrences are counted than there can be."""
+    """Return a small drafter that counts all occurrences."""
     short = dict(max_cached_requests=6, max_cached_tokens=96, max_occurrences=128)
     named = {f"suffix_decoding_{name}": value for name, value in short.items()}
     return Suffix(**named | settings)
@@ -39,12 +39,12 @@ def history_of(rows):
 
 
 class Limits(NamedTuple):
-    """All of a request that the drafter looks at when it allocates."""
+    """The fields of a request that ``init`` reads."""
 
     max_length: Any
 
 
-# It runs for longer than it compiles, if LLVM leaves it as it is.
+# Without optimisation by LLVM it runs for longer than it compiles.
 @functools.partial(
     jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 1}
 )
@@ -54,35 +54,35 @@ def _propose(drafter, shared, history, start):
 
 
 def proposals(drafter, shared, rows, starts=None):
-    """(tokens, parents) of the drafted nodes of every row; all of it prompt, if nothing is said."""
+    """Return (tokens, parents) of the drafted nodes of rows whose responses begin at ``starts``."""
     starts = [len(row) for row in rows] if starts is None else starts
     start = jnp.array([*starts, *[1] * (ROWS - len(rows))], jnp.int32)
     draft = jax.device_get(_propose(drafter, shared, history_of(rows), start))
     parents = np.broadcast_to(draft.parents, draft.tokens.shape)
     assert (draft.tokens[:, 1:][~draft.valid[:, 1:]] == 0).all() and draft.valid[:, 0].all()
-    kept = lambda x, i: x[i, 1:][draft.valid[i, 1:]].tolist()
-    return [(kept(draft.tokens, i), kept(parents, i)) for i in range(len(rows))]
+    drafted = lambda x, i: x[i, 1:][draft.valid[i, 1:]].tolist()
+    return [(drafted(draft.tokens, i), drafted(parents, i)) for i in range(len(rows))]
 
 
-def expected(drafter, kept, rows, starts):
+def expected(drafter, stored, rows, starts):
     return [
-        suffix_oracle.proposed(row, start, kept, drafter)
+        suffix_oracle.proposed(row, start, stored, drafter)
         for row, start in zip(rows, starts, strict=True)
     ]
 
 
 def texts(rng, count, longest):
-    """Random texts over few tokens, with phrases that come again."""
+    """Return random texts over few tokens, with repeated phrases."""
     size = rng.integers(2, 5)
     phrases = [rng.integers(0, size, rng.integers(2, 9)).tolist() for _ in range(3)]
-    found = []
+    drawn = []
     for _ in range(count):
         text = []
         while len(text) < rng.integers(1, longest):
             again = phrases[rng.integers(3)] if rng.random() < 0.7 else [int(rng.integers(size))]
             text += again
-        found.append(text[: longest - 1])
-    return found
+        drawn.append(text[: longest - 1])
+    return drawn
 
 
 SETTINGS = {
@@ -107,27 +107,27 @@ def test_drafts_are_those_of_a_suffix_trie(name):
     for _ in range(10):
         responses = texts(rng, rng.integers(0, 12), LONGEST)
         corpus = suffix_corpus.extend(drafter.init_shared(), responses)
-        kept = suffix_oracle.cached(responses, 6, 96)
-        assert suffix_corpus.responses(corpus) == kept
-        rows = [*texts(rng, ROWS - 6, LONGEST), *(text[:5] for text in kept)]
+        stored = suffix_oracle.cached(responses, 6, 96)
+        assert suffix_corpus.responses(corpus) == stored
+        rows = [*texts(rng, ROWS - 6, LONGEST), *(text[:5] for text in stored)]
         starts = [int(rng.integers(1, len(row) + 1)) for row in rows]
-        drafts = expected(drafter, kept, rows, starts)
+        drafts = expected(drafter, stored, rows, starts)
         assert proposals(drafter, corpus, rows, starts) == drafts
         seen += drafts
     sizes = {len(tokens) for tokens, _ in seen}
-    assert 0 in sizes and len(sizes) > 3  # and so there was something to compare
+    assert 0 in sizes and len(sizes) > 3  # so the comparison is not empty
 
 
-def test_places_are_told_apart_when_their_count_wraps_around():
+def test_positions_are_compared_correctly_after_their_count_wraps_around():
     drafter = suffix(**SETTINGS["chain"])
     rng = np.random.default_rng(9)
     responses, rows = texts(rng, 8, LONGEST), texts(rng, ROWS, LONGEST)
     last = jnp.int32(2**31 - 40)
     corpus = suffix_corpus.extend(drafter.init_shared().replace(end=last), responses)
-    kept = suffix_oracle.cached(responses, 6, 96)
-    assert int(corpus.end) < 0 and suffix_corpus.responses(corpus) == kept
+    stored = suffix_oracle.cached(responses, 6, 96)
+    assert int(corpus.end) < 0 and suffix_corpus.responses(corpus) == stored
     starts = [len(row) for row in rows]
-    assert proposals(drafter, corpus, rows) == expected(drafter, kept, rows, starts)
+    assert proposals(drafter, corpus, rows) == expected(drafter, stored, rows, starts)
 
 
 def test_a_response_longer_than_the_corpus_leaves_its_last_tokens():
@@ -137,17 +137,17 @@ def test_a_response_longer_than_the_corpus_leaves_its_last_tokens():
     assert suffix_corpus.responses(suffix_corpus.extend(corpus, [[4, 5], []])) == [[4, 5]]
 
 
-def test_the_oldest_responses_make_room_as_few_as_will_do():
+def test_as_few_of_the_oldest_responses_as_possible_are_evicted():
     drafter = suffix(**named(max_cached_tokens=12, max_cached_requests=4))
     full = suffix_corpus.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3]])
     assert suffix_corpus.responses(full) == [[1, 1, 1], [2, 2, 2], [3, 3, 3]]
     over = suffix_corpus.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3, 3]])
     assert suffix_corpus.responses(over) == [[2, 2, 2], [3, 3, 3, 3]]  # by one slot
-    kept = suffix_corpus.responses(suffix_corpus.extend(full, [[4], [5], [6]]))
-    assert kept == [[3, 3, 3], [4], [5], [6]]
+    stored = suffix_corpus.responses(suffix_corpus.extend(full, [[4], [5], [6]]))
+    assert stored == [[3, 3, 3], [4], [5], [6]]
 
 
-def test_of_many_occurrences_the_latest_are_counted():
+def test_the_latest_of_many_occurrences_count():
     row = [1, 2, 1, 2, 1, 2, 1, 3, 4, 1, 3, 1]
     drafter = functools.partial(suffix, **named(max_tree_depth=3))
     assert proposals(drafter(), (), [row]) == [([2], [0])]
@@ -188,12 +188,12 @@ def test_past_responses_speed_up_later_calls_and_change_no_text(drafter):
         answers, shared = host.generate_sharing(plan, tiny.params(), SOME, shared)
         assert [answer.tokens.tolist() for answer in answers] == plain()
         lengths.append(sum(len(a.tokens) for a in answers) / sum(a.rounds for a in answers))
-    # Each in the round in which its row ended; the padding row of the batch said nothing.
+    # Each in the round in which its row ended; the padding row of the batch emitted nothing.
     assert sorted(suffix_corpus.responses(shared)) == sorted(plain() * 2)
     assert lengths[1] > 2 > lengths[0]
 
 
-def test_rows_that_were_cancelled_are_stored_when_they_retire():
+def test_rows_that_were_cancelled_are_stored_when_they_finish():
     plan = Plan(tiny.TARGET, SMALL)
     batch = host.start(plan, tiny.params(), SOME).replace(shared=init_shared(plan))
     batch = host.cancel(host.advance(plan, tiny.params(), batch, 2), [0, 2])
@@ -234,13 +234,13 @@ WHOLE = jspec.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, deto
 
 @pytest.fixture(scope="module")
 def open_llm(tmp_path_factory):
-    """An ``LLM`` with suffix decoding."""
+    """Return an ``LLM`` with suffix decoding."""
     target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
     asked = {"method": "suffix"} | named(max_cached_tokens=512, max_tree_depth=8)
     return lambda **more: jspec.LLM(target, asked | more)
 
 
-def said(outputs):
+def token_ids_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -248,10 +248,10 @@ def acceptance(outputs):
     return [x.outputs[0].speculative_decoding_stats["mean_acceptance_length"] for x in outputs]
 
 
-def test_an_llm_remembers_and_what_it_remembers_can_be_saved(open_llm, tmp_path):
+def test_the_corpus_of_an_llm_can_be_saved(open_llm, tmp_path):
     llm, file = open_llm(), tmp_path / "corpus.safetensors"
     first, second = llm.generate(PROMPTS, WHOLE), llm.generate(PROMPTS, WHOLE)
-    assert said(first) == said(second)
+    assert token_ids_of(first) == token_ids_of(second)
     assert min(acceptance(second)) > max(acceptance(first))
     llm.save_shared(file)
     other = open_llm()
@@ -263,9 +263,11 @@ def test_an_llm_remembers_and_what_it_remembers_can_be_saved(open_llm, tmp_path)
         open_llm(**named(max_cached_requests=0)).save_shared(file)
 
 
-def test_an_interrupted_trace_leaves_what_was_learnt_as_it_was(open_llm, monkeypatch):
+def test_an_interrupted_trace_leaves_the_corpus_unchanged(open_llm, monkeypatch):
     llm, other = open_llm(), open_llm()
-    assert said(llm.generate(PROMPTS, WHOLE)) == said(other.generate(PROMPTS, WHOLE))
+    assert token_ids_of(llm.generate(PROMPTS, WHOLE)) == token_ids_of(
+        other.generate(PROMPTS, WHOLE)
+    )
 
     def interrupt(_):
         raise KeyboardInterrupt
@@ -277,7 +279,7 @@ def test_an_interrupted_trace_leaves_what_was_learnt_as_it_was(open_llm, monkeyp
     assert acceptance(llm.generate(PROMPTS, WHOLE)) == acceptance(other.generate(PROMPTS, WHOLE))
 
 
-def test_two_streams_share_what_the_llm_remembers(open_llm):
+def test_two_streams_share_the_corpus_of_the_llm(open_llm):
     llm = open_llm()
     streams = [llm.stream(PROMPTS, WHOLE, rounds=2) for _ in range(2)]
     for a, b in zip(*streams, strict=False):
@@ -324,6 +326,6 @@ def test_settings_out_of_range_are_refused(settings, message):
         config.read({"method": "suffix"} | settings)
 
 
-def test_short_drafts_have_a_rung_of_their_own():
+def test_short_drafts_have_a_node_bucket():
     assert Plan(tiny.TARGET, Suffix()).node_buckets == (1, 5, 13)
     assert Plan(tiny.TARGET, Suffix(2, suffix_decoding_max_tree_depth=4)).node_buckets == (1, 3)

@@ -17,7 +17,7 @@ DISTRIBUTIONS = fakes.table(3, VOCAB, VOCAB)
 
 
 def told(root, known, ranked):
-    """The tree that the method asks for, in plain Python: node tokens by path, where known."""
+    """Return the tree in plain Python: the tokens of nodes by path, if known."""
     tokens = {(): root}
     for path in sorted(PATHS, key=lambda path: (len(path), path)):
         above = tokens.get(path[:-1])
@@ -27,7 +27,7 @@ def told(root, known, ranked):
 
 
 def simulated(first, count):
-    """Rounds of greedy decoding: what is drafted, by path, and the text."""
+    """Yield the rounds of greedy decoding: the draft by path, and the text."""
     ranked = np.argsort(-np.asarray(DISTRIBUTIONS), axis=1, kind="stable").tolist()
     known, text, drafts = set(), [first], []
     while len(text) <= count:
@@ -47,7 +47,7 @@ def simulated(first, count):
 
 
 @pytest.mark.parametrize("first", [0, 5, 7])
-def test_drafts_are_what_the_target_last_found_likely(first):
+def test_drafts_are_the_targets_latest_guesses(first):
     drafter = TokenRecycling(VOCAB, tree=PATHS)
     plan = Plan(TARGET, drafter, record_rounds=64)
     [answer], _ = host.generate_sharing(
@@ -62,7 +62,7 @@ def test_drafts_are_what_the_target_last_found_likely(first):
     assert shown == drafts and max(map(len, drafts)) == len(PATHS) + 1
 
 
-def test_the_last_of_several_nodes_with_one_token_is_kept_and_unseen_ones_teach_nothing():
+def test_the_last_of_several_nodes_with_one_token_updates_the_matrix():
     drafter = TokenRecycling(VOCAB, tree=((0,), (1,), (0, 0)))
     logits = np.random.default_rng(0).normal(size=(3, 4, VOCAB)).astype(np.float32)
     tokens = jnp.array([[1, 2, 3, 2], [4, 2, 5, 1], [6, 7, 6, 6]], jnp.int32)
@@ -79,7 +79,7 @@ def test_the_last_of_several_nodes_with_one_token_is_kept_and_unseen_ones_teach_
     np.testing.assert_array_equal(matrix, expected)
 
 
-def test_later_calls_profit_and_no_text_changes():
+def test_later_calls_accept_more_and_no_text_changes():
     plan = Plan(tiny.TARGET, TokenRecycling(tiny.VOCAB, 4, tree_size=12))
     rows = [
         host.SequenceParams(prompt, max_tokens=20, temperature=0.7 * (index % 2), stream=index)

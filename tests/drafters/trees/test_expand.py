@@ -15,25 +15,25 @@ from jspec.drafters.trees.drawing import Drawing
 from jspec.drafters.trees.tree_settings import Dynamic
 from tests import fakes
 
-V, PLACES, B = 12, 97, 5
-TABLE = np.asarray(fakes.table(3, PLACES, V, scale=2.0))
+V, STATES, B = 12, 97, 5
+TABLE = np.asarray(fakes.table(3, STATES, V, scale=2.0))
 BUSH = trees.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)])
 
 
-def place_after(place, token):
-    """Where a path that was at ``place`` is after ``token``."""
-    return (place * 31 + token + 7) % PLACES
+def state_after(state, token):
+    """Return the state of a path after ``token``."""
+    return (state * 31 + token + 7) % STATES
 
 
-def feed(places, drafted, parents, depth, slot):
-    """A head whose frontier [B, F] is where each path has come to."""
-    above = places[:, parents] if parents.ndim == 1 else jnp.take_along_axis(places, parents, 1)
-    places = place_after(above, drafted)
-    return places, jnp.asarray(TABLE)[places]
+def feed(states, drafted, parents, depth, slot):
+    """A head whose frontier [B, F] holds the state of each path."""
+    above = states[:, parents] if parents.ndim == 1 else jnp.take_along_axis(states, parents, 1)
+    states = state_after(above, drafted)
+    return states, jnp.asarray(TABLE)[states]
 
 
 def constant(logits):
-    """A head that says the same whatever was drafted."""
+    """Return a head whose logits do not depend on the drafted tokens."""
     return lambda frontier, *_: (frontier, logits)
 
 
@@ -50,7 +50,7 @@ def request(batch, temperature, **filters):
 
 @functools.partial(jax.jit, static_argnames=("tree", "method", "noise"))
 def grow(request, starts, tree, method="greedy", noise="own", draft_to_target=None, length=4):
-    """A draft for each row, whose root is at ``starts`` [B]."""
+    """Return a draft for each row, whose root has the state ``starts`` [B]."""
     batch = starts.shape[0]
     drawing = Drawing(request, history(batch, length), method, noise, V, draft_to_target)
     logits = jnp.asarray(TABLE)[starts][:, None]
@@ -68,18 +68,18 @@ def log_softmax(logits):
 
 
 def paths(draft, row):
-    """The tokens above every valid node of a row, root left out."""
+    """Return the tokens above every valid node of a row, without the root."""
     parents = np.broadcast_to(draft.parents, draft.tokens.shape)[row]
-    found = {0: ()}
+    row_paths = {0: ()}
     for node in range(1, len(parents)):
         if draft.valid[row, node]:
-            found[node] = (*found[parents[node]], int(draft.tokens[row, node]))
-    return found
+            row_paths[node] = (*row_paths[parents[node]], int(draft.tokens[row, node]))
+    return row_paths
 
 
-def place_of(start, path):
+def state_of(start, path):
     for token in path:
-        start = place_after(start, token)
+        start = state_after(start, token)
     return start
 
 
@@ -87,7 +87,7 @@ def place_of(start, path):
 
 
 def slow_dynamic(start, size, depth, top_k):
-    """EAGLE-2's tree in Python numbers: a list of (path, score), as it was described."""
+    """Return the paths of EAGLE-2's tree in plain Python, by its description."""
     likeliest = lambda scores: sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     log_probs = log_softmax(TABLE[start])
     looked_at = [((token,), log_probs[token]) for token in likeliest(log_probs)[:top_k]]
@@ -95,7 +95,7 @@ def slow_dynamic(start, size, depth, top_k):
     for _ in range(depth - 1):
         children = []
         for path, score in frontier:
-            log_probs = log_softmax(TABLE[place_of(start, path)])
+            log_probs = log_softmax(TABLE[state_of(start, path)])
             children += [
                 ((*path, token), score + log_probs[token]) for token in likeliest(log_probs)[:top_k]
             ]
@@ -118,7 +118,7 @@ def test_a_dynamic_tree_is_what_the_slow_expansion_and_reranking_give(size, dept
         assert (draft.parents[row] < np.arange(size)).all()
 
 
-def test_equal_confidence_keeps_the_nodes_that_were_looked_at_first():
+def test_ties_in_confidence_keep_the_nodes_that_were_expanded_first():
     flat = constant(jnp.zeros((1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
     draft = expand.dynamic(drawing, Dynamic(8, 3, 3), jnp.zeros((1, 1, V)), flat, ())
@@ -126,7 +126,7 @@ def test_equal_confidence_keeps_the_nodes_that_were_looked_at_first():
     assert draft.tokens[0].tolist() == [3, 0, 1, 2, 0, 1, 2, 0]
 
 
-def test_tokens_without_probability_are_no_nodes_of_a_dynamic_tree():
+def test_tokens_of_probability_0_are_no_nodes_of_a_dynamic_tree():
     two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
     head = constant(jnp.broadcast_to(two, (1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
@@ -148,8 +148,8 @@ def test_the_node_of_a_static_tree_is_its_parents_token_of_that_rank(temperature
         for row in range(B):
             above = paths(draft, row)
             for node in range(1, tree.size):
-                place = place_of(row, above[tree.parents[node]])
-                order = np.argsort(-TABLE[place], kind="stable")
+                state = state_of(row, above[tree.parents[node]])
+                order = np.argsort(-TABLE[state], kind="stable")
                 assert above[node][-1] == order[tree.ranks[node]]
 
 
@@ -171,13 +171,13 @@ def test_greedy_rows_beside_sampled_ones_take_the_likeliest_children():
 
 
 @pytest.mark.parametrize("method", ["probabilistic", "top_plus_one"])
-def test_the_recorded_law_is_the_warped_one_after_each_nodes_path(method):
+def test_the_recorded_distribution_is_the_processed_one_after_each_nodes_path(method):
     asked = request(B, 0.6, top_k=8)
     for tree in (BUSH, tree_settings.requested("chain", 3)):
         draft = jax.device_get(grow(asked, jnp.arange(B), tree, method))
-        found = [paths(draft, row) for row in range(B)]
+        row_paths = [paths(draft, row) for row in range(B)]
         inner = [node for node in range(tree.size) if tree.widths[node]]
-        raw = [[TABLE[place_of(row, found[row][node])] for node in inner] for row in range(B)]
+        raw = [[TABLE[state_of(row, row_paths[row][node])] for node in inner] for row in range(B)]
         distribution = sampling.process_logits(jnp.array(raw), asked.sampling)
         np.testing.assert_allclose(draft.logits[:, inner], distribution, rtol=1e-6)
 
@@ -193,15 +193,15 @@ def test_children_beyond_the_tokens_with_weight_are_invalid_and_so_is_all_below_
 
 
 def test_a_reduced_vocabulary_is_drafted_in_the_targets_ids():
-    kept = jnp.array([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 96], jnp.int32)
+    ids = jnp.array([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 96], jnp.int32)
     plain = jax.device_get(grow(request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)])))
     mapped = grow(
-        request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)]), draft_to_target=kept
+        request(B, 0.0), jnp.arange(B), trees.from_choices([(0,), (1,)]), draft_to_target=ids
     )
-    assert (np.asarray(mapped.tokens[:, 1:]) == np.asarray(kept)[plain.tokens[:, 1:]]).all()
+    assert (np.asarray(mapped.tokens[:, 1:]) == np.asarray(ids)[plain.tokens[:, 1:]]).all()
 
 
-# ------------------------------------------------------------------------------------ laws of draws
+# -------------------------------------------------------------------------- distributions of draws
 
 ROWS = 20_000
 WEIGHTS = np.array([0.5, 0.3, 0.15, 0.05])
@@ -209,7 +209,7 @@ WEIGHTS = np.array([0.5, 0.3, 0.15, 0.05])
 
 @functools.cache
 def siblings(method):
-    """Three children of each of two nodes at the root's children's level, in many rows."""
+    """Return the draft of two nodes at depth 1 with three children each, in many rows."""
     tree = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
     distribution = jnp.log(jnp.asarray(WEIGHTS, jnp.float32))
     logits = jnp.broadcast_to(distribution, (ROWS, 1, 4))  # the same for all nodes
@@ -219,7 +219,7 @@ def siblings(method):
 
 
 def check_distribution(observed, expected):
-    """Counts of outcomes against their probabilities, within five standard deviations."""
+    """Check counts of outcomes against their probabilities, within five standard deviations."""
     for outcome, chance in expected.items():
         count = (observed == np.array(outcome)).all(-1).sum()
         assert abs(count - ROWS * chance) < 5 * np.sqrt(ROWS * chance) + 1, outcome
@@ -241,7 +241,7 @@ def test_siblings_are_successive_draws_without_replacement():
     assert draft.sampled[:, 1:].all()
 
 
-def test_what_one_node_draws_says_nothing_of_what_another_draws():
+def test_draws_of_different_nodes_are_independent():
     draft = siblings("probabilistic")
     once = {(token,): WEIGHTS[token] for token in range(4)}
     for left, right in ((1, 3), (3, 6)):
@@ -273,10 +273,10 @@ def test_the_first_children_drawn_with_the_targets_noise_are_the_targets_draws()
     asked = request(B, 1.0)
     draft = jax.device_get(grow(asked, jnp.arange(B), BUSH, "probabilistic", "target"))
     assert draft.logits is None and draft.sampled is None
-    found = [paths(draft, row) for row in range(B)]
+    row_paths = [paths(draft, row) for row in range(B)]
     first = [node for node in range(1, BUSH.size) if BUSH.ranks[node] == 0]
     above = [BUSH.parents[node] for node in first]
-    raw = [[TABLE[place_of(row, found[row][node])] for node in above] for row in range(B)]
+    raw = [[TABLE[state_of(row, row_paths[row][node])] for node in above] for row in range(B)]
     positions = jnp.tile(4 + jnp.array(BUSH.depth)[jnp.array(above)], (B, 1))
     draws = sampling.draw_target(jnp.array(raw), asked.sampling, asked.keys, positions)
     assert (draft.tokens[:, first] == draws).all()

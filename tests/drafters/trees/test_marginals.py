@@ -1,4 +1,4 @@
-"""Drafts of one pass, whose depths have a law each, against all paths that there are."""
+"""Drafts of one pass, with one distribution a depth, against all possible paths."""
 
 import functools
 import itertools
@@ -34,7 +34,7 @@ def grow(asked, logits, tree, method="probabilistic", noise="own", ids=None, ste
 
 @pytest.mark.parametrize("noise", ["own", "target"])
 @pytest.mark.parametrize("tree", [tree_settings.requested("chain", K), BUSH], ids=["chain", "tree"])
-def test_a_draft_is_what_a_head_that_goes_level_by_level_would_draft(tree, noise):
+def test_a_draft_equals_that_of_a_head_that_expands_depth_by_depth(tree, noise):
     asked = request(B, jnp.array([0.0, 1.0, 0.7, 1.3, 0.0, 0.5]), top_k=4)
     ids = jnp.array([1, 4, 9, 16, 19], jnp.int32)
     once, stepwise = (
@@ -47,7 +47,7 @@ def test_a_draft_is_what_a_head_that_goes_level_by_level_would_draft(tree, noise
 
 
 def slow_best_first(rows, count):
-    """The ``count`` likeliest paths of at most K tokens, from all that there are."""
+    """Return the ``count`` likeliest of all paths of at most K tokens."""
     log_probs = np.asarray(jax.nn.log_softmax(rows, -1), np.float64)
     scores = {
         path: sum(log_probs[depth, token] for depth, token in enumerate(path))
@@ -63,20 +63,20 @@ def test_the_best_first_tree_holds_the_likeliest_of_all_paths(size):
     draft = jax.device_get(grow(request(B, 0.0), LOGITS, BestFirst(size, K), "greedy"))
     assert draft.logits is None and draft.valid.all() and draft.max_depth == K
     for row in range(B):
-        found = list(paths(draft, row).values())[1:]
-        assert len(found) == size - 1
-        assert set(found) == slow_best_first(LOGITS[row], size - 1)
+        grown = list(paths(draft, row).values())[1:]
+        assert len(grown) == size - 1
+        assert set(grown) == slow_best_first(LOGITS[row], size - 1)
         assert (draft.parents[row] < np.arange(size)).all()
 
 
-def test_equally_likely_paths_are_kept_from_the_root_down():
+def test_ties_between_paths_go_to_the_shallower_one():
     certain = jnp.where(jnp.arange(V) == 2, 0.0, -1e9)
     draft = grow(request(1, 0.0), jnp.broadcast_to(certain, (1, K, V)), BestFirst(4, K), "greedy")
     assert draft.tokens[0].tolist() == [3, 2, 2, 2]
     assert draft.parents[0].tolist() == [-1, 0, 1, 2]
 
 
-def test_paths_without_probability_are_no_nodes_of_a_best_first_tree():
+def test_paths_of_probability_0_are_no_nodes_of_a_best_first_tree():
     two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
     ids = jnp.array([3, 5, 7, 11, 13], jnp.int32)
     logits = jnp.broadcast_to(two, (1, 2, V))
@@ -94,12 +94,12 @@ def test_paths_without_probability_are_no_nodes_of_a_best_first_tree():
         (dict(tree_size=1), "tree_size=1 must be at least 2"),
     ],
 )
-def test_budgets_that_cannot_be_are_refused(settings, message):
+def test_impossible_budgets_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         tree_settings.requested("best_first", 3, **settings)
 
 
-def test_a_tree_that_drops_nodes_for_their_values_draws_none():
+def test_a_tree_that_drops_nodes_for_their_values_is_greedy():
     tree = tree_settings.requested("best_first", 3)
     assert tree == BestFirst(16, 3)
     assert tree_settings.drawn_by("best_first", tree, None) == "greedy"

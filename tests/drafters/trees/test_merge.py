@@ -1,4 +1,4 @@
-"""Two drafts made one, against sets of paths in plain Python."""
+"""Combined drafts, against sets of paths in plain Python."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ VOCAB = 3
 
 
 def random_draft(rng, size, depth):
-    """A random tree of distinct siblings, with nodes that are not valid: (draft, valid paths)."""
+    """Return a random tree of distinct siblings, some of them not valid: (draft, valid paths)."""
     paths, parents, tokens, valid = [()], [-1], [7], [True]
     while len(paths) < size:
         parent = int(rng.integers(len(paths)))
@@ -29,7 +29,7 @@ def random_draft(rng, size, depth):
 
 
 def paths_of(draft, row=0):
-    """The valid paths of a draft, in the order of its nodes."""
+    """Return the valid paths of a draft, in the order of its nodes."""
     paths = {0: ()}
     for node in range(1, draft.tokens.shape[1]):
         if draft.valid[row, node]:
@@ -58,10 +58,10 @@ def test_a_graft_holds_the_paths_of_both_once_those_of_the_stock_first():
         whole = merge.graft(stock, scion)
         assert whole.tokens.shape[1] == sum(sizes) - 1
         assert whole.max_depth == 4 and whole.logits is None and whole.sampled is None
-        for row, ((_, own), (_, added)) in enumerate(pairs):
-            found = paths_of(whole, row)
-            assert len(found) == len(set(found)) and set(found) == own | added
-            assert set(found[: len(own)]) == own
+        for row, ((_, stock_paths), (_, added)) in enumerate(pairs):
+            merged = paths_of(whole, row)
+            assert len(merged) == len(set(merged)) and set(merged) == stock_paths | added
+            assert set(merged[: len(stock_paths)]) == stock_paths
 
 
 def chain(tokens, logits=None, length=None):
@@ -71,7 +71,7 @@ def chain(tokens, logits=None, length=None):
     return Draft(tokens, trees.chain(depth), valid[None], logits, max_depth=depth)
 
 
-def test_a_continuation_leaves_a_drawn_chain_where_the_two_part():
+def test_a_continuation_branches_off_a_drawn_chain_where_the_two_differ():
     drawn = chain([1, 2, 0], jnp.zeros((1, 4, VOCAB)))
     whole = merge.graft(drawn, chain([1, 0, 2, 1]))
     assert paths_of(whole) == [
@@ -108,7 +108,7 @@ def test_each_row_has_the_draft_that_was_chosen_for_it():
     assert chosen.logits.shape == (2, 5, VOCAB)
 
 
-def test_of_a_tree_and_a_chain_every_row_has_parents_of_its_own():
+def test_a_tree_and_a_chain_give_parents_for_each_row():
     tree, _ = random_draft(np.random.default_rng(1), 6, 3)
     chosen = merge.choose(chain([1, 2]), tree, jnp.array([False]))
     assert set(paths_of(chosen)) == set(paths_of(tree))
