@@ -22,7 +22,8 @@ from jspec.kernels.tree_attention import ordered, reference
 # on. One padded row count makes a token's logits independent of N.
 _BFLOAT16_ROWS = 4
 
-# ``ordered_attention`` reads a cache in whole blocks of slots.
+# Attention of a chain, summed in the order of positions; it reads a cache in whole blocks of slots.
+ordered_attention = ordered.attention
 ORDERED_BLOCK = ordered.BLOCK
 
 IMPLEMENTATIONS = ("reference", "pallas_tpu", "pallas_gpu")
@@ -97,23 +98,6 @@ def in_tiles(function: Callable[[Array], Array], x: Array) -> Array:
     fence = lax.optimization_barrier
     out = lax.map(lambda tile: fence(function(fence(tile))), rows)
     return out.reshape(tiles * size, -1)[:count].reshape(*x.shape[:-1], -1)
-
-
-def ordered_attention(
-    q: Array,
-    chain_k: Array,
-    chain_v: Array,
-    cache_k: Array,
-    cache_v: Array,
-    length: Array,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Array:
-    """Return attention of a chain, summed in the order of positions; see ``ordered.attention``."""
-    return ordered.attention(
-        q, chain_k, chain_v, cache_k, cache_v, length, scale=scale, window=window
-    )
 
 
 def attention(

@@ -62,13 +62,7 @@ class DecoderConfig:
 
     def with_plain_blocks(self) -> "DecoderConfig":
         """Return the config with standard attention and MLPs, as draft heads use them."""
-        return dataclasses.replace(
-            self,
-            mla=None,
-            moe=None,
-            rotary_dim=None,
-            windows=(),
-        )
+        return dataclasses.replace(self, mla=None, moe=None, rotary_dim=None, windows=())
 
     def has_experts(self, layer: int) -> bool:
         """Return whether block ``layer`` is a mixture of experts."""
@@ -336,13 +330,7 @@ def extend(
       The last residual stream [B, n, D] and the side buffers with the new entries.
     """
     attend, side = attention_beside(
-        cache,
-        side,
-        slot,
-        mask,
-        positions,
-        windows=config.windows,
-        implementation=config.attention,
+        cache, side, slot, mask, positions, windows=config.windows, implementation=config.attention
     )
     x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
     return x, tuple(side)

@@ -20,45 +20,16 @@ from jspec import ops
 from jspec.core.types import Array
 from jspec.models.decoder import Linear
 from jspec.models.heads import mlp_speculator
-from jspec.models.heads.mlp_speculator import NormParams, activate, init_norm
+from jspec.models.heads.mlp_speculator import NormParams, SpeculatorConfig, activate, init_norm
 
 GATES = ("forget", "input", "output", "cell")  # in the order of the columns of P
 
 
 @dataclasses.dataclass(frozen=True)
-class LstmSpeculatorConfig:
-    """Sizes of a speculator; static and hashable.
+class LstmSpeculatorConfig(SpeculatorConfig):
+    """Sizes of an LSTM speculator; ``tie_embeddings``: gates and cell share one embedding."""
 
-    Attributes:
-      n_predict: number of stages in training; also scales the embeddings.
-      hidden_size: D, the target's.
-      inner_dim: I, width of state, cell and embeddings.
-      vocab_size: V, the target's.
-      capture_layers: (number of the target's layers,), its hidden state after the final norm.
-      scale_input: whether the hidden state is normed first.
-      tie_embeddings: whether gates and cell share one embedding.
-      activation_dtype: of state and cell.
-
-    Raises:
-      ValueError: a size is out of range.
-    """
-
-    n_predict: int
-    hidden_size: int
-    inner_dim: int
-    vocab_size: int
-    capture_layers: tuple[int, ...]
-    scale_input: bool = False
     tie_embeddings: bool = True
-    activation_dtype: str = "float32"
-
-    def __post_init__(self):
-        mlp_speculator.check_sizes(self)
-
-    @property
-    def target_vocab_size(self) -> int:
-        """V; the draft vocabulary is the target's."""
-        return self.vocab_size
 
     @property
     def tie_weights(self) -> bool:
@@ -119,8 +90,8 @@ def step(
     """Run one stage, as ``mlp_speculator.step``: return the state and the input of the head."""
     embedded = [ops.look_up(table, tokens).astype(jnp.float32) for table in params.embeddings]
     embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
-    scale = mlp_speculator.embedding_scale(config.n_predict, config.inner_dim)
-    mixed = linear(state.hidden, params.projections[min(stage, 1)]) + scale * embedded
+    projection = params.projections[min(stage, 1)]
+    mixed = linear(state.hidden, projection) + config.embedding_scale * embedded
     *gates, candidate = jnp.split(mixed, len(GATES), -1)
     forget, write, output = map(jax.nn.sigmoid, gates)
     cell = state.cell * forget + activate(candidate, params.cell_norm) * write

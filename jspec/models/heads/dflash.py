@@ -33,7 +33,7 @@ from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
-from jspec.models.heads import dspark
+from jspec.models.heads import dspark, network
 from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.models.heads.network import SharingSizes, embed
 from jspec.models.layers import normal
@@ -107,24 +107,15 @@ class DFlashParams:
 def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32) -> DFlashParams:
     """Return random normal weights of std 0.02; a reduced vocabulary is the first Vd tokens."""
     fc_key, layers_key, head_key, embedding_key, spark_key = jax.random.split(key, 5)
-    hidden, vocab = config.hidden_size, config.vocab_size
-
-    def matrix(key: Array, *shape: int, exists: bool = True) -> Array | None:
-        return normal(key, shape, dtype) if exists else None
-
-    spark = config.spark
+    hidden, spark = config.hidden_size, config.spark
+    vocabularies = config.target_vocab_size, config.vocab_size
     return DFlashParams(
-        fc=matrix(fc_key, config.fc_inputs, hidden),
+        fc=normal(fc_key, (config.fc_inputs, hidden), dtype),
         hidden_norm=jnp.ones((hidden,), dtype),
         layers=decoder.init_layers(layers_key, config.network, dtype),
         norm=jnp.ones((hidden,), dtype),
-        head=matrix(head_key, hidden, vocab, exists=config.separate_head),
-        embedding=matrix(
-            embedding_key, config.target_vocab_size, hidden, exists=config.separate_embedding
-        ),
-        draft_to_target=jnp.arange(vocab, dtype=jnp.int32) if config.reduced else None,
-        spark=spark
-        and dspark.init_params(spark_key, spark, hidden, config.target_vocab_size, vocab, dtype),
+        spark=spark and dspark.init_params(spark_key, spark, hidden, *vocabularies, dtype),
+        **network.init_shared(head_key, embedding_key, config, dtype),
     )
 
 
@@ -159,16 +150,16 @@ def inject(
 
     The entries [B, Hkv, n, head_dim] are for ``kv_cache.append``.
     """
-    network = config.network
-    cos, sin = rope_lib.cos_sin(network.rope, network.head_dim, positions)
-    queries = network.qkv_sizes[0]
+    sizes = config.network
+    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.head_dim, positions)
+    queries = sizes.qkv_sizes[0]
 
     def entry(layer: LayerParams) -> kv_cache.AttentionKV:
         bias = None if layer.qkv_bias is None else layer.qkv_bias[queries:]
         both = decoder.affine(context, layer.qkv[:, queries:], bias, linear)
-        k, v = jnp.split(both.reshape(*context.shape[:-1], -1, network.head_dim), 2, axis=2)
-        if network.qk_norm:
-            k = rms_norm(k, layer.k_norm, network.norm_eps)
+        k, v = jnp.split(both.reshape(*context.shape[:-1], -1, sizes.head_dim), 2, axis=2)
+        if sizes.qk_norm:
+            k = rms_norm(k, layer.k_norm, sizes.norm_eps)
         return kv_cache.AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
 
     return tuple(entry(layer) for layer in params.layers)
@@ -187,13 +178,13 @@ def blocks(
 
     ``attend`` is that of ``decoder.trunk`` and adds the context.
     """
-    network, x = config.network, embedded
-    cos, sin = rope_lib.cos_sin(network.rope, network.head_dim, positions)
+    sizes, x = config.network, embedded
+    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.head_dim, positions)
     for index, layer in enumerate(params.layers):
-        normed = rms_norm(x, layer.attention_norm, network.norm_eps)
-        x = x + decoder.attention(layer, network, normed, cos, sin, index, attend, linear)
-        x = x + decoder.mlp(layer, network, x, linear)
-    return rms_norm(x, params.norm, network.norm_eps)
+        normed = rms_norm(x, layer.attention_norm, sizes.norm_eps)
+        x = x + decoder.attention(layer, sizes, normed, cos, sin, index, attend, linear)
+        x = x + decoder.mlp(layer, sizes, x, linear)
+    return rms_norm(x, params.norm, sizes.norm_eps)
 
 
 def fill_in(
@@ -224,7 +215,7 @@ def fill_in(
 
 def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> Attend:
     """Return an ``attend`` of a block's slots over the context and each other."""
-    network, (batch, slots) = config.network, positions.shape
+    sizes, (batch, slots) = config.network, positions.shape
 
     def attend(index: int, q: Array, k: Array, v: Array) -> Array:
         entry = cache.layers[index]
@@ -239,10 +230,10 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
             entry.k,
             entry.v,
             cache.length,
-            scale=network.head_dim**-0.5,
-            window=network.windows[index] if network.windows else None,
+            scale=sizes.head_dim**-0.5,
+            window=sizes.windows[index] if sizes.windows else None,
             positions=positions,
-            implementation=network.attention,
+            implementation=sizes.attention,
         )
 
     return attend
@@ -264,9 +255,7 @@ def unembed(
 ) -> Array:
     """Return float32 logits [..., Vd] of the output [..., D] of ``blocks``."""
     del config
-    if params.head is None:
-        return target.unembed(target_params, hidden, norm=False)
-    return linear(hidden, params.head)
+    return network.unembed(params, hidden, target, target_params, linear)
 
 
 def _check(config: DFlashConfig) -> None:

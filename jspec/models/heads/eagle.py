@@ -36,6 +36,7 @@ from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
 from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.heads import network
 from jspec.models.heads.network import SharingSizes
 from jspec.models.layers import normal, rows_at
 
@@ -116,19 +117,15 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
     fc_key, layers_key, first_key, head_key, embedding_key = jax.random.split(key, 5)
     mask_key = jax.random.fold_in(key, 5)
     hidden = config.hidden_size
-
-    def matrix(key: Array, *shape: int, exists: bool = True) -> Array | None:
-        return normal(key, shape, dtype) if exists else None
-
     ones = lambda size, exists: jnp.ones((size,), dtype) if exists else None
     layers = decoder.init_layers(layers_key, config.network, dtype)
     first = layers[0].replace(attention_norm=None)
     third = config.generation == 3
     if third:
-        first = first.replace(qkv=matrix(first_key, 2 * hidden, first.qkv.shape[1]))
+        first = first.replace(qkv=normal(first_key, (2 * hidden, first.qkv.shape[1]), dtype))
     mask = jax.random.normal(mask_key, (1, 1, config.fc_inputs)).astype(dtype)
     return EagleParams(
-        fc=matrix(fc_key, config.fc_inputs, hidden),
+        fc=normal(fc_key, (config.fc_inputs, hidden), dtype),
         layers=(first, *layers[1:]),
         fc_bias=jnp.zeros((hidden,), dtype) if config.fc_bias else None,
         embedding_norm=ones(hidden, third or config.norm_inputs),
@@ -136,12 +133,8 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
         feature_norms=ones(config.fc_inputs, config.feature_norms),
         input_norm=ones(config.fc_inputs, config.input_norm),
         norm=ones(hidden, third),
-        head=matrix(head_key, hidden, config.vocab_size, exists=config.separate_head),
-        embedding=matrix(
-            embedding_key, config.target_vocab_size, hidden, exists=config.separate_embedding
-        ),
         mask_hidden=None if config.mask_token_id is None else mask,
-        draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32) if config.reduced else None,
+        **network.init_shared(head_key, embedding_key, config, dtype),
     )
 
 
@@ -193,19 +186,17 @@ def blocks(
     f' is fed back and is the input of ``unembed``. ``attend`` and ``rows`` [B, M] are those of
     ``decoder.trunk``; with ``rows`` the result is [B, M, D].
     """
-    network = config.network
-    cos, sin = rope_lib.cos_sin(network.rope, network.rope_dim, positions)
+    sizes = config.network
+    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.rope_dim, positions)
     x, mixed_in = _first_block_inputs(params, config, embedded, features, linear)
     for index, layer in enumerate(params.layers):
         if index > 0:
-            mixed_in = rms_norm(x, layer.attention_norm, network.norm_eps)
+            mixed_in = rms_norm(x, layer.attention_norm, sizes.norm_eps)
         queried = rows if index == len(params.layers) - 1 else None
-        mixed = decoder.attention(
-            layer, network, mixed_in, cos, sin, index, attend, linear, queried
-        )
+        mixed = decoder.attention(layer, sizes, mixed_in, cos, sin, index, attend, linear, queried)
         x = rows_at(x, queried) + mixed
-        x = x + decoder.mlp(layer, network, x, linear)
-    return rms_norm(x, params.norm, network.norm_eps) if config.norm_output else x
+        x = x + decoder.mlp(layer, sizes, x, linear)
+    return rms_norm(x, params.norm, sizes.norm_eps) if config.norm_output else x
 
 
 def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Array, Array]:
@@ -235,10 +226,8 @@ def prefill(
       f' [B, n, D], or [B, m, D] of ``rows`` int32 [B, m] only; and the cache entries of all n rows
       for ``kv_cache.append``.
     """
-    network, tree = config.network, trees.chain_tree(*embedded.shape[:2])
-    attend, entries = decoder.attention_over(
-        cache, tree, windows=network.windows, implementation=network.attention, rows=rows
-    )
+    tree, options = trees.chain_tree(*embedded.shape[:2]), _attention_options(config)
+    attend, entries = decoder.attention_over(cache, tree, rows=rows, **options)
     positions = cache.length[:, None] + tree.depth
     x = blocks(params, config, embedded, features, positions, attend, rows=rows)
     return x, tuple(entries)
@@ -263,8 +252,7 @@ def extend(
     Returns:
       f' [B, n, D] and the side buffers with the new entries.
     """
-    network = config.network
-    options = dict(windows=network.windows, implementation=network.attention)
+    options = _attention_options(config)
     attend, side = decoder.attention_beside(cache, side, slot, mask, positions, **options)
     x = blocks(params, config, embedded, features, positions, attend)
     return x, tuple(side)
@@ -282,24 +270,20 @@ def unembed(
     """Return float32 logits [..., Vd] of f' [..., D]."""
     if params.norm is not None and not config.norm_output:
         hidden = rms_norm(hidden, params.norm, config.network.norm_eps)
-    if params.head is None:
-        return target.unembed(target_params, hidden, norm=False)
-    return linear(hidden, params.head)
+    return network.unembed(params, hidden, target, target_params, linear)
 
 
-_EAGLE3_ONLY = (
-    "feature_norms",
-    "input_norm",
-    "norm_before_residual",
-    "norm_output",
-    "mask_token_id",
-)
+def _attention_options(config: EagleConfig) -> dict:
+    return {"windows": config.network.windows, "implementation": config.network.attention}
+
+
+_EAGLE3_ONLY = ("feature_norms", "input_norm", "norm_before_residual", "norm_output")
 
 
 def _check(config: EagleConfig) -> None:
     if config.generation not in (1, 3):
         raise ValueError(f"generation={config.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
-    foreign = _EAGLE3_ONLY if config.generation == 1 else ("norm_inputs",)
+    foreign = (*_EAGLE3_ONLY, "mask_token_id") if config.generation == 1 else ("norm_inputs",)
     wrong = [name for name in foreign if vars(config)[name] not in (None, False)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")

@@ -25,6 +25,7 @@ from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, LayerParams, Linear
 from jspec.models.heads import medusa
 from jspec.models.heads.medusa import BlockParams
+from jspec.models.heads.network import check_sizes
 from jspec.models.layers import normal
 
 
@@ -58,11 +59,7 @@ class HydraConfig:
     activation_dtype: str = "float32"
 
     def __post_init__(self):
-        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"{name}={vars(self)[name]} must be at least 1.")
-        if len(self.capture_layers) != 1:
-            raise ValueError(f"capture_layers={self.capture_layers} must be one hidden state.")
+        check_sizes(self, "num_heads", "num_layers", "hidden_size", "vocab_size")
         if self.tie_blocks and self.num_layers < 3:
             raise ValueError(f"tie_blocks needs three blocks at least, not {self.num_layers}.")
         prefix = self.network

@@ -18,6 +18,7 @@ from jspec import ops
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models.decoder import Linear
+from jspec.models.heads.network import check_sizes
 from jspec.models.layers import normal
 
 
@@ -52,15 +53,12 @@ class MedusaConfig:
     activation_dtype: str = "float32"
 
     def __post_init__(self):
-        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size"):
-            if vars(self)[name] < 1:
-                raise ValueError(f"{name}={vars(self)[name]} must be at least 1.")
+        sizes = ("num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size")
+        check_sizes(self, *sizes)
         if self.num_outputs not in (0, 1, self.num_heads):
             raise ValueError(
                 f"num_outputs={self.num_outputs} must be {self.num_heads} (one a head), 1 or 0."
             )
-        if len(self.capture_layers) != 1:
-            raise ValueError(f"capture_layers={self.capture_layers} must be one hidden state.")
         if self.reduced and not self.num_outputs:
             raise ValueError(
                 f"heads with {self.vocab_size} of the target's {self.target_vocab_size} tokens "

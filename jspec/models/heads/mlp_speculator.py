@@ -25,26 +25,26 @@ from jspec import ops
 from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import Linear
+from jspec.models.heads.network import check_sizes
 
 EPS = 1e-6  # of every norm; checkpoints do not contain it
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpSpeculatorConfig:
-    """Sizes of a speculator; static and hashable.
+class SpeculatorConfig:
+    """Sizes of any speculator; static and hashable.
 
     Attributes:
       n_predict: number of stages in training; also scales the embeddings.
       hidden_size: D, the target's.
-      inner_dim: I, width of state and embeddings.
+      inner_dim: I, width of the state (and cell) and of the embeddings.
       vocab_size: V, the target's.
       capture_layers: (number of the target's layers,), its hidden state after the final norm.
-      tie_weights: whether the stages share their weights.
       scale_input: whether the hidden state is normed first.
-      activation_dtype: of the state.
+      activation_dtype: of the state (and cell).
 
     Raises:
-      ValueError: a size is out of range, or the settings contradict each other.
+      ValueError: a size is out of range.
     """
 
     n_predict: int
@@ -52,16 +52,11 @@ class MlpSpeculatorConfig:
     inner_dim: int
     vocab_size: int
     capture_layers: tuple[int, ...]
-    tie_weights: bool = False
     scale_input: bool = False
     activation_dtype: str = "float32"
 
     def __post_init__(self):
-        check_sizes(self)
-        if self.tie_weights and self.n_predict < 2:
-            raise ValueError(
-                f"tie_weights needs two stages at least, but n_predict is {self.n_predict}."
-            )
+        check_sizes(self, "n_predict", "hidden_size", "inner_dim", "vocab_size")
 
     @property
     def target_vocab_size(self) -> int:
@@ -70,33 +65,33 @@ class MlpSpeculatorConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on embeddings."""
-        return embedding_scale(self.n_predict, self.inner_dim)
+        """e / w: at the last stage, the state weighs as much as all embeddings together."""
+        state_weight = 0.5 ** (0.5 / self.n_predict)
+        return math.sqrt((1 - state_weight**2) * self.inner_dim / 2) / state_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpeculatorConfig(SpeculatorConfig):
+    """Sizes of an MLP speculator; ``tie_weights`` tells whether the stages share their weights.
+
+    Raises:
+      ValueError: a size is out of range, or tied weights have one stage.
+    """
+
+    tie_weights: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tie_weights and self.n_predict < 2:
+            raise ValueError(
+                f"tie_weights needs two stages at least, but n_predict is {self.n_predict}."
+            )
 
     def count(self, part: str) -> int:
         """Return the number of separate weights of a ``part``: "embeddings", "projections", ..."""
         if not self.tie_weights:
             return self.n_predict
         return 2 if part == "projections" else 1
-
-
-def check_sizes(config) -> None:
-    """Check the sizes that all speculator configs have.
-
-    Raises:
-      ValueError: a size is out of range.
-    """
-    for name in ("n_predict", "hidden_size", "inner_dim", "vocab_size"):
-        if vars(config)[name] < 1:
-            raise ValueError(f"{name}={vars(config)[name]} must be at least 1.")
-    if len(config.capture_layers) != 1:
-        raise ValueError(f"capture_layers={config.capture_layers} must be one hidden state.")
-
-
-def embedding_scale(n_predict: int, inner_dim: int) -> float:
-    """Return e / w: at the last stage, the state weighs as much as all embeddings together."""
-    state_weight = 0.5 ** (0.5 / n_predict)
-    return math.sqrt((1 - state_weight**2) * inner_dim / 2) / state_weight
 
 
 @struct.dataclass
@@ -142,7 +137,7 @@ def init_norm(size: int, dtype: jnp.dtype) -> NormParams:
     return NormParams(jnp.ones((size,), dtype), jnp.zeros((size,), dtype))
 
 
-def start(config, hidden: Array) -> Array:
+def start(config: SpeculatorConfig, hidden: Array) -> Array:
     """Return the state of the first stage for the target's hidden state [..., D]."""
     hidden = hidden.astype(config.activation_dtype)
     if not config.scale_input:

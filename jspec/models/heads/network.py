@@ -1,10 +1,13 @@
-"""Shared code of heads that are built from decoder blocks."""
+"""Shared code of heads: sizes, their checks, and matrices that may be the target's."""
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from jspec import ops
 from jspec.core.types import Array, Target
-from jspec.models.decoder import DecoderConfig
+from jspec.models.decoder import DecoderConfig, Linear
+from jspec.models.layers import normal
 
 
 class NetworkSizes:
@@ -54,6 +57,44 @@ class SharingSizes(NetworkSizes):
                 f"a head with {self.vocab_size} of the target's {self.target_vocab_size} tokens "
                 "needs an output matrix of its own (separate_head=True)."
             )
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Check the config of a head that reads one hidden state.
+
+    Raises:
+      ValueError: a size among ``names`` is less than 1, or ``capture_layers`` is not one index.
+    """
+    for name in names:
+        if vars(config)[name] < 1:
+            raise ValueError(f"{name}={vars(config)[name]} must be at least 1.")
+    if len(config.capture_layers) != 1:
+        raise ValueError(f"capture_layers={config.capture_layers} must be one hidden state.")
+
+
+def init_shared(
+    head_key: Array, embedding_key: Array, config: SharingSizes, dtype: jnp.dtype
+) -> dict[str, Array | None]:
+    """Return the head's own output matrix, embedding and vocabulary map, None where it has none.
+
+    A reduced vocabulary is the first Vd tokens.
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = (config.target_vocab_size, hidden)
+    return {
+        "head": normal(head_key, (hidden, vocab), dtype) if config.separate_head else None,
+        "embedding": normal(embedding_key, embedding, dtype) if config.separate_embedding else None,
+        "draft_to_target": jnp.arange(vocab, dtype=jnp.int32) if config.reduced else None,
+    }
+
+
+def unembed(
+    params: Any, hidden: Array, target: Target, target_params: Any, linear: Linear = ops.linear
+) -> Array:
+    """Return float32 logits [..., Vd] of hidden [..., D], by the head's matrix or the target's."""
+    if params.head is None:
+        return target.unembed(target_params, hidden, norm=False)
+    return linear(hidden, params.head)
 
 
 def embed(
