@@ -191,7 +191,7 @@ def _acceptance(done: Run) -> tuple[str, str]:
 def verdict(done: Run, base: Run, gap: Gap) -> Text:
     """Return the comparison with the baseline's text, token for token."""
     if not done.setting.comparable:
-        return Text("same distribution")
+        return Text("same probs")
     if done.tokens == base.tokens:
         return Text("identical", style="bold green")
     same = (a == b for a, b in zip(done.tokens, base.tokens, strict=True))
@@ -217,9 +217,10 @@ def _footnote(runs: Sequence[Run], repeats: int) -> Text:
         f"distinct: {len(set(first.tokens))} greedy, {len(set(sampled.tokens))} sampled.\n"
         f"Best of {repeats} runs, prefill included, on {jax.devices()[0].device_kind}. "
         "T: temperature.\n"
-        "acceptance length: tokens per pass of the target, bonus token included; 1 is no gain.\n"
-        "text: compared with autoregression of the same dtype and T; gap: the difference of\n"
-        "the target's two best logits where the texts differ. Sampled rows except ngram use the\n"
-        "rule `coupled` in float32 (same text) and `block` in bfloat16 (same distribution).",
+        "acceptance length: tokens per pass of the target, bonus included; 1 is no gain.\n"
+        "text: compared with autoregression of the same dtype and T; gap: between the\n"
+        "target's two best logits where the texts differ. Sampled rows except ngram\n"
+        "use the rule `coupled` in float32 (same text) and `block` in bfloat16 (same\n"
+        "distribution).",
         style="dim",
     )

@@ -262,7 +262,7 @@ def test_a_different_text_is_shown_with_the_gap_of_the_target():
     block = dataclasses.replace(sampled, config={"rejection_sample_method": "block"})
     other = [1, 2, 9, 4]
     words = lambda setting: demo.verdict(demo.Run(setting, output(other), None), base, gap).plain
-    assert (words(sampled), words(block)) == ("differs at token 2", "same distribution")
+    assert (words(sampled), words(block)) == ("differs at token 2", "same probs")
     assert "red" in demo.verdict(run("float32", [1, 2, 9, 4]), base, gap).style
 
 
