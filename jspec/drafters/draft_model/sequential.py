@@ -27,8 +27,7 @@ from jspec.core.types import Array
 from jspec.drafters.base.tree_drafter import check_window
 from jspec.drafters.draft_model import language_model
 from jspec.drafters.draft_model.language_model import next_logits, spell, weights_of
-from jspec.drafters.trees import expand
-from jspec.drafters.trees.drawing import Drawing
+from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.models import decoder
 
 _USUAL_BACKLOG = 2  # the root and the token before it
@@ -124,10 +123,11 @@ class DraftModel:
         """Draft K tokens in rows whose committed tokens the model has all read."""
         unread = history.length - memory.cache.length
         taken = jnp.minimum(unread, self.backlog)
-        logits, side = self._read(params, memory, history, taken)
+        hidden, side = self._read(params, memory, history, taken)
+        logits = self._logits(params, hidden)
         feed = functools.partial(self._feed, params, memory.cache, history, taken)
         drawing = self._drawing(params, request, history)
-        draft, side = expand.chain(drawing, self.max_depth, logits, feed, side)
+        draft, side = chain(drawing, self.max_depth, logits, feed, side)
         node = jnp.arange(self.tree_size)
         limit = self.config.max_positions if self.max_length is None else self.max_length
         fits = history.length[:, None] - 1 + node < limit
@@ -166,7 +166,7 @@ class DraftModel:
         return Drawing(request, history, method, self.noise, vocab_size, draft_to_target)
 
     def _read(self, params, memory, history, taken):
-        """Read the first ``taken`` [B] unread tokens; return logits [B, 1, Vd] after the last."""
+        """Read the first ``taken`` [B] unread tokens; return the hidden state [B, 1, D] of the last."""
         read = functools.partial(self._read_slots, params, memory, history, taken)
         if self.backlog == _USUAL_BACKLOG:
             return read(_USUAL_BACKLOG)
@@ -189,8 +189,7 @@ class DraftModel:
             jnp.int32(0),
             mask,
         )
-        hidden = jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1)
-        return self._logits(params, hidden), side
+        return jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1), side
 
     def _feed(self, params, cache, history, taken, side, tokens, parents, depth, slot):
         """Feed the drafted tokens [B, 1] at ``depth``, 1 to K - 1."""

@@ -1,19 +1,31 @@
-"""Choosing the children of draft nodes from the head's logits.
+"""Drafting chains, and choosing the children of any draft nodes, from a head's logits.
 
-One ``Drawing`` serves a round of any head and any tree; ``jspec.drafters.trees.expand`` decides
-which nodes are expanded. The recorded distributions are those that the draws were made from.
+The nodes whose children are drafted next are a *frontier* of F nodes. A head is a function that
+takes a frontier and returns a row of logits for each of its nodes. ``Drawing`` chooses children
+from these logits. ``chain`` repeats that K times; ``jspec.drafters.trees.expand`` grows trees.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.core import logits_processors, sampling
+from jspec.core import logits_processors, sampling, trees
 from jspec.core.branches import Branches
-from jspec.core.types import Array, History, Request
+from jspec.core.history import root_token
+from jspec.core.types import Array, Draft, History, Request
+
+Frontier = Any
+# feed(frontier, tokens [B, F'], parents [F'] or [B, F'], depth, slot) -> (frontier', logits)
+#
+# The nodes of ``tokens`` become the frontier. ``parents`` index the frontier before. ``depth`` is
+# that of the tokens, the root's being 0. ``slot`` counts the nodes fed before in this round. Only
+# frontier and tokens are always traced. Logits are [B, F', Vd], or [B, 1, Vd] for all nodes.
+Feed = Callable[..., tuple[Frontier, Array]]
 
 
 class Children(NamedTuple):
@@ -181,3 +193,80 @@ def largest(logits: Array, width: int) -> tuple[Array, Array]:
         return lax.top_k(logits, width)
     index = sampling.argmax(logits)[..., None]
     return jnp.take_along_axis(logits, index, -1), index
+
+
+def chain(
+    drawing: Drawing,
+    depth: int,
+    logits: Array,
+    feed: Feed,
+    frontier: Frontier,
+    *,
+    unrolled: bool = False,
+) -> tuple[Draft, Frontier]:
+    """Return a chain of ``depth`` nodes, and the frontier after its last node but one.
+
+    Args:
+      drawing: how children are chosen.
+      depth: K.
+      logits: after the root, [B, 1, Vd].
+      feed: reads drafted tokens; depth and slot are traced unless ``unrolled``.
+      frontier: the root.
+      unrolled: whether ``feed`` needs static depth and slot, as its weights depend on the depth.
+    """
+    one = np.ones(1, int)
+
+    def draw(logits: Array, node: int | Array, drafted: Array | None) -> tuple:
+        children = drawing.children(logits, one, jnp.int32(node)[None], node, drafted)
+        return drawing.target_ids(children.ids[:, :, 0]), children.distribution
+
+    def step(carry: tuple[Frontier, Array | None, Array], node: int | Array):
+        frontier, drafted, tokens = carry
+        frontier, logits = feed(frontier, tokens, one - 1, node, node - 1)
+        if drafted is not None:
+            drafted = drafted.at[:, :, node - 1].set(tokens)
+        tokens, distribution = draw(logits, node, drafted)
+        return (frontier, drafted, tokens), (tokens, distribution)
+
+    drafted = None
+    if drawing.has_processors:
+        drafted = jnp.full((logits.shape[0], 1, depth), -1, jnp.int32)
+    first = draw(logits, 0, drafted)
+    carry = frontier, drafted, first[0]
+    (frontier, _, _), (tokens, distributions) = all_depths(step, carry, first, depth, unrolled)
+    return chain_draft(drawing, tokens, distributions), frontier
+
+
+def chain_draft(drawing: Drawing, drafted: Array, distributions: Array | None) -> Draft:
+    """Return the chain of target ids [B, K], drawn from ``distributions`` [B, K, Vd] if any."""
+    if distributions is not None:  # and a row for the leaf, which has no children
+        distributions = jnp.concatenate([distributions, jnp.zeros_like(distributions[:, :1])], 1)
+    drafted = jnp.concatenate([root_token(drawing.history)[:, None], drafted], 1)
+    depth = drafted.shape[1] - 1
+    return Draft(
+        tokens=drafted,
+        parents=trees.chain(depth),
+        valid=jnp.ones_like(drafted, dtype=bool),
+        logits=distributions,
+        draft_to_target=None if distributions is None else drawing.draft_to_target,
+        max_depth=depth,
+    )
+
+
+def all_depths(
+    step: Callable, carry: Any, first: Any, max_depth: int, unrolled: bool
+) -> tuple[Any, Any]:
+    """Return the last carry, and ``first`` and the outputs of ``step`` joined along axis 1.
+
+    One program serves all depths 1, 2, ... < ``max_depth``. If ``unrolled``, each depth has its
+    own, and the carry may grow.
+    """
+    if unrolled:
+        outputs = [first]
+        for depth in range(1, max_depth):
+            carry, output = step(carry, depth)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *outputs)
+    carry, later = lax.scan(step, carry, jnp.arange(1, max_depth, dtype=jnp.int32))
+    flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, flat(b)], 1), first, later)

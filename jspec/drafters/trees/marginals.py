@@ -14,7 +14,8 @@ from jspec.core import sampling
 from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft
 from jspec.drafters.trees import expand
-from jspec.drafters.trees.drawing import Drawing
+from jspec.drafters.trees.drawing import Drawing, chain_draft
+from jspec.drafters.trees.drawing import chain as draw_chain
 from jspec.drafters.trees.expand import Candidates
 from jspec.drafters.trees.tree_settings import BestFirst
 
@@ -41,11 +42,11 @@ def chain(drawing: Drawing, logits: Array) -> Draft:
     """
     depth = logits.shape[1]
     if drawing.has_processors:
-        return expand.chain(drawing, depth, logits[:, :1], _next_row, logits, unrolled=True)[0]
+        return draw_chain(drawing, depth, logits[:, :1], _next_row, logits, unrolled=True)[0]
     nodes = jnp.arange(depth)
     children = drawing.children(logits, np.ones(depth, int), nodes, nodes)
     tokens = drawing.target_ids(children.ids[..., 0])
-    return expand.chain_draft(drawing, tokens, children.distribution)
+    return chain_draft(drawing, tokens, children.distribution)
 
 
 def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:

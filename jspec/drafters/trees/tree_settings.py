@@ -8,10 +8,10 @@ published trees.
 import dataclasses
 import heapq
 import itertools
-from typing import Literal
 
 from jspec.core import trees
 from jspec.core.trees import StaticTree
+from jspec.core.types import Proposal
 from jspec.util.messages import did_you_mean, shown
 
 # The method's name, then that of the table in EAGLE's or Medusa's repository: both call their first
@@ -46,7 +46,6 @@ _SAMPLED = {"size": 16, "top_k": 4}
 _BEST_FIRST = 16  # nodes
 
 Tree = str | tuple[tuple[int, ...], ...]
-Proposal = Literal["deterministic", "chain", "without_replacement", "top_plus_one"]
 
 
 def node_buckets(size: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 from jspec.core import sampling, trees
 from jspec.core.types import History, Request
 from jspec.drafters.trees import expand, tree_settings
-from jspec.drafters.trees.drawing import Drawing
+from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.drafters.trees.tree_settings import Dynamic
 from tests import fakes
 
@@ -58,7 +58,7 @@ def grow(request, starts, tree, method="greedy", noise="own", draft_to_target=No
         frontier = jnp.repeat(starts[:, None], tree.top_k, 1)
         return expand.dynamic(drawing, tree, logits, feed, frontier)
     if max(tree.widths) == 1:
-        return expand.chain(drawing, tree.max_depth, logits, feed, starts[:, None])[0]
+        return chain(drawing, tree.max_depth, logits, feed, starts[:, None])[0]
     return expand.ranked(drawing, tree, logits, feed, starts[:, None])
 
 
