@@ -280,7 +280,7 @@ def _lame(tensors):
         ("mlp", None, {"hydra_head_arch": "eagle-attn"}, "hydra_head_arch='eagle-attn' is not sup"),
         ("mlp", None, {"hydra_head_arch": "prefix-mlp"}, "'prefix-mlp', but the tensors are those"),
         ("mlp", None, {"hidden_state_offset": 5}, "offset is 5, but the target has 2 layers"),
-        ("mlp", _lame, {}, "heads that do not see what was drafted (grounded_heads=False)"),
+        ("mlp", _lame, {}, "heads that do not read the drafted tokens (grounded_heads=False)"),
         (
             "mlp",
             lambda t: {n: x for n, x in t.items() if n != "hydra_lm_head.1.weight"},

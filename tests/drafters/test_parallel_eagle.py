@@ -142,7 +142,7 @@ def test_a_mask_goes_by_any_of_its_names_and_shapes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | {"ptd_token_id": MASK}))
     assert head_files.load_head(tmp_path, tiny.TARGET.config).config == CONFIG
     for keys, message in (
-        ({}, "names no mask token for it under any of pard_token, ptd_token_id, mask_token_id"),
+        ({}, "names no mask token under any of pard_token, ptd_token_id, mask_token_id"),
         ({"pard_token": 3, "mask_token_id": 4}, "several mask tokens"),
         ({"pard_token": 64}, "mask_token_id=64 is none of the target's 64 tokens"),
     ):

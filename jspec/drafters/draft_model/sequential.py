@@ -166,7 +166,7 @@ class DraftModel:
         return Drawing(request, history, method, self.noise, vocab_size, draft_to_target)
 
     def _read(self, params, memory, history, taken):
-        """Read the first ``taken`` [B] unread tokens; return the hidden state [B, 1, D] of the last."""
+        """Read the first ``taken`` [B] unread tokens; return the hidden state of the last."""
         read = functools.partial(self._read_slots, params, memory, history, taken)
         if self.backlog == _USUAL_BACKLOG:
             return read(_USUAL_BACKLOG)
