@@ -95,8 +95,8 @@ def _ratio(part: float, whole: float) -> float:
 def request_stats(answer: Answer, detailed: bool = False) -> dict[str, Any]:
     """Return vLLM's ``speculative_decoding_stats`` of one text, and ``tokens_per_pass``.
 
-    ``detailed`` adds lists with one entry per pass of the target, with or without a draft, so that
-    ``sum(per_step_accepted) + len(per_step_accepted)`` is the number of tokens:
+    ``detailed`` adds lists with one entry per pass of the target, with or without a draft. The sum
+    and the length of ``per_step_accepted`` add up to the number of tokens.
 
     * ``per_step_accepted``: accepted draft tokens, without the bonus token;
     * ``per_step_drafted``: number of drafted tokens;
@@ -199,8 +199,6 @@ def entries(counts: Counts, seconds: float, labels: dict[str, str]) -> list[Metr
         Vector(name("accepted_tokens_per_pos"), labels, list(counts.num_accepted_tokens_per_pos)),
         Counter("vllm:generation_tokens", labels, counts.num_tokens),
         Gauge(
-            "vllm:avg_generation_throughput_toks_per_s",
-            labels,
-            counts.tokens_per_second(seconds),
+            "vllm:avg_generation_throughput_toks_per_s", labels, counts.tokens_per_second(seconds)
         ),
     ]

@@ -108,8 +108,8 @@ def share(
       cache: directory of cached mappings; None for the user's cache directory.
 
     Raises:
-      ValueError: a tokenizer is missing, the draft model's has neither an unknown token nor an end
-        of text, or the two share less than ``LEAST_SHARED`` of the smaller vocabulary.
+      ValueError: a tokenizer is missing; the draft model's has neither an unknown token nor an end
+        of text; the two share less than ``LEAST_SHARED`` of the smaller vocabulary.
     """
     for name, tokenizer in (("target", target_tokenizer), ("draft model", draft_tokenizer)):
         if tokenizer is None:

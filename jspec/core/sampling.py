@@ -40,8 +40,8 @@ class Filter(Parameter):
     Attributes:
       keep: maps logits [B, ..., V], scaled by temperature, and the values [B, ..., 1] to the
         tokens that stay, bool [B, ..., V]. None for the temperature.
-      ordered: whether ``keep`` needs logits in descending order. Such filters share one sort and
-        come after the others.
+      ordered: whether ``keep`` needs logits in descending order, of which it keeps the first.
+        Such filters share one sort and come after the others.
     """
 
     keep: Callable[[Array, Array], Array] | None = None
@@ -125,15 +125,9 @@ def process_logits(logits: Array, sampling: Sampling) -> Array:
     certain = jnp.isposinf(logits.max(-1, keepdims=True) / divisor)
     processed = logits / divisor
     processed = jnp.where(certain, jnp.where(jnp.isposinf(processed), 0.0, -jnp.inf), processed)
-    used = [
-        (entry, sampling.values[name])
-        for name, entry in FILTERS.items()
-        if name in sampling.names and entry.keep is not None
-    ]
-    processed = _filter(processed, [pair for pair in used if not pair[0].ordered])
-    ordered = [pair for pair in used if pair[0].ordered]
-    if ordered:
-        left = _filter(jnp.flip(jnp.sort(processed, -1), -1), ordered)
+    processed = _filter(processed, sampling, ordered=False)
+    if any(FILTERS[name].ordered for name in sampling.names):
+        left = _filter(jnp.flip(jnp.sort(processed, -1), -1), sampling, ordered=True)
         least = jnp.where(jnp.isneginf(left), jnp.inf, left).min(-1, keepdims=True)
         processed = jnp.where(processed >= least, processed, -jnp.inf)
     first = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
@@ -141,9 +135,11 @@ def process_logits(logits: Array, sampling: Sampling) -> Array:
     return jnp.where(temperature > 0, processed, greedy)
 
 
-def _filter(logits: Array, used: list[tuple[Filter, Array]]) -> Array:
-    for entry, values in used:
-        logits = jnp.where(entry.keep(logits, _column(values, logits)), logits, -jnp.inf)
+def _filter(logits: Array, sampling: Sampling, ordered: bool) -> Array:
+    for name, entry in FILTERS.items():
+        if name in sampling.names and entry.keep is not None and entry.ordered == ordered:
+            keep = entry.keep(logits, _column(sampling.values[name], logits))
+            logits = jnp.where(keep, logits, -jnp.inf)
     return logits
 
 
@@ -248,8 +244,8 @@ def round_noise(keys: Array, root: Array, purpose: int, count: int) -> Array:
     """Return ``count`` uniforms of one round for one purpose: float32 [B, count, 2].
 
     A uniform in [0, 1) has steps of 2**-48. It is the sum of a coarse part, a multiple of 2**-24,
-    and a fine part below 2**-24, since float32 has room for one of them. Acceptance reads the
-    coarse part; ``draw`` reads both. ``root`` [B] is the position of the round's root.
+    and a fine part below 2**-24; float32 holds one of them. Acceptance reads the coarse part;
+    ``draw`` reads both. ``root`` [B] is the position of the round's root.
     """
     return round_noise_at(keys, root, purpose, jnp.arange(count))
 

@@ -85,8 +85,8 @@ def generate(
       **settings: of ``SequenceParams``, such as ``temperature`` and ``stop_token_ids``.
 
     Raises:
-      ValueError: a setting is unknown or out of range, a prompt is no list of token ids or does
-        not fit the model, or target, drafter, rule and weights do not fit each other.
+      ValueError: a setting is unknown or out of range; a prompt is no list of token ids or does
+        not fit the model; target, drafter, rule and weights do not fit each other.
     """
     _check_names(settings)
     drafter = NoDrafter() if drafter is None else drafter
