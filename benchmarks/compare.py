@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.ours import Ours
-from benchmarks.theirs import Theirs
+from benchmarks.contenders import Ours, Theirs
 from benchmarks.workload import Case
 from jspec.tools.bench.timing import Contender, Sample, race
 

@@ -20,8 +20,7 @@ from rich.progress import Progress
 import jspec
 from benchmarks import compare, curve, report, workload
 from benchmarks.compare import Setting
-from benchmarks.ours import Ours
-from benchmarks.theirs import Theirs
+from benchmarks.contenders import Ours, Theirs
 from benchmarks.workload import Case
 from jspec.checkpoints import checkpoint
 from jspec.engine import loading
