@@ -178,7 +178,7 @@ def test_draft_models_sample_by_default():
 def test_a_draft_model_with_its_own_vocabulary_may_sample_unlike_in_vllm():
     build = lambda **more: config.read(DRAFT | more).drafter(tiny.DRAFT_CONFIG, TARGET)
     separate = build(use_heterogeneous_vocab=True)
-    assert separate.use_heterogeneous_vocab and own.draft_sample_method == "probabilistic"
+    assert separate.use_heterogeneous_vocab and separate.draft_sample_method == "probabilistic"
     assert build(use_heterogeneous_vocab=False) == build(use_heterogeneous_vocab=None) == build()
 
 
