@@ -73,6 +73,11 @@ class DecoderConfig:
         """Widths of the queries, and of the keys (or values)."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
+    @property
+    def attention_options(self) -> dict:
+        """Keyword arguments of ``attention_over`` and ``attention_beside``."""
+        return {"windows": self.windows, "implementation": self.attention}
+
     def norm(self, x: Array, weight: Array) -> Array:
         """Return the RMS norm of x over its last axis."""
         return rms_norm(x, weight, self.norm_eps)
@@ -297,9 +302,7 @@ def forward(
 ) -> TargetOutput:
     """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
     tree = trees.broadcast(tree, tokens.shape[0])
-    attend, tree_kv = attention_over(
-        cache, tree, windows=config.windows, implementation=config.attention
-    )
+    attend, tree_kv = attention_over(cache, tree, **config.attention_options)
     positions = cache.length[:, None] + tree.depth
     x, features = trunk(
         params,
@@ -329,9 +332,8 @@ def extend(
     Returns:
       The last residual stream [B, n, D] and the side buffers with the new entries.
     """
-    attend, side = attention_beside(
-        cache, side, slot, mask, positions, windows=config.windows, implementation=config.attention
-    )
+    options = config.attention_options
+    attend, side = attention_beside(cache, side, slot, mask, positions, **options)
     x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
     return x, tuple(side)
 

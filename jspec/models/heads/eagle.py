@@ -226,7 +226,7 @@ def prefill(
       f' [B, n, D], or [B, m, D] of ``rows`` int32 [B, m] only; and the cache entries of all n rows
       for ``kv_cache.append``.
     """
-    tree, options = trees.chain_tree(*embedded.shape[:2]), _attention_options(config)
+    tree, options = trees.chain_tree(*embedded.shape[:2]), config.network.attention_options
     attend, entries = decoder.attention_over(cache, tree, rows=rows, **options)
     positions = cache.length[:, None] + tree.depth
     x = blocks(params, config, embedded, features, positions, attend, rows=rows)
@@ -252,7 +252,7 @@ def extend(
     Returns:
       f' [B, n, D] and the side buffers with the new entries.
     """
-    options = _attention_options(config)
+    options = config.network.attention_options
     attend, side = decoder.attention_beside(cache, side, slot, mask, positions, **options)
     x = blocks(params, config, embedded, features, positions, attend)
     return x, tuple(side)
@@ -273,10 +273,6 @@ def unembed(
     return network.unembed(params, hidden, target, target_params, linear)
 
 
-def _attention_options(config: EagleConfig) -> dict:
-    return {"windows": config.network.windows, "implementation": config.network.attention}
-
-
 _EAGLE3_ONLY = ("feature_norms", "input_norm", "norm_before_residual", "norm_output")
 
 
@@ -284,7 +280,8 @@ def _check(config: EagleConfig) -> None:
     if config.generation not in (1, 3):
         raise ValueError(f"generation={config.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
     foreign = (*_EAGLE3_ONLY, "mask_token_id") if config.generation == 1 else ("norm_inputs",)
-    wrong = [name for name in foreign if vars(config)[name] not in (None, False)]
+    is_set = lambda value: value is not None and value is not False  # a mask token may be 0
+    wrong = [name for name in foreign if is_set(vars(config)[name])]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")
     mask, vocab = config.mask_token_id, config.target_vocab_size

@@ -145,9 +145,7 @@ def prefill(
       n positions for ``kv_cache.append``.
     """
     network, tree = config.network, trees.chain_tree(*hidden.shape[:2])
-    attend, entries = decoder.attention_over(
-        cache, tree, windows=network.windows, implementation=network.attention, rows=rows
-    )
+    attend, entries = decoder.attention_over(cache, tree, rows=rows, **network.attention_options)
     _, (out,) = decoder.trunk(
         params.prefix,
         network,
