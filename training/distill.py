@@ -38,6 +38,16 @@ METHODS: dict[str, Method] = {
     "draft": draft.METHOD,
 }
 
+# Fields that configs of 0.1.0 had and later ones lack, with the only values that runs had.
+_REMOVED_FIELDS = (
+    "attention_gate=False",
+    "zero_centred_norms=False",
+    "zero_first=True",
+    "one_stem=False",
+    "scoring='sigmoid'",
+    "shared_gate=False",
+)
+
 
 def run(
     method: Method,
@@ -77,7 +87,11 @@ def run(
             bar=bar,
             stop_after=stop_after,
             identity=dict(build.identity) | criterion | sources,
-            passed_over=lambda before: {*idle, *_unrecorded(criterion, before)},
+            passed_over=lambda before: {
+                *idle,
+                *_unrecorded(criterion, before),
+                *_same_networks(build.identity, before),
+            },
             facts=provenance(module, argv) | {"data": data.description},
             best=("acceptance_length", "max") if measure else ("heldout_loss", "min"),
         )
@@ -126,6 +140,18 @@ def _unrecorded(criterion: Mapping[str, Any], before: Mapping[str, Any]) -> set[
     missing = criterion.keys() - before.keys()
     measured = criterion["acceptance_prompts"] and before.get("acceptance_prompts") == "some"
     return missing | ({"acceptance_prompts"} if measured else set())
+
+
+def _same_networks(identity: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
+    """Return the networks that only differ from an early record by removed fields."""
+    same = set()
+    for name, network in identity.items():
+        recorded = str(before.get(name))
+        for field in _REMOVED_FIELDS:
+            recorded = recorded.replace(f", {field}", "")
+        if recorded == network:
+            same.add(name)
+    return same
 
 
 def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:

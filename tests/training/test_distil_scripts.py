@@ -246,6 +246,8 @@ def test_an_option_without_effect_may_change(words, tmp_path, capsys):
     assert distil("medusa", run) == 0
     record = json.loads(recorded(tmp_path).read_text())
     record["identity"] |= {"heads_weight": 3.0, "learning_rate_floor": 0.7}
+    # A field that configs had in 0.1.0.
+    record["identity"]["heads"] = record["identity"]["heads"][:-1] + ", one_stem=False)"
     recorded(tmp_path).write_text(json.dumps(record))
     assert distil("medusa", run) == 2  # the floor has an effect
     printed = capsys.readouterr().err
