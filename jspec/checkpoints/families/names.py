@@ -108,15 +108,25 @@ def _copy(out: np.ndarray, source: np.ndarray, block: int = 64) -> None:
         out[row : row + block] = source[row : row + block].astype(out.dtype, copy=False)
 
 
+def vector(path: tuple[str | int, ...], name: str, size: int) -> Entry:
+    """Return the entry of a vector."""
+    return Entry(path, (name,), ((size,),))
+
+
+def matrix(path: tuple[str | int, ...], name: str, outputs: int, inputs: int) -> Entry:
+    """Return the entry of a projection, [inputs, outputs] in memory."""
+    return Entry(path, (name,), ((outputs, inputs),), transpose=True)
+
+
 def llama_table(config: DecoderConfig) -> tuple[Entry, ...]:
     """Return the entries of a decoder under Llama's names, which all families keep."""
     hidden, vocab = config.hidden_size, config.vocab_size
     entries = [Entry(("embedding",), (EMBEDDING,), ((vocab, hidden),))]
     for layer in range(config.num_layers):
         entries += block_table(config, layer, f"model.layers.{layer}")
-    entries.append(Entry(("norm",), ("model.norm.weight",), ((hidden,),)))
+    entries.append(vector(("norm",), "model.norm.weight", hidden))
     if not config.tie_embeddings:
-        entries.append(Entry(("head",), (HEAD,), ((vocab, hidden),), transpose=True))
+        entries.append(matrix(("head",), HEAD, vocab, hidden))
     return tuple(entries)
 
 

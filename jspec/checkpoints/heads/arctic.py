@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, nest
+from jspec.checkpoints.families.names import Entry, matrix, nest
 from jspec.checkpoints.heads import base, mlp_speculator
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -82,8 +82,7 @@ def _table(config: LstmSpeculatorConfig) -> tuple[Entry, ...]:
         entries.append(Entry(("projections", stage), names, shapes, transpose=True))
     for norm, name in (("cell_norm", "cell_ln.0"), ("state_norm", "state_ln.0")):
         entries += mlp_speculator.norm_entries((norm,), name, inner)
-    entries.append(Entry(("head",), ("head.0.weight",), ((vocab, inner),), transpose=True))
-    return tuple(entries)
+    return (*entries, matrix(("head",), "head.0.weight", vocab, inner))
 
 
 def _describe(config: LstmSpeculatorConfig, target: DecoderConfig, target_name: str) -> dict:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from jspec.checkpoints.families import common, qwen3
-from jspec.checkpoints.families.names import Entry, block_table, blocks, nest
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
 from jspec.checkpoints.heads import base, speculators
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -197,15 +197,14 @@ def table(config: DFlashConfig) -> tuple[Entry, ...]:
     """Return the entries of a head, in either layout."""
     hidden = config.hidden_size
     entries = [
-        Entry(("fc",), ("fc.weight",), ((hidden, config.fc_inputs),), transpose=True),
-        Entry(("hidden_norm",), ("hidden_norm.weight",), ((hidden,),)),
+        matrix(("fc",), "fc.weight", hidden, config.fc_inputs),
+        vector(("hidden_norm",), "hidden_norm.weight", hidden),
     ]
     for layer in range(config.network.num_layers):
         entries += block_table(config.network, layer, f"layers.{layer}")
-    entries.append(Entry(("norm",), ("norm.weight",), ((hidden,),)))
+    entries.append(vector(("norm",), "norm.weight", hidden))
     if config.separate_head:
-        shape = ((config.vocab_size, hidden),)
-        entries.append(Entry(("head",), ("lm_head.weight",), shape, transpose=True))
+        entries.append(matrix(("head",), "lm_head.weight", config.vocab_size, hidden))
     if config.separate_embedding:
         shape = ((config.target_vocab_size, hidden),)
         entries.append(Entry(("embedding",), ("embed_tokens.weight",), shape))

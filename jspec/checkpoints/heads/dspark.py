@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry
+from jspec.checkpoints.families.names import Entry, matrix, vector
 from jspec.checkpoints.heads import base, dflash, speculators
 from jspec.checkpoints.heads.base import HeadFormat, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -72,17 +72,15 @@ def _read_spark(settings: dict, tensors: Tensors, hidden: int) -> SparkConfig:
 def _table(config: DFlashConfig) -> tuple[Entry, ...]:
     spark, entries = config.spark, list(dflash.table(config))
     if spark.rank:
-        for field, name, rows, transpose in (
-            ("before", "markov_w1", config.target_vocab_size, False),
-            ("bias", "markov_w2", config.vocab_size, True),
-        ):
-            shape = ((rows, spark.rank),)
-            entries.append(Entry(("spark", field), (f"{_MARKOV}{name}.weight",), shape, transpose))
-    names = {"mix": f"{_MARKOV}{_MIXED.get(spark.markov)}", "confidence": _CONFIDENCE}
+        names = [f"{_MARKOV}markov_{part}.weight" for part in ("w1", "w2")]
+        shape = (config.target_vocab_size, spark.rank)
+        entries.append(Entry(("spark", "before"), (names[0],), (shape,)))
+        entries.append(matrix(("spark", "bias"), names[1], config.vocab_size, spark.rank))
+    modules = {"mix": f"{_MARKOV}{_MIXED.get(spark.markov)}", "confidence": _CONFIDENCE}
     for field, (inputs, outputs) in spark.sizes(config.hidden_size).items():
-        weight, bias = (f"{names[field]}.{part}" for part in ("weight", "bias"))
-        entries.append(Entry(("spark", field), (weight,), ((outputs, inputs),), transpose=True))
-        entries.append(Entry(("spark", f"{field}_bias"), (bias,), ((outputs,),)))
+        name = modules[field]
+        entries.append(matrix(("spark", field), f"{name}.weight", outputs, inputs))
+        entries.append(vector(("spark", f"{field}_bias"), f"{name}.bias", outputs))
     return tuple(entries)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from jspec.checkpoints import families
 from jspec.checkpoints.families import common, llama, qwen3
-from jspec.checkpoints.families.names import Entry, block_table, blocks, nest
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
 from jspec.checkpoints.heads import base, eagle_layers, mask_token, speculators
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -212,42 +212,34 @@ def _has_bias(raw: dict, keys: tuple[str, ...], name: str, tensors: Tensors) -> 
 def _table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
     """Return the entries of a head; ``first`` is the prefix of its first block."""
     network, hidden, third = config.network, config.hidden_size, config.generation == 3
-    entries = [Entry(("fc",), ("fc.weight",), ((hidden, config.fc_inputs),), transpose=True)]
-
-    def vector(field: str, size: int, *names: str) -> None:
-        entries.append(Entry((field,), names, ((size,),) * len(names)))
-
-    def matrix(field: str, rows: int, name: str, transpose: bool = False) -> None:
-        entries.append(Entry((field,), (name,), ((rows, hidden),), transpose))
-
+    norm_names = ("embedding_layernorm", "hidden_states_layernorm")
+    if third:
+        norm_names = (f"{first}.input_layernorm", f"{first}.hidden_norm")
+    entries = [matrix(("fc",), "fc.weight", hidden, config.fc_inputs)]
     if config.fc_bias:
-        vector("fc_bias", hidden, "fc.bias")
+        entries.append(vector(("fc_bias",), "fc.bias", hidden))
     if third or config.norm_inputs:
-        names = (
-            (f"{first}.input_layernorm", f"{first}.hidden_norm")
-            if third
-            else ("embedding_layernorm", "hidden_states_layernorm")
-        )
-        vector("embedding_norm", hidden, f"{names[0]}.weight")
-        vector("hidden_norm", hidden, f"{names[1]}.weight")
+        entries.append(vector(("embedding_norm",), f"{norm_names[0]}.weight", hidden))
+        entries.append(vector(("hidden_norm",), f"{norm_names[1]}.weight", hidden))
     if config.feature_norms:
         count = len(config.capture_layers)
-        names = (f"fc_norm.{index}.weight" for index in range(count))
-        vector("feature_norms", config.target_hidden_size, *names)
+        names = tuple(f"fc_norm.{index}.weight" for index in range(count))
+        entries.append(Entry(("feature_norms",), names, ((config.target_hidden_size,),) * count))
     if config.input_norm:
-        vector("input_norm", config.fc_inputs, "input_norm.weight")
+        entries.append(vector(("input_norm",), "input_norm.weight", config.fc_inputs))
     width = 2 * hidden if third else hidden
     entries += block_table(network, 0, first, inputs=width, input_norm=False)
     for layer in range(1, network.num_layers):
         entries += block_table(network, layer, f"layers.{layer}")
     if third:
-        vector("norm", hidden, "norm.weight")
+        entries.append(vector(("norm",), "norm.weight", hidden))
     if config.mask_token_id is not None:
         entries.append(Entry((_MASK,), (_MASK,), ((1, 1, config.fc_inputs),)))
     if config.separate_head:
-        matrix("head", config.vocab_size, "lm_head.weight", transpose=True)
+        entries.append(matrix(("head",), "lm_head.weight", config.vocab_size, hidden))
     if config.separate_embedding:
-        matrix("embedding", config.target_vocab_size, "embed_tokens.weight")
+        shape = (config.target_vocab_size, hidden)
+        entries.append(Entry(("embedding",), ("embed_tokens.weight",), (shape,)))
     return tuple(entries)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, block_table, blocks, nest
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -129,9 +129,8 @@ def _table(config: HydraConfig) -> tuple[Entry, ...]:
     size, vocab, entries = config.hidden_size, config.vocab_size, []
 
     def affine(path: tuple, fields: tuple[str, str], name: str, inputs: int) -> None:
-        weight, bias = ((*path, field) for field in fields)
-        entries.append(Entry(weight, (f"{name}.weight",), ((size, inputs),), transpose=True))
-        entries.append(Entry(bias, (f"{name}.bias",), ((size,),)))
+        entries.append(matrix((*path, fields[0]), f"{name}.weight", size, inputs))
+        entries.append(vector((*path, fields[1]), f"{name}.bias", size))
 
     for head in range(config.num_heads):
         first, path, inputs = _block(config, head, 0), ("joining", head), (2 + head) * size
@@ -141,16 +140,15 @@ def _table(config: HydraConfig) -> tuple[Entry, ...]:
             name = f"{_block(config, head, layer)}.linear"
             affine(("blocks", head, layer - 1), ("weight", "bias"), name, size)
         name = f"hydra_lm_head.{head}" + ".1" * (config.network is not None)
-        output = Entry(("outputs", head), (f"{name}.weight",), ((vocab, size),), transpose=True)
-        entries.append(output)
+        entries.append(matrix(("outputs", head), f"{name}.weight", vocab, size))
         if config.output_bias:
-            entries.append(Entry(("output_biases", head), (f"{name}.bias",), ((vocab,),)))
+            entries.append(vector(("output_biases", head), f"{name}.bias", vocab))
     if config.network is not None:
         entries += [
             dataclasses.replace(entry, path=("prefix", *entry.path))
             for entry in block_table(config.network, 0, f"{_PREFIX}.layers.0")
         ]
-        entries.append(Entry(("prefix", "norm"), (f"{_PREFIX}.norm.weight",), ((size,),)))
+        entries.append(vector(("prefix", "norm"), f"{_PREFIX}.norm.weight", size))
     return tuple(entries)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, nest
+from jspec.checkpoints.families.names import Entry, matrix, nest, vector
 from jspec.checkpoints.heads import base, vocabulary
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -137,14 +137,12 @@ def _table(layout: str, config: MedusaConfig) -> tuple[Entry, ...]:
     for head in range(config.num_heads):
         for layer in range(config.num_layers):
             name, path = block.format(head, layer), ("blocks", head, layer)
-            weight = Entry((*path, "weight"), (f"{name}.weight",), ((size, size),), transpose=True)
-            entries.append(weight)
+            entries.append(matrix((*path, "weight"), f"{name}.weight", size, size))
             if config.bias:
-                entries.append(Entry((*path, "bias"), (f"{name}.bias",), ((size,),)))
+                entries.append(vector((*path, "bias"), f"{name}.bias", size))
     for index in range(config.num_outputs):
         name = f"{index}.{last}.weight" if layout == "medusa" else f"lm_heads.{index}.weight"
-        shape = (config.vocab_size, size)
-        entries.append(Entry(("outputs", index), (name,), (shape,), transpose=True))
+        entries.append(matrix(("outputs", index), name, config.vocab_size, size))
     return tuple(entries)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jspec.checkpoints import families, model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, nest
+from jspec.checkpoints.families.names import Entry, matrix, nest, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -139,19 +139,16 @@ def _table(layout: str, config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
     """Return the entries, without the prefix."""
     inner, vocab, end = config.inner_dim, config.vocab_size, ".0" * (layout == "arctic-rnn")
     entries = []
-
-    def matrices(field: str, part: str, shape_of, transpose: bool = True) -> None:
-        for stage in range(config.count(field)):
-            name = f"{part.format(stage)}.weight"
-            entries.append(Entry((field, stage), (name,), (shape_of(stage),), transpose))
-
-    matrices("embeddings", f"emb.{{}}{end}", lambda _: (vocab, inner), transpose=False)
-    matrices(
-        "projections", f"proj.{{}}{end}", lambda i: (inner, inner if i else config.hidden_size)
-    )
+    for stage in range(config.count("embeddings")):
+        name = f"emb.{stage}{end}.weight"
+        entries.append(Entry(("embeddings", stage), (name,), ((vocab, inner),)))
+    for stage in range(config.count("projections")):
+        name, inputs = f"proj.{stage}{end}.weight", inner if stage else config.hidden_size
+        entries.append(matrix(("projections", stage), name, inner, inputs))
     for stage in range(config.count("norms")):
         entries += norm_entries(("norms", stage), f"ln.{stage}{end}", inner)
-    matrices("heads", "head.{}", lambda _: (vocab, inner))
+    for stage in range(config.count("heads")):
+        entries.append(matrix(("heads", stage), f"head.{stage}.weight", vocab, inner))
     return tuple(entries)
 
 
@@ -161,7 +158,7 @@ def _ibm_table(config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
 
 def norm_entries(path: tuple[str | int, ...], name: str, size: int) -> list[Entry]:
     """Return the entries of a norm's weight and bias."""
-    return [Entry((*path, kind), (f"{name}.{kind}",), ((size,),)) for kind in ("weight", "bias")]
+    return [vector((*path, kind), f"{name}.{kind}", size) for kind in ("weight", "bias")]
 
 
 # Writing.

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jspec.checkpoints import families, model_files
-from jspec.checkpoints.families.names import Entry, block_table, blocks, nest
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -128,13 +128,13 @@ def _table(layout: MtpLayout, config: MtpConfig) -> tuple[Entry, ...]:
     hidden, entries = config.hidden_size, []
     prefixes = _prefixes(layout, config)
     for module, prefix in enumerate(prefixes):
-        names = [(f"{prefix}.{name}.weight",) for name in _NAMES[layout]]
+        names = [f"{prefix}.{name}.weight" for name in _NAMES[layout]]
         path = ("modules", module)
         entries += [
-            Entry((*path, "embedding_norm"), names[0], ((hidden,),)),
-            Entry((*path, "hidden_norm"), names[1], ((hidden,),)),
-            Entry((*path, "projection"), names[2], ((hidden, 2 * hidden),), transpose=True),
-            Entry((*path, "norm"), names[3], ((hidden,),)),
+            vector((*path, "embedding_norm"), names[0], hidden),
+            vector((*path, "hidden_norm"), names[1], hidden),
+            matrix((*path, "projection"), names[2], hidden, 2 * hidden),
+            vector((*path, "norm"), names[3], hidden),
         ]
     for module, prefix in enumerate(prefixes):
         entries += block_table(config.network, module, prefix)
