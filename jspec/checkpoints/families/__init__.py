@@ -3,8 +3,6 @@
 A new family is one file here and one line in ``FAMILIES``.
 """
 
-import dataclasses
-
 from jspec.checkpoints.families import (
     common,
     deepseek_v3,
@@ -85,9 +83,8 @@ def describe(config: DecoderConfig) -> dict:
 
 def different_fields(one: DecoderConfig, other: DecoderConfig) -> list[str]:
     """Return the names of the fields that differ, without the machine's working dtypes."""
+    machine = ("cache_dtype", "activation_dtype")
+    values = vars(other)
     return [
-        field.name
-        for field in dataclasses.fields(DecoderConfig)
-        if field.name not in ("cache_dtype", "activation_dtype")
-        and getattr(one, field.name) != getattr(other, field.name)
+        name for name, value in vars(one).items() if name not in machine and values[name] != value
     ]

@@ -52,8 +52,8 @@ class DFlashConfig(SharingSizes):
       mask_token: the target id of the mask.
       causal: for each layer, whether a slot sees only earlier slots; () if no layer is causal.
       from_anchor: whether slot i predicts the token after its position, so that slot 0 drafts too.
-      own_embedding: whether the head brings an embedding; the target's serves otherwise.
-      own_head: whether it brings an output matrix; the target's serves otherwise.
+      separate_embedding: whether the head has its own embedding, and not the target's.
+      separate_head: whether it has its own output matrix, and not the target's.
       spark: the extension of a DSpark head; None for DFlash.
 
     Raises:

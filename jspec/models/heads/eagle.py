@@ -1,7 +1,7 @@
 """EAGLE heads: decoder blocks that read the target's hidden states.
 
-Row i of a head pairs the feature f_i of position i with the embedding of the NEXT token t_{i+1}, is
-rotated to position i, and predicts t_{i+2}. The output of a row replaces the feature of the next
+Row i of a head pairs the feature f_i of position i with the embedding of the NEXT token t_{i+1}. It
+is rotated to position i and predicts t_{i+2}. The output of a row replaces the feature of the next
 row until the target has computed the true one.
 
 EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858; same checkpoints): f is the target's last hidden state
@@ -51,8 +51,8 @@ class EagleConfig(SharingSizes):
       capture_layers: indices of the target's ``hidden_states`` that the head reads.
       target_hidden_size: D_target, their width.
       target_vocab_size: V.
-      own_embedding: whether the head brings an embedding; the target's serves otherwise.
-      own_head: whether it brings an output matrix; the target's serves otherwise.
+      separate_embedding: whether the head has its own embedding, and not the target's.
+      separate_head: whether it has its own output matrix, and not the target's.
       fc_bias: whether ``fc`` has a bias.
       norm_inputs: EAGLE-1: e and f are normed before ``fc`` (HASS's add_para_norm).
       feature_norms: EAGLE-3: one norm per hidden state before ``fc`` (fc_norm).
