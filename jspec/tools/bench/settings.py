@@ -23,13 +23,6 @@ def check_whole(settings: Any, **least: int) -> None:
             raise ValueError(f"{name}={shown(value)} must be a whole number of at least {limit}.")
 
 
-def check_batch_sizes(sizes: Sequence[int]) -> None:
-    """Raise ValueError unless there are sizes of at least 1, each once."""
-    if not sizes or not all(is_whole(size, 1) for size in sizes):
-        raise ValueError(f"batch_sizes={shown(sizes)} must be at least 1 each.")
-    check_once("batch_sizes", sizes)
-
-
 def check_once(name: str, values: Sequence[float]) -> None:
     """Raise ValueError for a repeated value, which would be measured twice in one table."""
     for index, value in enumerate(values):
@@ -37,54 +30,63 @@ def check_once(name: str, values: Sequence[float]) -> None:
             raise ValueError(f"{name}={shown(values)} has {shown(value)} twice; leave one out.")
 
 
-def check_seed(seed: int) -> None:
-    """Raise ValueError unless ``seed`` is not negative; -1 would mean no seed."""
-    if not is_whole(seed, 0, _LARGEST_SEED):
-        raise ValueError(f"seed={shown(seed)} must be a whole number from 0 to 2**63 - 1.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The methods and cases that ``bench`` measures.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """The settings that ``bench`` and ``tune`` share.
 
     Attributes:
-      configs: a ``speculative_config`` for each method.
-      batch_sizes: requests that run together; each size is a table.
-      temperatures: each temperature is a table.
+      configs: ``speculative_config`` values.
+      batch_sizes: requests that run together; each size has its own results.
       max_tokens: most tokens of an answer.
       prompt_tokens: first turns are cut to this length, and longer later turns are left out (0: no
         limit).
       per_category: questions of each category (0: all).
-      repeats: undisturbed samples of every contender.
+      repeats: undisturbed samples of every measurement.
       patience: further turns to wait for such samples while other processes use the machine.
       dtype: of weights, as in ``LLM``.
-      peers: whether transformers is measured too, if it is installed.
       seed: of all noise.
 
     Raises:
       ValueError: a value is out of range.
     """
 
-    configs: tuple[Mapping[str, Any], ...]
-    batch_sizes: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
+    configs: tuple[Mapping[str, Any], ...] = dataclasses.field(kw_only=False)
+    batch_sizes: tuple[int, ...] = dataclasses.field(default=(1,), kw_only=False)
     max_tokens: int = 128
     prompt_tokens: int = 0
     per_category: int = 0
     repeats: int = 5
     patience: int = 2
     dtype: str | None = None
-    peers: bool = True
     seed: int = 0
 
     def __post_init__(self):
         if not self.configs:
-            raise ValueError("there is no method to measure; name one with --config.")
+            raise ValueError("there is no method to run; name one with --config.")
+        check_whole(self, max_tokens=2, prompt_tokens=0, per_category=0, repeats=1, patience=0)
+        if not self.batch_sizes or not all(is_whole(size, 1) for size in self.batch_sizes):
+            raise ValueError(f"batch_sizes={shown(self.batch_sizes)} must be at least 1 each.")
+        check_once("batch_sizes", self.batch_sizes)
+        if not is_whole(self.seed, 0, _LARGEST_SEED):  # -1 would mean no seed
+            raise ValueError(f"seed={shown(self.seed)} must be a whole number from 0 to 2**63 - 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(CommonSettings):
+    """The methods and cases that ``bench`` measures; see ``CommonSettings`` for the others.
+
+    Attributes:
+      temperatures: each temperature is a table, 0 is greedy.
+      peers: whether transformers is measured too, if it is installed.
+    """
+
+    temperatures: tuple[float, ...] = (0.0,)
+    peers: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
         for given in self.configs:
             config.read(given)
-        check_whole(self, max_tokens=2, prompt_tokens=0, per_category=0, repeats=1, patience=0)
-        check_batch_sizes(self.batch_sizes)
-        check_seed(self.seed)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
         check_once("temperatures", self.temperatures)

@@ -383,7 +383,7 @@ def test_an_interrupted_run_keeps_its_samples(root, monkeypatch, last):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "there is no method to measure; name one with --config"),
+        ([], "there is no method to run; name one with --config"),
         (["--config", "{oops"], "--config '{oops' is not JSON"),
         (["--config", '{"method": "ngram", "method": "suffix"}'], "the key 'method' stands twice"),
         (["--config", '{"a":' * 9000], "is not JSON (nested too deeply)"),

@@ -1,4 +1,4 @@
-"""Question files of every known form are read; what is wrong is named by file and line."""
+"""Question files of every known format are read; errors name file and line."""
 
 import gzip
 import json
@@ -71,8 +71,8 @@ def test_every_form_is_read_from_json_lines_lists_and_compressed_files(tmp_path,
 
 def test_any_other_file_is_one_text(tmp_path):
     (tmp_path / "story.txt").write_text("Once upon\na time")
-    found = read([tmp_path / "story.txt"])
-    assert found == [Question("story", ("Once upon\na time",), is_chat=False)]
+    questions = read([tmp_path / "story.txt"])
+    assert questions == [Question("story", ("Once upon\na time",), is_chat=False)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_bad_lines_are_named(tmp_path, text, words):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_lines_end_where_json_lines_do(tmp_path, end):
-    """JSON may hold the line breaks of Unicode as they are."""
+    """JSON strings may contain other line breaks of Unicode."""
     texts = ["one\u2028two", "one\u2029two", "one\x85two"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     (tmp_path / "lines.jsonl").write_bytes(end.join([*lines, ""]).encode())
@@ -126,15 +126,15 @@ def test_lines_end_where_json_lines_do(tmp_path, end):
     ]
 
 
-def test_conversations_in_which_no_human_speaks_are_passed_over(tmp_path):
+def test_conversations_without_a_human_message_are_skipped(tmp_path):
     silent = [[], [{"from": "gpt", "value": "Hi."}], [{"from": "human", "value": " "}]]
     items = [{"id": "a", "conversations": each} for each in silent]
     (tmp_path / "sharegpt.json").write_text(json.dumps([*items, FORMS["sharegpt"]]))
     assert read([tmp_path / "sharegpt.json"]) == [READ["sharegpt"]]
 
 
-def test_messages_are_read_by_the_names_that_they_have(tmp_path):
-    """A list called conversations may hold OpenAI's messages, beside others with ShareGPT's."""
+def test_messages_may_have_the_names_of_openai_or_sharegpt(tmp_path):
+    """A list called conversations may hold either."""
     messages = [
         {"role": "developer", "content": "In French."},
         {"role": "system", "content": "Be brief."},
@@ -186,7 +186,7 @@ def test_a_second_turn_follows_the_answer_to_the_first(template, first, second):
     assert asked[0] == [first] and left_out == 0
 
 
-def test_a_template_that_takes_no_system_message_says_so():
+def test_a_template_without_system_messages_raises():
     class Gemma(Words):
         def apply_chat_template(self, messages, tokenize, add_generation_prompt):
             raise jinja2.TemplateError("System role\nnot supported")
@@ -205,14 +205,14 @@ def test_prompts_that_do_not_fit_are_counted_or_cut():
 
 
 def test_turns_after_one_that_was_cut_are_left_out():
-    """Cut to the same beginning they would be the first prompt again, whose answer is known."""
+    """Cut to the same prefix, they would repeat the first prompt."""
     short, long = (Question("two", (first, "End.")) for first in ("a", "a b c d e"))
     for answered, prompts in (("f", ["a b c d", "a", "a f End."]), ("f g h", ["a b c d", "a"])):
         words = Words()
         made, left_out = requests(
             [long, short],
             words,
-            lambda asked, said=answered: [said] * len(asked),
+            lambda asked, text=answered: [text] * len(asked),
             prompt_tokens=4,
             longest=99,
         )
