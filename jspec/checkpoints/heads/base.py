@@ -244,8 +244,9 @@ def copies(
     return {name: originals[first] for name, first in repeats.items()}
 
 
-def vocabulary_maps(config: Any, params: Any) -> dict[str, np.ndarray]:
-    """Return ``d2t`` and ``t2d`` of a reduced vocabulary."""
+def vocabulary_maps(config: Any, params: Any, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Return ``d2t`` and ``t2d`` of a reduced vocabulary, whatever the dtype of the weights."""
+    del dtype
     if params.draft_to_target is None:
         return {}
     return {

@@ -28,8 +28,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import numpy as np
-
 from jspec.checkpoints.families import common, qwen3
 from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
 from jspec.checkpoints.heads import base, speculators
@@ -297,21 +295,15 @@ def _authors_keys(config: DFlashConfig, target: DecoderConfig, kind: str) -> dic
     }
 
 
-def extra(config: DFlashConfig, params: DFlashParams, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Return the maps of a reduced vocabulary."""
-    del dtype
-    return base.vocabulary_maps(config, params)
-
-
 def layouts(table, describe) -> tuple[Layout, ...]:
     """Return both layouts; ``describe`` takes the name of the layout first."""
     return (
-        Layout("dflash", table, functools.partial(describe, "dflash"), extra),
+        Layout("dflash", table, functools.partial(describe, "dflash"), base.vocabulary_maps),
         Layout(
             "dflash-speculators",
             table,
             functools.partial(describe, "dflash-speculators"),
-            extra,
+            base.vocabulary_maps,
             names_target=True,
             holds_embedding=True,
             holds_output=True,

@@ -347,15 +347,10 @@ def _speculators_keys(
     }
 
 
-def _extra(config: EagleConfig, params: EagleParams, dtype: np.dtype) -> dict[str, np.ndarray]:
-    del dtype
-    return base.vocabulary_maps(config, params)
-
-
 def _extra_first(
     config: EagleConfig, params: EagleParams, dtype: np.dtype
 ) -> dict[str, np.ndarray]:
-    extra = base.vocabulary_maps(config, params)
+    extra = base.vocabulary_maps(config, params, dtype)
     if not config.fc_bias:  # SGLang leaves this bias uninitialised if the file has none
         extra["fc.bias"] = np.zeros(config.hidden_size, dtype)
     return extra
@@ -367,7 +362,7 @@ def _default_layout(config: EagleConfig) -> str:
     return "eagle3" if config.mask_token_id is None else "peagle"
 
 
-def _layout(name: str, table=_table, extra=_extra, **options) -> Layout:
+def _layout(name: str, table=_table, extra=base.vocabulary_maps, **options) -> Layout:
     describe = functools.partial(_describe, name)
     return Layout(name, table, describe, extra, holds_embedding=True, **options)
 
