@@ -170,10 +170,8 @@ class Hybrid:
 
     def init(self, params, request, capacity):
         """Initialise both, and the priors of their success."""
-        parts = tuple(
-            part.init(part_params, request, capacity)
-            for part, part_params in zip(self.parts, _split(params), strict=True)
-        )
+        pairs = zip(self.parts, _split(params), strict=True)
+        parts = tuple(part.init(part_params, request, capacity) for part, part_params in pairs)
         trust = None
         if self.combine == "choose":
             zeros = jnp.zeros(request.max_length.shape)
@@ -182,19 +180,11 @@ class Hybrid:
         return HybridMemory(parts, trust)
 
     def prefill(self, params, memory, tokens, features, start, valid):
-        """Hand the prompt to both."""
-        parts = tuple(
-            part.prefill(
-                part_params,
-                part_memory,
-                tokens,
-                features if part.capture_layers else (),
-                start,
-                valid,
-            )
-            for part, part_params, part_memory in zip(
-                self.parts, _split(params), memory.parts, strict=True
-            )
+        """Hand the prompt to both; only the network reads features."""
+        (lookup, network), params = self.parts, _split(params)
+        parts = (
+            lookup.prefill(params[0], memory.parts[0], tokens, (), start, valid),
+            network.prefill(params[1], memory.parts[1], tokens, features, start, valid),
         )
         return memory.replace(parts=parts)
 
@@ -228,24 +218,17 @@ class Hybrid:
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Hand the verdict to both, and update the running means."""
-        updated = [
-            part.update(
-                part_params,
-                request,
-                part_shared,
-                part_memory,
-                history,
-                draft,
-                verdict,
-                out if part.capture_layers else out.replace(features=()),
-            )
-            for part, part_params, part_shared, part_memory in zip(
-                self.parts, _split(params), _split_shared(shared), memory.parts, strict=True
-            )
-        ]
-        parts, new_shared = zip(*updated, strict=True)
+        (lookup, network), params, states = self.parts, _split(params), _split_shared(shared)
+        judged = history, draft, verdict
+        lookup_memory, lookup_shared = lookup.update(
+            params[0], request, states[0], memory.parts[0], *judged, out.replace(features=())
+        )
+        network_memory, network_shared = network.update(
+            params[1], request, states[1], memory.parts[1], *judged, out
+        )
         trust = memory.trust and _updated(memory.trust, draft, verdict)
-        return HybridMemory(parts, trust), () if shared == () else new_shared
+        memory = HybridMemory((lookup_memory, network_memory), trust)
+        return memory, () if shared == () else (lookup_shared, network_shared)
 
 
 def _split(params: Params) -> tuple[Params, Params]:

@@ -341,7 +341,7 @@ def test_one_step_is_one_round_of_any_length():
 
 def test_a_rule_for_drawn_chains_is_not_used_where_nothing_is_drafted():
     def walk(processed, draft, tree, uniforms, proposal):
-        assert draft.logits is not None, "a chain without its law"
+        assert draft.logits is not None, "a chain without its distribution"
         return rejection.rejection(processed, draft, tree, uniforms, proposal)
 
     rule = verify.Rule("mine", walk, "round", frozenset({"chain"}))
