@@ -220,8 +220,6 @@ def rejection_sampling(
 
 
 def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> distributions.Form:
-    static = isinstance(draft.parents, np.ndarray)
-    parents = draft.parents if static else np.zeros(draft.tokens.shape[1], int)
     if rule not in REJECTION_SAMPLING_RULES:
         known = " or ".join(map(repr, REJECTION_SAMPLING_RULES))
         raise ValueError(f"rule={rule!r} is not known; use {known}.")
@@ -230,13 +228,13 @@ def _form_of(draft: Draft, tree: Tree, rule: str, max_children: int | None) -> d
             f"draft.logits has {draft.logits.shape[1]} rows for {draft.tokens.shape[1]} nodes; "
             "give every node a row."
         )
-    if max_children is None and not static:
+    if max_children is None and not isinstance(draft.parents, np.ndarray):
         raise ValueError(
             "max_children=None needs static draft.parents; give the most children of a node, or "
             "use a rule without an implementation."
         )
     if max_children is None:
-        max_children = int(np.bincount(parents[1:], minlength=1).max(initial=1))
+        max_children = int(np.bincount(draft.parents[1:], minlength=1).max(initial=1))
     mixed = draft.sampled is not None and draft.logits is not None and max_children > 1
     return distributions.Form(rule, tree.max_depth, max_children, mixed)
 

@@ -1,7 +1,7 @@
 """The pytrees of a speculative round, and the protocols of everything that can be swapped.
 
-A round is: the drafter proposes a tree of tokens, the target scores all its nodes in one pass, a
-rule accepts a path and draws one more token, and target and drafter commit the result.
+In a round the drafter proposes a tree of tokens, and the target scores all nodes in one pass. A
+rule accepts a path and draws one more token. Then target and drafter commit the result.
 
 Shape letters, used everywhere in jspec::
 
@@ -14,7 +14,7 @@ Shape letters, used everywhere in jspec::
 
 Token ids, lengths and positions are int32. Lifetimes are arguments: ``params`` are the weights,
 ``request`` is constant for a call, ``state`` and ``memory`` change every round, ``shared`` outlives
-calls. All pytrees here are flax dataclasses, so they pass through ``jax.jit``.
+calls. The data classes are pytrees, so they pass through ``jax.jit``.
 """
 
 from collections.abc import Callable
@@ -178,8 +178,7 @@ class Params(NamedTuple):
 class Target(Protocol):
     """A language model that scores N nodes in one pass and never writes its own cache.
 
-    A target is hashable and holds no weights. It may also define ``check_params(params)``, which
-    raises ValueError for weights of another model.
+    A target is hashable and holds no weights. It may also have the method of ``ChecksParams``.
     """
 
     vocab_size: int  # V
@@ -238,9 +237,9 @@ class Drafter(Rounds, Protocol):
     * ``init_shared`` and ``on_finished``: see ``Sharing``;
     * ``modes`` and ``select_mode`` in place of ``propose`` and ``update``: see ``MultiMode``;
     * ``node_buckets``: node counts that get a program of their own (``Plan.node_buckets``);
-    * ``backlog``: setting, most committed tokens that a round prefills; wrappers raise it;
+    * ``backlog``: a setting, the most committed tokens that a round prefills;
     * ``missing``: see ``jspec.drafters.adaptive.backlog.Following``;
-    * ``check_params(params)``: raises ValueError for weights of another drafter.
+    * ``check_params``: see ``ChecksParams``.
     """
 
     noise: Literal["own", "target"]  # "target": draws with the target's noise (rule ``coupled``)
@@ -278,6 +277,14 @@ class Sharing(Protocol):
 
     def on_finished(self, shared: Shared, memory: Memory, history: History) -> Shared:
         """Return ``shared`` updated with the text of finished rows."""
+
+
+@runtime_checkable
+class ChecksParams(Protocol):
+    """The extra method of a target or drafter that recognises weights of another model."""
+
+    def check_params(self, params: Any) -> None:
+        """Raise ValueError if ``params`` are not its weights."""
 
 
 class Mode(Rounds, Protocol):

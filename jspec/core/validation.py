@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from jspec.core.types import Drafter, MultiMode, Params, Proposal, Target
+from jspec.core.types import ChecksParams, Drafter, MultiMode, Params, Proposal, Target
 from jspec.util.messages import kind_of, shown
 from jspec.util.values import is_whole
 
@@ -141,11 +141,10 @@ def check_weights(owner: Target | Drafter, weights: Any) -> None:
     Raises:
       ValueError: ``owner.check_params`` fails.
     """
-    check = getattr(owner, "check_params", None)
-    if check is None:
+    if not isinstance(owner, ChecksParams):
         return
     try:
-        check(weights)
+        owner.check_params(weights)
     except ValueError as error:
         raise ValueError(f"the weights do not fit {type(owner).__name__}: {error}") from None
 

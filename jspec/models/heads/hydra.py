@@ -1,7 +1,7 @@
 """Hydra heads (arXiv 2402.05109): each predicts one token further, given the tokens drafted before.
 
-Head i (from 0) reads the target's last hidden state h after its final norm, and the target's
-embeddings of the root and of the i tokens drafted after it. It predicts the next token: ::
+Head i (from 0) reads the target's last hidden state h after its final norm. It also reads the
+target's embeddings of the root and of the i tokens drafted after it: ::
 
     z = [h, e(root), e(x_1), ..., e(x_i)]
     x = R z + r + silu(W z + b);  x = x + silu(W' x + b') for each further block
