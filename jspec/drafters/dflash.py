@@ -23,7 +23,7 @@ from jspec.core.history import root_token
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter
 from jspec.drafters.base.tree_drafter import check_window, rows
-from jspec.drafters.trees import expand, marginals
+from jspec.drafters.trees import marginals
 from jspec.drafters.trees.tree_settings import Dynamic
 from jspec.models.heads import dflash as head
 from jspec.models.heads import dspark
@@ -140,7 +140,7 @@ class DSpark(DFlash):
             return advance(rows(state, parents), drafted, depth)
 
         drawing = self.drawing(request, history, params)
-        draft = expand.grow(drawing, self.draft_tree, logits, feed, state)
+        draft = self.grow(drawing, logits, feed, state)
         return self.limit(draft, history, memory.length > 0), memory
 
     def _advance(self, params, hidden, base, state, before, depth):

@@ -13,7 +13,6 @@ from jspec.core.history import root_token
 from jspec.drafters.base.cached import CachedMemory
 from jspec.drafters.base.features import FeatureDrafter, check_num_heads
 from jspec.drafters.base.tree_drafter import along_path, last_of, rows
-from jspec.drafters.trees import expand
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
 from jspec.models.heads.hydra import HydraConfig, HydraParams
@@ -65,7 +64,7 @@ class Hydra(FeatureDrafter):
         frontier, logits = self._advance(params, hidden, root_token(history)[:, None], 0)
         drawing = self.drawing(request, history, params)
         feed = functools.partial(self._feed, params)
-        draft = expand.grow(drawing, self.draft_tree, logits, feed, frontier, unrolled=True)
+        draft = self.grow(drawing, logits, feed, frontier, unrolled=True)
         return self.limit(draft, history, known), memory
 
     def _commit(self, params, memory, features, count):

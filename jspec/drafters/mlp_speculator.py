@@ -16,7 +16,6 @@ import jax
 from jspec.core.history import root_token
 from jspec.drafters.base.features import FeatureDrafter
 from jspec.drafters.base.tree_drafter import rows
-from jspec.drafters.trees import expand
 from jspec.models.heads import arctic, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
@@ -57,7 +56,7 @@ class MlpSpeculator(FeatureDrafter):
         frontier, logits = self._advance(params, state, root_token(history)[:, None], 0)
         drawing = self.drawing(request, history, params)
         feed = functools.partial(self._feed, params)
-        draft = expand.grow(drawing, self.draft_tree, logits, feed, frontier, unrolled=True)
+        draft = self.grow(drawing, logits, feed, frontier, unrolled=True)
         return self.limit(draft, history, memory.known), memory
 
     def _feed(self, params, frontier, drafted, parents, depth, slot):

@@ -25,7 +25,6 @@ from flax import struct
 from jspec.core import kv_cache
 from jspec.core.types import Array, History
 from jspec.drafters.base.tree_drafter import TreeDrafter, along_path
-from jspec.drafters.trees import expand
 from jspec.drafters.trees.tree_settings import Dynamic
 
 
@@ -90,9 +89,7 @@ class CachedDrafter(TreeDrafter):
         drawing = self.drawing(request, history, params)
         frontier, logits = self._start(params, memory)
         feed = functools.partial(self._feed, params, memory, history)
-        draft = expand.grow(
-            drawing, self.draft_tree, logits, feed, frontier, unrolled=self.unrolled
-        )
+        draft = self.grow(drawing, logits, feed, frontier, unrolled=self.unrolled)
         return self.limit(draft, history, self._length(memory) > 0), memory
 
     def _commit(

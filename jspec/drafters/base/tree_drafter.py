@@ -10,8 +10,8 @@ import numpy as np
 
 from jspec.core import trees, validation
 from jspec.core.types import Array, Draft, History, Params, Request, Target
-from jspec.drafters.trees import tree_settings
-from jspec.drafters.trees.drawing import Drawing
+from jspec.drafters.trees import expand, tree_settings
+from jspec.drafters.trees.drawing import Drawing, Feed, Frontier, chain
 from jspec.drafters.trees.tree_settings import BestFirst, DraftTree, Dynamic
 from jspec.models.layers import rows_at
 
@@ -142,6 +142,22 @@ class TreeDrafter:
         draft_to_target = params.drafter.draft_to_target if self.maps_vocabulary else None
         vocab_size = self.target.vocab_size
         return Drawing(request, history, self.method, self.noise, vocab_size, draft_to_target)
+
+    def grow(
+        self,
+        drawing: Drawing,
+        logits: Array,
+        feed: Feed,
+        frontier: Frontier,
+        unrolled: bool = False,
+    ) -> Draft:
+        """Draft the tree; arguments as for ``chain``."""
+        tree = self.draft_tree
+        if isinstance(tree, Dynamic):
+            return expand.dynamic(drawing, tree, logits, feed, frontier, unrolled=unrolled)
+        if max(tree.widths) == 1:
+            return chain(drawing, tree.max_depth, logits, feed, frontier, unrolled=unrolled)[0]
+        return expand.ranked(drawing, tree, logits, feed, frontier)
 
     def limit(self, draft: Draft, history: History, ready: Array) -> Draft:
         """Drop nodes past ``max_length``, and all but the root of rows not ``ready`` [B]."""

@@ -1,8 +1,7 @@
 """Growing a draft tree depth by depth, in static shapes, with any head that gives logits.
 
-``grow`` serves three kinds of trees; ``jspec.drafters.trees.drawing`` describes frontiers:
+``jspec.drafters.trees.drawing`` describes frontiers. There are two kinds of trees besides chains:
 
-* ``chain``: one child a node;
 * ``ranked``: a ``StaticTree``. The children of a node are the likeliest tokens, draws without
   replacement, or the likeliest tokens and one draw;
 * ``dynamic``: EAGLE-2's tree (arXiv 2406.16858), which follows the head's confidence. Its children
@@ -24,27 +23,9 @@ from jspec.drafters.trees.drawing import (
     Feed,
     Frontier,
     all_depths,
-    chain,
     largest,
 )
 from jspec.drafters.trees.tree_settings import Dynamic
-
-
-def grow(
-    drawing: Drawing,
-    tree: StaticTree | Dynamic,
-    logits: Array,
-    feed: Feed,
-    frontier: Frontier,
-    *,
-    unrolled: bool = False,
-) -> Draft:
-    """Return a draft of any tree; arguments as for ``chain``, ``dynamic`` and ``ranked``."""
-    if isinstance(tree, Dynamic):
-        return dynamic(drawing, tree, logits, feed, frontier, unrolled=unrolled)
-    if max(tree.widths) == 1:
-        return chain(drawing, tree.max_depth, logits, feed, frontier, unrolled=unrolled)[0]
-    return ranked(drawing, tree, logits, feed, frontier)
 
 
 class _Nodes(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.core import trees
 from jspec.drafters.trees import expand, marginals, tree_settings
-from jspec.drafters.trees.drawing import Drawing
+from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.drafters.trees.tree_settings import BestFirst
 from tests.drafters.trees.test_expand import BUSH, history, paths, request
 
@@ -29,7 +29,9 @@ def grow(asked, logits, tree, method="probabilistic", noise="own", ids=None, ste
         del drafted, parents, slot
         return frontier, jax.lax.dynamic_slice_in_dim(logits, depth, 1, 1)
 
-    return expand.grow(drawing, tree, logits[:, :1], feed, ())
+    if max(tree.widths) == 1:
+        return chain(drawing, tree.max_depth, logits[:, :1], feed, ())[0]
+    return expand.ranked(drawing, tree, logits[:, :1], feed, ())
 
 
 @pytest.mark.parametrize("noise", ["own", "target"])
