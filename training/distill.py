@@ -9,6 +9,7 @@ provenance file.
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,15 +39,17 @@ METHODS: dict[str, Method] = {
     "draft": draft.METHOD,
 }
 
-# Fields that configs of 0.1.0 had and later ones lack, with the only values that runs had.
-_REMOVED_FIELDS = (
+# Records of 0.1.0 hold configs as text: fields that are gone, with the only values that runs had,
+# and fields that have another name now.
+_REMOVED_FIELDS = {
     "attention_gate=False",
     "zero_centred_norms=False",
     "zero_first=True",
     "one_stem=False",
     "scoring='sigmoid'",
     "shared_gate=False",
-)
+}
+_RENAMED_FIELDS = {"own_head": "separate_head", "own_embedding": "separate_embedding"}
 
 
 def run(
@@ -143,15 +146,24 @@ def _unrecorded(criterion: Mapping[str, Any], before: Mapping[str, Any]) -> set[
 
 
 def _same_networks(identity: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
-    """Return the networks that only differ from an early record by removed fields."""
-    same = set()
-    for name, network in identity.items():
-        recorded = str(before.get(name))
-        for field in _REMOVED_FIELDS:
-            recorded = recorded.replace(f", {field}", "")
-        if recorded == network:
-            same.add(name)
-    return same
+    """Return the networks whose early record differs only in the form of its text."""
+    return {
+        name
+        for name, network in identity.items()
+        if isinstance(network, str) and _fields(str(before.get(name))) == _fields(network)
+    }
+
+
+def _fields(config: str) -> list[str]:
+    """Return the fields of a config's text, sorted, under their names of today.
+
+    >>> _fields("Head(own_head=True, one_stem=False, layers=(1, 2))")
+    ['Head(', 'layers=(1, 2', 'separate_head=True']
+    """
+    for name, new_name in _RENAMED_FIELDS.items():
+        config = re.sub(rf"\b{name}=", f"{new_name}=", config)
+    parts = (part.strip(" ,)") for part in re.split(r"\b(?=\w+=)", config))
+    return sorted(part for part in parts if part not in _REMOVED_FIELDS)
 
 
 def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:
