@@ -18,19 +18,12 @@ PLAIN = "autoregressive"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The settings that all contenders of a table share.
+    """The settings that all contenders of a table share."""
 
-    Attributes:
-      batch_size: requests that run together.
-      temperature: 0 is greedy.
-      max_tokens: most tokens of an answer.
-      seed: of all noise.
-    """
-
-    batch_size: int
-    temperature: float
-    max_tokens: int
-    seed: int = 0
+    batch_size: int  # requests that run together
+    temperature: float  # 0 is greedy
+    max_tokens: int  # most tokens of an answer
+    seed: int = 0  # of all noise
 
     @property
     def title(self) -> str:
@@ -65,18 +58,12 @@ def by_category(requests: Sequence[Request]) -> dict[str, list[Request]]:
 
 @dataclasses.dataclass(eq=False)
 class Ours:
-    """An ``LLM`` that answers all requests through its public API.
+    """An ``LLM`` that answers all requests through its public API."""
 
-    Attributes:
-      llm: with ``max_num_seqs`` of the case's batch size.
-      case: the settings.
-      requests: by category.
-      counts: of the last run, by category.
-    """
-
-    llm: LLM
-    case: Case
-    requests: dict[str, list[Request]]
+    llm: LLM  # with ``max_num_seqs`` of the case's batch size
+    case: Case  # the settings
+    requests: dict[str, list[Request]]  # by category
+    # of the last run, by category
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
 
     def __call__(self) -> Sample:

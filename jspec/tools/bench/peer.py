@@ -80,23 +80,14 @@ class Peer:
 
 @dataclasses.dataclass(eq=False)
 class Theirs:
-    """transformers as a contender.
+    """transformers as a contender."""
 
-    Attributes:
-      peer: with the target loaded.
-      mode: one of ``MODES``.
-      case: the settings.
-      requests: by category.
-      settings: of speculative modes, in the worker's protocol.
-      eos_token_ids: ids that end an answer.
-    """
-
-    peer: Peer
-    mode: str
-    case: Case
-    requests: dict[str, list[Request]]
-    settings: dict[str, int]
-    eos_token_ids: tuple[int, ...]
+    peer: Peer  # with the target loaded
+    mode: str  # one of ``MODES``
+    case: Case  # the settings
+    requests: dict[str, list[Request]]  # by category
+    settings: dict[str, int]  # of speculative modes, in the worker's protocol
+    eos_token_ids: tuple[int, ...]  # ids that end an answer
 
     def __call__(self) -> Sample:
         """Answer all requests; seconds are those inside the worker."""

@@ -17,22 +17,14 @@ _JIFFY = 0.01  # seconds of a count in /proc/stat, by the kernel's ABI
 
 @dataclasses.dataclass
 class Sample:
-    """One timed run.
+    """One timed run."""
 
-    Attributes:
-      seconds: wall time.
-      cpu_seconds: of all threads of the contender.
-      tokens: generated ids, one list a row.
-      passes: of the target, summed over calls, if counted.
-      foreign: mean cores that other processes used; None if unknown.
-      parts: the same for each part of the work, by name.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    tokens: list[list[int]]
-    passes: int | None = None
-    foreign: float | None = None
+    seconds: float  # wall time
+    cpu_seconds: float  # of all threads of the contender
+    tokens: list[list[int]]  # generated ids, one list a row
+    passes: int | None = None  # of the target, summed over calls, if counted
+    foreign: float | None = None  # mean cores that other processes used; None if unknown
+    # the same for each part of the work, by name
     parts: "dict[str, Sample]" = dataclasses.field(default_factory=dict)
 
     @property
@@ -52,20 +44,14 @@ class Sample:
 
 @dataclasses.dataclass
 class Contender:
-    """A program to time.
+    """A program to time."""
 
-    Attributes:
-      name: for tables.
-      run: the program, or its parts, which add up to a sample. All contenders need equally many
-        parts. They then take turns part by part, and only disturbed parts run again.
-      samples: so far.
-      limit: cores that others may use in an undisturbed sample.
-    """
-
-    name: str
+    name: str  # for tables
+    # the program, or its parts, which add up to a sample. All contenders need equally many parts.
+    # They then take turns part by part, and only disturbed parts run again.
     run: Callable[[], Sample] | Sequence[Callable[[], Sample]]
-    samples: list[Sample] = dataclasses.field(default_factory=list)
-    limit: float = 0.1
+    samples: list[Sample] = dataclasses.field(default_factory=list)  # so far
+    limit: float = 0.1  # cores that others may use in an undisturbed sample
 
     @property
     def num_quiet(self) -> int:

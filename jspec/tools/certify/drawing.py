@@ -15,29 +15,22 @@ NUM_NODES, DEPTH = 7, 3  # of trees with traced parents, which are padded with i
 
 @dataclasses.dataclass
 class Case:
-    """A drafted tree, the distributions it is drawn from, and those it is judged by.
+    """A drafted tree, the distributions it is drawn from, and those it is judged by."""
 
-    Attributes:
-      parents: of the tree, -1 at the root; at most ``NUM_NODES``, at most ``DEPTH`` edges deep.
-      proposal: of all nodes, a key of ``CHILDREN``; or one per node.
-      target: processed logits of the target, depth + 1 conditionals.
-      drafter: processed logits of the drafter, depth conditionals, over its own vocabulary.
-      vocabulary: target ids of the drafter's vocabulary; None for the target's vocabulary.
-      exists: bool [N], False for nodes that are never drafted; None for all.
-      recorded: logits that the draft records; None for ``drafter``.
-      altered: changes drafts before they are judged, a mutation.
-      static: whether parents are static, as for chains; then no node is padded.
-    """
-
+    # of the tree, -1 at the root; at most ``NUM_NODES``, at most ``DEPTH`` edges deep
     parents: tuple[int, ...]
-    proposal: str | tuple[str, ...]
-    target: Conditionals
+    proposal: str | tuple[str, ...]  # of all nodes, a key of ``CHILDREN``; or one per node
+    target: Conditionals  # processed logits of the target, depth + 1 conditionals
+    # processed logits of the drafter, depth conditionals, over its own vocabulary
     drafter: Conditionals
+    # target ids of the drafter's vocabulary; None for the target's vocabulary
     vocabulary: tuple[int, ...] | None = None
+    # bool [N], False for nodes that are never drafted; None for all
     exists: tuple[bool, ...] | None = None
-    recorded: Conditionals | None = None
+    recorded: Conditionals | None = None  # logits that the draft records; None for ``drafter``
+    # changes drafts before they are judged, a mutation
     altered: Callable[[Draft], Draft] | None = None
-    static: bool = False
+    static: bool = False  # whether parents are static, as for chains; then no node is padded
 
     @property
     def size(self) -> int:

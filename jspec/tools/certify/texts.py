@@ -26,29 +26,18 @@ _SHOWN = 4  # divergences in words
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The point where a text leaves that of plain decoding.
+    """The point where a text leaves that of plain decoding."""
 
-    Attributes:
-      row: index of the prompt.
-      position: tokens of the text before it.
-      plain: the token of plain decoding, None if it ends here.
-      speculative: the other token, None if that text ends here.
-      logits: of the two, by a plain pass token by token.
-      gap: the change of logits with which the target would choose either.
-      noise: the change of logits between plain passes of different shapes.
-      most: the largest change that rounding can explain.
-      drawn: whether the two were drawn, not the likeliest.
-    """
-
-    row: int
-    position: int
-    plain: int | None
-    speculative: int | None
+    row: int  # index of the prompt
+    position: int  # tokens of the text before it
+    plain: int | None  # the token of plain decoding, None if it ends here
+    speculative: int | None  # the other token, None if that text ends here
+    # of the two, by a plain pass token by token
     logits: tuple[float, float] = (float("nan"), float("nan"))
-    gap: float = float("inf")
-    noise: float = 0.0
-    most: float = 0.0
-    drawn: bool = False
+    gap: float = float("inf")  # the change of logits with which the target would choose either
+    noise: float = 0.0  # the change of logits between plain passes of different shapes
+    most: float = 0.0  # the largest change that rounding can explain
+    drawn: bool = False  # whether the two were drawn, not the likeliest
 
     @property
     def ratio(self) -> float:

@@ -1,4 +1,4 @@
-"""A trace as one HTML page that contains its styles, script and drawings.
+"""A trace as one HTML page that contains its styles and script.
 
 Token texts may hold anything. The template escapes all values, and the script contains none.
 """
@@ -6,11 +6,12 @@ Token texts may hold anything. The template escapes all values, and the script c
 import html as escapes
 import os
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
-from jspec.tools.trace import layout, names, terminal
-from jspec.tools.trace.rounds import Trace
+from jspec.tools.trace import names, terminal
+from jspec.tools.trace.rounds import Node, Piece, Round, Trace
 from jspec.util import atomic_files
 
 _ENVIRONMENT = jinja2.Environment(
@@ -27,6 +28,7 @@ _FATES = {
     "not taken": "off the chosen path",
     "not emitted": "accepted, but the text had ended",
 }
+_LABEL = 16  # most characters of a label in a tree
 
 
 def html(trace: Trace) -> str:
@@ -41,7 +43,7 @@ def html(trace: Trace) -> str:
         trace=trace,
         prompt=None if trace.prompt is None else names.printed(trace.prompt),
         printed=names.printed,
-        pictures=[layout.picture(round_) for round_ in trace.rounds],
+        rounds=[(round_, _tree(round_)) for round_ in trace.rounds],
         figures=terminal.figures(trace),
         sources={name: words for name, (_, words) in terminal.SOURCES.items() if name in sources},
         fates={name: words for name, words in _FATES.items() if name in fates},
@@ -60,3 +62,64 @@ def frame(trace: Trace) -> str:
 def save(trace: Trace, path: str | os.PathLike) -> None:
     """Write the page of a trace to `path` atomically."""
     atomic_files.write(Path(path), html(trace).encode())
+
+
+def _tree(round_: Round) -> dict[str, Any]:
+    """Return the root's box, with the boxes of its children in ``children``."""
+    boxes = [_of_node(node) for node in round_.nodes]
+    for node, box in zip(round_.nodes[1:], boxes[1:], strict=True):
+        boxes[node.parent]["children"].append(box)
+    if round_.target_piece is not None:
+        boxes[round_.end]["children"].append(_of_piece(round_.target_piece))
+    return boxes[0]
+
+
+def _of_node(node: Node) -> dict[str, Any]:
+    name = f"“{node.label}” (id {node.token})"
+    likeliest = "; ".join(f"“{label}” {p:.3f}" for _, label, p in node.likeliest) or "none"
+    likeliest = f"The target's likeliest tokens after it: {likeliest}."
+    if node.index == 0:
+        details = f"{name}, the last token before this round. {likeliest}"
+        return _box(node.label, "root", "root", details)
+    words = [f"{name}: {node.fate}."]
+    words.append("No target p." if node.p is None else f"Target p = {node.p:.4g}.")
+    numbers = f"p {_short(node.p)}"
+    if node.q is None:
+        words.append("A deterministic draft has no q.")
+    else:
+        words.append(f"Drafter q = {node.q:.4g}.")
+        numbers += f"\u2002q {_short(node.q)}"  # an en space: HTML merges two spaces
+    if node.chance is not None:
+        is_below = node.uniform < node.chance
+        words.append(
+            f"Acceptance min(1, p/q) = {node.chance:.4g} when judged; uniform {node.uniform:.4g}, "
+            f"{'below it: accepted' if is_below else 'not below it: refused'}."
+        )
+    elif node.uniform is not None:
+        words.append(f"Uniform {node.uniform:.4g}.")
+    return _box(node.label, numbers, node.fate, " ".join([*words, likeliest]))
+
+
+def _of_piece(piece: Piece) -> dict[str, Any]:
+    details = f"“{piece.label}” (id {piece.token}): the target's own, {piece.source}."
+    details += f" Target p = {piece.p:.4g}."
+    return _box(piece.label, f"p {_short(piece.p)}", piece.source, details)
+
+
+def _box(label: str, numbers: str, kind: str, details: str) -> dict[str, Any]:
+    label = label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…"
+    kind = kind.replace(" ", "-")  # selects the style
+    return {"label": label, "numbers": numbers, "kind": kind, "details": details, "children": []}
+
+
+def _short(p: float | None) -> str:
+    """Return a probability in at most four characters.
+
+    >>> _short(0.123), _short(0.0004), _short(1.0), _short(None)
+    ('.12', '<.01', '1', '-')
+    """
+    if p is None:
+        return "-"
+    if p < 0.005:
+        return "<.01"
+    return f"{p:.2f}"[1:] if p < 0.995 else "1"

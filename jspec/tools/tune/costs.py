@@ -24,22 +24,14 @@ class RoundSeconds:
 
 @dataclasses.dataclass(eq=False)
 class Costs:
-    """The measurements at one batch size.
+    """The measurements at one batch size."""
 
-    Attributes:
-      sizes: measured N, ascending.
-      passes: seconds V(N, B) of each.
-      plain: seconds of a round of plain decoding.
-      call: seconds of a call for one token without its round: prompts and host.
-      prefill: seconds of prefilling the prompts, by family.
-      rounds: of measured candidates.
-    """
-
-    sizes: Sequence[int]
-    passes: Sequence[float]
-    plain: float
-    call: float
-    prefill: dict[int, float]
+    sizes: Sequence[int]  # measured N, ascending
+    passes: Sequence[float]  # seconds V(N, B) of each
+    plain: float  # seconds of a round of plain decoding
+    call: float  # seconds of a call for one token without its round: prompts and host
+    prefill: dict[int, float]  # seconds of prefilling the prompts, by family
+    # of measured candidates
     rounds: dict[Candidate, RoundSeconds] = dataclasses.field(default_factory=dict)
 
     def of_pass(self, size: int) -> float:

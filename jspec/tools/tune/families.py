@@ -33,48 +33,28 @@ _PROBE_NODES = 40  # of the tree that records acceptance
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """A config that may be the fastest.
+    """A config that may be the fastest."""
 
-    Attributes:
-      family: index into the list of families.
-      name: for tables.
-      config: as a user would write it.
-      tree: of its drafts; None if they have no static tree.
-      depth: edges from the root to the deepest leaf.
-      size: nodes with the root.
-    """
-
-    family: int
-    name: str
-    config: Mapping[str, Any]
-    tree: StaticTree | None
-    depth: int
-    size: int
+    family: int  # index into the list of families
+    name: str  # for tables
+    config: Mapping[str, Any]  # as a user would write it
+    tree: StaticTree | None  # of its drafts; None if they have no static tree
+    depth: int  # edges from the root to the deepest leaf
+    size: int  # nodes with the root
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """The configs of one method.
+    """The configs of one method."""
 
-    Attributes:
-      number: index into the list of families; 0 is plain decoding.
-      name: for tables.
-      config: as the user gave it.
-      opened: the ``method`` and ``model`` of the config as loaded networks.
-      max_k: the largest K; None if the config is a candidate as it is.
-      takes_trees: whether static trees are searched.
-      target: the target model.
-      dtype: of weights.
-    """
-
-    number: int
-    name: str
-    config: Mapping[str, Any]
-    opened: Mapping[str, Any]
-    max_k: int | None
-    takes_trees: bool
-    target: LoadedModel
-    dtype: str | None
+    number: int  # index into the list of families; 0 is plain decoding
+    name: str  # for tables
+    config: Mapping[str, Any]  # as the user gave it
+    opened: Mapping[str, Any]  # the ``method`` and ``model`` of the config as loaded networks
+    max_k: int | None  # the largest K; None if the config is a candidate as it is
+    takes_trees: bool  # whether static trees are searched
+    target: LoadedModel  # the target model
+    dtype: str | None  # of weights
 
     def build(self, config_: Mapping[str, Any]) -> Build:
         """Return the plan and the weights of one of the family's configs."""

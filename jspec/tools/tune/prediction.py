@@ -19,17 +19,11 @@ _REPLAYS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The rounds that the answers of all groups need.
+    """The rounds that the answers of all groups need."""
 
-    Attributes:
-      drafted: rounds in which any row has a draft.
-      plain: the other rounds.
-      tokens_per_pass: of a row, the bonus token included.
-    """
-
-    drafted: float
-    plain: float
-    tokens_per_pass: float
+    drafted: float  # rounds in which any row has a draft
+    plain: float  # the other rounds
+    tokens_per_pass: float  # of a row, the bonus token included
 
 
 def replay(

@@ -19,17 +19,12 @@ _SAMPLED_ANSWERS = 16  # at least: a single random answer must not decide
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts that fill whole groups of a batch size.
+    """Prompts that fill whole groups of a batch size."""
 
-    Attributes:
-      case: the settings of the run.
-      prompts: token ids; if there are too few, they repeat with other seeds.
-      stop_token_ids: ids that end a text.
-    """
-
-    case: Case
+    case: Case  # the settings of the run
+    # token ids; if there are too few, they repeat with other seeds
     prompts: tuple[tuple[int, ...], ...]
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]  # ids that end a text
 
     @property
     def requests(self) -> list[Request]:
