@@ -1,4 +1,4 @@
-"""The common tokens of two tokenizers: against transformers' mapping, and through the cache."""
+"""The common tokens of two tokenizers: against transformers' mapping, and in ``LLM``."""
 
 import json
 
@@ -56,15 +56,15 @@ class Tokens:
         return {token: index for index, token in enumerate(self.tokens)}
 
 
-def share(cache, target=TARGET, draft=DRAFT, sizes=SIZES):
-    return vocabularies.share(target, draft, *sizes, cache)
+def share(target=TARGET, draft=DRAFT, sizes=SIZES):
+    return vocabularies.share(target, draft, *sizes)
 
 
-def test_the_common_tokens_are_those_of_transformers(tmp_path):
+def test_the_common_tokens_are_those_of_transformers():
     pytest.importorskip("torch")
     from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
-    shared = share(tmp_path)
+    shared = share()
     translator = AssistantToTargetTranslator(TARGET, DRAFT, len(TARGET))
     pairs = dict(zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True))
     # transformers reads a token's first space only; all spaces of ours are one sign or the other.
@@ -87,15 +87,15 @@ def test_of_tokens_with_one_spelling_the_lowest_id_counts_and_the_other_sign_is_
     assert (ours.tolist(), theirs.tolist()) == ([0, 1], [0, 2])
 
 
-def test_tokens_past_the_vocabulary_of_a_model_are_ignored(tmp_path):
-    whole, cut = share(tmp_path), share(tmp_path, sizes=(SIZES[0], 100))
+def test_tokens_past_the_vocabulary_of_a_model_are_ignored():
+    whole, cut = share(), share(sizes=(SIZES[0], 100))
     in_range = whole.draft_ids < 100
     assert cut.target_ids.tolist() == whole.target_ids[in_range].tolist()
     assert 0 < in_range.sum() < in_range.size
 
 
-def test_weights_get_the_maps_from_and_to_the_targets_vocabulary(tmp_path):
-    shared = share(tmp_path)
+def test_weights_get_the_maps_from_and_to_the_targets_vocabulary():
+    shared = share()
     params = shared.translating({"weight": np.zeros(3)}, 310)  # the target is padded
     target_to_draft = np.asarray(params.target_to_draft)
     np.testing.assert_array_equal(target_to_draft[shared.target_ids], shared.draft_ids)
@@ -103,50 +103,6 @@ def test_weights_get_the_maps_from_and_to_the_targets_vocabulary(tmp_path):
     assert (target_to_draft[others] == DRAFT.unk_token_id).all()
     np.testing.assert_array_equal(params.draft_to_target, shared.target_ids)
     np.testing.assert_array_equal(params.shared_ids, shared.draft_ids)
-
-
-def test_the_mapping_is_made_once(tmp_path, monkeypatch):
-    first = share(tmp_path / "new")
-    assert len(list((tmp_path / "new").iterdir())) == 1
-    monkeypatch.setattr(vocabularies, "intersection", None)  # calling it would fail
-    again = share(tmp_path / "new")
-    np.testing.assert_array_equal(again.target_ids, first.target_ids)
-    np.testing.assert_array_equal(again.draft_ids, first.draft_ids)
-    with pytest.raises(TypeError):
-        share(tmp_path / "new", target=byte_level(eos_token="<|other|>"))
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "foreign", "empty"])
-def test_a_damaged_file_is_made_again(tmp_path, damage):
-    first = share(tmp_path)
-    (path,) = tmp_path.iterdir()
-    whole = path.read_bytes()
-    bad = {
-        "cut": whole[:-40],
-        "changed": whole.replace(first.draft_ids.tobytes(), first.draft_ids[::-1].tobytes()),
-        "foreign": b"\x02\0\0\0\0\0\0\0{}",
-        "empty": b"",
-    }[damage]
-    assert bad != whole
-    path.write_bytes(bad)
-    np.testing.assert_array_equal(share(tmp_path).draft_ids, first.draft_ids)
-    assert path.read_bytes() == whole
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    shared = share(tmp_path / "file" / "below")
-    np.testing.assert_array_equal(shared.target_ids, share(tmp_path).target_ids)
-
-
-def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
-    def fill(path, *_):
-        path.write_bytes(b"a part")
-        raise OSError("no space left")
-
-    monkeypatch.setattr(vocabularies.safetensors_files, "write", fill)
-    share(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -167,41 +123,35 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_pairs_that_cannot_draft_are_refused_with_numbers(tmp_path, target, draft, message):
+def test_pairs_that_cannot_draft_are_refused_with_numbers(target, draft, message):
     with pytest.raises(ValueError, match=message):
-        share(tmp_path, target, draft, (512, 512))
+        share(target, draft, (512, 512))
 
 
-def test_the_end_of_text_stands_for_unknown_tokens_without_an_unk_token(tmp_path):
-    assert share(tmp_path, Tokens("abc"), Tokens("cab", None, 2), (3, 3)).unknown == 2
+def test_the_end_of_text_stands_for_unknown_tokens_without_an_unk_token():
+    assert share(Tokens("abc"), Tokens("cab", None, 2), (3, 3)).unknown == 2
 
 
 # -------------------------------------------------------------------------------- through ``LLM``
 
 
 @pytest.fixture
-def models_(tmp_path_factory, monkeypatch, tmp_path):
-    """A target and a draft model with another tokenizer; the user's cache is empty."""
-    root = tmp_path_factory.getbasetemp() / "llm"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        vocabularies.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name
-    )
-    target = llm_fixtures.loaded(root)["target"]
+def models_(tmp_path_factory, tmp_path):
+    """A target and a draft model with another tokenizer."""
+    target = llm_fixtures.loaded(tmp_path_factory.getbasetemp() / "llm")["target"]
     other = tmp_path / "other"
     llm_fixtures.write_model(other, llm_fixtures.DRAFT, 1)
     DRAFT.save_pretrained(other)
-    return target, other, tmp_path / "cache"
+    return target, other
 
 
 def test_llm_drafts_with_a_model_of_another_tokenizer(models_):
-    target, other, cache = models_
+    target, other = models_
     config = {"model": str(other), "num_speculative_tokens": 3}
     with pytest.raises(ValueError, match="should have the same vocabulary size"):
         jspec.LLM(target, config)
     config |= {"use_heterogeneous_vocab": True, "rejection_sample_method": "coupled"}
     llm = jspec.LLM(target, json.loads(json.dumps(config)))
-    assert len(list((cache / "jspec" / "vocabularies").iterdir())) == 1
     settings = [
         jspec.SamplingParams(temperature=t, max_tokens=24, seed=5, ignore_eos=True)
         for t in (0.0, 0.7, 1.0, 0.0)
@@ -214,11 +164,10 @@ def test_llm_drafts_with_a_model_of_another_tokenizer(models_):
 
 
 def test_a_pair_with_one_vocabulary_drafts_as_without_the_key(models_):
-    target, other, cache = models_
+    target, other = models_
     llm_fixtures.write_tokenizer(other)
     config = {"model": str(other), "num_speculative_tokens": 3}
     plans = [
         jspec.LLM(target, config | more)._plan for more in ({}, {"use_heterogeneous_vocab": True})
     ]
     assert plans[0] == plans[1]
-    assert not (cache / "jspec" / "vocabularies").exists()

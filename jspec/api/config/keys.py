@@ -45,202 +45,124 @@ class Key:
 _VLLM_ONLY = "an engine setting of vLLM; one XLA program has no such part"
 _GONE = "removed from vLLM too"
 
-_WORKS = (
-    ("method", None, "the drafting method; inferred from `model` if left out"),
-    (
-        "model",
-        None,
-        "the draft model: a local directory or a hub id; 'ngram' names the method; for "
-        "'custom_class', the dotted path of a class; for 'mtp', the target if left out",
-    ),
-    (
-        "num_speculative_tokens",
-        None,
-        "K, drafted tokens a round; for trees, the depth. Required, except for trees with a depth "
-        "of their own, for 'mlp_speculator' and 'mtp' (default `n_predict`), for 'suffix' and for "
-        "'token_recycling'",
-    ),
-    (
-        "num_speculative_tokens_per_batch_size",
-        None,
-        "for chains: K by the number of unfinished rows, as (least, most, K), ends included; other "
-        "batch sizes use `num_speculative_tokens`. K may be 0",
-    ),
-    (
-        "adaptive_length",
-        None,
-        "not in vLLM; for chains: the K's to choose from in every round by expected tokens a "
-        "second, such as [0, 2, 4], or true for 0, 1, 2, 4, ... up to `num_speculative_tokens`",
-    ),
-    (
-        "prompt_lookup_max",
-        None,
-        "longest n-gram to look up; a copy of `prompt_lookup_min` if left out, or 5",
-    ),
-    (
-        "prompt_lookup_min",
-        None,
-        "shortest n-gram to look up; a copy of `prompt_lookup_max` if left out, or 5",
-    ),
-    (
-        "suffix_decoding_max_tree_depth",
-        24,
-        "most tokens of a match and its continuation together; K if `num_speculative_tokens` is "
-        "left out",
-    ),
-    ("suffix_decoding_max_cached_requests", 10000, "latest responses to look up; 0 for none"),
-    ("suffix_decoding_max_spec_factor", 1.0, "most drafted tokens for each token of the match"),
-    (
-        "suffix_decoding_min_token_prob",
-        0.1,
-        "least probability of a drafted token, estimated from the counts of continuations",
-    ),
-    (
-        "suffix_decoding_max_cached_tokens",
-        1 << 20,
-        "not in vLLM; stored tokens of past responses, including one slot for each response",
-    ),
-    (
-        "suffix_decoding_max_occurrences",
-        32,
-        "not in vLLM; latest occurrences of a match to count",
-    ),
-    (
-        "rejection_sample_method",
-        "standard",
-        "'standard', 'block', 'coupled' (the text of plain sampling; not in vLLM), and the older "
-        "'probabilistic' (standard) and 'strict' (the target's sample must equal the draft); lossy "
-        "are 'synthetic' (for benchmarks) and 'typical' (Medusa's; not in vLLM); or the dotted "
-        "path of a jspec.verify.Rule",
-    ),
-    (
-        "draft_sample_method",
-        "greedy",
-        "'probabilistic' (the default in jspec: drafts are sampled, with their distribution "
-        "recorded) or 'greedy'; for trees also 'top_plus_one' (the likeliest children and one "
-        "sample; not in vLLM)",
-    ),
-    ("draft_tensor_parallel_size", None, "1; other values raise until tensor parallelism exists"),
-    (
-        "max_model_len",
-        None,
-        "longest sequence to draft for, within the limits of both models; later rounds are plain "
-        "steps",
-    ),
-    (
-        "parallel_drafting",
-        False,
-        "draft all tokens of a round in one pass: for 'draft_model' (PARD; config.json must name a "
-        "`pard_token`) and for 'eagle3' (P-EAGLE; by default if the head is one)",
-    ),
-    (
-        "use_heterogeneous_vocab",
-        False,
-        "allow a draft model with its own tokenizer; it drafts only the tokens that both have, "
-        "greedily or, unlike vLLM, sampled",
-    ),
-    (
-        "tree",
-        "chain",
-        "not in vLLM; for heads: 'chain', 'eagle2' (follows the head's confidence) or, for heads "
-        "that do not read drafted tokens, 'best_first' (the likeliest paths), 'sampled' (a static "
-        "tree of samples), a published tree's name or a list of rank paths; for 'suffix': 'chain' "
-        "or 'best_first' (the likeliest continuations); for 'token_recycling': a published tree, "
-        "rank paths or 'chain', by default the best of 81 nodes",
-    ),
-    (
-        "tree_size",
-        None,
-        "not in vLLM; nodes of a tree with the root; default 60 for 'eagle2', 16 for 'sampled' and "
-        "'best_first'",
-    ),
-    (
-        "tree_depth",
-        None,
-        "not in vLLM; edges from the root to the deepest leaf; the same as "
-        "`num_speculative_tokens`",
-    ),
-    (
-        "tree_top_k",
-        None,
-        "not in vLLM; most children of a node; default 10 for 'eagle2', 4 for 'sampled'",
-    ),
-    (
-        "parts",
-        None,
-        "not in vLLM; for 'hybrid': two configs, a lookup method and then one with a network",
-    ),
-    (
-        "combine",
-        "merge",
-        "not in vLLM; for 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for each row "
-        "and round, the more promising draft)",
-    ),
-    (
-        "dspark_draft_topk",
-        None,
-        "for 'dspark': candidates of a slot, the likeliest before the Markov bias",
-    ),
-    (
-        "synthetic_acceptance_rates",
-        None,
-        "for 'synthetic': how often the first i drafted tokens are accepted, for i = 1..K",
-    ),
-    (
-        "synthetic_acceptance_length",
-        None,
-        "for 'synthetic', instead of rates: mean tokens a round, bonus token included",
-    ),
-    (
-        "posterior_threshold",
-        None,
-        "for 'typical', default 0.09: accept if p > min(threshold, alpha * exp(-entropy))",
-    ),
-    ("posterior_alpha", None, "for 'typical', default 0.3"),
-)
+_WORKS = {
+    "method": "the drafting method; inferred from `model` if left out",
+    "model": "the draft model: a local directory or a hub id; 'ngram' names the method; for "
+    "'custom_class', the dotted path of a class; for 'mtp', the target if left out",
+    "num_speculative_tokens": "K, drafted tokens a round; for trees, the depth. Required, except "
+    "for trees with a depth of their own, for 'mlp_speculator' and 'mtp' (default `n_predict`), "
+    "for 'suffix' and for 'token_recycling'",
+    "num_speculative_tokens_per_batch_size": "for chains: K by the number of unfinished rows, as "
+    "(least, most, K), ends included; other batch sizes use `num_speculative_tokens`. K may be 0",
+    "adaptive_length": "not in vLLM; for chains: the K's to choose from in every round by "
+    "expected tokens a second, such as [0, 2, 4], or true for 0, 1, 2, 4, ... up to "
+    "`num_speculative_tokens`",
+    "prompt_lookup_max": "longest n-gram to look up; a copy of `prompt_lookup_min` if left out, "
+    "or 5",
+    "prompt_lookup_min": "shortest n-gram to look up; a copy of `prompt_lookup_max` if left out, "
+    "or 5",
+    "suffix_decoding_max_tree_depth": "most tokens of a match and its continuation together; K if "
+    "`num_speculative_tokens` is left out",
+    "suffix_decoding_max_cached_requests": "latest responses to look up; 0 for none",
+    "suffix_decoding_max_spec_factor": "most drafted tokens for each token of the match",
+    "suffix_decoding_min_token_prob": "least probability of a drafted token, estimated from the "
+    "counts of continuations",
+    "suffix_decoding_max_cached_tokens": "not in vLLM; stored tokens of past responses, including "
+    "one slot for each response",
+    "suffix_decoding_max_occurrences": "not in vLLM; latest occurrences of a match to count",
+    "rejection_sample_method": "'standard', 'block', 'coupled' (the text of plain sampling; not "
+    "in vLLM), and the older 'probabilistic' (standard) and 'strict' (the target's sample must "
+    "equal the draft); lossy are 'synthetic' (for benchmarks) and 'typical' (Medusa's; not in "
+    "vLLM); or the dotted path of a jspec.verify.Rule",
+    "draft_sample_method": "'probabilistic' (the default in jspec: drafts are sampled, with their "
+    "distribution recorded) or 'greedy'; for trees also 'top_plus_one' (the likeliest children "
+    "and one sample; not in vLLM)",
+    "draft_tensor_parallel_size": "1; other values raise until tensor parallelism exists",
+    "max_model_len": "longest sequence to draft for, within the limits of both models; later "
+    "rounds are plain steps",
+    "parallel_drafting": "draft all tokens of a round in one pass: for 'draft_model' (PARD; "
+    "config.json must name a `pard_token`) and for 'eagle3' (P-EAGLE; by default if the head is "
+    "one)",
+    "use_heterogeneous_vocab": "allow a draft model with its own tokenizer; it drafts only the "
+    "tokens that both have, greedily or, unlike vLLM, sampled",
+    "tree": "not in vLLM; for heads: 'chain', 'eagle2' (follows the head's confidence) or, for "
+    "heads that do not read drafted tokens, 'best_first' (the likeliest paths), 'sampled' (a "
+    "static tree of samples), a published tree's name or a list of rank paths; for 'suffix': "
+    "'chain' or 'best_first' (the likeliest continuations); for 'token_recycling': a published "
+    "tree, rank paths or 'chain', by default the best of 81 nodes",
+    "tree_size": "not in vLLM; nodes of a tree with the root; default 60 for 'eagle2', 16 for "
+    "'sampled' and 'best_first'",
+    "tree_depth": "not in vLLM; edges from the root to the deepest leaf; the same as "
+    "`num_speculative_tokens`",
+    "tree_top_k": "not in vLLM; most children of a node; default 10 for 'eagle2', 4 for 'sampled'",
+    "parts": "not in vLLM; for 'hybrid': two configs, a lookup method and then one with a network",
+    "combine": "not in vLLM; for 'hybrid': 'merge' (both drafts in one tree) or 'choose' (for "
+    "each row and round, the more promising draft)",
+    "dspark_draft_topk": "for 'dspark': candidates of a slot, the likeliest before the Markov bias",
+    "synthetic_acceptance_rates": "for 'synthetic': how often the first i drafted tokens are "
+    "accepted, for i = 1..K",
+    "synthetic_acceptance_length": "for 'synthetic', instead of rates: mean tokens a round, bonus "
+    "token included",
+    "posterior_threshold": "for 'typical', default 0.09: accept if p > min(threshold, alpha * "
+    "exp(-entropy))",
+    "posterior_alpha": "for 'typical', default 0.3",
+}
 
-_NOT_BUILT = (
-    ("code_revision", None, "the hub's default revision is fetched"),
-    ("draft_load_config", None, "safetensors are loaded unchanged"),
-    ("enable_adaptive_verification", False, "every node of a draft is verified"),
-    ("index_share_for_mtp_iteration", None, "no target here has sparse attention"),
-    ("kv_cache_dtype", None, "the draft model's cache has the dtype of its activations"),
-    ("quantization", None, "draft models load in float32, bfloat16 or float16"),
-    ("revision", None, "the hub's default revision is fetched"),
-    ("use_local_argmax_reduction", False, "comes with tensor parallelism"),
-)
+_NOT_BUILT = {
+    "code_revision": "the hub's default revision is fetched",
+    "draft_load_config": "safetensors are loaded unchanged",
+    "enable_adaptive_verification": "every node of a draft is verified",
+    "index_share_for_mtp_iteration": "no target here has sparse attention",
+    "kv_cache_dtype": "the draft model's cache has the dtype of its activations",
+    "quantization": "draft models load in float32, bfloat16 or float16",
+    "revision": "the hub's default revision is fetched",
+    "use_local_argmax_reduction": "comes with tensor parallelism",
+}
 
-_REFUSED = (
-    (
-        "tensor_parallel_size",
-        None,
-        "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
-        "'draft_tensor_parallel_size' instead.",
-    ),
-    (
-        "confidence_threshold",
-        None,
-        "removed, because it gained nothing; use a smaller num_speculative_tokens or "
-        "adaptive_length",
-    ),
-    ("attention_backend", None, "jspec.ops chooses the kernel by device"),
-    ("disable_eagle_block_drop", False, _VLLM_ONLY),
-    ("disable_padded_drafter_batch", False, _VLLM_ONLY),
-    ("enforce_eager", None, "the whole loop is one compiled program; there is no eager mode"),
-    ("moe_backend", None, "jspec.ops chooses the kernel by device"),
-    ("draft_model_config", None, _VLLM_ONLY),
-    ("draft_parallel_config", None, _VLLM_ONLY),
-    ("target_model_config", None, _VLLM_ONLY),
-    ("target_parallel_config", None, _VLLM_ONLY),
-    ("acceptance_method", "rejection_sampler", f"{_GONE}; use rejection_sample_method"),
-    ("disable_by_batch_size", None, _GONE),
-    ("disable_logprobs", None, _GONE),
-    ("disable_mqa_scorer", False, _GONE),
-    ("fly_entropy_threshold", None, "lossy: the output would not follow the target"),
-    ("fly_window_size", None, "lossy: the output would not follow the target"),
-    ("speculative_token_tree", None, f"{_GONE}; use tree"),
-)
+_REFUSED = {
+    "tensor_parallel_size": "'tensor_parallel_size' is not a valid argument in the "
+    "speculative_config. Please pass 'draft_tensor_parallel_size' instead.",
+    "confidence_threshold": "removed, because it gained nothing; use a smaller "
+    "num_speculative_tokens or adaptive_length",
+    "attention_backend": "jspec.ops chooses the kernel by device",
+    "disable_eagle_block_drop": _VLLM_ONLY,
+    "disable_padded_drafter_batch": _VLLM_ONLY,
+    "enforce_eager": "the whole loop is one compiled program; there is no eager mode",
+    "moe_backend": "jspec.ops chooses the kernel by device",
+    "draft_model_config": _VLLM_ONLY,
+    "draft_parallel_config": _VLLM_ONLY,
+    "target_model_config": _VLLM_ONLY,
+    "target_parallel_config": _VLLM_ONLY,
+    "acceptance_method": f"{_GONE}; use rejection_sample_method",
+    "disable_by_batch_size": _GONE,
+    "disable_logprobs": _GONE,
+    "disable_mqa_scorer": _GONE,
+    "fly_entropy_threshold": "lossy: the output would not follow the target",
+    "fly_window_size": "lossy: the output would not follow the target",
+    "speculative_token_tree": f"{_GONE}; use tree",
+}
 
+# vLLM's defaults other than None.
+_DEFAULTS = {
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_cached_requests": 10000,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_min_token_prob": 0.1,
+    "suffix_decoding_max_cached_tokens": 1 << 20,
+    "suffix_decoding_max_occurrences": 32,
+    "rejection_sample_method": "standard",
+    "draft_sample_method": "greedy",
+    "parallel_drafting": False,
+    "use_heterogeneous_vocab": False,
+    "tree": "chain",
+    "combine": "merge",
+    "enable_adaptive_verification": False,
+    "use_local_argmax_reduction": False,
+    "disable_eagle_block_drop": False,
+    "disable_padded_drafter_batch": False,
+    "acceptance_method": "rejection_sampler",
+    "disable_mqa_scorer": False,
+}
 _ALSO = {
     "enforce_eager": (False,),
     "attention_backend": ("auto",),
@@ -250,9 +172,9 @@ _ALSO = {
 }
 
 KEYS = {
-    name: Key(name, default, standing, note, _ALSO.get(name, ()))
-    for standing, rows in (("works", _WORKS), ("not built", _NOT_BUILT), ("refused", _REFUSED))
-    for name, default, note in rows
+    name: Key(name, _DEFAULTS.get(name), standing, note, _ALSO.get(name, ()))
+    for standing, notes in (("works", _WORKS), ("not built", _NOT_BUILT), ("refused", _REFUSED))
+    for name, note in notes.items()
 }
 
 HYBRID = "hybrid"  # made of two other methods
