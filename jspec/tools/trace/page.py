@@ -64,14 +64,22 @@ def save(trace: Trace, path: str | os.PathLike) -> None:
     atomic_files.write(Path(path), html(trace).encode())
 
 
-def _tree(round_: Round) -> dict[str, Any]:
-    """Return the root's box, with the boxes of its children in ``children``."""
+def _tree(round_: Round) -> list[dict[str, Any]]:
+    """Return the boxes of a round's tree, depth first; ``up`` leads from a leaf to the next box."""
     boxes = [_of_node(node) for node in round_.nodes]
-    for node, box in zip(round_.nodes[1:], boxes[1:], strict=True):
-        boxes[node.parent]["children"].append(box)
+    parents = [node.parent for node in round_.nodes]
     if round_.target_piece is not None:
-        boxes[round_.end]["children"].append(_of_piece(round_.target_piece))
-    return boxes[0]
+        boxes.append(_of_piece(round_.target_piece))
+        parents.append(round_.end)
+    order, stack = [], [(0, 0)]
+    while stack:  # not recursive: a chain may be deeper than Python's stack
+        index, depth = stack.pop()
+        order.append((boxes[index], depth))
+        children = [(child, depth + 1) for child, up in enumerate(parents) if up == index]
+        stack += reversed(children)
+    depths = [depth for _, depth in order[1:]] + [0]
+    steps = zip(order, depths, strict=True)
+    return [box | {"up": None if after > depth else depth - after} for (box, depth), after in steps]
 
 
 def _of_node(node: Node) -> dict[str, Any]:
@@ -109,7 +117,7 @@ def _of_piece(piece: Piece) -> dict[str, Any]:
 def _box(label: str, numbers: str, kind: str, details: str) -> dict[str, Any]:
     label = label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…"
     kind = kind.replace(" ", "-")  # selects the style
-    return {"label": label, "numbers": numbers, "kind": kind, "details": details, "children": []}
+    return {"label": label, "numbers": numbers, "kind": kind, "details": details}
 
 
 def _short(p: float | None) -> str:

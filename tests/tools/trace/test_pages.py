@@ -1,5 +1,6 @@
 """The page and the terminal view of a trace are complete, well formed and safe for any token."""
 
+import dataclasses
 import io
 import re
 from html.parser import HTMLParser
@@ -121,9 +122,21 @@ def test_a_notebook_gets_the_page_in_a_frame():
 
 
 def test_every_box_is_drawn_behind_that_of_its_parent():
-    """With the target's own token after the last accepted node."""
-    kinds = lambda box: [box["kind"], *map(kinds, box["children"])]
-    drawn = kinds(page._tree(made.trace().rounds[0]))
-    behind = [["refused", ["not-reached"]], ["accepted", ["refused"], ["corrected"]]]
-    assert drawn == ["root", *behind]
-    assert html(made.trace()).count('<div class="node ') == 6 + 3 + 2
+    """With the target's own token after the last accepted node; ``up`` counts levels to close."""
+    drawn = [(box["kind"], box["up"]) for box in page._tree(made.trace().rounds[0])]
+    assert drawn == [
+        ("root", None),
+        ("refused", None),
+        ("not-reached", 1),
+        ("accepted", None),
+        ("refused", 0),
+        ("corrected", 2),
+    ]
+
+
+def test_a_long_chain_can_be_drawn():
+    trace = made.trace()
+    chain = tuple(made.node(index, index - 1, index, "a", "accepted") for index in range(1024))
+    long = dataclasses.replace(trace.rounds[0], nodes=chain, pieces=())
+    drawn = html(dataclasses.replace(trace, rounds=(long,)))
+    assert Parsed(drawn).attributes.count(("class", "children")) == 1023
