@@ -36,20 +36,10 @@ _STORAGES = {
     "BoolStorage": np.dtype(np.bool_),
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
-_ORDERED_DICT, _TENSOR, _PARAMETER = (
-    "collections OrderedDict",
-    "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_parameter",
-)
+_ORDERED_DICT = "collections OrderedDict"
+_TENSOR, _PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
 # zipfile raises more types for damaged archives than it documents.
-_BAD_ARCHIVE = (
-    zipfile.BadZipFile,
-    NotImplementedError,
-    OSError,
-    EOFError,
-    struct.error,
-    ValueError,
-)
+_BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, struct.error, ValueError)
 _MOST_INSTRUCTIONS = 1_000_000  # a tensor needs 20
 _MOST_DIMENSIONS = 32
 _MOST_REPEATED = 1 << 20  # elements of a tensor that is larger than its storage
@@ -68,10 +58,13 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
             records = _Records(path, archive)
-            return _Machine(path, records).run(records.program())
-    except _Refused:
-        raise
-    except _BAD_ARCHIVE as error:
+            return _Machine(records).run(records.program())
+    except _Refused as error:
+        raise ValueError(
+            f"{path} is not a plain dict of tensors as torch saves it: {error}; nothing of it was "
+            "run. Save the tensors alone, best as safetensors"
+        ) from None
+    except _BAD_ZIP as error:
         raise ValueError(
             f"{path} is not a whole file of torch 1.6 or later ({str(error)[:200]}); download it "
             "again, or load it with torch and save it as safetensors"
@@ -93,19 +86,22 @@ def write(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
         archive.writestr(f"{root}/version", "3\n")
 
 
+class _Refused(ValueError):
+    """The reason why a file is not one of tensors alone."""
+
+
 class _Records:
     """The records of an archive, by their names in its one folder."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile):
-        self.path = path
         self.data = np.memmap(path, np.uint8, mode="r")
         self.infos = {info.filename: info for info in archive.infolist()}
         programs = [name for name in self.infos if name.split("/")[1:] == ["data.pkl"]]
         if len(programs) != 1:
-            raise _refused(path, "it is a zip archive without a data.pkl of torch")
+            raise _Refused("it is a zip archive without a data.pkl of torch")
         self.root = programs[0].removesuffix("data.pkl")
         if self.has("byteorder") and self.bytes("byteorder").tobytes() != b"little":
-            raise _refused(path, "its numbers are not little endian")
+            raise _Refused("its numbers are not little endian")
 
     def program(self) -> bytes:
         return self.bytes("data.pkl").tobytes()
@@ -116,14 +112,14 @@ class _Records:
     def bytes(self, name: str) -> np.ndarray:
         """Return a view of a record's bytes."""
         if not self.has(name):
-            raise _refused(self.path, f"it lacks the record {shown(name)}")
+            raise _Refused(f"it lacks the record {shown(name)}")
         info = self.infos[self.root + name]
         header = self.data[info.header_offset : info.header_offset + 30].tobytes()
         if len(header) < 30 or header[:4] != b"PK\x03\x04" or info.compress_type != 0:
-            raise _refused(self.path, f"its record {shown(name)} is compressed or damaged")
+            raise _Refused(f"its record {shown(name)} is compressed or damaged")
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
         if not 0 <= start <= start + info.file_size <= self.data.size:
-            raise _refused(self.path, f"it is truncated within the record {shown(name)}")
+            raise _Refused(f"it is truncated within the record {shown(name)}")
         return self.data[start : start + info.file_size]
 
 
@@ -143,8 +139,8 @@ _MARK = object()
 class _Machine:
     """An interpreter of the pickle instructions that build a dict of tensors."""
 
-    def __init__(self, path: Path, records: _Records):
-        self.path, self.records = path, records
+    def __init__(self, records: _Records):
+        self.records = records
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -153,14 +149,14 @@ class _Machine:
         try:
             for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
                 if count > _MOST_INSTRUCTIONS:
-                    raise _refused(self.path, "its pickle is too long")
+                    raise _Refused("its pickle is too long")
                 self.step(opcode.name, argument)
             (result,) = self.stack
         # Errors of pickletools and Python for a malformed program.
         except _Refused:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            raise _refused(self.path, f"its pickle is damaged ({str(error)[:200]})") from None
+            raise _Refused(f"its pickle is damaged ({str(error)[:200]})") from None
         return self.checked(result)
 
     def step(self, opcode: str, argument: Any) -> None:
@@ -195,7 +191,7 @@ class _Machine:
         elif opcode == "BUILD":
             self.drop_attributes()
         elif opcode not in ("PROTO", "FRAME", "STOP"):
-            raise _refused(self.path, f"its pickle has the instruction {opcode}")
+            raise _Refused(f"its pickle has the instruction {opcode}")
 
     def known(self, name: str) -> _Global:
         module, _, attribute = name.partition(" ")
@@ -203,12 +199,12 @@ class _Machine:
             return _Global(name)
         if module == "torch" and attribute in _STORAGES:
             return _Global(attribute)
-        raise _refused(self.path, f"it asks for {shown(name.replace(' ', '.'))[1:-1]}")
+        raise _Refused(f"it asks for {shown(name.replace(' ', '.'))[1:-1]}")
 
     def text(self, value: Any) -> str:
         """Return a name; other values, such as nested tuples, may be too large to hash or print."""
         if not isinstance(value, str):
-            raise _refused(self.path, f"it has a {type(value).__name__} for a name")
+            raise _Refused(f"it has a {type(value).__name__} for a name")
         return value
 
     def above_mark(self) -> list[Any]:
@@ -221,75 +217,66 @@ class _Machine:
         return values
 
     def set_items(self, opcode: str) -> None:
-        pairs = (
-            self.above_mark() if opcode == "SETITEMS" else [self.stack.pop(-2), self.stack.pop()]
-        )
+        single = opcode == "SETITEM"
+        pairs = [self.stack.pop(-2), self.stack.pop()] if single else self.above_mark()
         owner = self.stack[-1]
         if not isinstance(owner, dict):
-            raise _refused(self.path, "its pickle sets items of something that is no dict")
+            raise _Refused("its pickle sets items of something that is no dict")
         owner.update(zip(map(self.text, pairs[::2]), pairs[1::2], strict=True))
 
     def drop_attributes(self) -> None:
         """Drop ``_metadata`` of a state dict, the version numbers of modules."""
         self.stack.pop()
         if not isinstance(self.stack[-1], dict):
-            raise _refused(self.path, "its pickle sets attributes of something that is no dict")
+            raise _Refused("its pickle sets attributes of something that is no dict")
 
     def storage(self, identity: Any) -> _Storage:
         """Return the numbers of ("storage", type, record, device, count)."""
         kind, storage, key, _, count = identity
-        known = isinstance(kind, str) and kind == "storage" and isinstance(storage, _Global)
-        if not known or not isinstance(key, str) or type(count) is not int:
-            raise _refused(self.path, "it asks for the persistent object of no storage")
+        types = [type(part) for part in (kind, storage, key, count)]
+        if types != [str, _Global, str, int] or kind != "storage":
+            raise _Refused("it asks for the persistent object of no storage")
         if storage.name not in _STORAGES:
-            raise _refused(self.path, f"it asks for a storage of type {storage.name}")
+            raise _Refused(f"it asks for a storage of type {storage.name}")
         raw, dtype = self.records.bytes(f"data/{key}"), _STORAGES[storage.name]
         if raw.size != count * dtype.itemsize:
-            raise _refused(
-                self.path, f"its record data/{key} holds {raw.size} bytes, not {count} {dtype}"
-            )
+            raise _Refused(f"its record data/{key} holds {raw.size} bytes, not {count} {dtype}")
         return _Storage(raw.view(dtype))
 
     def rebuild(self, function: Any, arguments: Any) -> Any:
         """Return the result of one of the three known functions."""
         name = function.name if isinstance(function, _Global) else type(function).__name__
         if not isinstance(function, _Global) or type(arguments) is not tuple:
-            raise _refused(self.path, f"it calls {name}")
+            raise _Refused(f"it calls {name}")
         if name == _ORDERED_DICT and arguments == ():
             return {}
         if name == _PARAMETER and arguments and isinstance(arguments[0], np.ndarray):
             return arguments[0]
         if name != _TENSOR or not arguments or not isinstance(arguments[0], _Storage):
-            raise _refused(self.path, f"it calls {name} with damaged arguments")
+            raise _Refused(f"it calls {name} with damaged arguments")
         (numbers,), offset, shape, strides = arguments[:4]
         if arguments[6:] not in ((), ({},)):
-            raise _refused(self.path, "it holds a tensor with properties of its own")
-        tuples = type(shape) is tuple and type(strides) is tuple
-        whole = tuples and all(
-            type(n) is int and 0 <= n < 2**63 for n in (offset, *shape, *strides)
-        )
-        if not whole or len(shape) != len(strides) or len(shape) > _MOST_DIMENSIONS:
-            raise _refused(self.path, "it has a tensor with an invalid shape or strides")
+            raise _Refused("it holds a tensor with properties of its own")
+        valid = type(shape) is type(strides) is tuple
+        valid = valid and all(type(n) is int and 0 <= n < 2**63 for n in (offset, *shape, *strides))
+        if not valid or len(shape) != len(strides) or len(shape) > _MOST_DIMENSIONS:
+            raise _Refused("it has a tensor with an invalid shape or strides")
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= numbers.size:
-            raise _refused(
-                self.path, f"it has a tensor {list(shape)} that reaches past its storage"
-            )
+            raise _Refused(f"it has a tensor {list(shape)} that reaches past its storage")
         if math.prod(shape) > max(numbers.size, _MOST_REPEATED):
-            raise _refused(
-                self.path, f"it has a tensor {list(shape)} that repeats {numbers.size} numbers"
-            )
+            raise _Refused(f"it has a tensor {list(shape)} that repeats {numbers.size} numbers")
         steps = [step * numbers.itemsize for step in strides]
         return np.lib.stride_tricks.as_strided(numbers[offset:], shape, steps, writeable=False)
 
     def checked(self, result: Any) -> dict[str, np.ndarray]:
         """Check that ``result`` is a flat dict of tensors, and return it."""
         if not isinstance(result, dict):
-            raise _refused(self.path, f"it holds a {type(result).__name__}, not a dict of tensors")
+            raise _Refused(f"it holds a {type(result).__name__}, not a dict of tensors")
         for name, tensor in result.items():
             if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
                 kind = type(tensor).__name__
-                raise _refused(self.path, f"its entry {shown(name, 40)} is a {kind}, not a tensor")
+                raise _Refused(f"its entry {shown(name, 40)} is a {kind}, not a tensor")
         return result
 
 
@@ -302,17 +289,6 @@ _CONSTANTS = {
     "EMPTY_TUPLE": tuple,
 }
 _LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
-
-
-class _Refused(ValueError):
-    """The error for a file with anything but tensors; callers see a ValueError."""
-
-
-def _refused(path: Path, why: str) -> _Refused:
-    return _Refused(
-        f"{path} is not a plain dict of tensors as torch saves it: {why}; nothing of it was run. "
-        "Save the tensors alone, best as safetensors"
-    )
 
 
 def _program(tensors: Mapping[str, np.ndarray]) -> bytes:

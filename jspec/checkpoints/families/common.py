@@ -43,9 +43,10 @@ class Family:
         """
         raw = self.defaults | raw
         _refuse(raw, _NEUTRAL | self.neutral)
-        heads, hidden = whole(raw, "num_attention_heads"), whole(raw, "hidden_size")
+        sizes = {field: whole(raw, key) for key, field in SIZES.items()}
+        heads = sizes["num_heads"]
         kv_heads = whole_or(raw, "num_key_value_heads", heads)
-        head_dim = whole_or(raw, "head_dim", hidden // heads)
+        head_dim = whole_or(raw, "head_dim", sizes["hidden_size"] // heads)
         if heads % kv_heads or head_dim % 2 or head_dim < 2:
             raise ValueError(
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
@@ -54,12 +55,7 @@ class Family:
         whole(raw, "max_position_embeddings")
         if raw.get("num_nextn_predict_layers") is not None:  # MTP modules in the same files
             whole(raw, "num_nextn_predict_layers", least=0)
-        sizes = {
-            "vocab_size": whole(raw, "vocab_size"),
-            "hidden_size": hidden,
-            "intermediate_size": whole(raw, "intermediate_size"),
-            "num_layers": whole(raw, "num_hidden_layers"),
-            "num_heads": heads,
+        sizes |= {
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
             "norm_eps": scaling.positive("rms_norm_eps", raw["rms_norm_eps"]),
@@ -93,11 +89,7 @@ class Family:
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
+            **{key: vars(config)[field] for key, field in SIZES.items()},
             "num_key_value_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "hidden_act": "silu",
@@ -106,15 +98,20 @@ class Family:
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
             **scaling.write(config.rope, config.max_positions),
             **self.describe(config),
         }
 
 
-# Sizes have no defaults: a config.json without them is damaged.
+# Keys and fields of ``DecoderConfig``. Without defaults: a config.json without them is damaged.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
 SHARED_DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -123,40 +120,29 @@ SHARED_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 
-# jspec builds one item for each of these.
-_MOST = dict.fromkeys(
-    (
-        "num_hidden_layers",
-        "n_predict",
-        "num_nextn_predict_layers",
-        "mtp_num_hidden_layers",
-        "medusa_num_layers",
-        "num_heads",
-        "medusa_num_heads",
-        "block_size",
-    ),
-    4096,
-) | dict.fromkeys(("n_routed_experts", "num_experts"), 1 << 16)
+# transformers' defaults for the keys of ``windows``.
+WINDOW_DEFAULTS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+# jspec builds one item for each of these, so they have a limit.
+_COUNTS = ("num_hidden_layers", "n_predict", "num_nextn_predict_layers", "num_heads", "block_size")
+_MOST = dict.fromkeys(_COUNTS, 4096) | {"n_routed_experts": 1 << 16}
 
 # Keys by which related families change the computation. Other unread keys (dropout, initialisation,
 # token ids, ...) have no effect on inference.
 _NEUTRAL = {
     "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (None, 1),
-    "quantization_config": (None, {}),
-    "compression_config": (None, {}),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "per_layer_config": (None, {}),
-    "use_mrope": (None, False),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
     "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "logits_scaling": (None, 1),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,)),
+    **dict.fromkeys(("quantization_config", "compression_config", "per_layer_config"), (None, {})),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_mrope"), (None, False)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (None, 1)),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (None, 0)),
+    "partial_rotary_factor": (None, 1),
 }
 
 
@@ -199,12 +185,10 @@ def architectures(raw: dict) -> list[str]:
 def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
     """Return the numbers of heads, and of blocks of a head, in numbered names.
 
-    Args:
-      names: (head, block) of every tensor, as digits.
-      most: number of tensors in the file.
+    ``names`` are the digits (head, block) of every tensor.
 
     Raises:
-      ValueError: the names number more than the file has tensors.
+      ValueError: the names number more than ``most``, the tensors of the file.
     """
     longest = [max(digits, key=lambda x: (len(x), x)) for digits in zip(*names, strict=True)]
     heads, blocks = (1 + int(digits[:7]) for digits in longest)
@@ -216,6 +200,9 @@ def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
     return heads, blocks
 
 
+_KINDS = ("full_attention", "sliding_attention")
+
+
 def windows(raw: dict) -> tuple[int | None, ...]:
     """Return the sliding window of every layer from Qwen's four keys."""
     count = whole(raw, "num_hidden_layers")
@@ -223,15 +210,11 @@ def windows(raw: dict) -> tuple[int | None, ...]:
     kinds = raw["layer_types"]
     if kinds is None:
         first = whole(raw, "max_window_layers", least=0)
-        kinds = [
-            "sliding_attention" if sliding and layer >= first else "full_attention"
-            for layer in range(count)
-        ]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
+        kinds = [_KINDS[sliding and layer >= first] for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in _KINDS for k in kinds):
         raise ValueError(
-            f"layer_types must name full_attention or sliding_attention for each of {count} "
-            f"layers, got {shown(kinds)}"
+            f"layer_types must name {' or '.join(_KINDS)} for each of {count} layers, got "
+            f"{shown(kinds)}"
         )
     if "sliding_attention" not in kinds:
         return ()
@@ -252,9 +235,7 @@ def describe_windows(config: DecoderConfig) -> dict:
     return {
         "use_sliding_window": bool(sizes),
         "sliding_window": sizes[0] if sizes else None,
-        "layer_types": [
-            "full_attention" if size is None else "sliding_attention" for size in per_layer
-        ],
+        "layer_types": [_KINDS[size is not None] for size in per_layer],
         "max_window_layers": config.num_layers,  # layer_types decides in new readers
     }
 

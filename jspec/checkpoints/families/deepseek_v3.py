@@ -52,20 +52,10 @@ FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     defaults=SHARED_DEFAULTS
-    | {
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 4096,
-        "q_lora_rank": 1536,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
-        "attention_bias": False,
-        "eos_token_id": 1,
-    },
+    | experts.DEFAULTS
+    | {"num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536}
+    | {"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    | {"rope_interleave": True, "eos_token_id": 1},
     neutral=experts.NEUTRAL | {"attention_bias": (None, False), "sliding_window": (None,)},
     special=_special,
     describe=_describe,

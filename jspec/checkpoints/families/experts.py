@@ -13,22 +13,36 @@ NEUTRAL = {
 }
 
 
+# transformers' defaults, of GLM-4.5 where DeepSeek-V3 differs.
+DEFAULTS = {
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+_SIZES = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "intermediate_size",
+    "n_group": "num_groups",
+    "topk_group": "groups_per_token",
+}
+
+
 def read(raw: dict) -> MoeConfig:
     """Return the experts of a config.json with defaults filled in.
 
     Raises:
       ValueError: a size is missing or malformed, or experts and groups do not fit each other.
     """
-    wide = whole(raw, "moe_intermediate_size")
+    sizes = {field: whole(raw, key) for key, field in _SIZES.items()}
     try:
         return MoeConfig(
-            num_experts=whole(raw, "n_routed_experts"),
-            experts_per_token=whole(raw, "num_experts_per_tok"),
-            intermediate_size=wide,
-            shared_size=wide * whole(raw, "n_shared_experts"),
+            **sizes,
+            shared_size=sizes["intermediate_size"] * whole(raw, "n_shared_experts"),
             first_dense=whole(raw, "first_k_dense_replace", least=0),
-            num_groups=whole(raw, "n_group"),
-            groups_per_token=whole(raw, "topk_group"),
             normalise=flag(raw, "norm_topk_prob"),
             scale=positive("routed_scaling_factor", raw["routed_scaling_factor"]),
         )
@@ -43,13 +57,9 @@ def describe(config: DecoderConfig) -> dict:
         return {}
     return {
         "num_nextn_predict_layers": 0,  # transformers assumes one
-        "moe_intermediate_size": moe.intermediate_size,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.experts_per_token,
+        **{key: vars(moe)[field] for key, field in _SIZES.items()},
         "n_shared_experts": max(moe.shared_size // moe.intermediate_size, 1),
         "first_k_dense_replace": moe.first_dense,
-        "n_group": moe.num_groups,
-        "topk_group": moe.groups_per_token,
         "norm_topk_prob": moe.normalise,
         "routed_scaling_factor": moe.scale,
     }

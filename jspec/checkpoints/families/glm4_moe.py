@@ -29,21 +29,9 @@ FAMILY = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     defaults=SHARED_DEFAULTS
-    | {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "eos_token_id": None,
-    },
+    | experts.DEFAULTS
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+    | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     neutral=experts.NEUTRAL | {"partial_rotary_factor": None, "sliding_window": (None,)},
     special=_special,
     describe=_describe,

@@ -17,12 +17,8 @@ FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     defaults=SHARED_DEFAULTS
-    | {
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "eos_token_id": 2,
-    },
+    | {"attention_bias": False, "mlp_bias": False}
+    | {"max_position_embeddings": 2048, "eos_token_id": 2},
     neutral={"sliding_window": (None,), "layer_types": (None,), "use_qk_norm": (None, False)},
     special=_special,
     describe=_describe,

@@ -18,17 +18,9 @@ FAMILY = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     defaults=SHARED_DEFAULTS
-    | {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "eos_token_id": 2,
-    },
-    neutral={
-        "layer_types": (None,),
-        "attention_bias": (None, False),
-        "mlp_bias": (None, False),
-    },
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+    | {"sliding_window": 4096, "eos_token_id": 2},
+    neutral={"layer_types": (None,)} | dict.fromkeys(("attention_bias", "mlp_bias"), (None, False)),
     special=_special,
     describe=_describe,
 )

@@ -137,14 +137,10 @@ def block_table(
     inputs: int | None = None,
     input_norm: bool = True,
 ) -> list[Entry]:
-    """Return the entries of one block, ``params.layers[layer]``.
+    """Return the entries of one block, ``params.layers[layer]``, under a prefix.
 
-    Args:
-      config: sizes.
-      layer: index of the block.
-      prefix: prefix of its names.
-      inputs: input width of its attention; None for ``hidden_size``.
-      input_norm: whether the block norms the input of its attention.
+    ``inputs`` is the input width of its attention, None for ``hidden_size``. ``input_norm`` says
+    whether the block norms that input.
     """
     hidden, entry = config.hidden_size, functools.partial(_entry, ("layers", layer), prefix)
     entries = [entry("attention_norm", ("input_layernorm",), (hidden,))] if input_norm else []
@@ -168,16 +164,7 @@ def block_table(
     return entries
 
 
-def _entry(
-    owner: tuple,
-    prefix: str,
-    field: str,
-    modules,
-    sizes,
-    inputs: int | None = None,
-    kind: str = "weight",
-    **options,
-) -> Entry:
+def _entry(owner, prefix, field, modules, sizes, inputs=None, kind="weight", **options) -> Entry:
     """Return the entry of matrices with ``inputs`` columns as stored, or of vectors if None."""
     names = tuple(f"{prefix}.{module}.{kind}" for module in modules)
     shapes = tuple((size,) if inputs is None else (size, inputs) for size in sizes)
@@ -204,10 +191,9 @@ def _latent_table(config: DecoderConfig, entry) -> list[Entry]:
     at = lambda *parts: tuple(f"self_attn.{part}" for part in parts)
     queries = config.num_heads * mla.head_dim
     if mla.q_rank:
+        down = at("q_a_proj", "kv_a_proj_with_mqa")
         entries = [
-            entry(
-                "mla.down", at("q_a_proj", "kv_a_proj_with_mqa"), (mla.q_rank, mla.width), hidden
-            ),
+            entry("mla.down", down, (mla.q_rank, mla.width), hidden),
             entry("mla.q_norm", at("q_a_layernorm"), (mla.q_rank,)),
             entry("mla.q_up", at("q_b_proj"), (queries,), mla.q_rank),
         ]
@@ -227,24 +213,19 @@ def _latent_table(config: DecoderConfig, entry) -> list[Entry]:
 def _experts_table(config: DecoderConfig, path: tuple, prefix: str) -> list[Entry]:
     """Return the entries of a mixture of experts."""
     moe, hidden, entry = config.moe, config.hidden_size, functools.partial(_entry, path, prefix)
-    wide, experts = moe.intermediate_size, [f"mlp.experts.{e}" for e in range(moe.num_experts)]
+    wide, count, shared = moe.intermediate_size, moe.num_experts, "mlp.shared_experts"
+    experts = [f"mlp.experts.{index}" for index in range(count)]
     gate_up = [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
-    shared, bias = "mlp.shared_experts", "e_score_correction_bias"
+    down = [f"{expert}.down_proj" for expert in experts]
+    shared_gate_up = (f"{shared}.gate_proj", f"{shared}.up_proj")
+    bias = "e_score_correction_bias"
     return [
-        entry("moe.router", ("mlp.gate",), (moe.num_experts,), hidden),
-        entry("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=moe.num_experts),
-        entry(
-            "moe.down",
-            [f"{expert}.down_proj" for expert in experts],
-            (hidden,) * moe.num_experts,
-            wide,
-            stack=moe.num_experts,
-        ),
-        entry(
-            "gate_up", (f"{shared}.gate_proj", f"{shared}.up_proj"), (moe.shared_size,) * 2, hidden
-        ),
+        entry("moe.router", ("mlp.gate",), (count,), hidden),
+        entry("moe.gate_up", gate_up, (wide,) * len(gate_up), hidden, stack=count),
+        entry("moe.down", down, (hidden,) * count, wide, stack=count),
+        entry("gate_up", shared_gate_up, (moe.shared_size,) * 2, hidden),
         entry("down", (f"{shared}.down_proj",), (hidden,), moe.shared_size),
-        entry("moe.bias", ("mlp.gate",), (moe.num_experts,), kind=bias, float32=True),
+        entry("moe.bias", ("mlp.gate",), (count,), kind=bias, float32=True),
     ]
 
 

@@ -1,6 +1,12 @@
 """Qwen2 and Qwen2.5: biases on q, k and v, and optional sliding windows by layer."""
 
-from jspec.checkpoints.families.common import SHARED_DEFAULTS, Family, describe_windows, windows
+from jspec.checkpoints.families.common import (
+    SHARED_DEFAULTS,
+    WINDOW_DEFAULTS,
+    Family,
+    describe_windows,
+    windows,
+)
 
 
 def _special(raw: dict) -> dict:
@@ -11,15 +17,8 @@ FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     defaults=SHARED_DEFAULTS
-    | {
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "layer_types": None,
-        "eos_token_id": None,
-    },
+    | WINDOW_DEFAULTS
+    | {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     neutral={"mlp_bias": (None, False)},
     special=_special,
     describe=describe_windows,

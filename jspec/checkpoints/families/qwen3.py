@@ -1,12 +1,9 @@
 """Qwen3: a norm on every query and key head, a separate head_dim, optional biases."""
 
-from jspec.checkpoints.families.common import (
-    SHARED_DEFAULTS,
-    Family,
-    describe_windows,
-    flag,
-    windows,
-)
+import dataclasses
+
+from jspec.checkpoints.families import qwen2
+from jspec.checkpoints.families.common import describe_windows, flag, windows
 from jspec.models.decoder import DecoderConfig
 
 
@@ -19,22 +16,11 @@ def _describe(config: DecoderConfig) -> dict:
     return {"attention_bias": config.qkv_bias, **describe_windows(config)}
 
 
-FAMILY = Family(
+FAMILY = dataclasses.replace(
+    qwen2.FAMILY,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    defaults=SHARED_DEFAULTS
-    | {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "layer_types": None,
-        "eos_token_id": None,
-    },
-    neutral={"mlp_bias": (None, False)},
+    defaults=qwen2.FAMILY.defaults | {"head_dim": 128, "attention_bias": False},
     special=_special,
     describe=_describe,
 )

@@ -10,34 +10,19 @@ from jspec.models.rope import KINDS, RopeConfig
 from jspec.util.messages import shown
 from jspec.util.values import INT32, is_real
 
-# The keys of each kind besides its name and theta; True marks required ones.
-_KEYS = {
-    "default": {},
-    "linear": {"factor": True},
-    "dynamic": {"factor": True},
-    "llama3": {
-        "factor": True,
-        "low_freq_factor": True,
-        "high_freq_factor": True,
-        "original_max_position_embeddings": False,
-    },
-    "yarn": {
-        "factor": False,
-        "original_max_position_embeddings": False,
-        "beta_fast": False,
-        "beta_slow": False,
-        "truncate": False,
-        "attention_factor": False,
-        "mscale": False,
-        "mscale_all_dim": False,
-    },
-    "longrope": {
-        "factor": False,
-        "original_max_position_embeddings": False,
-        "short_factor": True,
-        "long_factor": True,
-        "attention_factor": False,
-    },
+_ORIGINAL = "original_max_position_embeddings"
+# The required and the optional keys of each kind, besides its name and theta.
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_YARN = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+_OPTIONAL = {
+    "llama3": (_ORIGINAL,),
+    "yarn": ("factor", _ORIGINAL, *_YARN),
+    "longrope": ("factor", _ORIGINAL, "attention_factor"),
 }
 _DEFAULT_THETA = 10000.0
 
@@ -45,20 +30,18 @@ _DEFAULT_THETA = 10000.0
 def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     """Return the scaling of a config.json, and the longest sequence that it supports.
 
-    Args:
-      raw: config.json.
-      rotary_dim: number of rotated features of a head.
+    ``rotary_dim`` is the number of rotated features of a head.
 
     Raises:
       ValueError: an unknown kind, a missing or unknown key, or two spellings that disagree.
     """
-    rope, max_positions = _read(raw, rotary_dim)
-    if max_positions >= INT32:
+    rope, positions = _read(raw, rotary_dim)
+    if positions >= INT32:
         raise ValueError(
-            f"max_position_embeddings and the rotary scaling make {shown(max_positions)} "
-            f"positions, more than {INT32 - 1}"
+            f"max_position_embeddings and the rotary scaling make {shown(positions)} positions, "
+            f"more than {INT32 - 1}"
         )
-    return rope, max_positions
+    return rope, positions
 
 
 def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
@@ -70,11 +53,10 @@ def _read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"rope_type {shown(kind)} is not supported; known: {', '.join(KINDS)}")
     _check_keys(kind, given)
-    key = "original_max_position_embeddings"
-    original = raw.get(key)  # as in Phi-3; it has precedence
-    original = given.get(key, trained) if original is None else original
+    original = raw.get(_ORIGINAL)  # as in Phi-3; it has precedence
+    original = given.get(_ORIGINAL, trained) if original is None else original
     if type(original) is not int or original < 2:
-        raise ValueError(f"{key} must be a whole number of tokens, got {shown(original)}")
+        raise ValueError(f"{_ORIGINAL} must be a whole number of tokens, got {shown(original)}")
     if kind in ("default", "linear", "dynamic"):
         factor = float(given.get("factor", 1.0))
         length = trained if kind == "dynamic" else 0
@@ -106,23 +88,16 @@ def write(rope: RopeConfig, max_positions: int) -> dict:
     if rope.kind != "default":
         scaling["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn", "longrope"):
-        scaling["original_max_position_embeddings"] = rope.original_length
+        scaling[_ORIGINAL] = rope.original_length
     if rope.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-        }
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        scaling |= {"low_freq_factor": low, "high_freq_factor": high}
     if rope.kind == "yarn":
-        scaling |= {
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-        }
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        scaling["truncate"] = rope.truncate
     if rope.kind == "longrope":
-        scaling |= {
-            "short_factor": list(rope.short_factors),
-            "long_factor": list(rope.long_factors),
-        }
+        short, long = list(rope.short_factors), list(rope.long_factors)
+        scaling |= {"short_factor": short, "long_factor": long}
     if rope.kind in ("yarn", "longrope"):
         scaling["attention_factor"] = rope.amplitude
     return {
@@ -156,11 +131,13 @@ def merged(raw: dict) -> dict:
 
 def _check_keys(kind: str, given: dict) -> None:
     """Check that required keys are present, no others are, and numbers are positive."""
-    missing = [key for key, needed in _KEYS[kind].items() if needed and key not in given]
-    unknown = [key for key in given if key not in _KEYS[kind]]
+    required = _REQUIRED.get(kind, ())
+    known = (*required, *_OPTIONAL.get(kind, ()))
+    missing = [key for key in required if key not in given]
+    unknown = [key for key in given if key not in known]
     if missing or unknown:
         raise ValueError(
-            f"rope_type {kind!r} takes {', '.join(_KEYS[kind]) or 'nothing more'}; missing: "
+            f"rope_type {kind!r} takes {', '.join(known) or 'nothing more'}; missing: "
             f"{', '.join(missing) or 'none'}; not understood: "
             f"{shown(unknown)[1:-1] if unknown else 'none'}"
         )
@@ -175,11 +152,7 @@ def _check_keys(kind: str, given: dict) -> None:
 
 
 def positive(key: str, value: object) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-      ValueError: it is not a positive number.
-    """
+    """Return ``value`` as a float; raise ValueError if it is not a positive number."""
     if not is_real(value) or value <= 0:
         raise ValueError(f"{key} must be a positive number, got {shown(value)}")
     return float(value)

@@ -5,14 +5,12 @@ Layout ``arctic-lstm``: ``{forget,input,output,cell}_emb.0`` and ``_proj.{0,1}``
 requires all of them. ``head.{i}`` may repeat ``head.0``. Copies that differ raise.
 """
 
-import dataclasses
-from typing import Any
+import re
 
 import numpy as np
 
-from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, matrix, nest
+from jspec.checkpoints.families.names import Entry, matrix
 from jspec.checkpoints.heads import base, mlp_speculator
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -21,30 +19,22 @@ from jspec.models.heads.mlp_speculator import NormParams
 from jspec.util.messages import shown
 
 
-def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
-    del raw
-    return ("mlp_speculator", "arctic-lstm") if "forget_proj.0.weight" in tensors else None
-
-
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[LstmSpeculatorConfig, LstmSpeculatorParams]:
-    del layout
-    config = _read_config(raw, target)
+def _select(config: LstmSpeculatorConfig, tensors: Tensors) -> tuple[Tensors, None]:
     heads = {f"head.{stage}.weight": "head.0.weight" for stage in range(1, config.n_predict)}
-    tensors = base.without_repeats(heads | _tied(config), tensors)
-    entries = _table(config)
-    dtype, arrays = base.join(entries, tensors, dtype)
-    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
-    nested = nest(entries, arrays)
-    for field in ("embeddings", "projections"):
-        nested[field] = base.by_index(nested[field])
-    for field in ("cell_norm", "state_norm"):
-        nested[field] = NormParams(**nested[field])
-    return config, LstmSpeculatorParams(**nested)
+    return base.without_repeats(heads | _tied(config), tensors), None
 
 
-def _read_config(raw: dict, target: DecoderConfig) -> LstmSpeculatorConfig:
+def _assemble(nested: dict, ids: None) -> LstmSpeculatorParams:
+    del ids
+    parts = {field: base.by_index(nested[field]) for field in ("embeddings", "projections")}
+    norms = {field: NormParams(**nested[field]) for field in ("cell_norm", "state_norm")}
+    return LstmSpeculatorParams(**nested | parts | norms)
+
+
+def _read_config(
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
+) -> LstmSpeculatorConfig:
+    del tensors, layout
     if raw.get("method") != "sum_lstm":
         raise ValueError(
             f"method is {shown(raw.get('method'))}, but the tensors are those of 'sum_lstm'"
@@ -106,6 +96,8 @@ FORMAT = HeadFormat(
     kinds=("mlp_speculator",),
     owns=lambda config: isinstance(config, LstmSpeculatorConfig),
     layouts=(Layout("arctic-lstm", _table, _describe, _extra, names_target=True),),
-    sniff=_sniff,
-    read=_read,
+    sniff=base.by_names("mlp_speculator", {"arctic-lstm": re.compile(r"forget_proj\.0\.weight")}),
+    read_config=_read_config,
+    assemble=_assemble,
+    select=_select,
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoints import model_files
-from jspec.checkpoints.families.names import Entry
+from jspec.checkpoints.families.names import Entry, nest
 from jspec.checkpoints.heads import vocabulary
-from jspec.core.types import Array
 from jspec.models.decoder import DecoderConfig
 
 Tensors = Mapping[str, np.ndarray]
+Sniff = Callable[[dict, Tensors], tuple[str, str] | None]
 
-# Trainers leave these tensors in the files; no head reads them.
-_TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")
+# Tensors beside the weights: the vocabulary's maps, and what trainers leave and no head reads.
+_BESIDE = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 class HeadConfig(Protocol):
@@ -32,21 +33,17 @@ class HeadConfig(Protocol):
         """V of the target."""
 
 
-def _no_extra(config: HeadConfig, params: Any, dtype: np.dtype) -> dict[str, np.ndarray]:
-    del config, params, dtype
-    return {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """One way to write the heads of a format.
 
     Attributes:
       name: name of the layout in options and messages.
-      table: returns the entries of a config, under the names in the file.
+      table: returns the entries of a config.
       describe: returns the config.json for (config, target, target_name). Raises ValueError if the
         layout cannot express the head.
       extra: returns the tensors beside the weights for (config, params, dtype).
+      rename: returns the name in the file of a name in ``table``.
       torch_file: file of torch that holds the tensors; None for safetensors.
       names_target: whether config.json names the target.
       holds_embedding: whether the file can hold the target's embedding for a head that shares it.
@@ -56,11 +53,19 @@ class Layout:
     name: str
     table: Callable[[Any], tuple[Entry, ...]]
     describe: Callable[[Any, DecoderConfig, str], dict]
-    extra: Callable[[Any, Any, np.dtype], dict[str, np.ndarray]] = _no_extra
+    extra: Callable[[Any, Any, np.dtype], dict[str, np.ndarray]] = lambda *_: {}
+    rename: Callable[[str], str] = str
     torch_file: str | None = None
     names_target: bool = False
     holds_embedding: bool = False
     holds_output: bool = False
+
+    def entries(self, config: HeadConfig) -> tuple[Entry, ...]:
+        """Return the entries of a config under the names in the file."""
+        return tuple(
+            dataclasses.replace(entry, names=tuple(map(self.rename, entry.names)))
+            for entry in self.table(config)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +78,11 @@ class HeadFormat:
       owns: returns whether a config is of this format.
       layouts: the ways to write it, the most widely read one first.
       sniff: returns the kind and layout of (config.json, tensors), or None for other heads.
-      read: returns the config and params of (config.json, tensors, target, layout, dtype). Raises
-        ValueError for malformed or unsupported keys, another target, or tensors that do not fit.
+      read_config: returns the config of (config.json, tensors, target, layout). Raises ValueError
+        for malformed or unsupported keys, and for another target.
+      assemble: returns the params of the nested arrays and ``draft_to_target``.
+      select: returns the tensors of (config, tensors) that the table names, and
+        ``draft_to_target`` or None.
       default_layout: returns the layout of a config; None for the first of ``layouts``.
       missing: remedy in the message about a directory without such a head.
     """
@@ -83,8 +91,10 @@ class HeadFormat:
     kinds: tuple[str, ...]
     owns: Callable[[HeadConfig], bool]
     layouts: tuple[Layout, ...]
-    sniff: Callable[[dict, Tensors], tuple[str, str] | None]
-    read: Callable[[dict, Tensors, DecoderConfig, str, Any], tuple[HeadConfig, Any]]
+    sniff: Sniff
+    read_config: Callable[[dict, Tensors, DecoderConfig, str], Any]
+    assemble: Callable[[dict, Any], Any]
+    select: Callable[[Any, Tensors], tuple[Tensors, np.ndarray | None]]
     default_layout: Callable[[Any], str] | None = None
     missing: str = ""
 
@@ -104,74 +114,76 @@ class HeadFormat:
             )
         return layouts[name]
 
+    def read(
+        self, raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
+    ) -> tuple[Any, Any]:
+        """Return the config and the params of a head; None as dtype keeps that of the file.
+
+        Raises:
+          ValueError: as ``read_config``; or the tensors do not fit, or the dtype is not supported.
+        """
+        config = self.read_config(raw, tensors, target, layout)
+        tensors, draft_to_target = self.select(config, tensors)
+        entries = self.layout(layout, config).table(config)
+        model_files.check_fit("the file", entries, tensors)
+        dtype = model_files.known_dtype(dtype or tensors[entries[0].names[0]].dtype)
+        nested = nest(entries, [jnp.asarray(entry.join(tensors, dtype)) for entry in entries])
+        ids = None if draft_to_target is None else jnp.asarray(draft_to_target)
+        return _with_precision(config, dtype), self.assemble(nested, ids)
+
+
+def _with_precision(config: Any, dtype: np.dtype) -> Any:
+    changes: dict[str, Any] = {}
+    if vars(config).get("network") is not None:
+        changes["network"] = model_files.with_precision(config.network, dtype)
+    if "activation_dtype" in vars(config):
+        changes["activation_dtype"] = model_files.working_dtype(dtype)
+    return dataclasses.replace(config, **changes)
+
 
 # Reading.
 
 
-def join(
-    entries: Sequence[Entry], tensors: Tensors, dtype: Any, ignored: tuple[str, ...] = ()
-) -> tuple[np.dtype, list[Array]]:
-    """Return the dtype of the weights and one array for each entry.
+def by_names(kind: str, patterns: Mapping[str, re.Pattern]) -> Sniff:
+    """Return a ``sniff`` that tells the layouts by a pattern of the name of one tensor."""
 
-    Args:
-      entries: the tensors that the head needs.
-      tensors: the tensors of the file.
-      dtype: None keeps that of the file.
-      ignored: names that are neither needed nor unexpected.
+    def sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
+        del raw
+        layouts = (name for name, x in patterns.items() if any(map(x.fullmatch, tensors)))
+        layout = next(layouts, None)
+        return layout and (kind, layout)
 
-    Raises:
-      ValueError: the tensors do not fit the entries, or the dtype is not supported.
-    """
-    model_files.check_fit("the file", entries, tensors, ignored)
-    dtype = model_files.known_dtype(dtype or tensors[entries[0].names[0]].dtype)
-    return dtype, [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
+    return sniff
 
 
-def read_network_head(
-    config: Any, entries: Sequence[Entry], tensors: Tensors, dtype: Any, assemble: Callable
-) -> tuple[Any, Any]:
-    """Return config and params of a head of decoder blocks, with ``d2t`` and ``t2d`` if any.
+def select_reduced(config: Any, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
+    """Separate ``d2t`` and ``t2d`` from the weights of a head of decoder blocks.
 
     Raises:
-      ValueError: the tensors do not fit, or the two maps are malformed.
+      ValueError: the two are malformed.
     """
-    dtype, arrays = join(entries, tensors, dtype, ("d2t", "t2d", *_TRAINING_ONLY))
-    ids = vocabulary.from_offsets(
-        tensors.get("d2t"), tensors.get("t2d"), config.vocab_size, config.target_vocab_size
-    )
-    network = model_files.with_precision(config.network, dtype)
-    ids = None if ids is None else jnp.asarray(ids)
-    return dataclasses.replace(config, network=network), assemble(entries, arrays, ids)
+    maps = tensors.get("d2t"), tensors.get("t2d")
+    ids = vocabulary.from_offsets(*maps, config.vocab_size, config.target_vocab_size)
+    return {name: tensor for name, tensor in tensors.items() if name not in _BESIDE}, ids
 
 
 def without_repeats(repeats: Mapping[str, str], tensors: Tensors) -> dict[str, np.ndarray]:
-    """Drop the copies that tied weights leave in a file.
-
-    Args:
-      repeats: the name of every copy, and the name that it is a copy of.
-      tensors: the tensors of the file.
+    """Drop the copies that tied weights leave in a file; ``repeats`` maps a copy to its original.
 
     Raises:
       ValueError: a copy differs from its original.
     """
-    for name, first in repeats.items():
-        if name in tensors and first in tensors and not _same(tensors[name], tensors[first]):
+    for name in repeats.keys() & tensors.keys():
+        copy, first = tensors[name], tensors.get(repeats[name])
+        if first is not None and (copy.dtype != first.dtype or not np.array_equal(copy, first)):
             raise ValueError(
-                f"{name} differs from {first}, but config.json says that the two are tied"
+                f"{name} differs from {repeats[name]}, but config.json says that the two are tied"
             )
     return {name: tensor for name, tensor in tensors.items() if name not in repeats}
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and np.array_equal(one, other)
-
-
 def check_target(*sizes: tuple[str, int, int]) -> None:
-    """Check (name, size that the head expects, size of the target).
-
-    Raises:
-      ValueError: two sizes differ.
-    """
+    """Raise ValueError if sizes differ: (name, size that the head expects, size of the target)."""
     wrong = [
         f"{name} of {expected} where the target has {size}"
         for name, expected, size in sizes
@@ -182,11 +194,7 @@ def check_target(*sizes: tuple[str, int, int]) -> None:
 
 
 def check_width(heads: str, width: tuple[int, ...], target: DecoderConfig) -> None:
-    """Check the last axis of a weight against the target's hidden size.
-
-    Raises:
-      ValueError: they differ.
-    """
+    """Raise ValueError if the last axis of a weight is not the target's hidden size."""
     if width != (target.hidden_size,):
         raise ValueError(
             f"the {heads} were made for another target: they are {', '.join(map(str, width))} wide "
@@ -195,12 +203,9 @@ def check_width(heads: str, width: tuple[int, ...], target: DecoderConfig) -> No
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
-    """Check the hidden states that a head reads.
+    """Raise ValueError if hidden states do not ascend or lie outside of the target's layers.
 
     The last hidden state is excluded, because readers disagree whether it is normed.
-
-    Raises:
-      ValueError: they do not ascend, or lie outside of the target's layers.
     """
     ascending = all(a < b for a, b in itertools.pairwise(layers))
     if not ascending or not 0 <= layers[0] <= layers[-1] < num_layers:
@@ -214,11 +219,7 @@ def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
 
 
 def refuse(layout: str, features: Mapping[str, bool], remedy: str) -> None:
-    """Check that a head has no feature that a layout cannot express.
-
-    Raises:
-      ValueError: it has some; the message names them.
-    """
+    """Raise ValueError if a head has features that a layout cannot express."""
     present = [name for name, value in features.items() if value]
     if present:
         raise ValueError(f"layout={layout!r} cannot express {', '.join(present)}; {remedy}")
@@ -253,14 +254,6 @@ def vocabulary_maps(config: Any, params: Any, dtype: np.dtype) -> dict[str, np.n
         "d2t": vocabulary.to_offsets(params.draft_to_target),
         "t2d": vocabulary.to_mask(params.draft_to_target, config.target_vocab_size),
     }
-
-
-def prefixed(entries: Sequence[Entry], prefix: str) -> tuple[Entry, ...]:
-    """Return the entries with a prefix before every name."""
-    return tuple(
-        dataclasses.replace(entry, names=tuple(prefix + name for name in entry.names))
-        for entry in entries
-    )
 
 
 def by_index(nested: Mapping[int, Any]) -> tuple:

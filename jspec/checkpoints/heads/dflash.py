@@ -29,7 +29,7 @@ import functools
 from typing import Any
 
 from jspec.checkpoints.families import common, qwen3
-from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base, speculators
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -66,16 +66,8 @@ def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     return layout and ("dflash", layout)
 
 
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[DFlashConfig, DFlashParams]:
-    del layout
-    config = read_config(raw, tensors, target)
-    return base.read_network_head(config, table(config), tensors, dtype, assemble)
-
-
 def read_config(
-    raw: dict, tensors: Tensors, target: DecoderConfig, from_anchor: bool = False
+    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, from_anchor: bool = False
 ) -> DFlashConfig:
     """Return the config of a head; ``from_anchor`` is the default of ``sample_from_anchor``.
 
@@ -83,6 +75,7 @@ def read_config(
       ValueError: a key is missing, malformed, contradictory or not supported, or the head was made
         for another target.
     """
+    del layout
     keys = settings(raw)
     from_library = speculators.KEY in raw
     inner = speculators.network_config(raw, KINDS) if from_library else _with_windows(raw, keys)
@@ -209,9 +202,8 @@ def table(config: DFlashConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> DFlashParams:
-    """Return the params of one array for each entry."""
-    nested = nest(entries, arrays)
+def assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
+    """Return the params of the nested arrays."""
     return DFlashParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
 
 
@@ -317,5 +309,7 @@ FORMAT = HeadFormat(
     owns=lambda config: isinstance(config, DFlashConfig) and config.spark is None,
     layouts=layouts(table, describe),
     sniff=_sniff,
-    read=_read,
+    read_config=read_config,
+    assemble=assemble,
+    select=base.select_reduced,
 )

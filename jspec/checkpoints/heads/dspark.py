@@ -39,14 +39,10 @@ def _is_spark(raw: dict, tensors: Tensors) -> bool:
     return "dspark" in stated or any("DSpark" in name for name in common.architectures(raw))
 
 
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[DFlashConfig, DFlashParams]:
-    del layout
-    config = dflash.read_config(raw, tensors, target, from_anchor=True)
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> DFlashConfig:
+    config = dflash.read_config(raw, tensors, target, layout, from_anchor=True)
     spark = _read_spark(dflash.settings(raw), tensors, config.hidden_size)
-    config = dataclasses.replace(config, spark=spark)
-    return base.read_network_head(config, _table(config), tensors, dtype, _assemble)
+    return dataclasses.replace(config, spark=spark)
 
 
 def _read_spark(settings: dict, tensors: Tensors, hidden: int) -> SparkConfig:
@@ -84,8 +80,8 @@ def _table(config: DFlashConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> DFlashParams:
-    params = dflash.assemble(entries, arrays, draft_to_target)
+def _assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
+    params = dflash.assemble(nested, draft_to_target)
     return params.replace(spark=SparkParams(**params.spark or {}))
 
 
@@ -117,5 +113,7 @@ FORMAT = HeadFormat(
     owns=lambda config: isinstance(config, DFlashConfig) and config.spark is not None,
     layouts=dflash.layouts(_table, _describe),
     sniff=_sniff,
-    read=_read,
+    read_config=_read_config,
+    assemble=_assemble,
+    select=base.select_reduced,
 )

@@ -23,13 +23,14 @@ The readers of these files disagree. jspec reads them as follows:
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import numpy as np
 
 from jspec.checkpoints import families
 from jspec.checkpoints.families import common, llama, qwen3
-from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base, eagle_layers, mask_token, speculators
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -43,11 +44,7 @@ _Q_PROJ = f"{FIRST}.self_attn.q_proj.weight"
 # The keys of config.json that these networks share with Llama. Other keys do not describe the head:
 # trainers copy model_type and more from the target.
 _NETWORK_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
+    *common.SIZES,
     "num_key_value_heads",
     "head_dim",
     "hidden_act",
@@ -97,20 +94,19 @@ def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     return "eagle3", "peagle" if _MASK in tensors else "eagle3"
 
 
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[EagleConfig, EagleParams]:
+def _select(config: EagleConfig, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
+    """Drop the zero bias of ``eagle`` files, and take a mask of [1, 1, n], [1, n] or [n]."""
+    selected, ids = base.select_reduced(config, tensors)
+    bias = selected.pop("fc.bias", None)
+    if bias is not None and np.any(bias):
+        selected["fc.bias"] = bias
+    if _MASK in selected:
+        selected[_MASK] = selected[_MASK].reshape(1, 1, -1)
+    return selected, ids
+
+
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> EagleConfig:
     del layout
-    if _MASK in tensors:  # [1, 1, n], [1, n] or [n]
-        tensors = {**tensors, _MASK: tensors[_MASK].reshape(1, 1, -1)}
-    config = _read_config(raw, tensors, target)
-    if config.fc_bias and not np.any(tensors.get("fc.bias", True)):
-        config = dataclasses.replace(config, fc_bias=False)  # ``eagle`` files hold a zero bias
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "fc.bias"}
-    return base.read_network_head(config, _table(config), tensors, dtype, _assemble)
-
-
-def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig) -> EagleConfig:
     from_library = speculators.KEY in raw
     inner = _network_config(raw) if from_library else raw
     vocab, hidden = (common.whole(inner, key) for key in ("vocab_size", "hidden_size"))
@@ -121,7 +117,8 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig) -> EagleCon
         "target_vocab_size": vocab,
         "separate_embedding": "embed_tokens.weight" in tensors,
         "separate_head": "lm_head.weight" in tensors,
-        "fc_bias": _has_bias(raw, ("bias",), "fc.bias", tensors),
+        "fc_bias": _has_bias(raw, ("bias",), "fc.bias", tensors)
+        and bool(np.any(tensors.get("fc.bias", True))),
     }
     base.check_target(
         ("a hidden size", fields["target_hidden_size"], target.hidden_size),
@@ -209,12 +206,11 @@ def _has_bias(raw: dict, keys: tuple[str, ...], name: str, tensors: Tensors) -> 
 # The names of the tensors.
 
 
-def _table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
-    """Return the entries of a head; ``first`` is the prefix of its first block."""
+def _table(config: EagleConfig) -> tuple[Entry, ...]:
     network, hidden, third = config.network, config.hidden_size, config.generation == 3
     norm_names = ("embedding_layernorm", "hidden_states_layernorm")
     if third:
-        norm_names = (f"{first}.input_layernorm", f"{first}.hidden_norm")
+        norm_names = (f"{FIRST}.input_layernorm", f"{FIRST}.hidden_norm")
     entries = [matrix(("fc",), "fc.weight", hidden, config.fc_inputs)]
     if config.fc_bias:
         entries.append(vector(("fc_bias",), "fc.bias", hidden))
@@ -228,7 +224,7 @@ def _table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
     if config.input_norm:
         entries.append(vector(("input_norm",), "input_norm.weight", config.fc_inputs))
     width = 2 * hidden if third else hidden
-    entries += block_table(network, 0, first, inputs=width, input_norm=False)
+    entries += block_table(network, 0, FIRST, inputs=width, input_norm=False)
     for layer in range(1, network.num_layers):
         entries += block_table(network, layer, f"layers.{layer}")
     if third:
@@ -243,8 +239,7 @@ def _table(config: EagleConfig, first: str = FIRST) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _assemble(entries: tuple[Entry, ...], arrays: list, draft_to_target: Any) -> EagleParams:
-    nested = nest(entries, arrays)
+def _assemble(nested: dict, draft_to_target: Any) -> EagleParams:
     return EagleParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
 
 
@@ -362,9 +357,13 @@ def _default_layout(config: EagleConfig) -> str:
     return "eagle3" if config.mask_token_id is None else "peagle"
 
 
-def _layout(name: str, table=_table, extra=base.vocabulary_maps, **options) -> Layout:
+def _layout(name: str, extra=base.vocabulary_maps, **options) -> Layout:
     describe = functools.partial(_describe, name)
-    return Layout(name, table, describe, extra, holds_embedding=True, **options)
+    return Layout(name, _table, describe, extra, holds_embedding=True, **options)
+
+
+def _midlayer(name: str) -> str:
+    return re.sub(rf"^{re.escape(FIRST)}\.", "midlayer.", name)
 
 
 FORMAT = HeadFormat(
@@ -373,11 +372,13 @@ FORMAT = HeadFormat(
     owns=lambda config: isinstance(config, EagleConfig),
     layouts=(
         _layout("eagle", extra=_extra_first),
-        _layout("eagle3", functools.partial(_table, first="midlayer")),
+        _layout("eagle3", rename=_midlayer),
         _layout("peagle"),
         _layout("speculators", names_target=True),
     ),
     sniff=_sniff,
-    read=_read,
+    read_config=_read_config,
+    assemble=_assemble,
+    select=_select,
     default_layout=_default_layout,
 )

@@ -139,7 +139,7 @@ def save_head(
         config = dataclasses.replace(config, separate_head=True)
         params = params.replace(head=output)
     raw = _describe(chosen, config, target_config, target_name)
-    entries = chosen.table(config)
+    entries = chosen.entries(config)
     model_files.check_params(entries, params)
     weights = [entry.pick(params) for entry in entries if not entry.float32]
     dtype = model_files.known_dtype(dtype or model_files.common_dtype(weights))

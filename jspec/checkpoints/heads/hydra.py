@@ -11,13 +11,11 @@ after the first share one weight: jspec reads such copies as one weight, and wri
 
 import dataclasses
 import re
-from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -44,22 +42,13 @@ def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     return ("hydra", "hydra") if any(map(_BLOCK.fullmatch, tensors)) else None
 
 
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[HydraConfig, HydraParams]:
+def _select(config: HydraConfig, tensors: Tensors) -> tuple[Tensors, None]:
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
+    return base.without_repeats(_repeats(config), tensors), None
+
+
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> HydraConfig:
     del layout
-    config = _read_config(raw, tensors, target)
-    entries = _table(config)
-    tensors = base.without_repeats(_repeats(config), tensors)
-    dtype, arrays = base.join(entries, tensors, dtype, _UNUSED)
-    if config.network is not None:
-        network_config = model_files.with_precision(config.network, dtype)
-        config = dataclasses.replace(config, network=network_config)
-    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
-    return config, _assemble(entries, arrays)
-
-
-def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig) -> HydraConfig:
     prefixed = any(name.startswith(f"{_PREFIX}.") for name in tensors)
     architecture = _ARCHITECTURES[prefixed]
     stated = raw.get("hydra_head_arch", architecture)
@@ -152,8 +141,8 @@ def _table(config: HydraConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _assemble(entries: tuple[Entry, ...], arrays: list) -> HydraParams:
-    nested = nest(entries, arrays)
+def _assemble(nested: dict, ids: None) -> HydraParams:
+    del ids
     later, prefix = nested.get("blocks", {}), nested.get("prefix")
     if prefix is not None:
         prefix = PrefixParams(layers=blocks(prefix), **prefix)
@@ -207,5 +196,7 @@ FORMAT = HeadFormat(
         ),
     ),
     sniff=_sniff,
-    read=_read,
+    read_config=_read_config,
+    assemble=_assemble,
+    select=_select,
 )

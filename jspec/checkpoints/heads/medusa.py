@@ -13,17 +13,14 @@ Two layouts, which the names of the tensors tell apart:
 The numbers of heads and blocks come from the tensors, because published configs are wrong.
 """
 
-import dataclasses
 import functools
 import re
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints import model_files
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, matrix, nest, vector
+from jspec.checkpoints.families.names import Entry, matrix, vector
 from jspec.checkpoints.heads import base, vocabulary
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -40,41 +37,32 @@ _TOKEN_MAP = "token_map"
 # Reading.
 
 
-def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
-    del raw
-    for layout, pattern in _BLOCKS.items():
-        if any(map(pattern.fullmatch, tensors)):
-            return "medusa", layout
-    return None
-
-
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[MedusaConfig, MedusaParams]:
-    tensors = dict(tensors)
-    if layout == "medusa-vllm" and "lm_head.weight" in tensors:
-        tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
-    config, ids = _read_config(raw, tensors, target, layout), None
-    if layout == "medusa-vllm" and _TOKEN_MAP in tensors and config.reduced:
-        ids, order = vocabulary.from_ids(
-            tensors[_TOKEN_MAP], config.vocab_size, config.target_vocab_size
-        )
-        tensors = _reorder(config, tensors, order)
-    elif config.reduced:
+def _select(config: MedusaConfig, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
+    """Call vLLM's one output ``lm_heads.0``, and sort outputs by target id."""
+    names = {"lm_head.weight": "lm_heads.0.weight"}
+    tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    token_map, ids = tensors.pop(_TOKEN_MAP, None), None
+    if config.reduced and token_map is None:
         raise ValueError(
             f"truncated_vocab_size is {config.vocab_size} of {config.target_vocab_size}, but the "
             "file has no token_map that names those tokens"
         )
-    entries = _table(layout, config)
-    dtype, arrays = base.join(entries, tensors, dtype, (_TOKEN_MAP,))
-    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
-    nested = nest(entries, arrays)
+    if config.reduced:
+        ids, order = vocabulary.from_ids(token_map, config.vocab_size, config.target_vocab_size)
+        # vLLM also takes outputs over the whole vocabulary, and picks their rows itself.
+        rows = {config.vocab_size: order, config.target_vocab_size: token_map[order]}
+        for name, tensor in tensors.items():
+            if name.startswith("lm_heads.") and tensor.ndim == 2 and len(tensor) in rows:
+                tensors[name] = tensor[rows[len(tensor)]]
+    return tensors, ids
+
+
+def _assemble(nested: dict, ids: Any) -> MedusaParams:
     blocks = tuple(
         tuple(BlockParams(**block) for block in base.by_index(layers))
         for layers in base.by_index(nested["blocks"])
     )
-    outputs = base.by_index(nested.get("outputs", {}))
-    return config, MedusaParams(blocks, outputs, None if ids is None else jnp.asarray(ids))
+    return MedusaParams(blocks, base.by_index(nested.get("outputs", {})), ids)
 
 
 def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> MedusaConfig:
@@ -108,22 +96,6 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
         bias=common.flag(raw, "medusa_fc_bias"),
         **sizes,
     )
-
-
-def _reorder(
-    config: MedusaConfig, tensors: dict[str, np.ndarray], order: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Sort the rows of the outputs by target id.
-
-    vLLM also takes outputs over the whole vocabulary and picks the rows of ``token_map`` itself.
-    """
-    rows = {config.vocab_size: order, config.target_vocab_size: tensors[_TOKEN_MAP][order]}
-    return {
-        name: tensor[rows[len(tensor)]]
-        if name.startswith("lm_heads.") and tensor.ndim == 2 and len(tensor) in rows
-        else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 # The names of the tensors.
@@ -204,6 +176,8 @@ FORMAT = HeadFormat(
             names_target=True,
         ),
     ),
-    sniff=_sniff,
-    read=_read,
+    sniff=base.by_names("medusa", _BLOCKS),
+    read_config=_read_config,
+    assemble=_assemble,
+    select=_select,
 )

@@ -11,43 +11,36 @@ With tied weights all stages use the tensors of the first stage (and all later o
 They are written once. A file may repeat them, and the copies must be equal.
 """
 
-import dataclasses
-import functools
+import re
 from typing import Any
 
-from jspec.checkpoints import families, model_files
+from jspec.checkpoints import families
 from jspec.checkpoints.families import common
-from jspec.checkpoints.families.names import Entry, matrix, nest, vector
+from jspec.checkpoints.families.names import Entry, matrix, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams, NormParams
 from jspec.util.messages import shown
 
-_PREFIX = "speculator."  # IBM's class around the network
-_FIRST = {"proj.0.weight": "mlp_speculator", "proj.0.0.weight": "arctic-rnn"}
+_FIRST = {
+    "mlp_speculator": re.compile(r"proj\.0\.weight"),
+    "arctic-rnn": re.compile(r"proj\.0\.0\.weight"),
+}
 
 
 # Reading.
 
 
-def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
-    del raw
-    layout = next((layout for name, layout in _FIRST.items() if name in tensors), None)
-    return layout and ("mlp_speculator", layout)
+def _select(config: MlpSpeculatorConfig, tensors: Tensors) -> tuple[Tensors, None]:
+    return base.without_repeats(_repeats(config), tensors), None
 
 
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
-) -> tuple[MlpSpeculatorConfig, MlpSpeculatorParams]:
-    config = _read_config(raw, tensors, target, layout)
-    tensors = base.without_repeats(_repeats(config), tensors)
-    entries = _table(layout, config)
-    dtype, arrays = base.join(entries, tensors, dtype)
-    config = dataclasses.replace(config, activation_dtype=model_files.working_dtype(dtype))
-    nested = {part: base.by_index(stages) for part, stages in nest(entries, arrays).items()}
-    norms = tuple(NormParams(**norm) for norm in nested.pop("norms"))
-    return config, MlpSpeculatorParams(norms=norms, **nested)
+def _assemble(nested: dict, ids: None) -> MlpSpeculatorParams:
+    del ids
+    parts = {name: base.by_index(stages) for name, stages in nested.items()}
+    norms = tuple(NormParams(**norm) for norm in parts["norms"])
+    return MlpSpeculatorParams(**parts | {"norms": norms})
 
 
 def _read_config(
@@ -135,9 +128,8 @@ def _repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
 # The names of the tensors.
 
 
-def _table(layout: str, config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
-    """Return the entries, without the prefix."""
-    inner, vocab, end = config.inner_dim, config.vocab_size, ".0" * (layout == "arctic-rnn")
+def _table(config: MlpSpeculatorConfig, end: str = "") -> tuple[Entry, ...]:
+    inner, vocab = config.inner_dim, config.vocab_size
     entries = []
     for stage in range(config.count("embeddings")):
         name = f"emb.{stage}{end}.weight"
@@ -152,8 +144,8 @@ def _table(layout: str, config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _ibm_table(config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
-    return base.prefixed(_table("mlp_speculator", config), _PREFIX)
+def _rnn_table(config: MlpSpeculatorConfig) -> tuple[Entry, ...]:
+    return _table(config, end=".0")
 
 
 def norm_entries(path: tuple[str | int, ...], name: str, size: int) -> list[Entry]:
@@ -213,11 +205,11 @@ FORMAT = HeadFormat(
     kinds=("mlp_speculator",),
     owns=lambda config: isinstance(config, MlpSpeculatorConfig),
     layouts=(
-        Layout("mlp_speculator", _ibm_table, _describe_ibm),
-        Layout(
-            "arctic-rnn", functools.partial(_table, "arctic-rnn"), _describe_rnn, names_target=True
-        ),
+        Layout("mlp_speculator", _table, _describe_ibm, rename="speculator.{}".format),
+        Layout("arctic-rnn", _rnn_table, _describe_rnn, names_target=True),
     ),
-    sniff=_sniff,
-    read=_read,
+    sniff=base.by_names("mlp_speculator", _FIRST),
+    read_config=_read_config,
+    assemble=_assemble,
+    select=_select,
 )

@@ -17,13 +17,12 @@ own instead, as transformers does. The embedding at position 0 counts as zero, a
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from jspec.checkpoints import families, model_files
-from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, nest, vector
+from jspec.checkpoints import families
+from jspec.checkpoints.families.names import Entry, block_table, blocks, matrix, vector
 from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
@@ -50,26 +49,6 @@ _CLASSES = {
 # Reading.
 
 
-def _sniff(raw: dict, tensors: Mapping[str, Any]) -> tuple[str, str] | None:
-    del raw
-    for layout, first in _FIRST.items():
-        if any(map(first.fullmatch, tensors)):
-            return "mtp", layout
-    return None
-
-
-def _read(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: MtpLayout, dtype: Any
-) -> tuple[MtpConfig, MtpParams]:
-    config = _read_config(raw, tensors, target, layout)
-    entries = _table(layout, config)
-    dtype, arrays = base.join(entries, _of_modules(layout, config, tensors), dtype)
-    nested = nest(entries, arrays)
-    modules = tuple(ModuleParams(**fields) for fields in base.by_index(nested["modules"]))
-    network = model_files.with_precision(config.network, dtype)
-    return dataclasses.replace(config, network=network), MtpParams(modules, blocks(nested))
-
-
 def _read_config(
     raw: dict, tensors: Tensors, target: DecoderConfig, layout: MtpLayout
 ) -> MtpConfig:
@@ -92,16 +71,18 @@ def _read_config(
     return config_for(target, layout, count)
 
 
-def _of_modules(layout: MtpLayout, config: MtpConfig, tensors: Tensors) -> dict[str, np.ndarray]:
+def _select(config: MtpConfig, tensors: Tensors) -> tuple[Tensors, None]:
     """Drop the tensors of the target, and the copies of them."""
-    prefixes = _prefixes(layout, config)
-    copies = {f"{prefix}.{name}" for prefix in prefixes for name in _COPIES}
-    starts = tuple(f"{prefix}." for prefix in prefixes)
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.startswith(starts) and name not in copies
-    }
+    prefixes = tuple(f"{prefix}." for prefix in _prefixes(config))
+    copies = {prefix + name for prefix in prefixes for name in _COPIES}
+    names = [name for name in tensors if name.startswith(prefixes) and name not in copies]
+    return {name: tensors[name] for name in names}, None
+
+
+def _assemble(nested: dict, ids: None) -> MtpParams:
+    del ids
+    modules = tuple(ModuleParams(**fields) for fields in base.by_index(nested["modules"]))
+    return MtpParams(modules, blocks(nested))
 
 
 def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> MtpConfig:
@@ -123,12 +104,11 @@ def natural_layout(target: DecoderConfig) -> MtpLayout:
 # The names of the tensors.
 
 
-def _table(layout: MtpLayout, config: MtpConfig) -> tuple[Entry, ...]:
+def _table(config: MtpConfig) -> tuple[Entry, ...]:
     """Return the entries of the modules, without ``model.``."""
-    hidden, entries = config.hidden_size, []
-    prefixes = _prefixes(layout, config)
+    hidden, entries, prefixes = config.hidden_size, [], _prefixes(config)
     for module, prefix in enumerate(prefixes):
-        names = [f"{prefix}.{name}.weight" for name in _NAMES[layout]]
+        names = [f"{prefix}.{name}.weight" for name in _NAMES[_layout_of(config)]]
         path = ("modules", module)
         entries += [
             vector((*path, "embedding_norm"), names[0], hidden),
@@ -141,8 +121,14 @@ def _table(layout: MtpLayout, config: MtpConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _prefixes(layout: MtpLayout, config: MtpConfig) -> list[str]:
-    return [_prefix(layout, config.capture_layers[0], k) for k in range(config.n_predict)]
+def _layout_of(config: MtpConfig) -> MtpLayout:
+    """Return the only layout that can express the modules, if any can; see ``check``."""
+    return "mimo" if config.hidden_first else "deepseek"
+
+
+def _prefixes(config: MtpConfig) -> list[str]:
+    layout, num_layers = _layout_of(config), config.capture_layers[0]
+    return [_prefix(layout, num_layers, module) for module in range(config.n_predict)]
 
 
 def _prefix(layout: MtpLayout, num_layers: int, module: int) -> str:
@@ -186,25 +172,16 @@ def check(config: MtpConfig, layout: MtpLayout, target: DecoderConfig) -> None:
         )
 
 
-def written_table(config: MtpConfig, layout: MtpLayout) -> tuple[Entry, ...]:
-    """Return the entries of the modules under the names in the file."""
-    return base.prefixed(_table(layout, config), "model.")
-
-
-def copies(
-    config: MtpConfig, layout: MtpLayout, embedding: np.ndarray, head: np.ndarray
-) -> dict[str, np.ndarray]:
+def copies(config: MtpConfig, embedding: np.ndarray, head: np.ndarray) -> dict[str, np.ndarray]:
     """Return the copies of the target's embedding and output matrix [V, D] that servers need."""
-    if layout != "deepseek":
+    if _layout_of(config) != "deepseek":
         return {}
     pairs = zip(_COPIES, (embedding, head), strict=True)
-    prefixes = _prefixes(layout, config)
-    return {f"model.{prefix}.{name}": tensor for name, tensor in pairs for prefix in prefixes}
+    return {f"model.{pre}.{name}": tensor for name, tensor in pairs for pre in _prefixes(config)}
 
 
 def _layout(name: MtpLayout) -> Layout:
-    table = functools.partial(written_table, layout=name)
-    return Layout(name, table, functools.partial(_describe, name))
+    return Layout(name, _table, functools.partial(_describe, name), rename="model.{}".format)
 
 
 FORMAT = HeadFormat(
@@ -212,9 +189,11 @@ FORMAT = HeadFormat(
     kinds=("mtp",),
     owns=lambda config: isinstance(config, MtpConfig),
     layouts=(_layout("mimo"), _layout("deepseek")),
-    sniff=_sniff,
-    read=_read,
-    default_layout=lambda config: "mimo" if config.hidden_first else "deepseek",
+    sniff=base.by_names("mtp", _FIRST),
+    read_config=_read_config,
+    assemble=_assemble,
+    select=_select,
+    default_layout=_layout_of,
     missing="has no modules for later tokens (MTP); take a target that was published with some, or "
     "train them with `python -m training.distill mtp`",
 )

@@ -51,8 +51,8 @@ def stitch(
     extra = {name: tensor for name, tensor in tensors.items() if not name.startswith(stale)}
     dtype = model_files.known_dtype(dtype or tensors[EMBEDDING].dtype)
     pair = (tensors[name] for name in (EMBEDDING, HEAD if HEAD in tensors else EMBEDDING))
-    extra |= mtp.copies(config, layout, *(np.asarray(jnp.asarray(x, dtype)) for x in pair))
-    entries = mtp.written_table(config, layout)
+    extra |= mtp.copies(config, *(np.asarray(jnp.asarray(x, dtype)) for x in pair))
+    entries = mtp.FORMAT.layout(layout, config).entries(config)
     model_files.check_params(entries, params)
     raw = raw | {"num_nextn_predict_layers": config.n_predict}
     with staging.replace_files(directory, ANY_WEIGHTS) as aside:
