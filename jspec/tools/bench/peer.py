@@ -57,7 +57,7 @@ class Peer:
 
     def generate(self, mode: str, prompts: list[list[int]], **settings: Any) -> dict:
         """Make one call; ``peer_transformers`` documents the settings and the reply."""
-        request = {"op": "generate", "mode": mode, "prompts": prompts, **settings}
+        request = {"mode": mode, "prompts": prompts, **settings}
         with contextlib.suppress(BrokenPipeError):  # the read raises then
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()

@@ -4,9 +4,9 @@
 
 ``jspec.tools.bench.peer.Peer`` starts it, so that torch has its own process and environment and
 never runs at the same time as JAX. The protocol is one JSON object a line, a request on stdin and
-its reply on stdout. The first reply, before any request, reports that the models are loaded.
+its reply on stdout. The first reply, before any request, holds versions: the models are loaded.
 
-    {"op": "generate", "mode": "eager",      eager | compiled | assisted | prompt_lookup
+    {"mode": "eager",                        eager | compiled | assisted | prompt_lookup
      "prompts": [[1, 2], [3, 4]],            token ids; ragged batches are padded on the left
      "max_new_tokens": 128,                  exactly so many, unless a stop token ends the text
      "eos_token_ids": [],                    stop tokens; [] for none
@@ -18,8 +18,6 @@ its reply on stdout. The first reply, before any request, reports that the model
      "count_passes": false}                  also count the target's passes: not for timed calls
         -> {"ok": true, "tokens": [[...], ...], "seconds": wall, "cpu_seconds": of all threads,
             "passes": null or the passes of the target}
-    {"op": "info"} -> {"ok": true, "torch": ..., "transformers": ..., "threads": ...}
-    {"op": "exit"} -> the worker ends
     failures       -> {"ok": false, "error": "..."}
 
 Seconds cover ``generate`` alone, from token ids to token ids, in ``torch.inference_mode``, which is
@@ -171,12 +169,7 @@ def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
     for line in requests:
         request = json.loads(line)
         try:
-            if request["op"] == "exit":
-                return
-            if request["op"] not in ("generate", "info"):
-                raise ValueError(f"unknown op {request['op']!r}")
-            answer = worker.generate(request) if request["op"] == "generate" else worker.info()
-            reply(ok=True, **answer)
+            reply(ok=True, **worker.generate(request))
         except Exception as error:  # the client handles failed calls
             reply(ok=False, error=f"{type(error).__name__}: {error}")
 

@@ -26,19 +26,12 @@ _KINDS = "turns, messages, conversations, question, prompt or text"
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question or a text to continue.
+    """A question or a text to continue."""
 
-    Attributes:
-      category: groups questions in the tables.
-      turns: the user's messages; most questions have one.
-      is_chat: whether the turns are messages, rather than a text to continue.
-      system: the system message of a chat; "" for none.
-    """
-
-    category: str
-    turns: tuple[str, ...]
-    is_chat: bool = True
-    system: str = ""
+    category: str  # groups questions in the tables
+    turns: tuple[str, ...]  # the user's messages; most questions have one
+    is_chat: bool = True  # whether the turns are messages, rather than a text to continue
+    system: str = ""  # the system message of a chat; "" for none
 
 
 @dataclasses.dataclass(frozen=True)

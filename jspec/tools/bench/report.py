@@ -82,8 +82,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [results["definition"], about(results)]
     lines += left_out(results)
     if results["interrupted"]:
-        missing = "; ".join(_missing(results)) or "nothing"
-        lines.append(f"The run was interrupted; missing: {missing}.")
+        lines.append("The run was interrupted; unfinished measurements are missing.")
     busy = sum(len(row["seconds"]) - row["quiet_samples"] for row in results["rows"])
     if busy:
         lines.append(f"Other processes were busy during {busy} of the samples.")
@@ -121,25 +120,6 @@ def table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> T
 def _category(part: dict[str, Any]) -> str:
     length = part.get("acceptance_length")
     return f"{part['speedup']:.2f}" + (f", {length:.2f}" if length else "")
-
-
-def _missing(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the parts that an interrupted run lacks, in the order of measurement."""
-    setting, cases = results["setting"], titles(results)
-    for _, rows in cases[-1:]:
-        # Only jspec's methods: the modes of transformers that work are unknown before they run.
-        ours = [row for row in rows if "acceptance_length" in row]
-        expected = 1 + len(setting["configs"])
-        if len(ours) < expected:
-            yield f"{expected - len(ours)} of {expected} methods of the last table"
-        if any(len(row["seconds"]) < setting["repeats"] for row in rows):
-            yield "samples of the last table"
-        untimed = sum("split_ms" not in row for row in ours)
-        if untimed:
-            yield f"the parts of a round for {untimed} methods of the last table"
-    expected = len(setting["batch_sizes"]) * len(setting["temperatures"])
-    if len(cases) < expected:
-        yield f"{expected - len(cases)} of {expected} tables"
 
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

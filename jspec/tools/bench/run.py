@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,13 @@ from jspec.api.build import Build, build_plan
 from jspec.api.llm import LLM
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
-from jspec.tools.bench import costs, peer, rows
-from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled
+from jspec.tools.bench import costs, peer
+from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled, sum_of
 from jspec.tools.bench.names import names_of, portable
 from jspec.tools.bench.peer import Peer, PeerError, Theirs
 from jspec.tools.bench.questions import Question, Request, answered_by
 from jspec.tools.bench.settings import Settings
-from jspec.tools.bench.timing import Contender, Sample, race
+from jspec.tools.bench.timing import Contender, Sample, race, ratios, spread
 
 DEFINITION = (
     "acceptance length: tokens emitted by a pass of the target, the bonus token and passes without "
@@ -157,7 +158,7 @@ class CaseTable:
         made = []
         for each in field:
             first_seconds, sample = self._first[each.name]
-            row = rows.row(self._case, each, plain, self._questions)
+            row = _row(self._case, each, plain, self._questions)
             row["first_call_seconds"] = first_seconds
             if self._case.temperature == 0:
                 pairs = zip(sample.tokens, self._first[PLAIN][1].tokens, strict=True)
@@ -166,7 +167,7 @@ class CaseTable:
             if each.name in self._builds:
                 given = self._builds[each.name][0]
                 row["config"] = given and portable(given, self._settings.configs)
-                row |= rows.acceptance(each.run, row["categories"])
+                row |= _acceptance(each.run, row["categories"])
             else:
                 row["config"] = dict(each.run.settings)
             made.append(row | self._costs.get(each.name, {}))
@@ -188,3 +189,45 @@ class CaseTable:
             if mode == "eager" or case.batch_size == 1:  # all that transformers supports
                 eos = self._target.eos_token_ids
                 yield name, Theirs(self._peer, mode, case, self._requests, same, eos)
+
+
+def _row(
+    case: Case, each: Contender, plain: Contender, questions: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the speeds of a contender; ``questions`` counts them by category."""
+    categories = {}
+    for name, count in questions.items():
+        part, plain_part = (_part(contender, name) for contender in (each, plain))
+        categories[name] = {
+            "questions": count,
+            "requests": len(part.samples[0].tokens),
+            "tokens_per_second": part.median,
+            "speedup": statistics.median(ratios(part, plain_part)),
+        }
+    return {
+        "batch_size": case.batch_size,
+        "temperature": case.temperature,
+        "name": each.name,
+        "tokens_per_second": spread(each.speeds),
+        "speedup": spread(ratios(each, plain)),
+        "categories": categories,
+        "distinct_tokens": statistics.mean(len(set(text)) for text in each.samples[0].tokens),
+        "seconds": [sample.seconds for sample in each.samples],
+        "quiet_samples": each.num_quiet,
+    }
+
+
+def _acceptance(run: Ours, categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the acceptance of a contender's last run; add that of each category."""
+    for name, counts in run.counts.items():
+        categories[name]["acceptance_length"] = counts.tokens_per_pass
+    counts = sum_of(list(run.counts.values()))
+    return {
+        "acceptance_length": counts.tokens_per_pass,
+        "mean_acceptance_length": counts.mean_acceptance_length,
+        "acceptance_per_position": list(counts.acceptance_per_pos),
+    }
+
+
+def _part(each: Contender, category: str) -> Contender:
+    return dataclasses.replace(each, samples=[sample.parts[category] for sample in each.samples])

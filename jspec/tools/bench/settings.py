@@ -73,15 +73,10 @@ class CommonSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Settings(CommonSettings):
-    """The methods and cases that ``bench`` measures; see ``CommonSettings`` for the others.
+    """The methods and cases that ``bench`` measures; see ``CommonSettings`` for the others."""
 
-    Attributes:
-      temperatures: each temperature is a table, 0 is greedy.
-      peers: whether transformers is measured too, if it is installed.
-    """
-
-    temperatures: tuple[float, ...] = (0.0,)
-    peers: bool = True
+    temperatures: tuple[float, ...] = (0.0,)  # each temperature is a table, 0 is greedy
+    peers: bool = True  # whether transformers is measured too, if it is installed
 
     def __post_init__(self):
         super().__post_init__()

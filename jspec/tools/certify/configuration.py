@@ -49,12 +49,10 @@ def of_model(
     num_drafts: int = NUM_DRAFTS,
     deterministic: bool = False,
 ) -> tuple[list[Finding], list[str], dict[str, str]]:
-    """Certify a configuration; arguments are checked before any model is opened.
+    """Certify a configuration; return the findings, remarks as ``of_plan``, and the setting.
 
-    Args are those of ``certify``; ``sampling`` holds temperature, top_k, top_p, min_p and the seed.
-
-    Returns:
-      The findings, remarks on checks that were left out or replaced, and the certified setting.
+    Arguments are those of ``certify``, checked before any model is opened. ``sampling`` holds
+    temperature, top_k, top_p, min_p and the seed.
 
     Raises:
       ValueError: a value is out of range, a prompt does not fit the model, or as ``LLM`` does.
@@ -107,13 +105,8 @@ def of_plan(
 ) -> tuple[list[Finding], list[str]]:
     """Certify a plan; return the findings, and remarks on checks that were left out.
 
-    Args:
-      plan: target, drafter and rule.
-      params: weights.
-      rows: prompts and settings, at a temperature above 0; greedy texts have the same prompts.
-      num_drafts: rounds whose draws are compared.
-      name: shows a token to people.
-      progress: receives the name of each step.
+    Rows have a temperature above 0; greedy texts have the same prompts. The draws of ``num_drafts``
+    rounds are compared. ``name`` shows a token to people, ``progress`` receives the name of a step.
 
     Raises:
       ValueError: a row does not fit the model.
@@ -164,11 +157,7 @@ def _without_draws(plan: Plan) -> str:
 
 def _token_ids(build: Build, prompts: Any, max_tokens: int) -> list[tuple[int, ...]]:
     """The token ids of the prompts, checked to fit the model."""
-
-    def encode(text: str) -> list[int]:
-        tokenizer = build.tokenizer or build.model.tokenizer
-        return tokenizer.encode(text)
-
+    encode = lambda text: (build.tokenizer or build.model.tokenizer).encode(text)
     if prompts is None and loading.tokenizer_if_any(build.model) is None:
         raise ValueError(
             f"{build.model.path} has no tokenizer for the prompts of jspec; give "

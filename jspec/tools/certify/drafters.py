@@ -45,13 +45,8 @@ def drafts(
 ) -> Iterator[Finding]:
     """Draft behind the prompts of ``rows`` and a round later, and test the draws.
 
-    Args:
-      plan: target, drafter and rule.
-      params: weights.
-      rows: prompts, each continued with noise of many seeds, at a temperature above 0. A prompt
-        that leaves no room for two rounds keeps its end only.
-      num_drafts: rounds in all; half of them follow another.
-      seed: of the noise.
+    Each prompt is continued with noise of many seeds, at a temperature above 0. A prompt that
+    leaves no room for two rounds keeps its end only. Half of the rounds follow another.
 
     Yields:
       Findings of the check "drafter": that drafts are well formed; and where tokens are drawn, that

@@ -54,11 +54,7 @@ def distributions(
 ) -> Iterator[Finding]:
     """Yield ``distribution`` of a rule for all proposals that it claims to be exact for.
 
-    Args:
-      rule: as in ``distribution``.
-      tree: as in ``distribution``.
-      seed: of the random distributions.
-      **filters: temperature, top_k, top_p and min_p; none of them for several combinations.
+    Arguments are those of ``distribution``; without ``filters`` for several combinations of them.
 
     Raises:
       ValueError: an argument is out of range.
@@ -84,11 +80,8 @@ def distribution(
     proposal: Proposal = "chain",
     tree: Sequence[int] | None = None,
     *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
     seeds: Sequence[int] = (0,),
+    **filters: float,
 ) -> Finding:
     """Measure the distance of a rule's output distribution from the target's, by enumeration.
 
@@ -106,17 +99,15 @@ def distribution(
       proposal: of the drafts.
       tree: parents, -1 at the root; at most 7 nodes, 3 edges deep. None: a chain of three, and for
         proposals with siblings ``UNEVEN``.
-      temperature: as in ``SamplingParams``; more than 0, since at 0 every rule is ``match``.
-      top_k: as in ``SamplingParams``.
-      top_p: as in ``SamplingParams``.
-      min_p: as in ``SamplingParams``.
       seeds: of the random distributions.
+      **filters: temperature (more than 0, 1 by default), top_k, top_p and min_p, as in
+        ``SamplingParams``.
 
     Raises:
       ValueError: an argument is out of range.
     """
     rule = rule_of(rule)
-    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters = {"temperature": 1.0} | filters
     sampling = _sampling(filters)
     parents = _parents(proposal, tree)
     judge = rule.for_proposal(proposal)
@@ -125,7 +116,7 @@ def distribution(
         _tried(measure, judge, name, case)
         for name, case in _cases(proposal, parents, seeds, sampling)
     )
-    subject = ", ".join([f"{rule.name}, {_words(proposal, parents)}", *_changed(filters)])
+    subject = ", ".join([f"{rule.name}, {_words(proposal, parents)}", *changed(filters)])
     return dataclasses.replace(worst(tried), subject=subject)
 
 
@@ -238,6 +229,7 @@ def _words(proposal: str, parents: tuple[int, ...]) -> str:
     return shape if proposal == "chain" else f"{shape}, {proposal} children"
 
 
-def _changed(filters: dict[str, float]) -> list[str]:
+def changed(filters: dict[str, float]) -> list[str]:
+    """Return the filters that change a distribution, as words."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return [f"{name}={value:g}" for name, value in filters.items() if value != off.get(name)]

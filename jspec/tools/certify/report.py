@@ -12,21 +12,13 @@ from jspec.util import atomic_files
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-      check: "distribution", "chi-square", "drafter", or "text".
-      subject: the measured thing, in words.
-      measured: larger is worse; NaN is a failure.
-      limit: ``measured`` must stay below it.
-      note: further information, such as the worst case.
-    """
-
-    check: str
-    subject: str
-    measured: float
-    limit: float
-    note: str = ""
+    check: str  # "distribution", "chi-square", "drafter", or "text"
+    subject: str  # the measured thing, in words
+    measured: float  # larger is worse; NaN is a failure
+    limit: float  # ``measured`` must stay below it
+    note: str = ""  # further information, such as the worst case
 
     @property
     def passed(self) -> bool:
@@ -41,17 +33,11 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All findings of a certificate, in the order in which they were made.
+    """All findings of a certificate, in the order in which they were made."""
 
-    Attributes:
-      findings: at least one.
-      setting: the certified configuration and the device: names and values.
-      remarks: checks that were left out or replaced, and why.
-    """
-
-    findings: tuple[Finding, ...]
-    setting: dict[str, str]
-    remarks: tuple[str, ...] = ()
+    findings: tuple[Finding, ...]  # at least one
+    setting: dict[str, str]  # the certified configuration and the device: names and values
+    remarks: tuple[str, ...] = ()  # checks that were left out or replaced, and why
 
     @property
     def passed(self) -> bool:

@@ -35,17 +35,9 @@ def scored(
 ) -> tuple[np.ndarray, float]:
     """Return the logits before each token of ``text``, and their noise over shapes of passes.
 
-    Args:
-      target: the language model.
-      params: its weights, as ``params.target``.
-      row: of the prompt.
-      text: the tokens generated behind it, at least one.
-      chunk: tokens of a pass besides one and all, such as the nodes of a draft.
-      batch: rows of a pass besides one.
-
-    Returns:
-      Logits of the pass token by token, float32 [len(text), V]; and the largest change of the
-      difference of two logits, among the likeliest tokens of any position.
+    Passes have one token, ``chunk`` tokens or all, and one row or ``batch`` rows. The logits are
+    those of the pass token by token, float32 [len(text), V]. The noise is the largest change of the
+    difference of two logits, among the likeliest tokens of any position.
     """
     score = functools.partial(_scored, target, params, row.prompt, text)
     reference, noise = score(1, 1), 0.0
@@ -122,17 +114,9 @@ def _feed(target: Target, params, cache: kv_cache.KVCache, chunks: Array) -> Arr
 def gap(row: SequenceParams, position: int, logits: np.ndarray, pair: tuple[int, int]) -> float:
     """Return a change of logit differences with which a row draws either of two tokens.
 
-    The row draws with its own noise and filters. Without filters the change is the smallest; at
-    temperature 0 it is the difference of the two logits.
-
-    Args:
-      row: its settings, seed and stream.
-      position: of the token in the text behind the prompt.
-      logits: of the target there, [V].
-      pair: the tokens.
-
-    Returns:
-      The change; infinity if none is enough.
+    The row draws with its own noise and filters from the target's ``logits`` [V] at a position of
+    its text. Without filters the change is the smallest; at temperature 0 it is the difference of
+    the two logits. It is infinite if no change is enough.
     """
     request, streams = request_of([row], 1, row.filters, len(logits))
     keys = jax.random.wrap_key_data(request.keys, impl="threefry2x32")

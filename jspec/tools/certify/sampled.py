@@ -11,7 +11,7 @@ from jspec.core import sampling, trees
 from jspec.core.types import Array, Draft, History, Request, Sampling
 from jspec.engine.sequences import SequenceParams, request_of
 from jspec.tools.certify.conditionals import softmax
-from jspec.tools.certify.exact import rule_of
+from jspec.tools.certify.exact import changed, rule_of
 from jspec.tools.certify.report import Finding, worst
 from jspec.tools.certify.statistics import bias, excess
 from jspec.verify import Rule, verify
@@ -43,11 +43,8 @@ def chi_square(
     proposal: str = "chain",
     *,
     vocab_size: int = VOCAB_SIZE,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
     seed: int = 0,
+    **filters: float,
 ) -> Finding:
     """Run rounds of the jitted rule, noise included, and count the tokens of each position.
 
@@ -59,11 +56,8 @@ def chi_square(
       proposal: "chain", "without_replacement" (a binary tree) or "deterministic".
       vocab_size: V. A budget of 2**25 logits sets the number of rounds, from a thousand to a
         hundred thousand. Few rounds count in two bins: tokens that are drafted too often, the rest.
-      temperature: as in ``SamplingParams``.
-      top_k: as in ``SamplingParams``.
-      top_p: as in ``SamplingParams``.
-      min_p: as in ``SamplingParams``.
       seed: of the logits and of all noise.
+      **filters: temperature (0.8 by default), top_k, top_p and min_p, as in ``SamplingParams``.
 
     Raises:
       ValueError: an argument is out of range.
@@ -74,7 +68,8 @@ def chi_square(
         raise ValueError(f"proposal={proposal!r} cannot be drawn here; use one of {known}.")
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ValueError(f"vocab_size={vocab_size!r} must be a whole number of at least 2.")
-    row = SequenceParams((0,), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    filters = {"temperature": 0.8} | filters
+    row = SequenceParams((0,), **filters)
     settings = request_of([row], 1, row.filters, vocab_size)[0].sampling
     rng = np.random.default_rng(seed)
     target = rng.normal(size=vocab_size) * (1 if vocab_size <= 64 else 2.5)
@@ -85,10 +80,8 @@ def chi_square(
         for half, drafter in enumerate((-target, near))
         for each in _findings(judge, target, drafter, settings, 2 * seed + half)
     )
-    subject = f"{rule.name}, {proposal} drafts, V={vocab_size}, temperature={temperature:g}"
-    filters = (("top_k", top_k, 0), ("top_p", top_p, 1), ("min_p", min_p, 0))
-    subject += "".join(f", {name}={value:g}" for name, value, off in filters if value != off)
-    return Finding("chi-square", subject, finding.measured, 1.0, finding.note)
+    words = [rule.name, f"{proposal} drafts", f"V={vocab_size}", *changed(filters)]
+    return Finding("chi-square", ", ".join(words), finding.measured, 1.0, finding.note)
 
 
 def _findings(judge, target, drafter, settings: Sampling, seed: int) -> Iterator[Finding]:

@@ -73,15 +73,8 @@ def texts(
 ) -> Finding:
     """Compare texts with plain decoding, of greedy rows or of a rule that promises equal texts.
 
-    Args:
-      plan: target, drafter and rule.
-      params: weights.
-      rows: prompts and settings.
-      name: shows a token to people.
-
-    Returns:
-      A finding of the check "text": the largest gap at which two texts diverge, in units of the
-      noise, or 0. The rest of a diverging row is not compared.
+    The finding measures the largest gap at which two texts diverge, in units of the noise, or 0.
+    The rest of a diverging row is not compared. ``name`` shows a token to people.
 
     Raises:
       ValueError: a row does not fit the model.
@@ -157,9 +150,8 @@ def _divergences(
 def with_target_noise(plan: Plan) -> tuple[Plan, str]:
     """Return the plan under a rule that gives the text of plain sampling at any temperature.
 
-    Returns:
-      The plan, and a remark if the rule is a weaker substitute. The plan keeps its own rule if that
-      promises the text, else it has ``coupled``, or ``match`` if the drafter cannot share noise.
+    The plan keeps its own rule if that promises the text. Otherwise it has ``coupled``, or
+    ``match`` if the drafter cannot share noise; the second value remarks on that.
     """
     if plan.effective_rule.randomness == "target":
         return plan, ""

@@ -8,7 +8,6 @@ cool comes too early in every context. By id: a uniform that is used twice gives
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +16,7 @@ from jax import lax
 
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
-from jspec.core.types import (
-    Array,
-    Draft,
-    Drafter,
-    History,
-    MultiMode,
-    Params,
-    Request,
-    Shared,
-    Tree,
-)
+from jspec.core.types import Array, Draft, Drafter, MultiMode, Params, Request, Shared, Tree
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
 
@@ -74,9 +63,7 @@ class Observer:
     init = property(lambda self: self.inner.init)
     prefill = property(lambda self: self.inner.prefill)
 
-    def propose(
-        self, params: Params, request: Request, shared: Shared, memory: Any, history: History
-    ) -> tuple[Draft, Any]:
+    def propose(self, params, request, shared, memory, history):
         """Propose the inner drafter's draft, and keep it."""
         draft, memory = self.inner.propose(params, request, shared, memory, history)
         return draft, (memory, draft)
@@ -123,15 +110,9 @@ def watch(
     broken, (quantiles, probability, misses) = _measure(
         request.keys, root, draft, drawn, plan.drafter.proposal, share
     )
-    observation = Observation(
-        jnp.concatenate([structure, broken], 1),
-        draft.valid,
-        quantiles,
-        uniforms,
-        probability,
-        misses,
-    )
-    return shared, state.replace(memory=memory), observation
+    broken = jnp.concatenate([structure, broken], 1)
+    seen = Observation(broken, draft.valid, quantiles, uniforms, probability, misses)
+    return shared, state.replace(memory=memory), seen
 
 
 def _structure(plan: Plan, root_token: Array, draft: Draft, tree: Tree) -> Array:

@@ -70,13 +70,7 @@ def _run(
 
 
 def of_row(plan: Plan, params: Params, row: SequenceParams, *, tokenizer: Any = None) -> Trace:
-    """Return the trace of one sequence in the functional layer.
-
-    Args:
-      plan: target, drafter and rule.
-      params: weights.
-      row: the sequence, as for ``jspec.engine.batch.generate_sequences``.
-      tokenizer: decodes the tokens; None shows their ids.
+    """Return the trace of one sequence in the functional layer; without a tokenizer, with ids.
 
     Raises:
       ValueError: the row does not fit the model.

@@ -18,18 +18,7 @@ from jspec import verify
 from jspec.api.outputs import Transcript
 from jspec.core import logits_processors, modes, sampling, token_fsm, trees
 from jspec.core.branches import Branches
-from jspec.core.types import (
-    Array,
-    Draft,
-    Drafter,
-    History,
-    MultiMode,
-    Params,
-    Request,
-    Shared,
-    TargetOutput,
-    Verdict,
-)
+from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Shared, Verdict
 from jspec.engine.batch import Batch, advance, read, start
 from jspec.engine.loop import on_finished
 from jspec.engine.plan import Plan
@@ -82,24 +71,18 @@ class Recorder:
     capture_layers = property(lambda self: self.inner.capture_layers)
     proposal = property(lambda self: self.inner.proposal)
 
-    def init(self, params: Params, request: Request, capacity: int) -> RecorderMemory:
+    def init(self, params, request, capacity: int) -> RecorderMemory:
         """Allocate the inner drafter's memory and an empty record."""
         batch = request.max_length.shape[0]
         zeros = lambda dtype, *shape: jnp.zeros((batch, *shape), dtype)
         nodes = lambda dtype, *shape: zeros(dtype, self.tree_size, *shape)
         empty = Record(
-            tokens=nodes(jnp.int32),
-            parents=nodes(jnp.int32),
+            **{name: nodes(jnp.int32) for name in ("tokens", "parents", "draws")},
+            **{name: nodes(jnp.float32) for name in ("p", "q", "chance", "uniforms")},
+            **{name: zeros(jnp.int32) for name in ("num_emitted", "next_token")},
             valid=nodes(bool),
             path=zeros(jnp.int32, self.max_depth + 1),
-            num_emitted=zeros(jnp.int32),
-            next_token=zeros(jnp.int32),
             next_p=zeros(jnp.float32),
-            p=nodes(jnp.float32),
-            q=nodes(jnp.float32),
-            chance=nodes(jnp.float32),
-            uniforms=nodes(jnp.float32),
-            draws=nodes(jnp.int32),
             likeliest=nodes(jnp.int32, LIKELIEST),
             likeliest_p=nodes(jnp.float32, LIKELIEST),
         )
@@ -112,29 +95,12 @@ class Recorder:
         inner = self.inner.prefill(params, memory.inner, tokens, features, start, valid)
         return memory.replace(inner=inner)
 
-    def propose(
-        self,
-        params: Params,
-        request: Request,
-        shared: Shared,
-        memory: RecorderMemory,
-        history: History,
-    ) -> tuple[Draft, RecorderMemory]:
+    def propose(self, params, request, shared, memory: RecorderMemory, history):
         """Draft with the inner drafter."""
         draft, inner = self.inner.propose(params, request, shared, memory.inner, history)
         return draft, memory.replace(inner=inner, grammar=history.state)
 
-    def update(
-        self,
-        params: Params,
-        request: Request,
-        shared: Shared,
-        memory: RecorderMemory,
-        history: History,
-        draft: Draft,
-        verdict: Verdict,
-        out: TargetOutput,
-    ) -> tuple[RecorderMemory, Shared]:
+    def update(self, params, request, shared, memory: RecorderMemory, history, draft, verdict, out):
         """Update the inner drafter, and record the round."""
         inner, shared = self.inner.update(
             params, request, shared, memory.inner, history, draft, verdict, out
@@ -189,13 +155,8 @@ def record(
 ) -> tuple[list[Record], Shared]:
     """Generate one row, and return the record of every round and the drafter's shared state.
 
-    Args:
-      plan: target, drafter and rule.
-      params: weights.
-      row: the sequence to continue.
-      transcript: reads the text, and may end it.
-      shared: the drafter's shared state; it is not consumed.
-      price: adds the costs of rounds to ``shared``, for plans that choose by costs.
+    The transcript reads the text, and may end it. ``shared`` is not consumed. ``price`` adds the
+    costs of rounds to it, for plans that choose by costs.
 
     Raises:
       ValueError: the row does not fit the model.
@@ -222,12 +183,7 @@ def _unwrapped(batch: Batch) -> Batch:
 
 
 def _record(
-    rule: verify.Rule,
-    proposal: str,
-    request: Request,
-    history: History,
-    draft: Draft,
-    logits: Array,
+    rule: verify.Rule, proposal: str, request, history: History, draft: Draft, logits: Array
 ) -> Record:
     """Return the record of a round from the raw ``logits`` [B, N, V] and the history before it."""
     settings, count = request.sampling, draft.tokens.shape[1]

@@ -66,44 +66,26 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A token of the answer.
+    """A token of the answer."""
 
-    Attributes:
-      token: id.
-      label: as ``Node.label``.
-      text: its addition to the text: "" for a part of a character, and for a stop token.
-      source: drafted, or the kind of the target's own token.
-      p: probability by the target's distribution, as ``Node.p``.
-      node: index of the drafted node in its round; None for the target's own token.
-    """
-
-    token: int
-    label: str
-    text: str
-    source: Source
-    p: float
-    node: int | None
+    token: int  # id
+    label: str  # as ``Node.label``
+    text: str  # its addition to the text: "" for a part of a character, and for a stop token
+    source: Source  # drafted, or the kind of the target's own token
+    p: float  # probability by the target's distribution, as ``Node.p``
+    node: int | None  # index of the drafted node in its round; None for the target's own token
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One pass of the target.
+    """One pass of the target."""
 
-    Attributes:
-      index: from 0.
-      position: of the root in the prompt and answer together.
-      nodes: the root and every valid node of the draft, parents before children.
-      pieces: the tokens that the round added to the text.
-      why: the reason for its end.
-      words: the reason as a sentence.
-    """
-
-    index: int
-    position: int
-    nodes: tuple[Node, ...]
-    pieces: tuple[Piece, ...]
-    why: Why
-    words: str
+    index: int  # from 0
+    position: int  # of the root in the prompt and answer together
+    nodes: tuple[Node, ...]  # the root and every valid node of the draft, parents before children
+    pieces: tuple[Piece, ...]  # the tokens that the round added to the text
+    why: Why  # the reason for its end
+    words: str  # the reason as a sentence
 
     @property
     def num_accepted(self) -> int:
@@ -123,25 +105,15 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The rounds of one generation, from ``jspec.trace``.
+    """The rounds of one generation, from ``jspec.trace``."""
 
-    Attributes:
-      prompt: text; None for a prompt of token ids.
-      prompt_token_ids: of the prompt.
-      rounds: passes of the target, in order.
-      finish_reason: as in ``CompletionOutput``.
-      stop_reason: as in ``CompletionOutput``.
-      counts: drafted and accepted tokens.
-      setting: model, drafter, rule and temperature as words.
-    """
-
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    rounds: tuple[Round, ...]
-    finish_reason: str
-    stop_reason: int | str | None
-    counts: Counts
-    setting: dict[str, str]
+    prompt: str | None  # text; None for a prompt of token ids
+    prompt_token_ids: tuple[int, ...]  # of the prompt
+    rounds: tuple[Round, ...]  # passes of the target, in order
+    finish_reason: str  # as in ``CompletionOutput``
+    stop_reason: int | str | None  # as in ``CompletionOutput``
+    counts: Counts  # drafted and accepted tokens
+    setting: dict[str, str]  # model, drafter, rule and temperature as words
 
     @property
     def pieces(self) -> Iterator[Piece]:

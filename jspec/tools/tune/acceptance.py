@@ -35,43 +35,18 @@ _PRIOR_TRIALS = 8.0  # weight of a rank's mean over all depths against the count
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The accepted path of one sequence's draft.
-
-    Attributes:
-      path: ranks of the accepted nodes, from the root down.
-      drafted: whether there was a draft.
-      reached_leaf: whether the path ends at a leaf, so that a deeper tree might accept more.
-    """
+    """The accepted path of one sequence's draft: ranks of the nodes, from the root down."""
 
     path: tuple[int, ...]
-    drafted: bool = True
-    reached_leaf: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Rounds:
-    """The recorded rounds of one prompt.
-
-    Attributes:
-      rounds: in order.
-      by_position: whether there is one for every token of the text.
-    """
-
-    rounds: Sequence[Round]
-    by_position: bool
+    drafted: bool = True  # False if there was no draft
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Acceptance:
-    """Counts of accepted nodes by depth and rank, int [D, R] each.
+    """Counts of accepted nodes by depth and rank, int [D, R] each."""
 
-    Attributes:
-      tried: accepted nodes at depth d whose child of rank r is in the tree.
-      accepted: how many of these children were accepted. A child that was not drafted, or whose
-        sibling was accepted, counts as not accepted.
-    """
-
-    tried: np.ndarray
+    tried: np.ndarray  # accepted nodes at depth d whose child of rank r is in the tree
+    # These children, if accepted. One that was not drafted, or whose sibling was accepted, is not.
     accepted: np.ndarray
 
     @property
@@ -93,20 +68,16 @@ class Acceptance:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """The recorded drafts of a family.
+    """The recorded drafts of a family."""
 
-    Attributes:
-      prompts: the rounds of each prompt.
-      acceptance: None if drafts have no static tree.
-    """
-
-    prompts: Sequence[Rounds]
-    acceptance: Acceptance | None
+    prompts: Sequence[Sequence[Round]]
+    by_position: bool  # whether there is a round for every token of the text
+    acceptance: Acceptance | None = None  # None if drafts have no static tree
 
     @property
     def is_empty(self) -> bool:
         """True if no draft fitted into an answer, so that nothing can be predicted."""
-        return not any(prompt.rounds for prompt in self.prompts)
+        return not any(self.prompts)
 
 
 def record(family: Family, work: Workload, num_prompts: int, settings: Settings) -> Recording:
@@ -124,7 +95,7 @@ def record(family: Family, work: Workload, num_prompts: int, settings: Settings)
     if not exact:  # pool the random answers to the same prompt
         pools = [list(itertools.chain(*rounds[i::num_prompts])) for i in range(num_prompts)]
         rounds = [pools[row % num_prompts] for row in range(len(rounds))]
-    return Recording([Rounds(prompt, exact) for prompt in rounds], acceptance)
+    return Recording(rounds, exact, acceptance)
 
 
 def by_position(plan: Plan, temperature: float) -> bool:
@@ -151,21 +122,15 @@ def _reject_all(
 def rounds_of(answer: Answer, tree: StaticTree | None, exact: bool) -> list[Round]:
     """Return the rounds of an answer.
 
-    Rounds whose draft could pass the end of the text are left out unless ``exact``, because the
-    limit cut them short.
-
-    Args:
-      answer: with a trace of all rounds.
-      tree: of the drafts; None if they have none, then every rank is 0.
-      exact: whether the plan was ``one_by_one``, with a round for every token.
+    Rounds whose draft could pass the end of the text are left out, because the limit cut them
+    short, unless the plan was ``one_by_one`` (``exact``). Without a tree every rank is 0.
     """
     depth, text = len(answer.accepted) - 1, answer.tokens.tolist()
     rounds, begin = [], 0
     for accepted, tokens, parents in zip(*(part.tolist() for part in answer.trace), strict=True):
         if exact or begin + depth + 1 <= len(text):
             path = _path(tree, tokens, parents, text[begin : None if exact else begin + accepted])
-            reached_leaf = tree is not None and not _widths(tree).get(path, 0)
-            rounds.append(Round(path, any(token >= 0 for token in tokens[1:]), reached_leaf))
+            rounds.append(Round(path, any(token >= 0 for token in tokens[1:])))
         begin += accepted + 1
     return rounds
 
@@ -182,19 +147,23 @@ def count(rounds: Sequence[Round], tree: StaticTree) -> Acceptance:
     return Acceptance(tried, accepted)
 
 
-def extended(prompt: Rounds, chances: np.ndarray, random: np.random.Generator) -> Rounds:
-    """Continue the paths that reached a leaf with ranks drawn from ``chances`` [D, R]."""
-    rounds = []
-    for round_ in prompt.rounds:
+def extended(recording: Recording, tree: StaticTree, random: np.random.Generator) -> Recording:
+    """Continue paths that reached a leaf of the recorded tree with ranks drawn by their chances."""
+    chances, widths = recording.acceptance.chances, _widths(tree)
+
+    def continued(round_: Round) -> Round:
         path = list(round_.path)
-        while round_.reached_leaf and round_.drafted and len(path) < len(chances):
+        reached_leaf = round_.drafted and not widths.get(round_.path, 0)
+        while reached_leaf and len(path) < len(chances):
             cumulative = np.cumsum(chances[len(path)])
             rank = int(np.searchsorted(cumulative, random.random(), side="right"))
             if rank == len(cumulative):
                 break
             path.append(rank)
-        rounds.append(Round(tuple(path), round_.drafted))
-    return Rounds(rounds, prompt.by_position)
+        return Round(tuple(path), round_.drafted)
+
+    prompts = [[continued(round_) for round_ in prompt] for prompt in recording.prompts]
+    return dataclasses.replace(recording, prompts=prompts)
 
 
 def accepted_by(tree: StaticTree, path: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ from jspec.engine.costs import copied, endless
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import filters_of
 from jspec.tools.bench.timing import Contender, Sample, race
+from jspec.tools.tune.settings import Settings
 from jspec.tools.tune.workload import Workload
 
 _MANY = 13  # repetitions in the longer launch
@@ -118,10 +119,10 @@ def whole(run: Callable[[], Any]) -> Clock:
     return Clock(launch, many=1)
 
 
-def timed(clocks: Sequence[Clock], repeats: int, patience: int) -> list[float]:
+def timed(clocks: Sequence[Clock], settings: Settings) -> list[float]:
     """Return the median seconds of clocks that take turns, of undisturbed samples if any."""
     field = [Contender(str(index), clock) for index, clock in enumerate(clocks)]
-    race(field, repeats, patience)
+    race(field, settings.repeats, settings.patience)
     return [statistics.median(sample.seconds for sample in each.usable) for each in field]
 
 

@@ -7,12 +7,13 @@ loop, a group runs as long as its slowest row, and a round drafts if any row has
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from jspec.core.trees import StaticTree
-from jspec.tools.tune.acceptance import Rounds, accepted_by
+from jspec.tools.tune.acceptance import Recording, Round, accepted_by
 
 _REPLAYS = 64
 
@@ -27,38 +28,31 @@ class Passes:
 
 
 def replay(
-    prompts: Sequence[Rounds],
+    recording: Recording,
     tree: StaticTree | None,
     lengths: Sequence[int],
     groups: Sequence[Sequence[int]],
-    seed: int = 0,
 ) -> Passes:
-    """Replay all answers with drafts of ``tree``.
+    """Replay answers of ``lengths`` with drafts of ``tree``; None replays the recorded drafts.
 
-    Args:
-      prompts: recorded rounds; a prompt without any draws from those of all prompts.
-      tree: of the drafts; None replays the recorded drafts.
-      lengths: tokens of every answer.
-      groups: indices of prompts that run together.
-      seed: equal seeds draw equal rounds for every tree.
+    ``groups`` are the indices of prompts that run together. Every tree draws the same rounds. A
+    prompt without any draws from those of all prompts.
 
     Raises:
       ValueError: there are no rounds.
     """
-    pooled = Rounds([round_ for prompt in prompts for round_ in prompt.rounds], False)
-    if not pooled.rounds:
+    if recording.is_empty:
         raise ValueError("no round is left to predict from: answers are too short for the drafts.")
+    pooled = list(itertools.chain(*recording.prompts))
     drafted = plain = row_rounds = tokens = 0.0
     for group in groups:
-        rows = [
-            _row(
-                prompts[index] if prompts[index].rounds else pooled,
-                tree,
-                lengths[index],
-                np.random.default_rng((seed, index)),
-            )
-            for index in group
-        ]
+        rows = []
+        for index in group:
+            rounds = recording.prompts[index]
+            by_position = recording.by_position and bool(rounds)
+            random = None if by_position else np.random.default_rng((0, index))
+            rows.append(_row(rounds or pooled, tree, lengths[index], random))
+            tokens += len(rounds) if recording.by_position else lengths[index]
         counts = np.array([[len(has_draft) for has_draft in row] for row in rows])
         any_draft = np.zeros((_REPLAYS, int(counts.max())), bool)
         for row in rows:
@@ -67,22 +61,23 @@ def replay(
         drafted += any_draft.sum(1).mean()
         plain += (counts.max(0) - any_draft.sum(1)).mean()
         row_rounds += counts.sum(0).mean()
-        tokens += sum(_length(prompts[index], lengths[index]) for index in group)
     return Passes(float(drafted), float(plain), float(tokens / row_rounds))
 
 
-def _length(prompt: Rounds, length: int) -> int:
-    return len(prompt.rounds) if prompt.by_position else length
-
-
 def _row(
-    prompt: Rounds, tree: StaticTree | None, length: int, random: np.random.Generator
+    rounds: Sequence[Round],
+    tree: StaticTree | None,
+    length: int,
+    random: np.random.Generator | None,
 ) -> list[np.ndarray]:
-    """Return whether each round of an answer has a draft, bool [rounds] for each replay."""
-    paths = [round_.path for round_ in prompt.rounds]
+    """Return whether each round of an answer has a draft, bool [rounds] for each replay.
+
+    Rounds are drawn with ``random``; without it there is one for every token.
+    """
+    paths = [round_.path for round_ in rounds]
     accepted = np.array([len(p) if tree is None else accepted_by(tree, p) for p in paths])
-    has_draft = np.array([round_.drafted for round_ in prompt.rounds])
-    if prompt.by_position:
+    has_draft = np.array([round_.drafted for round_ in rounds])
+    if random is None:
         position, visited = 0, []
         while position < len(accepted):
             visited.append(position)

@@ -15,7 +15,7 @@ from jspec.core import trees
 from jspec.core.types import Sharing
 from jspec.tools.bench.contenders import Ours
 from jspec.tools.tune import clocks, prediction
-from jspec.tools.tune.acceptance import Recording, Round, Rounds, extended
+from jspec.tools.tune.acceptance import Recording, extended
 from jspec.tools.tune.costs import Costs
 from jspec.tools.tune.families import Candidate, Family, tree_sizes
 from jspec.tools.tune.prediction import Passes
@@ -38,7 +38,7 @@ class Search:
         on_step: Callable[[str], None],
     ):
         self._families, self._work, self._settings = families, work, settings
-        self._on_step = lambda words: on_step(f"{work.case.title}: {words}")
+        self._on_step = on_step
         self._measure_plain()
         self._passes: dict[Candidate, Passes] = {}
         for family, recording in zip(families, recordings, strict=True):
@@ -101,7 +101,7 @@ class Search:
             self._plain_rounds,
             *(clocks.passes(build.plan, build.params.target, batch, size) for size in sizes),
         ]
-        call, prefill, plain_round, *seconds = self._timed(runs)
+        call, prefill, plain_round, *seconds = clocks.timed(runs, self._settings)
         self._costs = Costs(sizes, seconds, plain_round, call - plain_round, {0: prefill})
 
     def _one_token(self, llm: LLM) -> Callable[[], Any]:
@@ -121,22 +121,16 @@ class Search:
 
     def _predicted_passes(self, family: Family, recording: Recording) -> dict[Candidate, Passes]:
         """Return the candidates of a family; none if too little was recorded."""
-        lengths, groups = self._lengths, self._work.groups
-        if family.number == 0:
-            undrafted = [Rounds([Round((), drafted=False)], False)] * len(lengths)
-            plain = Candidate(0, family.name, family.config, None, 0, 1)
-            return {plain: prediction.replay(undrafted, None, lengths, groups)}
         if recording.is_empty:
             return {}
-        prompts = recording.prompts[: len(lengths)]
-        if family.max_k is None:
-            candidates = [family.probe]
-        else:
-            chances = recording.acceptance.chances
+        candidates = [family.probe]
+        if family.max_k is not None:
+            candidates = self._candidates(family, recording.acceptance.chances)
             random = np.random.default_rng(self._settings.seed)
-            prompts = [extended(prompt, chances, random) for prompt in prompts]
-            candidates = self._candidates(family, chances)
-        return {each: prediction.replay(prompts, each.tree, lengths, groups) for each in candidates}
+            recording = extended(recording, family.probe.tree, random)
+        lengths, groups = self._lengths, self._work.groups
+        replay = lambda tree: prediction.replay(recording, tree, lengths, groups)
+        return {candidate: replay(candidate.tree) for candidate in candidates}
 
     def _candidates(self, family: Family, chances: np.ndarray) -> list[Candidate]:
         """Return every chain, and for each depth and size the best static tree."""
@@ -163,15 +157,12 @@ class Search:
         runs = [self._plain_rounds, clock]
         if family.number not in self._costs.prefill:
             runs.append(clocks.prefill(build.plan, build.params, work))
-        plain, *seconds = self._timed(runs)
+        plain, *seconds = clocks.timed(runs, self._settings)
         # Relative to plain rounds of the same minutes: the speed of the machine may have changed.
         seconds, *prefill = [self._costs.plain / plain * each for each in seconds]
         self._costs.measured(candidate, seconds, drafted)
         if prefill:
             self._costs.prefill[family.number] = prefill[0]
-
-    def _timed(self, runs: Sequence[clocks.Clock]) -> list[float]:
-        return clocks.timed(runs, self._settings.repeats, self._settings.patience)
 
     def _ranked(self) -> list[Candidate]:
         return sorted(self._passes, key=self._seconds)

@@ -14,7 +14,7 @@ from jspec.engine.batch import generate_sequences
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.tune import acceptance, prediction
-from jspec.tools.tune.acceptance import Round, Rounds
+from jspec.tools.tune.acceptance import Recording, Round
 from jspec.tools.tune.costs import Costs, RoundSeconds
 from jspec.tools.tune.families import Candidate, chain
 from tests.fakes import RandomDrafter, ToyTarget, TreeTableDrafter, script, table
@@ -47,14 +47,14 @@ def test_acceptance_by_rank_follows_from_the_distributions():
 
 
 def test_rounds_of_a_tree_are_predicted_from_those_of_a_wider_one():
-    prompts = [Rounds(some, False) for some in sampled_rounds()]
+    recording = Recording(sampled_rounds(), False)
     lengths, groups = [400] * 8, [list(range(4)), list(range(4, 8))]
     for tree, expected in (
         (chain(1), 1.7),
         (chain(2), 1 + 0.7 + 0.49),
         (BUSH, 1 + 0.808571 + 0.7 * 0.808571),
     ):
-        passes = prediction.replay(prompts, tree, lengths, groups)
+        passes = prediction.replay(recording, tree, lengths, groups)
         assert passes.tokens_per_pass == pytest.approx(expected, rel=0.03)
         slowest = 400 / expected  # of four rows: a little more than the mean
         assert 2 * slowest < passes.drafted < 2.25 * slowest and passes.plain == 0
@@ -70,11 +70,11 @@ def test_passes_are_predicted_exactly_if_the_text_does_not_depend_on_the_draft()
     assert acceptance.by_position(wide, 0.9)
     answers = generate_sequences(acceptance.one_by_one(wide), params, rows)
     assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in plain]
-    prompts = [Rounds(acceptance.rounds_of(a, chain(4), True), True) for a in answers]
+    recording = Recording([acceptance.rounds_of(a, chain(4), True) for a in answers], True)
     for depth in (1, 4):
         run = generate_sequences(plan(depth), params, rows)
         groups = [[0, 1], [2, 3]]
-        passes = prediction.replay(prompts, chain(depth), [60] * 4, groups)
+        passes = prediction.replay(recording, chain(depth), [60] * 4, groups)
         rounds = [answer.rounds for answer in run]
         assert passes.tokens_per_pass == 4 * 60 / sum(rounds) > 1
         assert passes.drafted + passes.plain == max(rounds[:2]) + max(rounds[2:])
@@ -82,9 +82,13 @@ def test_passes_are_predicted_exactly_if_the_text_does_not_depend_on_the_draft()
 
 
 def test_a_path_that_reached_a_leaf_is_continued_at_random():
-    rounds = [Round((0,), reached_leaf=True)] * 4000 + [Round(()), Round((), drafted=False)]
-    chances = np.array([[0.5, 0.2], [0.6, 0.3], [0.5, 0.1]])
-    longer = acceptance.extended(Rounds(rounds, False), chances, np.random.default_rng(0)).rounds
+    rounds = [Round((1,))] * 4000 + [Round(()), Round((), drafted=False)]
+    tree = trees.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)])
+    counts = acceptance.Acceptance(
+        np.full((3, 2), 10**6), 10**5 * np.array([[5, 2], [6, 3], [5, 1]])
+    )
+    recording = Recording([rounds], False, counts)
+    [longer] = acceptance.extended(recording, tree, np.random.default_rng(0)).prompts
     assert [each.path for each in longer[-2:]] == [(), ()]
     second = np.array([each.path[1] if len(each.path) > 1 else -1 for each in longer[:-2]])
     assert (second == 0).mean() == pytest.approx(0.6, abs=0.03)
@@ -93,11 +97,11 @@ def test_a_path_that_reached_a_leaf_is_continued_at_random():
 
 
 def test_a_group_runs_as_long_as_its_slowest_row():
-    fast, slow = Rounds([Round((0, 0))], False), Rounds([Round((), drafted=False)], False)
-    passes = prediction.replay([fast, slow], chain(2), [30, 12], [[0, 1]])
+    fast, slow = [Round((0, 0))], [Round((), drafted=False)]
+    passes = prediction.replay(Recording([fast, slow], False), chain(2), [30, 12], [[0, 1]])
     assert passes == prediction.Passes(10, 2, 42 / 22)
     with pytest.raises(ValueError, match="no round is left"):
-        prediction.replay([Rounds([], False)], chain(2), [30], [[0]])
+        prediction.replay(Recording([[]], False), chain(2), [30], [[0]])
 
 
 def test_unmeasured_rounds_cost_at_least_the_bound():
