@@ -14,6 +14,7 @@ from jspec.core import kv_cache
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import check_window, last_of, rows
+from jspec.models import decoder
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
@@ -44,7 +45,7 @@ class Eagle(CachedDrafter):
 
     def init(self, params, request, capacity):
         """Allocate an empty cache."""
-        cache = head.init_cache(self.config, request.max_length.shape[0], capacity)
+        cache = decoder.init_cache(self.config.network, request.max_length.shape[0], capacity)
         return CachedMemory.empty(cache, 1, self.config)
 
     def _commit(self, params, memory, following, features, count):
@@ -60,7 +61,7 @@ class Eagle(CachedDrafter):
         frontier = _Frontier(
             hidden=jnp.repeat(memory.hidden, width, 1),
             visible=jnp.zeros((batch, width, slots), bool),
-            side=head.init_cache(self.config, batch, slots).layers,
+            side=decoder.init_cache(self.config.network, batch, slots).layers,
         )
         return frontier, self._unembed(params, memory.hidden)
 
@@ -68,18 +69,13 @@ class Eagle(CachedDrafter):
         take = lambda x: rows(x, parents)
         slots = own_slots(frontier.visible.shape[2], slot, drafted.shape[1])
         visible = take(frontier.visible) | slots
-        hidden, side = head.extend(
-            params.drafter,
-            self.config,
-            self._embed(params, drafted),
-            take(frontier.hidden),
-            positions_of(history, drafted, depth),
-            memory.cache,
-            frontier.side,
-            slot,
-            visible,
+        positions, network = positions_of(history, drafted, depth), self.config.network
+        embedded, features = self._embed(params, drafted), take(frontier.hidden)
+        attend, side = decoder.attention_beside(
+            memory.cache, frontier.side, slot, visible, positions, **network.attention_options
         )
-        return _Frontier(hidden, visible, side), self._unembed(params, hidden)
+        hidden = head.blocks(params.drafter, self.config, embedded, features, positions, attend)
+        return _Frontier(hidden, visible, tuple(side)), self._unembed(params, hidden)
 
     def _embed(self, params, ids):
         return embed(params.drafter, self.config, ids, self.target, params.target)

@@ -16,6 +16,7 @@ from jspec.core import kv_cache
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import last_of, rows
+from jspec.models import decoder
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 
@@ -91,19 +92,13 @@ class Mtp(CachedDrafter):
         module = depth % self.config.n_predict if self.unrolled else 0
         visible = [rows(mask, parents) for mask in frontier.visible]
         visible[module] |= own_slots(visible[module].shape[2], slot, drafted.shape[1])
+        beside = memory[module].cache, frontier.side[module], slot, visible[module]
+        positions, network = positions_of(history, drafted, depth), self.config.network
+        attend, entries = decoder.attention_beside(*beside, positions, **network.attention_options)
+        embedded, hidden = self._embed(params, drafted), rows(frontier.hidden, parents)
+        hidden = head.run(params.drafter, self.config, module, embedded, hidden, positions, attend)
         side = list(frontier.side)
-        hidden, side[module] = head.extend(
-            params.drafter,
-            self.config,
-            module,
-            self._embed(params, drafted),
-            rows(frontier.hidden, parents),
-            positions_of(history, drafted, depth),
-            memory[module].cache,
-            side[module],
-            slot,
-            visible[module],
-        )
+        side[module] = tuple(entries)
         frontier = _Frontier(hidden, tuple(visible), tuple(side))
         return frontier, self._unembed(params, module, hidden)
 
@@ -111,7 +106,8 @@ class Mtp(CachedDrafter):
         return memory[0].cache.length
 
     def _embed(self, params, ids):
-        return head.embed(self.config, ids, self.target, params.target)
+        embedded = self.target.embed(params.target, ids)
+        return embedded.astype(self.config.network.activation_dtype)
 
     def _unembed(self, params, module, hidden):
         return head.unembed(params.drafter, self.config, module, hidden, self.target, params.target)

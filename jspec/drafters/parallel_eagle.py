@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory
 from jspec.drafters.base.tree_drafter import last_of
 from jspec.drafters.trees import marginals
+from jspec.models import decoder
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
@@ -52,7 +53,7 @@ class ParallelEagle(CachedDrafter):
 
     def init(self, params, request, capacity):
         """Allocate an empty cache."""
-        cache = head.init_cache(self.config, request.max_length.shape[0], capacity)
+        cache = decoder.init_cache(self.config.network, request.max_length.shape[0], capacity)
         return CachedMemory.empty(cache, self.max_depth, self.config)
 
     def propose(self, params, request, shared, memory, history):

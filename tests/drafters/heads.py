@@ -15,6 +15,7 @@ from jspec.checkpoints.heads import head_files
 from jspec.core import trees
 from jspec.core.types import Array
 from jspec.drafters import Eagle, Medusa
+from jspec.models import decoder
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 from tests import tiny
@@ -109,18 +110,12 @@ def logits_of(method, params, windows, features):
     batch, size = windows.shape
     positions = jnp.broadcast_to(jnp.arange(size - 1), (batch, size - 1))
     mask = jnp.broadcast_to(np.tri(size - 1, dtype=bool), (batch, size - 1, size - 1))
-    side = eagle.init_cache(config, batch, size - 1).layers
-    hidden, _ = eagle.extend(
-        params,
-        config,
-        embed(params, config, windows[:, 1:], tiny.TARGET, target),
-        eagle.fuse(params, config, tuple(x[:, :-1] for x in features)),
-        positions,
-        eagle.init_cache(config, batch, 0),
-        side,
-        jnp.int32(0),
-        mask,
-    )
+    side = decoder.init_cache(config.network, batch, size - 1).layers
+    empty = decoder.init_cache(config.network, batch, 0)
+    attend, _ = decoder.attention_beside(empty, side, jnp.int32(0), mask, positions)
+    embedded = embed(params, config, windows[:, 1:], tiny.TARGET, target)
+    fused = eagle.fuse(params, config, tuple(x[:, :-1] for x in features))
+    hidden = eagle.blocks(params, config, embedded, fused, positions, attend)
     return eagle.unembed(params, config, hidden, tiny.TARGET, target), lambda wanted: wanted[:, 1:]
 
 

@@ -47,7 +47,7 @@ def random_params(name: str):
 def rows_of_text(params, config, texts, features):
     """Return the outputs of each module over texts [B, T]: a list of [B, T - 1 - m, D]."""
     target = tiny.params().target
-    embedded, outputs = mtp.embed(config, texts[:, 1:], tiny.TARGET, target), []
+    embedded, outputs = tiny.TARGET.embed(target, texts[:, 1:]), []
     hidden = features[:, :-1]
     for module in range(config.n_predict):
         empty = mtp.init_cache(config, len(texts), 0)

@@ -49,10 +49,11 @@ def prefill(params, config, states, tokens, cache):
 def feed(params, config, hidden, token, position, cache, side, slot, mask):
     """Return logits, output and side buffers of a row that reads ``hidden`` [1, 1, D]."""
     embedded = embed(params, config, token, MODEL, target_params())
-    hidden, side = eagle.extend(
-        params, config, embedded, hidden, jnp.full((1, 1), position), cache, side, slot, mask
-    )
-    return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, side
+    position = jnp.full((1, 1), position)
+    options = config.network.attention_options
+    attend, side = decoder.attention_beside(cache, side, slot, mask, position, **options)
+    hidden = eagle.blocks(params, config, embedded, hidden, position, attend)
+    return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, tuple(side)
 
 
 def draft_logits(head, states, tokens):
@@ -60,12 +61,12 @@ def draft_logits(head, states, tokens):
     params, config = head.params, head.config
     states = tuple(jnp.asarray(states[None, :, i]) for i in range(states.shape[1]))
     tokens = jnp.asarray(tokens, jnp.int32)[None]
-    cache, parts = eagle.init_cache(config, 1, 16), []
+    cache, parts = decoder.init_cache(config.network, 1, 16), []
     for rows in (slice(0, CHUNK), slice(CHUNK, ROWS)):
         chunk = tuple(x[:, rows] for x in states)
         logits, hidden, cache = prefill(params, config, chunk, tokens[:, rows], cache)
         parts.append(logits)
-    side = eagle.init_cache(config, 1, STEPS).layers
+    side = decoder.init_cache(config.network, 1, STEPS).layers
     hidden = hidden[:, -1:]
     for slot in range(STEPS):
         row = ROWS + slot

@@ -100,9 +100,8 @@ def _serve(params, config, target, tokens, steps):
     features = (normed,) if config.generation == 1 else captured
     fused = eagle.fuse(params, config, tuple(x[:, :rows] for x in features))
     vectors = lambda ids: embed(params, config, ids, module, target)
-    hidden, entries = eagle.prefill(
-        params, config, vectors(tokens[None, 1:]), fused, eagle.init_cache(config, 1, rows)
-    )
+    empty = decoder.init_cache(config.network, 1, rows)
+    hidden, entries = eagle.prefill(params, config, vectors(tokens[None, 1:]), fused, empty)
     each = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:]))
     cache = kv_cache.KVCache(jax.tree.map(each, entries), jnp.arange(1, rows + 1, dtype=jnp.int32))
     room = lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]))
@@ -110,18 +109,9 @@ def _serve(params, config, target, tokens, steps):
     for step in range(1, steps):
         ids = jnp.roll(tokens, -1 - step)[:rows, None]
         mask = jnp.broadcast_to(jnp.arange(steps) < step, (rows, 1, steps))
-        x, side = eagle.extend(
-            params,
-            config,
-            vectors(ids),
-            hidden[-1],
-            jnp.arange(rows)[:, None] + step,
-            cache,
-            side,
-            jnp.int32(step - 1),
-            mask,
-        )
-        hidden.append(x)
+        positions = jnp.arange(rows)[:, None] + step
+        attend, side = decoder.attention_beside(cache, side, jnp.int32(step - 1), mask, positions)
+        hidden.append(eagle.blocks(params, config, vectors(ids), hidden[-1], positions, attend))
     hidden = jnp.stack(hidden)[:, :, 0]
     logits = eagle.unembed(params, config, hidden, module, target)
     truth = module.unembed(target, normed[0], norm=False)

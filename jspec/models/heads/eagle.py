@@ -35,7 +35,7 @@ from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
-from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads import network
 from jspec.models.heads.network import SharingSizes
 from jspec.models.layers import normal, rows_at
@@ -45,43 +45,48 @@ from jspec.models.layers import normal, rows_at
 class EagleConfig(SharingSizes):
     """Sizes and switches of a head; static and hashable.
 
-    Attributes:
-      network: the head's blocks; its ``vocab_size`` is Vd, that of the draft.
-      generation: 1 for EAGLE-1 and -2, 3 for EAGLE-3.
-      capture_layers: indices of the target's ``hidden_states`` that the head reads.
-      target_hidden_size: D_target, their width.
-      target_vocab_size: V.
-      separate_embedding: whether the head has its own embedding, and not the target's.
-      separate_head: whether it has its own output matrix, and not the target's.
-      fc_bias: whether ``fc`` has a bias.
-      norm_inputs: EAGLE-1: e and f are normed before ``fc`` (HASS's add_para_norm).
-      feature_norms: EAGLE-3: one norm per hidden state before ``fc`` (fc_norm).
-      input_norm: EAGLE-3: one norm over their concatenation (norm_before_fc).
-      norm_before_residual: EAGLE-3: the first residual is norm f, not f.
-      norm_output: EAGLE-3: norm f' is fed back, not f'.
-      mask_token_id: P-EAGLE: the target id of the mask token; None for other heads.
-
     Raises:
       ValueError: the settings contradict each other.
     """
 
-    network: DecoderConfig
-    generation: Literal[1, 3]
-    capture_layers: tuple[int, ...]
-    target_hidden_size: int
-    target_vocab_size: int
-    separate_embedding: bool = False
-    separate_head: bool = False
+    network: DecoderConfig  # the blocks; its ``vocab_size`` is Vd, that of the draft
+    generation: Literal[1, 3]  # 1 for EAGLE-1 and -2, 3 for EAGLE-3
+    capture_layers: tuple[int, ...]  # indices of the target's ``hidden_states`` that the head reads
+    target_hidden_size: int  # D_target, their width
+    target_vocab_size: int  # V
+    separate_embedding: bool = False  # the head has its own embedding, not the target's
+    separate_head: bool = False  # it has its own output matrix, not the target's
     fc_bias: bool = False
-    norm_inputs: bool = False
-    feature_norms: bool = False
-    input_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    mask_token_id: int | None = None
+    norm_inputs: bool = False  # EAGLE-1: e and f are normed before ``fc`` (HASS's add_para_norm)
+    feature_norms: bool = False  # EAGLE-3: one norm per hidden state before ``fc`` (fc_norm)
+    input_norm: bool = False  # EAGLE-3: one norm over their concatenation (norm_before_fc)
+    norm_before_residual: bool = False  # EAGLE-3: the first residual is norm f, not f
+    norm_output: bool = False  # EAGLE-3: norm f' is fed back, not f'
+    mask_token_id: int | None = None  # P-EAGLE: the target id of the mask token
 
     def __post_init__(self):
-        _check(self)
+        first, layers = self.generation == 1, self.capture_layers
+        if self.generation not in (1, 3):
+            raise ValueError(f"generation={self.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
+        of_three = "feature_norms", "input_norm", "norm_before_residual", "norm_output"
+        foreign = (*of_three, "mask_token_id") if first else ("norm_inputs",)
+        wrong = [name for name in foreign if vars(self)[name] is not vars(EagleConfig)[name]]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{self.generation}.")
+        mask, vocab = self.mask_token_id, self.target_vocab_size
+        if mask is not None and not 0 <= mask < vocab:
+            raise ValueError(f"mask_token_id={mask} is none of the target's {vocab} tokens.")
+        if self.feature_norms and self.input_norm:
+            raise ValueError("feature_norms and input_norm exclude each other.")
+        if not layers or (first and len(layers) > 1):
+            count = "one hidden state" if first else "one hidden state or more"
+            raise ValueError(f"capture_layers={layers} must name {count}.")
+        if first and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"an EAGLE-1 head must be as wide as the target, {self.target_hidden_size}, not "
+                f"{self.hidden_size}."
+            )
+        self.check_sharing()
 
     @property
     def fc_inputs(self) -> int:
@@ -138,11 +143,6 @@ def init_params(key: Array, config: EagleConfig, dtype: jnp.dtype = jnp.float32)
     )
 
 
-def init_cache(config: EagleConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """Return an empty cache of ``capacity`` slots per row; slot i is for row i of the head."""
-    return decoder.init_cache(config.network, batch, capacity)
-
-
 def fuse(
     params: EagleParams,
     config: EagleConfig,
@@ -151,16 +151,15 @@ def fuse(
     linear: Linear = ops.linear,
 ) -> Array:
     """Return f [..., D] of the target's hidden states, [..., D_target] per captured layer."""
-    dtype = config.network.activation_dtype
+    dtype, norm = config.network.activation_dtype, config.network.norm
     if config.generation == 1:
         return features[0].astype(dtype)
-    eps = config.network.norm_eps
     apart = jnp.stack([x.astype(dtype) for x in features], -2)  # [..., C, D_target]
     if params.feature_norms is not None:
-        apart = rms_norm(apart, params.feature_norms.reshape(apart.shape[-2:]), eps)
+        apart = norm(apart, params.feature_norms.reshape(apart.shape[-2:]))
     joined = apart.reshape(*apart.shape[:-2], -1)
     if params.input_norm is not None:
-        joined = rms_norm(joined, params.input_norm, eps)
+        joined = norm(joined, params.input_norm)
     return decoder.affine(joined, params.fc, params.fc_bias, linear).astype(dtype)
 
 
@@ -191,20 +190,19 @@ def blocks(
     x, mixed_in = _first_block_inputs(params, config, embedded, features, linear)
     for index, layer in enumerate(params.layers):
         if index > 0:
-            mixed_in = rms_norm(x, layer.attention_norm, sizes.norm_eps)
+            mixed_in = sizes.norm(x, layer.attention_norm)
         queried = rows if index == len(params.layers) - 1 else None
         mixed = decoder.attention(layer, sizes, mixed_in, cos, sin, index, attend, linear, queried)
         x = rows_at(x, queried) + mixed
         x = x + decoder.mlp(layer, sizes, x, linear)
-    return rms_norm(x, params.norm, sizes.norm_eps) if config.norm_output else x
+    return sizes.norm(x, params.norm) if config.norm_output else x
 
 
 def _first_block_inputs(params, config, embedded, features, linear) -> tuple[Array, Array]:
     """Return the residual stream [B, T, D] and the attention input of the first block."""
-    eps = config.network.norm_eps
-    e, f = embedded, features
+    e, f, norm = embedded, features, config.network.norm
     if params.embedding_norm is not None:
-        e, f = rms_norm(e, params.embedding_norm, eps), rms_norm(f, params.hidden_norm, eps)
+        e, f = norm(e, params.embedding_norm), norm(f, params.hidden_norm)
     joined = jnp.concatenate([e, f], -1)
     if config.generation == 3:
         return (f if config.norm_before_residual else features), joined
@@ -233,70 +231,10 @@ def prefill(
     return x, tuple(entries)
 
 
-def extend(
-    params: EagleParams,
-    config: EagleConfig,
-    embedded: Array,
-    features: Array,
-    positions: Array,
-    cache: kv_cache.KVCache,
-    side: tuple[kv_cache.AttentionKV, ...],
-    slot: Array,
-    mask: Array,
-) -> tuple[Array, tuple[kv_cache.AttentionKV, ...]]:
-    """Run a drafting step over n rows e and f [B, n, D].
-
-    ``positions`` [B, n] are those of the features, one less than those of the tokens. ``cache``,
-    ``side``, ``slot`` and ``mask`` are those of ``attention_beside``.
-
-    Returns:
-      f' [B, n, D] and the side buffers with the new entries.
-    """
-    options = config.network.attention_options
-    attend, side = decoder.attention_beside(cache, side, slot, mask, positions, **options)
-    x = blocks(params, config, embedded, features, positions, attend)
-    return x, tuple(side)
-
-
 def unembed(
-    params: EagleParams,
-    config: EagleConfig,
-    hidden: Array,
-    target: Target,
-    target_params: object,
-    *,
-    linear: Linear = ops.linear,
+    params: EagleParams, config: EagleConfig, hidden: Array, target: Target, target_params: object
 ) -> Array:
     """Return float32 logits [..., Vd] of f' [..., D]."""
     if params.norm is not None and not config.norm_output:
-        hidden = rms_norm(hidden, params.norm, config.network.norm_eps)
-    return network.unembed(params, hidden, target, target_params, linear)
-
-
-_EAGLE3_ONLY = ("feature_norms", "input_norm", "norm_before_residual", "norm_output")
-
-
-def _check(config: EagleConfig) -> None:
-    if config.generation not in (1, 3):
-        raise ValueError(f"generation={config.generation!r} must be 1 (EAGLE-1 and -2) or 3.")
-    foreign = (*_EAGLE3_ONLY, "mask_token_id") if config.generation == 1 else ("norm_inputs",)
-    is_set = lambda value: value is not None and value is not False  # a mask token may be 0
-    wrong = [name for name in foreign if is_set(vars(config)[name])]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} do not belong to EAGLE-{config.generation}.")
-    mask, vocab = config.mask_token_id, config.target_vocab_size
-    if mask is not None and not 0 <= mask < vocab:
-        raise ValueError(f"mask_token_id={mask} is none of the target's {vocab} tokens.")
-    if config.feature_norms and config.input_norm:
-        raise ValueError("feature_norms and input_norm exclude each other.")
-    if not config.capture_layers or (config.generation == 1 and len(config.capture_layers) > 1):
-        raise ValueError(
-            f"capture_layers={config.capture_layers}: EAGLE-1 reads one hidden state, EAGLE-3 one "
-            "or more."
-        )
-    if config.generation == 1 and config.hidden_size != config.target_hidden_size:
-        raise ValueError(
-            f"an EAGLE-1 head must be as wide as the target, {config.target_hidden_size}, not "
-            f"{config.hidden_size}."
-        )
-    config.check_sharing()
+        hidden = config.network.norm(hidden, params.norm)
+    return network.unembed(params, hidden, target, target_params)

@@ -38,19 +38,12 @@ from jspec.models.layers import normal
 
 @dataclasses.dataclass(frozen=True)
 class MtpConfig(NetworkSizes):
-    """Sizes and switches of the modules; static and hashable.
+    """Sizes and switches of the modules; static and hashable."""
 
-    Attributes:
-      network: the blocks, one per module, with the sizes of the target.
-      capture_layers: index of the target's last hidden state, after its final norm.
-      hidden_first: whether ``projection`` takes [f; e] instead of [e; f].
-      feeds_normed: whether a module passes on norm' y instead of y.
-    """
-
-    network: DecoderConfig
-    capture_layers: tuple[int, ...]
-    hidden_first: bool = False
-    feeds_normed: bool = True
+    network: DecoderConfig  # the blocks, one per module, with the sizes of the target
+    capture_layers: tuple[int, ...]  # the target's last hidden state, after its final norm
+    hidden_first: bool = False  # ``projection`` takes [f; e] instead of [e; f]
+    feeds_normed: bool = True  # a module passes on norm' y instead of y
 
     @property
     def n_predict(self) -> int:
@@ -85,22 +78,15 @@ def init_params(key: Array, config: MtpConfig, dtype: jnp.dtype = jnp.float32) -
     """Return random normal weights of std 0.02."""
     layers_key, *keys = jax.random.split(key, 1 + config.n_predict)
     hidden = config.hidden_size
-    one = jnp.ones((hidden,), dtype)
+    ones = jnp.ones((hidden,), dtype)
     draw = lambda key: normal(key, (2 * hidden, hidden), dtype)
-    return MtpParams(
-        modules=tuple(ModuleParams(one, one, draw(key), one) for key in keys),
-        layers=decoder.init_layers(layers_key, config.network, dtype),
-    )
+    modules = tuple(ModuleParams(ones, ones, draw(key), ones) for key in keys)
+    return MtpParams(modules, decoder.init_layers(layers_key, config.network, dtype))
 
 
 def init_cache(config: MtpConfig, batch: int, capacity: int) -> kv_cache.KVCache:
     """Return an empty cache of one module with ``capacity`` slots per row."""
     return decoder.init_cache(dataclasses.replace(config.network, num_layers=1), batch, capacity)
-
-
-def embed(config: MtpConfig, tokens: Array, target: Target, target_params: object) -> Array:
-    """Return e [..., D] of token ids [...]."""
-    return target.embed(target_params, tokens).astype(config.network.activation_dtype)
 
 
 def run(
@@ -150,38 +136,11 @@ def prefill(
       all n rows for ``kv_cache.append``.
     """
     tree = trees.chain_tree(*embedded.shape[:2])
-    attend, entries = decoder.attention_over(
-        cache, tree, implementation=config.network.attention, rows=rows
-    )
+    options = config.network.attention_options
+    attend, entries = decoder.attention_over(cache, tree, rows=rows, **options)
     positions = cache.length[:, None] + module + tree.depth
     x = run(params, config, module, embedded, features, positions, attend, rows=rows)
     return x, tuple(entries)
-
-
-def extend(
-    params: MtpParams,
-    config: MtpConfig,
-    module: int,
-    embedded: Array,
-    features: Array,
-    positions: Array,
-    cache: kv_cache.KVCache,
-    side: tuple[kv_cache.Entry, ...],
-    slot: Array,
-    mask: Array,
-) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
-    """Run a drafting step of a module over n rows e and f [B, n, D] at ``positions`` [B, n].
-
-    ``cache``, ``side``, ``slot`` and ``mask`` are those of ``attention_beside``.
-
-    Returns:
-      The outputs [B, n, D] and the side buffers with the new entries.
-    """
-    attend, side = decoder.attention_beside(
-        cache, side, slot, mask, positions, implementation=config.network.attention
-    )
-    x = run(params, config, module, embedded, features, positions, attend)
-    return x, tuple(side)
 
 
 def normed(params: MtpParams, config: MtpConfig, module: int, hidden: Array) -> Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jspec import ops
 from jspec.core.types import Array, Target
-from jspec.models.decoder import DecoderConfig, Linear
+from jspec.models.decoder import DecoderConfig
 from jspec.models.layers import normal
 
 
@@ -88,13 +88,11 @@ def init_shared(
     }
 
 
-def unembed(
-    params: Any, hidden: Array, target: Target, target_params: Any, linear: Linear = ops.linear
-) -> Array:
+def unembed(params: Any, hidden: Array, target: Target, target_params: Any) -> Array:
     """Return float32 logits [..., Vd] of hidden [..., D], by the head's matrix or the target's."""
     if params.head is None:
         return target.unembed(target_params, hidden, norm=False)
-    return linear(hidden, params.head)
+    return ops.linear(hidden, params.head)
 
 
 def embed(
