@@ -11,7 +11,6 @@ not depend on the drawn tokens.
 """
 
 import dataclasses
-import itertools
 from typing import Any, Literal
 
 import jax
@@ -21,10 +20,9 @@ from flax import struct
 from jspec.core import modes, validation
 from jspec.core.history import is_ended
 from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Sharing, Verdict
-from jspec.drafters.trees import merge
+from jspec.drafters.trees import merge, tree_settings
 from jspec.util.messages import shown
 
-_COMBINE = ("merge", "choose")
 _RATE = 0.9  # prior acceptance of a looked-up token
 _MEMORY = 0.8  # weight of earlier rounds in a running mean
 _NO_SCORE = -1.0  # the lookup has no expectation of its own
@@ -70,7 +68,7 @@ class Hybrid:
     noise: Literal["own", "target"] = "own"
 
     def __post_init__(self):
-        if self.combine not in _COMBINE:
+        if self.combine not in ("merge", "choose"):
             raise ValueError(f"combine={shown(self.combine)} must be 'merge' or 'choose'.")
         if len(self.parts) != 2:
             raise ValueError(
@@ -97,7 +95,8 @@ class Hybrid:
             )
         if self.noise == "target":
             second = validation.sharing_noise(second)
-        backlog = self._backlog
+        # A draft may be rejected entirely; a network that pauses has more to catch up with.
+        backlog = max(self.max_depth + 1, modes.BACKLOG if self.combine == "choose" else 0)
         if getattr(second, "backlog", backlog) < backlog:
             second = dataclasses.replace(second, backlog=backlog)
         object.__setattr__(self, "parts", (first, second))
@@ -110,19 +109,8 @@ class Hybrid:
         for part, weights in zip(self.parts, pair, strict=True):
             validation.check_weights(part, weights)
 
-    @property
-    def _backlog(self) -> int:
-        """Committed tokens that the network must be able to prefill in one round.
-
-        At least K + 1, as its draft may be rejected entirely. More if it pauses, so that it catches
-        up.
-        """
-        return max(self.max_depth + 1, modes.BACKLOG if self.combine == "choose" else 0)
-
-    @property
-    def max_depth(self) -> int:
-        """K of the deeper drafter."""
-        return max(part.max_depth for part in self.parts)
+    max_depth = property(lambda self: max(part.max_depth for part in self.parts))
+    capture_layers = property(lambda self: self.parts[1].capture_layers)
 
     @property
     def tree_size(self) -> int:
@@ -133,13 +121,8 @@ class Hybrid:
     @property
     def node_buckets(self) -> tuple[int, ...]:
         """Node counts that get a program of their own: of either draft alone, and of all nodes."""
-        buckets = (getattr(part, "node_buckets", (part.tree_size,)) for part in self.parts)
-        return tuple(sorted({1, self.tree_size, *itertools.chain(*buckets)}))
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The layers of the target that the network reads."""
-        return self.parts[1].capture_layers
+        first, second = map(tree_settings.node_buckets, self.parts)
+        return tuple(sorted({1, self.tree_size, *first, *second}))
 
     @property
     def proposal(self) -> str:
@@ -152,20 +135,17 @@ class Hybrid:
 
     def init_shared(self) -> Any:
         """Return the shared state of both; () if neither has any."""
-        shared = tuple(
-            part.init_shared() if isinstance(part, Sharing) else () for part in self.parts
-        )
+        shared = tuple(x.init_shared() if isinstance(x, Sharing) else () for x in self.parts)
         return shared if jax.tree.leaves(shared) else ()
 
     def on_finished(self, shared: Any, memory: HybridMemory, history: History) -> Any:
         """Hand finished rows to both."""
-        if shared == ():
-            return ()
+        rows = zip(self.parts, shared, memory.parts, strict=True) if shared else ()
         return tuple(
             part.on_finished(part_shared, part_memory, history)
             if isinstance(part, Sharing)
             else part_shared
-            for part, part_shared, part_memory in zip(self.parts, shared, memory.parts, strict=True)
+            for part, part_shared, part_memory in rows
         )
 
     def init(self, params, request, capacity):
@@ -191,7 +171,7 @@ class Hybrid:
     def propose(self, params, request, shared, memory, history):
         """Return one draft of both, or the better one of each row."""
         lookup, network = self.parts
-        (lookup_params, network_params), shared = _split(params), _split_shared(shared)
+        (lookup_params, network_params), shared = _split(params), shared or ((), ())
         lookup_draft, lookup_memory = lookup.propose(
             lookup_params, request, shared[0], memory.parts[0], history
         )
@@ -205,11 +185,9 @@ class Hybrid:
             return merge.graft(draft, lookup_draft), memory.replace(parts=parts)
         trust = _chosen(memory.trust, lookup_draft)
         needed = ~trust.looked_up & ~is_ended(request, history)
+        proposers = modes.root_alone(history), run_network
         draft, network_memory = modes.switch(
-            needed.any().astype(jnp.int32),
-            [modes.root_alone(history), run_network],
-            memory.parts[1],
-            network_params,
+            needed.any().astype(jnp.int32), proposers, memory.parts[1], network_params
         )
         # A network that has not caught up with the text drafts nothing.
         looked_up = trust.looked_up | ~draft.valid[:, 1:].any(1)
@@ -218,7 +196,7 @@ class Hybrid:
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Hand the verdict to both, and update the running means."""
-        (lookup, network), params, states = self.parts, _split(params), _split_shared(shared)
+        (lookup, network), params, states = self.parts, _split(params), shared or ((), ())
         judged = history, draft, verdict
         lookup_memory, lookup_shared = lookup.update(
             params[0], request, states[0], memory.parts[0], *judged, out.replace(features=())
@@ -228,16 +206,12 @@ class Hybrid:
         )
         trust = memory.trust and _updated(memory.trust, draft, verdict)
         memory = HybridMemory((lookup_memory, network_memory), trust)
-        return memory, () if shared == () else (lookup_shared, network_shared)
+        return memory, shared and (lookup_shared, network_shared)
 
 
 def _split(params: Params) -> tuple[Params, Params]:
     lookup, network = params.drafter or (None, None)
     return Params(params.target, lookup), Params(params.target, network)
-
-
-def _split_shared(shared: Any) -> tuple[Any, Any]:
-    return ((), ()) if shared == () else shared
 
 
 def _chosen(trust: Trust, draft: Draft) -> Trust:

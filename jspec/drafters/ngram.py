@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jspec.core import trees
 from jspec.core.history import root_token
 from jspec.core.types import Array, Draft
+from jspec.drafters.trees.tree_settings import check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +31,19 @@ class NGram:
     capture_layers = ()
     proposal = "deterministic"
     noise = "own"
+    max_depth = property(lambda self: self.num_speculative_tokens)
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)
 
     def __post_init__(self):
-        if self.num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens} must be at least 1."
-            )
-        if self.prompt_lookup_min < 1:
-            raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min} must be at least 1.")
+        check_positive(
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_min=self.prompt_lookup_min,
+        )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} must be <= "
                 f"prompt_lookup_max={self.prompt_lookup_max}"
             )
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.num_speculative_tokens
-
-    @property
-    def tree_size(self) -> int:
-        """A chain under the root."""
-        return self.num_speculative_tokens + 1
 
     def init(self, params, request, capacity):
         """Return no memory: the history is enough."""

@@ -2,11 +2,7 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from jspec.core import trees
-from jspec.core.history import root_token
-from jspec.core.types import Draft
+from jspec.core import modes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +25,7 @@ class NoDrafter:
 
     def propose(self, params, request, shared, memory, history):
         """Return the root alone."""
-        root = root_token(history)[:, None]
-        valid = jnp.ones_like(root, dtype=bool)
-        return Draft(root, trees.chain(0), valid, max_depth=0), memory
+        return modes.root_alone(history)(memory)
 
     def update(self, params, request, shared, memory, history, draft, verdict, out):
         """Do nothing."""

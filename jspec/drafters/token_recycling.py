@@ -68,30 +68,17 @@ class TokenRecycling:
                 f"tree={self.tree!r} follows a head's probabilities, which token_recycling has "
                 "not; leave tree out, or give 'chain', a published tree or rank paths."
             )
+        names = "num_speculative_tokens", "tree_size", "tree_top_k"
+        settings = {name: vars(self)[name] for name in names}
         if self.tree is not None:
-            return tree_settings.requested(
-                self.tree, self.num_speculative_tokens, self.tree_size, None, self.tree_top_k
-            )
-        tree_settings.check_positive(
-            {
-                "num_speculative_tokens": self.num_speculative_tokens,
-                "tree_size": self.tree_size,
-                "tree_top_k": self.tree_top_k,
-            }
-        )
+            return tree_settings.requested(self.tree, **settings)
+        tree_settings.check_positive(**settings)
         depth, top_k = self.num_speculative_tokens or _DEPTH, self.tree_top_k or _TOP_K
         full = tree_settings.full(depth, top_k)
         return tree_settings.best(self.tree_size or min(_TREE_SIZE, full), depth, top_k)
 
-    @property
-    def width(self) -> int:
-        """k, one more than the largest rank of the tree."""
-        return max(self.draft_tree.widths)
-
-    @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.draft_tree.max_depth
+    max_depth = property(lambda self: self.draft_tree.max_depth)
+    width = property(lambda self: max(self.draft_tree.widths))  # k
 
     def init_shared(self) -> Array:
         """Return a matrix of unknown tokens."""

@@ -12,10 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
-from jspec.core.types import Array, Drafter, History, Memory, Params, Target, TargetOutput, Verdict
+from jspec.core.types import Array, Drafter, History, Memory, Params, TargetOutput, Verdict
 
 SIZE = 32  # most missing tokens whose features wait
 
@@ -28,20 +27,17 @@ class Following(Protocol):
         """Return the number of tokens that ``prefill`` must process before a row drafts, [B]."""
 
 
-@struct.dataclass
-class Waiting:
-    """The target's features of the ``missing`` positions, from slot 0."""
-
-    features: tuple[Array, ...]  # [B, SIZE, D], one for each captured layer
+# The target's features of the missing positions, from slot 0: [B, SIZE, D] a captured layer.
+Waiting = tuple[Array, ...]
 
 
-def init(drafter: Drafter, target: Target | None, params: Params, batch: int) -> Waiting:
-    """Return empty buffers. ``target`` may be None if the drafter reads no features."""
+def init(drafter: Drafter, params: Params, batch: int) -> Waiting:
+    """Return empty buffers."""
     if not drafter.capture_layers:
-        return Waiting(())
+        return ()
     ids = jax.ShapeDtypeStruct((batch, SIZE), jnp.int32)
-    like = jax.eval_shape(target.embed, params.target, ids)
-    return Waiting(tuple(jnp.zeros(like.shape, like.dtype) for _ in drafter.capture_layers))
+    like = jax.eval_shape(drafter.target.embed, params.target, ids)
+    return tuple(jnp.zeros(like.shape, like.dtype) for _ in drafter.capture_layers)
 
 
 def push(waiting: Waiting, missing: Array, out: TargetOutput, verdict: Verdict) -> Waiting:
@@ -52,7 +48,7 @@ def push(waiting: Waiting, missing: Array, out: TargetOutput, verdict: Verdict) 
         write = lambda buffer, fresh, slot: lax.dynamic_update_slice_in_dim(buffer, fresh, slot, 0)
         return jax.vmap(write)(buffer, fresh, missing)
 
-    return Waiting(tuple(map(put, waiting.features, out.features)))
+    return tuple(map(put, waiting, out.features))
 
 
 def catch_up(
@@ -90,8 +86,7 @@ def catch_up(
             chunk = jnp.take_along_axis(history.tokens, first[:, None] + offset, 1, mode="clip")
             slots = (before - left)[:, None] + offset[:-1]
             features = tuple(
-                jnp.take_along_axis(buffer, slots[..., None], 1, mode="clip")
-                for buffer in waiting.features
+                jnp.take_along_axis(buffer, slots[..., None], 1, mode="clip") for buffer in waiting
             )
             count = jnp.clip(left, 0, size)
             return drafter.prefill(params, memory, chunk, features, first, count), turn + 1

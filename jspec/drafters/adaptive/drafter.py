@@ -15,7 +15,7 @@ from flax import struct
 
 from jspec.core import modes, validation
 from jspec.core.history import is_ended
-from jspec.core.types import Array, Drafter, History, Request, Sharing
+from jspec.core.types import Array, Drafter, History, Sharing
 from jspec.drafters.adaptive import backlog, goodput
 from jspec.drafters.trees import tree_settings
 
@@ -108,30 +108,15 @@ class Adaptive:
             for length in self.lengths
         )
 
-    @property
-    def max_depth(self) -> int:
-        """The largest K."""
-        return self.lengths[-1]
-
-    @property
-    def tree_size(self) -> int:
-        """A chain under the root."""
-        return self.max_depth + 1
+    max_depth = property(lambda self: self.drafter.max_depth)
+    tree_size = property(lambda self: self.drafter.tree_size)
+    capture_layers = property(lambda self: self.drafter.capture_layers)
+    proposal = property(lambda self: self.drafter.proposal)  # a length does not depend on draws
 
     @property
     def node_buckets(self) -> tuple[int, ...]:
         """The node counts of all modes."""
         return tuple(sorted({1, *(size for mode in self.modes for size in mode.node_buckets)}))
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The layers of the target that the drafter reads."""
-        return self.drafter.capture_layers
-
-    @property
-    def proposal(self) -> str:
-        """The drafter's proposal, as the length does not depend on the drawn tokens."""
-        return self.drafter.proposal
 
     def init_shared(self) -> Any:
         """Return the drafter's shared state, and times that are not measured."""
@@ -149,8 +134,7 @@ class Adaptive:
         """Initialise the drafter, and the prior of its success."""
         batch, waiting = request.max_length.shape[0], None
         if self.rests:
-            target = getattr(self.drafter, "target", None)
-            waiting = backlog.init(self.drafter, target, params, batch)
+            waiting = backlog.init(self.drafter, params, batch)
             capacity += backlog.SIZE  # rows that are written at once
         inner = self.drafter.init(params, request, capacity)
         known, zero = goodput.init(batch), jnp.int32(0)
@@ -217,13 +201,11 @@ class Drafting:
     @property
     def node_buckets(self) -> tuple[int, ...]:
         """Node counts that get a program of their own; a network always drafts."""
-        sizes = getattr(self.drafter, "node_buckets", tree_settings.node_buckets(self.tree_size))
+        sizes = tree_settings.node_buckets(self.drafter)
         is_network = self.capture_layers or isinstance(self.drafter, backlog.Following)
         return tuple(size for size in sizes if size > 1 or not is_network)
 
-    def keeps_mode(
-        self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
-    ) -> Array:
+    def keeps_mode(self, request, shared, memory, history):
         """Return whether this length is still the best, bool []."""
         running = ~is_ended(request, history)
         return self.adaptive.chosen(shared, memory, running) == memory.mode
@@ -257,9 +239,7 @@ class Resting:
     proposal = "deterministic"
     capture_layers = property(lambda self: self.adaptive.capture_layers)
 
-    def keeps_mode(
-        self, request: Request, shared: Any, memory: AdaptiveMemory, history: History
-    ) -> Array:
+    def keeps_mode(self, request, shared, memory, history):
         """Return whether the pause goes on, bool []."""
         return memory.rested < memory.rest
 

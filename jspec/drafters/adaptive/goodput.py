@@ -68,9 +68,8 @@ def learn(known: Experience, draft: Draft, verdict: Verdict) -> Experience:
 
 def rest(known: Experience, rounds: Array | int) -> Experience:
     """Return the experience after ``rounds`` ([] int32) without a draft of any row."""
-    keep = jnp.where(
-        known.tried > _FAINT, jnp.float32(_FADING) ** rounds, 1
-    )  # the rate is unchanged
+    # The rate is unchanged.
+    keep = jnp.where(known.tried > _FAINT, jnp.float32(_FADING) ** rounds, 1)
     return known.replace(
         accepted=keep * known.accepted, tried=keep * known.tried, idle=known.idle + rounds
     )

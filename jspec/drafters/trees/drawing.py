@@ -68,32 +68,21 @@ class Drawing:
         """True if the request has logits processors, which may read the tokens of a branch."""
         return self.request.sampling.processors is not None
 
-    def apply_processors(self, logits: Array, drafted: Array | None = None) -> Array:
+    def apply_processors(
+        self, logits: Array, drafted: Array | None = None, any_branch: bool = False
+    ) -> Array:
         """Apply the request's logits processors to logits [B, F, Vd].
 
         ``drafted`` are the target ids from below the root down to each node, int32 [B, F, M], -1
-        past their end; None for no tokens.
+        past their end; None for no tokens. ``any_branch`` applies only what all branches share.
         """
-        branches = Branches.at_root(self.history)
+        processors, branches = self.request.sampling.processors, Branches.at_root(self.history)
         if drafted is not None:
             branches = branches.replace(drafted=drafted)
+        if any_branch and processors is not None:
+            processors = processors.of_any_branch
         return logits_processors.apply_to_draft(
-            logits,
-            self.request.sampling.processors,
-            branches,
-            self.vocab_size,
-            self.draft_to_target,
-        )
-
-    def apply_branch_free_processors(self, logits: Array) -> Array:
-        """Apply to logits [B, F, Vd] of nodes below the root what is alike on all branches."""
-        processors = self.request.sampling.processors
-        return logits_processors.apply_to_draft(
-            logits,
-            None if processors is None else processors.of_any_branch,
-            Branches.at_root(self.history),
-            self.vocab_size,
-            self.draft_to_target,
+            logits, processors, branches, self.vocab_size, self.draft_to_target
         )
 
     def children(
@@ -201,7 +190,6 @@ def chain(
     logits: Array,
     feed: Feed,
     frontier: Frontier,
-    *,
     unrolled: bool = False,
 ) -> tuple[Draft, Frontier]:
     """Return a chain of ``depth`` nodes, and the frontier after its last node but one.

@@ -17,14 +17,7 @@ from jspec.core import sampling
 from jspec.core.history import root_token
 from jspec.core.trees import StaticTree
 from jspec.core.types import Array, Draft
-from jspec.drafters.trees.drawing import (
-    Children,
-    Drawing,
-    Feed,
-    Frontier,
-    all_depths,
-    largest,
-)
+from jspec.drafters.trees.drawing import Children, Drawing, Feed, Frontier, all_depths, largest
 from jspec.drafters.trees.tree_settings import Dynamic
 
 
@@ -56,7 +49,8 @@ def ranked(
             distributions.append(children.distribution[:, rows])
         below = np.flatnonzero(depths == depth + 1)
         row = np.searchsorted(inner, parents[below])
-        nodes = _append(nodes, drawing, children, parents[below], row, ranks[below])
+        new = _children(drawing, nodes.valid[:, parents[below]], children, row, ranks[below])
+        nodes = _Nodes(*(jnp.concatenate(pair, 1) for pair in zip(nodes, new, strict=True)))
         inner = below[widths[below] > 0]
         if inner.size:
             rows = row[inner - below[0]]
@@ -83,23 +77,15 @@ def _paths(parents: np.ndarray, nodes: np.ndarray, depth: int) -> np.ndarray:
     return path
 
 
-def _append(
-    nodes: _Nodes,
-    drawing: Drawing,
-    children: Children,
-    parents: np.ndarray,
-    row: np.ndarray,
-    rank: np.ndarray,
+def _children(
+    drawing: Drawing, valid: Array, children: Children, row: np.ndarray, rank: np.ndarray
 ) -> _Nodes:
-    """Append child ``rank`` [n] of frontier node ``row`` [n], whose index is ``parents`` [n]."""
+    """Return child ``rank`` [n] of frontier node ``row`` [n]; ``valid`` [B, n] are the parents."""
     pick = lambda x: x[:, row % x.shape[1], rank]
-    valid = nodes.valid[:, parents]
     if children.valid is not None:
         valid &= pick(children.valid)
     sampled = jnp.zeros_like(valid) if children.sampled is None else pick(children.sampled) & valid
-    tokens = jnp.where(valid, drawing.target_ids(pick(children.ids)), 0)
-    new = _Nodes(tokens, valid, sampled)
-    return _Nodes(*(jnp.concatenate(pair, 1) for pair in zip(nodes, new, strict=True)))
+    return _Nodes(jnp.where(valid, drawing.target_ids(pick(children.ids)), 0), valid, sampled)
 
 
 class Candidates(NamedTuple):
@@ -121,7 +107,6 @@ def dynamic(
     logits: Array,
     feed: Feed,
     frontier: Frontier,
-    *,
     unrolled: bool = False,
 ) -> Draft:
     """Return EAGLE-2's tree: expand the most confident nodes, then keep the most confident ones.

@@ -61,7 +61,7 @@ def best_first(drawing: Drawing, budget: BestFirst, logits: Array) -> Draft:
     width = min(count, logits.shape[-1])
     if drawing.has_processors:  # a grammar drops later the nodes that a branch forbids
         first = drawing.apply_processors(logits[:, :1])
-        below = drawing.apply_branch_free_processors(logits[:, 1:])
+        below = drawing.apply_processors(logits[:, 1:], any_branch=True)
         logits = jnp.concatenate([first, below], 1)
     log_probs, ids = lax.top_k(sampling.log_probs(logits[:, : budget.max_depth]), width)
     ids = drawing.target_ids(ids)

@@ -11,7 +11,7 @@ import itertools
 
 from jspec.core import trees
 from jspec.core.trees import StaticTree
-from jspec.core.types import Proposal
+from jspec.core.types import Drafter, Proposal
 from jspec.util.messages import did_you_mean, shown
 
 # The method's name, then that of the table in EAGLE's or Medusa's repository: both call their first
@@ -41,16 +41,15 @@ PUBLISHED = {
 OF_ANY_DEPTH = ("chain", "eagle2", "best_first", "sampled")
 NAMES = (*OF_ANY_DEPTH, *PUBLISHED)
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy", "top_plus_one")
-_EAGLE2 = {"size": 60, "top_k": 10}  # the authors' defaults
-_SAMPLED = {"size": 16, "top_k": 4}
-_BEST_FIRST = 16  # nodes
+_SIZES = {"eagle2": 60, "best_first": 16, "sampled": 16}  # default nodes; EAGLE-2's authors' 60
+_TOP_KS = {"eagle2": 10, "sampled": 4}
 
 Tree = str | tuple[tuple[int, ...], ...]
 
 
-def node_buckets(size: int) -> tuple[int, ...]:
-    """Return the default node counts that get a target program of their own: no draft, or all."""
-    return tuple(sorted({1, size}))
+def node_buckets(drafter: Drafter) -> tuple[int, ...]:
+    """Return the drafter's ``node_buckets``, or else 1 and its ``tree_size``."""
+    return tuple(getattr(drafter, "node_buckets", ())) or tuple(sorted({1, drafter.tree_size}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +114,7 @@ def requested(
     tree_depth: int | None = None,
     tree_top_k: int | None = None,
 ) -> DraftTree:
-    """Return the tree of a drafter's settings.
-
-    Args:
-      tree: "chain", "eagle2", "best_first", "sampled" (``best`` of the budget), a name in
-        ``PUBLISHED``, or rank paths.
-      num_speculative_tokens: K, edges from the root to the deepest leaf.
-      tree_size: N, nodes of the tree, root included. None for 60 ("eagle2") or 16 ("best_first",
-        "sampled"), or for all nodes that such a tree can have, if fewer.
-      tree_depth: another name of ``num_speculative_tokens``.
-      tree_top_k: most children of a node. None for 10 ("eagle2") or 4 ("sampled"); "best_first" has
-        no such bound.
+    """Return the tree of a drafter's settings, which ``TreeDrafter`` describes.
 
     Raises:
       ValueError: a setting is out of range, contradicts another, or is not used by that tree.
@@ -136,7 +125,7 @@ def requested(
         "tree_size": tree_size,
         "tree_top_k": tree_top_k,
     }
-    check_positive(settings)
+    check_positive(**settings)
     if tree not in OF_ANY_DEPTH:
         static = published(tree) if isinstance(tree, str) else trees.from_choices(tree)
         return _agreeing(tree, static, settings)
@@ -153,16 +142,15 @@ def requested(
     if tree == "best_first":
         if tree_top_k is not None:
             raise ValueError("tree_top_k is not used by tree='best_first'; leave it out.")
-        return BestFirst(tree_size or _BEST_FIRST, depth)
-    defaults = _EAGLE2 if tree == "eagle2" else _SAMPLED
-    top_k = tree_top_k or defaults["top_k"]
+        return BestFirst(tree_size or _SIZES[tree], depth)
+    top_k = tree_top_k or _TOP_KS[tree]
     if tree == "eagle2":
         most = _num_candidates(depth, top_k) + 1
-        return Dynamic(tree_size or min(defaults["size"], most), depth, top_k)
-    return best(tree_size or min(defaults["size"], full(depth, top_k)), depth, top_k)
+        return Dynamic(tree_size or min(_SIZES[tree], most), depth, top_k)
+    return best(tree_size or min(_SIZES[tree], full(depth, top_k)), depth, top_k)
 
 
-def check_positive(settings: dict[str, int | None]) -> None:
+def check_positive(**settings: int | None) -> None:
     """Refuse settings that are neither None nor at least 1."""
     for name, value in settings.items():
         if value is not None and value < 1:
@@ -237,20 +225,12 @@ def published(name: str) -> StaticTree:
     """
     if name not in PUBLISHED:
         raise ValueError(f"no tree is published as {shown(name)}{did_you_mean(name, PUBLISHED)}")
-    return trees.from_choices(_paths(PUBLISHED[name]))
-
-
-def _paths(counts: str) -> list[tuple[int, ...]]:
     paths, above = [], [()]
-    for line in counts.split(","):
-        children = [int(count) for count in line.split()]
-        above = [
-            (*path, rank)
-            for path, count in zip(above, children, strict=False)
-            for rank in range(count)
-        ]
+    for line in PUBLISHED[name].split(","):
+        counts = zip(above, map(int, line.split()), strict=False)
+        above = [(*path, rank) for path, count in counts for rank in range(count)]
         paths += above
-    return paths
+    return trees.from_choices(paths)
 
 
 def best(size: int, max_depth: int, top_k: int) -> StaticTree:
@@ -260,11 +240,6 @@ def best(size: int, max_depth: int, top_k: int) -> StaticTree:
     node is reached with the product of the a's along its path, and the expected number of accepted
     nodes is the sum of these products. So the best tree holds the ``size`` - 1 most probable paths,
     which Sequoia's dynamic program also finds (arXiv 2402.12374). Here a_r = 0.6 / (1 + r) ** 2.
-
-    Args:
-      size: N, the root included.
-      max_depth: most edges from the root to a leaf.
-      top_k: most children of a node.
 
     Raises:
       ValueError: a full tree of that depth and width has fewer nodes.
