@@ -18,10 +18,7 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 
 @struct.dataclass
 class TranslatingParams:
-    """Weights of a draft model with another vocabulary, and the maps between the two.
-
-    ``translating`` makes them.
-    """
+    """Weights of a draft model with another vocabulary, and the maps between the two."""
 
     model: DecoderParams
     draft_to_target: Array  # [M] int32, ascending: the target's ids of the shared tokens
@@ -32,30 +29,9 @@ class TranslatingParams:
 def translating(
     model: DecoderParams, target_ids: Array, draft_ids: Array, target_to_draft: Array
 ) -> TranslatingParams:
-    """Return parameters for ``use_heterogeneous_vocab``.
-
-    Args:
-      model: the draft model's weights.
-      target_ids: [M], ascending: the target's ids of the tokens that both have.
-      draft_ids: [M], the draft model's ids of the same tokens.
-      target_to_draft: [V], the draft model's id for each of the target's tokens.
-    """
-    return TranslatingParams(
-        model, *(jnp.asarray(ids, jnp.int32) for ids in (target_ids, draft_ids, target_to_draft))
-    )
-
-
-def check_params(
-    params: DecoderParams | TranslatingParams, config: DecoderConfig, translated: bool
-) -> None:
-    """Refuse weights of another draft model, or of the wrong type for its vocabulary.
-
-    Raises:
-      ValueError: the weights do not fit ``config``, or are not ``TranslatingParams`` exactly if
-        ``translated``.
-    """
-    validation.check_kind(params, TranslatingParams if translated else DecoderParams)
-    decoder.check_params(weights_of(params), config)
+    """Return ``TranslatingParams`` of host arrays, for ``use_heterogeneous_vocab``."""
+    maps = target_ids, draft_ids, target_to_draft
+    return TranslatingParams(model, *(jnp.asarray(ids, jnp.int32) for ids in maps))
 
 
 def weights_of(params: DecoderParams | TranslatingParams) -> DecoderParams:
@@ -86,16 +62,20 @@ def next_logits(
     return jnp.pad(logits, padding, constant_values=-jnp.inf)
 
 
-def read(
-    params: DecoderParams | TranslatingParams,
-    config: DecoderConfig,
-    chunk: Array,
-    cache: kv_cache.KVCache,
-    count: Array,
-) -> kv_cache.KVCache:
-    """Append the first ``count`` [B] of the target's tokens ``chunk`` [B, C] to the cache."""
-    batch, size = chunk.shape
-    tree = trees.from_parents(trees.chain(size - 1), size - 1)
-    out = decoder.forward(weights_of(params), config, spell(params, chunk), tree, cache)
-    rows = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    return kv_cache.append(cache, out.tree_kv, rows, count)
+class ReadsText:
+    """Methods of drafters whose ``memory.cache`` holds the text that a language model has read."""
+
+    def check_params(self, params):
+        """Refuse weights of another draft model, or of the wrong type for its vocabulary."""
+        validation.check_kind(
+            params, TranslatingParams if self.use_heterogeneous_vocab else DecoderParams
+        )
+        decoder.check_params(weights_of(params), self.config)
+
+    def prefill(self, params, memory, tokens, features, start, valid):
+        """Read a chunk of the prompt into the cache."""
+        model, chunk = weights_of(params.drafter), spell(params.drafter, tokens[:, :-1])
+        tree = trees.chain_tree(*chunk.shape)
+        out = decoder.forward(model, self.config, chunk, tree, memory.cache)
+        rows = jnp.broadcast_to(jnp.arange(chunk.shape[1]), chunk.shape)
+        return memory.replace(cache=kv_cache.append(memory.cache, out.tree_kv, rows, valid))

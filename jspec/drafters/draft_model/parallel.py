@@ -24,8 +24,7 @@ from jax import lax
 from jspec.core import kv_cache, trees
 from jspec.core.types import Array, History
 from jspec.drafters.base.tree_drafter import TreeDrafter, last_of
-from jspec.drafters.draft_model import language_model
-from jspec.drafters.draft_model.language_model import next_logits, spell, weights_of
+from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
 from jspec.drafters.trees import marginals
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
@@ -48,7 +47,7 @@ class ParallelMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelDraftModel(TreeDrafter):
+class ParallelDraftModel(ReadsText, TreeDrafter):
     """Drafting by a decoder that was trained to guess behind masks.
 
     Its weights are those of ``DraftModel``.
@@ -96,10 +95,6 @@ class ParallelDraftModel(TreeDrafter):
         if self.max_length is None:
             object.__setattr__(self, "max_length", self.config.max_positions)
 
-    def check_params(self, params):
-        """Refuse weights of another draft model."""
-        language_model.check_params(params, self.config, self.use_heterogeneous_vocab)
-
     def init(self, params, request, capacity):
         """Allocate an empty cache and side buffers."""
         batch = request.max_length.shape[0]
@@ -110,13 +105,6 @@ class ParallelDraftModel(TreeDrafter):
         capacity += -(-more // _TILE_SLOTS) * _TILE_SLOTS
         cache = decoder.init_cache(self.config, batch, capacity)
         return ParallelMemory(cache, side, jnp.zeros((batch,), jnp.int32))
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        """Read a chunk of the prompt into the cache."""
-        cache = language_model.read(
-            params.drafter, self.config, tokens[:, :-1], memory.cache, valid
-        )
-        return memory.replace(cache=cache)
 
     def missing(self, memory, history):
         """Return the unread tokens before the root, [B], if a round cannot read them all."""

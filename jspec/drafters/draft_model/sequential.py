@@ -25,10 +25,11 @@ from jax import lax
 from jspec.core import kv_cache, validation
 from jspec.core.types import Array
 from jspec.drafters.base.tree_drafter import check_window
-from jspec.drafters.draft_model import language_model
-from jspec.drafters.draft_model.language_model import next_logits, spell, weights_of
+from jspec.drafters.draft_model.language_model import ReadsText, next_logits, spell, weights_of
+from jspec.drafters.trees import tree_settings
 from jspec.drafters.trees.drawing import Drawing, chain
 from jspec.models import decoder
+from jspec.models.attention import attention_beside
 
 _USUAL_BACKLOG = 2  # the root and the token before it
 
@@ -44,7 +45,7 @@ class DraftMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(ReadsText):
     """Drafting by a decoder; ``params.drafter`` are its weights.
 
     With ``use_heterogeneous_vocab`` these are ``TranslatingParams``; without, the decoder has the
@@ -64,13 +65,12 @@ class DraftModel:
     backlog: int = _USUAL_BACKLOG  # most committed tokens that a round reads before it drafts
 
     capture_layers = ()
+    max_depth = property(lambda self: self.num_speculative_tokens)
+    tree_size = property(lambda self: self.num_speculative_tokens + 1)
 
     def __post_init__(self):
         validation.check_config(self.config)
-        if self.num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens} must be at least 1."
-            )
+        tree_settings.check_positive(num_speculative_tokens=self.num_speculative_tokens)
         if self.draft_sample_method not in ("probabilistic", "greedy"):
             raise ValueError(
                 f"draft_sample_method={self.draft_sample_method!r} must be 'probabilistic' or "
@@ -80,23 +80,9 @@ class DraftModel:
         check_window(self.config.windows, self.max_depth, self.max_depth + self.backlog)
 
     @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.num_speculative_tokens
-
-    @property
-    def tree_size(self) -> int:
-        """A chain under the root."""
-        return self.num_speculative_tokens + 1
-
-    @property
     def proposal(self) -> str:
         """Sampled chains carry their distributions; greedy drafts are deterministic."""
         return "chain" if self.draft_sample_method == "probabilistic" else "deterministic"
-
-    def check_params(self, params):
-        """Refuse weights of another draft model."""
-        language_model.check_params(params, self.config, self.use_heterogeneous_vocab)
 
     def init(self, params, request, capacity):
         """Allocate an empty cache and side buffers."""
@@ -106,13 +92,6 @@ class DraftModel:
         cache = decoder.init_cache(self.config, batch, capacity + self.backlog - _USUAL_BACKLOG)
         drafted = jnp.full((batch, self.max_depth - 1), -1, jnp.int32)
         return DraftMemory(cache, side, jnp.zeros((batch,), jnp.int32), drafted)
-
-    def prefill(self, params, memory, tokens, features, start, valid):
-        """Read a chunk of the prompt into the cache."""
-        cache = language_model.read(
-            params.drafter, self.config, tokens[:, :-1], memory.cache, valid
-        )
-        return memory.replace(cache=cache)
 
     def missing(self, memory, history):
         """Return the unread tokens before the root, [B], if a round cannot read them all."""
@@ -179,16 +158,8 @@ class DraftModel:
         tokens = jnp.take_along_axis(history.tokens, positions, 1, mode="clip")
         slots = jnp.arange(memory.side[0].k.shape[2])
         mask = jnp.broadcast_to(slots <= slot[:, None], (*tokens.shape, slots.size))
-        hidden, side = decoder.extend(
-            weights_of(params.drafter),
-            self.config,
-            spell(params.drafter, tokens),
-            positions,
-            memory.cache,
-            memory.side,
-            jnp.int32(0),
-            mask,
-        )
+        beside = positions, memory.cache, memory.side, jnp.int32(0), mask
+        hidden, side = self._extend(params, tokens, *beside)
         return jnp.take_along_axis(hidden, taken[:, None, None] - 1, 1), side
 
     def _feed(self, params, cache, history, taken, side, tokens, parents, depth, slot):
@@ -197,17 +168,17 @@ class DraftModel:
         slots = jnp.arange(side[0].k.shape[2])
         slot = depth + self.backlog - 1
         mask = (slots <= slot) & ((slots < taken[:, None]) | (slots >= self.backlog))
-        hidden, side = decoder.extend(
-            weights_of(params.drafter),
-            self.config,
-            spell(params.drafter, tokens),
-            (history.length - 1 + depth)[:, None],
-            cache,
-            side,
-            slot,
-            mask[:, None],
-        )
+        positions = (history.length - 1 + depth)[:, None]
+        hidden, side = self._extend(params, tokens, positions, cache, side, slot, mask[:, None])
         return side, self._logits(params, hidden)
+
+    def _extend(self, params, tokens, positions, *beside):
+        """Run the model over tokens [B, n]; ``beside`` is the start of ``attention_beside``."""
+        model, config = weights_of(params.drafter), self.config
+        attend, side = attention_beside(*beside, positions, **config.attention_options)
+        embedded = decoder.embed(model, config, spell(params.drafter, tokens))
+        hidden, _ = decoder.trunk(model, config, embedded, positions, attend)
+        return hidden, tuple(side)
 
     def _logits(self, params, hidden):
         vocab_size = self.vocab_size or self.config.vocab_size

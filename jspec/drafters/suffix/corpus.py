@@ -63,13 +63,7 @@ def no_texts(batch: int, capacity: int, groups: tuple[int, ...]) -> OwnText:
 
 
 def no_responses(max_requests: int, max_tokens: int, groups: tuple[int, ...]) -> Corpus:
-    """Return an empty corpus.
-
-    Args:
-      max_requests: most requests in the ring.
-      max_tokens: most tokens in the ring, with a separator for each request.
-      groups: match lengths at which positions are looked up, ascending.
-    """
+    """Return an empty corpus of up to ``max_tokens`` tokens, with a separator for each request."""
     index = suffix_index.empty(max_tokens, groups)
     zero = lambda: jnp.zeros((), jnp.int32)
     tokens = jnp.full(index.near.shape[1:], END, jnp.int32)
@@ -91,17 +85,10 @@ def _before(row: Array, position: Array, count: int) -> Array:
 def in_history(
     own_text: OwnText, history: History, last: Array, count: int, follow: int
 ) -> tuple[Array, Occurrences]:
-    """Find the rows' last tokens in their own texts.
+    """Find the rows' ``last`` tokens [B, n] in their own texts, which are all indexed.
 
-    Args:
-      own_text: the index of all positions of ``history``.
-      history: the rows.
-      last: int32 [B, n], from ``last_tokens``.
-      count: M, positions a group.
-      follow: F, tokens after a position.
-
-    Returns:
-      The positions [B, 1, G, M] and the occurrences, in S = 1 text.
+    Return M = ``count`` positions [B, 1, G, M] and the occurrences in S = 1 text, each with the
+    F = ``follow`` tokens after it.
     """
 
     def find(index: Index, row: Array, length: Array, last: Array) -> tuple[Array, Occurrences]:
@@ -122,20 +109,12 @@ def in_corpus(corpus: Corpus, last: Array, count: int, follow: int) -> Occurrenc
 
 
 def with_response(
-    past: Occurrences,
-    own_text: Occurrences,
-    positions: Array,
-    start: Array,
-    groups: tuple[int, ...],
+    past: Occurrences, own_text: Occurrences, positions: Array, start: Array, groups: tuple
 ) -> Occurrences:
-    """Return the occurrences in the response that a row has so far, followed by ``past``.
+    """Return the occurrences in the response that a row has so far, followed by ``past`` ones.
 
-    Args:
-      past: in past responses.
-      own_text: at ``positions`` [B, 1, G, M] of the rows' own texts.
-      positions: the latest first, so those in the response precede those in the prompt.
-      start: int32 [B], first position of the responses.
-      groups: least match length of each group.
+    ``own_text`` are those at ``positions`` [B, 1, G, M], the latest first, so those in the
+    response, which begins at ``start`` [B], precede those in the prompt.
     """
     available = positions - start[:, None, None, None]  # tokens of the response before a position
     own_text = own_text.replace(matched=jnp.minimum(own_text.matched, available))
@@ -169,15 +148,10 @@ def index_history(own_text: OwnText, history: History) -> OwnText:
 
 
 def store(corpus: Corpus, history: History, start: Array, rows: Array) -> Corpus:
-    """Store the responses of ``rows`` as requests, evicting the oldest requests.
+    """Store the responses of ``rows`` (bool [B]) as requests, evicting the oldest requests.
 
-    Of a response longer than the corpus the last tokens are stored.
-
-    Args:
-      corpus: written in place if the caller donates it.
-      history: tokens from ``start`` [B] on are the responses. Empty ones are not stored.
-      start: int32 [B].
-      rows: bool [B].
+    Responses are the tokens of ``history`` from ``start`` [B] on. Empty ones are not stored, and of
+    one longer than the corpus the last tokens are. A donated corpus is written in place.
     """
     count = jnp.minimum(jnp.where(rows, history.length - start, 0), corpus.max_tokens - 1)
     chunks = jnp.where(count > 0, (count + _CHUNK) // _CHUNK, 0)  # of the separator and the tokens

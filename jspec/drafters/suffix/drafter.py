@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jspec.core import trees
+from jspec.core import modes, trees
 from jspec.core.history import is_ended, root_token
 from jspec.core.types import Array, Draft, History
 from jspec.drafters.suffix import corpus, growth
@@ -74,6 +74,7 @@ class Suffix:
     capture_layers = ()
     proposal = "deterministic"
     noise = "own"
+    max_depth = property(lambda self: self.rule.depth)
 
     def __post_init__(self):
         self._check()
@@ -106,21 +107,15 @@ class Suffix:
     @functools.cached_property
     def rule(self) -> growth.Rule:
         """The limits of a draft."""
-        depth = self.num_speculative_tokens or self.suffix_decoding_max_tree_depth
-        branching = self.tree != "chain"
-        return growth.Rule(
-            max_tokens=(self.tree_size or _TREE_SIZE) - 1 if branching else depth,
-            max_depth=depth,
-            max_tree_depth=self.suffix_decoding_max_tree_depth,
-            max_spec_factor=self.suffix_decoding_max_spec_factor,
-            min_token_prob=self.suffix_decoding_min_token_prob,
-            branching=branching,
-        )
-
-    @property
-    def max_depth(self) -> int:
-        """K, the depth of the deepest possible draft."""
-        return self.rule.depth
+        most = self.suffix_decoding_max_tree_depth
+        depth, branching = self.num_speculative_tokens or most, self.tree != "chain"
+        nodes = (self.tree_size or _TREE_SIZE) - 1 if branching else depth
+        limits = []
+        for matched in range(1, most):
+            size = min(nodes, int(matched * self.suffix_decoding_max_spec_factor + 1e-6))
+            if deepest := min(depth, most - matched, size):
+                limits.append((matched, size, deepest))
+        return growth.Rule(tuple(limits), self.suffix_decoding_min_token_prob, branching)
 
     @property
     def node_buckets(self) -> tuple[int, ...]:
@@ -151,7 +146,7 @@ class Suffix:
         """Draft what followed most often."""
         rule, root = self.rule, root_token(history)[:, None]
         if not rule.depth:
-            return Draft(root, trees.chain(0), jnp.ones_like(root, dtype=bool)), memory
+            return modes.root_alone(history)(memory)
         memory = memory.replace(own_text=corpus.index_history(memory.own_text, history))
         occurrences = self._occurrences(shared, memory, history)
         best = growth.best(growth.grow(rule, occurrences, history.length))

@@ -47,31 +47,14 @@ class Rule:
     """Limits of the drafts; hashable.
 
     Attributes:
-      max_tokens: n, most nodes of a draft.
-      max_depth: most edges from the root to a leaf.
-      max_tree_depth: most tokens of a match and a path below it together.
-      max_spec_factor: most nodes for every token of the match.
+      limits: (match length, most nodes, most depth) of every match length that allows a draft.
       min_token_prob: least probability of a node.
       branching: whether the draft is a tree, most probable nodes first, or a chain.
     """
 
-    max_tokens: int
-    max_depth: int
-    max_tree_depth: int
-    max_spec_factor: float
+    limits: tuple[tuple[int, int, int], ...]
     min_token_prob: float
     branching: bool
-
-    @functools.cached_property
-    def limits(self) -> tuple[tuple[int, int, int], ...]:
-        """(match length, most nodes, most depth) of every match length that allows a draft."""
-        limits = []
-        for matched in range(1, self.max_tree_depth):
-            size = min(self.max_tokens, int(matched * self.max_spec_factor + 1e-6))
-            depth = min(self.max_depth, self.max_tree_depth - matched, size)
-            if depth > 0:
-                limits.append((matched, size, depth))
-        return tuple(limits)
 
     @property
     def depth(self) -> int:

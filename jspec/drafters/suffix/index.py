@@ -94,7 +94,6 @@ def find(
     The occurrences have no axes B and S.
 
     Args:
-      index: of the text.
       at: reads the text at any positions; END past its end.
       last: int32 [n], a row's last tokens, the last one first; BEFORE past its start.
       begin: int32 [], positions up to it are overwritten.
