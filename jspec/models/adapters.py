@@ -46,9 +46,6 @@ __all__ = ["CachedTarget", "StatelessTarget", "check", "from_function", "from_li
 _INFERENCE = "put it in inference mode: no dropout, running averages, no cache of its own"
 
 
-# --- Targets ---------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class AdaptedTarget:
     """The base of both adapted targets; use the constructors below."""
@@ -166,24 +163,16 @@ def _require(function: Callable | None, name: str) -> Callable:
     return function
 
 
-def _captured(
-    hidden: tuple[Array, ...] | None, capture_layers: tuple[int, ...]
-) -> tuple[Array, ...]:
-    if capture_layers and hidden is None:
+def _captured(hidden: tuple[Array, ...] | None, layers: tuple[int, ...]) -> tuple[Array, ...]:
+    cause = f"the drafter captures hidden states {layers}, but the model returns"
+    if layers and hidden is None:
         raise ValueError(
-            f"the drafter captures hidden states {capture_layers}, but the model returns logits "
-            "alone; let it return (logits, hidden), hidden a sequence of [B, N, D]."
+            f"{cause} logits alone; let it return (logits, hidden), hidden a sequence of [B, N, D]."
         )
-    missing = [index for index in capture_layers if index >= len(hidden)]
+    missing = [index for index in layers if index >= len(hidden)]
     if missing:
-        raise ValueError(
-            f"the drafter captures hidden states {capture_layers}, but the model returns "
-            f"{len(hidden)} of them: there is no index {missing}."
-        )
-    return tuple(hidden[index] for index in capture_layers)
-
-
-# --- Constructors ----------------------------------------------------------------------------
+        raise ValueError(f"{cause} {len(hidden)} of them: there is no index {missing}.")
+    return tuple(hidden[index] for index in layers)
 
 
 def from_function(
@@ -200,11 +189,10 @@ def from_function(
 ) -> tuple[CachedTarget | StatelessTarget, Any]:
     """Return a plain function as a target, and ``params`` unchanged.
 
-    The module's docstring describes the function. Its sizes (layers, heads, vocabulary) are read by
-    tracing; nothing runs or compiles.
+    Tracing reads the sizes (layers, heads, vocabulary); nothing runs or compiles.
 
     Args:
-      apply: the model, a pure function of ``params`` and tokens.
+      apply: the model, as the module's docstring describes it.
       params: its weights, a pytree.
       max_positions: longest sequence that the model supports.
       use_cache: whether ``apply`` takes positions and ``attend``.
@@ -226,12 +214,12 @@ def from_function(
         width, entries = probe.cached(apply, params, max_positions)
         target = CachedTarget(apply, width, *common, entries, scale, tuple(windows))
         _check_windows(target.windows, len(entries))
+    elif windows or scale is not None:
+        raise ValueError(
+            "scale and windows belong to use_cache=True; a model with its own attention applies "
+            "them itself."
+        )
     else:
-        if windows or scale is not None:
-            raise ValueError(
-                "scale and windows belong to use_cache=True; a model with its own attention "
-                "applies them itself."
-            )
         target = StatelessTarget(apply, probe.stateless(apply, params, max_positions), *common)
     if vocab_size not in (None, target.vocab_size):
         raise ValueError(
@@ -271,7 +259,7 @@ def from_linen(
       method: the method to call; None for ``__call__``.
       options: keyword arguments of every call, such as ``{"deterministic": True}``.
       embed: name of a method, or a function ``(module, tokens)``.
-      unembed: name of a method, or a function ``(module, hidden, *, norm)``.
+      unembed: the same for ``(module, hidden, *, norm)``.
       **settings: those of ``from_function``; ``max_positions`` is required.
 
     Raises:
@@ -296,8 +284,7 @@ def from_nnx(
     """Return a Flax NNX module as a target, and a snapshot of its variables as nested dicts.
 
     The arguments are those of ``from_linen``, without ``variables``. The target is a copy in
-    inference mode (dropout, batch statistics); ``module`` itself is not changed, and training it
-    further does not change the snapshot.
+    inference mode (dropout, batch statistics), so it and ``module`` do not change each other.
 
     Raises:
       ValueError: as ``from_function``; or the call updates variables or draws random numbers. This
@@ -338,12 +325,14 @@ def _check_kind(module: Any, kind: type, name: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LinenCall:
-    """A Linen module as a function of (variables, …)."""
-
-    module: Any
+class _ModuleCall:
+    module: Any  # of NNX: its graph
     method: Callable | str | None
     options: tuple[tuple[str, Hashable], ...]
+
+
+class _LinenCall(_ModuleCall):
+    """A Linen module as a function of (variables, …)."""
 
     def __call__(self, variables: Any, *args: Any, **more: Any) -> Any:
         options = dict(self.options) | more
@@ -357,28 +346,20 @@ class _LinenCall:
             ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _NNXCall:
+class _NNXCall(_ModuleCall):
     """An NNX module as a function of (state, …)."""
 
-    graph: Any
-    method: Callable | str | None
-    options: tuple[tuple[str, Hashable], ...]
-
-    def __call__(self, state: Any, *args: Any, **more: Any) -> Any:
+    def __call__(self, values: Any, *args: Any, **more: Any) -> Any:
         from flax import nnx
 
-        module = nnx.merge(self.graph, state)
-        values = lambda: {
-            path: (variable, variable.get_value())
-            for path, variable in nnx.to_flat_state(nnx.state(module))
-        }
-        before = values()
+        module = nnx.merge(self.module, values)
+        state = lambda: dict(nnx.to_flat_state(nnx.state(module)))
+        before = {path: (variable, variable.get_value()) for path, variable in state().items()}
         name = self.method or "__call__"
         function = getattr(type(module), name) if isinstance(name, str) else name
         result = function(module, *args, **dict(self.options), **more)
-        after = values()
-        changed = [path for path, (_, old) in before.items() if after[path][1] is not old]
+        after = state()
+        changed = [path for path, (_, old) in before.items() if after[path].get_value() is not old]
         # If parameters are new objects too, a transformation has rewritten all of them, unchanged.
         if changed and not any(isinstance(before[path][0], nnx.Param) for path in changed):
             names = ", ".join(".".join(map(str, path)) for path in changed)

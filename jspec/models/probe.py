@@ -51,8 +51,7 @@ def cached(apply: Callable, params: Any, max_positions: int) -> tuple[int, tuple
         fresh = []
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            _check_layer(layer, layers)
-            _check_heads(layer, q, k, v, shape)
+            _check_call(layer, layers, q, k, v, shape)
             layers[layer] = (k.shape[1], k.shape[3], k.dtype.name)
             fresh.append((k, v))
             return jnp.zeros(q.shape, q.dtype)
@@ -75,13 +74,10 @@ def cached(apply: Callable, params: Any, max_positions: int) -> tuple[int, tuple
 def check_takes(
     function: Callable, use_cache: bool, first: str | None, options: Iterable[str] = ()
 ) -> None:
-    """Refuse a function that does not take the arguments that ``use_cache`` implies.
+    """Raise ValueError if a function does not take the arguments that ``use_cache`` implies.
 
     ``first`` is the name of the argument before the tokens, None if there is none. ``options`` are
     the names of further keyword arguments.
-
-    Raises:
-      ValueError: ``function`` does not take them.
     """
     arguments = [first] if first else []
     arguments += ["tokens", "positions", "attend"] if use_cache else ["tokens"]
@@ -120,7 +116,7 @@ def _width(result: Any, shape: tuple[int, int]) -> int:
     """Return the width of the logits of a model's result after checking its shapes."""
     logits, hidden = outputs(result)
     batch, length = shape
-    if not _is_array(logits) or logits.ndim != 3 or logits.shape[:2] != shape:
+    if not _fits(logits, shape):
         returned = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", result)
         raise ValueError(
             f"for tokens {list(shape)} the model must return logits [{batch}, {length}, V], or "
@@ -129,16 +125,17 @@ def _width(result: Any, shape: tuple[int, int]) -> int:
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be floating point numbers, not {logits.dtype}.")
     for index, states in enumerate(hidden or ()):
-        if not _is_array(states) or states.ndim != 3 or states.shape[:2] != shape:
+        if not _fits(states, shape):
             raise ValueError(f"hidden state {index} must be [{batch}, {length}, D], not {states}.")
     return logits.shape[2]
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
+def _fits(x: Any, shape: tuple[int, int]) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) and x.ndim == 3 and x.shape[:2] == shape
 
 
-def _check_layer(layer: Any, seen: dict[int, LayerShape]) -> None:
+def _check_call(layer: Any, seen: dict, q: Array, k: Array, v: Array, shape: tuple) -> None:
+    """Check a call of ``attend`` for tokens of ``shape``; ``seen`` holds the layers before."""
     if not isinstance(layer, int):
         raise ValueError(
             f"attend's layer must be a Python int, not {layer}: write the loop over the layers in "
@@ -146,15 +143,10 @@ def _check_layer(layer: Any, seen: dict[int, LayerShape]) -> None:
         )
     if layer in seen:
         raise ValueError(f"attend was called twice for layer {layer}; each has one cache entry.")
-
-
-def _check_heads(layer: int, q: Array, k: Array, v: Array, tokens_shape: tuple[int, int]) -> None:
-    passed = (
-        f"layer {layer} passed attend q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)} and "
-        f"v {v.dtype}{list(v.shape)} for tokens {list(tokens_shape)}"
-    )
+    arrays = [f"{name} {x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v))]
+    passed = f"layer {layer} passed attend {', '.join(arrays)} for tokens {list(shape)}"
     around = lambda x: (x.ndim, x.shape[0], *x.shape[2:])  # without the number of heads
-    expected = (4, *tokens_shape, q.shape[-1])
+    expected = (4, *shape, q.shape[-1])
     if {around(q), around(k), around(v)} != {expected} or k.shape != v.shape:
         raise ValueError(
             f"{passed}; it takes q [B, H, N, D] and k, v [B, Hkv, N, D], heads before nodes: apply "
@@ -172,11 +164,7 @@ def check(target: Target, params: Any, *, tolerance: float = 1e-3, seed: int = 0
     It detects a model that sees the future, numbers its tokens itself, or mixes rows of a batch, in
     one small compiled program. Shapes cannot show this.
 
-    Args:
-      target: of any kind.
-      params: its weights.
-      tolerance: relative to the largest logit, like the result; bfloat16 models need more.
-      seed: of the tokens.
+    The result and ``tolerance`` are relative to the largest logit; bfloat16 models need more.
 
     Raises:
       ValueError: the difference exceeds ``tolerance``.

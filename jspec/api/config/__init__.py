@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jspec import verify
@@ -86,8 +86,7 @@ class SpeculativeConfig:
         """
         if self.parts:
             pairs = zip(self.parts, draft, strict=True)
-            parts = tuple(part.drafter(network, target) for part, network in pairs)
-            return Hybrid(parts, **self.settings)
+            return Hybrid(tuple(part.drafter(x, target) for part, x in pairs), **self.settings)
         if self.drafter_class:
             drafter = custom_class.build(self.drafter_class, self.settings, target, self.rule)
         else:
@@ -98,15 +97,11 @@ class SpeculativeConfig:
         parallel = self.parallel
         if parallel is None:  # "eagle3"
             parallel = draft.mask_token_id is not None
-        values = {
-            "config": draft,
-            "target": target,
-            "vocab_size": target.vocab_size,
-            "max_length": self.max_model_len,
-        }
+        values = {"config": draft, "target": target, "max_length": self.max_model_len}
+        values["vocab_size"] = target.vocab_size
         fields = _fields(self.method, parallel) & values.keys()
-        values = {name: values[name] for name in fields}
-        return _class_of(self.method, parallel)(**self.settings, **values)
+        settings = self.settings | {name: values[name] for name in fields}
+        return _class_of(self.method, parallel)(**settings)
 
 
 def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -124,7 +119,16 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
         )
     values = {name: given.get(name) for name in KEYS}
     if custom_class.is_custom(given):
-        return _read_custom_class(given, values)
+        drafter = custom_class.find(given.get("model"))
+        settings = custom_class.settings(drafter, given)
+        _check_tensor_parallel(values["draft_tensor_parallel_size"])
+        return SpeculativeConfig(
+            method=CUSTOM_CLASS,
+            rule=rules.asked_for(values),
+            settings=settings,
+            drafter_class=drafter,
+            **checking.lengths(values),
+        )
     for name, value in given.items():
         _check_standing(name, value)
     method = methods.method_of(values)
@@ -150,22 +154,9 @@ def read(given: Mapping[str, Any] | None) -> SpeculativeConfig:
     )
 
 
-def _read_custom_class(given: Mapping[str, Any], values: Mapping[str, Any]) -> SpeculativeConfig:
-    drafter = custom_class.find(given.get("model"))
-    settings = custom_class.settings(drafter, given)
-    _check_tensor_parallel(values["draft_tensor_parallel_size"])
-    return SpeculativeConfig(
-        method=CUSTOM_CLASS,
-        rule=rules.asked_for(values),
-        settings=settings,
-        drafter_class=drafter,
-        **checking.lengths(values),
-    )
-
-
 def _read_hybrid(values: Mapping[str, Any]) -> SpeculativeConfig:
     parts, sampled = values["parts"], values["draft_sample_method"]
-    if not isinstance(parts, Sequence) or isinstance(parts, str) or len(parts) != 2:
+    if not checking.is_list(parts) or len(parts) != 2:
         raise ValueError(
             f"parts={shown(parts)} must be a list of two configs, a lookup method and one with a "
             f"network, such as {_PARTS}."
@@ -207,12 +198,9 @@ def _read_part(index: int, given: Any) -> SpeculativeConfig:
 
 
 def check_lengths(config: SpeculativeConfig, draft_positions: int, max_model_len: int) -> None:
-    """Check that ``max_model_len`` of the config is within the limits of both models.
+    """Raise ValueError if ``max_model_len`` of the config exceeds the limit of one of the models.
 
     A draft model with a lower limit than the target skips the rounds beyond it.
-
-    Raises:
-      ValueError: ``max_model_len`` exceeds one of the limits.
     """
     length = config.max_model_len
     for name, limit in (("draft", draft_positions), ("target", max_model_len)):
@@ -230,7 +218,7 @@ def _check_standing(name: str, value: Any) -> None:
     if key.standing == "works" or key.is_default(value):
         return
     if name == "tensor_parallel_size":
-        raise ValueError(key.note)
+        raise ValueError(key.note)  # in vLLM's words
     standing = "not supported yet" if key.standing == "not built" else "refused"
     raise ValueError(
         f"speculative_config: {name}={shown(value)} is {standing}: {key.note.rstrip('.')}; "

@@ -11,14 +11,11 @@ from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import INT32, is_real, is_whole
 
 _PROMPT_LOOKUP = 5  # vLLM's default n-gram length
-_LARGEST = {
-    # Nodes attend to their ancestors through an N x N mask.
-    **dict.fromkeys(
-        ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k"), trees.MOST_NODES
-    ),
-    # The program has one step for each token.
-    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), 256),
-}
+# Nodes attend to their ancestors through an N x N mask.
+_SIZES = ("num_speculative_tokens", "tree_size", "tree_depth", "tree_top_k")
+_LARGEST = dict.fromkeys(_SIZES, trees.MOST_NODES)
+# The program has one step for each token.
+_LARGEST |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), 256)
 
 
 def tree(given: Any) -> tree_settings.Tree:
@@ -31,11 +28,11 @@ def tree(given: Any) -> tree_settings.Tree:
             )
         return given
     if not isinstance(given, Sequence) or not all(isinstance(path, Sequence) for path in given):
+        example = "[[0], [1], [0, 0]]"
         raise ValueError(
-            f"tree={shown(given)} must be a name or a list of rank paths, such as [[0], [1], "
-            "[0, 0]]."
+            f"tree={shown(given)} must be a name or a list of rank paths, such as {example}."
         )
-    return tuple(tuple(path) for path in given)
+    return tuple(map(tuple, given))
 
 
 def check_count(count: Any, has_model: bool) -> None:
@@ -75,16 +72,14 @@ def lengths(values: Mapping[str, Any]) -> dict[str, tuple]:
         doubled = {0, *(2**power for power in range(most.bit_length())), most}
         return {"lengths": _ascending(doubled, most)}
     if not _whole_numbers(choices):
-        raise ValueError(
-            f"adaptive_length={shown(choices)} must be true or a list of whole numbers."
-        )
+        kinds = "true or a list of whole numbers"
+        raise ValueError(f"adaptive_length={shown(choices)} must be {kinds}.")
     return {"lengths": _ascending({*choices, most}, most)}
 
 
 def _ranges(given: Any) -> tuple[tuple[int, int, int], ...]:
     name = "num_speculative_tokens_per_batch_size"
-    listed = isinstance(given, Sequence) and not isinstance(given, str)
-    if not listed or not given or not all(_whole_numbers(x) and len(x) == 3 for x in given):
+    if not is_list(given) or not given or not all(_whole_numbers(x) and len(x) == 3 for x in given):
         raise ValueError(
             f"{name}={shown(given)} must be a list of (least, most, K), such as "
             "[(1, 4, 5), (5, 64, 2)]."
@@ -96,12 +91,13 @@ def _ranges(given: Any) -> tuple[tuple[int, int, int], ...]:
     return tuple(ordered)
 
 
+def is_list(given: Any) -> bool:
+    """Return whether a value is a sequence other than a text."""
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
 def _whole_numbers(given: Any) -> bool:
-    return (
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and all(is_whole(x) for x in given)
-    )
+    return is_list(given) and all(map(is_whole, given))
 
 
 def _ascending(lengths: set[int], most: int) -> tuple[int, ...]:
@@ -147,8 +143,6 @@ def check_real(name: str, value: Any, *, listed: bool) -> None:
     """Check a finite number, or a list of them; None is left out."""
     if value is None:
         return
-    if not listed:
-        if not is_real(value):
-            raise ValueError(f"{name}={shown(value)} must be a number.")
-    elif isinstance(value, str) or not isinstance(value, Sequence) or not all(map(is_real, value)):
-        raise ValueError(f"{name}={shown(value)} must be a list of numbers.")
+    if not (is_list(value) and all(map(is_real, value)) if listed else is_real(value)):
+        kind = "a list of numbers" if listed else "a number"
+        raise ValueError(f"{name}={shown(value)} must be {kind}.")

@@ -105,14 +105,8 @@ def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"speculative_config: {drafter.__name__} takes no {shown(name)}; it takes "
                 f"{', '.join(map(repr, takes)) or 'no settings'}{did_you_mean(name, takes)}"
             )
-    missing = [
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and name not in chosen
-        and name not in _FILLED_IN
-    ]
+    required = lambda field: field.default is field.default_factory is dataclasses.MISSING
+    missing = [name for name in takes if required(fields[name]) and name not in chosen]
     if missing:
         raise ValueError(
             f"speculative_config: {drafter.__name__} needs {', '.join(map(repr, missing))}; give "
@@ -155,20 +149,18 @@ def _check_class(drafter: type) -> None:
             "compiled programs; decorate it with @dataclasses.dataclass(frozen=True)."
         )
     fields = {field.name for field in dataclasses.fields(drafter)}
-    wrong = [
-        f"no {each!r}" for each in _SETTINGS if each not in fields and not hasattr(drafter, each)
+    absent = [
+        member for member in _SETTINGS if member not in fields and not hasattr(drafter, member)
     ]
-    wrong += [
-        f"the field {each!r} has the name of a key with another meaning"
-        for each in sorted(_OURS & fields)
-    ]
-    shares = any(hasattr(drafter, each) for each in _SHARING)
-    for protocol, members in (
-        (Drafter, _METHODS),
-        (Sharing, _SHARING if shares else ()),
-        (LoadsParams, ("load_params",) if hasattr(drafter, "load_params") else ()),
-    ):
-        wrong += filter(None, (_complaint(drafter, protocol, each) for each in members))
+    wrong = [f"no {member!r}" for member in absent]
+    meant = "has the name of a key with another meaning"
+    wrong += [f"the field {member!r} {meant}" for member in sorted(_OURS & fields)]
+    wrong += [_complaint(drafter, Drafter, member) for member in _METHODS]
+    if any(hasattr(drafter, member) for member in _SHARING):
+        wrong += [_complaint(drafter, Sharing, member) for member in _SHARING]
+    if hasattr(drafter, "load_params"):
+        wrong.append(_complaint(drafter, LoadsParams, "load_params"))
+    wrong = [fault for fault in wrong if fault]
     if wrong:
         raise ValueError(
             f"{name} is no drafter: {'; '.join(wrong)}. see jspec.core.types.Drafter, or subclass "

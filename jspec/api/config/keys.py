@@ -4,12 +4,7 @@ vLLM's keys are those of July 2026 (commit 002e77c), and older ones that users s
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal
-
-from jspec.drafters import METHODS
-from jspec.drafters.trees import tree_settings
-from jspec.verify import RULES
 
 Standing = Literal["works", "not built", "refused"]
 
@@ -143,6 +138,9 @@ _REFUSED = {
 }
 
 # vLLM's defaults other than None.
+_SWITCHES = ("parallel_drafting", "use_heterogeneous_vocab", "enable_adaptive_verification")
+_SWITCHES += ("use_local_argmax_reduction", "disable_mqa_scorer")
+_SWITCHES += ("disable_eagle_block_drop", "disable_padded_drafter_batch")
 _DEFAULTS = {
     "suffix_decoding_max_tree_depth": 24,
     "suffix_decoding_max_cached_requests": 10000,
@@ -152,16 +150,10 @@ _DEFAULTS = {
     "suffix_decoding_max_occurrences": 32,
     "rejection_sample_method": "standard",
     "draft_sample_method": "greedy",
-    "parallel_drafting": False,
-    "use_heterogeneous_vocab": False,
     "tree": "chain",
     "combine": "merge",
-    "enable_adaptive_verification": False,
-    "use_local_argmax_reduction": False,
-    "disable_eagle_block_drop": False,
-    "disable_padded_drafter_batch": False,
     "acceptance_method": "rejection_sampler",
-    "disable_mqa_scorer": False,
+    **dict.fromkeys(_SWITCHES, False),
 }
 _ALSO = {
     "enforce_eager": (False,),
@@ -217,7 +209,6 @@ METHOD_OF_KEY = {
     "medusa_num_heads": "medusa",
     "dflash_config": "dflash",
 }
-_NOT_IN_VLLM = (HYBRID, "hydra", "token_recycling")
 
 # rejection_sample_method to the name in ``jspec.verify.RULES``.
 RULE_NAMES = {
@@ -236,52 +227,3 @@ RULE_KEYS = {
 }
 RULES_NOT_BUILT = ("fly", "lenient")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")  # of chains; trees have more
-
-
-def markdown() -> str:
-    """Return the tables of docs/speculative_config.md; a test compares the two."""
-    words = {"works": "works", "not built": "raises until built", "refused": "refused"}
-    keys = [
-        (f"`{key.name}`", f"`{key.default}`", words[key.standing], key.note)
-        for key in KEYS.values()
-    ]
-    trees = [(f"`{name}`", *_tree_sizes(name)) for name in tree_settings.NAMES]
-    methods = [
-        *(
-            (f"`{name}`", "works", "not in vLLM" if name in _NOT_IN_VLLM else "")
-            for name in METHODS
-        ),
-        *((f"`{name}`", "works", f"the same as `{same}`") for name, same in METHOD_ALIASES.items()),
-        (f"`{CUSTOM_CLASS}`", "works", CUSTOM_CLASS_NOTE),
-        *((f"`{name}`", "refused", why) for name, why in METHODS_REFUSED.items()),
-    ]
-    rules = [
-        *((f"`{name}`", "works", _described(rule)) for name, rule in RULE_NAMES.items()),
-        *((f"`{name}`", "raises until built", "lossy") for name in RULES_NOT_BUILT),
-    ]
-    return "\n".join(
-        (
-            _table(("key", "vLLM's default", "standing", ""), keys),
-            _table(("`method`", "standing", ""), methods),
-            _table(("`rejection_sample_method`", "standing", ""), rules),
-            _table(("`tree`", "nodes with the root", "depth"), trees),
-        )
-    )
-
-
-def _described(rule: str) -> str:
-    lossy = "" if RULES[rule].lossless else "; lossy: the output does not follow the target"
-    return f"rule `{rule}`{lossy}"
-
-
-def _tree_sizes(name: str) -> tuple[str, str]:
-    if name in tree_settings.PUBLISHED:
-        tree = tree_settings.published(name)
-        return str(tree.size), str(tree.max_depth)
-    size = "`num_speculative_tokens` + 1" if name == "chain" else "`tree_size`"
-    return size, "`num_speculative_tokens`"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -86,10 +86,8 @@ def _known_method(name: str) -> str:
             f"method={shown(name)} is not built yet; these work: {_working()}. If the model is a "
             "plain language model, set method='draft_model'."
         )
-    near = did_you_mean(method, [*METHODS, CUSTOM_CLASS])
-    raise ValueError(
-        f"Unsupported speculative method: {shown(name)}; these work: {_working()}{near}"
-    )
+    known = f"{_working()}{did_you_mean(method, [*METHODS, CUSTOM_CLASS])}"
+    raise ValueError(f"Unsupported speculative method: {shown(name)}; these work: {known}")
 
 
 def _working() -> str:

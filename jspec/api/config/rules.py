@@ -20,9 +20,8 @@ def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
     rule = _rule(values["rejection_sample_method"])
     for other, keys in RULE_KEYS.items():
         if rule != other and any(values[key] is not None for key in keys):
-            raise ValueError(
-                f"{' / '.join(keys)} are only valid with rejection_sample_method={other!r}."
-            )
+            named = " / ".join(keys)
+            raise ValueError(f"{named} are only valid with rejection_sample_method={other!r}.")
     if isinstance(rule, verify.Rule):
         return rule
     keys = RULE_KEYS.get(rule, ())

@@ -25,6 +25,7 @@ from jspec.models.heads.medusa import MedusaConfig
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from jspec.verify import RULES
 from tests import tiny
+from tests.api.config import docs_tables
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "speculative_config.md"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -50,9 +51,9 @@ def error_of(given):
 
 
 def test_the_docs_hold_the_table_of_the_code():
-    assert config_keys.markdown() in DOCS.read_text(encoding="utf-8"), (
+    assert docs_tables.markdown() in DOCS.read_text(encoding="utf-8"), (
         "paste into docs/speculative_config.md what this prints: "
-        "python -c 'from jspec.api.config import keys; print(keys.markdown())'"
+        "python -m tests.api.config.docs_tables"
     )
 
 
