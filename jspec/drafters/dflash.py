@@ -25,8 +25,9 @@ from jspec.drafters.base.cached import CachedDrafter
 from jspec.drafters.base.tree_drafter import check_window, rows
 from jspec.drafters.trees import marginals
 from jspec.drafters.trees.tree_settings import Dynamic
+from jspec.models import decoder
 from jspec.models.heads import dflash as head
-from jspec.models.heads import dspark
+from jspec.models.heads import dspark, network
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 
 
@@ -61,7 +62,7 @@ class DFlash(CachedDrafter):
 
     def init(self, params, request, capacity):
         """Allocate an empty cache."""
-        return head.init_cache(self.config, request.max_length.shape[0], capacity)
+        return decoder.init_cache(self.config.network, request.max_length.shape[0], capacity)
 
     def propose(self, params, request, shared, memory, history):
         """Draft from one pass over a block."""
@@ -80,7 +81,7 @@ class DFlash(CachedDrafter):
             self.target,
             params.target,
         )
-        return hidden, head.unembed(params.drafter, self.config, hidden, self.target, params.target)
+        return hidden, network.unembed(params.drafter, hidden, self.target, params.target)
 
     def _commit(self, params, cache, following, features, count):
         del following

@@ -15,6 +15,7 @@ from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import check_window, last_of, rows
 from jspec.models import decoder
+from jspec.models.attention import attention_beside
 from jspec.models.heads import eagle as head
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.heads.network import embed
@@ -71,7 +72,7 @@ class Eagle(CachedDrafter):
         visible = take(frontier.visible) | slots
         positions, network = positions_of(history, drafted, depth), self.config.network
         embedded, features = self._embed(params, drafted), take(frontier.hidden)
-        attend, side = decoder.attention_beside(
+        attend, side = attention_beside(
             memory.cache, frontier.side, slot, visible, positions, **network.attention_options
         )
         hidden = head.blocks(params.drafter, self.config, embedded, features, positions, attend)

@@ -80,4 +80,5 @@ class Hydra(FeatureDrafter):
 
     def _advance(self, params, state, drafted, head):
         embedded = self.target.embed(params.target, drafted)
-        return network.advance(params.drafter, self.config, state, embedded, head)
+        state, x = network.step(params.drafter, self.config, state, embedded, head)
+        return state, network.unembed(params.drafter, x, head)

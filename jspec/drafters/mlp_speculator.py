@@ -66,7 +66,8 @@ class MlpSpeculator(FeatureDrafter):
         return self._advance(params, state, drafted, depth)
 
     def _advance(self, params, state, drafted, stage):
-        return self._network.advance(params.drafter, self.config, state, drafted, stage)
+        state, x = self._network.step(params.drafter, self.config, state, drafted, stage)
+        return state, self._network.unembed(params.drafter, x, stage)
 
     @property
     def _network(self):

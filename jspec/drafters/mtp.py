@@ -16,7 +16,7 @@ from jspec.core import kv_cache
 from jspec.core.types import Array
 from jspec.drafters.base.cached import CachedDrafter, CachedMemory, own_slots, positions_of
 from jspec.drafters.base.tree_drafter import last_of, rows
-from jspec.models import decoder
+from jspec.models.attention import attention_beside
 from jspec.models.heads import mtp as head
 from jspec.models.heads.mtp import MtpConfig, MtpParams
 
@@ -94,7 +94,7 @@ class Mtp(CachedDrafter):
         visible[module] |= own_slots(visible[module].shape[2], slot, drafted.shape[1])
         beside = memory[module].cache, frontier.side[module], slot, visible[module]
         positions, network = positions_of(history, drafted, depth), self.config.network
-        attend, entries = decoder.attention_beside(*beside, positions, **network.attention_options)
+        attend, entries = attention_beside(*beside, positions, **network.attention_options)
         embedded, hidden = self._embed(params, drafted), rows(frontier.hidden, parents)
         hidden = head.run(params.drafter, self.config, module, embedded, hidden, positions, attend)
         side = list(frontier.side)

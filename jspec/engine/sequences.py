@@ -104,7 +104,7 @@ class SequenceParams(_Parameters):
             ("allowed_token_ids", are_whole(self.allowed_token_ids), ids),
             ("bad_words", all(map(_is_phrase, self.bad_words)), "runs of at least one token"),
             ("logits_processors", are_functions, "functions that can be hashed"),
-            ("grammar", is_grammar, "what jspec.grammar.compiled(...) returns, or None"),
+            ("grammar", is_grammar, "what jspec.grammar.automata.compiled(...) returns, or None"),
         ):
             if not holds:
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be {words}.")

@@ -43,11 +43,8 @@ class BatchInvariantDecoder(Decoder):
 
     def __post_init__(self):
         config = self.config
-        unsupported = {
-            "experts": config.moe,
-            "latent attention": config.mla,
-            f"attention={config.attention!r}": config.attention,
-        }
+        unsupported = {"experts": config.moe, "latent attention": config.mla}
+        unsupported[f"attention={config.attention!r}"] = config.attention
         present = [name for name, value in unsupported.items() if value is not None]
         if present:
             raise ValueError(
@@ -82,15 +79,8 @@ class BatchInvariantDecoder(Decoder):
             )
         config, positions = _Tiled(**vars(self.config)), cache.length[:, None] + np.arange(nodes)
         attend, chain_kv = _attention_over(cache, self.config.windows)
-        x, features = decoder.trunk(
-            params,
-            config,
-            self.embed(params, tokens),
-            positions,
-            attend,
-            linear=_linear,
-            capture_layers=capture_layers,
-        )
+        x, options = self.embed(params, tokens), dict(linear=_linear, capture_layers=capture_layers)
+        x, features = decoder.trunk(params, config, x, positions, attend, **options)
         x, tied = config.norm(x, params.norm), params.head is None
         logits = _linear(x, params.embedding if tied else params.head, transposed=tied)
         return TargetOutput(logits, features, tuple(chain_kv))

@@ -16,7 +16,7 @@ from jspec.core import kv_cache, trees, validation
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import mla, moe
 from jspec.models import rope as rope_lib
-from jspec.models.attention import Attend, attention, attention_beside, attention_over
+from jspec.models.attention import Attend, attention, attention_over
 from jspec.models.layers import Linear, affine, gated, normal, rms_norm, rows_at
 from jspec.models.mla import MlaConfig, MlaParams
 from jspec.models.moe import MoeConfig, MoeParams
@@ -153,19 +153,13 @@ def _init_layers(keys, config: DecoderConfig, dtype: jnp.dtype) -> tuple[LayerPa
     """Return blocks drawn from four keys each."""
     hidden, shrink = config.hidden_size, (2 * config.num_layers) ** -0.5
     q_size, kv_size = config.qkv_sizes
-
-    def bias(exists: bool, size: int) -> Array | None:
-        return jnp.zeros((size,), dtype) if exists else None
-
-    def head_norm() -> Array | None:
-        return jnp.ones((config.head_dim,), dtype) if config.qk_norm else None
+    bias = lambda exists, size: jnp.zeros((size,), dtype) if exists else None
+    head_norm = lambda: jnp.ones((config.head_dim,), dtype) if config.qk_norm else None
 
     def layer(index: int) -> LayerParams:
         first, *others = keys[4 * index : 4 * index + 4]
-        mixed, wide = config.has_experts(index), config.intermediate_size
-        if mixed:
-            wide = config.moe.shared_size
-        parts: dict = {"qkv": None}
+        mixed, parts = config.has_experts(index), {"qkv": None}
+        wide = config.moe.shared_size if mixed else config.intermediate_size
         if config.mla:
             parts["mla"] = mla.init_params(first, config.mla, hidden, config.num_heads, dtype)
         else:
@@ -196,25 +190,15 @@ def embed(params: DecoderParams, config: DecoderConfig, tokens: Array) -> Array:
     return ops.look_up(params.embedding, tokens).astype(config.activation_dtype)
 
 
-def unembed(
-    params: DecoderParams,
-    config: DecoderConfig,
-    x: Array,
-    linear: Linear | None = None,
-    *,
-    norm: bool = True,
-) -> Array:
+def unembed(params: DecoderParams, config: DecoderConfig, x: Array, *, norm: bool = True) -> Array:
     """Return float32 logits [..., V] of the last residual stream [..., D].
 
     ``norm=False`` skips the final norm.
     """
-    if norm:
-        x = config.norm(x, params.norm)
-    if params.head is not None:
-        return (linear or ops.linear)(x, params.head)
-    if linear is not None:
-        return linear(x, params.embedding.T)
-    return ops.linear(x, params.embedding, transposed=True)
+    x = config.norm(x, params.norm) if norm else x
+    if params.head is None:
+        return ops.linear(x, params.embedding, transposed=True)
+    return ops.linear(x, params.head)
 
 
 def trunk(
@@ -303,39 +287,9 @@ def forward(
     """Score the nodes ``tokens`` [B, N] of ``tree``, which follow the cache's prefix."""
     tree = trees.broadcast(tree, tokens.shape[0])
     attend, tree_kv = attention_over(cache, tree, **config.attention_options)
-    positions = cache.length[:, None] + tree.depth
-    x, features = trunk(
-        params,
-        config,
-        embed(params, config, tokens),
-        positions,
-        attend,
-        capture_layers=capture_layers,
-    )
+    x, positions = embed(params, config, tokens), cache.length[:, None] + tree.depth
+    x, features = trunk(params, config, x, positions, attend, capture_layers=capture_layers)
     return TargetOutput(unembed(params, config, x), features, tuple(tree_kv))
-
-
-def extend(
-    params: DecoderParams,
-    config: DecoderConfig,
-    tokens: Array,
-    positions: Array,
-    cache: kv_cache.KVCache,
-    side: tuple[kv_cache.Entry, ...],
-    slot: Array,
-    mask: Array,
-) -> tuple[Array, tuple[kv_cache.Entry, ...]]:
-    """Run a drafting step over ``tokens`` [B, n] at ``positions`` [B, n].
-
-    ``cache``, ``side``, ``slot`` and ``mask`` are those of ``attention_beside``.
-
-    Returns:
-      The last residual stream [B, n, D] and the side buffers with the new entries.
-    """
-    options = config.attention_options
-    attend, side = attention_beside(cache, side, slot, mask, positions, **options)
-    x, _ = trunk(params, config, embed(params, config, tokens), positions, attend)
-    return x, tuple(side)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,25 +29,15 @@ _NORM_EPS = 1e-6  # of the latents' norms; config.json's value is for the others
 
 @dataclasses.dataclass(frozen=True)
 class MlaConfig:
-    """Sizes of latent attention; static and hashable.
+    """Sizes of latent attention; static and hashable."""
 
-    Attributes:
-      kv_rank: width of the latent.
-      q_rank: width of the queries' latent; None for queries without one.
-      nope_dim: features of a head's query and key that are not rotated.
-      rope_dim: features of a head's query and key that are rotated.
-      value_dim: features of a head's value.
-      interleaved: whether the rotation pairs features 2j and 2j + 1 in the checkpoint.
-      mscale: YaRN's ``mscale_all_dim``, which scales the scores; 0 for none.
-    """
-
-    kv_rank: int
-    q_rank: int | None
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    interleaved: bool = True
-    mscale: float = 0.0
+    kv_rank: int  # width of the latent
+    q_rank: int | None  # width of the queries' latent; None for queries without one
+    nope_dim: int  # features of a head's query and key that are not rotated
+    rope_dim: int  # features of a head's query and key that are rotated
+    value_dim: int  # features of a head's value
+    interleaved: bool = True  # the rotation pairs features 2j and 2j + 1 in the checkpoint
+    mscale: float = 0.0  # YaRN's ``mscale_all_dim``, which scales the scores; 0 for none
 
     @property
     def head_dim(self) -> int:

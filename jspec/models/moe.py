@@ -31,29 +31,17 @@ _LEAST_BLOCK, _LARGEST_BLOCK = 4, 64  # tokens per expert that a CPU multiplies 
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """Sizes of a mixture; static and hashable.
+    """Sizes of a mixture; static and hashable."""
 
-    Attributes:
-      num_experts: E.
-      experts_per_token: k.
-      intermediate_size: F, width of an expert.
-      shared_size: width of the shared expert, which every token uses.
-      first_dense: number of leading blocks with a plain MLP.
-      num_groups: groups of experts.
-      groups_per_token: groups whose experts are eligible.
-      normalise: whether the k weights are divided by their sum.
-      scale: factor on the weights.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    shared_size: int
-    first_dense: int = 0
+    num_experts: int  # E
+    experts_per_token: int  # k
+    intermediate_size: int  # F, width of an expert
+    shared_size: int  # width of the shared expert, which every token uses
+    first_dense: int = 0  # number of leading blocks with a plain MLP
     num_groups: int = 1
-    groups_per_token: int = 1
-    normalise: bool = True
-    scale: float = 1.0
+    groups_per_token: int = 1  # groups whose experts are eligible
+    normalise: bool = True  # divide the k weights by their sum
+    scale: float = 1.0  # factor on the weights
 
     def __post_init__(self):
         in_group = self.num_experts // self.num_groups

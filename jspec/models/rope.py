@@ -20,11 +20,7 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A scaling of the rotary frequencies; lengths are in tokens.
-
-    Raises:
-      ValueError: ``kind`` is unknown.
-    """
+    """A scaling of the rotary frequencies; lengths are in tokens."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -95,10 +91,6 @@ def _default(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
-def _linear(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    return _default(rope, head_dim) / rope.factor
-
-
 def _dynamic(rope: RopeConfig, head_dim: int, position: Array) -> Array:
     """Return NTK-aware frequencies; theta grows with positions past the original length."""
     length = jnp.maximum(position + 1, rope.original_length)
@@ -134,4 +126,9 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return base / rope.factor * divided + base * (1 - divided)
 
 
-_STATIC = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_STATIC = {
+    "default": _default,
+    "linear": lambda rope, head_dim: _default(rope, head_dim) / rope.factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -163,7 +163,7 @@ def test_unknown_settings_of_generate_raise():
         ),
         (
             lambda: SequenceParams((1,), grammar="[a-z]"),
-            "grammar='[a-z]' must be what jspec.grammar.compiled",
+            "grammar='[a-z]' must be what jspec.grammar.automata.compiled",
         ),
         (lambda: Scoring(1.5), "count=1.5 must be a whole number, 0 or more"),
         (lambda: start(PLAIN, WEIGHTS, [PICKY], scoring=Scoring(65)), "count=65 of Scoring must"),

@@ -16,6 +16,7 @@ from jspec.core import trees
 from jspec.core.types import Array
 from jspec.drafters import Eagle, Medusa
 from jspec.models import decoder
+from jspec.models.attention import attention_beside
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 from tests import tiny
@@ -112,7 +113,7 @@ def logits_of(method, params, windows, features):
     mask = jnp.broadcast_to(np.tri(size - 1, dtype=bool), (batch, size - 1, size - 1))
     side = decoder.init_cache(config.network, batch, size - 1).layers
     empty = decoder.init_cache(config.network, batch, 0)
-    attend, _ = decoder.attention_beside(empty, side, jnp.int32(0), mask, positions)
+    attend, _ = attention_beside(empty, side, jnp.int32(0), mask, positions)
     embedded = embed(params, config, windows[:, 1:], tiny.TARGET, target)
     fused = eagle.fuse(params, config, tuple(x[:, :-1] for x in features))
     hidden = eagle.blocks(params, config, embedded, fused, positions, attend)

@@ -60,8 +60,9 @@ def trained_params(name: str):
         state = state[:, :length]
         for head in range(config.num_heads):
             fed = windows[batch, 1 + head : 1 + head + length]
-            state, rows = hydra.advance(params, config, state, tiny.TARGET.embed(target, fed), head)
+            state, x = hydra.step(params, config, state, tiny.TARGET.embed(target, fed), head)
             wanted = jax.nn.softmax(logits[batch, 1 + head : 1 + head + length], -1)
+            rows = hydra.unembed(params, x, head)
             total -= (wanted * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
         return total
 

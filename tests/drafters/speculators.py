@@ -60,7 +60,8 @@ def trained_params(name: str):
         state, total = module.start(config, features[0][batch, :length]), 0.0
         for stage in range(config.n_predict):
             fed = windows[batch, 1 + stage : 1 + stage + length]
-            state, rows = module.advance(params, config, state, fed, stage)
+            state, x = module.step(params, config, state, fed, stage)
+            rows = module.unembed(params, x, stage)
             wanted = jax.nn.softmax(logits[batch, 1 + stage : 1 + stage + length], -1)
             total -= (wanted * jax.nn.log_softmax(rows, -1)).sum(-1).mean()
         return total

@@ -265,8 +265,8 @@ def test_files_that_torch_wrote_are_read_as_torch_reads_them(tmp_path, prefixed)
     state, logits_of_heads = state[-1], []
     for index, token in enumerate(fed):
         embedded = jnp.asarray(embedding[token].numpy())
-        state, logits = hydras.hydra.advance(head.params, head.config, state, embedded, index)
-        logits_of_heads.append(logits)
+        state, x = hydras.hydra.step(head.params, head.config, state, embedded, index)
+        logits_of_heads.append(hydras.hydra.unembed(head.params, x, index))
     np.testing.assert_allclose(logits_of_heads, expected, atol=1e-4, rtol=0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jspec.checkpoints.heads import head_files
 from jspec.core import kv_cache
 from jspec.models import decoder
-from jspec.models.heads import dflash, dspark
+from jspec.models.heads import dflash, dspark, network
 
 torch = pytest.importorskip("torch")
 from tests.models import dflash_cases, head_cases, torch_dflash  # noqa: E402
@@ -31,7 +31,7 @@ def target_params():
 
 def draft_hidden(params, config, states, root, depth):
     """Return our output [1, depth, D]; the context [CONTEXT, C, D] is injected in two chunks."""
-    cache = dflash.init_cache(config, 1, 16)
+    cache = decoder.init_cache(config.network, 1, 16)
     for rows in (slice(0, CHUNK), slice(CHUNK, CONTEXT)):
         chunk = tuple(states[None, rows, i] for i in range(states.shape[1]))
         size = chunk[0].shape[1]
@@ -44,7 +44,7 @@ def draft_hidden(params, config, states, root, depth):
 def draft_logits(params, config, states, root, depth):
     """Return our logits [depth, Vd]."""
     hidden = draft_hidden(params, config, states, root, depth)
-    return dflash.unembed(params, config, hidden, MODEL, target_params())[0]
+    return network.unembed(params, hidden, MODEL, target_params())[0]
 
 
 def loaded(tmp_path, name):
@@ -135,15 +135,12 @@ def test_dspark_logits_and_confidences_equal_those_of_torch(tmp_path, name):
     assert np.ptp(expected, -1).min() > 0.5
     inputs = jnp.asarray(states.numpy()), jnp.asarray(path[:1]), depth
     hidden = draft_hidden(params, config, *inputs)
-    logits, state = (
-        draft_logits(params, config, *inputs),
-        dspark.start(config.spark, 1, jnp.float32),
-    )
+    logits = draft_logits(params, config, *inputs)
+    state = dspark.start(config.spark, 1, jnp.float32)
     for slot, token in enumerate(path):
         before = jnp.full((1, 1), token)
-        state, bias = dspark.advance(
-            params.spark, config.spark, state, hidden[:, slot : slot + 1], before
-        )
+        h = hidden[:, slot : slot + 1]
+        state, bias = dspark.advance(params.spark, config.spark, state, h, before)
         actual = logits[slot] + bias[0, 0]
         np.testing.assert_allclose(actual, expected[slot], atol=TOLERANCE, rtol=0)
     if config.spark.confidence:

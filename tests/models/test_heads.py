@@ -10,6 +10,7 @@ import pytest
 from jspec.checkpoints.heads import head_files
 from jspec.core import kv_cache
 from jspec.models import decoder
+from jspec.models.attention import attention_beside
 from jspec.models.heads import eagle, medusa
 from jspec.models.heads.network import embed
 
@@ -51,7 +52,7 @@ def feed(params, config, hidden, token, position, cache, side, slot, mask):
     embedded = embed(params, config, token, MODEL, target_params())
     position = jnp.full((1, 1), position)
     options = config.network.attention_options
-    attend, side = decoder.attention_beside(cache, side, slot, mask, position, **options)
+    attend, side = attention_beside(cache, side, slot, mask, position, **options)
     hidden = eagle.blocks(params, config, embedded, hidden, position, attend)
     return eagle.unembed(params, config, hidden, MODEL, target_params())[0], hidden, tuple(side)
 

@@ -11,6 +11,7 @@ import pytest
 
 from jspec.core import kv_cache, trees
 from jspec.models import decoder
+from jspec.models.attention import attention_beside
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig
@@ -110,7 +111,7 @@ def _serve(params, config, target, tokens, steps):
         ids = jnp.roll(tokens, -1 - step)[:rows, None]
         mask = jnp.broadcast_to(jnp.arange(steps) < step, (rows, 1, steps))
         positions = jnp.arange(rows)[:, None] + step
-        attend, side = decoder.attention_beside(cache, side, jnp.int32(step - 1), mask, positions)
+        attend, side = attention_beside(cache, side, jnp.int32(step - 1), mask, positions)
         hidden.append(eagle.blocks(params, config, vectors(ids), hidden[-1], positions, attend))
     hidden = jnp.stack(hidden)[:, :, 0]
     logits = eagle.unembed(params, config, hidden, module, target)

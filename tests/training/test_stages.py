@@ -89,9 +89,10 @@ def test_fresh_hydra_heads_predict_what_the_target_does():
     params = StagesTask(config, TARGET, StagesRecipe()).init(jax.random.key(0), frozen)
     hidden, first, second = jax.random.normal(jax.random.key(1), (3, 4, hydras.WIDTH))
     expected = tiny.TARGET.unembed(frozen.target, hidden, norm=False)
-    state, first_logits = hydra.advance(params, config, hidden, first, 0)
-    _, then = hydra.advance(params, config, state, second, 1)
-    for logits in (first_logits, then):
+    state, of_first = hydra.step(params, config, hidden, first, 0)
+    _, of_second = hydra.step(params, config, state, second, 1)
+    for head, x in enumerate((of_first, of_second)):
+        logits = hydra.unembed(params, x, head)
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -87,7 +87,7 @@ def step(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[LstmState, Array]:
-    """Run one stage, as ``mlp_speculator.step``: return the state and the input of the head."""
+    """Run a stage, as ``mlp_speculator.step``: return the state and the input of ``unembed``."""
     embedded = [ops.look_up(table, tokens).astype(jnp.float32) for table in params.embeddings]
     embedded = jnp.concatenate(embedded * (len(GATES) // len(embedded)), -1)
     projection = params.projections[min(stage, 1)]
@@ -99,15 +99,7 @@ def step(
     return LstmState(hidden, cell.astype(config.activation_dtype)), hidden
 
 
-def advance(
-    params: LstmSpeculatorParams,
-    config: LstmSpeculatorConfig,
-    state: LstmState,
-    tokens: Array,
-    stage: int,
-    *,
-    linear: Linear = ops.linear,
-) -> tuple[LstmState, Array]:
-    """Run one stage, as ``mlp_speculator.advance``: return the state and logits [..., V]."""
-    state, x = step(params, config, state, tokens, stage, linear=linear)
-    return state, linear(x, params.head)
+def unembed(params: LstmSpeculatorParams, x: Array, stage: int) -> Array:
+    """Return float32 logits [..., V] of the output [..., I] of ``step``."""
+    del stage
+    return ops.linear(x, params.head)

@@ -32,7 +32,7 @@ from jspec.core import kv_cache, trees
 from jspec.core.types import Array, Target
 from jspec.models import decoder
 from jspec.models import rope as rope_lib
-from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear, rms_norm
+from jspec.models.decoder import Attend, DecoderConfig, LayerParams, Linear
 from jspec.models.heads import dspark, network
 from jspec.models.heads.dspark import SparkConfig, SparkParams
 from jspec.models.heads.network import SharingSizes, embed
@@ -41,39 +41,35 @@ from jspec.models.layers import normal
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig(SharingSizes):
-    """Sizes and switches of a head; static and hashable.
+    """Sizes and switches of a head; static and hashable."""
 
-    Attributes:
-      network: the head's blocks; its ``vocab_size`` is Vd, that of the draft.
-      capture_layers: indices of the target's ``hidden_states`` that the head reads.
-      target_hidden_size: D_target, their width.
-      target_vocab_size: V.
-      block_size: slots of a block in training, root included.
-      mask_token: the target id of the mask.
-      causal: for each layer, whether a slot sees only earlier slots; () if no layer is causal.
-      from_anchor: whether slot i predicts the token after its position, so that slot 0 drafts too.
-      separate_embedding: whether the head has its own embedding, and not the target's.
-      separate_head: whether it has its own output matrix, and not the target's.
-      spark: the extension of a DSpark head; None for DFlash.
-
-    Raises:
-      ValueError: the settings contradict each other.
-    """
-
-    network: DecoderConfig
-    capture_layers: tuple[int, ...]
-    target_hidden_size: int
-    target_vocab_size: int
-    block_size: int
-    mask_token: int
-    causal: tuple[bool, ...] = ()
-    from_anchor: bool = False
-    separate_embedding: bool = False
-    separate_head: bool = False
-    spark: SparkConfig | None = None
+    network: DecoderConfig  # the blocks; its ``vocab_size`` is Vd, that of the draft
+    capture_layers: tuple[int, ...]  # indices of the target's ``hidden_states`` that the head reads
+    target_hidden_size: int  # D_target, their width
+    target_vocab_size: int  # V
+    block_size: int  # slots of a block in training, root included
+    mask_token: int  # the target id of the mask
+    causal: tuple[bool, ...] = ()  # per layer: a slot sees only earlier slots; () for none
+    from_anchor: bool = False  # slot i predicts the token after its position, so slot 0 drafts too
+    separate_embedding: bool = False  # the head has its own embedding, not the target's
+    separate_head: bool = False  # it has its own output matrix, not the target's
+    spark: SparkConfig | None = None  # the extension of a DSpark head
 
     def __post_init__(self):
-        _check(self)
+        layers, vocab = self.network.num_layers, self.target_vocab_size
+        if self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size} must be at least 2: a root and a mask.")
+        if not 0 <= self.mask_token < vocab:
+            raise ValueError(
+                f"mask_token={self.mask_token} must be one of the target's {vocab} ids."
+            )
+        if self.causal and len(self.causal) != layers:
+            raise ValueError(
+                f"causal={self.causal} must be () or a bool for each of {layers} layers."
+            )
+        if not self.capture_layers:
+            raise ValueError("capture_layers=() must name one hidden state or more.")
+        self.check_sharing()
 
     @property
     def fc_inputs(self) -> int:
@@ -119,11 +115,6 @@ def init_params(key: Array, config: DFlashConfig, dtype: jnp.dtype = jnp.float32
     )
 
 
-def init_cache(config: DFlashConfig, batch: int, capacity: int) -> kv_cache.KVCache:
-    """Return an empty cache of ``capacity`` slots per row; slot i is for position i."""
-    return decoder.init_cache(config.network, batch, capacity)
-
-
 def fuse(
     params: DFlashParams,
     config: DFlashConfig,
@@ -135,7 +126,7 @@ def fuse(
     dtype = config.network.activation_dtype
     joined = jnp.concatenate([x.astype(dtype) for x in features], -1)
     fused = linear(joined, params.fc).astype(dtype)
-    return rms_norm(fused, params.hidden_norm, config.network.norm_eps)
+    return config.network.norm(fused, params.hidden_norm)
 
 
 def inject(
@@ -151,7 +142,7 @@ def inject(
     The entries [B, Hkv, n, head_dim] are for ``kv_cache.append``.
     """
     sizes = config.network
-    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.head_dim, positions)
+    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.rope_dim, positions)
     queries = sizes.qkv_sizes[0]
 
     def entry(layer: LayerParams) -> kv_cache.AttentionKV:
@@ -159,7 +150,7 @@ def inject(
         both = decoder.affine(context, layer.qkv[:, queries:], bias, linear)
         k, v = jnp.split(both.reshape(*context.shape[:-1], -1, sizes.head_dim), 2, axis=2)
         if sizes.qk_norm:
-            k = rms_norm(k, layer.k_norm, sizes.norm_eps)
+            k = sizes.norm(k, layer.k_norm)
         return kv_cache.AttentionKV(rope_lib.rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2))
 
     return tuple(entry(layer) for layer in params.layers)
@@ -178,13 +169,8 @@ def blocks(
 
     ``attend`` is that of ``decoder.trunk`` and adds the context.
     """
-    sizes, x = config.network, embedded
-    cos, sin = rope_lib.cos_sin(sizes.rope, sizes.head_dim, positions)
-    for index, layer in enumerate(params.layers):
-        normed = rms_norm(x, layer.attention_norm, sizes.norm_eps)
-        x = x + decoder.attention(layer, sizes, normed, cos, sin, index, attend, linear)
-        x = x + decoder.mlp(layer, sizes, x, linear)
-    return rms_norm(x, params.norm, sizes.norm_eps)
+    x, _ = decoder.trunk(params, config.network, embedded, positions, attend, linear=linear)
+    return config.network.norm(x, params.norm)
 
 
 def fill_in(
@@ -242,35 +228,3 @@ def _over(config: DFlashConfig, cache: kv_cache.KVCache, positions: Array) -> At
 def is_causal(config: DFlashConfig, layer: int) -> bool:
     """Return whether a slot of ``layer`` sees only earlier slots."""
     return bool(config.causal) and config.causal[layer]
-
-
-def unembed(
-    params: DFlashParams,
-    config: DFlashConfig,
-    hidden: Array,
-    target: Target,
-    target_params: object,
-    *,
-    linear: Linear = ops.linear,
-) -> Array:
-    """Return float32 logits [..., Vd] of the output [..., D] of ``blocks``."""
-    del config
-    return network.unembed(params, hidden, target, target_params, linear)
-
-
-def _check(config: DFlashConfig) -> None:
-    if config.block_size < 2:
-        raise ValueError(f"block_size={config.block_size} must be at least 2: a root and a mask.")
-    if not 0 <= config.mask_token < config.target_vocab_size:
-        raise ValueError(
-            f"mask_token={config.mask_token} must be one of the target's "
-            f"{config.target_vocab_size} ids."
-        )
-    if config.causal and len(config.causal) != config.network.num_layers:
-        raise ValueError(
-            f"causal={config.causal} must be () or a bool for each of "
-            f"{config.network.num_layers} layers."
-        )
-    if not config.capture_layers:
-        raise ValueError("capture_layers=() must name one hidden state or more.")
-    config.check_sharing()

@@ -30,22 +30,12 @@ MARKOV = ("vanilla", "gated", "rnn")
 
 @dataclasses.dataclass(frozen=True)
 class SparkConfig:
-    """Sizes and switches; static and hashable.
+    """Sizes and switches; static and hashable."""
 
-    Attributes:
-      rank: R, width of the previous token's vector; 0 for no bias.
-      markov: how the bias is computed.
-      confidence: whether the head has a confidence.
-      confidence_sees_token: whether the confidence reads the previous token too.
-
-    Raises:
-      ValueError: the settings contradict each other.
-    """
-
-    rank: int = 256
-    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    rank: int = 256  # R, width of the previous token's vector; 0 for no bias
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"  # how the bias is computed
     confidence: bool = False
-    confidence_sees_token: bool = False
+    confidence_sees_token: bool = False  # the confidence reads the previous token too
 
     def __post_init__(self):
         if self.markov not in MARKOV:
@@ -116,18 +106,10 @@ def advance(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """Compute the bias of one slot.
+    """Return the state after a slot, and its bias float32 [..., Vd] (zeros [..., 1] without one).
 
-    Args:
-      params: weights.
-      config: sizes.
-      state: [..., R] (rnn) or [..., 0], from ``start`` or the slot before.
-      hidden: h [..., D] of the slot.
-      before: int32 [...], target ids of the previous token.
-      linear: matrix product.
-
-    Returns:
-      The new state, and the bias [..., Vd] in float32; zeros [..., 1] without a bias.
+    ``state`` [..., R] (rnn) or [..., 0] is from ``start`` or the slot before, ``hidden`` [..., D]
+    is h, and ``before`` int32 [...] are target ids of the previous token.
     """
     if not config.rank:
         return state, jnp.zeros((*hidden.shape[:-1], 1))

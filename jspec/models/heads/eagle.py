@@ -43,11 +43,7 @@ from jspec.models.layers import normal, rows_at
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig(SharingSizes):
-    """Sizes and switches of a head; static and hashable.
-
-    Raises:
-      ValueError: the settings contradict each other.
-    """
+    """Sizes and switches of a head; static and hashable."""
 
     network: DecoderConfig  # the blocks; its ``vocab_size`` is Vd, that of the draft
     generation: Literal[1, 3]  # 1 for EAGLE-1 and -2, 3 for EAGLE-3

@@ -31,32 +31,17 @@ from jspec.models.layers import normal
 
 @dataclasses.dataclass(frozen=True)
 class HydraConfig:
-    """Sizes of a set of heads; static and hashable.
+    """Sizes of a set of heads; static and hashable."""
 
-    Attributes:
-      num_heads: number of predicted tokens.
-      num_layers: residual blocks of each head.
-      hidden_size: D, the target's.
-      vocab_size: V, the target's.
-      capture_layers: index of the hidden state h, usually the one after the final norm.
-      tie_blocks: whether the blocks of a head after the first share their weights.
-      output_bias: whether the outputs have biases.
-      network: the prefix layer, one block; None for heads without one.
-      activation_dtype: of the residual stream.
-
-    Raises:
-      ValueError: a size is out of range, or the settings contradict each other.
-    """
-
-    num_heads: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    capture_layers: tuple[int, ...]
-    tie_blocks: bool = False
+    num_heads: int  # number of predicted tokens
+    num_layers: int  # residual blocks of each head
+    hidden_size: int  # D, the target's
+    vocab_size: int  # V, the target's
+    capture_layers: tuple[int, ...]  # index of the hidden state h, usually after the final norm
+    tie_blocks: bool = False  # the blocks of a head after the first share their weights
     output_bias: bool = True
-    network: DecoderConfig | None = None
-    activation_dtype: str = "float32"
+    network: DecoderConfig | None = None  # the prefix layer, one block; None for none
+    activation_dtype: str = "float32"  # of the residual stream
 
     def __post_init__(self):
         check_sizes(self, "num_heads", "num_layers", "hidden_size", "vocab_size")
@@ -146,16 +131,9 @@ def prefill(
     """
     network, tree = config.network, trees.chain_tree(*hidden.shape[:2])
     attend, entries = decoder.attention_over(cache, tree, rows=rows, **network.attention_options)
-    _, (out,) = decoder.trunk(
-        params.prefix,
-        network,
-        hidden.astype(network.activation_dtype),
-        cache.length[:, None] + tree.depth,
-        attend,
-        capture_layers=(1,),
-        rows=rows,
-    )
-    return out, tuple(entries)
+    x, positions = hidden.astype(network.activation_dtype), cache.length[:, None] + tree.depth
+    x, _ = decoder.trunk(params.prefix, network, x, positions, attend, rows=rows)
+    return network.norm(x, params.prefix.norm), tuple(entries)
 
 
 def step(
@@ -167,10 +145,13 @@ def step(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """Run one head up to its output matrix; arguments as for ``advance``.
+    """Run a head, whose index is static, up to its output matrix.
+
+    ``state`` [..., (1 + head) D] is that of the head before, or the hidden state for the first.
+    ``embedded`` [..., D] is the target's embedding of the last drafted token, or of the root.
 
     Returns:
-      The state [..., (2 + head) D] for the next head, and the output matrix's input [..., D].
+      The state [..., (2 + head) D] for the next head, and the input [..., D] of ``unembed``.
     """
     state = jnp.concatenate([state, embedded.astype(state.dtype)], -1)
     joining, later = params.joining[head], params.blocks[head]
@@ -181,28 +162,7 @@ def step(
     return state, medusa.stream(later, x.astype(state.dtype), linear)
 
 
-def advance(
-    params: HydraParams,
-    config: HydraConfig,
-    state: Array,
-    embedded: Array,
-    head: int,
-    *,
-    linear: Linear = ops.linear,
-) -> tuple[Array, Array]:
-    """Run one head.
-
-    Args:
-      params: weights.
-      config: sizes.
-      state: of the head before, [..., (1 + head) D]; the hidden state for the first head.
-      embedded: the target's embedding [..., D] of the last drafted token, or of the root.
-      head: its index, static.
-      linear: matrix product.
-
-    Returns:
-      The state [..., (2 + head) D] for the next head, and float32 logits [..., V].
-    """
-    state, x = step(params, config, state, embedded, head, linear=linear)
+def unembed(params: HydraParams, x: Array, head: int) -> Array:
+    """Return float32 logits [..., V] of the output [..., D] of ``step``."""
     bias = params.output_biases[head] if params.output_biases else None
-    return state, decoder.affine(x, params.outputs[head], bias, linear)
+    return decoder.affine(x, params.outputs[head], bias, ops.linear)

@@ -24,33 +24,17 @@ from jspec.models.layers import normal
 
 @dataclasses.dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of a set of heads; static and hashable.
+    """Sizes of a set of heads; static and hashable."""
 
-    Attributes:
-      num_heads: number of predicted tokens.
-      num_layers: residual blocks of each head.
-      hidden_size: D, the target's.
-      vocab_size: Vd, the width of the heads' logits.
-      target_vocab_size: V.
-      capture_layers: (number of the target's layers,), its hidden state after the final norm.
-      bias: whether the blocks have biases.
-      num_outputs: number of output matrices: one per head, 1 shared by all heads, or 0 for the
-        target's.
-      activation_dtype: of the residual stream.
-
-    Raises:
-      ValueError: a size is out of range, or the settings contradict each other.
-    """
-
-    num_heads: int
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    target_vocab_size: int
-    capture_layers: tuple[int, ...]
-    num_outputs: int
-    bias: bool = True
-    activation_dtype: str = "float32"
+    num_heads: int  # number of predicted tokens
+    num_layers: int  # residual blocks of each head
+    hidden_size: int  # D, the target's
+    vocab_size: int  # Vd, the width of the heads' logits
+    target_vocab_size: int  # V
+    capture_layers: tuple[int, ...]  # index of the target's hidden state after its final norm
+    num_outputs: int  # output matrices: one per head, 1 shared by all, or 0 for the target's
+    bias: bool = True  # of the blocks
+    activation_dtype: str = "float32"  # of the residual stream
 
     def __post_init__(self):
         sizes = ("num_heads", "num_layers", "hidden_size", "vocab_size", "target_vocab_size")
@@ -91,9 +75,8 @@ class MedusaParams:
 def init_params(key: Array, config: MedusaConfig, dtype: jnp.dtype = jnp.float32) -> MedusaParams:
     """Return zero blocks and random outputs; a reduced vocabulary is the first Vd tokens."""
     size = config.hidden_size
-    block = BlockParams(
-        jnp.zeros((size, size), dtype), jnp.zeros((size,), dtype) if config.bias else None
-    )
+    bias = jnp.zeros((size,), dtype) if config.bias else None
+    block = BlockParams(jnp.zeros((size, size), dtype), bias)
     keys = jax.random.split(key, config.num_heads)[: config.num_outputs]
     return MedusaParams(
         blocks=((block,) * config.num_layers,) * config.num_heads,
@@ -103,21 +86,15 @@ def init_params(key: Array, config: MedusaConfig, dtype: jnp.dtype = jnp.float32
 
 
 def heads(
-    params: MedusaParams,
-    config: MedusaConfig,
-    hidden: Array,
-    target: Target,
-    target_params: object,
-    *,
-    linear: Linear = ops.linear,
+    params: MedusaParams, config: MedusaConfig, hidden: Array, target: Target, target_params: object
 ) -> Array:
     """Return float32 logits [..., num_heads, Vd] of the target's hidden states [..., D]."""
     hidden = hidden.astype(config.activation_dtype)
     logits = []
     for index, blocks in enumerate(params.blocks):
-        x = stream(blocks, hidden, linear)
+        x = stream(blocks, hidden, ops.linear)
         if params.outputs:
-            logits.append(linear(x, params.outputs[index % len(params.outputs)]))
+            logits.append(ops.linear(x, params.outputs[index % len(params.outputs)]))
         else:
             logits.append(target.unembed(target_params, x, norm=False))
     return jnp.stack(logits, -2)

@@ -32,28 +32,15 @@ EPS = 1e-6  # of every norm; checkpoints do not contain it
 
 @dataclasses.dataclass(frozen=True)
 class SpeculatorConfig:
-    """Sizes of any speculator; static and hashable.
+    """Sizes of any speculator; static and hashable."""
 
-    Attributes:
-      n_predict: number of stages in training; also scales the embeddings.
-      hidden_size: D, the target's.
-      inner_dim: I, width of the state (and cell) and of the embeddings.
-      vocab_size: V, the target's.
-      capture_layers: (number of the target's layers,), its hidden state after the final norm.
-      scale_input: whether the hidden state is normed first.
-      activation_dtype: of the state (and cell).
-
-    Raises:
-      ValueError: a size is out of range.
-    """
-
-    n_predict: int
-    hidden_size: int
-    inner_dim: int
-    vocab_size: int
-    capture_layers: tuple[int, ...]
-    scale_input: bool = False
-    activation_dtype: str = "float32"
+    n_predict: int  # number of stages in training; also scales the embeddings
+    hidden_size: int  # D, the target's
+    inner_dim: int  # I, width of the state (and cell) and of the embeddings
+    vocab_size: int  # V, the target's
+    capture_layers: tuple[int, ...]  # index of the target's hidden state after its final norm
+    scale_input: bool = False  # the hidden state is normed first
+    activation_dtype: str = "float32"  # of the state (and cell)
 
     def __post_init__(self):
         check_sizes(self, "n_predict", "hidden_size", "inner_dim", "vocab_size")
@@ -72,11 +59,7 @@ class SpeculatorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpeculatorConfig(SpeculatorConfig):
-    """Sizes of an MLP speculator; ``tie_weights`` tells whether the stages share their weights.
-
-    Raises:
-      ValueError: a size is out of range, or tied weights have one stage.
-    """
+    """Sizes of an MLP speculator; ``tie_weights`` tells whether the stages share their weights."""
 
     tie_weights: bool = False
 
@@ -155,10 +138,13 @@ def step(
     *,
     linear: Linear = ops.linear,
 ) -> tuple[Array, Array]:
-    """Run one stage up to its output matrix; arguments as for ``advance``.
+    """Run a stage, whose index is static, up to its output matrix.
+
+    ``state`` [..., D or I] is from ``start`` or the stage before; ``tokens`` int32 [...] are the
+    root or the last drafted tokens.
 
     Returns:
-      The state [..., I], and the output matrix's input, which is the same.
+      The state [..., I], and the input of ``unembed``, which is the same.
     """
     of_stage = lambda part: part[min(stage, len(part) - 1)]
     embedded = ops.look_up(of_stage(params.embeddings), tokens).astype(jnp.float32)
@@ -167,30 +153,9 @@ def step(
     return state, state
 
 
-def advance(
-    params: MlpSpeculatorParams,
-    config: MlpSpeculatorConfig,
-    state: Array,
-    tokens: Array,
-    stage: int,
-    *,
-    linear: Linear = ops.linear,
-) -> tuple[Array, Array]:
-    """Run one stage.
-
-    Args:
-      params: weights.
-      config: sizes.
-      state: [..., D or I], of ``start`` or the stage before.
-      tokens: int32 [...], the root or the last drafted token.
-      stage: its index, static.
-      linear: matrix product.
-
-    Returns:
-      The state [..., I] and float32 logits [..., V].
-    """
-    state, x = step(params, config, state, tokens, stage, linear=linear)
-    return state, linear(x, params.heads[min(stage, len(params.heads) - 1)])
+def unembed(params: MlpSpeculatorParams, x: Array, stage: int) -> Array:
+    """Return float32 logits [..., V] of the output [..., I] of ``step``."""
+    return ops.linear(x, params.heads[min(stage, len(params.heads) - 1)])
 
 
 def activate(x: Array, norm: NormParams) -> Array:

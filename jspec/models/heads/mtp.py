@@ -41,7 +41,7 @@ class MtpConfig(NetworkSizes):
     """Sizes and switches of the modules; static and hashable."""
 
     network: DecoderConfig  # the blocks, one per module, with the sizes of the target
-    capture_layers: tuple[int, ...]  # the target's last hidden state, after its final norm
+    capture_layers: tuple[int, ...]  # index of the target's last hidden state, after its norm
     hidden_first: bool = False  # ``projection`` takes [f; e] instead of [e; f]
     feeds_normed: bool = True  # a module passes on norm' y instead of y
 
