@@ -9,10 +9,12 @@ has its own seed, so it does not depend on other answers or on interruptions.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +36,7 @@ from training.data.prompts import Prompt, read_prompts
 from training.data.records import hash_64
 from training.errors import bad_option, check_least
 from training.locks import alone
-from training.progress import progress, rate_of
+from training.progress import progress
 from training.provenance import provenance, weights_digest, without_folders
 
 _SORTED = 32  # groups among which prompts are sorted by length, so a group ends together
@@ -42,7 +44,7 @@ _SAFE_BITS = 53  # of a seed: every reader of JSON keeps them
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateSettings:
+class GenerateSettings(readers.SourceSettings):
     """One run. Every field is an option of the command line: ``--batch 32``."""
 
     target: str = ""  # the model that answers: a folder in Hugging Face layout, or a hub id
@@ -63,20 +65,14 @@ class GenerateSettings:
     # cut texts into prompts of this many tokens, one for every prompt_tokens + max_new_tokens of
     # the text (0: a text is one prompt)
     prompt_tokens: int = 0
-    # content of JSON lines; auto goes by their keys
-    data_format: Literal["auto", "text", "chat", "tokens"] = "auto"
-    package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
-    held_out_modules: tuple[str, ...] = ()  # top-level modules of folders and packages to leave out
-    # file with the Jinja template of conversations (default: the tokenizer's own)
-    chat_template: str = ""
-    max_bad_lines: int = 0  # lines to skip before giving up
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("target", "prompts", "output", "temperature"):
             if not vars(self)[name]:
                 raise bad_option(name, vars(self)[name], "give one")
         check_least(self, 1, "max_new_tokens", "batch")
-        check_least(self, 0, "prompt_tokens", "seed", "max_bad_lines")
+        check_least(self, 0, "prompt_tokens", "seed")
         for value in self.temperature:
             self.sampling(value, 0)
         refuse = lambda reason: bad_option("speculative_config", self.speculative_config, reason)
@@ -106,15 +102,10 @@ class GenerateSettings:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
-        return {
+        names = ("max_new_tokens", "top_p", "dtype", "seed", "every_turn", "prompt_tokens")
+        return {name: vars(self)[name] for name in names} | {
             "target": without_folders(self.target),
-            "max_new_tokens": self.max_new_tokens,
             "temperature": list(self.temperature),
-            "top_p": self.top_p,
-            "dtype": self.dtype,
-            "seed": self.seed,
-            "every_turn": self.every_turn,
-            "prompt_tokens": self.prompt_tokens,
             "chat_template": without_folders(self.chat_template),
         }
 
@@ -126,20 +117,10 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
       ValueError: prompts cannot be read or do not fit the target, or ``output`` is of another run
         or locked by another process.
     """
-    with alone(Path(settings.output)):
-        return _run(settings, argv)
-
-
-def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
     sizes = loading.sizes(settings.target)
     tokenizer = checkpoint.load_tokenizer(settings.target)
     encoder = Encoder(tokenizer, sizes.vocab_size, settings.chat_template)
-    sources, _ = readers.find(
-        settings.prompts,
-        data_format=settings.data_format,
-        package_paths=settings.package_paths,
-        held_out_modules=settings.held_out_modules,
-    )
+    sources, _ = readers.find(settings.prompts, settings)
     prompts = read_prompts(
         sources,
         encoder,
@@ -150,34 +131,35 @@ def _run(settings: GenerateSettings, argv: Sequence[str]) -> int:
         stride=settings.prompt_tokens + settings.max_new_tokens,
     )
     facts, output = _facts(settings, encoder), Path(settings.output)
-    _check_same_run(output, facts)  # before the weights are loaded
-    target = loading.load(settings.target, settings.dtype)
-    facts |= {"weights": f"sha256 {weights_digest(target.params)}"}
-    done = _resume(output, facts, argv)
-    todo = [
-        group
-        for group in _groups(prompts, settings.batch)
-        if any(prompt.key not in done for prompt in group)
-    ]
-    count = sum(prompt.key not in done for group in todo for prompt in group)
-    if not count:
-        print(f"all {len(prompts)} prompts are answered", file=sys.stderr)
-        return 0
-    llm = LLM(target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch)
-    answered, tokens, rate = len(prompts) - count, 0, rate_of()
-    with output.open("ab") as file, progress("prompts", len(prompts)) as update:
-        update(answered)
-        for group in todo:
-            lines = [
-                line for line in answers(llm, encoder, settings, group) if line["key"] not in done
-            ]
-            file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
-            answered += len({line["key"] for line in lines})
-            tokens += sum(len(line["token_ids"]) for line in lines)
-            update(answered, rate(tokens), True)
-    return count
+    with alone(output):
+        _check_same_run(output, facts)  # before the weights are loaded
+        target = loading.load(settings.target, settings.dtype)
+        facts |= {"weights": f"sha256 {weights_digest(target.params)}"}
+        done = _resume(output, facts, argv)
+        todo = [
+            group
+            for group in _groups(prompts, settings.batch)
+            if any(prompt.key not in done for prompt in group)
+        ]
+        count = sum(prompt.key not in done for group in todo for prompt in group)
+        if not count:
+            print(f"all {len(prompts)} prompts are answered", file=sys.stderr)
+            return 0
+        llm = LLM(target, settings.speculation, dtype=settings.dtype, max_num_seqs=settings.batch)
+        answered, tokens, begun = len(prompts) - count, 0, time.monotonic()
+        with output.open("ab") as file, progress("prompts", len(prompts)) as update:
+            update(answered)
+            for group in todo:
+                lines = answers(llm, encoder, settings, group)
+                lines = [line for line in lines if line["key"] not in done]
+                file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+                file.flush()
+                os.fsync(file.fileno())
+                answered += len({line["key"] for line in lines})
+                tokens += sum(len(line["token_ids"]) for line in lines)
+                rate = tokens / max(time.monotonic() - begun, 1e-9)
+                update(answered, f"{rate:,.0f} tokens/s", True)
+        return count
 
 
 def answers(
@@ -251,11 +233,7 @@ def _facts(settings: GenerateSettings, encoder: Encoder) -> dict[str, Any]:
 
 
 def _resume(path: Path, facts: dict[str, Any], argv: Sequence[str]) -> set[str]:
-    """Return the keys of the complete answers in ``path``, and cut off what follows them.
-
-    Raises:
-      ValueError: the file is of another run, or damaged before its last line.
-    """
+    """Return the keys of the complete answers in ``path``, and cut off what follows them."""
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = facts | provenance("training.generate_data", argv)
@@ -274,10 +252,8 @@ def _check_same_run(path: Path, facts: dict[str, Any]) -> None:
         return
     beside = readers.provenance_of(path)
     before = readers.read_provenance(beside) if beside.exists() else {}
-    settings_then = before.get("settings")
-    was = {**before, **(settings_then if isinstance(settings_then, dict) else {})}
-    now = {**facts, **facts["settings"]}
-    del now["settings"]
+    was = before | (before["settings"] if isinstance(before.get("settings"), dict) else {})
+    now = {key: facts[key] for key in facts if key != "settings"} | facts["settings"]
     # Earlier versions recorded neither.
     missing = {key: now[key] for key in ("weights", "template") if key in now and key not in was}
     changed = [
@@ -297,18 +273,15 @@ def _check_same_run(path: Path, facts: dict[str, Any]) -> None:
         )
 
 
-def _answer_of(text: bytes) -> dict:
-    """Return a line that this script wrote.
-
-    Raises:
-      ValueError: it did not.
-    """
-    line = values.json_of(text)
+def _answer_of(text: bytes) -> dict | None:
+    """Return the answer in a line of the file; None if it is damaged or cut off."""
+    try:
+        line = values.json_of(text) if text.endswith(b"\n") else None
+    except ValueError:
+        return None
     if not isinstance(line, dict) or not isinstance(line.get("key"), str):
-        raise ValueError("no answer")
-    if not values.are_whole([line.get("turn"), line.get("turns")], 0):
-        raise ValueError("no answer")
-    return line
+        return None
+    return line if values.are_whole([line.get("turn"), line.get("turns")], 0) else None
 
 
 def _complete_answers(path: Path) -> tuple[set[str], int]:
@@ -318,34 +291,26 @@ def _complete_answers(path: Path) -> tuple[set[str], int]:
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             end += len(text)
-            try:
-                line = _answer_of(text) if text.endswith(b"\n") else None
-            except ValueError:
-                line = None
-            if line is None:
-                if file.read(1):
-                    raise ValueError(
-                        f"{path.name}:{number} is damaged, and is not the last line; mend it or "
-                        "give a new --output"
-                    )
-                break
-            if line["turn"] == line["turns"] - 1:
+            line = _answer_of(text)
+            if line is None and file.read(1):
+                raise ValueError(
+                    f"{path.name}:{number} is damaged, and is not the last line; mend it or "
+                    "give a new --output"
+                )
+            if line and line["turn"] == line["turns"] - 1:
                 done.add(line["key"])
                 complete = end
     return done, complete
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; see ``run_command`` for its exit code."""
-    return run_command(
-        GenerateSettings,
-        run,
-        argv,
-        module="training.generate_data",
-        description="Generate answers of the target, to train a drafter on. Run it again with the "
-        "same options to resume.",
-    )
-
+main = functools.partial(
+    run_command,
+    GenerateSettings,
+    run,
+    module="training.generate_data",
+    description="Generate answers of the target, to train a drafter on. Run it again with the "
+    "same options to resume.",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -17,12 +16,8 @@ def progress(label: str, total: float, *, counted: bool = True) -> Iterator[Upda
     """Show a bar on stderr; if that is no terminal, print a line at marked updates.
 
     Only the first of several processes shows anything. The time left is estimated from the first
-    update on, so that work of an earlier run does not count.
-
-    Args:
-      label: name of the work.
-      total: amount of it.
-      counted: whether to show amounts beside the bar; bars of bytes only show a text.
+    update on, so that work of an earlier run does not count. Bars that are not ``counted`` show a
+    text and no amounts.
     """
     console = Console(stderr=True)
     begun, shows = False, jax.process_index() == 0
@@ -44,9 +39,3 @@ def progress(label: str, total: float, *, counted: bool = True) -> Iterator[Upda
                 print(f"{label}: {done} of {total}  {text}", file=sys.stderr, flush=True)
 
         yield update
-
-
-def rate_of() -> Callable[[float], str]:
-    """Return a function from tokens since this call to their rate as text."""
-    begun = time.monotonic()
-    return lambda tokens: f"{tokens / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"

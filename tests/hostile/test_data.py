@@ -41,7 +41,7 @@ def as_bytes(line):
 
 def records(path, data_format="auto", bad_lines=0):
     """Return all records of a file."""
-    (source,), _ = readers.find([str(path)], data_format=data_format)
+    (source,), _ = readers.find([str(path)], readers.SourceSettings(data_format=data_format))
     return [record for _, record in source.read(readers.BadLines(bad_lines))]
 
 

@@ -142,7 +142,7 @@ def test_a_long_plain_text_is_read_in_sections_that_are_one_document(opened, tmp
     monkeypatch.setattr(readers, "_SECTION", 16)
     lines = ["hi there", "how are you", "", "fine", "bye"] * 3
     path = write(tmp_path / "text.txt", *lines)
-    (source,), _ = readers.find([path])
+    (source,), _ = readers.find([path], readers.SourceSettings())
     records = [record for _, record in source.read(readers.BadLines())]
     assert "".join(record.text for record in records) == "\n".join(lines) + "\n"
     assert len(records) > 3 and all(len(record.text) <= 16 for record in records)
@@ -181,7 +181,7 @@ def test_a_folder_gives_what_its_files_would_give_if_each_were_named(opened, tmp
     monkeypatch.setattr(readers.sources, "MAX_BYTES", 10)
     monkeypatch.setattr(readers, "_SECTION", 8)
     write(folder / "text.txt", "hi", "how are you", "fine")  # longer than a section
-    source = readers.find([str(folder)])[0][0]
+    source = readers.find([str(folder)], readers.SourceSettings())[0][0]
     texts = [record for _, record in source.read(readers.BadLines())]
     assert [record.text for record in texts] == ["hi\n", "how are you\n", "fine\n"]
     assert [record.ends for record in texts] == [False, False, True]

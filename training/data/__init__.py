@@ -8,21 +8,14 @@ the data of ``pretrain``, ``prompts`` those of ``generate_data``.
 
 from training.data.corpus import Corpus, Windows, open_corpus, prepare
 from training.data.loader import batches, held_out
-from training.data.packing import token_counts
-from training.data.settings import Data, DataSettings, open_data
-from training.data.sources import Document, find_documents
+from training.data.sources import find_documents
 
 __all__ = [
     "Corpus",
-    "Data",
-    "DataSettings",
-    "Document",
     "Windows",
     "batches",
     "find_documents",
     "held_out",
     "open_corpus",
-    "open_data",
     "prepare",
-    "token_counts",
 ]

@@ -43,11 +43,8 @@ class ChatTemplate:
 
         A conversation has one example, or one a turn of the assistant if later turns change the
         text of earlier ones (as in templates that drop earlier thoughts): then each turn follows
-        the text that precedes it when it is served.
-
-        Args:
-          conversations: many at once, which the tokenizer reads in parallel.
-          refuse: called with the number of an unusable conversation, and the reason.
+        the text that precedes it when it is served. ``refuse`` is called with the number of an
+        unusable conversation, and the reason.
         """
         examples: list[list[Example]] = [[] for _ in conversations]
         rendered = []
@@ -165,11 +162,7 @@ def open_template(tokenizer: Any, path: str = "") -> ChatTemplate:
 
 
 def template_source(tokenizer: Any, path: str = "") -> str:
-    """Return the Jinja of file ``path``, or the tokenizer's own; "" if there is none.
-
-    Raises:
-      ValueError: there is no such file.
-    """
+    """Return the Jinja of file ``path``, or the tokenizer's own; "" if it has none."""
     if path:
         if not Path(path).is_file():
             raise ValueError(f"--chat-template {path!r} is no file; give one that holds Jinja")

@@ -35,11 +35,7 @@ class Encoder:
 
     @functools.cached_property
     def template(self) -> chat.ChatTemplate:
-        """The chat template, opened at the first conversation.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """The chat template, opened at the first conversation; ValueError if there is none."""
         return chat.open_template(self.tokenizer, self.chat_template)
 
     @functools.cached_property

@@ -66,17 +66,12 @@ def cached(
 ) -> CachedRows:
     """Return the rows with the target's features; those that are not cached are computed now.
 
-    Args:
-      rows: windows.
-      states_of: jitted; maps a batch to captured hidden states [B, T + 1, D] and normed ones.
-      folder: of all caches.
-      width: D.
-      captured: C, number of hidden states beside the normed ones.
-      gigabytes: maximum size of the file (10^9 bytes).
-      key: everything that the features depend on, in JSON; another key is another file.
+    ``states_of`` is jitted; it maps a batch to hidden states [B, T + 1, D = width]: C = captured
+    ones, and the normed ones. ``key`` is everything that the features depend on, in JSON; another
+    key is another file in ``folder``.
 
     Raises:
-      ValueError: the features need more room.
+      ValueError: the features need more than ``gigabytes`` (10^9 bytes).
     """
     length = rows[0].tokens.shape[0]
     shape = (len(rows), length, captured + 1, width)

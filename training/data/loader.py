@@ -31,17 +31,8 @@ def batches(
     """Return an endless iterator over ``rows``; each epoch has every row once, in its own order.
 
     ``get_state()`` of the iterator is a small dict for JSON; ``set_state`` continues exactly there.
-    The order depends only on ``seed`` and the number of rows.
-
-    Args:
-      rows: at least one.
-      batch: rows of the global batch.
-      seed: of the order; 0 or more.
-      process_index: index of this process's part of every batch; None for JAX's.
-      process_count: number of parts; joined, they are the batch of a single process.
-
-    Returns:
-      Batches of host arrays, [batch / process_count, T + 1].
+    The order depends only on ``seed``, 0 or more, and the number of rows. A process gets its part
+    of each batch, host arrays [batch / process_count, T + 1]; JAX numbers the processes by default.
 
     Raises:
       ValueError: there are no rows, or ``batch`` cannot be cut into ``process_count`` parts.

@@ -68,13 +68,10 @@ def pack(
 ) -> PackedRows:
     """Pack documents into windows.
 
-    Args:
-      file: the tokens.
-      documents: int [n], numbers of the documents.
-      length: T, at least 1; a window holds T + 1 tokens.
-      packing: ``none`` gives every piece a window of its own.
-      long_documents: ``cut`` documents of more than T + 1 tokens into pieces, ``truncate`` them to
-        the first piece, or ``drop`` them. Pieces without labels and single tokens are left out.
+    ``documents`` int [n] are their numbers in ``file``. A window holds T + 1 tokens, T = length.
+    Longer documents are cut into pieces (``cut``), end with the first piece (``truncate``), or are
+    left out (``drop``). So are pieces without labels and single tokens. ``packing="none"`` gives
+    every piece a window of its own.
 
     Raises:
       ValueError: nothing is left.

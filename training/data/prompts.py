@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from training.data.chat import Messages
@@ -31,11 +32,7 @@ class Prompt:
         return messages
 
     def encoded(self, answers: Sequence[str], encoder: Encoder) -> tuple[int, ...]:
-        """Return the token ids before the next answer.
-
-        Raises:
-          ValueError: the template refuses the conversation.
-        """
+        """Return the token ids before the next answer; ValueError if the template refuses."""
         return self.token_ids or tuple(encoder.template.prompt(self.messages(answers)))
 
 
@@ -49,34 +46,31 @@ def read_prompts(
     prompt_tokens: int = 0,
     stride: int = 0,
 ) -> list[Prompt]:
-    """Return the prompts of all sources, in their order.
+    """Return the prompts of all sources, in their order; ``bad`` counts unusable ones.
 
-    Args:
-      sources: what to read.
-      encoder: tokenizer and template of the target.
-      bad: counts unusable prompts.
-      max_positions: of the target; a prompt must leave room for one token.
-      every_turn: answer every message of the user, not only the last. The assistant's messages are
-        then replaced; else they stay, except the last answer.
-      prompt_tokens: length of a prompt cut from a text; 0 takes a text whole.
-      stride: tokens from one prompt of a text to the next.
+    A prompt must leave room for one token in the target's ``max_positions``. ``every_turn`` answers
+    every message of the user and replaces the assistant's; else they stay, except the last answer.
+    Prompts of ``prompt_tokens`` are cut from a text every ``stride`` tokens; 0 takes a text whole.
 
     Raises:
       ValueError: there are too many bad lines, no prompts, or conversations and no chat template.
     """
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     prompts = []
     for source in sources:
         for _, record in source.read(bad):
             if isinstance(record, Chat):
                 encoder.template  # noqa: B018  a missing template is no fault of a line
             try:
-                of_record = _of_record(record, encoder, every_turn, prompt_tokens, stride)
-                of_record = [_measured(prompt, encoder, max_positions) for prompt in of_record]
+                of_record = list(_of_record(record, encoder, every_turn, prompt_tokens, stride))
+                lengths = [_length(prompt, encoder, max_positions) for prompt in of_record]
             except ValueError as error:
                 bad.add(record.where, error)
                 continue
-            prompts += [_numbered(prompt, seen) for prompt in of_record]
+            for prompt, length in zip(of_record, lengths, strict=True):
+                key = f"{prompt.key}-{seen[prompt.key]}" if seen[prompt.key] else prompt.key
+                seen[prompt.key] += 1
+                prompts.append(dataclasses.replace(prompt, key=key, length=length))
     if not prompts:
         raise ValueError("the prompts hold nothing to ask; give other files")
     return prompts
@@ -139,17 +133,11 @@ def _every_turn(messages: Messages) -> list[Messages]:
     return turns
 
 
-def _measured(prompt: Prompt, encoder: Encoder, max_positions: int) -> Prompt:
+def _length(prompt: Prompt, encoder: Encoder, max_positions: int) -> int:
     length = len(prompt.encoded((), encoder))
     if length >= max_positions:
         raise ValueError(
             f"the prompt has {length} tokens, but the target has {max_positions} positions; "
             "shorten it (texts: with --prompt-tokens)"
         )
-    return dataclasses.replace(prompt, length=length)
-
-
-def _numbered(prompt: Prompt, seen: dict[str, int]) -> Prompt:
-    """Return the prompt with a unique key."""
-    number = seen[prompt.key] = seen.get(prompt.key, -1) + 1
-    return dataclasses.replace(prompt, key=f"{prompt.key}-{number}") if number else prompt
+    return length

@@ -11,11 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
 from jspec.util import values
 from training.data import sources
 from training.data.records import Record, Text, kinds, read_record
+from training.errors import check_least
 
 _LINES = (".jsonl", ".ndjson")
 _JSON = (*_LINES, ".json")
@@ -26,22 +27,13 @@ Entry = tuple[int, str, Any]  # bytes, place in the source, object
 
 
 class BadLines:
-    """A counter of unusable lines, which prints each on stderr.
-
-    Attributes:
-      limit: maximum number of lines to skip.
-      count: skipped so far.
-    """
+    """A counter of unusable lines, of which it prints and skips at most ``limit``."""
 
     def __init__(self, limit: int = 0, count: int = 0):
         self.limit, self.count = limit, count
 
     def add(self, where: str, reason: object) -> None:
-        """Skip a line.
-
-        Raises:
-          ValueError: it is one too many.
-        """
+        """Skip a line, or raise ValueError if it is one too many."""
         self.count += 1
         if self.count > self.limit:
             raise ValueError(
@@ -62,18 +54,30 @@ class Source:
     vocabulary: str = ""  # digest of the vocabulary of records of tokens; "" if unknown
 
 
+@dataclasses.dataclass(frozen=True)
+class SourceSettings:
+    """The reading of files; every field is an option of the command line."""
+
+    # content of JSON lines; auto goes by their keys
+    data_format: Literal["auto", "text", "chat", "tokens"] = "auto"
+    package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
+    # top-level modules of folders and packages that are held out of training
+    held_out_modules: tuple[str, ...] = ()
+    # file with the Jinja template of conversations (default: the tokenizer's own)
+    chat_template: str = ""
+    max_bad_lines: int = 0  # lines to skip before giving up
+
+    def __post_init__(self):
+        check_least(self, 0, "max_bad_lines")
+
+
 def provenance_of(path: Path) -> Path:
     """Return the path of the provenance of a generated file."""
     return path.with_name(f"{path.name}.provenance.json")
 
 
 def find(
-    data: Sequence[str],
-    *,
-    data_format: str = "auto",
-    package_paths: Sequence[str] = (),
-    held_out_modules: Sequence[str] = (),
-    left_out: Counter[str] | None = None,
+    data: Sequence[str], settings: SourceSettings, left_out: Counter[str] | None = None
 ) -> tuple[list[Source], list[Source]]:
     """Open ``data``; return training sources, and the held-out modules of folders and packages.
 
@@ -83,9 +87,7 @@ def find(
     Args:
       data: each one of ``stdlib``, ``package:NAME``, ``hf:NAME[:SPLIT]``, a folder (of files, or a
         dataset saved by ``datasets``), a file or a glob of files.
-      data_format: one of ``records.FORMATS``, for lines of JSON.
-      package_paths: more folders in which packages are searched.
-      held_out_modules: top-level modules of folders and packages.
+      settings: the reading of files.
       left_out: gets the number of files that are left out by reason.
 
     Raises:
@@ -95,43 +97,37 @@ def find(
     for name in data:
         paths = _files_of(name)
         if name.startswith("hf:") or (paths and _is_saved(paths[0])):
-            train.append(_examples(name, data_format))
+            train.append(_examples(name, settings.data_format))
         elif not paths or paths[0].is_dir():
             trees.append(name)
         else:
-            train += [_file(path, data_format) for path in paths]
-    left_out = Counter() if left_out is None else left_out
-    inside = _trees(trees, data_format, package_paths, held_out_modules, left_out)
+            train += [_file(path, settings.data_format) for path in paths]
+    inside = _trees(trees, settings, Counter() if left_out is None else left_out)
     return train + inside[0], inside[1]
 
 
 def _trees(
-    trees: Sequence[str],
-    data_format: str,
-    package_paths: Sequence[str],
-    held_out_modules: Sequence[str],
-    left_out: Counter[str],
+    trees: Sequence[str], settings: SourceSettings, left_out: Counter[str]
 ) -> tuple[list[Source], list[Source]]:
     """Return the sources of folders and packages, and of their held-out modules."""
     texts: tuple[list, list] = ([], [])
     lines: tuple[list, list] = ([], [])
-    modules = set()
+    modules, held_out = set(), settings.held_out_modules
 
     def takes(module: str, path: Path) -> bool:
         if path.suffix not in _LINES or not _looks_like_json(_first_line(path)):
             return False
-        lines[module in held_out_modules].append(_file(path, data_format))
+        lines[module in held_out].append(_file(path, settings.data_format))
         modules.add(module)
         return True
 
-    documents = sources.collect(trees, package_paths, held_out_modules, left_out, takes)
-    sources.print_left_out(left_out)
+    documents = sources.collect(trees, settings.package_paths, held_out, left_out, takes)
     for document in documents:
-        texts[document.module in held_out_modules].append(document)
+        texts[document.module in held_out].append(document)
         modules.add(document.module)
     if trees and not modules:
         raise ValueError(f"data {list(trees)} holds no usable text; give other files or folders")
-    missing = set(held_out_modules) - modules
+    missing = set(held_out) - modules
     if missing:
         raise ValueError(
             f"--held-out-modules {sorted(missing)} are in no source tree of --data; name modules "
@@ -184,7 +180,7 @@ def _file(path: Path, data_format: str) -> Source:
         entries = lambda bad: _list(path) if is_list else _lines(path, bad)
         read = lambda bad: _recognised(entries(bad), data_format, bad)
     else:
-        read = lambda bad: _text(path, bad)
+        read = lambda bad: _sections(path.name, path.open(encoding="utf-8"), bad)
     beside, vocabulary = provenance_of(path), ""
     if beside.exists() and data_format in ("auto", "tokens"):
         vocabulary = read_provenance(beside).get("vocabulary", "")
@@ -198,11 +194,7 @@ def _first_line(path: Path) -> bytes:
 
 
 def read_provenance(path: Path) -> dict:
-    """Read the provenance of answers that ``training.generate_data`` wrote.
-
-    Raises:
-      ValueError: the file is damaged.
-    """
+    """Read the provenance of answers, or raise ValueError if the file is damaged."""
     try:
         facts = values.json_of(path.read_bytes())
     except ValueError as error:
@@ -264,22 +256,17 @@ def _recognised(
         yield size, record
 
 
-def _text(path: Path, bad: BadLines) -> Iterator[tuple[int, Record]]:
-    """Yield the one document of a file of text."""
-    with path.open(encoding="utf-8") as file:
-        yield from _sections(path.name, file, bad)
-
-
-def _sections(name: str, text: Iterable[str], bad: BadLines) -> Iterator[tuple[int, Record]]:
+def _sections(name: str, text: TextIO, bad: BadLines) -> Iterator[tuple[int, Record]]:
     """Yield a text of any length in sections, cut at the ends of lines."""
     begins, lines, size, number, first = True, [], 0, 0, 1
     try:
-        for number, line in enumerate(text, 1):
-            if size + len(line) > _SECTION and size:
-                yield size, Text(f"{name}:{first}", "".join(lines), begins, ends=False)
-                begins, lines, size, first = False, [], 0, number
-            lines.append(line)
-            size += len(line)
+        with text:
+            for number, line in enumerate(text, 1):
+                if size + len(line) > _SECTION and size:
+                    yield size, Text(f"{name}:{first}", "".join(lines), begins, ends=False)
+                    begins, lines, size, first = False, [], 0, number
+                lines.append(line)
+                size += len(line)
     except UnicodeDecodeError as error:
         bad.add(f"{name}:{number + 1}", f"no UTF-8 ({error.reason}); nothing after it")
     if size:

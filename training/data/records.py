@@ -16,22 +16,14 @@ FORMATS = ("auto", "text", "chat", "tokens")
 
 # Names of the three roles that every chat template has, ShareGPT's included.
 ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
+    **{"system": "system", "human": "user", "user": "user"},
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
 }
 TURNS = ("messages", "conversations", "conversation")
 # A question and its answer, by the names of public datasets.
 PAIRS = (
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("question", "answer"),
-    ("instruction", "output"),
+    *(("prompt", "response"), ("prompt", "completion")),
+    *(("question", "answer"), ("instruction", "output")),
 )
 ANSWER, PROMPT_IDS = "token_ids", "prompt_token_ids"  # vLLM's names, and generate_data's
 
@@ -72,8 +64,7 @@ class Tokens:
     where: str  # as in ``Text``
     prompt: tuple[int, ...]  # ids that are no labels, may be none
     answer: tuple[int, ...]  # ids that are labels, at least one
-    # of the prompt in a generated file; answers to one prompt share it up to a hyphen.
-    key: str = ""
+    key: str = ""  # of the prompt in a generated file; answers to a prompt share it up to a hyphen
 
     @property
     def group(self) -> int:
@@ -85,12 +76,9 @@ Record = Text | Chat | Tokens
 
 
 def read_record(line: Any, where: str, data_format: str = "auto") -> Record:
-    """Return the record of one JSON object.
+    """Return the record of one JSON object; ``where`` is its file and line.
 
-    Args:
-      line: the object.
-      where: file and line.
-      data_format: one of FORMATS; "auto" goes by the keys.
+    ``data_format`` is one of FORMATS; "auto" goes by the keys.
 
     Raises:
       ValueError: it has no known form, or more than one, or is damaged; the message names no place.

@@ -1,52 +1,42 @@
 """Options of the data, and the rows that they make."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import platformdirs
 
-from training.data import readers
 from training.data.encode import Encoder
 from training.data.packing import LongDocuments, PackedRows, Packing, pack
+from training.data.readers import SourceSettings, find
 from training.data.token_file import tokenized
 from training.errors import bad_option, check_least
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSettings:
+class DataSettings(SourceSettings):
     """The data of a run. Every field is an option of the command line: ``--length 1024``."""
 
     # files or globs of text or JSON lines, folders of them, stdlib, package:NAME, hf:NAME[:SPLIT],
     # or folders saved by datasets
     data: tuple[str, ...] = ()
-    # content of JSON lines; auto goes by their keys
-    data_format: Literal["auto", "text", "chat", "tokens"] = "auto"
-    package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
-    # file with the Jinja template of conversations (default: the tokenizer's own)
-    chat_template: str = ""
-    max_bad_lines: int = 0  # lines to skip before giving up
     length: int = 1024  # tokens of a training window
     # pack several documents into a window, each a segment (best_fit), or not (none)
     packing: Packing = "best_fit"
     # documents longer than a window: cut into pieces, truncate to the first piece, or drop
     long_documents: LongDocuments = "cut"
     held_out_share: float = 0.0  # share of the documents that is held out of training
-    # more held-out data; copies of it in --data are held out too
-    held_out_data: tuple[str, ...] = ()
-    # top-level modules of folders and packages that are held out of training
-    held_out_modules: tuple[str, ...] = ()
+    held_out_data: tuple[str, ...] = ()  # more held-out data; its copies in --data are held out too
     cache: str = ""  # folder of tokenised data (default: in the user's cache)
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.data:
             raise bad_option("data", self.data, "name files, folders, stdlib or hf:NAME")
-        check_least(self, 0, "max_bad_lines")
         check_least(self, 1, "length")
         share = self.held_out_share
         if not 0 <= share < 1:
@@ -54,11 +44,6 @@ class DataSettings:
         if share and (self.held_out_data or self.held_out_modules):
             remedy = "leave it out: --held-out-data or --held-out-modules decides what is held out"
             raise bad_option("held_out_share", share, remedy)
-
-    @property
-    def cache_dir(self) -> Path:
-        """Folder of tokenised data."""
-        return Path(self.cache) if self.cache else platformdirs.user_cache_path("jspec") / "tokens"
 
 
 class Data(NamedTuple):
@@ -79,19 +64,16 @@ def open_data(settings: DataSettings, tokenizer: Any, vocab_size: int) -> Data:
       ValueError: data cannot be read, hold too many bad lines, or leave one side of a split empty.
     """
     left_out, more = Counter(), Counter()
-    find = functools.partial(
-        readers.find, data_format=settings.data_format, package_paths=settings.package_paths
-    )
-    sources, apart = find(
-        settings.data, held_out_modules=settings.held_out_modules, left_out=left_out
-    )
+    sources, apart = find(settings.data, settings, left_out)
     if settings.held_out_data:
-        apart += find(settings.held_out_data, left_out=more)[0]
+        whole = dataclasses.replace(settings, held_out_modules=())
+        apart += find(settings.held_out_data, whole, more)[0]
     if not sources:
         remedy = "it leaves nothing to train on; name fewer"
         raise bad_option("held_out_modules", settings.held_out_modules, remedy)
     encoder = Encoder(tokenizer, vocab_size, settings.chat_template)
-    make = lambda part: tokenized(part, encoder, settings.cache_dir, settings.max_bad_lines)
+    cache = settings.cache or platformdirs.user_cache_path("jspec") / "tokens"
+    make = lambda part: tokenized(part, encoder, Path(cache), settings.max_bad_lines)
     file = make(sources)
     if apart:
         other = make(apart)

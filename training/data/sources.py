@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import os
+import string
 import sys
 import sysconfig
 from collections import Counter
@@ -43,19 +44,15 @@ def find_documents(
 ) -> list[Document]:
     """Return the documents of ``sources``, in a fixed order; stderr counts what is left out.
 
-    Args:
-      sources: each one of ``stdlib`` (of the running Python), ``package:NAME`` (searched in the
-        running environment, then in ``package_paths``), a file, a folder, or a glob of them.
-      package_paths: more folders in which packages are searched.
-      first: modules to be held out: copies of their files elsewhere are left out.
-      left_out: gets the number of files that are left out by reason.
+    A source is ``stdlib``, ``package:NAME`` (searched in the running environment, then in
+    ``package_paths``), a file, a folder, or a glob of them. Copies of files of the held-out modules
+    ``first`` are left out elsewhere. ``left_out`` gets the number of files left out by reason.
 
     Raises:
       ValueError: a source does not exist, or nothing is left.
     """
     left_out = Counter() if left_out is None else left_out
     documents = collect(sources, package_paths, first, left_out)
-    print_left_out(left_out)
     if not documents:
         raise ValueError(f"data {list(sources)} holds no usable text; give other files or folders")
     return documents
@@ -68,7 +65,7 @@ def collect(
     left_out: Counter[str],
     other: Callable[[str, Path], bool] = lambda module, path: False,  # noqa: ARG005
 ) -> list[Document]:
-    """Do the same, but print nothing and allow no documents.
+    """Do the same, but allow no documents.
 
     Packages and the standard library are cleaned. Of two near copies the earlier one stays; modules
     of ``first`` count as earliest. Files and folders stay whole, except near copies of held-out
@@ -97,10 +94,11 @@ def collect(
             documents.append(Document(source, module, text))
             seen |= lines
             held |= lines if apart else set()
+    _print_left_out(left_out)
     return documents
 
 
-def print_left_out(left_out: Counter[str]) -> None:
+def _print_left_out(left_out: Counter[str]) -> None:
     """Print on stderr how many files are left out by reason."""
     if not left_out:
         return
@@ -212,7 +210,10 @@ def _cleaned(path: Path, left_out: Counter[str]) -> str:
             reason = "not UTF-8"
     text = _without_licence(text.replace("\r\n", "\n").expandtabs(4))
     lines = text.splitlines()
-    if lines and (max(map(len, lines)) > MAX_LINE or _digits(text) > MAX_DIGITS * len(text)):
+    if lines and (
+        max(map(len, lines)) > MAX_LINE
+        or sum(map(text.count, string.digits)) > MAX_DIGITS * len(text)
+    ):
         text, reason = "", "tables"
     if not (text.isascii() or sum(map(str.isascii, text)) > MIN_ASCII * len(text)):
         text, reason = "", "not English"
@@ -220,12 +221,6 @@ def _cleaned(path: Path, left_out: Counter[str]) -> str:
         left_out[reason] += 1
         return ""
     return text
-
-
-def _digits(text: str) -> int:
-    if text.isascii():  # ten fast passes are faster than a slow one
-        return sum(map(text.count, "0123456789"))
-    return sum(map(str.isdigit, text))
 
 
 def _without_licence(text: str) -> str:

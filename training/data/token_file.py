@@ -52,8 +52,8 @@ def tokenized(
                 f"data {source.name!r} hold tokens of another tokenizer; generate them with this "
                 "target, or read their messages with --data-format chat"
             )
-    facts = [encoder.digest, *((source.name, source.digest) for source in sources)]
-    folder = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    key = [encoder.digest, *((source.name, source.digest) for source in sources)]
+    folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     if not (folder / _RECORD).exists():
         cache.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
@@ -65,21 +65,16 @@ def tokenized(
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    file = _open(folder)
-    if file.description["bad_lines"] > max_bad_lines:
+    facts = json.loads((folder / _RECORD).read_text())
+    if facts["bad_lines"] > max_bad_lines:
         raise ValueError(
-            f"the data hold {file.description['bad_lines']} bad lines, and --max-bad-lines is "
+            f"the data hold {facts['bad_lines']} bad lines, and --max-bad-lines is "
             f"{max_bad_lines}; mend the data or raise the limit"
         )
-    return file
-
-
-def _open(folder: Path) -> TokenFile:
-    description = json.loads((folder / _RECORD).read_text())
-    tokens = np.memmap(folder / "tokens.bin", description["dtype"], mode="r")
+    tokens = np.memmap(folder / "tokens.bin", facts["dtype"], mode="r")
     learned = np.memmap(folder / "learned.bin", np.bool_, mode="r")
     ends, groups = (np.load(folder / f"{name}.npy") for name in ("ends", "groups"))
-    return TokenFile(tokens, learned, ends, groups, description)
+    return TokenFile(tokens, learned, ends, groups, facts)
 
 
 def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, bad: BadLines) -> None:

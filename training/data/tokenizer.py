@@ -1,5 +1,6 @@
 """A byte-level BPE tokenizer for text and source code, in Hugging Face layout."""
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -41,13 +42,9 @@ def encode_documents(
 ) -> Iterator[list[int]]:
     """Yield the token ids of each text, ended by ``END_OF_TEXT``."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    group: list[str] = []
-    for text in texts:
-        group.append(text)
-        if len(group) == batch:
-            yield from ([*entry.ids, end] for entry in tokenizer.encode_batch(group))
-            group = []
-    yield from ([*entry.ids, end] for entry in tokenizer.encode_batch(group))
+    texts = iter(texts)
+    while group := list(itertools.islice(texts, batch)):
+        yield from ([*entry.ids, end] for entry in tokenizer.encode_batch(group))
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, directory: Path, max_length: int) -> None:
