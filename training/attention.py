@@ -15,11 +15,9 @@ MASKED = -1e30  # the exponential of this score is 0; finite, so rows without ke
 
 
 def attend_within(segments: Array | None, windows: tuple[int | None, ...] = ()) -> Attend:
-    """Return causal attention inside the segments of packed windows, for ``decoder.trunk``.
+    """Return causal attention inside ``segments`` int32 [B, T], for ``decoder.trunk``.
 
-    Args:
-      segments: int32 [B, T], or None if each row is one segment.
-      windows: sliding window of each layer; () for none.
+    None stands for one segment a row. ``windows`` are the layers' sliding windows; () for none.
     """
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:

@@ -16,19 +16,16 @@ Settings = TypeVar("Settings")
 def run_command(
     kind: type[Settings],
     run: Callable[[Settings, Sequence[str]], Any],
-    argv: Sequence[str] | None,
+    argv: Sequence[str] | None = None,
     *,
     module: str,
     description: str,
 ) -> int:
-    """Parse ``argv`` into ``kind`` and run it; errors become one line on stderr.
+    """Parse ``argv`` into the dataclass ``kind`` and run it; errors become one line on stderr.
 
-    Args:
-      kind: a dataclass; the fields of its dataclass fields are options without a prefix.
-      run: called with the settings and the words of the command line.
-      argv: None for those of the process.
-      module: as in ``python -m training.pretrain``.
-      description: first paragraph of ``--help``.
+    The fields of its dataclass fields are options without a prefix. ``run`` gets the settings and
+    the words of the command line, by default those of the process. ``module`` is as in
+    ``python -m training.pretrain``, ``description`` the first paragraph of ``--help``.
 
     Returns:
       The exit code: 0, 1 if training stopped for a reason, 2 on bad input, 130 on Ctrl-C before

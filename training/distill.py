@@ -9,6 +9,7 @@ provenance file.
 """
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -112,11 +113,7 @@ def run(
 
 
 def _open(settings: DistillSettings) -> tuple[LoadedModel, Data]:
-    """Load the target and its data.
-
-    Raises:
-      ValueError: one of them cannot be read, or windows are longer than the target's positions.
-    """
+    """Load the target and its data."""
     trainer.start_processes(settings.trainer)
     target = loading.load(settings.target, settings.weights_dtype)
     length, most = settings.data.length, target.config.max_positions
@@ -176,12 +173,12 @@ def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:
     return {"batches": batches(data.train, batch=size, seed=seed), "held_out": apart}
 
 
-def run_method(name: str, argv: Sequence[str], module: str) -> int:
+def run_method(name: str, argv: Sequence[str] | None = None, *, module: str) -> int:
     """Run one method as a command; see ``run_command`` for the exit code."""
-    method = METHODS[name]
+    method, argv = METHODS[name], list(sys.argv[1:] if argv is None else argv)
     return run_command(
         method.options(argv),
-        lambda settings, argv: run(method, settings, argv, module=module),
+        functools.partial(run, method, module=module),
         argv,
         module=module,
         description=f"{method.description} Run it again with the same options to resume.",
@@ -192,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``METHOD OPTIONS``; see ``run_command`` for the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in METHODS:
-        return run_method(argv[0], argv[1:], f"training.distill {argv[0]}")
+        return run_method(argv[0], argv[1:], module=f"training.distill {argv[0]}")
     width = max(map(len, METHODS))
     table = "\n".join(f"  {name:{width}}  {m.description}" for name, m in METHODS.items())
     if argv[:1] in (["-h"], ["--help"]):

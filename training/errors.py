@@ -1,7 +1,7 @@
 """Errors of options and of training, and the checks of options that raise them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -16,6 +16,12 @@ class TrainingError(RuntimeError):
 def bad_option(name: str, value: Any, remedy: str) -> OptionError:
     """Return the error of an option that cannot work, under its name on the command line."""
     return OptionError(f"--{name.replace('_', '-')} {value!r} does not work; {remedy}")
+
+
+def check_choice(options: Any, name: str, choices: Iterable[str]) -> None:
+    """Raise OptionError if the option is none of ``choices``."""
+    if vars(options)[name] not in choices:
+        raise bad_option(name, vars(options)[name], f"choose one of {', '.join(choices)}")
 
 
 def check_least(options: Any, least: float, *names: str) -> None:

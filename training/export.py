@@ -7,6 +7,7 @@ The contents of the files identify the head. Weights keep their values, and thei
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,42 +53,8 @@ class Settings:
     dtype: Literal["", "bfloat16", "float32", "float16"] = ""  # of the weights (default: unchanged)
 
 
-def save(
-    directory: Path,
-    config: HeadConfig,
-    params: object,
-    target: DecoderConfig,
-    format: str | None,
-    *,
-    target_name: str,
-    embedding: Array | None,
-    output: Array | None = None,
-    dtype: str | None,
-) -> None:
-    """Write a head in ``format``, as in ``Settings``; None for the most widely read one.
-
-    Other arguments are those of ``head_files.save_head``. ``embedding`` is the target's [V, D],
-    which ``sglang`` and both ``speculators`` files hold; ``output`` the target's [D, V], which
-    ``dflash-speculators`` files hold.
-
-    Raises:
-      ValueError: the format cannot express the head.
-    """
-    head_files.save_head(
-        directory,
-        config,
-        params,
-        target,
-        layout=layout_of(format, config),
-        dtype=dtype,
-        target_name=target_name,
-        embedding=None if format == "eagle" else embedding,
-        output=output,
-    )
-
-
 def check(config: HeadConfig, target: DecoderConfig, format: str | None, target_name: str) -> None:
-    """Check before training that ``save`` will succeed.
+    """Check before training that the head can be written in ``format``, as in ``Settings``.
 
     Raises:
       ValueError: the format cannot express the head.
@@ -127,18 +94,13 @@ def layout_of(format: str | None, config: HeadConfig) -> str | None:
     return "eagle" if config.generation == 1 else "eagle3"
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, _: Sequence[str] = ()) -> None:
     """Read the head and write it."""
     sizes = loading.sizes(settings.target)
     head = loading.load_head(settings.head, sizes)
     if settings.format == "stitched" and isinstance(head.config, MtpConfig):
-        stitching.stitch(
-            settings.output,
-            settings.target,
-            head.config,
-            head.params,
-            dtype=settings.dtype or None,
-        )
+        dtype = settings.dtype or None
+        stitching.stitch(settings.output, settings.target, head.config, head.params, dtype=dtype)
         print(f"{settings.output}: {settings.target} with {head.config.n_predict} MTP modules")
         return
     name = settings.target_name or settings.target
@@ -150,12 +112,12 @@ def run(settings: Settings) -> None:
     check(head.config, sizes, settings.format, name)
     if isinstance(head.config, EagleConfig) and settings.format != "eagle":
         embedding = loading.load(settings.target).params.embedding
-    save(
+    head_files.save_head(
         Path(settings.output),
         head.config,
         head.params,
         sizes,
-        settings.format,
+        layout=layout_of(settings.format, head.config),
         target_name=name,
         embedding=embedding,
         output=output,
@@ -174,16 +136,13 @@ def _sharing_output(head: LoadedHead, output: Array) -> LoadedHead:
     return dataclasses.replace(head, config=config, params=head.params.replace(head=None))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; see ``run_command`` for its exit code."""
-    return run_command(
-        Settings,
-        lambda settings, _: run(settings),
-        argv,
-        module="training.export",
-        description="Write a draft head in another layout of files.",
-    )
-
+main = functools.partial(
+    run_command,
+    Settings,
+    run,
+    module="training.export",
+    description="Write a draft head in another layout of files.",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.attention import attend_within
 from training.batches import Batch
 from training.linear import LINEARS
+from training.task import Frozen
 
 
 def hidden_states(
@@ -30,11 +31,9 @@ def packed_states(
     capture_layers: tuple[int, ...] = (),
     remat: bool = False,
 ) -> tuple[tuple[Array, ...], Array]:
-    """Run a decoder over packed windows.
+    """Return captured hidden states of packed windows, and the last ones after the norm.
 
-    Returns:
-      The captured hidden states, one [B, T + 1, D] a layer, and the last hidden states after the
-      norm, [B, T + 1, D].
+    Each is [B, T + 1, D].
     """
     x, captured = decoder.trunk(
         params,
@@ -52,6 +51,12 @@ def packed_states(
 def head_of(params: DecoderParams) -> Array:
     """Return the output matrix [D, V], tied or not."""
     return params.embedding.T if params.head is None else params.head
+
+
+def draft_output(frozen: Frozen) -> Array:
+    """Return a float32 copy of the target's output matrix [D, Vd], for the draft vocabulary."""
+    output, vocabulary = head_of(frozen.target), frozen.draft_to_target
+    return jnp.array(output if vocabulary is None else output[:, vocabulary], jnp.float32)
 
 
 def feature_scale(params: DecoderParams) -> Array:

@@ -6,6 +6,7 @@ Face layout with a provenance file.
 """
 
 import dataclasses
+import functools
 import json
 import platform
 import sys
@@ -104,11 +105,6 @@ class Settings:
             remedy = "name a module (a file or folder at the top of --data) for the held-out loss"
             raise bad_option("holdout", (), remedy)
 
-    @property
-    def corpus_dir(self) -> Path:
-        """Folder of the tokenised data."""
-        return Path(self.text.corpus) if self.text.corpus else Path(self.out) / "corpus"
-
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
@@ -186,24 +182,21 @@ def open_corpus(settings: Settings) -> data.Corpus:
       ValueError: the data cannot be read, or the corpus holds none or another vocabulary.
     """
     text = settings.text
-    if not text.data:
-        return _given_corpus(settings)
-    return data.prepare(
-        settings.corpus_dir,
-        text.data,
-        text.holdout,
-        vocab_size=settings.model.vocab_size,
-        package_paths=text.package_paths,
-        source_megabytes=text.source_megabytes,
-        max_length=settings.model.max_positions,
-    )
-
-
-def _given_corpus(settings: Settings) -> data.Corpus:
-    folder, given = settings.corpus_dir, settings.text.corpus
+    folder = Path(text.corpus) if text.corpus else Path(settings.out) / "corpus"
+    if text.data:
+        return data.prepare(
+            folder,
+            text.data,
+            text.holdout,
+            vocab_size=settings.model.vocab_size,
+            package_paths=text.package_paths,
+            source_megabytes=text.source_megabytes,
+            max_length=settings.model.max_positions,
+        )
     files = [folder / name for name in ("corpus.json", "train.bin", "holdout.bin")]
     if not all(file.is_file() and file.stat().st_size for file in files):
-        raise bad_option("corpus", given, "it holds no corpus; name --data to build one there")
+        remedy = "it holds no corpus; name --data to build one there"
+        raise bad_option("corpus", text.corpus, remedy)
     corpus = data.open_corpus(folder)
     known, tokens = settings.model.vocab_size, corpus.tokenizer.get_vocab_size()
     if tokens > known:
@@ -241,17 +234,14 @@ def _export(settings: Settings, params: DecoderParams, corpus: data.Corpus, fact
     write_provenance(directory, facts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; see ``run_command`` for its exit code."""
-    return run_command(
-        Settings,
-        run,
-        argv,
-        module="training.pretrain",
-        description="Train a tokenizer and a small Llama-like language model. Run it again with "
-        "the same options to resume.",
-    )
-
+main = functools.partial(
+    run_command,
+    Settings,
+    run,
+    module="training.pretrain",
+    description="Train a tokenizer and a small Llama-like language model. Run it again with "
+    "the same options to resume.",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

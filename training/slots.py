@@ -67,22 +67,13 @@ class Slots(NamedTuple):
 
 
 def choose(
-    recipe: SlotRecipe,
-    segments: Array,
-    weights: Array,
-    length: int,
-    offset: int,
-    key: Array | None,
+    recipe: SlotRecipe, segments: Array, weights: Array, length: int, offset: int, key: Array | None
 ) -> Slots:
     """Draw the rows that each depth keeps; rows whose second guess counts have priority.
 
-    Args:
-      recipe: number of rows.
-      segments: int32 [B, R], the documents of the target's rows, 0 for padding.
-      weights: float32 [B, R], of a guess that the target's row judges.
-      length: T, rows that guess.
-      offset: the target's row that judges the first guess of row 0.
-      key: of the draws; None on held-out text.
+    The target's R rows have ``segments`` int32 [B, R], 0 for padding, and float32 ``weights``
+    [B, R] of the guesses that they judge. ``length`` T rows guess; the target's row ``offset``
+    judges the first guess of row 0. ``key`` is None on held-out text.
     """
     batch, size = segments.shape
 

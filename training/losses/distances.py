@@ -11,7 +11,7 @@ renormalised: the probability of all other tokens counts as rejected.
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -97,14 +97,7 @@ def tvd_plus(log_p: Array, log_q: Array) -> Array:
 
 
 LossName = Literal["kl", "ce", "reverse_kl", "jsd", "tvd", "tvd++", "lk", "overlap"]
-LOSSES: dict[LossName, Distance] = {
-    "kl": kl,
-    "ce": ce,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "tvd": tvd,
-    "tvd++": tvd_plus,
-    "lk": lk,
-    "overlap": overlap,
-}
+_FUNCTIONS = (kl, ce, reverse_kl, jsd, tvd, tvd_plus, lk, overlap)
+LOSSES: dict[LossName, Distance] = dict(zip(get_args(LossName), _FUNCTIONS, strict=True))
+GUESS_LOSSES = ("labels", *LOSSES)
 GuessLoss = LossName | Literal["labels"]  # labels: cross-entropy with the text

@@ -8,7 +8,8 @@ import numpy as np
 
 from jspec.core.types import Array
 from training.losses.chunks import mean_by_chunks
-from training.losses.distances import overlap_of
+from training.losses.distances import LossName, overlap_of
+from training.losses.unrolled import target_probs
 from training.slots import Slots
 from training.task import Metrics, Ratio
 
@@ -24,7 +25,9 @@ def judge(
     slots: Slots,
     states: Array,
     labels: Array,
-    distribution: Callable[[Array], tuple[Array, Array]],
+    target_logits: Callable[[Array], Array],
+    vocabulary: Array | None = None,
+    loss: LossName,
     score: Score,
 ) -> Metrics:
     """Return means over all B * M guesses, computed in chunks; ``loss`` can be differentiated.
@@ -36,7 +39,9 @@ def judge(
       slots: the guesses.
       states: the target's last hidden states after its norm, [B, R, D].
       labels: int32 [B, R], the token behind each of the target's rows.
-      distribution: maps rows of ``states`` to log p [B, t, Vd] and a mask of guesses [B, t].
+      target_logits: maps rows of ``states`` to the target's logits [B, t, V].
+      vocabulary: int32 [Vd], ascending, if it is reduced.
+      loss: name of the distance in ``score``; see ``target_probs``.
       score: values of a guess; ``loss`` is multiplied by the weight of the guess.
 
     Returns:
@@ -49,7 +54,7 @@ def judge(
     def measure(x: Array, matrix: Any, fixed: Any) -> Metrics:
         states, labels, weight, depth = fixed
         log_q = jax.nn.log_softmax(logits_of(x, matrix))
-        log_p, known = distribution(states)
+        log_p, known = target_probs(target_logits(states), vocabulary, loss)
         counts = (weight > 0) * known
         values = score(log_p, log_q, labels)
         means = {"loss": weight * known * values.pop("loss")}

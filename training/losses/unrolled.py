@@ -6,32 +6,20 @@ side by side, and the target's distribution is computed once for them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
 from jspec.models.layers import Linear, affine
+from training.attention import causal
 from training.batches import Batch
-from training.errors import bad_option
 from training.losses.chunks import columns, loss_chunk, mean_by_chunks, take
 from training.losses.distances import LOSSES, GuessLoss, overlap_of
 from training.task import Metrics, Ratio
 
-
-class Rows(NamedTuple):
-    """Inputs of a loss beside the two distributions, for a chunk of t rows."""
-
-    x: Array  # aligned guesses [B, t, S, D]
-    normed: Array  # the target's last hidden states after its norm [B, t, D]
-    labels: Array  # int32 [B, t]: t_{j+1}, 0 behind the last
-
-
-def check_loss(option: str, loss: str) -> None:
-    """Raise OptionError for a loss that ``distil`` does not have."""
-    if loss not in ("labels", *LOSSES):
-        raise bad_option(option, loss, f"choose one of {', '.join(('labels', *LOSSES))}")
+Values = Callable[[Array, Array, Array, Array], Array]
 
 
 def align(outputs: Sequence[Array]) -> Array:
@@ -80,52 +68,53 @@ def target_probs(logits: Array, vocabulary: Array | None, loss: str) -> tuple[Ar
     return jax.nn.log_softmax(part), known.astype(jnp.float32)
 
 
-def judge(
-    x: Array,
-    matrix: Any,
-    logits_of: Callable[[Array, Any], Array],
-    *,
-    distribution: Callable[[Array], tuple[Array, Array]],
-    values: Callable[[Array, Array, Rows], Array],
-    normed: Array,
+def unroll(
+    run: Callable[..., Array],
+    params: Any,
+    embedded: Array,
+    features: Array,
     batch: Batch,
-    weights: Array,
-) -> Metrics:
-    """Return means over all B * T rows, computed in chunks; ``loss`` can be differentiated.
+    *,
+    steps: int,
+    layers: int,
+    windows: tuple[int | None, ...] = (),
+    through_steps: bool,
+    remat: bool,
+) -> list[Array]:
+    """Return the outputs [B, T, D] of a network at each step on its own outputs.
 
-    Args:
-      x: aligned guesses [B, T, S, D], differentiated.
-      matrix: pytree of output matrices, differentiated.
-      logits_of: maps x [B, t, S, D] and ``matrix`` to the drafter's logits [B, t, S, Vd].
-      distribution: maps the target's normed hidden states [B, t, D] to log p [B, t, Vd] and a mask
-        of the rows that count [B, t].
-      values: maps log p [B, t, 1, Vd], log q [B, t, S, Vd] and ``Rows`` to the loss of every guess
-        [B, t, S].
-      normed: the target's last hidden states after its norm [B, T + 1, D].
-      batch: windows.
-      weights: [B, T, S], as of ``row_weights``.
+    At step k, row i reads the output of step k - 1 (at step 0 its feature) and the true token
+    t_{i+1+k}. It stands at position i + k and attends to the step-0 rows up to i and to its own
+    later rows. Rows are in the order of step 0.
 
-    Returns:
-      ``loss``, and as ``Ratio`` ``accepted_k``, the mean probability that guess k is accepted.
+    ``run`` maps (step, params, tokens [B, T, D], features, positions, attend) to outputs.
+    ``embedded`` [B, T + 1, D] are the tokens of the window, ``features`` are [B, T, D]. ``layers``
+    counts those with keys of their own, ``windows`` are their sliding windows; () for none.
+    Without ``through_steps`` no gradient flows from a step into the one before. ``remat`` computes
+    a step again in the backward pass.
     """
-    steps = weights.shape[-1]
-    labels = jnp.pad(batch.tokens[:, 2:], ((0, 0), (0, 1)))
+    length = features.shape[1]
+    segments, positions = batch.segments[:, :length], batch.positions[:, :length]
 
-    def score(x: Array, matrix: Any, fixed: Any) -> Metrics:
-        normed, weight, labels = fixed
-        log_q = jax.nn.log_softmax(logits_of(x, matrix))
-        log_p, counts = distribution(normed)
-        log_p = log_p[:, :, None]
-        value = values(log_p, log_q, Rows(x, normed, labels))
-        alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
-        means = {"loss": (weight * counts[:, :, None] * value).sum(-1)}
-        for step in range(steps):
-            here = (weight[..., step] > 0).astype(alpha.dtype)
-            means[f"accepted_{step}"] = Ratio(here * alpha[..., step], here)
-        return means
+    def step_of(step: int, params, tokens: Array, features: Array, entries):
+        entries = [list(layer) for layer in entries]  # keys and values of all steps
 
-    fixed = jax.lax.stop_gradient((normed[:, 1:], weights, labels))
-    return mean_by_chunks(score, x, matrix, fixed, rows=max(loss_chunk() // steps, 1))
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            entries[layer].append((k, v))
+            (keys, values), *later = entries[layer]
+            window = windows[layer] if windows else None
+            return causal(q, keys, values, segments=segments, window=window, later=later)
+
+        return run(step, params, tokens, features, positions + step, attend), entries
+
+    step_of = jax.checkpoint(step_of, static_argnums=0) if remat else step_of
+    outputs, entries = [], [[] for _ in range(layers)]
+    for step in range(steps):
+        tokens = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
+        features, entries = step_of(step, params, tokens, features, entries)
+        outputs.append(features)
+        features = features if through_steps else jax.lax.stop_gradient(features)
+    return outputs
 
 
 def distil(
@@ -140,8 +129,9 @@ def distil(
     normed: Array,
     batch: Batch,
     vocabulary: Array | None = None,
+    values: Values | None = None,
 ) -> Metrics:
-    """Judge guesses by the text or by the target's distribution; see ``judge``.
+    """Return means over all B * T rows, computed in chunks; ``loss`` can be differentiated.
 
     Args:
       x: aligned guesses [B, T, S, D], differentiated.
@@ -155,30 +145,42 @@ def distil(
       normed: the target's last hidden states after its norm [B, T + 1, D].
       batch: windows.
       vocabulary: int32 [Vd], ascending, if it is reduced.
+      values: the loss of every guess [B, t, S], if it is more than ``loss``; given log p
+        [B, t, 1, Vd], log q [B, t, S, Vd] and the chunk's rows of ``x`` and ``normed``.
+
+    Returns:
+      ``loss``, and as ``Ratio`` ``accepted_k``, the mean probability that guess k is accepted.
     """
     steps = x.shape[2]
 
-    def logits_of(x: Array, matrices: tuple[tuple[Array, ...], tuple[Array, ...]]) -> Array:
-        outputs, biases = matrices[0] or (target_output,), matrices[1]
+    def logits_of(x: Array, outputs: tuple[Array, ...], biases: tuple[Array, ...]) -> Array:
+        outputs = outputs or (target_output,)
         if len(outputs) < steps:
             return linear(x, outputs[0])
         rows = zip(jnp.unstack(x, axis=2), outputs, biases or (None,) * steps, strict=True)
         return jnp.stack([affine(*row, linear) for row in rows], 2)
 
-    def values(log_p: Array, log_q: Array, rows: Rows) -> Array:
-        if loss != "labels":
-            return LOSSES[loss](log_p, log_q)
-        column, known = columns(rows.labels, vocabulary)
+    def of_labels(log_q: Array, labels: Array) -> Array:
+        column, known = columns(labels, vocabulary)
         column = jnp.broadcast_to(column[:, :, None], log_q.shape[:-1])
         return -take(log_q, column) * known[:, :, None]
 
-    return judge(
-        x,
-        (outputs, biases),
-        logits_of,
-        distribution=lambda normed: target_probs(linear(normed, target_output), vocabulary, loss),
-        values=values,
-        normed=normed,
-        batch=batch,
-        weights=row_weights(batch, steps, decay),
-    )
+    def score(x: Array, matrices: Any, fixed: Any) -> Metrics:
+        normed, weight, labels = fixed
+        log_q = jax.nn.log_softmax(logits_of(x, *matrices))
+        log_p, counts = target_probs(linear(normed, target_output), vocabulary, loss)
+        log_p = log_p[:, :, None]
+        if values is not None:
+            value = values(log_p, log_q, x, normed)
+        else:
+            value = of_labels(log_q, labels) if loss == "labels" else LOSSES[loss](log_p, log_q)
+        alpha = jax.lax.stop_gradient(overlap_of(log_p, log_q))
+        means = {"loss": (weight * counts[:, :, None] * value).sum(-1)}
+        for step in range(steps):
+            here = (weight[..., step] > 0).astype(alpha.dtype)
+            means[f"accepted_{step}"] = Ratio(here * alpha[..., step], here)
+        return means
+
+    labels = jnp.pad(batch.tokens[:, 2:], ((0, 0), (0, 1)))  # t_{j+1}, 0 behind the last
+    fixed = jax.lax.stop_gradient((normed[:, 1:], row_weights(batch, steps, decay), labels))
+    return mean_by_chunks(score, x, (outputs, biases), fixed, rows=max(loss_chunk() // steps, 1))

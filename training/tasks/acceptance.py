@@ -51,9 +51,6 @@ def acceptance_meter(
 
     The held-out windows ``rows`` provide the prompts. ``stop_token_ids`` end a text, as when it is
     served. ``drafter`` drafts ``settings.num_speculative_tokens`` tokens.
-
-    Raises:
-      ValueError: the target has no positions left for a prompt.
     """
     plan = Plan(target, drafter)
     room = target.max_positions - settings.max_new_tokens
@@ -61,7 +58,6 @@ def acceptance_meter(
         remedy = f"the target has {target.max_positions} positions, prompt included"
         raise bad_option("max_new_tokens", settings.max_new_tokens, remedy)
     prompts = held_out_prompts(rows, settings.acceptance_prompts, min(settings.prompt_tokens, room))
-    stops = tuple(stop_token_ids)
     # All temperatures in one batch: one program to compile, one loop to run.
     requests = [
         SequenceParams(
@@ -69,7 +65,7 @@ def acceptance_meter(
             max_tokens=settings.max_new_tokens,
             temperature=temperature,
             stream=index,
-            stop_token_ids=stops,
+            stop_token_ids=tuple(stop_token_ids),
         )
         for temperature in settings.temperatures
         for index, prompt in enumerate(prompts)

@@ -33,8 +33,7 @@ class HeadSettings:
     # data does not hold)
     mask_token: int = -1
     intermediate_size: int = 0  # width of the feed-forward (0: as in the target)
-    # tokens that the head knows, the most frequent ones of the data (0: all)
-    draft_vocab_size: int = 0
+    draft_vocab_size: int = 0  # tokens that the head knows, the most frequent of the data (0: all)
     # how a DSpark head reads the previous token
     markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
     markov_rank: int = 256  # width of that token's vector (0: it is not read)
@@ -49,16 +48,12 @@ class HeadSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      variant: dflash or dspark; decides the defaults
-      format: layout of the exported head: dflash (the authors') or dflash-speculators
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     head: HeadSettings
     recipe: Recipe
-    variant: Literal["dflash", "dspark"] = "dflash"
+    variant: Literal["dflash", "dspark"] = "dflash"  # dflash or dspark; decides the defaults
+    # layout of the exported head: dflash (the authors') or dflash-speculators
     format: DFlashFormat = "dflash"
 
     def __post_init__(self):
@@ -106,11 +101,7 @@ def defaults(argv: Sequence[str]) -> dict[str, Any]:
 def head_config(
     head: HeadSettings, variant: str, target: DecoderConfig, mask: int, confidence: bool
 ) -> DFlashConfig:
-    """Return the sizes of the head.
-
-    Raises:
-      ValueError: the target has fewer tokens.
-    """
+    """Return the sizes of the head."""
     network = method.plain_network(target, head, head.head_layers, qk_norm=True)
     spark = None
     if variant == "dspark":
@@ -149,12 +140,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
 
 
 def _head(settings: Settings, target: LoadedModel, data: Data):
-    """Return the sizes of the head, initial weights or None, and its vocabulary or None.
-
-    Raises:
-      ValueError: the initial head cannot be read, is of another method or was made for another
-        target.
-    """
+    """Return the sizes of the head, initial weights or None, and its vocabulary or None."""
     folder, sizes, weight = settings.head.head, target.config, settings.recipe.confidence_weight
     if not folder:
         mask = method.mask_token(settings.head.mask_token, data, sizes.vocab_size)

@@ -23,8 +23,8 @@ from jspec.models.heads import dflash, dspark
 from jspec.models.heads.dflash import DFlashConfig, DFlashParams
 from training.batches import Batch
 from training.block_attention import over_context
-from training.errors import bad_option, check_least
-from training.forward import head_of, packed_states
+from training.errors import bad_option, check_choice, check_least
+from training.forward import draft_output, head_of, packed_states
 from training.linear import LINEARS
 from training.losses.chunks import columns, loss_chunk, mean_by_chunks, take
 from training.losses.distances import LOSSES, LossName, overlap_of
@@ -47,8 +47,7 @@ class Recipe:
     # weights of a block's rows: decay (by position) or dpace (by the expected gain of accepting the
     # row)
     weighing: Literal["decay", "dpace"] = "decay"
-    # rows after which the weight has fallen to 1/e (decay; 0: all weigh the same)
-    gamma: float = 7.0
+    gamma: float = 7.0  # rows after which the weight falls to 1/e (decay; 0: all weigh the same)
     # smoothing of probabilities towards 1, so that late rows are trained too (dpace)
     dpace_alpha: float = 0.5
 
@@ -59,8 +58,7 @@ class Recipe:
             raise bad_option("label_weight", 0.0, "give it or --loss-weight a value above 0")
         if not 0 <= self.dpace_alpha <= 1:
             raise bad_option("dpace_alpha", self.dpace_alpha, "take 0 to 1")
-        if self.loss not in LOSSES:
-            raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
+        check_choice(self, "loss", LOSSES)
 
     @property
     def needs_distribution(self) -> bool:
@@ -83,8 +81,7 @@ class Blocks:
     anchors: Array  # int32 [B, A], positions in the window, ascending; 0 for missing blocks
     labels: Array  # int32 [B, A, K], the tokens to guess
     before: Array  # int32 [B, A, K], the token before each
-    # float32 [B, A, K], of the labels: 0 from the first label on that does not count.
-    weights: Array
+    weights: Array  # float32 [B, A, K], of labels: 0 from the first label on that does not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +99,7 @@ class DFlashTask:
         if frozen.start is not None:
             return float32(frozen.start.replace(draft_to_target=None))
         params = dflash.init_params(key, self.head).replace(draft_to_target=None)
-        if params.head is None:
-            return params
-        output, vocabulary = head_of(frozen.target), frozen.draft_to_target
-        return params.replace(head=float32(output if vocabulary is None else output[:, vocabulary]))
+        return params if params.head is None else params.replace(head=draft_output(frozen))
 
     def loss(
         self, params: DFlashParams, frozen: Frozen, batch: Batch, key: Array | None

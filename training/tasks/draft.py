@@ -46,18 +46,13 @@ _PARALLEL = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      draft: model to start from, with the target's vocabulary
-      draft_layers: layers of the target to start from instead, from 0 on
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     trainer: TrainerSettings = _TRAINER
     recipe: DraftRecipe = dataclasses.field(default_factory=DraftRecipe)
     parallel: method.ParallelSettings = dataclasses.field(default_factory=method.ParallelSettings)
-    draft: str = ""
-    draft_layers: tuple[int, ...] = ()
+    draft: str = ""  # model to start from, with the target's vocabulary
+    draft_layers: tuple[int, ...] = ()  # layers of the target to start from instead, from 0 on
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,11 +82,7 @@ class Settings(method.DistillSettings):
 def initial_model(
     settings: Settings, target: LoadedModel
 ) -> tuple[DecoderConfig, DecoderParams, dict]:
-    """Return sizes, weights and config.json of the draft model before training.
-
-    Raises:
-      ValueError: it cannot be read, has another vocabulary, or the target has no such layers.
-    """
+    """Return sizes, weights and config.json of the draft model before training."""
     if settings.draft:
         draft = loading.load(settings.draft, "float32")
         sizes = target.config.vocab_size, draft.config.vocab_size

@@ -11,7 +11,7 @@ from jspec.core.types import Array
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from training.batches import Batch
-from training.errors import bad_option, check_least, check_positive
+from training.errors import bad_option, check_choice, check_least, check_positive
 from training.forward import head_of, packed_states
 from training.linear import LINEARS
 from training.losses.chunks import mean_by_chunks, take
@@ -30,14 +30,14 @@ class DraftRecipe:
     on_policy_prompt: int = 64  # tokens of such a window that stay
     on_policy_temperature: float = 1.0  # temperature of the continuations
 
-    def mixed(self, log_p: Array, log_q: Array, text: Array) -> Array:
-        """Return the objective, given the next-token loss ``text``."""
-        distance = LOSSES[self.loss](log_p, log_q)
-        return (1 - self.text_weight) * distance + self.text_weight * text
+    def values(self, log_p: Array, log_q: Array, labels: Array) -> dict[str, Array]:
+        """Return the objective ``loss``, ``next_token_loss`` of the labels, and ``kl`` of rows."""
+        text, distance = -take(log_q, labels), LOSSES[self.loss](log_p, log_q)
+        loss = (1 - self.text_weight) * distance + self.text_weight * text
+        return {"loss": loss, "next_token_loss": text, "kl": LOSSES["kl"](log_p, log_q)}
 
     def __post_init__(self):
-        if self.loss not in LOSSES:
-            raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
+        check_choice(self, "loss", LOSSES)
         for name in ("text_weight", "on_policy"):
             if not 0 <= vars(self)[name] <= 1:
                 raise bad_option(name, vars(self)[name], "take 0 to 1")
@@ -78,13 +78,12 @@ class DraftTask:
             states, labels, weight = fixed
             log_q = jax.nn.log_softmax(linear(x, head)[..., :common])
             log_p = jax.nn.log_softmax(linear(states, output)[..., :common])
-            text, counts = -take(log_q, labels), (weight > 0).astype(x.dtype)
-            return {
-                "loss": weight * recipe.mixed(log_p, log_q, text),
-                "next_token_loss": Ratio(counts * text, counts),
-                "kl": Ratio(counts * LOSSES["kl"](log_p, log_q), counts),
-                "accepted": Ratio(counts * overlap_of(log_p, log_q), counts),
-            }
+            counts = (weight > 0).astype(x.dtype)
+            values = recipe.values(log_p, log_q, labels)
+            values["accepted"] = overlap_of(log_p, log_q)
+            loss = weight * values.pop("loss")
+            ratios = {name: Ratio(counts * value, counts) for name, value in values.items()}
+            return {"loss": loss} | ratios
 
         fixed = jax.lax.stop_gradient((states[:, :-1], batch.tokens[:, 1:], batch.label_weights))
         means = mean_by_chunks(score, x[:, :-1], head_of(params), fixed)

@@ -53,24 +53,20 @@ class HeadSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      variant: eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
-      format: layout of the exported head: eagle (the authors', which vLLM reads too; SpecForge's
-        for a parallel head), sglang (eagle with the target's embedding) or speculators
-      feature_cache: folder that keeps the target's hidden states, for runs of many epochs (default:
-        every step computes them)
-      feature_cache_gigabytes: largest size of that folder
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     recipe: Recipe
     parallel: method.ParallelSettings = dataclasses.field(default_factory=method.ParallelSettings)
+    # eagle1 (EAGLE-2 drafts with the same head), hass or eagle3; decides the defaults
     variant: Literal["eagle1", "hass", "eagle3"] = "eagle3"
+    # layout of the exported head: eagle (the authors', which vLLM reads too; SpecForge's for a
+    # parallel head), sglang (eagle with the target's embedding) or speculators
     format: EagleFormat = "eagle"
+    # folder that keeps the target's hidden states, for runs of many epochs (default: every step
+    # computes them)
     feature_cache: str = ""
-    feature_cache_gigabytes: float = 100.0
+    feature_cache_gigabytes: float = 100.0  # largest size of that folder
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,11 +156,7 @@ def defaults(argv: Sequence[str]) -> dict[str, Any]:
 def head_config(
     head: HeadSettings, variant: str, target: DecoderConfig, mask: int | None = None
 ) -> EagleConfig:
-    """Return the sizes of the head; with a ``mask`` token it guesses several tokens in one pass.
-
-    Raises:
-      ValueError: the target has fewer tokens.
-    """
+    """Return the sizes of the head; with a ``mask`` token it guesses several tokens in one pass."""
     is_eagle3 = variant == "eagle3"
     layers = head.head_layers or (1 if mask is None else 4)
     captured = head.capture_layers or default_capture_layers(target.num_layers)
@@ -219,11 +211,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
 
 
 def _initial_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig, EagleParams]:
-    """Load the head to start from, in float32.
-
-    Raises:
-      ValueError: it cannot be read, is of another method or was made for another target.
-    """
+    """Load the head to start from, in float32."""
     folder, parallel = settings.head.head, settings.parallel.parallel
     kind = "eagle3" if settings.variant == "eagle3" else "eagle"
     head = loading.load_head(folder, target.config, kind=kind, dtype="float32")

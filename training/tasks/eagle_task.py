@@ -22,11 +22,10 @@ from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import eagle
 from jspec.models.heads.eagle import EagleConfig, EagleParams
 from jspec.models.layers import rms_norm
-from training.attention import causal
 from training.batches import Batch
 from training.data.features import TaughtBatch
-from training.errors import bad_option, check_least
-from training.forward import head_of, packed_states
+from training.errors import bad_option, check_choice, check_least
+from training.forward import draft_output, head_of, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.distances import LOSSES, LossName
@@ -60,8 +59,7 @@ class Recipe:
         if not self.loss_weight + self.feature_weight + self.top_k_weight:
             remedy = "nothing is left to learn; give it or --feature-weight a value above 0"
             raise bad_option("loss_weight", self.loss_weight, remedy)
-        if self.loss not in LOSSES:
-            raise bad_option("loss", self.loss, f"choose one of {', '.join(LOSSES)}")
+        check_choice(self, "loss", LOSSES)
 
 
 PUBLISHED = {
@@ -112,8 +110,28 @@ class EagleTask:
     ) -> tuple[Array, Metrics]:
         """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
         features, normed = states_of(self, frozen, batch)
-        outputs = _unroll(self, params, frozen, batch, features, key)
-        return _judge(self, params, frozen, batch, normed, outputs)
+        recipe = self.recipe
+
+        def values(log_p: Array, log_q: Array, x: Array, normed: Array) -> Array:
+            value = distance(recipe, log_p, log_q)
+            if recipe.feature_weight:
+                value += recipe.feature_weight * optax.huber_loss(x, normed[:, :, None]).mean(-1)
+            return value
+
+        outputs = unrolled.align(_unroll(self, params, frozen, batch, features, key))
+        means = unrolled.distil(
+            normed_output(self.head, params, outputs),
+            () if params.head is None else (params.head,),
+            loss=recipe.loss,
+            decay=recipe.step_decay,
+            linear=LINEARS[self.compute],
+            target_output=head_of(frozen.target),
+            normed=normed,
+            batch=batch,
+            vocabulary=frozen.draft_to_target,
+            values=values,
+        )
+        return means["loss"], means
 
 
 def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> EagleParams:
@@ -131,8 +149,7 @@ def early_exit(params: EagleParams, config: EagleConfig, frozen: Frozen) -> Eagl
     if params.embedding is not None:
         params = params.replace(embedding=float32(target.embedding))
     if params.head is not None:
-        head, vocabulary = float32(head_of(target)), frozen.draft_to_target
-        params = params.replace(head=head if vocabulary is None else head[:, vocabulary])
+        params = params.replace(head=draft_output(frozen))
     return params
 
 
@@ -151,26 +168,34 @@ def states_of(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Arra
 
 
 def target_states(task: EagleTask, frozen: Frozen, batch: Batch) -> tuple[tuple[Array, ...], Array]:
-    """Run the target.
+    """Return the target's hidden states that the head captures, and the last ones after the norm.
 
-    Returns:
-      The hidden states that an EAGLE-3 head reads, () for other heads, and the last hidden states
-      after the norm, [B, T + 1, D] each.
+    Each is [B, T + 1, D]; only EAGLE-3 heads capture any.
     """
     layers = task.head.capture_layers if task.head.generation == 3 else ()
     return packed_states(frozen.target, task.target, batch, task.compute, capture_layers=layers)
 
 
-def noisy(recipe: Recipe, features: tuple[Array, ...], key: Array | None) -> tuple[Array, ...]:
-    """Add the recipe's noise to features [B, T, D]; without a key, on held-out text, add none."""
-    if key is None or not recipe.noise:
-        return features
-    width = recipe.noise * 512 / features[0].shape[1]
-    keys = jax.random.split(key, len(features))
-    return tuple(
-        x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
-        for x, k in zip(features, keys, strict=True)
-    )
+def inputs_of(
+    task: EagleTask,
+    params: EagleParams,
+    frozen: Frozen,
+    features: tuple[Array, ...],
+    key: Array | None,
+) -> tuple[Array, Array]:
+    """Return the fused inputs [B, T, D], with the recipe's noise if there is a key, and embeddings.
+
+    ``features`` are the target's, [B, T + 1, D] each; the embeddings are [V, D].
+    """
+    features = tuple(x[:, :-1] for x in features)
+    if key is not None and task.recipe.noise:
+        width = task.recipe.noise * 512 / features[0].shape[1]
+        features = tuple(
+            x + jax.random.uniform(k, x.shape, x.dtype, -width, width)
+            for x, k in zip(features, jax.random.split(key, len(features)), strict=True)
+        )
+    table = frozen.target.embedding if params.embedding is None else params.embedding
+    return eagle.fuse(params, task.head, features, linear=LINEARS[task.compute]), table
 
 
 def _unroll(
@@ -183,72 +208,19 @@ def _unroll(
 ) -> list[Array]:
     """Return the outputs f' [B, T, D] of each step, rows in the order of step 0."""
     config, recipe, linear = task.head, task.recipe, LINEARS[task.compute]
-    length = batch.tokens.shape[1] - 1
-    first = noisy(recipe, tuple(x[:, :length] for x in target_features), key)
-    features = eagle.fuse(params, config, first, linear=linear)
-    table = frozen.target.embedding if params.embedding is None else params.embedding
-    embedded = table[batch.tokens].astype(features.dtype)
-    segments, positions = batch.segments[:, :length], batch.positions[:, :length]
-    windows = config.network.windows
-
-    def step_of(params: EagleParams, tokens: Array, features: Array, positions: Array, entries):
-        """Run one step; ``entries`` are the keys and values of all steps by layer."""
-        entries = [list(layer) for layer in entries]
-
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            entries[layer].append((k, v))
-            (keys, values), *later = entries[layer]
-            window = windows[layer] if windows else None
-            return causal(q, keys, values, segments=segments, window=window, later=later)
-
-        out = eagle.blocks(params, config, tokens, features, positions, attend, linear=linear)
-        return out, entries
-
-    if task.remat:
-        step_of = jax.checkpoint(step_of)
-    outputs, entries = [], [[] for _ in params.layers]
-    for step in range(recipe.unroll):
-        tokens = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
-        features, entries = step_of(params, tokens, features, positions + step, entries)
-        outputs.append(features)
-        if not recipe.through_steps:
-            features = jax.lax.stop_gradient(features)
-    return outputs
-
-
-def _judge(
-    task: EagleTask,
-    params: EagleParams,
-    frozen: Frozen,
-    batch: Batch,
-    normed: Array,
-    outputs: list[Array],
-) -> tuple[Array, Metrics]:
-    """Return loss and metrics of the outputs of all steps."""
-    recipe, linear = task.recipe, LINEARS[task.compute]
-    output = head_of(frozen.target)
-
-    def values(log_p: Array, log_q: Array, rows: unrolled.Rows) -> Array:
-        value = distance(recipe, log_p, log_q)
-        if recipe.feature_weight:
-            value += recipe.feature_weight * optax.huber_loss(rows.x, rows.normed[:, :, None]).mean(
-                -1
-            )
-        return value
-
-    means = unrolled.judge(
-        normed_output(task.head, params, unrolled.align(outputs)),
-        {} if params.head is None else {"head": params.head},
-        lambda x, matrix: linear(x, matrix.get("head", output)),
-        distribution=lambda normed: unrolled.target_probs(
-            linear(normed, output), frozen.draft_to_target, recipe.loss
-        ),
-        values=values,
-        normed=normed,
-        batch=batch,
-        weights=unrolled.row_weights(batch, recipe.unroll, recipe.step_decay),
+    features, table = inputs_of(task, params, frozen, target_features, key)
+    return unrolled.unroll(
+        lambda _, params, *step: eagle.blocks(params, config, *step, linear=linear),
+        params,
+        table[batch.tokens].astype(features.dtype),
+        features,
+        batch,
+        steps=recipe.unroll,
+        layers=len(params.layers),
+        windows=config.network.windows,
+        through_steps=recipe.through_steps,
+        remat=task.remat,
     )
-    return means["loss"], means
 
 
 def normed_output(config: EagleConfig, params: EagleParams, x: Array) -> Array:

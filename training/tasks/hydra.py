@@ -48,15 +48,12 @@ _HEADS = {"hydra": HeadSettings(), "hydra++": HeadSettings(head_layers=4)}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      variant: hydra, or hydra++ with its layer of attention; decides the defaults
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     trainer: TrainerSettings = _TRAINER
     head: HeadSettings
     recipe: StagesRecipe
+    # hydra, or hydra++ with its layer of attention; decides the defaults
     variant: Literal["hydra", "hydra++"] = "hydra"
 
     def __post_init__(self):
@@ -80,12 +77,7 @@ def defaults(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def heads_of(settings: Settings, target: LoadedModel) -> tuple[HydraConfig, HydraParams | None]:
-    """Return the sizes of the heads, and initial weights in float32 or None.
-
-    Raises:
-      ValueError: initial heads cannot be read, were made for another target or are of the other
-        variant.
-    """
+    """Return the sizes of the heads, and initial weights in float32 or None."""
     head, prefixed, sizes = settings.head, settings.variant == "hydra++", target.config
     config, params = None, None
     if head.heads:

@@ -23,13 +23,13 @@ from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 from training import trainer
 from training.batches import Batch
 from training.data.settings import Data
-from training.errors import bad_option, check_least
+from training.errors import bad_option, check_choice, check_least
 from training.export import MedusaFormat
-from training.forward import head_of, packed_states
+from training.forward import draft_output, head_of, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
 from training.losses.chunks import next_token_loss
-from training.losses.distances import GuessLoss
+from training.losses.distances import GUESS_LOSSES, GuessLoss
 from training.task import Frozen, Metrics
 from training.tasks import method
 from training.trainer import TrainerSettings
@@ -50,7 +50,7 @@ class MedusaRecipe:
     heads_weight: float = 0.2
 
     def __post_init__(self):
-        unrolled.check_loss("medusa_loss", self.medusa_loss)
+        check_choice(self, "medusa_loss", GUESS_LOSSES)
         check_least(self, 0, "head_decay", "heads_weight")
 
 
@@ -77,10 +77,8 @@ class MedusaTask:
         """Return initial heads; fresh ones predict what the target's output matrix does."""
         heads = frozen.start
         if heads is None:
-            heads = medusa.init_params(key, self.heads)
-            output, vocabulary = head_of(frozen.target), frozen.draft_to_target
-            output = output if vocabulary is None else output[:, vocabulary]
-            heads = heads.replace(outputs=(output,) * self.heads.num_outputs)
+            outputs = (draft_output(frozen),) * self.heads.num_outputs
+            heads = medusa.init_params(key, self.heads).replace(outputs=outputs)
         heads = method.float32(heads.replace(draft_to_target=None))
         return JointParams(heads, method.float32(frozen.target) if self.joint else None)
 
@@ -121,8 +119,7 @@ class HeadSettings:
 
     num_heads: int = 5  # tokens guessed ahead, beside the target's own next one
     head_layers: int = 1  # residual blocks of each head
-    # tokens that the heads know, the most frequent ones of the data (0: all)
-    draft_vocab_size: int = 0
+    draft_vocab_size: int = 0  # tokens that the heads know, the most frequent of the data (0: all)
     heads: str = ""  # folder of heads to start from, which then decide all of the above
 
     def __post_init__(self):
@@ -132,17 +129,13 @@ class HeadSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      joint: whether the target is trained too (Medusa-2)
-      format: layout of the exported heads: medusa-vllm, or medusa (the authors')
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     trainer: TrainerSettings = _TRAINER
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
     recipe: MedusaRecipe = dataclasses.field(default_factory=MedusaRecipe)
-    joint: bool = False
+    joint: bool = False  # whether the target is trained too (Medusa-2)
+    # layout of the exported heads: medusa-vllm, or medusa (the authors')
     format: MedusaFormat = "medusa-vllm"
 
     def __post_init__(self):
@@ -171,20 +164,15 @@ class Settings(method.DistillSettings):
         return super().idle() | {"head": head, "recipe": recipe}
 
 
-def heads_config(settings: HeadSettings, target: DecoderConfig) -> MedusaConfig:
-    """Return the sizes of fresh heads.
-
-    Raises:
-      ValueError: the target has fewer tokens.
-    """
+def _fresh_config(head: HeadSettings, target: DecoderConfig) -> MedusaConfig:
     return MedusaConfig(
-        num_heads=settings.num_heads,
-        num_layers=settings.head_layers,
+        num_heads=head.num_heads,
+        num_layers=head.head_layers,
         hidden_size=target.hidden_size,
-        vocab_size=method.draft_vocab(settings.draft_vocab_size, target),
+        vocab_size=method.draft_vocab(head.draft_vocab_size, target),
         target_vocab_size=target.vocab_size,
         capture_layers=(target.num_layers,),
-        num_outputs=settings.num_heads,
+        num_outputs=head.num_heads,
     )
 
 
@@ -195,7 +183,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         loaded = loading.load_head(folder, sizes, kind="medusa", dtype="float32")
         config, start, vocabulary = loaded.config, loaded.params, loaded.params.draft_to_target
     else:
-        config, start = heads_config(settings.head, sizes), None
+        config, start = _fresh_config(settings.head, sizes), None
         vocabulary = method.frequent_tokens(data, config.vocab_size, config.target_vocab_size)
     finished = lambda params: params.heads.replace(draft_to_target=vocabulary)
     compute, remat = settings.trainer.compute, settings.trainer.remat

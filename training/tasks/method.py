@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checkpoints.heads import head_files
 from jspec.checkpoints.heads.base import HeadConfig
 from jspec.core.types import Array, Drafter
 from jspec.engine.loading import LoadedModel
@@ -16,7 +17,7 @@ from jspec.models.decoder import DecoderConfig
 from training.data.packing import token_counts
 from training.data.settings import Data, DataSettings
 from training.errors import bad_option, check_least, refuse_idle
-from training.export import check, save
+from training.export import check, layout_of
 from training.forward import head_of
 from training.provenance import weights_digest
 from training.slots import SlotRecipe
@@ -58,38 +59,39 @@ class Method:
 
     description: str  # first sentence of ``--help``
     settings: Options  # the options
-    # prepares a run from its options, the target and the data.
+    # prepares a run from its options, the target and the data; raises ValueError if they do not fit
+    # each other, or a head to start from does not fit them.
     build: Callable[[Any, LoadedModel, Data], Build]
     # maps the command line to the defaults that depend on it, by field.
     defaults: Callable[[Sequence[str]], Mapping[str, Any]] = lambda argv: {}  # noqa: ARG005
 
     def options(self, argv: Sequence[str]) -> Options:
-        """Return the options with the defaults that ``argv`` decides."""
-        return with_defaults(self.settings, **self.defaults(argv))
+        """Return the dataclass of options with the defaults that ``argv`` decides."""
+        kind = self.settings
+        types = {field.name: field.type for field in dataclasses.fields(kind)}
+        parts = [(name, types[name], value) for name, value in self.defaults(argv).items()]
+        # tyro looks up the comments of the fields under these names.
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        names["__doc__"] = kind.__doc__
+        return dataclasses.make_dataclass(
+            kind.__name__, parts, bases=(kind,), frozen=True, kw_only=True, namespace=names
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillSettings:
-    """Options that all methods share.
+    """Options that all methods share."""
 
-    Attributes:
-      target: model to draft for: a directory in Hugging Face layout, or a hub id
-      output: folder of the run: checkpoints, logs, curves, and in export/ the trained drafter
-      target_dtype: dtype of the target's weights (auto: float32 on a CPU, else bfloat16)
-      target_name: name of the target in the exported files (default: as --target)
-      eval_windows: held-out windows of an evaluation
-      export_dtype: dtype of the exported weights
-    """
-
-    target: str
-    output: str
+    target: str  # model to draft for: a directory in Hugging Face layout, or a hub id
+    output: str  # folder of the run: checkpoints, logs, curves, and in export/ the trained drafter
     data: DataSettings
     acceptance: AcceptanceSettings = dataclasses.field(default_factory=AcceptanceSettings)
     trainer: TrainerSettings
+    # dtype of the target's weights (auto: float32 on a CPU, else bfloat16)
     target_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    target_name: str = ""
-    eval_windows: int = 32
-    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    target_name: str = ""  # name of the target in the exported files (default: as --target)
+    eval_windows: int = 32  # held-out windows of an evaluation
+    export_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"  # of the exported weights
 
     def __post_init__(self):
         usual = defaults_of(type(self))
@@ -168,16 +170,6 @@ def variant_of(argv: Sequence[str], variants: Sequence[str], default: str) -> st
     return default
 
 
-def with_defaults(kind: Options, **values: Any) -> Options:
-    """Return the dataclass ``kind`` with other defaults for some of its fields."""
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    parts = [(name, types[name], value) for name, value in values.items()]
-    doc = {"__doc__": kind.__doc__}
-    return dataclasses.make_dataclass(
-        kind.__name__, parts, bases=(kind,), frozen=True, kw_only=True, namespace=doc
-    )
-
-
 def defaults_of(kind: type) -> dict[str, Any]:
     """Return the defaults of a dataclass by field; fields without one are left out."""
     missing = dataclasses.MISSING
@@ -208,22 +200,19 @@ def head_build(
     ``finished`` maps trained weights to those of the head. ``format`` is one of
     ``training.export``; None for the most widely read one. The identity of the run gets the recipe,
     and the head under ``name``.
-
-    Raises:
-      ValueError: the format cannot express the head.
     """
     target_name = settings.target_name or settings.target
     check(config, target.config, format, target_name)
 
     def export(params: Any, directory: Path) -> None:
-        save(
+        head_files.save_head(
             directory,
             config,
             finished(params),
             target.config,
-            format,
+            layout=layout_of(format, config),
             target_name=target_name,
-            embedding=target.params.embedding,
+            embedding=None if format == "eagle" else target.params.embedding,
             output=head_of(target.params),
             dtype=settings.export_dtype,
         )
@@ -242,11 +231,7 @@ def head_build(
 
 
 def mask_token(token: int, data: Data, vocab_size: int) -> int:
-    """Return ``token``, or for -1 the last token that no text holds.
-
-    Raises:
-      ValueError: the target has no such token, or the data holds every one.
-    """
+    """Return ``token``, or for -1 the last token that no text holds."""
     if token >= vocab_size:
         raise bad_option("mask_token", token, f"the target has {vocab_size} tokens")
     if token >= 0:
@@ -261,11 +246,7 @@ def mask_token(token: int, data: Data, vocab_size: int) -> int:
 
 
 def draft_vocab(size: int, target: DecoderConfig) -> int:
-    """Return the number of tokens that a head knows; 0 stands for all.
-
-    Raises:
-      ValueError: the target has fewer tokens.
-    """
+    """Return the number of tokens that a head knows; 0 stands for all."""
     if size > target.vocab_size:
         raise bad_option("draft_vocab_size", size, f"the target has {target.vocab_size} tokens")
     return size or target.vocab_size

@@ -1,8 +1,8 @@
 """The method ``mlp_speculator``: speculators of IBM and Snowflake.
 
-IBM's recipe has two stages: text, then answers of the target (``training.generate_data``) with a
-tenth of the rate, in a second run that starts from the first (``--head RUN/export``). Snowflake's
-variants are trained on such answers alone.
+IBM's recipe (arXiv 2404.19124) has two stages: text, then answers of the target
+(``training.generate_data``) with a tenth of the rate, in a second run that starts from the first
+(``--head RUN/export``). Snowflake's variants are trained on such answers alone.
 """
 
 import dataclasses
@@ -21,11 +21,7 @@ from training.tasks.acceptance import AcceptanceSettings
 from training.tasks.stages import StagesRecipe, StagesTask
 
 # Layouts of the variants' files.
-_LAYOUTS = {
-    "ibm": "mlp_speculator",
-    "arctic": "arctic-rnn",
-    "arctic-lstm": "arctic-lstm",
-}
+_LAYOUTS = {"ibm": "mlp_speculator", "arctic": "arctic-rnn", "arctic-lstm": "arctic-lstm"}
 
 # Rates, schedules and decay of the programs of IBM (fms-fsdp, its first stage) and Snowflake
 # (ArcticTraining), which train on more tokens a step.
@@ -58,8 +54,7 @@ class HeadSettings:
 
     n_predict: int = 3  # stages, one for each token guessed
     inner_dim: int = 0  # width of the state and the embeddings (0: as the target's)
-    # whether the stages share their weights; the stages of an LSTM always do
-    tie_weights: bool = True
+    tie_weights: bool = True  # whether the stages share their weights; those of an LSTM always do
     tie_embeddings: bool = True  # whether one embedding serves an LSTM's gates and cell
     scale_input: bool = True  # whether the target's hidden state is normed first
     head: str = ""  # folder of a speculator to start from, which then decides all of the above
@@ -71,18 +66,15 @@ class HeadSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      variant: ibm, arctic (Snowflake's name for the same network, in its own files) or arctic-lstm;
-        decides the defaults and the layout of the exported files
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     acceptance: AcceptanceSettings = dataclasses.field(
         default_factory=lambda: AcceptanceSettings(num_speculative_tokens=HeadSettings.n_predict)
     )
     head: HeadSettings = dataclasses.field(default_factory=HeadSettings)
-    recipe: StagesRecipe = dataclasses.field(default_factory=StagesRecipe)  # arXiv 2404.19124
+    recipe: StagesRecipe = dataclasses.field(default_factory=StagesRecipe)
+    # ibm, arctic (Snowflake's name for the same network, in its own files) or arctic-lstm; decides
+    # the defaults and the layout of the exported files
     variant: Literal["ibm", "arctic", "arctic-lstm"] = "ibm"
 
     def __post_init__(self):
@@ -116,12 +108,7 @@ def defaults(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def head_of(settings: Settings, target: LoadedModel):
-    """Return the sizes of the speculator, and initial weights in float32 or None.
-
-    Raises:
-      ValueError: an initial speculator cannot be read, was made for another target or is of
-        another variant.
-    """
+    """Return the sizes of the speculator, and initial weights in float32 or None."""
     head, lstm, sizes = settings.head, settings.variant == "arctic-lstm", target.config
     if head.head:
         loaded = loading.load_head(head.head, sizes, kind="mlp_speculator", dtype="float32")

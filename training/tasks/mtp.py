@@ -27,14 +27,13 @@ from jspec.engine.loading import LoadedModel
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads import mtp
 from jspec.models.heads.mtp import MtpConfig, MtpParams
-from training.attention import causal
 from training.batches import Batch
 from training.data.settings import Data
-from training.errors import bad_option, check_least, check_positive
+from training.errors import bad_option, check_choice, check_least, check_positive
 from training.forward import feature_scale, head_of, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
-from training.losses.distances import GuessLoss
+from training.losses.distances import GUESS_LOSSES, GuessLoss
 from training.task import Frozen, Metrics
 from training.tasks import method
 from training.trainer import TrainerSettings
@@ -61,16 +60,12 @@ class MtpRecipe:
         check_least(self, 1, "unroll")
         check_least(self, 0, "step_decay")
         check_positive(self, "loss_factor")
-        unrolled.check_loss("mtp_loss", self.mtp_loss)
+        check_choice(self, "mtp_loss", GUESS_LOSSES)
 
 
 @dataclasses.dataclass(frozen=True)
 class MtpTask:
-    """Modules in training: a ``training.task.Task``.
-
-    Raises:
-      ValueError: the modules have experts, which have no gradient on every device.
-    """
+    """Modules in training: a ``training.task.Task``."""
 
     modules: MtpConfig  # sizes of the modules
     target: DecoderConfig  # sizes of the target
@@ -98,7 +93,6 @@ class MtpTask:
         self, params: MtpParams, frozen: Frozen, batch: Batch, key: Array
     ) -> tuple[Array, Metrics]:
         """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
-        del key
         _, normed = packed_states(frozen.target, self.target, batch, self.compute)
         normed, recipe = jax.lax.stop_gradient(normed), self.recipe
         means = unrolled.distil(
@@ -138,39 +132,27 @@ def _unroll(
 ) -> list[Array]:
     """Return the input of the output matrix [B, T, D] at each step; rows are those of step 0."""
     config, linear = task.modules, LINEARS[task.compute]
-    length = batch.tokens.shape[1] - 1
     embedded = ops.look_up(frozen.target.embedding, batch.tokens).astype(jnp.float32)
-    segments, positions = batch.segments[:, :length], batch.positions[:, :length]
+    module_of = lambda step: step % config.n_predict
 
-    def step_of(module: int):
-        def run(params: MtpParams, tokens: Array, features: Array, positions: Array, entries):
-            """Run one step; ``entries`` are the keys and values of all steps of the module."""
-            entries = list(entries)
+    def run(step: int, params: MtpParams, tokens, features, positions, attend) -> Array:
+        module = module_of(step)
+        of_module = lambda _, q, k, v: attend(module, q, k, v)
+        rows = tokens, features, positions
+        return mtp.run(params, config, module, *rows, of_module, linear=linear)
 
-            def attend(_, q: Array, k: Array, v: Array) -> Array:
-                entries.append((k, v))
-                (keys, values), *later = entries
-                return causal(q, keys, values, segments=segments, later=later)
-
-            out = mtp.run(
-                params, config, module, tokens, features, positions, attend, linear=linear
-            )
-            return out, entries
-
-        return jax.checkpoint(run) if task.remat else run
-
-    features, outputs = normed[:, :length].astype(jnp.float32), []
-    entries: list[list] = [[] for _ in params.layers]
-    for step in range(task.recipe.unroll):
-        module = step % config.n_predict
-        tokens = jnp.pad(embedded[:, step + 1 :], ((0, 0), (0, step), (0, 0)))
-        features, entries[module] = step_of(module)(
-            params, tokens, features, positions + step, entries[module]
-        )
-        outputs.append(mtp.normed(params, config, module, features))
-        if not task.recipe.through_steps:
-            features = jax.lax.stop_gradient(features)
-    return outputs
+    outputs = unrolled.unroll(
+        run,
+        params,
+        embedded,
+        normed[:, :-1].astype(jnp.float32),
+        batch,
+        steps=task.recipe.unroll,
+        layers=config.n_predict,
+        through_steps=task.recipe.through_steps,
+        remat=task.remat,
+    )
+    return [mtp.normed(params, config, module_of(step), x) for step, x in enumerate(outputs)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,16 +173,12 @@ class ModuleSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(method.DistillSettings):
-    """One run; every field, and every field of its parts, is an option of the command line.
-
-    Attributes:
-      stitch: whether to export a copy of the target with the modules in its files too
-    """
+    """One run; every field, and every field of its parts, is an option of the command line."""
 
     trainer: TrainerSettings = _TRAINER
     head: ModuleSettings = dataclasses.field(default_factory=ModuleSettings)
     recipe: MtpRecipe = dataclasses.field(default_factory=MtpRecipe)
-    stitch: bool = False
+    stitch: bool = False  # whether to export a copy of the target with the modules in its files too
 
     def idle(self) -> dict[str, dict[str, str]]:
         """See ``DistillSettings``."""
@@ -210,11 +188,7 @@ class Settings(method.DistillSettings):
 
 
 def modules_of(settings: ModuleSettings, target: LoadedModel) -> tuple[MtpConfig, MtpParams | None]:
-    """Return the sizes of the modules, and initial weights in float32 or None.
-
-    Raises:
-      ValueError: there are none to start from, or they are for another target.
-    """
+    """Return the sizes of the modules, and initial weights in float32 or None."""
     count = target.raw_config.get("num_nextn_predict_layers") or 0
     folder = settings.modules or (target.path if settings.fresh == "none" or count else "")
     if settings.fresh in ("early_exit", "random") or not folder:

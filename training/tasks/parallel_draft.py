@@ -6,7 +6,6 @@ k = 0. It stands at position a + k and predicts token a + k + 1.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from jspec.core.types import Array
@@ -16,8 +15,6 @@ from training.batches import Batch
 from training.forward import head_of, packed_states
 from training.linear import LINEARS
 from training.losses import parallel
-from training.losses.chunks import take
-from training.losses.distances import LOSSES
 from training.slots import SlotRecipe, Slots, attend_to, choose
 from training.task import Frozen, Metrics
 from training.tasks.draft_task import DraftTask
@@ -25,11 +22,7 @@ from training.tasks.draft_task import DraftTask
 
 @dataclasses.dataclass(frozen=True)
 class ParallelDraftTask(DraftTask):
-    """A draft model in training to guess behind masks: a ``training.task.Task``.
-
-    Raises:
-      ValueError: a sliding window of the draft model is narrower than a draft is long.
-    """
+    """A draft model in training to guess behind masks: a ``training.task.Task``."""
 
     # number of tokens guessed in one pass, and which guesses are trained.
     slots: SlotRecipe = dataclasses.field(default_factory=SlotRecipe)
@@ -41,7 +34,7 @@ class ParallelDraftTask(DraftTask):
     def loss(
         self, params: DecoderParams, frozen: Frozen, batch: Batch, key: Array | None
     ) -> tuple[Array, Metrics]:
-        """Return ``loss`` and, over the guesses that count, the metrics.
+        """Return ``loss`` and, over the guesses that count, means.
 
         They are ``next_token_loss`` of the text, ``kl``, and ``accepted_k``, the probability that a
         guess at depth k is accepted.
@@ -53,19 +46,6 @@ class ParallelDraftTask(DraftTask):
         _, states = packed_states(frozen.target, self.target, batch, self.compute)
         output, linear = head_of(frozen.target), LINEARS[self.compute]
         common = min(self.draft.vocab_size, self.target.vocab_size)
-
-        def distribution(states: Array) -> tuple[Array, Array]:
-            log_p = jax.nn.log_softmax(linear(states, output)[..., :common])
-            return log_p, jnp.ones(states.shape[:-1])
-
-        def score(log_p: Array, log_q: Array, labels: Array) -> dict[str, Array]:
-            text = -take(log_q, labels)
-            return {
-                "loss": self.recipe.mixed(log_p, log_q, text),
-                "next_token_loss": text,
-                "kl": LOSSES["kl"](log_p, log_q),
-            }
-
         means = parallel.judge(
             x,
             head_of(params),
@@ -73,8 +53,9 @@ class ParallelDraftTask(DraftTask):
             slots=slots,
             states=states[:, :-1],
             labels=batch.tokens[:, 1:],
-            distribution=distribution,
-            score=score,
+            target_logits=lambda states: linear(states, output)[..., :common],
+            loss=self.recipe.loss,
+            score=self.recipe.values,
         )
         return means["loss"], means
 

@@ -24,7 +24,7 @@ from training.tasks.eagle_task import (
     EagleTask,
     Recipe,
     distance,
-    noisy,
+    inputs_of,
     normed_output,
     states_of,
 )
@@ -34,12 +34,7 @@ PARALLEL = Recipe(unroll=1, loss="kl")  # as published; one pass has no steps
 
 @dataclasses.dataclass(frozen=True)
 class ParallelEagleTask(EagleTask):
-    """A P-EAGLE head in training: a ``training.task.Task``.
-
-    Raises:
-      ValueError: the head has no mask token, the recipe has more than one step, or a sliding window
-        of the head is narrower than a draft is long.
-    """
+    """A P-EAGLE head in training: a ``training.task.Task``."""
 
     # number of tokens guessed in one pass, and which guesses are trained. The recipe's
     # ``step_decay`` is the weight of a depth relative to the one before.
@@ -71,9 +66,9 @@ class ParallelEagleTask(EagleTask):
             slots=slots,
             states=normed,
             labels=batch.tokens,
-            distribution=lambda normed: unrolled.target_probs(
-                linear(normed, output), frozen.draft_to_target, self.recipe.loss
-            ),
+            target_logits=lambda states: linear(states, output),
+            vocabulary=frozen.draft_to_target,
+            loss=self.recipe.loss,
             score=lambda log_p, log_q, _: {"loss": distance(self.recipe, log_p, log_q)},
         )
         return means["loss"], means
@@ -90,14 +85,12 @@ class ParallelEagleTask(EagleTask):
         """Return the input of the output matrix, [B, M, D], for all guesses."""
         config, linear = self.head, LINEARS[self.compute]
         (size, length), count = batch.tokens[:, 1:].shape, slots.depths.size
-        first = noisy(self.recipe, tuple(x[:, :length] for x in features), key)
-        fused = eagle.fuse(params, config, first, linear=linear)
+        fused, table = inputs_of(self, params, frozen, features, key)
         mask = eagle.mask_feature(params, config, linear=linear)
         masks = jnp.broadcast_to(mask, (size, count - length, config.hidden_size))
         tokens = jnp.pad(
             batch.tokens[:, 1:], ((0, 0), (0, count - length)), constant_values=config.mask_token_id
         )
-        table = frozen.target.embedding if params.embedding is None else params.embedding
         attend = attend_to(slots, batch.segments[:, :length], config.network.windows)
         positions = slots.of_anchors(batch.positions) + slots.depths
         run = lambda params, embedded, features: eagle.blocks(

@@ -22,11 +22,11 @@ from jspec.models.heads.hydra import HydraConfig, HydraParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig
 from training.attention import attend_within
 from training.batches import Batch
-from training.errors import check_least
+from training.errors import check_choice, check_least
 from training.forward import feature_scale, head_of, packed_states
 from training.linear import LINEARS
 from training.losses import unrolled
-from training.losses.distances import GuessLoss
+from training.losses.distances import GUESS_LOSSES, GuessLoss
 from training.task import Frozen, Metrics
 from training.tasks.method import float32
 
@@ -43,7 +43,7 @@ class StagesRecipe:
     stage_decay: float = 1.0  # weight of a stage's loss relative to the stage before
 
     def __post_init__(self):
-        unrolled.check_loss("loss", self.loss)
+        check_choice(self, "loss", GUESS_LOSSES)
         check_least(self, 0, "stage_decay")
 
 
@@ -63,11 +63,7 @@ _NETWORKS = {
 
 @dataclasses.dataclass(frozen=True)
 class StagesTask:
-    """An MLP speculator or Hydra heads in training: a ``training.task.Task``.
-
-    Raises:
-      ValueError: the prefix layer has experts, which have no gradient on every device.
-    """
+    """An MLP speculator or Hydra heads in training: a ``training.task.Task``."""
 
     head: HeadConfig  # sizes of the speculator or the heads
     target: DecoderConfig  # sizes of the target
@@ -91,7 +87,6 @@ class StagesTask:
 
     def loss(self, params: Any, frozen: Frozen, batch: Batch, key: Array) -> tuple[Array, Metrics]:
         """Return ``loss`` and, over the rows that count, ``accepted_k`` = mean sum(min(p, q))."""
-        del key
         (hidden,), normed = packed_states(
             frozen.target, self.target, batch, self.compute, capture_layers=self.head.capture_layers
         )
@@ -112,13 +107,18 @@ class StagesTask:
 
     def _unroll(self, params: Any, frozen: Frozen, batch: Batch, hidden: Array) -> list[Array]:
         """Return the input of each stage's output matrix [B, T, ...], by its first row."""
+        module, linear = self._network.module, LINEARS[self.compute]
+        run = lambda stage, params, *inputs: module.step(
+            params, self.head, *inputs, stage, linear=linear
+        )
+        run = jax.checkpoint(run, static_argnums=0) if self.remat else run
         state, outputs = self._start(params, batch, hidden), []
         is_hydra = isinstance(self.head, HydraConfig)
         for stage in range(self.head.num_heads if is_hydra else self.head.n_predict):
             tokens = jnp.pad(batch.tokens[:, stage + 1 :], ((0, 0), (0, stage)))
             if is_hydra:
                 tokens = decoder.embed(frozen.target, self.target, tokens).astype(jnp.float32)
-            state, x = self._step(stage)(params, state, tokens)
+            state, x = run(stage, params, state, tokens)
             outputs.append(x)
         return outputs
 
@@ -139,13 +139,6 @@ class StagesTask:
             remat=self.remat,
         )
         return out
-
-    def _step(self, stage: int) -> Callable[[Any, Any, Array], tuple[Any, Array]]:
-        step, linear = self._network.module.step, LINEARS[self.compute]
-        run = lambda params, state, tokens: step(
-            params, self.head, state, tokens, stage, linear=linear
-        )
-        return jax.checkpoint(run) if self.remat else run
 
     @property
     def _network(self) -> _Network:

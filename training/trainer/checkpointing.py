@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grain
 import grain.checkpoint
@@ -16,12 +16,8 @@ from training.trainer.programs import TrainState
 class Checkpoints:
     """The checkpoints of one run: the newest ones and the best one.
 
-    A save is written in the background and appears whole (by a rename) or not at all.
-
-    Args:
-      directory: created if missing.
-      keep: number of newest checkpoints to keep.
-      best: metric by which one more checkpoint is kept, and whether ``min`` or ``max`` is best.
+    A save is written in the background and appears whole (by a rename) or not at all. The ``keep``
+    newest checkpoints stay, and the best by a metric, of which ``min`` or ``max`` is best.
     """
 
     def __init__(
@@ -88,21 +84,20 @@ class Checkpoints:
 
         ``batches`` is set to its position. The mesh may differ from the one that saved.
         """
-        args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(layout),
-            batches=grain.checkpoint.CheckpointRestore(batches),
-        )
-        return self._manager.restore(self.latest, args=args)["state"]
+        state = ocp.args.StandardRestore(layout)
+        position = grain.checkpoint.CheckpointRestore(batches)
+        return self._read(self.latest, state=state, batches=position)["state"]
 
     def restore_best(self, layout: TrainState) -> TrainState:
         """Return the best state; see ``restore``."""
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(layout))
-        return self._manager.restore(self.best, args=args)["state"]
+        return self._read(self.best, state=ocp.args.StandardRestore(layout))["state"]
 
     def record(self) -> dict:
         """Return the record of the newest checkpoint."""
-        args = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._manager.restore(self.latest, args=args)["record"]
+        return self._read(self.latest, record=ocp.args.JsonRestore())["record"]
+
+    def _read(self, step: int, **parts: Any) -> Any:
+        return self._manager.restore(step, args=ocp.args.Composite(**parts))
 
     def close(self) -> None:
         """Wait for unfinished saves."""

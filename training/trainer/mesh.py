@@ -101,10 +101,8 @@ def shard(tree: Any, mesh: Mesh) -> Any:
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     """Place a batch on the mesh; every process holds its own rows.
 
-    If one process cannot split the rows evenly, each device gets all of them.
-
-    Raises:
-      ValueError: the rows do not split evenly over several processes.
+    If one process cannot split the rows evenly, each device gets all of them; several processes
+    raise ValueError.
     """
     rows = len(batch.tokens) * jax.process_count()
     ways = math.prod(mesh.shape[name] for name in BATCH[0])

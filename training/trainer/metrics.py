@@ -16,10 +16,7 @@ class Means:
 
     The host reads the metrics of a step while the next step runs, so the device never waits for
     the host, and the host is at most one step ahead. A ``Ratio`` is divided after all sums; if no
-    row counts, it is left out.
-
-    Args:
-      ahead: whether the host may run ahead.
+    row counts, it is left out. With ``ahead=False`` the host waits for every step.
     """
 
     def __init__(self, ahead: bool = True):

@@ -31,8 +31,7 @@ class Programs(NamedTuple):
 
     layout: TrainState  # shapes, dtypes and shardings
     init: Callable[[Any], TrainState]  # (frozen)
-    # (state, frozen, batch, wishes); donates the state
-    step: Callable[..., tuple[TrainState, dict]]
+    step: Callable[..., tuple[TrainState, dict]]  # (state, frozen, batch, wishes); donates state
     metrics: Callable[[Any, Any, Batch], dict]  # (params, frozen, batch)
     is_finite: Callable[[TrainState], Array]  # bool []
 

@@ -42,14 +42,12 @@ class TrainerSettings:
     log_every: int = 10  # steps between lines of the log
     eval_every: int = 100  # steps between evaluations on held-out data
     save_minutes: float = 5.0  # maximum minutes between checkpoints
-    # steps between checkpoints (0: by the clock, and after the best evaluations)
-    save_every: int = 0
+    save_every: int = 0  # steps between checkpoints (0: by the clock, and after best evaluations)
     keep: int = 2  # newest checkpoints that are kept, beside the best
     data_parallel: int = 0  # devices that split a batch and copy the weights (0: all that are left)
     fsdp: int = 1  # devices that split a batch, the weights and the optimiser's state
     tensor: int = 1  # devices that split the weights again, and share a batch
-    # host:port of the first of several processes; auto if the cluster knows it
-    coordinator: str = ""
+    coordinator: str = ""  # host:port of the first of several processes; auto if the cluster has it
     num_processes: int = 1  # processes that train together, with --coordinator host:port
     process_id: int = 0  # number of this process, from 0 on
 
