@@ -73,25 +73,14 @@ def _walk(rows: Rows, proposal: Proposal, uniforms: Array, form: Form) -> End:
         accepted, child, absent, refusals = _judge(rows, children, end.node, form)
         path = end.path.at[:, depth + 1].set(jnp.where(accepted, child, 0), mode="drop")
         update = lambda new, old: jnp.where(active, new, old)
-        return (
-            depth + 1,
-            accepted,
-            End(
-                jnp.where(accepted, child, end.node),
-                path,
-                end.num_accepted + accepted,
-                *jax.tree.map(update, (absent, refusals), (end.absent, end.refusals)),
-            ),
-        )
+        node = jnp.where(accepted, child, end.node)
+        changes = jax.tree.map(update, (absent, refusals), (end.absent, end.refusals))
+        return depth + 1, accepted, End(node, path, end.num_accepted + accepted, *changes)
 
     zero = jnp.zeros((batch,), jnp.int32)
-    root = End(
-        zero,
-        jnp.zeros((batch, form.max_depth + 1), jnp.int32),
-        zero,
-        (zero,) * (form.max_children - 1 if form.mixed else 0),
-        (no_refusal(batch),) * form.max_children,
-    )
+    path = jnp.zeros((batch, form.max_depth + 1), jnp.int32)
+    absent = (zero,) * (form.max_children - 1 if form.mixed else 0)
+    root = End(zero, path, zero, absent, (no_refusal(batch),) * form.max_children)
     carry = jnp.int32(0), jnp.ones((batch,), bool), root
     return lax.while_loop(lambda carry: carry[1].any(), descend, carry)[2]
 
@@ -155,9 +144,8 @@ def _draw(rows: Rows, end: End, uniform: Array) -> Array:
     first = segment * width
     start = jnp.minimum(first, vocab - width)  # the last segment is pulled back inside
     cut = jax.vmap(lambda x, row, at: lax.dynamic_slice(x, (row, at), (1, width))[0], (None, 0, 0))
-    streams = [
-        None if x is None else cut(x, index, start) for x in (rows.logits, rows.draft_logits)
-    ]
+    stored = rows.logits, rows.draft_logits
+    streams = [None if x is None else cut(x, index, start) for x in stored]
     token = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     columns = jax.tree.map(lambda x: x[:, None], (target, draft, end.refusals))
     before, after, _ = weights(*streams, token, *columns)

@@ -92,20 +92,11 @@ def weights(
     draft: DraftDistribution | None,
     refusals: Sequence[Refusal] = (),
 ) -> tuple[Array, Array, Array]:
-    """Return the residual of p before the last refusal, the residual after it, and q.
+    """Return the residual of p before the last refusal, the residual after it, and q; float32.
 
-    Arguments broadcast against each other.
-
-    Args:
-      x: raw logits of the target.
-      y: log-weights of the draft, or None without one.
-      token: int32 ids of the entries of ``x``.
-      target: of their rows.
-      draft: of their rows, None without one.
-      refusals: in order.
-
-    Returns:
-      float32 each. q lacks absent and dropped tokens and is not renormalised; zeros without draft.
+    Arguments broadcast against each other. ``x`` are raw logits of the target, ``y`` log-weights of
+    the draft (None without one) and ``token`` their int32 ids. q lacks absent and dropped tokens
+    and is not renormalised; it is 0 without a draft.
     """
     x = x.astype(jnp.float32)
     # The floor compares raw logits, because a quotient may be rounded in several ways; it excludes
@@ -161,12 +152,21 @@ def unpack(
     return TargetDistribution(*floats[:4], ints[0]), draft, list(refusals)
 
 
+class Blocks(NamedTuple):
+    """Sizes of the work."""
+
+    chunk: int  # tokens of a row at a time
+    segment: int  # tokens per mass
+    pass_bits: int  # bits of a threshold that one pass over the rows decides
+
+
 class Row(abc.ABC):
     """Rows of logits as a kernel reads them: block by block, reduced to scalars."""
 
-    vocab: int
-    mantissa_bits: int  # explicit, of the dtype of the stored logits
-    pass_bits: int  # bits of a threshold that one pass over the rows decides
+    def __init__(self, ref, blocks: Blocks):
+        self.ref, self.vocab = ref, ref.shape[1]
+        self.chunk, self.pass_bits = blocks.chunk, blocks.pass_bits
+        self.mantissa_bits = jnp.finfo(ref.dtype).nmant  # explicit, of the stored logits
 
     @abc.abstractmethod
     def fold(self, term: Callable, join: Callable, reduce: Callable) -> list[Array]:
@@ -183,10 +183,6 @@ class Row(abc.ABC):
         """Sum each of the values that ``term`` computes from logits."""
         return self.fold(lambda x, _: term(x), jnp.add, jnp.sum)
 
-    def greatest(self, term: Callable) -> Array:
-        """Return the maximum of ``term`` over logits."""
-        return self.fold(lambda x, _: [term(x)], jnp.maximum, jnp.max)[0]
-
     def least(self, term: Callable) -> Array:
         """Return the minimum of ``term`` over logits and token ids."""
         return self.fold(lambda x, token: [term(x, token)], jnp.minimum, jnp.min)[0]
@@ -201,7 +197,7 @@ def measure(row: Row, filters: Filters | None) -> tuple[Array, Array, Array, Arr
     """
     names = () if filters is None else filters.names
     finite = lambda x: jnp.where(x == x, x, -jnp.inf)
-    peak = row.greatest(finite)
+    (peak,) = row.fold(lambda x, _: [finite(x)], jnp.maximum, jnp.max)
     first = row.least(lambda x, token: jnp.where(finite(x) == peak, token, row.vocab - 1))
     # A shape, not ones_like: JAX >= 0.11 cannot lower the latter where batches are sharded.
     temperature = jnp.full(peak.shape, 1.0, jnp.float32)
@@ -248,16 +244,9 @@ def search(row: Row, masses_from: Callable, goal: Array) -> Array:
     """Return the largest float32 v for which the mass of all entries >= v reaches ``goal``.
 
     v is a value of the row: the k-th largest if masses are counts and the goal is k, the last token
-    of top-p if masses are probabilities. Floats are ordered like integers made of their bits, and
-    the search decides these from the highest to the lowest.
-
-    Args:
-      row: its dtype sets the number of bits to decide.
-      masses_from: maps thresholds, a list of arrays shaped as ``goal``, to the list of masses.
-      goal: positive.
-
-    Returns:
-      v, or -inf if the entire row does not reach the goal.
+    of top-p if masses are probabilities; -inf if the entire row does not reach the goal. Floats are
+    ordered like integers made of their bits, and the search decides these from the highest to the
+    lowest. ``masses_from`` maps thresholds, a list of arrays shaped as ``goal``, to their masses.
     """
     digits = range(1, 2**row.pass_bits)
 

@@ -5,9 +5,9 @@ from the second-level cache to search the thresholds of top-k and top-p. ``masse
 warpgroup to every segment of every row that a rule needs.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec.kernels.rejection_sampling import acceptance
 from jspec.kernels.rejection_sampling import distributions as shared
 from jspec.kernels.rejection_sampling.distributions import (
+    Blocks,
     DraftDistribution,
     Filters,
-    Form,
     Masses,
-    Proposal,
     Refusal,
     TargetDistribution,
 )
@@ -33,39 +32,18 @@ THREADS = 128  # per warpgroup
 VECTOR = 4  # logits per read of a thread
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Sizes of the work, multiples of 512."""
-
-    chunk: int = 2048  # tokens of a row at a time: 16 per thread
-    segment: int = 2048  # tokens per mass
-    # Bits of a threshold per pass. Three sums should cost about as much as the read.
-    pass_bits: int = 2
-
-
-BLOCKS = Blocks()
+# Multiples of 512; chunks of 16 tokens per thread. Three sums per pass should cost about as much as
+# the read.
+BLOCKS = Blocks(chunk=2048, segment=2048, pass_bits=2)
 
 
 def rejection_sampling(
-    logits: Array,
-    filters: Filters,
-    proposal: Proposal,
-    uniforms: Array,
-    uniform: Array,
-    form: Form,
-    *,
-    blocks: Blocks = BLOCKS,
-    interpret: object = None,
+    *arguments: Any, blocks: Blocks = BLOCKS, interpret: object = None
 ) -> tuple[Array, Array, Array]:
-    """Judge and draw as the reference does, in float32.
-
-    ``interpret`` takes Mosaic GPU's interpreter parameters.
-    """
+    """Judge and draw; ``arguments`` are those of the reference, and of ``acceptance``."""
     run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
     kernels = acceptance.Kernels(run(distributions), run(masses), blocks.segment)
-    return acceptance.rejection_sampling(
-        kernels, logits, filters, proposal, uniforms, uniform, form
-    )
+    return acceptance.rejection_sampling(kernels, *arguments)
 
 
 def refusal(logits: Array, draft_logits: Array | None) -> str | None:
@@ -85,10 +63,8 @@ def wrong_device(device: jax.Device) -> str | None:
     """Return the reason why a GPU does not run the kernels: Mosaic needs Hopper or newer."""
     if int(device.compute_capability.split(".")[0]) >= 9:
         return None
-    return (
-        f"needs a GPU of compute capability 9 or more, not {device.compute_capability} "
-        f"({device.device_kind})"
-    )
+    capability = f"{device.compute_capability} ({device.device_kind})"
+    return f"needs a GPU of compute capability 9 or more, not {capability}"
 
 
 def distributions(
@@ -139,9 +115,8 @@ class _Streamed(shared.Row):
     """A row of logits in memory; scalars are scalars."""
 
     def __init__(self, ref, row: Array, blocks: Blocks):
-        self.ref, self.row, self.vocab = ref, row, ref.shape[1]
-        self.chunk, self.pass_bits = blocks.chunk, blocks.pass_bits
-        self.mantissa_bits = jnp.finfo(ref.dtype).nmant
+        super().__init__(ref, blocks)
+        self.row = row
 
     def as_float(self, bits: Array) -> Array:
         """Return the float32 with the same bits; only vectors can be reinterpreted."""
@@ -176,13 +151,11 @@ def masses(
     facts = [jnp.stack(columns, 1) for columns in shared.pack(target, draft, refusals)]
     absent = 0 if draft is None else len(draft.absent)
     streams = [x for x in (logits, draft_logits) if x is not None]
+    options = dict(width=blocks.segment, drafted=draft is not None, absent=absent)
+    out = jax.ShapeDtypeStruct((count, segments), jnp.float32)
     masses = _kernel(
-        functools.partial(
-            _masses_kernel, width=blocks.segment, drafted=draft is not None, absent=absent
-        ),
-        out_type=tuple(
-            jax.ShapeDtypeStruct((count, segments), jnp.float32) for _ in Masses._fields
-        ),
+        functools.partial(_masses_kernel, **options),
+        out_type=(out,) * len(Masses._fields),
         grid=(count, segments),
         grid_names=("index", "segment"),
         interpret=interpret,

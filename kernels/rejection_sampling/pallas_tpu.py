@@ -5,9 +5,9 @@ top-p bit by bit instead of sorting. ``masses`` streams the rows that a rule nee
 residuals in every segment of the vocabulary.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jspec.kernels.rejection_sampling import acceptance
 from jspec.kernels.rejection_sampling import distributions as shared
 from jspec.kernels.rejection_sampling.distributions import (
+    Blocks,
     DraftDistribution,
     Filters,
-    Form,
     Masses,
-    Proposal,
     Refusal,
     TargetDistribution,
 )
@@ -34,36 +33,18 @@ RESIDENT_BYTES = 48 * 2**20  # vector memory for eight rows, and for the next ei
 OTHER_BYTES = 8 * 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Sizes of the work."""
-
-    chunk: int = 2048  # tokens of resident rows at a time: 16 registers per value
-    segment: int = 2048  # tokens per mass
-    # Bits of a threshold per pass. Vector memory is near, and more would spill registers.
-    pass_bits: int = 1
-
-
-BLOCKS = Blocks()
+# A chunk takes 16 registers per value. Vector memory is near, and more bits per pass would spill
+# registers.
+BLOCKS = Blocks(chunk=2048, segment=2048, pass_bits=1)
 
 
 def rejection_sampling(
-    logits: Array,
-    filters: Filters,
-    proposal: Proposal,
-    uniforms: Array,
-    uniform: Array,
-    form: Form,
-    *,
-    blocks: Blocks = BLOCKS,
-    interpret: bool | pltpu.InterpretParams = False,
+    *arguments: Any, blocks: Blocks = BLOCKS, interpret: bool | pltpu.InterpretParams = False
 ) -> tuple[Array, Array, Array]:
-    """Judge and draw as the reference does, in float32."""
+    """Judge and draw; ``arguments`` are those of the reference, and of ``acceptance``."""
     run = functools.partial(functools.partial, blocks=blocks, interpret=interpret)
     kernels = acceptance.Kernels(run(distributions), run(masses), blocks.segment)
-    return acceptance.rejection_sampling(
-        kernels, logits, filters, proposal, uniforms, uniform, form
-    )
+    return acceptance.rejection_sampling(kernels, *arguments)
 
 
 def refusal(logits: Array, draft_logits: Array | None) -> str | None:
@@ -128,11 +109,6 @@ def _distributions_kernel(logits, *refs, names, blocks):
 class _Resident(shared.Row):
     """Rows [tile, V] in vector memory; scalars are columns [tile, 1]."""
 
-    def __init__(self, ref, blocks: Blocks):
-        self.ref, self.vocab = ref, ref.shape[1]
-        self.chunk, self.pass_bits = blocks.chunk, blocks.pass_bits
-        self.mantissa_bits = jnp.finfo(ref.dtype).nmant
-
     def as_float(self, bits: Array) -> Array:
         """Return the float32 with the same bits."""
         return lax.bitcast_convert_type(bits, jnp.float32)
@@ -168,17 +144,10 @@ def masses(
     blocks: Blocks = BLOCKS,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Masses:
-    """Sum the residuals of ``rows`` after ``refusals`` over segments of the vocabulary.
+    """Sum the residuals of ``rows`` [M] after ``refusals`` [M] over segments of the vocabulary.
 
-    Args:
-      logits: of the target, raw [R, V].
-      draft_logits: log-weights of the draft [R, V], or None.
-      rows: int32 [M], rows of ``logits`` and ``draft_logits``.
-      target: of these rows, [M].
-      draft: of these rows, [M]; None without a draft.
-      refusals: [M] each.
-      blocks: sizes of the work.
-      interpret: for machines without a TPU.
+    ``rows`` are those of raw logits and of the draft's log-weights [R, V]; ``target`` and ``draft``
+    [M] belong to these rows. Both of the draft are None without one.
     """
     # Eight rows share a tile of memory: a gather costs less than reading eight rows for one.
     streams = [jnp.take(x, rows, axis=0) for x in (logits, draft_logits) if x is not None]

@@ -1,7 +1,7 @@
 """The view of a batch that acceptance has: distributions of rows as scalars, children in order."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +64,9 @@ class Rows(NamedTuple):
         draft_logits = None if self.draft_logits is None else self.draft_logits[rows, tokens]
         return self.logits[rows, tokens], draft_logits
 
-    def masses(
-        self,
-        rows: Array,
-        target: TargetDistribution,
-        draft: DraftDistribution | None,
-        refusals: tuple[Refusal, ...],
-    ) -> Masses:
-        """Return the masses of ``rows``; see ``pallas_tpu.masses``."""
-        return self.kernels.masses(self.logits, self.draft_logits, rows, target, draft, refusals)
+    def masses(self, rows: Array, *arguments: Any) -> Masses:
+        """Return the masses of ``rows``; other arguments are those of ``pallas_tpu.masses``."""
+        return self.kernels.masses(self.logits, self.draft_logits, rows, *arguments)
 
 
 class Children(NamedTuple):

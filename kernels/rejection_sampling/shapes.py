@@ -64,38 +64,25 @@ def tree(children: int, nodes: int) -> tuple[int, ...]:
 
 ALL_FILTERS = ("temperature", "min_p", "top_k", "top_p")
 
+BFLOAT16 = {"logits": "bfloat16", "draft": "bfloat16"}
+LLAMA, PHI = "Llama-2-7B", "Phi-3-mini"
+DRAWN = "without_replacement"
+
 CASES = {
-    "a chain of 1": Case("Llama-2-7B", chain(1), filters=ALL_FILTERS),
+    "a chain of 1": Case(LLAMA, chain(1), filters=ALL_FILTERS),
     "a chain of 4 over an odd vocabulary": Case(
-        "Phi-3-mini", chain(4), filters=("temperature", "top_p"), logits="bfloat16"
+        PHI, chain(4), filters=("temperature", "top_p"), logits="bfloat16"
     ),
-    "a chain of 8": Case("Llama-3.1-8B", chain(8), logits="bfloat16", draft="bfloat16"),
+    "a chain of 8": Case("Llama-3.1-8B", chain(8), **BFLOAT16),
     "a chain of 5 under block": Case("Qwen2.5-7B", chain(5), "block", logits="bfloat16"),
-    "a chain of 3 under block, all filters": Case(
-        "Phi-3-mini", chain(3), "block", filters=ALL_FILTERS
-    ),
-    "a chain of drawn and deterministic nodes": Case("Llama-2-7B", chain(6), "block", "mixed"),
-    "a tree of 8": Case("Llama-2-7B", tree(2, 8), proposal="without_replacement"),
+    "a chain of 3 under block, all filters": Case(PHI, chain(3), "block", filters=ALL_FILTERS),
+    "a chain of drawn and deterministic nodes": Case(LLAMA, chain(6), "block", "mixed"),
+    "a tree of 8": Case(LLAMA, tree(2, 8), proposal=DRAWN),
     "a tree of 21, top_plus_one": Case(
-        "Llama-2-7B", tree(4, 21), proposal="top_plus_one", filters=("temperature", "top_k")
+        LLAMA, tree(4, 21), proposal="top_plus_one", filters=("temperature", "top_k")
     ),
-    "a tree of 64": Case(
-        "Llama-3.1-8B",
-        tree(4, 64),
-        proposal="without_replacement",
-        logits="bfloat16",
-        draft="bfloat16",
-    ),
-    "a tree of 8 under block": Case("Llama-2-7B", tree(2, 8), "block", "without_replacement"),
-    "a tree of 9 under block, top_plus_one": Case(
-        "Phi-3-mini", tree(3, 9), "block", "top_plus_one"
-    ),
-    "a tree of 64 under block": Case(
-        "Llama-3.1-8B",
-        tree(4, 64),
-        "block",
-        "without_replacement",
-        logits="bfloat16",
-        draft="bfloat16",
-    ),
+    "a tree of 64": Case("Llama-3.1-8B", tree(4, 64), proposal=DRAWN, **BFLOAT16),
+    "a tree of 8 under block": Case(LLAMA, tree(2, 8), "block", DRAWN),
+    "a tree of 9 under block, top_plus_one": Case(PHI, tree(3, 9), "block", "top_plus_one"),
+    "a tree of 64 under block": Case("Llama-3.1-8B", tree(4, 64), "block", DRAWN, **BFLOAT16),
 }

@@ -158,12 +158,11 @@ class _Traversal(NamedTuple):
         # Mass 0: P was 0 and stays 0, or P p = q up to rounding and nothing is refused.
         positive = mass > 0
         refusal = where(positive, refusal, no_refusal(*rank.shape)._replace(dropped=from_q))
+        scaled = passing / jnp.where(positive, mass, 1)
         entry = top._replace(
             judged=rank + 1,
             joint=passing,
-            factor=jnp.where(
-                positive, passing / jnp.where(positive, mass, 1), passing * top.factor
-            ),
+            factor=jnp.where(positive, scaled, passing * top.factor),
             q_mass=jnp.where(child.drawn, masses.draft.sum(-1), top.q_mass),
             refusals=jax.tree.map(put, top.refusals, refusal),
         )

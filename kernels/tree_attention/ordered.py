@@ -30,18 +30,8 @@ def attention(
 ) -> Array:
     """Attend to all positions up to the query's own, in float32.
 
-    Args:
-      q: queries [B, H, N, D]; the n-th stands at position ``length + n``.
-      chain_k: their keys [B, Hkv, N, D].
-      chain_v: their values [B, Hkv, N, D].
-      cache_k: committed keys [B, Hkv, S, D], S a multiple of ``BLOCK``.
-      cache_v: committed values [B, Hkv, S, D].
-      length: committed slots of each row, int32 [B]; ``length + N`` is at most S.
-      scale: factor on the scores.
-      window: a query at position p sees positions > p - window; None for all.
-
-    Returns:
-      [B, H, N, D] in float32 (or the wider type of q).
+    Arguments and result are as for ``reference.tree_attention``. Query n of a row stands at
+    position ``length + n``, at most S, and S is a multiple of ``BLOCK``.
     """
     batch, heads, nodes, dim = q.shape
     kv_heads, dtype = chain_k.shape[1], jnp.promote_types(q.dtype, jnp.float32)

@@ -53,10 +53,8 @@ def refusal(q: Array, tree_k: Array, cache_k: Array | None) -> str | None:
     """Return the reason why these arguments are not taken, with the remedy, or None."""
     dim = q.shape[-1]
     if dim % FEATURE_MULTIPLE or dim > MAX_FEATURES:
-        return (
-            f"takes heads of a multiple of {FEATURE_MULTIPLE} features up to {MAX_FEATURES}, not "
-            f"{dim}; pad them"
-        )
+        sizes = f"a multiple of {FEATURE_MULTIPLE} features up to {MAX_FEATURES}"
+        return f"takes heads of {sizes}, not {dim}; pad them"
     if jax.default_backend() == "gpu" and (wrong := wrong_device(jax.devices()[0])):
         return wrong
     return layout.refusal(tree_k, cache_k, ("bfloat16",))
@@ -66,10 +64,8 @@ def wrong_device(device: jax.Device) -> str | None:
     """Return the reason why a GPU does not run the kernel: only Hopper has wgmma."""
     if device.compute_capability.split(".")[0] == "9":
         return None
-    return (
-        f"needs a GPU of compute capability 9 (Hopper), not {device.compute_capability} "
-        f"({device.device_kind}); take another"
-    )
+    capability = f"{device.compute_capability} ({device.device_kind})"
+    return f"needs a GPU of compute capability 9 (Hopper), not {capability}; take another"
 
 
 # A function of its own in the program is lowered once, not once per layer.
@@ -167,25 +163,10 @@ def _smem(size: int, width: int, dtype: jnp.dtype, *lead: int) -> plgpu.SMEM:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _kernel(
-    first,
-    count,
-    share,
-    length,
-    seen_by_all,
-    tree_k,
-    tree_v,
-    cache_k,
-    cache_v,
-    q,
-    words,
-    *refs,
-    blocks,
-    window,
-    soft_cap,
-):
-    """Attend with one tile of rows to one split; ``refs`` begin with positions for a window."""
-    del seen_by_all  # masks every block, which is cheap beside the wait for the next one
+def _kernel(*refs, blocks, window, soft_cap):
+    """Attend with one tile of rows to one split; ``positions`` are there for a window."""
+    # ``seen_by_all`` is not used: masking every block is cheap beside the wait for the next one.
+    first, count, share, length, _, tree_k, tree_v, cache_k, cache_v, q, words, *refs = refs
     positions, refs = (refs[0], refs[1:]) if window is not None else (None, refs)
     out, log_total, q_s, k_s, v_s, out_s, log_s, q_ready, k_ready, v_ready, *weights_s = refs
     head, row = lax.axis_index("head"), lax.axis_index("row")

@@ -46,11 +46,11 @@ def tree_attention(
     Args:
       q: queries [B, H, N, D].
       tree_k: keys of the nodes [B, Hkv, M, D]; M differs from N if earlier nodes are in the block.
-      tree_v: values of the nodes [B, Hkv, M, D].
+      tree_v: their values.
       ancestors: uint32 [B, N, W]; node n sees node m if bit ``m % 32`` of word ``m // 32`` is set.
         Every node sees at least one.
       cache_k: committed keys [B, Hkv, S, D], or None when there is no prefix.
-      cache_v: committed values [B, Hkv, S, D], or None.
+      cache_v: their values.
       length: committed slots of each row, int32 [B].
       scale: factor on the scores.
       window: a query at position p sees the prefix at positions > p - window. ``ancestors`` must
@@ -110,26 +110,16 @@ def dot(equation: str, rows: Array, stored: Array) -> Array:
     if stored.dtype.itemsize >= 4:
         stored = stored.astype(rows.dtype)
     precision = lax.Precision.HIGHEST if stored.dtype == jnp.float32 else None
-    return jnp.einsum(
-        equation,
-        rows.astype(stored.dtype),
-        stored,
-        precision=precision,
-        preferred_element_type=rows.dtype,
-    )
+    options = dict(precision=precision, preferred_element_type=rows.dtype)
+    return jnp.einsum(equation, rows.astype(stored.dtype), stored, **options)
 
 
 def _prefix_visibility(length: Array, window: int | None, positions: Array | None):
     """Return the first slot, the end slot, and a function of slots to masks [B, N or 1, slots]."""
-
-    def mask(slots: Array) -> Array:
-        seen = slots < length[:, None, None]
-        if window is None:
-            return seen
-        return seen & (slots > positions[:, :, None] - window)
-
+    stored = lambda slots: slots < length[:, None, None]
     if window is None:
-        return jnp.int32(0), length.max(), mask
+        return jnp.int32(0), length.max(), stored
+    mask = lambda slots: stored(slots) & (slots > positions[:, :, None] - window)
     return jnp.maximum(positions.min() - window + 1, 0), length.max(), mask
 
 
@@ -170,8 +160,5 @@ def _attend_to_block(scores_of, cache_k, cache_v, mask_of, spread, block, index,
     new_peak = jnp.maximum(peak, scores.max(-1))
     decay = jnp.exp(peak - new_peak)
     weights = jnp.exp(scores - new_peak[..., None])  # 0 where masked: the peak is a real score
-    return (
-        new_peak,
-        total * decay + weights.sum(-1),
-        mixed * decay[..., None] + dot("bhrs,bhsd->bhrd", weights, values),
-    )
+    mixed = mixed * decay[..., None] + dot("bhrs,bhsd->bhrd", weights, values)
+    return new_peak, total * decay + weights.sum(-1), mixed

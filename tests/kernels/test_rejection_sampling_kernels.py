@@ -32,7 +32,7 @@ SIMULATED = dict(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
     )
 )
-SHORT = pallas_tpu.Blocks(512, 512)  # several blocks per vocabulary
+SHORT = pallas_tpu.BLOCKS._replace(chunk=512, segment=512)  # several blocks per vocabulary
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 each_judged_case = pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.kernels.test_rejection_sampling_kernels import (
 )
 
 ROWS = 3
-LONG = pallas_tpu.Blocks(16384, 16384)  # few blocks per vocabulary
+LONG = pallas_tpu.BLOCKS._replace(chunk=16384, segment=16384)  # few blocks per vocabulary
 each_vocabulary = pytest.mark.parametrize("vocab", VOCABULARIES.values(), ids=VOCABULARIES.keys())
 
 
@@ -133,7 +133,7 @@ def test_distributions_of_large_logits_sum_to_one(temperature, offset):
 @needs_gpu_interpreter
 @each_vocabulary
 def test_the_gpu_kernel_filters_as_process_logits(vocab):
-    blocks = pallas_gpu.Blocks(16384, 16384)
+    blocks = pallas_gpu.BLOCKS._replace(chunk=16384, segment=16384)
     options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
     assert_distributions_are_processed_alike(
         functools.partial(pallas_gpu.distributions, **options), vocab
@@ -143,6 +143,6 @@ def test_the_gpu_kernel_filters_as_process_logits(vocab):
 @needs_gpu_interpreter
 @each_vocabulary
 def test_the_gpu_kernel_sums_residuals(vocab):
-    blocks = pallas_gpu.Blocks(16384, 16384)
+    blocks = pallas_gpu.BLOCKS._replace(chunk=16384, segment=16384)
     options = dict(blocks=blocks, interpret=plgpu.InterpretGPUParams())
     assert_masses_are_sums(functools.partial(pallas_gpu.masses, **options), vocab, blocks.segment)
