@@ -84,11 +84,9 @@ def conclude(
 def _over_target_ids(log_q: Array, draft: Draft, num_accepted: Array, like: Array) -> Array:
     """log q of the refused node over all target ids [B, V]; one-hot for a deterministic node."""
     if draft.draft_to_target is not None:
-        log_q = (
-            jnp.full_like(like, -jnp.inf)
-            .at[:, draft.draft_to_target]
-            .set(log_q, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
-        )
+        options = dict(indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
+        empty = jnp.full_like(like, -jnp.inf)
+        log_q = empty.at[:, draft.draft_to_target].set(log_q, **options)
     if draft.sampled is None:
         return log_q
     node = jnp.minimum(num_accepted + 1, draft.tokens.shape[1] - 1)[:, None]

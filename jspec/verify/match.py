@@ -17,15 +17,8 @@ def match(
 ) -> tuple[Array, Array, Array]:
     """Accept the longest path whose every token is the draw of its parent.
 
-    Args:
-      processed: the target's processed logits [B, N, V].
-      draft: siblings may repeat a token.
-      tree: the draft's.
-      draws: int32 [B, N], the target's draw after each node.
-      proposal: not used.
-
-    Returns:
-      path [B, max_depth+1], num_accepted [B], next_logits [B, V]: the target's at the path's end.
+    ``draws`` int32 [B, N] are the target's draws after each node; siblings may repeat a token. The
+    rest is as for ``jspec.verify.rejection``; the next logits are the target's.
     """
     del proposal
     matches = draft.valid & (draft.tokens == jnp.take_along_axis(draws, tree.parents, 1))

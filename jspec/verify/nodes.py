@@ -56,11 +56,8 @@ class Nodes:
             return jnp.zeros(shape, dtype), jnp.zeros(shape[:1], dtype)
         q = jax.nn.softmax(take(self.draft.logits, node).astype(dtype), -1)
         if self.draft.draft_to_target is not None:
-            q = (
-                jnp.zeros(shape, dtype)
-                .at[:, self.draft.draft_to_target]
-                .set(q, indices_are_sorted=True, unique_indices=True)
-            )
+            entries = jnp.zeros(shape, dtype).at[:, self.draft.draft_to_target]
+            q = entries.set(q, indices_are_sorted=True, unique_indices=True)
         if self.draft.sampled is not None and self.proposal != "deterministic_last":
             excluded = self.children(node) & ~self.draft.drawn
             tokens = jnp.where(excluded, self.draft.tokens, shape[1])

@@ -71,14 +71,10 @@ def _walk(nodes: Nodes) -> tuple[Array, Array]:
     def descend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         node, next_probs, active = carry
         pending = nodes.children(node) & active[:, None]
-        judged = _judge(
-            nodes, _Siblings(nodes.target_probs(node), *nodes.draft_probs(node), pending)
-        )
-        return (
-            jnp.where(judged.accepted, judged.child, node),
-            jnp.where(active[:, None], judged.siblings.p, next_probs),
-            judged.accepted,
-        )
+        siblings = _Siblings(nodes.target_probs(node), *nodes.draft_probs(node), pending)
+        judged = _judge(nodes, siblings)
+        next_probs = jnp.where(active[:, None], judged.siblings.p, next_probs)
+        return jnp.where(judged.accepted, judged.child, node), next_probs, judged.accepted
 
     root = jnp.zeros_like(nodes.tree.parents[:, 0])
     start = (root, jnp.zeros_like(nodes.processed[:, 0]), jnp.ones(root.shape, bool))
@@ -109,19 +105,11 @@ def _judge(nodes: Nodes, siblings: _Siblings) -> _Judged:
         drop = refused & nodes.drops(child) & (mass[:, 0] >= 0)
         token = jnp.where(drop, take(nodes.draft.tokens, child), q.shape[1])
         q = q.at[batch, token].set(0, mode="drop")
-        then = judge_next(
-            _Siblings(
-                p=jnp.where(update, residual / jnp.where(update, mass, 1), p),
-                q=q,
-                q_mass=q.sum(-1),
-                pending=pending & ~one_hot(child, pending.shape[1]),
-            )
-        )
-        return _Judged(
-            then.siblings,
-            child=jnp.where(refused, then.child, child),
-            accepted=judged.accepted | refused & then.accepted,
-            refused=refused & then.refused,
-        )
+        p = jnp.where(update, residual / jnp.where(update, mass, 1), p)
+        pending &= ~one_hot(child, pending.shape[1])
+        then = judge_next(_Siblings(p, q, q.sum(-1), pending))
+        accepted = judged.accepted | refused & then.accepted
+        child = jnp.where(refused, then.child, child)
+        return _Judged(then.siblings, child, accepted, refused & then.refused)
 
     return lax.while_loop(lambda judged: judged.refused.any(), refuse, judge_next(siblings))

@@ -1,7 +1,6 @@
 """The type of an acceptance rule."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 from jspec import ops
@@ -10,76 +9,49 @@ from jspec.util.messages import shown
 from jspec.util.values import is_whole
 
 Randomness = Literal["target", "round", "none"]
+_ARGUMENTS = "(processed logits, draft, tree, randomness, proposal)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """An acceptance rule and its properties.
+    """An acceptance rule and its properties; an invalid field raises ValueError.
 
-    Attributes:
-      name: shown in tables and messages.
-      walk: the rule itself, see ``jspec.core.types.Walk``. A function or a frozen dataclass: it is
-        part of a plan, which must be hashable.
-      randomness: the fourth argument of ``walk``. "target": the target's own draw after every node,
-        int32 [B, N]; "round": uniforms in [0, 1), float32 [B, N], fresh in every round; "none": the
-        same uniforms, which the walk does not use.
-      exact_for: proposals for which the output distribution is the target's; none for a lossy rule.
-      deterministic_rule: the rule that judges deterministic drafts instead of this one.
-      shares_noise: whether the drafter draws with the target's noise.
-      lossless: False for a rule that changes the output distribution. It judges any proposal.
-      greedy_is_match: whether the rule equals ``match`` at temperature 0.
-      depths: smallest and largest draft depth that the settings are for; None for no limit.
-      implementation: the kernel of ``ops.rejection_sampling`` that runs instead of ``walk``, with
-        the same verdict up to float32 rounding. None runs ``walk``; no kernel was measured faster.
-      summary: one line for tables.
-
-    Raises:
-      ValueError: a field has an invalid value, or ``implementation`` has no kernel for this rule.
+    ``randomness`` is the fourth argument of ``walk``. "target": the target's own draw after every
+    node, int32 [B, N]; "round": uniforms in [0, 1), float32 [B, N], fresh in every round; "none":
+    the same uniforms, which the walk does not use.
     """
 
     name: str
-    walk: Walk
+    walk: Walk  # a function or a frozen dataclass: plans must be hashable
     randomness: Randomness
-    exact_for: frozenset[Proposal]
-    deterministic_rule: "Rule | None" = None
-    shares_noise: bool = False
-    lossless: bool = True
-    greedy_is_match: bool = True
-    depths: tuple[int, int | None] = (0, None)
+    exact_for: frozenset[Proposal]  # whose output has the target's distribution; none if lossy
+    deterministic_rule: "Rule | None" = None  # judges deterministic drafts instead of this one
+    shares_noise: bool = False  # whether the drafter draws with the target's noise
+    lossless: bool = True  # False changes the output distribution, and judges any proposal
+    greedy_is_match: bool = True  # whether the rule equals ``match`` at temperature 0
+    depths: tuple[int, int | None] = (0, None)  # of drafts, that the settings are for; None: any
+    # The kernel of ``ops.rejection_sampling`` that runs instead of ``walk``, with the same verdict
+    # up to float32 rounding. None runs ``walk``; no kernel was measured faster.
     implementation: str | None = None
     summary: str = ""
 
     def __post_init__(self):
-        proposals, exact_for = get_args(Proposal), self.exact_for
-        is_subset = isinstance(exact_for, frozenset) and exact_for <= set(proposals)
-        for field, holds, valid in (
-            ("name", isinstance(self.name, str), "a string"),
-            (
-                "walk",
-                callable(self.walk),
-                "a function of (processed logits, draft, tree, randomness, proposal)",
-            ),
-            (
-                "randomness",
-                self.randomness in get_args(Randomness),
-                f"one of {_quoted(get_args(Randomness))}",
-            ),
-            ("exact_for", is_subset, f"a frozenset of proposals among {_quoted(proposals)}"),
-            (
-                "deterministic_rule",
-                self.deterministic_rule is None or isinstance(self.deterministic_rule, Rule),
-                "a Rule, or None",
-            ),
-            ("depths", _is_span(self.depths), "a pair: the smallest, and the largest or None"),
-            (
-                "implementation",
-                self.implementation in (None, *ops.IMPLEMENTATIONS),
-                f"None or one of {_quoted(ops.IMPLEMENTATIONS)}",
-            ),
+        proposals, sources = get_args(Proposal), get_args(Randomness)
+        kernel, substitute, walk = self.implementation, self.deterministic_rule, self.walk
+        is_subset = isinstance(self.exact_for, frozenset) and self.exact_for <= set(proposals)
+        is_rule = isinstance(substitute, Rule | None)
+        is_kernel = kernel in (None, *ops.IMPLEMENTATIONS)
+        for field, value, holds, valid in (
+            ("name", self.name, isinstance(self.name, str), "a string"),
+            ("walk", walk, callable(walk), f"a function of {_ARGUMENTS}"),
+            ("randomness", self.randomness, self.randomness in sources, f"in {sources}"),
+            ("exact_for", self.exact_for, is_subset, f"a frozenset of proposals among {proposals}"),
+            ("deterministic_rule", substitute, is_rule, "a Rule, or None"),
+            ("depths", self.depths, _is_span(self.depths), "a pair (smallest, largest or None)"),
+            ("implementation", kernel, is_kernel, f"None or in {ops.IMPLEMENTATIONS}"),
         ):
             if not holds:
-                value = shown(getattr(self, field), 60)
-                raise ValueError(f"{field}={value} of a Rule must be {valid}.")
+                raise ValueError(f"{field}={shown(value, 60)} of a Rule must be {valid}.")
         if self.implementation is not None and self.name not in ops.REJECTION_SAMPLING_RULES:
             known = " and ".join(map(repr, ops.REJECTION_SAMPLING_RULES))
             raise ValueError(
@@ -96,7 +68,3 @@ def _is_span(depths: tuple[int, int | None]) -> bool:
     if not isinstance(depths, tuple) or len(depths) != 2 or not is_whole(depths[0], 0):
         return False
     return depths[1] is None or is_whole(depths[1], depths[0])
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))

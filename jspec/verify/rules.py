@@ -18,65 +18,36 @@ _ALL = frozenset(get_args(Proposal))
 
 def typical(threshold: float = 0.09, alpha: float = 0.3) -> Rule:
     """Return Medusa's typical acceptance, which is lossy; see ``jspec.verify.typical.Typical``."""
-    return Rule(
-        "typical",
-        Typical(threshold, alpha),
-        "none",
-        frozenset(),
-        lossless=False,
-        summary="Medusa's: accept tokens that the target finds likely enough, by its entropy; "
-        "greedy decoding stays exact",
-    )
+    summary = "Medusa's: accept tokens that the target finds likely enough, by its entropy; greedy "
+    summary += "decoding stays exact"
+    walk = Typical(threshold, alpha)
+    return Rule("typical", walk, "none", frozenset(), lossless=False, summary=summary)
 
 
 def synthetic(rates: Sequence[float] | None = None, length: float | None = None) -> Rule:
     """Return lossy acceptance at given rates, for benchmarks; see ``Synthetic``."""
     walk = Synthetic(rates if rates is None else tuple(rates), length)
-    return Rule(
-        "synthetic",
-        walk,
-        "round",
-        frozenset(),
-        lossless=False,
-        greedy_is_match=False,
-        depths=walk.depths,
-        summary="for benchmarks: accept any draft, at given rates",
-    )
+    options = dict(lossless=False, greedy_is_match=False, depths=walk.depths)
+    summary = "for benchmarks: accept any draft, at given rates"
+    return Rule("synthetic", walk, "round", frozenset(), summary=summary, **options)
 
 
-_MATCH = Rule(
-    "match", match, "target", _ALL, summary="accept while the target's own draw equals the draft"
-)
+_SUMMARIES = {
+    "rejection": "token rule with p/q: accept by ratio, else draw from the residual",
+    "block": "judges the draft as a whole, accepts at least as much: block verification of chains, "
+    "traversal verification of trees",
+    "match": "accept while the target's own draw equals the draft",
+    "coupled": "match, with draft and target sharing noise: the text of plain sampling",
+}
+_MATCH = Rule("match", match, "target", _ALL, summary=_SUMMARIES["match"])
 RULES = {
     rule.name: rule
     for rule in (
         # On deterministic drafts both have the output of ``match``, which needs no residual.
-        Rule(
-            "rejection",
-            rejection,
-            "round",
-            _ALL,
-            _MATCH,
-            summary="token rule with p/q: accept by ratio, else draw from the residual",
-        ),
-        Rule(
-            "block",
-            block,
-            "round",
-            _ALL,
-            _MATCH,
-            summary="judges the draft as a whole, accepts at least as much: block verification "
-            "of chains, traversal verification of trees",
-        ),
+        Rule("rejection", rejection, "round", _ALL, _MATCH, summary=_SUMMARIES["rejection"]),
+        Rule("block", block, "round", _ALL, _MATCH, summary=_SUMMARIES["block"]),
         _MATCH,
-        Rule(
-            "coupled",
-            match,
-            "target",
-            _ALL,
-            shares_noise=True,
-            summary="match, with draft and target sharing noise: the text of plain sampling",
-        ),
+        Rule("coupled", match, "target", _ALL, None, True, summary=_SUMMARIES["coupled"]),
         typical(),
         synthetic(rates=()),  # for drafts of depth 0: rates have no default
     )
@@ -84,12 +55,9 @@ RULES = {
 
 
 def load_rule(path: str, key: str = "rule") -> Rule:
-    """Import the user's ``Rule`` at a dotted path such as ``"my_package.rules.MINE"``.
+    """Import the user's ``Rule`` at a path such as ``"my_package.rules.MINE"``; raise ValueError.
 
     ``key`` is the name of the setting, for messages.
-
-    Raises:
-      ValueError: the path cannot be imported, or leads to something else than a ``Rule``.
     """
     try:
         rule = pkgutil.resolve_name(path)

@@ -12,19 +12,12 @@ from jspec.verify.nodes import end_at, take
 class Synthetic:
     """Accepts the first drafted token of each depth at a given rate. Lossy.
 
-    Give one of the two attributes, which are keys of ``speculative_config``.
-
-    Attributes:
-      rates: r_1, r_2, ...: the unconditional probability to accept the first i drafted tokens.
-      length: mean tokens a round, the next token included. It stands for the rates with the
-        smallest variance: 1 for the first tokens and 0 for the last.
-
-    Raises:
-      ValueError: rates that are not in [0, 1] or increase, a length below 1, or both or neither.
+    Give one of the two attributes, which are keys of ``speculative_config``. ``length`` stands for
+    the rates with the smallest variance: 1 for the first tokens and 0 for the last.
     """
 
-    rates: tuple[float, ...] | None = None
-    length: float | None = None
+    rates: tuple[float, ...] | None = None  # r_i: probability to accept the first i drafted tokens
+    length: float | None = None  # mean tokens a round, the next token included
 
     def __post_init__(self):
         if (self.rates is None) == (self.length is None):

@@ -19,16 +19,10 @@ class Typical:
     The rule keeps tokens that the target finds likely enough, whatever the draft's distribution. At
     temperature 0 it accepts the target's argmax only, so nothing is lost.
 
-    Attributes:
-      threshold: in [0, 1]; Medusa's ``posterior_threshold``.
-      alpha: at least 0; Medusa's ``posterior_alpha``.
-
-    Raises:
-      ValueError: a setting is out of range.
     """
 
-    threshold: float = 0.09
-    alpha: float = 0.3
+    threshold: float = 0.09  # in [0, 1]; Medusa's ``posterior_threshold``
+    alpha: float = 0.3  # at least 0; Medusa's ``posterior_alpha``
 
     def __post_init__(self):
         if not 0 <= self.threshold <= 1:

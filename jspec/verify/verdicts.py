@@ -48,17 +48,12 @@ def verify(
     draft = _without_degenerate(draft, tree)
     if rule.implementation is not None:  # XLA drops the unused ``processed``
         logits, impossible = _finite(logits)
-        path, num_accepted, next_token = ops.rejection_sampling(
-            logits,
-            request.sampling,
-            draft,
-            tree,
-            uniforms,
-            uniform,
+        judged = ops.rejection_sampling(
+            *(logits, request.sampling, draft, tree, uniforms, uniform),
             rule=rule.name,
             implementation=rule.implementation,
         )
-        return _verdict(impossible, path, num_accepted, next_token)
+        return _verdict(impossible, *judged)
     processed = jnp.where(impossible[..., None], 0, processed)  # its result is never read
     judged = rule.walk(processed, draft, tree, uniforms, proposal)
     shape = len(processed), processed.shape[-1]

@@ -171,15 +171,15 @@ def test_node_buckets_may_be_a_list():
     ("mistake", "message"),
     [
         ({"name": 3}, "name=3 of a Rule must be a string"),
-        ({"randomness": "targets"}, "randomness='targets' of a Rule must be one of 'target', "),
+        ({"randomness": "targets"}, "randomness='targets' of a Rule must be in ('target', "),
         ({"exact_for": "chain"}, "exact_for='chain' of a Rule must be a frozenset of proposals"),
         ({"exact_for": {"chain"}}, "exact_for={'chain'} of a Rule must be a frozenset"),
         ({"exact_for": frozenset({"iit"})}, "exact_for=frozenset({'iit'}) of a Rule must be a fr"),
         ({"walk": None}, "walk=None of a Rule must be a function of (processed logits, draft"),
         ({"deterministic_rule": "match"}, "deterministic_rule='match' of a Rule must be a Rule"),
-        ({"depths": 3}, "depths=3 of a Rule must be a pair: the smallest, and"),
+        ({"depths": 3}, "depths=3 of a Rule must be a pair (smallest, "),
         ({"depths": (3, 2)}, "depths=(3, 2) of a Rule must be a pair"),
-        ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or one of '"),
+        ({"implementation": "palas"}, "implementation='palas' of a Rule must be None or in ('"),
     ],
 )
 def test_a_rule_setting_out_of_range_is_refused_when_the_rule_is_made(mistake, message):
