@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -29,35 +28,22 @@ _SYMBOLS = set(r"\.+*?()|[]{}^$#&-~")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
-    """An automaton over token ids with states 0 to S - 1 and E transitions, sorted by token id.
+    """An automaton over token ids with states 0 to S - 1 and E transitions, sorted by token id."""
 
-    Attributes:
-      first: int32 [S + 1], index of each state's first transition.
-      tokens: int32 [E], ids.
-      following: int32 [E], next states.
-      start: the initial state.
-      listed: per state the ids that it allows, or those that it forbids if they are fewer.
-      forbids: bool [S], whether ``listed`` holds forbidden ids.
-    """
-
-    first: np.ndarray
-    tokens: np.ndarray
-    following: np.ndarray
+    first: np.ndarray  # int32 [S + 1], index of each state's first transition
+    tokens: np.ndarray  # int32 [E]
+    following: np.ndarray  # int32 [E], next states
     start: int
-    listed: tuple[np.ndarray, ...]
-    forbids: np.ndarray
+    listed: tuple[np.ndarray, ...]  # ids that each state allows, or forbids if they are fewer
+    forbids: np.ndarray  # bool [S], whether ``listed`` holds forbidden ids
 
 
 def pattern_of(outputs: Mapping[str, Any] | Any) -> str:
-    """Return the regular expression of a ``structured_outputs`` setting.
+    """Return the regular expression of a ``structured_outputs`` setting; raise ValueError.
 
-    Args:
-      outputs: {"json": schema (dict or text)}, {"regex": text}, {"choice": [texts]} or
-        {"json_object": True}; or an object with one such attribute, like vLLM's
-        ``StructuredOutputsParams``.
-
-    Raises:
-      ValueError: it is none of these, or the schema is not supported.
+    It is {"json": schema (dict or text)}, {"regex": text}, {"choice": [texts]} or
+    {"json_object": True}, or an object with one such attribute, like vLLM's
+    ``StructuredOutputsParams``.
     """
     if not isinstance(outputs, Mapping) and hasattr(outputs, "__dict__"):
         outputs = vars(outputs)
@@ -72,9 +58,10 @@ def pattern_of(outputs: Mapping[str, Any] | Any) -> str:
             "are not supported."
         )
     ((kind, value),) = kinds.items()
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if kind == "regex" and isinstance(value, str) and value:
         return _encodable(value)
-    if kind == "choice" and _are_texts(value):
+    if kind == "choice" and is_list and all(isinstance(text, str) and text for text in value):
         return _encodable("|".join(map(_literally, value)))
     if kind == "json_object" and value is True:
         return _of_schema({"type": "object"})
@@ -92,11 +79,6 @@ def _encodable(pattern: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"structured_outputs holds half a character: {error}.") from None
     return pattern
-
-
-def _are_texts(value: Any) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and len(value) > 0 and all(isinstance(text, str) and text for text in value)
 
 
 def _literally(text: str) -> str:
@@ -144,11 +126,9 @@ def _pattern_of_schema(text: str) -> str:
 
 def _run(script: str, stdin: bytes) -> bytes:
     """Return the output of a script in a separate process; empty if it times out or dies."""
-    command = [sys.executable, "-c", script]
+    options = dict(input=stdin, capture_output=True, timeout=_SECONDS, check=False)
     try:
-        return subprocess.run(
-            command, input=stdin, capture_output=True, timeout=_SECONDS, check=False
-        ).stdout
+        return subprocess.run([sys.executable, "-c", script], **options).stdout
     except subprocess.TimeoutExpired:
         return b""
 
@@ -191,19 +171,10 @@ _MOST_STATES, _MOST_TRANSITIONS = 50_000, 1 << 24
 
 
 def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[dict, np.ndarray]:
-    """Return the automaton of a pattern over tokens, in the format of ``_COMPILER``.
-
-    Raises:
-      ValueError: the pattern is invalid, no tokens spell it, or its automaton is too large.
-    """
-    task = {
-        "pattern": pattern,
-        "eos": eos,
-        "memory": _MEMORY,
-        "most_states": _MOST_STATES,
-        "most_transitions": _MOST_TRANSITIONS,
-        "words": [(text.decode("latin-1"), ids) for text, ids in words.items()],
-    }
+    """Return the automaton of a pattern over tokens, in the format of ``_COMPILER``."""
+    task = {"pattern": pattern, "eos": eos, "memory": _MEMORY, "most_states": _MOST_STATES}
+    task["most_transitions"] = _MOST_TRANSITIONS
+    task["words"] = [(text.decode("latin-1"), ids) for text, ids in words.items()]
     line, _, arrays = _run(_COMPILER, json.dumps(task).encode()).partition(b"\n")
     header = json.loads(line) if line else {}
     if "error" in header:
@@ -223,14 +194,11 @@ def _index(pattern: str, words: Mapping[bytes, list[int]], eos: int) -> tuple[di
 def compiled(pattern: str, tokenizer: Any, ends: frozenset[int], vocab_size: int) -> Grammar:
     """Return the automaton of the texts without NUL that match ``pattern`` and then end.
 
-    Args:
-      pattern: a regular expression for the full text, in the syntax of Rust's ``regex``.
-      tokenizer: whose tokens spell the text.
-      ends: tokens that end the text, allowed after a full match.
-      vocab_size: V.
+    ``pattern`` is in the syntax of Rust's ``regex``; ``ends`` are allowed after a full match.
 
     Raises:
-      ValueError: there is no token to end with, or ``_index`` fails.
+      ValueError: there is no token to end with, the pattern is invalid, no tokens spell it, or its
+        automaton is too large.
     """
     ends = frozenset(token for token in ends if token < vocab_size)  # others are never sampled
     if not ends:
@@ -273,22 +241,13 @@ def _over_tokens(
     owner, tokens, following = (part[order].astype(np.int32) for part in parts)
     first = np.searchsorted(owner, np.arange(end_state + 2)).astype(np.int32)
     forbids = 2 * np.diff(first) > vocab_size
-    return Grammar(
-        first,
-        tokens,
-        following,
-        int(np.searchsorted(number, header["start"])),
-        tuple(map(_listed, np.split(tokens, first[1:-1]), forbids, repeat(vocab_size))),
-        forbids,
+    start = int(np.searchsorted(number, header["start"]))
+    vocabulary = np.arange(vocab_size, dtype=np.int32)
+    listed = tuple(
+        vocabulary[~np.isin(vocabulary, allowed)] if most else allowed
+        for allowed, most in zip(np.split(tokens, first[1:-1]), forbids, strict=True)
     )
-
-
-def _listed(allowed: np.ndarray, forbids: bool, vocab_size: int) -> np.ndarray:
-    if not forbids:
-        return allowed
-    others = np.ones(vocab_size, bool)
-    others[allowed] = False
-    return np.flatnonzero(others).astype(np.int32)
+    return Grammar(first, tokens, following, start, listed, forbids)
 
 
 def token_bytes(
@@ -311,10 +270,9 @@ def token_bytes(
 def _alphabet() -> dict[str, int]:
     """Return GPT-2's map from 256 printable characters to bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = [*printable, *range(256, 256 + len(others))]
+    return dict(zip(map(chr, chars), [*printable, *others], strict=True))
 
 
 def _byte_level(token: str) -> bytes:
@@ -350,11 +308,13 @@ def joined(grammars: Sequence[Grammar | None], size: int) -> Automaton:
     lengths = [part.size for part in listed]
     start = [FREE if grammar is None else begin[grammar] for grammar in grammars]
     count = bucket(states + 1)
-    padded = lambda parts, length, fill: np.pad(
-        np.concatenate(parts), (0, length - sum(map(len, parts))), constant_values=fill
-    ).astype(np.int32)
+
+    def padded(parts: list[np.ndarray], length: int, fill: int) -> np.ndarray:
+        values = np.concatenate(parts).astype(np.int32)
+        return np.pad(values, (0, length - len(values)), constant_values=fill)
+
     return Automaton(
-        first=padded([*first], count + 1, transitions),
+        first=padded(first, count + 1, transitions),
         tokens=padded(tokens, bucket(transitions), -1),
         following=padded(following, bucket(transitions), FREE),
         first_listed=padded([np.cumsum([0, *lengths])], count + 1, sum(lengths)),

@@ -6,19 +6,12 @@ a keyword that would be ignored is refused by name.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-_ANNOTATIONS = {
-    "$anchor",
-    "$comment",
-    "$defs",
-    "$id",
-    "$schema",
-    "default",
-    "definitions",
-    "deprecated",
-} | {"description", "discriminator", "examples", "readOnly", "title", "writeOnly"}
+_ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions"}
+_ANNOTATIONS |= {"deprecated", "description", "discriminator", "examples", "readOnly", "title"}
+_ANNOTATIONS |= {"writeOnly"}
 # The form of a schema is the first of these keys that it has, and the keywords that go with it.
 _FORMS = {
     "properties": {"type", "required", "additionalProperties"},
@@ -34,30 +27,16 @@ _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "array": {"items", "minItems", "maxItems"},
     "object": {"additionalProperties", "minProperties", "maxProperties"},
-    "integer": set(),
-    "number": set(),
-    "boolean": set(),
-    "null": set(),
 }
-_KINDS = {
-    "string": str,
-    "array": list,
-    "object": dict,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-}
+_KINDS = {"string": str, "array": list, "object": dict, "integer": int, "number": int | float}
+_KINDS |= {"boolean": bool, "null": type(None)}
 _MOST_LEVELS = 200
 
 
 def check(schema: str | Mapping) -> None:
-    """Refuse a schema that cannot be followed exactly.
+    """Raise ValueError, naming the keyword, if a schema cannot be followed exactly.
 
     ``oneOf`` is treated as ``anyOf``: a text may match a second branch.
-
-    Raises:
-      ValueError: it is not a schema, or a keyword would be ignored; the message names it.
     """
     _check(json.loads(schema) if isinstance(schema, str) else schema, "the schema", 0)
 
@@ -68,7 +47,8 @@ def _check(schema: Any, where: str, depth: int) -> None:
     if not isinstance(schema, Mapping):
         return  # true, false, or an invalid value, which the library handles
     form = next((name for name in _FORMS if name in schema), None)
-    known = _FORMS[form] if form else {"type"}.union(*map(_keywords, _types(schema)))
+    types = [kind for kind in _types(schema) if isinstance(kind, str)]
+    known = _FORMS[form] if form else {"type"}.union(*(_OF_TYPE.get(kind, ()) for kind in types))
     for name in schema:
         if name not in known and name != form and name not in _ANNOTATIONS:
             beside = f" beside {form!r}" if form else ""
@@ -113,10 +93,6 @@ def _types(schema: Mapping) -> list[str]:
     return [types] if isinstance(types, str) else list(types)
 
 
-def _keywords(kind: Any) -> set[str]:
-    return _OF_TYPE.get(kind, set()) if isinstance(kind, str) else set()
-
-
 def _is(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
@@ -126,20 +102,11 @@ def _is(value: Any, kind: Any) -> bool:
 def _parts(schema: Mapping) -> list[tuple[str, Any]]:
     """Return the subschemas of a schema with their names."""
     parts: list[tuple[str, Any]] = []
-    for name in ("properties", "$defs", "definitions"):
-        inner = schema.get(name)
-        parts += [(repr(key), part) for key, part in inner.items()] if _is_map(inner) else []
-    for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
-        inner = schema.get(name)
-        is_list = isinstance(inner, Sequence) and not isinstance(inner, str)
-        parts += [(f"{name}[{n}]", part) for n, part in enumerate(inner)] if is_list else []
-    parts += [
-        (repr(name), schema[name])
-        for name in ("items", "additionalProperties")
-        if _is_map(schema.get(name))
-    ]
+    for name, inner in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(inner, Mapping):
+            parts += [(repr(key), part) for key, part in inner.items()]
+        elif name in ("items", "additionalProperties") and isinstance(inner, Mapping):
+            parts.append((repr(name), inner))
+        elif name in ("allOf", "anyOf", "oneOf", "prefixItems") and isinstance(inner, list | tuple):
+            parts += [(f"{name}[{index}]", part) for index, part in enumerate(inner)]
     return parts
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)
