@@ -345,10 +345,9 @@ def settings(batch, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> Sampling:
     )
 
 
-def run_rows(plan, params: Params, rows, rounds=None, filters=None) -> list[Answer]:
+def run_rows(plan, params: Params, rows, rounds=None) -> list[Answer]:
     """Decode ``rows`` as one batch in their order, which a script relies on."""
-    batch = start(plan, params, rows, filters=filters)
-    return read(advance(plan, params, batch, rounds))
+    return read(advance(plan, params, start(plan, params, rows), rounds))
 
 
 def script(rows, answers, kind=RIGHT, length=64) -> Script:

@@ -170,8 +170,8 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 257}, "max_model_len=257 is more than the 256 positions of the model"),
-        ({"max_model_len": 0}, "max_model_len=0 must be a whole number of at least 1."),
+        ({"max_model_len": 257}, "max_model_len=257 must be a whole number from 1 to 256"),
+        ({"max_model_len": 0}, "max_model_len=0 must be a whole number from 1 to 256"),
         (
             {"tensor_parallel_size": 2},
             "LLM has no 'tensor_parallel_size'; leave it out: one device",
@@ -183,7 +183,7 @@ def test_a_tokenizer_without_a_chat_template_is_named(root, paths):
         (
             {"seed": None},
             "seed=None must be a whole number from 0 to 2**64 - 1; for other texts "
-            "every time draw one, as by secrets.randbits(64).",
+            "draw one by secrets.randbits(64).",
         ),
         ({"per_request_stats": "all"}, "per_request_stats='all' must be None, 'summary' or"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported; pass one of float32, bfloat16"),
@@ -217,7 +217,7 @@ def test_settings_are_checked_before_weights_are_read(tmp_path, paths):
     """A checkpoint without its weights would fail later."""
     text = (paths["target"] / "config.json").read_text()
     (tmp_path / "config.json").write_text(text)
-    assert "more than the 256 positions" in complaint(jspec.LLM, tmp_path, max_model_len=999)
+    assert "from 1 to 256, the positions" in complaint(jspec.LLM, tmp_path, max_model_len=999)
     draft = {"model": str(tmp_path), "num_speculative_tokens": 2, "max_model_len": 300}
     assert "speculative_max_model_len=300" in complaint(jspec.LLM, tmp_path, draft)
     assert "has none of model.safetensors, " in complaint(jspec.LLM, tmp_path)

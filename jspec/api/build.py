@@ -20,12 +20,12 @@ from jspec.engine.plan import Plan
 from jspec.models.batch_invariant import BatchInvariantDecoder
 from jspec.models.decoder import Decoder, DecoderConfig
 from jspec.util.messages import shown
-from jspec.util.values import plain
+from jspec.util.values import is_whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Build:
-    """A target with its drafter, ready to run. Made by ``build_plan``."""
+    """A target with its drafter, ready to run."""
 
     model: LoadedModel
     tokenizer: Any  # None: the model's own, if it has one
@@ -43,12 +43,7 @@ def build_plan(
     tokenizer: Any = None,
     deterministic: bool = False,
 ) -> Build:
-    """Load a target and its drafter; arguments as for ``jspec.LLM``.
-
-    Raises:
-      ValueError: a setting is out of range, the models do not fit each other, or a checkpoint
-        cannot be read.
-    """
+    """Load a target and its drafter; arguments and errors are those of ``jspec.LLM``."""
     sizes = loading.sizes(model)
     max_model_len = _length_limit(max_model_len, sizes.max_positions)
     if isinstance(tokenizer, str | os.PathLike):
@@ -173,12 +168,9 @@ def _plan(part: _Part, sizes: DecoderConfig, deterministic: bool) -> Plan:
 def _length_limit(asked: int | None, max_positions: int) -> int:
     if asked is None:
         return max_positions
-    asked = plain(asked)
-    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
-        raise ValueError(f"max_model_len={shown(asked)} must be a whole number of at least 1.")
-    if asked > max_positions:
+    if not is_whole(asked, 1, max_positions):
         raise ValueError(
-            f"max_model_len={shown(asked)} is more than the {max_positions} positions of the "
-            "model; lower it or leave it out."
+            f"max_model_len={shown(asked)} must be a whole number from 1 to {max_positions}, the "
+            "positions of the model; change it or leave it out."
         )
-    return asked
+    return int(asked)

@@ -18,14 +18,13 @@ from jspec.api.requests import GenerationRequest
 from jspec.api.sampling_params import SamplingParams
 from jspec.checkpoints import shared_file
 from jspec.core import logprobs
-from jspec.core.logprobs import Scoring
 from jspec.engine import loading
 from jspec.engine.batch import MAX_NUM_SEQS, advance, cancel, filters_of, groups, read, start
 from jspec.engine.costs import CostTable
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared, on_finished
 from jspec.engine.plan import Plan
-from jspec.engine.sequences import check_prompt, check_token_ids
+from jspec.engine.sequences import check_fit, check_prompt
 from jspec.util.buckets import bucket
 from jspec.util.messages import did_you_mean, shown
 from jspec.util.values import is_whole
@@ -34,12 +33,8 @@ STREAM_ROUNDS = 4  # between two outputs of a stream
 STOP_ROUNDS = 16  # between two searches for stop strings: more overruns, fewer round trips
 _STATS = (None, "summary", "detailed")
 _STATS_WORDS = "None, 'summary' or 'detailed'"
-_LOGPROBS_WORDS = "a whole number, or -1 for no limit"
-_COUNT_WORDS = "a whole number of at least 1"
-_SEED_WORDS = (
-    "a whole number from 0 to 2**64 - 1; for other texts every time draw one, as by "
-    "secrets.randbits(64)"
-)
+_COUNT = "a whole number of at least 1"
+_SEED = "a whole number from 0 to 2**64 - 1; for other texts draw one by secrets.randbits(64)"
 
 Settings = SamplingParams | Sequence[SamplingParams] | None
 
@@ -95,22 +90,16 @@ class LLM:
         logprobs.check_mode(logprobs_mode)
         for name, value, holds, words in (
             ("per_request_stats", per_request_stats, per_request_stats in _STATS, _STATS_WORDS),
-            ("max_logprobs", max_logprobs, is_whole(max_logprobs, -1), _LOGPROBS_WORDS),
-            ("seed", seed, is_whole(seed, 0, 2**64 - 1), _SEED_WORDS),
-            ("max_num_seqs", max_num_seqs, is_whole(max_num_seqs, 1), _COUNT_WORDS),
+            ("max_logprobs", max_logprobs, is_whole(max_logprobs, -1), "whole, or -1 for no limit"),
+            ("seed", seed, is_whole(seed, 0, 2**64 - 1), _SEED),
+            ("max_num_seqs", max_num_seqs, is_whole(max_num_seqs, 1), _COUNT),
             ("deterministic", deterministic, isinstance(deterministic, bool), "True or False"),
         ):
             if not holds:
                 raise ValueError(f"{name}={shown(value)} must be {words}.")
         loading.keep_compiled_programs()
-        self.build = build = build_plan(
-            model,
-            speculative,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            tokenizer=tokenizer,
-            deterministic=deterministic,
-        )
+        options = dict(dtype=dtype, max_model_len=max_model_len, tokenizer=tokenizer)
+        self.build = build = build_plan(model, speculative, deterministic=deterministic, **options)
         self._logprobs_mode = logprobs_mode
         self._detailed = per_request_stats == "detailed"
         self._seed = int(seed)
@@ -152,21 +141,13 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: Settings = None,
         use_tqdm: bool = False,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations.
 
-        Arguments and errors are those of ``chat_prompts`` and ``generate``.
+        ``template`` and ``messages`` are arguments of ``chat_prompts``; the others of ``generate``.
         """
-        rendered = self.chat_prompts(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        rendered = self.chat_prompts(messages, **template)
         return self.generate(rendered, sampling_params, use_tqdm)
 
     def chat_prompts(
@@ -203,7 +184,7 @@ class LLM:
         ``rounds`` of the loop run between two outputs. Bad input raises at once.
         """
         if not is_whole(rounds, 1):
-            raise ValueError(f"rounds={shown(rounds)} must be {_COUNT_WORDS}.")
+            raise ValueError(f"rounds={shown(rounds)} must be {_COUNT}.")
         batch = self._resolve(prompts, sampling_params)
         for request in batch:
             if request.params.num_texts > request.params.n:
@@ -216,29 +197,18 @@ class LLM:
     def run_one(
         self, prompt: Any, sampling_params: SamplingParams | None, run: Callable[..., Any]
     ) -> Any:
-        """Run one request through `run`, a decoding loop that also observes its rounds.
+        """Run one request through ``run``, a decoding loop that also observes its rounds.
 
-        Args:
-          prompt: as in `generate`.
-          sampling_params: as in `generate`.
-          run: called with (requests, plan, params, shared, price, tokenizer=, model=); returns
-            (result, metrics.Counts, shared). `price` maps (plan, params, batch) to `shared` with
-            measured costs.
-
-        Raises:
-          ValueError: as `generate`, or as `run` raises.
+        ``run`` maps (requests, plan, params, shared, price, tokenizer=, model=) to (result,
+        metrics.Counts, shared). ``price`` maps (plan, params, batch) to ``shared`` with measured
+        costs. Other arguments and errors are those of ``generate``.
         """
         batch = self._resolve(prompt, sampling_params)
         begin = perf_counter()
-        result, counts, self._shared = run(
-            batch,
-            self._plan,
-            self._params,
-            self._shared,
-            self._costs.price,
-            tokenizer=self._tokenizer or loading.tokenizer_if_any(self._model),
-            model=str(self._model.path),
-        )
+        state = self._plan, self._params, self._shared, self._costs.price
+        tokenizer = self._tokenizer or loading.tokenizer_if_any(self._model)
+        model = str(self._model.path)
+        result, counts, self._shared = run(batch, *state, tokenizer=tokenizer, model=model)
         self._seconds += perf_counter() - begin
         self._counts += counts
         self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
@@ -254,28 +224,16 @@ class LLM:
         return [*metrics.entries(self._counts, self._seconds, labels), prompt_tokens]
 
     def save_shared(self, path: str | os.PathLike) -> None:
-        """Write the state that the drafter gathered from requests, such as past responses.
-
-        Raises:
-          ValueError: the method gathers nothing, or the file cannot be written.
-        """
+        """Write the state that the drafter gathered from requests, such as past responses."""
         shared_file.save(path, self._shared)
 
     def load_shared(self, path: str | os.PathLike | None) -> None:
-        """Replace the drafter's state by that of a file of ``save_shared``; None empties it.
-
-        Raises:
-          ValueError: the file is missing, damaged, or of another method or other settings.
-        """
+        """Replace the drafter's state by that of a file of ``save_shared``; None empties it."""
         fresh = init_shared(self._plan)
         self._shared = fresh if path is None else shared_file.load(path, fresh)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """Return the tokenizer; raise ValueError if there is none."""
         return self._model.tokenizer if self._tokenizer is None else self._tokenizer
 
     def _resolve(self, inputs: Any, sampling_params: Settings) -> list[GenerationRequest]:
@@ -284,36 +242,33 @@ class LLM:
         settings = requests.params_per_prompt(sampling_params, len(items))
         vocab_size = self._plan.target.vocab_size
         for index, (item, params) in enumerate(zip(items, settings, strict=True)):
-            self._check_fits(index, item.token_ids)
+            if len(item.token_ids) >= self.max_model_len:
+                raise ValueError(
+                    f"prompt {index} has {len(item.token_ids)} tokens, but max_model_len="
+                    f"{self.max_model_len} must hold it and at least one more; shorten it or "
+                    "raise max_model_len."
+                )
+            check_prompt(index, item.token_ids, vocab_size)  # before the tokenizer reads it
             requests.check_logprobs(params, self._logprobs_mode, self._max_logprobs, vocab_size)
-        has_text = [
-            bool(each.detokenize or each.bad_words or each.structured_outputs) for each in settings
-        ]
-        tokenizer = self._tokenizer_of_text() if any(has_text) else None
+        tokenizer = self._tokenizer_of_text() if any(each.has_text for each in settings) else None
         resolved = [
             requests.resolve(
-                self._num_requests + index,
+                number,
                 item,
                 params,
                 room=self.max_model_len - len(item.token_ids),
                 seed=self._seed,
                 eos=self._eos_token_ids,
-                tokenizer=tokenizer if has_text[index] else None,
+                tokenizer=tokenizer if params.has_text else None,
                 vocab_size=vocab_size,
             )
-            for index, (item, params) in enumerate(zip(items, settings, strict=True))
+            for number, (item, params) in enumerate(
+                zip(items, settings, strict=True), self._num_requests
+            )
         ]
-        check_token_ids([request.sequences[0] for request in resolved], vocab_size)
+        check_fit([request.sequences[0] for request in resolved], self._plan.target)
         self._num_requests += len(resolved)
         return resolved
-
-    def _check_fits(self, index: int, prompt: Sequence[int]) -> None:
-        if len(prompt) >= self.max_model_len:
-            raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens, but max_model_len={self.max_model_len} "
-                "must hold it and at least one more; shorten it or raise max_model_len."
-            )
-        check_prompt(index, prompt, self._plan.target.vocab_size)
 
     def _tokenizer_of_text(self) -> Any:
         try:
@@ -340,11 +295,8 @@ class LLM:
         self, batch: list[GenerationRequest], rounds: int | None, show_progress: bool = False
     ) -> Iterator[Iterable[GenerationRequest]]:
         """Generate group by group; yield a group's requests after every ``rounds`` rounds."""
-        work = [
-            (request, sequence, transcript)
-            for request in batch
-            for sequence, transcript in zip(request.sequences, request.transcripts, strict=True)
-        ]
+        pairs = lambda request: zip(request.sequences, request.transcripts, strict=True)
+        work = [(request, *pair) for request in batch for pair in pairs(request)]
         if not work:
             return
         sequences = [sequence for _, sequence, _ in work]
@@ -356,20 +308,15 @@ class LLM:
             parts = track(parts, "Generating", console=Console(stderr=True))
         for part in parts:
             group = [work[index] for index in part]
-            yield from self._run_group(plan, filters, scoring, group, rounds)
+            yield from self._run_group(plan, group, rounds, filters=filters, scoring=scoring)
         self._num_prompt_tokens += sum(len(request.prompt.token_ids) for request in batch)
 
     def _run_group(
-        self,
-        plan: Plan,
-        filters: tuple[str, ...],
-        scoring: Scoring | None,
-        group: list[tuple],
-        rounds: int | None,
+        self, plan: Plan, group: list[tuple], rounds: int | None, **options: Any
     ) -> Iterator[Iterable[GenerationRequest]]:
         owners, sequences, transcripts = zip(*group, strict=True)
         begin = perf_counter()
-        batch = start(plan, self._params, sequences, filters=filters, scoring=scoring)
+        batch = start(plan, self._params, sequences, **options)
         any_stopped = False
         while not all(transcript.finish_reason for transcript in transcripts):
             # Another stream may have run since the last slice, so the shared state is read anew.

@@ -15,19 +15,12 @@ from jspec.engine.batch import Answer
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts of drafted and accepted tokens over any number of texts; ``+`` joins two.
+    """Counts of drafted and accepted tokens over any number of texts; ``+`` joins two."""
 
-    Attributes:
-      accepted: number of drafts with 0, 1, ... K accepted tokens.
-      num_draft_tokens: drafted tokens.
-      num_passes: passes of the target, with or without a draft.
-      num_tokens: generated tokens.
-    """
-
-    accepted: tuple[int, ...]
+    accepted: tuple[int, ...]  # number of drafts with 0, 1, ... K accepted tokens
     num_draft_tokens: int = 0
-    num_passes: int = 0
-    num_tokens: int = 0
+    num_passes: int = 0  # of the target, with or without a draft
+    num_tokens: int = 0  # generated
 
     @classmethod
     def none(cls, max_depth: int) -> "Counts":
@@ -143,9 +136,8 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
     accepted, drafted = answer.steps
     ends = np.cumsum(accepted + 1)  # tokens emitted by the end of each round
     rounds = int(np.searchsorted(ends, num_tokens)) + 1
-    accepted = accepted[:rounds].copy()
+    accepted, drafted = accepted[:rounds].copy(), drafted[:rounds]
     accepted[-1] -= ends[rounds - 1] - num_tokens
-    drafted = drafted[:rounds]
     nodes = () if answer.trace is None else answer.trace[1:]
     return dataclasses.replace(
         answer,
@@ -156,7 +148,7 @@ def cut(answer: Answer, num_tokens: int) -> Answer:
         accepted=np.bincount(accepted[drafted > 0], minlength=len(answer.accepted)),
         steps=(accepted, drafted),
         trace=(accepted, *(part[:rounds] for part in nodes)) if nodes else None,
-        logprobs=answer.logprobs and answer.logprobs.first(num_tokens),
+        logprobs=answer.logprobs and answer.logprobs[:num_tokens],
     )
 
 
@@ -191,14 +183,12 @@ class Vector(Metric):
 
 def entries(counts: Counts, seconds: float, labels: dict[str, str]) -> list[Metric]:
     """Return the counts under vLLM's names, and the tokens per second."""
-    name = "vllm:spec_decode_num_{}".format
+    name, rate = "vllm:spec_decode_num_{}".format, counts.tokens_per_second(seconds)
     return [
         Counter(name("drafts"), labels, counts.num_drafts),
         Counter(name("draft_tokens"), labels, counts.num_draft_tokens),
         Counter(name("accepted_tokens"), labels, counts.num_accepted_tokens),
         Vector(name("accepted_tokens_per_pos"), labels, list(counts.num_accepted_tokens_per_pos)),
         Counter("vllm:generation_tokens", labels, counts.num_tokens),
-        Gauge(
-            "vllm:avg_generation_throughput_toks_per_s", labels, counts.tokens_per_second(seconds)
-        ),
+        Gauge("vllm:avg_generation_throughput_toks_per_s", labels, rate),
     ]

@@ -1,6 +1,7 @@
 """Results of a request, with the fields of vLLM's ``RequestOutput``."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,45 +13,29 @@ from jspec.engine.batch import Answer
 
 @dataclasses.dataclass
 class Logprob:
-    """The target's score of a token at one position.
+    """The target's score of a token at one position."""
 
-    Attributes:
-      logprob: of the kind that ``LLM``'s ``logprobs_mode`` names.
-      rank: 1 for the likeliest token.
-      decoded_token: its text alone; None without detokenization.
-    """
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
+    logprob: float  # of the kind that ``LLM``'s ``logprobs_mode`` names
+    rank: int | None = None  # 1 for the likeliest token
+    decoded_token: str | None = None  # its text alone; None without detokenization
 
 
 @dataclasses.dataclass
 class CompletionOutput:
     """One generated text.
 
-    Attributes:
-      index: among the request's ``n`` texts.
-      text: without the stop string or token, unless ``include_stop_str_in_output``.
-      token_ids: a stop token included; up to the token that completed a stop string.
-      finish_reason: "stop", "length", None while it runs, or "error" if every token had probability
-        0 (NaN or fully masked logits). The text before the error is there.
-      stop_reason: the stop string or stop token id that ended it; None for the model's own end of
-        text, and for "length".
-      speculative_decoding_stats: see ``jspec.api.metrics.request_stats``.
-      cumulative_logprob: the sum over ``token_ids``; None unless ``logprobs`` were requested.
-      logprobs: for each of ``token_ids`` a dict of token id to ``Logprob``, the token itself first;
-        None unless requested.
+    ``finish_reason`` is "stop", "length", None while it runs, or "error" if every token had
+    probability 0 (NaN or fully masked logits). The text before the error is there.
     """
 
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    index: int  # among the request's ``n`` texts
+    text: str  # without the stop string or token, unless ``include_stop_str_in_output``
+    token_ids: list[int]  # with the stop token, or the token that completed a stop string
+    cumulative_logprob: float | None = None  # sum over ``token_ids``, if logprobs were requested
+    logprobs: list[dict[int, Logprob]] | None = None  # by token id, the token itself first
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    speculative_decoding_stats: dict[str, Any] | None = None
+    stop_reason: int | str | None = None  # stop string or token; None for the model's own end
+    speculative_decoding_stats: dict[str, Any] | None = None  # see ``metrics.request_stats``
 
     def finished(self) -> bool:
         """Return whether the text is complete."""
@@ -81,26 +66,22 @@ class RequestOutput:
 class Transcript:
     """The text of one sequence, decoded on the host and ended at a stop string.
 
-    Attributes:
-      answer: the answer so far, cut where the text ended; None before the first round.
-      text: the text so far.
-      finish_reason, stop_reason: as in ``CompletionOutput``.
+    ``text``, ``finish_reason`` and ``stop_reason`` are as in ``CompletionOutput``. ``answer`` is
+    cut where the text ended; None before the first round.
     """
 
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], tokenizer: Any, eos: frozenset[int]
     ):
         self._params, self._eos, self._prompt = params, eos, prompt
-        self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer = None
+        self._detokenizer, self._text_of = None, lambda _: None
         if params.detokenize:
-            self._detokenizer = detokenizer.Detokenizer(
-                tokenizer, prompt, params.skip_special_tokens
-            )
+            skip = params.skip_special_tokens
+            self._detokenizer = detokenizer.Detokenizer(tokenizer, prompt, skip)
+            self._text_of = functools.cache(lambda token: tokenizer.decode([token]))
         self._num_read = 0
         self._listed: list[dict[int, Logprob]] = []  # of the tokens read so far
         self._listed_prompt: list[dict[int, Logprob] | None] = []
-        self._token_texts: dict[int, str] = {}
         self.answer: Answer | None = None
         self.text = ""
         self.finish_reason: str | None = None
@@ -141,11 +122,10 @@ class Transcript:
 
     def _logprobs(self) -> list[dict[int, Logprob]]:
         """Return the scores of the tokens so far; only new ones are converted."""
-        answer, known = self.answer, len(self._listed)
-        self._listed += self._list(
-            answer.tokens[known:], answer.logprobs.behind(known), self._params.logprobs
-        )
-        return self._listed[: len(answer.tokens)]
+        known = len(self._listed)
+        tokens, scores = self.answer.tokens[known:], self.answer.logprobs[known:]
+        self._listed += self._list(tokens, scores, self._params.logprobs)
+        return self._listed[: len(self.answer.tokens)]
 
     def _list(self, ids: Sequence[int], scores: Logprobs, count: int) -> list[dict[int, Logprob]]:
         """List each of ``ids`` with the ``count`` likeliest tokens; -1 for all."""
@@ -156,20 +136,9 @@ class Transcript:
             top = zip(scores.top_ids[index, :count], scores.top[index, :count], strict=True)
             for rank, (other, value) in enumerate(top, 1):
                 ranked.setdefault(int(other), (value, rank))
-            listed.append(
-                {
-                    each: Logprob(float(value), int(rank), self._text_of(each))
-                    for each, (value, rank) in ranked.items()
-                }
-            )
+            entry = lambda id, value, rank: Logprob(float(value), int(rank), self._text_of(id))
+            listed.append({id: entry(id, *score) for id, score in ranked.items()})
         return listed
-
-    def _text_of(self, token: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        if token not in self._token_texts:
-            self._token_texts[token] = self._tokenizer.decode([token])
-        return self._token_texts[token]
 
     def _read_text(self, answer: Answer) -> bool:
         hidden = answer.stop_token is not None and not self._params.include_stop_str_in_output
@@ -177,35 +146,30 @@ class Transcript:
         for count in range(self._num_read, shown):
             old_length = len(self.text)
             self.text += self._detokenizer.feed(answer.tokens[count])
-            if count + 1 <= self._params.min_tokens:
-                continue
-            stop = detokenizer.find_stop(self.text, old_length, self._params.stop)
-            if stop is not None:
-                self._end_at(stop, count + 1)
+            stops = self._params.stop if count >= self._params.min_tokens else ()
+            if stop := detokenizer.find_stop(self.text, old_length, stops):
+                begin, end, self.stop_reason = stop
+                self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
+                self.finish_reason = "stop"
+                self.answer = metrics.cut(answer, count + 1)
                 return True
         return False
-
-    def _end_at(self, stop: tuple[int, int, str], num_tokens: int) -> None:
-        begin, end, self.stop_reason = stop
-        self.text = self.text[: end if self._params.include_stop_str_in_output else begin]
-        self.finish_reason = "stop"
-        self.answer = metrics.cut(self.answer, num_tokens)
 
     def output(self, index: int, detailed: bool) -> CompletionOutput:
         """Return the text so far, without an end that may become a stop string."""
         shown = self.text
         if not self.finish_reason and not self._params.include_stop_str_in_output:
             shown = shown[: len(shown) - detokenizer.held_back(shown, self._params.stop)]
-        scored = self._params.logprobs is not None and self.answer is not None
+        if self.answer is None:
+            return CompletionOutput(index, shown, [])
+        has_scores = self._params.logprobs is not None
         return CompletionOutput(
-            index=index,
-            cumulative_logprob=self.cumulative_logprob if scored else None,
-            logprobs=self._logprobs() if scored else None,
-            text=shown,
-            token_ids=[] if self.answer is None else self.answer.tokens.tolist(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            speculative_decoding_stats=(
-                None if self.answer is None else metrics.request_stats(self.answer, detailed)
-            ),
+            index,
+            shown,
+            self.answer.tokens.tolist(),
+            self.cumulative_logprob if has_scores else None,
+            self._logprobs() if has_scores else None,
+            self.finish_reason,
+            self.stop_reason,
+            metrics.request_stats(self.answer, detailed),
         )

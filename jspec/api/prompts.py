@@ -1,6 +1,7 @@
 """Prompts of users: text, token ids, or lists of either."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -13,23 +14,12 @@ _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "text, {'prompt': text}, {'prompt_token_ids': [...]}, or a list of these"
 # Parameters of apply_chat_template that are not variables of a template: those that ``LLM.chat``
 # takes itself, with its own name for them, and those of tokenization.
-_CHAT_ARGUMENTS = {
-    "conversation": "messages",
-    "messages": "messages",
-    "chat_template": "chat_template",
-    "add_generation_prompt": "add_generation_prompt",
+_CHAT_ARGUMENTS = {"conversation": "messages"} | {
+    name: name for name in ("messages", "chat_template", "add_generation_prompt")
 }
-_TOKENIZATION = (
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "sanitize_control_tokens",
-    "tokenizer_kwargs",
-)
+_TOKENIZATION = ("tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs")
+_TOKENIZATION += ("return_tensors", "return_dict", "return_assistant_tokens_mask")
+_TOKENIZATION += ("sanitize_control_tokens",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +31,7 @@ class Prompt:
 
 
 def read(prompts: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
-    """Read one prompt or a list of them.
-
-    Raises:
-      ValueError: one is empty or of no known form.
-    """
+    """Read one prompt or a list of them; raise ValueError for an empty or unknown one."""
     items = [prompts] if isinstance(prompts, str | Mapping) else prompts
     if not isinstance(items, Sequence) or isinstance(items, bytes):
         raise ValueError(f"prompts={_short(prompts)} must be {_FORMS}.")
@@ -60,11 +46,7 @@ def read(prompts: Any, encode: Callable[[str], Sequence[int]]) -> list[Prompt]:
 def of_chat(
     messages: Any, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Render one conversation or a list of them, each to a prompt for ``read``.
-
-    Raises:
-      ValueError: it is neither, there is no chat template, or it refuses the messages.
-    """
+    """Render one conversation or a list of them, each to a prompt for ``read``."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(
             "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists."
@@ -75,21 +57,15 @@ def of_chat(
             "or write the prompt yourself and call generate."
         )
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
-    texts = [
-        rendered(tokenizer, each, chat_template=chat_template, **variables)
-        for each in conversations
-    ]
+    render = functools.partial(rendered, tokenizer, chat_template=chat_template, **variables)
+    texts = [render(conversation) for conversation in conversations]
     # The template has already written the special tokens.
     encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
     return [{"prompt": text, "prompt_token_ids": encode(text)} for text in texts]
 
 
 def variables_of(given: Any) -> dict[str, Any]:
-    """Return the template variables of ``chat_template_kwargs``; none if it is None.
-
-    Raises:
-      ValueError: it is no dict of names, or names a parameter that is not a variable.
-    """
+    """Return the template variables of ``chat_template_kwargs``, after checking their names."""
     given = {} if given is None else given
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ValueError(
@@ -112,11 +88,7 @@ def variables_of(given: Any) -> dict[str, Any]:
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping], /, **variables: Any) -> str:
-    """Render a conversation with the chat template.
-
-    Raises:
-      ValueError: the template refuses the messages.
-    """
+    """Render a conversation; raise ValueError if the chat template refuses the messages."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     except Exception as error:  # Jinja's, or raised by the template
@@ -157,7 +129,7 @@ def _read_one(index: int, item: Any, encode: Callable[[str], Sequence[int]]) -> 
         raise ValueError(
             f"prompt {index} is empty; give at least one token (such as the BOS token)."
         )
-    return Prompt(tuple(int(token) for token in ids), text)
+    return Prompt(tuple(map(int, ids)), text)
 
 
 def _token_ids(index: int, ids: Any) -> list[int]:

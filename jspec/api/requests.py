@@ -55,15 +55,8 @@ def resolve(
 ) -> GenerationRequest:
     """Resolve the settings of one prompt into its sequences.
 
-    Args:
-      number: of the request.
-      prompt: text to continue.
-      params: settings.
-      room: tokens that still fit the model.
-      seed: with ``number``, the seed of requests whose ``params`` name none.
-      eos: the model's end-of-text tokens.
-      tokenizer: None if no text is decoded.
-      vocab_size: V.
+    ``room`` is the number of tokens that still fit the model, ``eos`` the model's end-of-text ids.
+    ``seed`` and ``number`` seed requests without a seed. ``tokenizer`` is None without text.
     """
     ends = frozenset() if params.ignore_eos else eos
     grammar = None
@@ -93,12 +86,9 @@ def resolve(
 
 def _spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of words, at the beginning of a text and after a space."""
-    phrases: dict[tuple[int, ...], None] = {}
-    for word in words:
-        bare = word.lstrip()
-        for text in (bare, f" {bare}"):
-            phrases[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-    return tuple(phrase for phrase in phrases if phrase)
+    texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+    phrases = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
 
 
 def _derived_seed(seed: int, number: int) -> int:
@@ -144,11 +134,7 @@ def scoring_of(
 
 
 def params_per_prompt(params: Any, count: int) -> list[SamplingParams]:
-    """Return the settings of each of ``count`` prompts, given one for all or a list.
-
-    Raises:
-      ValueError: it is neither, or a list of another length.
-    """
+    """Return the settings of each of ``count`` prompts, given one for all or a list."""
     params = SamplingParams() if params is None else params
     if isinstance(params, SamplingParams):
         return [params] * count

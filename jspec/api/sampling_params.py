@@ -9,7 +9,7 @@ from jspec.core.logits_processors import LogitsProcessor
 from jspec.engine.sequences import PARAMETERS
 from jspec.grammar import automata
 from jspec.util.messages import did_you_mean, shown
-from jspec.util.values import INT32, are_whole, is_function, is_whole, listed, plain
+from jspec.util.values import are_whole, is_function, is_whole, listed, plain
 
 # vLLM's parameters that jspec lacks, with their defaults. Only the defaults are accepted.
 NOT_YET: dict[str, Any] = {
@@ -37,113 +37,82 @@ NOT_YET: dict[str, Any] = {
 _MOST_TEXTS = 16384  # vLLM's limit
 _OVER_HTTP_NONE = ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
+_BOOLS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 
 # The allowed values of the other parameters: (name, test, words of the error).
-_NUM_TEXTS = f"a whole number of at least 1, and at most {_MOST_TEXTS}"
-_SEED = "None or a whole number of at most 64 bits"
-_MAX_TOKENS = "a whole number from 1 to 2**31 - 1, or None for all the room there is"
-_STOPS = "a string or a list of strings, none of them empty"
-_WORDS = "a list of strings, none of them empty"
+_TEXTS = "a list of strings, none of them empty"
 _IDS = "None for all, or a list of at least one token id"
+_ROOM = "a whole number from 1 to 2**31 - 1, or None for all the room there is"
+_FUNCTIONS = "a list of hashable functions"
 _COUNT = "None, -1 or a whole number of at least 0"
-_FUNCTIONS = "a list of functions that can be hashed"
-_is_bool = lambda value: isinstance(value, bool)
 _is_count = lambda value: value is None or is_whole(value, -1)
-_is_text = lambda value: isinstance(value, str) and bool(value)
 _CHECKS = (
-    ("n", lambda n: is_whole(n, 1, _MOST_TEXTS), _NUM_TEXTS),
-    ("seed", lambda seed: seed is None or is_whole(seed, -(2**63), 2**64 - 1), _SEED),
-    ("stop", lambda texts: all(map(_is_text, texts)), _STOPS),
+    ("n", lambda n: is_whole(n, 1, _MOST_TEXTS), f"a whole number from 1 to {_MOST_TEXTS}"),
+    ("seed", lambda n: n is None or is_whole(n, -(2**63), 2**64 - 1), "None or a 64-bit integer"),
+    ("stop", lambda texts: all(isinstance(text, str) and text for text in texts), _TEXTS),
     ("stop_token_ids", lambda ids: are_whole(ids, 0), "a list of token ids"),
-    ("max_tokens", lambda most: most is None or is_whole(most, 1), _MAX_TOKENS),
-    ("min_tokens", lambda least: is_whole(least, 0), "a whole number of at least 0"),
+    ("max_tokens", lambda n: n is None or is_whole(n, 1), _ROOM),
+    ("min_tokens", lambda n: is_whole(n, 0), "a whole number of at least 0"),
     ("allowed_token_ids", lambda ids: ids is None or (ids and are_whole(ids, 0)), _IDS),
-    ("bad_words", lambda words: all(_is_text(word) and word.strip() for word in words), _WORDS),
+    ("bad_words", lambda texts: all(isinstance(t, str) and t.strip() for t in texts), _TEXTS),
     ("logprobs", _is_count, _COUNT),
     ("prompt_logprobs", _is_count, _COUNT),
-    ("logits_processors", lambda functions: all(map(is_function, functions)), _FUNCTIONS),
-    ("ignore_eos", _is_bool, "a bool"),
-    ("include_stop_str_in_output", _is_bool, "a bool"),
-    ("detokenize", _is_bool, "a bool"),
-    ("skip_special_tokens", _is_bool, "a bool"),
+    ("logits_processors", lambda calls: all(map(is_function, calls)), _FUNCTIONS),
+    *((name, lambda value: isinstance(value, bool), "a bool") for name in _BOOLS),
 )
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class SamplingParams:
-    """Settings of one request, given by keyword and checked at once.
-
-    Attributes:
-      n: texts to generate, each with its own noise.
-      temperature: 0 is greedy.
-      top_p: keep the likeliest tokens that hold this much probability; 1 keeps all.
-      top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
-      min_p: keep tokens at least this likely relative to the likeliest; 0 keeps all.
-      seed: same seed, prompt and settings: same text. None draws anew for every request.
-      stop: strings that end the text, which then ends before them; one string or a list.
-      stop_token_ids: ids that end the text; part of ``token_ids``, not of ``text``.
-      ignore_eos: whether the model's own end-of-text tokens do not end the text.
-      max_tokens: most tokens to generate; None for as many as the model has room for.
-      include_stop_str_in_output: whether ``text`` includes the stop string or token.
-      detokenize: whether to decode the tokens to text.
-      skip_special_tokens: whether ``text`` omits special tokens.
-      min_tokens: tokens to generate before the text may end. Until then no stop token is drawn, nor
-        the model's end of text even with ``ignore_eos``, and stop strings are ignored.
-      presence_penalty: subtracted from the logits of generated tokens; -2 to 2.
-      frequency_penalty: subtracted for each occurrence among generated tokens; -2 to 2.
-      repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
-        the answer; 1 changes nothing.
-      logit_bias: added to the logits of token ids, -100 to 100 (clipped).
-      allowed_token_ids: the only tokens that may be generated; None for all.
-      bad_words: words that may not be generated, in any spelling with or without a space before.
-      logits_processors: functions (logits [V], token ids [T], their number) -> logits [V], traced
-        by JAX and applied in turn, see ``jspec.core.logits_processors.LogitsProcessor``.
-      structured_outputs: a grammar of the text: {"json": schema}, {"regex": text},
-        {"choice": [texts]} or {"json_object": True}, see ``jspec.grammar.automata.pattern_of``.
-      logprobs: return the log-probability of each token of the answer, and those of this many
-        likeliest ones; 0 for the token alone, -1 for the whole vocabulary, None for nothing.
-      prompt_logprobs: the same for the prompt's tokens except the first.
-      best_of: texts to draw, of which the ``n`` with the largest ``cumulative_logprob`` are
-        returned; None for ``n``.
+    """Settings of one request, given by keyword and checked at once; see docs/sampling_params.md.
 
     Raises:
       ValueError: a value is out of range, a name is unknown, or a parameter of vLLM's that jspec
         lacks (see ``NOT_YET``) is not at its default.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    include_stop_str_in_output: bool = False
+    n: int = 1  # texts to generate, each with its own noise
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # keep the likeliest tokens that hold this much probability; 1 keeps all
+    top_k: int = 0  # keep this many of the likeliest tokens; 0 or -1 keeps all
+    min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest; 0 keeps all
+    seed: int | None = None  # same seed, prompt and settings: same text; None: anew per request
+    stop: tuple[str, ...] = ()  # strings that end the text before them; one string or a list
+    stop_token_ids: tuple[int, ...] = ()  # end the text; part of ``token_ids``, not of ``text``
+    ignore_eos: bool = False  # whether the model's own end-of-text tokens do not end the text
+    max_tokens: int | None = 16  # to generate at most; None for as many as the model has room for
+    include_stop_str_in_output: bool = False  # whether ``text`` has the stop string or token
     detokenize: bool = True
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = True  # in ``text``
+    # Tokens to generate before the text may end. Until then no stop token is drawn, nor the model's
+    # end of text even with ``ignore_eos``, and stop strings are ignored.
     min_tokens: int = 0
+    # Subtracted from the logits of generated tokens, and for each occurrence among them; -2 to 2.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    # Divides positive and multiplies negative logits of tokens in the prompt or the answer.
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id, -100 to 100 (clipped)
+    allowed_token_ids: tuple[int, ...] | None = None  # the only tokens to generate; None for all
+    bad_words: tuple[str, ...] = ()  # may not be generated, with or without a space before
+    # (logits [V], token ids [T], their number) -> logits [V]; traced by JAX and applied in turn.
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    # Return the log-probability of each token of the answer, and those of this many likeliest ones:
+    # 0 for the token alone, -1 for the whole vocabulary, None for nothing.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    best_of: int | None = None
-    structured_outputs: Any = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens except the first
+    best_of: int | None = None  # texts to draw; the ``n`` of largest ``cumulative_logprob`` return
+    structured_outputs: Any = None  # a grammar of the text, see ``automata.pattern_of``
 
     def __init__(self, **given: Any):
-        values = {field.name: field.default for field in dataclasses.fields(self)}
-        values |= {name: plain(given.pop(name)) for name in values.keys() & given.keys()}
-        _refuse(given)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        _refuse({name: value for name, value in given.items() if name not in defaults})
+        values = defaults | {
+            name: plain(value) for name, value in given.items() if name in defaults
+        }
         for name in _OVER_HTTP_NONE:
             if values[name] is None:
-                values[name] = getattr(type(self), name)
+                values[name] = defaults[name]
         for name in ("stop", "bad_words"):
             if isinstance(values[name], str):
                 values[name] = (values[name],)
@@ -155,15 +124,19 @@ class SamplingParams:
         values["logit_bias"] = _biases(values["logit_bias"])
         if values["seed"] == -1:  # vLLM's other spelling of None
             values["seed"] = None
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
         self._check()
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+        vars(self)["stop_token_ids"] = tuple(dict.fromkeys(self.stop_token_ids))
 
     @property
     def num_texts(self) -> int:
         """Texts to draw."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def has_text(self) -> bool:
+        """True if the request needs a tokenizer."""
+        return bool(self.detokenize or self.bad_words or self.structured_outputs)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -208,11 +181,9 @@ def _refuse(given: dict[str, Any]) -> None:
         if name not in NOT_YET:
             known = [field.name for field in dataclasses.fields(SamplingParams)]
             kind = name.removeprefix("guided_")
-            guess = (
-                f'; give structured_outputs={{"{kind}": ...}}'
-                if kind in automata.KINDS
-                else did_you_mean(name, known)
-            )
+            guess = did_you_mean(name, known)
+            if kind in automata.KINDS:
+                guess = f'; give structured_outputs={{"{kind}": ...}}'
             raise ValueError(f"SamplingParams has no {shown(name)}{guess}")
         is_default = value is None or value == NOT_YET[name] or value in ([], {}, ())
         if not is_default:
@@ -223,29 +194,16 @@ def _refuse(given: dict[str, Any]) -> None:
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Return (token id, bias) pairs in order of ids, which may be text, as in JSON."""
-    if not given:
-        return ()
-    pairs = given.items() if isinstance(given, Mapping) else given
     try:
-        biases = {_id(token): _real(bias) for token, bias in pairs}
+        pairs = list(given.items() if isinstance(given, Mapping) else given or ())
+        is_id = lambda token: isinstance(token, str) or is_whole(token)
+        are_valid = all(is_id(token) and not isinstance(bias, bool) for token, bias in pairs)
+        biases = {int(token): float(bias) for token, bias in pairs}
     except (TypeError, ValueError, OverflowError):
-        biases = None
-    fits = lambda token, bias: 0 <= token < INT32 and not math.isnan(bias)
-    if biases is None or not all(fits(*pair) for pair in biases.items()):
+        are_valid, biases = False, {}
+    if not are_valid or not are_whole(list(biases), 0) or any(map(math.isnan, biases.values())):
         raise ValueError(f"logit_bias={_shown(given)} must be a dict of token ids to numbers.")
     return tuple((token, max(-100.0, min(100.0, biases[token]))) for token in sorted(biases))
-
-
-def _id(token: Any) -> int:
-    if not isinstance(token, str) and not is_whole(token):
-        raise TypeError
-    return int(token)
-
-
-def _real(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError
-    return float(value)
 
 
 def _shown(value: Any) -> str:

@@ -38,10 +38,9 @@ def extend_history(
 ) -> tuple[History, Verdict, Array]:
     """Append the emitted tokens, clipped at stop tokens and length limits.
 
-    Returns:
-      The history, the clipped verdict, and bool [B]: rows that finished in this round. A row
-      finishes at a stop token, at its length limit, or where every token has probability 0. A
-      clipped row ends with a drafted token, so its new root is on the path.
+    Returns the history, the clipped verdict, and bool [B]: rows that finished in this round, at a
+    stop token, at the limit, or where every token has probability 0. A clipped row ends with a
+    drafted token, so its new root is on the path.
     """
     emitted = emitted_tokens(draft, verdict)
     index = jnp.arange(emitted.shape[1])

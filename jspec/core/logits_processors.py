@@ -27,8 +27,6 @@ from jspec.util.buckets import bucket
 # Token ids are the prompt, the answer and the drafted branch; undefined past their number.
 LogitsProcessor = Callable[[Array, Array, Array], Array]
 
-LEAST_REPETITION = 1e-6  # past it, float32 logits overflow
-
 
 @struct.dataclass
 class LogitsProcessors:
@@ -55,24 +53,15 @@ class LogitsProcessors:
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """A logits processor.
+    """A logits processor."""
 
-    Attributes:
-      name: of the parameter, or of the group of parameters.
-      used: tells whether a ``SequenceParams`` uses it.
-      arrays: makes the arrays of a batch from (sequences, size, vocab_size). None for grammars,
-        whose automata the engine makes.
-      apply: maps (logits [B, F, V], arrays, branches) to logits.
-      parameters: its numeric parameters.
-      reads_branch: whether the last tokens before a node decide.
-    """
-
-    name: str
-    used: Callable[[Any], bool]
+    name: str  # of the parameter, or of the group of parameters
+    used: Callable[[Any], Any]  # true if a ``SequenceParams`` uses it
+    # (sequences, size, vocab_size) -> arrays of a batch; None for grammars, which live above core
     arrays: Callable[[Sequence[Any], int, int], Any] | None
-    apply: Callable[[Array, Any, Branches], Array]
+    apply: Callable[[Array, Any, Branches], Array]  # (logits [B, F, V], arrays, branches) -> logits
     parameters: tuple[Parameter, ...] = ()
-    reads_branch: bool = False
+    reads_branch: bool = False  # whether the last tokens before a node decide
 
 
 def apply(logits: Array, settings: LogitsProcessors | None, branches: Branches) -> Array:
@@ -102,13 +91,7 @@ def apply_to_draft(
     """Apply the logits processors to a drafter's logits [B, F, Vd].
 
     Where no token of the drafter is allowed, its logits stay as they are; no draft is accepted.
-
-    Args:
-      logits: of nodes.
-      settings: None changes nothing.
-      branches: of the nodes.
-      vocab_size: V.
-      target_ids: target ids of a drafter's smaller vocabulary, int32 [Vd], or None.
+    ``target_ids`` int32 [Vd] are the target ids of a drafter's smaller vocabulary, or None.
     """
     if settings is None:
         return logits
@@ -171,11 +154,9 @@ class LogitBias:
 
 
 def _logit_bias(sequences: Sequence[Any], size: int, *_: int) -> LogitBias:
-    pairs = [sequence.logit_bias for sequence in sequences]
-    ids = padded(([token for token, _ in biases] for biases in pairs), size)
-    return LogitBias(
-        ids, padded(([bias for _, bias in biases] for biases in pairs), size, np.float32)
-    )
+    ids = padded(([token for token, _ in each.logit_bias] for each in sequences), size)
+    biases = ([bias for _, bias in each.logit_bias] for each in sequences)
+    return LogitBias(ids, padded(biases, size, np.float32))
 
 
 def _add_bias(logits: Array, biases: LogitBias, *_: Branches) -> Array:
@@ -233,9 +214,8 @@ def _forbid_bad_words(logits: Array, phrases: BadWords, branches: Branches) -> A
     tokens = jnp.where(in_prompt, -2, tokens)  # matches no phrase
     tokens = jnp.broadcast_to(tokens[:, None], (batch, nodes, width))
     depth = (branches.drafted >= 0).sum(-1, keepdims=True)
-    end = jnp.take_along_axis(
-        jnp.concatenate([tokens, branches.drafted], -1), depth + jnp.arange(width), -1
-    )
+    text = jnp.concatenate([tokens, branches.drafted], -1)
+    end = jnp.take_along_axis(text, depth + jnp.arange(width), -1)
     before, last = words[:, None, :, :-1], words[:, None, :, -1]
     matches = ((before < 0) | (before == end[:, :, None])).all(-1)
     return _forbid(logits, last, matches)
@@ -246,12 +226,8 @@ def _forbid_bad_words(logits: Array, phrases: BadWords, branches: Branches) -> A
 _PENALTIES = (
     Parameter("presence_penalty", 0.0, between(-2, 2), "in [-2, 2]; 0 turns it off"),
     Parameter("frequency_penalty", 0.0, between(-2, 2), "in [-2, 2]; 0 turns it off"),
-    Parameter(
-        "repetition_penalty",
-        1.0,
-        between(LEAST_REPETITION, 1 / LEAST_REPETITION),
-        f"more than 0, {LEAST_REPETITION} to {1 / LEAST_REPETITION:.0e}; 1 turns it off",
-    ),
+    # Past its limits, float32 logits overflow.
+    Parameter("repetition_penalty", 1.0, between(1e-6, 1e6), "1e-06 to 1e+06; 1 turns it off"),
 )
 
 
@@ -265,6 +241,10 @@ class Penalties:
     prompt_length: Array  # int32
 
 
+def _has_penalty(sequence: Any) -> bool:
+    return any(entry.value(sequence) != entry.neutral for entry in _PENALTIES)
+
+
 def _penalties(sequences: Sequence[Any], size: int, *_: int) -> Penalties:
     arrays = (parameter.array(sequences, size) for parameter in _PENALTIES)
     return Penalties(*arrays, _prompt_length(sequences, size))
@@ -273,10 +253,8 @@ def _penalties(sequences: Sequence[Any], size: int, *_: int) -> Penalties:
 def _penalise(logits: Array, penalties: Penalties, branches: Branches) -> Array:
     """Penalise tokens by their occurrences in the text before each node."""
     history, vocab = branches.history, logits.shape[-1]
-    presence, frequency, repetition = (
-        x.astype(logits.dtype)[:, None, None]
-        for x in (penalties.presence, penalties.frequency, penalties.repetition)
-    )
+    per_row = (penalties.presence, penalties.frequency, penalties.repetition)
+    presence, frequency, repetition = (x.astype(logits.dtype)[:, None, None] for x in per_row)
 
     def penalise(logits: Array, seen: Array, times: Array) -> Array:
         divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -287,9 +265,8 @@ def _penalise(logits: Array, penalties: Penalties, branches: Branches) -> Array:
     committed = position < history.length[:, None]
     answer = committed & (position >= penalties.prompt_length[:, None])
     rows = jnp.arange(len(history.tokens))[:, None]
-    count = lambda mask: (
-        jnp.zeros((len(mask), vocab), jnp.int32).at[rows, history.tokens].add(mask, mode="drop")
-    )
+    zeros = jnp.zeros((len(history.tokens), vocab), jnp.int32)
+    count = lambda mask: zeros.at[rows, history.tokens].add(mask, mode="drop")
     seen, times = count(committed) > 0, count(answer)
     penalised = penalise(logits, seen[:, None], times[:, None])
 
@@ -345,38 +322,19 @@ def _call_functions(logits: Array, settings: Functions, branches: Branches) -> A
 PROCESSORS: dict[str, Processor] = {
     processor.name: processor
     for processor in (
-        Processor(
-            "structured_outputs",
-            lambda s: s.grammar is not None,
-            None,
-            _keep_grammar,
-            reads_branch=True,
-        ),
-        Processor(
-            "allowed_token_ids", lambda s: bool(s.allowed_token_ids), _allowed, _keep_allowed
-        ),
-        Processor(
-            "bad_words",
-            lambda s: bool(s.bad_words),
-            _bad_words,
-            _forbid_bad_words,
-            reads_branch=True,
-        ),
-        Processor("min_tokens", lambda s: bool(s.too_soon), _min_tokens, _forbid_early_ends),
-        Processor("logit_bias", lambda s: bool(s.logit_bias), _logit_bias, _add_bias),
-        Processor(
-            "penalties",
-            lambda s: any(parameter.value(s) != parameter.neutral for parameter in _PENALTIES),
-            _penalties,
-            _penalise,
-            _PENALTIES,
-        ),
+        Processor("structured_outputs", lambda s: s.grammar, None, _keep_grammar, (), True),
+        Processor("allowed_token_ids", lambda s: s.allowed_token_ids, _allowed, _keep_allowed),
+        Processor("bad_words", lambda s: s.bad_words, _bad_words, _forbid_bad_words, (), True),
+        Processor("min_tokens", lambda s: s.too_soon, _min_tokens, _forbid_early_ends),
+        Processor("logit_bias", lambda s: s.logit_bias, _logit_bias, _add_bias),
+        Processor("penalties", _has_penalty, _penalties, _penalise, _PENALTIES),
         Processor(
             "logits_processors",
-            lambda s: bool(s.logits_processors),
+            lambda s: s.logits_processors,
             _functions,
             _call_functions,
-            reads_branch=True,
+            (),
+            True,
         ),
     )
 }

@@ -5,7 +5,7 @@ scores of plain decoding, up to rounding.
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,30 +39,17 @@ class Logprobs:
         """k."""
         return self.top.shape[-1]
 
-    def first(self, count: int) -> "Logprobs":
-        """Return the scores of the first tokens of one sequence [n]."""
-        return jax.tree.map(lambda part: part[:count], self)
-
-    def behind(self, count: int) -> "Logprobs":
-        """Return the scores of one sequence [n] without its first tokens."""
-        return jax.tree.map(lambda part: part[count:], self)
+    def __getitem__(self, index: Any) -> "Logprobs":
+        """Return the scores at an index or slice of the first axis."""
+        return jax.tree.map(lambda part: part[index], self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """The scores that a batch computes of its tokens.
+    """The scores that a batch computes of its tokens; invalid values raise ValueError."""
 
-    Attributes:
-      count: k, likeliest tokens beside each; 0 for the token alone.
-      prompt: whether to score prompts too, by the raw logits, since they were not drawn.
-      mode: kind of scores.
-
-    Raises:
-      ValueError: a value is out of range.
-    """
-
-    count: int = 0
-    prompt: bool = False
+    count: int = 0  # k, likeliest tokens beside each; 0 for the token alone
+    prompt: bool = False  # whether to score prompts too, by raw logits, since they were not drawn
     mode: Mode = "raw_logprobs"
 
     def __post_init__(self):
@@ -80,13 +67,8 @@ class Scoring:
     def empty(self, batch: int, size: int) -> Logprobs:
         """Allocate the scores of ``size`` tokens per sequence."""
         flat, deep = (batch, size), (batch, size, self.count)
-        return Logprobs(
-            jnp.zeros(flat),
-            jnp.zeros(flat, jnp.int32),
-            jnp.zeros(deep, jnp.int32),
-            jnp.zeros(deep),
-            self.mode,
-        )
+        ranks, top_ids = jnp.zeros(flat, jnp.int32), jnp.zeros(deep, jnp.int32)
+        return Logprobs(jnp.zeros(flat), ranks, top_ids, jnp.zeros(deep), self.mode)
 
 
 def check_mode(mode: str) -> None:
@@ -98,13 +80,9 @@ def check_mode(mode: str) -> None:
 
 
 def score(logits: Array, tokens: Array, count: int, mode: Mode) -> Logprobs:
-    """Score tokens, int32 [B, M], under logits [B, M, V].
+    """Score tokens, int32 [B, M], and list ``count`` likeliest ones, under logits [B, M, V].
 
-    Args:
-      logits: raw or processed, as ``mode`` requires.
-      tokens: ids.
-      count: likeliest tokens to list, static; 0 for the tokens alone.
-      mode: log-probabilities or logits.
+    The logits are raw or processed, as ``mode`` requires.
     """
     logits = logits.astype(jnp.float32)
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)  # as in process_logits

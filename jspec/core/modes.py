@@ -37,12 +37,8 @@ def switch(
 ) -> tuple[Draft, Memory]:
     """Draft by ``proposers[index]``; smaller drafts are padded to the size of the largest.
 
-    Args:
-      index: int32 [].
-      proposers: all draft chains, or none does, with one kind of proposal. A draft of the root
-        alone goes with any.
-      memory: the drafter's, passed to each.
-      params: weights, of which ``draft_to_target`` may appear in a draft.
+    All draft chains, or none does, with one kind of proposal; a draft of the root alone goes with
+    any. ``draft_to_target`` of a draft must be an array of ``params``.
     """
     if len(proposers) == 1:
         return proposers[0](memory)
@@ -61,10 +57,8 @@ def switch(
         leaves[position] = leaf
     if isinstance(like.parents, np.ndarray):
         draft = draft.replace(parents=like.parents)
-    draft = draft.replace(
-        draft_to_target=next((run.vocabulary for run in runs if run.vocabulary is not None), None)
-    )
-    return draft, jax.tree.unflatten(structure, leaves)
+    vocabulary = next((run.vocabulary for run in runs if run.vocabulary is not None), None)
+    return draft.replace(draft_to_target=vocabulary), jax.tree.unflatten(structure, leaves)
 
 
 def widen(x: Array, axis: int, size: int) -> Array:
@@ -105,18 +99,12 @@ class _Branch:
         draft, after = self._run()
         static = isinstance(like.parents, np.ndarray)
         if not static and draft.parents is None:
-            draft = draft.replace(
-                parents=jnp.broadcast_to(self._parents, draft.tokens.shape).astype(jnp.int32)
-            )
-        draft = Draft(
-            tokens=padded(draft.tokens, like.tokens),
-            parents=None if static else padded(draft.parents, like.parents),
-            valid=padded(draft.valid, like.valid),
-            logits=padded(draft.logits, like.logits),
-            sampled=padded(draft.sampled, like.sampled),
-            score=padded(draft.score, like.score),
-            max_depth=like.max_depth,
-        )
+            parents = jnp.broadcast_to(self._parents, draft.tokens.shape).astype(jnp.int32)
+            draft = draft.replace(parents=parents)
+        like = like.replace(parents=None) if static else like
+        fields = ("tokens", "parents", "valid", "logits", "sampled", "score")
+        values = {name: padded(vars(draft)[name], vars(like)[name]) for name in fields}
+        draft = draft.replace(max_depth=like.max_depth, **values)
         return draft, [after[position] for position in changed]
 
 

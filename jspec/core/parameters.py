@@ -13,30 +13,17 @@ from jspec.util.values import is_real
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A number that every sequence sets, under the same name in ``SamplingParams``.
-
-    Attributes:
-      name: of the field.
-      neutral: the value that changes nothing; padding rows of a batch have it.
-      allows: tells whether a value is in range.
-      words: the range, as an error message says it.
-      convert: brings a value in range to the value that the array holds.
-      dtype: of the array [B].
-    """
+    """A number that every sequence sets, under the same name in ``SamplingParams``."""
 
     name: str
-    neutral: float
-    allows: Callable[[Any], bool]
-    words: str
-    convert: Callable[[Any], float] = float
-    dtype: type = np.float32
+    neutral: float  # the value that changes nothing; padding rows of a batch have it
+    allows: Callable[[Any], bool]  # whether a value is in range
+    words: str  # the range, for error messages
+    convert: Callable[[Any], float] = float  # of a value in range to the one in the array
+    dtype: type = np.float32  # of the array [B]
 
     def resolve(self, value: Any) -> float:
-        """Return ``value`` as the array holds it.
-
-        Raises:
-          ValueError: it is out of range.
-        """
+        """Return ``value`` as the array holds it; raise ValueError if it is out of range."""
         if not self.allows(value):
             raise ValueError(f"{self.name}={shown(value)} must be {self.words}.")
         return self.convert(value)

@@ -37,15 +37,21 @@ _BLOCK = 64  # weights summed at a time when drawing by inverse CDF
 class Filter(Parameter):
     """A parameter that removes tokens from the distribution.
 
-    Attributes:
-      keep: maps logits [B, ..., V], scaled by temperature, and the values [B, ..., 1] to the
-        tokens that stay, bool [B, ..., V]. None for the temperature.
-      ordered: whether ``keep`` needs logits in descending order, of which it keeps the first.
-        Such filters share one sort and come after the others.
+    ``keep`` maps logits [B, ..., V], scaled by temperature, and values [B, ..., 1] to the tokens
+    that stay, bool [B, ..., V]. With ``ordered`` it takes logits in descending order and keeps the
+    first ones; such filters share one sort and come after the others.
     """
 
-    keep: Callable[[Array, Array], Array] | None = None
+    keep: Callable[[Array, Array], Array] | None = None  # None for the temperature
     ordered: bool = False
+
+
+_is_temperature = lambda value: is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST)
+_is_top_k, _count = lambda value: is_whole(value, -1), lambda value: max(int(value), 0)
+_is_top_p = lambda value: is_real(value) and 0 < value <= 1
+_share = lambda value: max(float(value), _LEAST_TOP_P)
+_TOP_K = "a whole number from 1 to 2**31 - 1, or 0 to turn it off"
+_TOP_P = "in (0, 1]; 1 turns it off"
 
 
 def _keep_min_p(logits: Array, min_p: Array) -> Array:
@@ -70,32 +76,10 @@ def _keep_top_p(ordered: Array, top_p: Array) -> Array:
 FILTERS: dict[str, Filter] = {
     entry.name: entry
     for entry in (
-        Filter(
-            "temperature",
-            0.0,
-            lambda value: is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST),
-            f"0 (greedy), or {COLDEST} to {HOTTEST}",
-        ),
+        Filter("temperature", 0.0, _is_temperature, f"0 (greedy), or {COLDEST} to {HOTTEST}"),
         Filter("min_p", 0.0, between(0, 1), "in [0, 1]; 0 turns it off", keep=_keep_min_p),
-        Filter(
-            "top_k",
-            0,
-            lambda value: is_whole(value, -1),
-            "a whole number from 1 to 2**31 - 1, or 0 to turn it off",
-            lambda value: max(int(value), 0),
-            np.int32,
-            keep=_keep_top_k,
-            ordered=True,
-        ),
-        Filter(
-            "top_p",
-            1.0,
-            lambda value: is_real(value) and 0 < value <= 1,
-            "in (0, 1]; 1 turns it off",
-            lambda value: max(float(value), _LEAST_TOP_P),
-            keep=_keep_top_p,
-            ordered=True,
-        ),
+        Filter("top_k", 0, _is_top_k, _TOP_K, _count, np.int32, _keep_top_k, ordered=True),
+        Filter("top_p", 1.0, _is_top_p, _TOP_P, _share, keep=_keep_top_p, ordered=True),
     )
 }
 
@@ -204,13 +188,8 @@ def target_noise(keys: Array, positions: Array, vocab_size: int) -> Array:
 def node_noise(keys: Array, root: Array, nodes: Array, vocab_size: int) -> Array:
     """Return one round's Gumbel noise for drawing the children of ``nodes``: float32 [B, F, V].
 
-    Every node has its own key, made of the address (sequence key, root, purpose, node).
-
-    Args:
-      keys: one per sequence, [B].
-      root: position of the round's root, int32 [B].
-      nodes: int32 [F].
-      vocab_size: V.
+    Every node has its own key, made of the address (sequence key, root, purpose, node). ``root``
+    [B] is the position of the round's root; ``nodes`` are int32 [F].
     """
     positions = root[:, None] + jnp.zeros_like(nodes)
     key = _words(keys, positions, (BRANCH << _RANK_BITS) + nodes)
@@ -234,9 +213,8 @@ def draw_target(processed: Array, sampling: Sampling, keys: Array, positions: Ar
     Gumbel-max: a drafter with the same noise and nearly the same distribution draws the same token.
     """
     if not sampling.greedy:
-        processed = processed + target_noise(keys, positions, processed.shape[-1]).astype(
-            processed.dtype
-        )
+        noise = target_noise(keys, positions, processed.shape[-1])
+        processed = processed + noise.astype(processed.dtype)
     return argmax(processed)
 
 
@@ -274,14 +252,8 @@ def draw(log_weights: Array, uniform: Array) -> Array:
     Inverse CDF over blocks, then over the tokens of one block. Sums stay short, so float32 rounding
     stays near 1e-6 at V = 150k, and one uniform replaces V Gumbels. The coarse part chooses the
     block; the fine part counts once the mass before the block is subtracted. Without it most of
-    150k tokens, narrower than 2**-24, would be drawn always or never.
-
-    Args:
-      log_weights: [B, V].
-      uniform: of ``round_noise``, one per sequence: [B, 2].
-
-    Raises:
-      ValueError: ``uniform`` has another shape.
+    150k tokens, narrower than 2**-24, would be drawn always or never. ``uniform`` [B, 2] comes
+    from ``round_noise``; another shape raises ValueError.
     """
     vocab = log_weights.shape[-1]
     if uniform.shape != (len(log_weights), 2):
@@ -291,9 +263,8 @@ def draw(log_weights: Array, uniform: Array) -> Array:
         )
     peak = log_weights.max(-1, keepdims=True)
     weights = jnp.exp(log_weights - jnp.where(jnp.isneginf(peak), 0, peak))
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(
-        -1, -(-vocab // _BLOCK), _BLOCK
-    )
+    weights = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK)))
+    weights = weights.reshape(-1, -(-vocab // _BLOCK), _BLOCK)
     sums = weights.sum(-1)
     total = sums.sum(-1, keepdims=True)
     total = jnp.where(total > 0, total, 1)

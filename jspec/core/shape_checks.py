@@ -17,11 +17,7 @@ from jspec.util.messages import kind_of, shown
 def check_propose(
     drafter: Rounds, proposed: tuple[Draft, Memory], batch: int, vocab_size: int
 ) -> tuple[Draft, Memory]:
-    """Return the result of ``propose`` after checking it.
-
-    Raises:
-      ValueError: it is not (draft of ``tree_size`` nodes per row, memory).
-    """
+    """Return the result of ``propose``; raise ValueError if it is no (draft, memory) that fits."""
     name = f"{type(drafter).__name__}.propose"
     if not isinstance(proposed, tuple) or len(proposed) != 2 or not isinstance(proposed[0], Draft):
         raise ValueError(f"{name} must return (jspec.Draft, memory), not {_kinds(proposed)}.")
@@ -87,26 +83,20 @@ def _check_order(name: str, parents: Array | np.ndarray, max_depth: int) -> None
 
 
 def check_forward(
-    target: Target,
-    out: TargetOutput,
-    nodes: tuple[int, int],
-    cache: Any,
-    capture_layers: tuple[int, ...],
+    target: Target, out: TargetOutput, nodes: tuple[int, int], cache: Any, layers: tuple[int, ...]
 ) -> TargetOutput:
-    """Return the output of ``forward`` over ``nodes`` (B, N) after checking it.
+    """Return the output of ``forward`` over ``nodes`` (B, N); raise ValueError if it is invalid.
 
-    Raises:
-      ValueError: it is not a ``TargetOutput`` of these nodes, lacks hidden states, or has entries
-        that do not fit the cache.
+    It must have the hidden states of ``layers``, and cache entries that fit ``cache``.
     """
     name = f"{type(target).__name__}.forward"
     if not isinstance(out, TargetOutput):
         raise ValueError(f"{name} must return a jspec.types.TargetOutput, not {_kinds(out)}.")
     _check_array(name, nodes, "logits", out.logits, (*nodes, target.vocab_size), jnp.floating)
-    if len(out.features) != len(capture_layers):
+    if len(out.features) != len(layers):
         raise ValueError(
             f"{name} gave {len(out.features)} features, but the drafter reads "
-            f"capture_layers={capture_layers}: one [B, N, D] of each."
+            f"capture_layers={layers}: one [B, N, D] of each."
         )
     for index, feature in enumerate(out.features):
         shape = (*nodes, *jnp.shape(feature)[-1:])
@@ -138,12 +128,9 @@ def _check_entries(
 def check_walk(
     rule: str, result: tuple[Array, ...], draft: Draft, next_logits: tuple[int, int] | None
 ) -> tuple[Array, Array, Array]:
-    """Return the result of the walk of ``rule`` after checking it.
+    """Return the result of the walk of ``rule``; raise ValueError if it is invalid.
 
     ``next_logits`` is the expected shape of the third array; None if it is not used.
-
-    Raises:
-      ValueError: it is not (path, num_accepted, next_logits).
     """
     name = f"the walk of rule {rule!r}"
     if not isinstance(result, tuple) or len(result) != 3:
@@ -160,11 +147,7 @@ def check_walk(
 
 
 def check_update(drafter: Rounds, updated: tuple[Memory, Shared]) -> tuple[Memory, Shared]:
-    """Return the result of ``update`` after checking it.
-
-    Raises:
-      ValueError: it is not (memory, shared).
-    """
+    """Return the result of ``update``; raise ValueError unless it is (memory, shared)."""
     if not isinstance(updated, tuple) or len(updated) != 2:
         name = type(drafter).__name__
         raise ValueError(f"{name}.update must return (memory, shared), not {_kinds(updated)}.")
@@ -174,19 +157,21 @@ def check_update(drafter: Rounds, updated: tuple[Memory, Shared]) -> tuple[Memor
 def check_carry(
     drafter: Rounds, before: dict[str, Any], after: dict[str, Any], prompt: bool = False
 ) -> None:
-    """Refuse a loop carry whose structure, shapes or dtypes change.
+    """Raise ValueError if a round (``prompt``: a prefill) changes structure, shapes or dtypes.
 
-    Args:
-      drafter: whose round ran.
-      before: memory and shared state at the start, by name.
-      after: the same at the end.
-      prompt: whether ``prefill`` ran, not a round.
-
-    Raises:
-      ValueError: ``after`` differs from ``before``.
+    ``before`` and ``after`` hold the memory and the shared state, by name.
     """
+
+    def error(became: str, was: str) -> ValueError:
+        name = type(drafter).__name__
+        return ValueError(
+            f"{f'{name}.prefill' if prompt else f'a round of {name}'} ends with "
+            f"{became or 'nothing'}, but began with {was or 'nothing'}; "
+            f"{'prefill' if prompt else 'propose and update'} must return the structure, shapes "
+            "and dtypes that init allocated."
+        )
+
     old, new = (dict(jax.tree.leaves_with_path(tree)) for tree in (before, after))
-    error = functools.partial(_carry_error, drafter, prompt)
     if old.keys() != new.keys():
         raise error(", ".join(map(_leaf_name, new)), ", ".join(map(_leaf_name, old)))
     for path, leaf in old.items():
@@ -197,16 +182,6 @@ def check_carry(
     structures = [jax.tree.structure(tree) for tree in (after, before)]
     if structures[0] != structures[1]:  # the same arrays in other containers
         raise error(*map(str, structures))
-
-
-def _carry_error(drafter: Rounds, prompt: bool, became: str, was: str) -> ValueError:
-    name = type(drafter).__name__
-    where = f"{name}.prefill" if prompt else f"a round of {name}"
-    return ValueError(
-        f"{where} ends with {became or 'nothing'}, but began with {was or 'nothing'}; "
-        f"{'prefill' if prompt else 'propose and update'} must return the structure, shapes and "
-        "dtypes that init allocated."
-    )
 
 
 def _leaf_name(path: tuple) -> str:

@@ -26,14 +26,10 @@ class StaticTree:
 
     Nodes are sorted by (depth, path). So parents precede children, siblings ascend by rank, and the
     nodes of a depth are contiguous. Hashable, so that drafters can hold one.
-
-    Attributes:
-      parents: node ids, -1 for the root.
-      ranks: 0 for the likeliest (or first drawn) child of a node; 0 for the root.
     """
 
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
+    parents: tuple[int, ...]  # node ids, -1 for the root
+    ranks: tuple[int, ...]  # 0 for the likeliest (or first drawn) child of a node, and the root
 
     @property
     def size(self) -> int:
@@ -158,32 +154,15 @@ def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
     array([ 1,  3,  5, 11], dtype=uint32)
     """
     xp = np if isinstance(parents, np.ndarray) else jnp
+    dtype = xp.float32 if xp is np else xp.int32  # NumPy multiplies integers slowly
     above = xp.maximum(parents, 0)  # the root is its own parent
-    reach = _reach_static(above) if xp is np else _reach_traced(above, max_depth)
+    num_nodes, span = above.shape[-1], 1
+    # bool [..., N, N]: a node and the nodes up to ``span`` edges above it; squaring doubles these.
+    reach = xp.eye(num_nodes, dtype=bool) | (above[..., None] == xp.arange(num_nodes))
+    while span < max_depth:
+        reach, span = xp.matmul(reach.astype(dtype), reach.astype(dtype)) > 0, 2 * span
     depth = (reach.sum(-1) - 1).astype(xp.int32)
     return Tree(above.astype(xp.int32), depth, pack_bits(reach), max_depth)
-
-
-def _reach_static(above: np.ndarray) -> np.ndarray:
-    """Return bool [..., N, N]: a node reaches itself and every node that its parent reaches."""
-    reach = np.zeros((*above.shape, above.shape[-1]), bool)
-    reach[..., 0, 0] = True
-    for node in range(1, above.shape[-1]):
-        parent = above[..., node, None, None]
-        reach[..., node, :] = np.take_along_axis(reach, parent, -2)[..., 0, :]
-        reach[..., node, node] = True
-    return reach
-
-
-def _reach_traced(above: Array, max_depth: int) -> Array:
-    """Return the same in few operations: squaring the reach of i edges gives that of 2i edges."""
-    num_nodes = above.shape[-1]
-    reach = jnp.eye(num_nodes, dtype=bool) | (above[..., None] == jnp.arange(num_nodes))
-    span = 1
-    while span < max_depth:
-        reach = jnp.matmul(reach.astype(jnp.int32), reach.astype(jnp.int32)) > 0
-        span *= 2
-    return reach
 
 
 def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:
@@ -225,10 +204,6 @@ def broadcast(tree: Tree, batch: int) -> Tree:
 
 def first_nodes(tree: Tree, count: int) -> Tree:
     """Return the tree of the first ``count`` nodes; parents precede children, so it is closed."""
-    words = -(-count // WORD)
-    return Tree(
-        tree.parents[..., :count],
-        tree.depth[..., :count],
-        tree.ancestors[..., :count, :words],
-        min(tree.max_depth, count - 1),
-    )
+    parents, depth = tree.parents[..., :count], tree.depth[..., :count]
+    ancestors = tree.ancestors[..., :count, : -(-count // WORD)]
+    return Tree(parents, depth, ancestors, min(tree.max_depth, count - 1))

@@ -117,15 +117,9 @@ class Draft:
 
     @property
     def drawn(self) -> Array:
-        """Bool [B, N]: nodes drawn from a recorded distribution; the others are deterministic.
-
-        Raises:
-          ValueError: ``sampled`` is set without ``logits``.
-        """
+        """Bool [B, N]: nodes drawn from a recorded distribution; the others are deterministic."""
         if self.sampled is None:
             return jax.numpy.full(self.tokens.shape, self.logits is not None)
-        if self.logits is None:
-            raise ValueError("a draft with `sampled` must record its distributions; give `logits`.")
         return self.sampled
 
 
@@ -162,10 +156,6 @@ class Verdict:
     # [B] int32: number of emitted tokens before the first distribution in which every token has
     # probability 0 (NaN or fully masked logits). The row finishes there. None: all are valid.
     num_valid: Array | None = None
-
-    def hold(self, done: Array) -> "Verdict":
-        """Return the verdict with nothing emitted in rows that are ``done`` [B]."""
-        return self.replace(num_emitted=jax.numpy.where(done, 0, self.num_emitted))
 
 
 class Params(NamedTuple):
@@ -258,13 +248,9 @@ class Drafter(Rounds, Protocol):
     ) -> Memory:
         """Process a chunk of C tokens: of the prompt, or of text drafted by another method.
 
-        Args:
-          params: weights.
-          memory: of the drafter.
-          tokens: [B, C+1] int32, the chunk and one look-ahead token.
-          features: the target's hidden states [B, C, D], one for each of ``capture_layers``.
-          start: [] or [B] int32, position of the first token.
-          valid: [B] int32, number of tokens of the chunk that exist.
+        ``tokens`` [B, C+1] hold one look-ahead token more. ``features`` are the target's hidden
+        states [B, C, D], one for each of ``capture_layers``. ``start``, [] or [B], is the position
+        of the first token, and ``valid`` [B] the number of tokens of the chunk that exist.
         """
 
 

@@ -18,11 +18,7 @@ _MULTI_MODE = ("modes", "select_mode")
 
 
 def check_target(target: Target) -> None:
-    """Refuse an object that is not a target.
-
-    Raises:
-      ValueError: it is a class, lacks members, or is not hashable.
-    """
+    """Raise ValueError for a class, and for an object that lacks members or is not hashable."""
     hint = "pass a jspec.Target, such as jspec.load(...).target"
     if hasattr(target, "target") and hasattr(target, "params"):
         hint = "pass its .target, and its .params as the weights"
@@ -30,11 +26,7 @@ def check_target(target: Target) -> None:
 
 
 def check_drafter(drafter: Drafter) -> None:
-    """Refuse an object that is not a drafter.
-
-    Raises:
-      ValueError: it is a class, lacks members, is not hashable, or a member has an invalid value.
-    """
+    """Raise ValueError as ``check_target`` does, and if a member has an invalid value."""
     hint = "pass a jspec.Drafter, such as jspec.NGram(4, 2, 5)"
     if isinstance(drafter, str):
         hint = f"names are for jspec.LLM's speculative_config; {hint}"
@@ -62,9 +54,7 @@ def check_drafter(drafter: Drafter) -> None:
 
 
 def sharing_noise(drafter: Drafter) -> Drafter:
-    """Return the drafter with ``noise="target"``, as rule ``coupled`` needs it.
-
-    A deterministic drafter is returned unchanged.
+    """Return the drafter with ``noise="target"``; unchanged if it is deterministic.
 
     Raises:
       ValueError: the drafter draws, but has no field ``noise``.
@@ -94,11 +84,7 @@ def _check_members(role: str, value: Any, members: Iterable[str], hint: str) -> 
 
 
 def check_hashable(role: str, value: Any) -> None:
-    """Refuse a part of a plan that is not hashable.
-
-    Raises:
-      ValueError: ``hash`` fails.
-    """
+    """Raise ValueError if a part of a plan is not hashable."""
     try:
         hash(value)
     except TypeError as error:
@@ -109,11 +95,7 @@ def check_hashable(role: str, value: Any) -> None:
 
 
 def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str = "") -> None:
-    """Refuse hidden-state indices beyond a target's ``num_layers``; ``name`` is the drafter's.
-
-    Raises:
-      ValueError: an index is too large.
-    """
+    """Raise ValueError if hidden-state indices exceed ``num_layers``; ``name`` is the drafter's."""
     if max(capture_layers, default=0) > num_layers:
         raise ValueError(
             f"{name and f'{name}.'}capture_layers={capture_layers!r} must be at most {num_layers}, "
@@ -122,11 +104,7 @@ def check_captured(capture_layers: tuple[int, ...], num_layers: int, name: str =
 
 
 def check_params(target: Target, drafter: Drafter, params: Params) -> None:
-    """Refuse weights that do not belong to the target or the drafter.
-
-    Raises:
-      ValueError: ``params`` is not a ``jspec.Params``, or ``check_weights`` fails for either.
-    """
+    """Raise ValueError if ``params`` is not a ``jspec.Params`` of the target and the drafter."""
     if not isinstance(params, Params):
         raise ValueError(
             f"params is {kind_of(params)}; pass jspec.Params(target, drafter): the weights of both."
@@ -136,11 +114,7 @@ def check_params(target: Target, drafter: Drafter, params: Params) -> None:
 
 
 def check_weights(owner: Target | Drafter, weights: Any) -> None:
-    """Refuse weights that do not belong to ``owner``, if it defines ``check_params``.
-
-    Raises:
-      ValueError: ``owner.check_params`` fails.
-    """
+    """Raise ValueError if ``owner`` has a ``check_params`` that refuses the weights."""
     if not isinstance(owner, ChecksParams):
         return
     try:
@@ -150,21 +124,13 @@ def check_weights(owner: Target | Drafter, weights: Any) -> None:
 
 
 def check_kind(weights: Any, *kinds: type) -> None:
-    """Refuse weights of another type.
-
-    Raises:
-      ValueError: ``weights`` is not an instance of ``kinds``.
-    """
+    """Raise ValueError if ``weights`` is not an instance of ``kinds``."""
     if not isinstance(weights, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"pass {names}, not {'None' if weights is None else kind_of(weights)}.")
 
 
 def check_config(config: Any) -> None:
-    """Refuse a model that is passed in place of its config.
-
-    Raises:
-      ValueError: ``config`` has a member ``config``.
-    """
+    """Raise ValueError if a model is passed in place of its config."""
     if hasattr(config, "config"):
         raise ValueError(f"config={shown(config, 60)} is {kind_of(config)}; pass its .config.")

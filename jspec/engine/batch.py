@@ -17,9 +17,8 @@ import numpy as np
 from flax import struct
 
 from jspec.core import token_fsm, validation
-from jspec.core.kv_cache import KVCache
 from jspec.core.logprobs import Logprobs, Scoring
-from jspec.core.types import Array, Drafter, History, Memory, Params, Request, Shared, Target
+from jspec.core.types import Array, Drafter, History, Params, Request, Shared, Target
 from jspec.drafters import NoDrafter
 from jspec.engine.answers import Answer, answer_of
 from jspec.engine.loop import DecodeState, Trace, decode, init_shared, init_stats, prefill
@@ -28,7 +27,6 @@ from jspec.engine.sequences import (
     SequenceParams,
     check_fit,
     check_sequences,
-    filters_for,
     filters_of,
     request_of,
 )
@@ -92,10 +90,8 @@ def generate(
     drafter = NoDrafter() if drafter is None else drafter
     plan = Plan(target, drafter, rule, record_rounds=record_rounds)
     settings |= {"max_tokens": max_new_tokens, "seed": seed}
-    sequences = [
-        SequenceParams(_token_ids(prompt), stream=index, **settings)
-        for index, prompt in enumerate(prompts)
-    ]
+    sequence = lambda index, prompt: SequenceParams(_token_ids(prompt), stream=index, **settings)
+    sequences = [sequence(*numbered) for numbered in enumerate(prompts)]
     return generate_sequences(plan, Params(params, drafter_params), sequences)
 
 
@@ -129,10 +125,8 @@ def generate_sequences(
     scoring: Scoring | None = None,
 ) -> list[Answer]:
     """Generate all sequences, ``max_num_seqs`` at a time; answers are in their order."""
-    shared = init_shared(plan)
-    return generate_sharing(
-        plan, params, sequences, shared, max_num_seqs=max_num_seqs, scoring=scoring
-    )[0]
+    options = dict(max_num_seqs=max_num_seqs, scoring=scoring)
+    return generate_sharing(plan, params, sequences, init_shared(plan), **options)[0]
 
 
 def generate_sharing(
@@ -177,31 +171,25 @@ def start(
     params: Params,
     sequences: Sequence[SequenceParams],
     *,
-    filters: tuple[str, ...] | None = None,
+    filters: Sequence[str] = (),
     scoring: Scoring | None = None,
 ) -> Batch:
     """Check and pad the sequences, allocate their state and prefill their prompts.
 
     ``Batch.shared`` is empty. To use a drafter's shared state, replace it:
-    ``batch.replace(shared=shared)``.
-
-    Args:
-      plan: static.
-      params: weights.
-      sequences: at least one.
-      filters: logits processors and sampling filters to compile; None for those in use.
-      scoring: scores to compute of the tokens.
+    ``batch.replace(shared=shared)``. ``filters`` are logits processors and sampling filters to
+    compile beside those in use.
 
     Raises:
-      ValueError: there is no sequence, one does not fit the model or needs more ``filters``,
-        ``scoring`` exceeds the vocabulary, or the weights belong to another model.
+      ValueError: there is no sequence, one does not fit the model, ``scoring`` exceeds the
+        vocabulary, or the weights belong to another model.
     """
     validation.check_params(plan.target, plan.drafter, params)
     check_sequences(sequences)
     if not sequences:
         raise ValueError("sequences=[] is empty; give at least one SequenceParams.")
     check_fit(sequences, plan.target)
-    filters = filters_for(sequences, filters)
+    filters = filters_of(sequences, filters)
     if scoring is not None:
         scoring.check_fit(plan.target.vocab_size)
     size = bucket(len(sequences), smallest=1)
@@ -257,12 +245,7 @@ def with_prompts(
 ) -> Batch:
     """Return a copy of ``batch`` prefilled with other prompts, in the program compiled for it.
 
-    Args:
-      plan: static.
-      params: weights.
-      batch: before its first round.
-      prompts: token ids, int32 [B, S], as many as its buffers hold.
-      lengths: of the prompts, int32 [B].
+    ``batch`` is before its first round; ``prompts`` [B, S] fill its buffers up to ``lengths`` [B].
     """
     old = batch.state
     history = History(prompts, lengths, old.history.state)
@@ -293,9 +276,8 @@ def read(batch: Batch) -> list[Answer]:
     """Bring the tokens and statistics of the sequences to the host."""
     request, state = batch.request, batch.state
     stats = state.stats.replace(trace=_recorded(state.stats.trace, state.round))
-    host = jax.device_get(
-        (state.history, state.done, stats, request.stop_tokens, request.max_length, state.logprobs)
-    )
+    limits = request.stop_tokens, request.max_length
+    host = jax.device_get((state.history, state.done, stats, *limits, state.logprobs))
     has_prompt = batch.scoring is not None and batch.scoring.prompt
     lengths = enumerate(batch.prompt_lengths)
     return [answer_of(host, index, int(length), has_prompt) for index, length in lengths]
@@ -334,8 +316,7 @@ def _prefill_prompts(
     scores: Logprobs | None = None,
 ) -> DecodeState:
     """Prefill each prompt except its last token, ``width`` tokens per launch."""
-    cache: KVCache = state.cache
-    memory: Memory = state.memory
+    cache, memory = state.cache, state.memory
     for begin in range(0, int(lengths.max()) - 1, width):
         chunk = prompts[:, begin : begin + width + 1]
         chunk = np.pad(chunk, ((0, 0), (0, width + 1 - chunk.shape[1])))

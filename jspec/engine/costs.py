@@ -82,9 +82,8 @@ def halfway(plan: Plan, params: Params, batch: Batch) -> Batch:
 
     A few hundred tokens are enough. A batch of short texts is returned as it is.
     """
-    history, done, limit = jax.device_get(
-        (batch.state.history, batch.state.done, batch.request.max_length)
-    )
+    state = batch.state
+    history, done, limit = jax.device_get((state.history, state.done, batch.request.max_length))
     lengths, tokens = history.length, history.tokens
     added = np.where(done, 0, np.minimum((limit - lengths) // 2, _MAX_EXTENSION)).astype(np.int32)
     if added.max() < _MIN_EXTENSION:
@@ -98,12 +97,9 @@ def endless(plan: Plan, batch: Batch) -> Batch:
     """Return the batch without stop tokens, limited by its buffers alone."""
     request = batch.request
     room = batch.state.history.tokens.shape[1] - plan.drafter.max_depth - 1
-    return batch.replace(
-        request=request.replace(
-            max_length=jnp.where(batch.state.done, request.max_length, room),
-            stop_tokens=jnp.full_like(request.stop_tokens, -1),
-        )
-    )
+    limit = jnp.where(batch.state.done, request.max_length, room)
+    stops = jnp.full_like(request.stop_tokens, -1)
+    return batch.replace(request=request.replace(max_length=limit, stop_tokens=stops))
 
 
 def copied(batch: Batch) -> Batch:

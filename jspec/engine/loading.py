@@ -16,21 +16,15 @@ from jspec.checkpoints.heads.head_files import LoadedHead
 from jspec.core import trees
 from jspec.core.types import Array
 from jspec.models.decoder import Decoder, DecoderConfig, DecoderParams
+from jspec.models.heads.network import SharingSizes
 from jspec.util.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model and its weights, made by ``load``.
+    """A model and its weights, made by ``load``; ``raw_config`` is its config.json."""
 
-    Attributes:
-      path: its directory or hub id.
-      config: sizes of the network.
-      params: weights.
-      raw_config: config.json.
-    """
-
-    path: str | os.PathLike
+    path: str | os.PathLike  # its directory or hub id
     config: DecoderConfig
     params: DecoderParams = dataclasses.field(repr=False)
     raw_config: dict = dataclasses.field(repr=False)
@@ -42,11 +36,7 @@ class LoadedModel:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, read at first use.
-
-        Raises:
-          ValueError: the checkpoint has none, or it cannot be read.
-        """
+        """The tokenizer, read at first use; raises ValueError if there is none to read."""
         return checkpoint.load_tokenizer(self.path)
 
     @functools.cached_property
@@ -66,10 +56,10 @@ class LoadedModel:
                 f"token_ids must be whole numbers [B, T], got {tokens.dtype}{list(tokens.shape)}; "
                 "score texts of different lengths one by one."
             )
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+        wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+        if wrong.size:
             raise ValueError(
-                f"token_ids hold {wrong}, outside the vocabulary of {self.config.vocab_size}."
+                f"token_ids hold {wrong[0]}, outside the vocabulary of {self.config.vocab_size}."
             )
         if tokens.shape[1] > self.config.max_positions:
             raise ValueError(
@@ -99,8 +89,11 @@ def load(model: str | os.PathLike | LoadedModel, dtype: str | None = None) -> Lo
     """
     if isinstance(model, LoadedModel):
         return model
-    chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
-    return LoadedModel(model, *checkpoint.load_pretrained(_path(model), chosen))
+    return LoadedModel(model, *checkpoint.load_pretrained(_path(model), _chosen(dtype)))
+
+
+def _chosen(dtype: Any) -> Any:
+    return None if isinstance(dtype, str) and dtype == "auto" else dtype
 
 
 def load_head(
@@ -110,35 +103,31 @@ def load_head(
     kind: str | None = None,
     dtype: str | None = None,
 ) -> LoadedHead:
-    """Load a draft head; return a loaded one as it is.
+    """Load a draft head for ``target``; return a loaded one as it is.
 
-    Args:
-      head: a local directory or a hub id.
-      target: sizes of its target.
-      kind: the required method, such as "eagle3" or "mlp_speculator"; None for any.
-      dtype: as in ``load``.
-
-    Raises:
-      ValueError: it cannot be read, is of another method or was made for another target.
+    ``kind`` is the required method, such as "eagle3"; None for any. A head that cannot be read, is
+    of another method or was made for another target raises ValueError.
     """
     if not isinstance(head, LoadedHead):
-        chosen = None if isinstance(dtype, str) and dtype == "auto" else dtype
-        return head_files.load_head(_path(head), target, kind=kind, dtype=chosen)
+        return head_files.load_head(_path(head), target, kind=kind, dtype=_chosen(dtype))
     if kind not in (None, head.kind):
         raise ValueError(
             f"the head is of method {head.kind!r}, not {kind!r}; ask for {head.kind!r}."
         )
-    width = getattr(head.config, "target_hidden_size", head.config.hidden_size)
-    fits = (head.config.target_vocab_size, width) == (target.vocab_size, target.hidden_size)
-    if not fits or max(head.config.capture_layers) > target.num_layers:
+    config = head.config
+    width = config.target_hidden_size if isinstance(config, SharingSizes) else config.hidden_size
+    fits = (config.target_vocab_size, width) == (target.vocab_size, target.hidden_size)
+    if not fits or max(config.capture_layers) > target.num_layers:
         raise ValueError("the head was made for another target.")
     return head
 
 
 def sharing(head: LoadedHead, embedding: Array) -> LoadedHead:
     """Drop the head's embedding if it equals the target's, to hold one copy in memory."""
-    copy = getattr(head.params, "embedding", None)  # some kinds of heads have none
-    if copy is None or copy.shape != embedding.shape or not (copy == embedding).all():
+    if not (isinstance(head.config, SharingSizes) and head.config.separate_embedding):
+        return head
+    copy = head.params.embedding
+    if copy.shape != embedding.shape or not (copy == embedding).all():
         return head
     config = dataclasses.replace(head.config, separate_embedding=False)
     return dataclasses.replace(head, config=config, params=head.params.replace(embedding=None))
@@ -152,11 +141,7 @@ def sizes(model: str | os.PathLike | LoadedModel) -> DecoderConfig:
 
 
 def mask_token_id(model: str | os.PathLike | LoadedModel) -> int | None:
-    """Return the mask token of a parallel draft model, or None.
-
-    Raises:
-      ValueError: config.json names it twice, or by something other than a number.
-    """
+    """Return the mask token of a parallel draft model, or None."""
     loaded = isinstance(model, LoadedModel)
     raw = model.raw_config if loaded else checkpoint.load_config(_path(model))[1]
     return mask_token.mask_token_id(raw, mask_token.SERVED)
@@ -185,11 +170,7 @@ def _path(model: Any) -> str | os.PathLike:
 
 
 def keep_compiled_programs() -> None:
-    """Turn on JAX's persistent compilation cache, in the user's cache directory.
-
-    No effect if the user has chosen a directory (jax_compilation_cache_dir) or turned the cache off
-    (jax_enable_compilation_cache).
-    """
+    """Turn on JAX's persistent compilation cache, unless the user has configured it."""
     if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
         directory = platformdirs.user_cache_path("jspec") / "xla"
         jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -62,55 +62,49 @@ class DecodeState:
     logprobs: Logprobs | None = None  # of the tokens of ``history``; None: not requested
 
 
+Carry = tuple[Shared, DecodeState]  # of the loop
+
+
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames=("shared", "state"))
 def decode(
     plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState, until: Array
-) -> tuple[Shared, DecodeState]:
+) -> Carry:
     """Run rounds until every sequence is done or ``state.round`` reaches ``until`` (int32 []).
 
     One ``lax.while_loop`` on the device. ``plan`` is static; ``shared`` and ``state`` are consumed.
     A second call with a larger ``until`` continues in the same program.
     """
-    body = functools.partial(_rounds, plan, params, request, until)
-    return lax.while_loop(
-        functools.partial(_is_running, until),
-        functools.partial(_same_form, plan, body),
-        (shared, state),
-    )
+    rounds = functools.partial(_rounds, plan, params, request, until)
+    body = functools.partial(_same_form, plan, rounds)
+    return lax.while_loop(functools.partial(_is_running, until), body, (shared, state))
 
 
-def step(
-    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
-) -> tuple[Shared, DecodeState]:
+def step(plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState) -> Carry:
     """Add 1 to K+1 tokens to every unfinished sequence.
 
     Invariant, on entry and on exit: the caches hold every committed token except the last one,
     which is the root (node 0) of the next draft.
     """
-    return _rounds(plan, params, request, state.round + 1, shared, state)
+    return _rounds(plan, params, request, state.round + 1, (shared, state))
 
 
-def _is_running(until: Array, carry: tuple[Shared, DecodeState]) -> Array:
-    _, state = carry
-    return ~state.done.all() & (state.round < until)
+def _is_running(until: Array, carry: Carry) -> Array:
+    return ~carry[1].done.all() & (carry[1].round < until)
 
 
-def _same_form(
-    plan: Plan, run: Callable, carry: tuple[Shared, DecodeState]
-) -> tuple[Shared, DecodeState]:
+def _same_form(plan: Plan, run: Callable, carry: Carry) -> Carry:
     """Run one iteration; refuse a drafter whose state changes its shapes or dtypes."""
     of_drafter = lambda shared, state: {"memory": state.memory, "shared": shared}
-    after = run(*carry)
+    after = run(carry)
     shape_checks.check_carry(plan.drafter, of_drafter(*carry), of_drafter(*after))
     return after
 
 
-def _rounds(
-    plan: Plan, params: Params, request: Request, until: Array, shared: Shared, state: DecodeState
-) -> tuple[Shared, DecodeState]:
+def _rounds(plan: Plan, params: Params, request: Request, until: Array, carry: Carry) -> Carry:
     """Run one round; with a ``MultiMode`` drafter, all rounds that keep the mode it selects."""
     if not isinstance(plan.drafter, MultiMode):
-        return _round(plan, params, request, shared, state)
+        return _round(plan, params, request, carry)
+    shared, state = carry
     with jax.named_scope("draft"):
         memory, selected = plan.drafter.select_mode(
             params, request, shared, state.memory, state.history
@@ -118,39 +112,31 @@ def _rounds(
     carry = shared, state.replace(memory=memory)
     for index, mode in enumerate(plan.drafter.modes):
         # Each mode is a loop of its own, since a branch of a conditional would copy the caches.
-        carry = _rounds_in_mode(
-            plan.in_mode(mode), params, request, until, selected == index, *carry
-        )
+        in_mode = plan.in_mode(mode)
+        carry = _rounds_in_mode(in_mode, params, request, until, selected == index, carry)
     return carry
 
 
 def _rounds_in_mode(
-    plan: Plan,
-    params: Params,
-    request: Request,
-    until: Array,
-    is_selected: Array,
-    shared: Shared,
-    state: DecodeState,
-) -> tuple[Shared, DecodeState]:
+    plan: Plan, params: Params, request: Request, until: Array, is_selected: Array, carry: Carry
+) -> Carry:
     """Run the rounds of one mode, until it changes or a sequence ends; none if not selected."""
-    first, done = state.round, state.done
+    first, done = carry[1].round, carry[1].done
 
-    def keeps_mode(carry: tuple[Shared, DecodeState]) -> Array:
+    def keeps_mode(carry: Carry) -> Array:
         shared, state = carry
         keeps = plan.drafter.keeps_mode(request, shared, state.memory, state.history)
         keeps &= (state.done == done).all()
         keeps |= state.round == first  # at least one round, or ``decode`` would not progress
         return is_selected & keeps & _is_running(until, carry)
 
-    body = functools.partial(_round, plan, params, request)
-    return lax.while_loop(keeps_mode, functools.partial(_same_form, plan, body), (shared, state))
+    run = functools.partial(_round, plan, params, request)
+    return lax.while_loop(keeps_mode, functools.partial(_same_form, plan, run), carry)
 
 
-def _round(
-    plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
-) -> tuple[Shared, DecodeState]:
+def _round(plan: Plan, params: Params, request: Request, carry: Carry) -> Carry:
     """Run one round of a drafter with one mode."""
+    shared, state = carry
     batch = state.done.shape[0]
 
     # Draft N nodes per sequence, root included, parents before children.
@@ -167,12 +153,11 @@ def _round(
 
     # Verify all nodes in one pass of the target. Finished sequences emit nothing.
     out, verdict = _verify(plan, params, request, state, draft, tree)
-    verdict = verdict.hold(state.done)
+    verdict = verdict.replace(num_emitted=jnp.where(state.done, 0, verdict.num_emitted))
     scores = state.logprobs
     if scores is not None:
-        scores = logprobs.record(
-            scores, request.sampling, state.history, draft, tree, verdict, out.logits
-        )
+        judged = draft, tree, verdict, out.logits
+        scores = logprobs.record(scores, request.sampling, state.history, *judged)
 
     # Commit the accepted path and drop the rest.
     with jax.named_scope("commit"):

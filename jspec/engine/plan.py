@@ -14,12 +14,15 @@ from jspec.util.values import are_whole, is_whole, listed
 class RoundPlan:
     """The settings of rounds with one drafter. Fields are those of ``Plan``, and not checked."""
 
-    target: Target
+    target: Target  # the model whose distribution the output has
     drafter: Drafter | Mode
-    rule: str | verify.Rule = "rejection"
+    rule: str | verify.Rule = "rejection"  # a name in ``jspec.verify.RULES``, or a ``Rule``
+    # Node counts that the target's pass is compiled for, ascending up to the drafter's
+    # ``tree_size``. A round runs in the smallest that holds its valid nodes. () for the drafter's
+    # own ``node_buckets``, or else 1 and ``tree_size``.
     node_buckets: tuple[int, ...] = ()
-    record_rounds: int = 0
-    record_nodes: bool = True
+    record_rounds: int = 0  # rounds whose drafts are recorded
+    record_nodes: bool = True  # whether to record nodes, or only numbers of tokens
 
     @property
     def effective_rule(self) -> verify.Rule:
@@ -42,18 +45,7 @@ class RoundPlan:
 class Plan(RoundPlan):
     """A target, a drafter and an acceptance rule that fit each other.
 
-    Equal plans share their compiled programs.
-
-    Attributes:
-      target: the model whose distribution the output has.
-      drafter: may be ``MultiMode``.
-      rule: a name in ``jspec.verify.RULES``, or a ``Rule`` of your own or with other settings.
-        Nothing falls back on a lossy rule.
-      node_buckets: node counts that the target's pass is compiled for, ascending up to the
-        drafter's ``tree_size``. A round runs in the smallest that holds its valid nodes. () for the
-        drafter's own ``node_buckets``, or else 1 and ``tree_size``.
-      record_rounds: rounds whose drafts are recorded; 0 for none.
-      record_nodes: whether to record their nodes, or only numbers of drafted and accepted tokens.
+    Equal plans share their compiled programs. Nothing falls back on a lossy rule.
 
     Raises:
       ValueError: target or drafter lack a member; the rule is unknown, not exact for the drafter's
@@ -81,7 +73,8 @@ class Plan(RoundPlan):
             raise ValueError(
                 f"record_rounds={shown(self.record_rounds)} must be a whole number, 0 for none."
             )
-        buckets = listed("node_buckets", self.node_buckets) or _default_buckets(self.drafter)
+        buckets = listed("node_buckets", self.node_buckets)
+        buckets = buckets or tree_settings.node_buckets(self.drafter)
         size = self.drafter.tree_size
         ascending = are_whole(buckets, 1) and list(buckets) == sorted(set(buckets))
         if not ascending or buckets[-1] != size:
@@ -99,25 +92,9 @@ class Plan(RoundPlan):
         before.
         """
         has_rule = not self._rule.lossless or mode.proposal in self._rule.exact_for
-        buckets = [
-            size
-            for size in _default_buckets(mode)
-            if size == mode.tree_size or size in self.node_buckets
-        ]
-        return RoundPlan(
-            self.target,
-            mode,
-            self.rule if has_rule else "match",
-            tuple(buckets),
-            self.record_rounds,
-            self.record_nodes,
-        )
-
-
-def _default_buckets(drafter: Drafter | Mode) -> tuple[int, ...]:
-    """Return the drafter's ``node_buckets``, or else 1 and its ``tree_size``."""
-    buckets = tuple(getattr(drafter, "node_buckets", ()))
-    return buckets or tree_settings.node_buckets(drafter.tree_size)
+        rule, sizes = self.rule if has_rule else "match", {mode.tree_size, *self.node_buckets}
+        buckets = tuple(size for size in tree_settings.node_buckets(mode) if size in sizes)
+        return RoundPlan(self.target, mode, rule, buckets, self.record_rounds, self.record_nodes)
 
 
 def _check_pair(rule: verify.Rule, drafter: Drafter) -> None:

@@ -1,7 +1,7 @@
 """One sequence to generate, and the arrays of a batch of sequences."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,8 @@ PARAMETERS: dict[str, Parameter] = FILTERS | {
     for processor in PROCESSORS.values()
     for parameter in processor.parameters
 }
-_NAMES = (*PROCESSORS, *FILTERS)
-_LISTS = (
-    "prompt",
-    "stop_token_ids",
-    "late_token_ids",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "logits_processors",
-)
+_LISTS = ("prompt", "stop_token_ids", "late_token_ids", "logit_bias", "allowed_token_ids")
+_LISTS += ("bad_words", "logits_processors")
 _MAY_LEAVE_NO_TOKEN = ("min_tokens", "allowed_token_ids", "bad_words")  # beside a grammar
 
 _Parameters = dataclasses.make_dataclass(
@@ -44,42 +36,26 @@ _Parameters = dataclasses.make_dataclass(
 
 @dataclasses.dataclass(frozen=True)
 class SequenceParams(_Parameters):
-    """Everything that one sequence asks for, resolved and checked.
+    """Everything that one sequence asks for; a value out of range raises ValueError.
 
     Every name in ``PARAMETERS`` is an attribute too, with the meaning that it has in
     ``jspec.SamplingParams``. Its default changes nothing: temperature 0, which is greedy.
-
-    Attributes:
-      prompt: token ids, at least one.
-      max_tokens: most tokens to generate.
-      stop_token_ids: ids that end the sequence; the last token is the one that did.
-      seed: with ``stream``, the address of the sequence's noise.
-      stream: distinguishes sequences of one seed.
-      min_tokens: tokens to generate before ``stop_token_ids`` and ``late_token_ids`` are allowed.
-      late_token_ids: ids that do not end the sequence, but that ``min_tokens`` forbids too.
-      logit_bias: (token id, bias) pairs.
-      allowed_token_ids: the only ids that may be generated; () for all.
-      bad_words: phrases of token ids that the answer may not contain.
-      logits_processors: see ``jspec.core.logits_processors.LogitsProcessor``; applied in order. One
-        that leaves no token where a ``grammar`` applies overrides the grammar there.
-      grammar: from ``jspec.grammar.automata.compiled``; None for any text.
-
-    Raises:
-      ValueError: a value is out of range.
+    ``logits_processors`` apply in order. One that leaves no token where a ``grammar`` applies
+    overrides the grammar there.
     """
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids, at least one
     max_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    stream: int = 0
-    min_tokens: int = 0
-    late_token_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # the last token of an answer may be one
+    seed: int = 0  # with ``stream``, the address of the sequence's noise
+    stream: int = 0  # distinguishes sequences of one seed
+    min_tokens: int = 0  # to generate before stop and late tokens are allowed
+    late_token_ids: tuple[int, ...] = ()  # do not end the text, but ``min_tokens`` forbids them too
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
+    allowed_token_ids: tuple[int, ...] = ()  # () for all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # phrases of token ids
     logits_processors: tuple[LogitsProcessor, ...] = ()
-    grammar: Grammar | None = None
+    grammar: Grammar | None = None  # from ``automata.compiled``; None for any text
 
     def __post_init__(self):
         for name in _LISTS:
@@ -154,13 +130,14 @@ def _is_phrase(word: Any) -> bool:
 
 def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError if a non-empty prompt holds an id outside the vocabulary."""
-    if min(prompt) >= 0 and max(prompt) < vocab_size:  # prompts are long
-        return
-    wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-    raise ValueError(
-        f"prompt {index} holds token id {wrong}, outside the vocabulary of {vocab_size} tokens; "
-        "was it made by another tokenizer?"
+    wrong = next(
+        (token for token in (min(prompt), max(prompt)) if not 0 <= token < vocab_size), None
     )
+    if wrong is not None:
+        raise ValueError(
+            f"prompt {index} holds token id {wrong}, outside the vocabulary of {vocab_size} "
+            "tokens; was it made by another tokenizer?"
+        )
 
 
 def check_sequences(sequences: Sequence[SequenceParams]) -> None:
@@ -181,47 +158,18 @@ def check_fit(sequences: Sequence[SequenceParams], target: Target) -> None:
                 f"{target.max_positions} positions; shorten one of them."
             )
         check_prompt(index, sequence.prompt, target.vocab_size)
-    check_token_ids(sequences, target.vocab_size)
-
-
-def check_token_ids(sequences: Sequence[SequenceParams], vocab_size: int) -> None:
-    """Raise ValueError if a sequence changes the logits of an unknown token."""
-    for index, sequence in enumerate(sequences):
         for name, token in sequence.token_ids:
-            if not 0 <= token < vocab_size:
+            if not 0 <= token < target.vocab_size:
                 raise ValueError(
                     f"{name} of prompt {index} holds token id {token}, outside the vocabulary of "
-                    f"{vocab_size} tokens; leave it out."
+                    f"{target.vocab_size} tokens; leave it out."
                 )
 
 
-def filters_of(sequences: Sequence[SequenceParams]) -> tuple[str, ...]:
-    """Return the logits processors and sampling filters that any sequence uses, in order."""
-    used = {name for sequence in sequences for name in sequence.filters}
-    return tuple(name for name in _NAMES if name in used)
-
-
-def filters_for(
-    sequences: Sequence[SequenceParams], filters: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    """Return ``filters`` in order; those that the sequences use if it is None.
-
-    Raises:
-      ValueError: one is unknown, or one that a sequence uses is missing.
-    """
-    needed = filters_of(sequences)
-    if filters is None:
-        return needed
-    if not isinstance(filters, tuple | list) or not all(name in _NAMES for name in filters):
-        known = ", ".join(map(repr, _NAMES))
-        raise ValueError(f"filters={shown(filters)} must be a tuple of names among {known}.")
-    missing = [name for name in needed if name not in filters]
-    if missing:
-        raise ValueError(
-            f"filters={shown(filters)} lack {', '.join(map(repr, missing))}, which the sequences "
-            "use; add what is missing, or leave filters out."
-        )
-    return tuple(name for name in _NAMES if name in filters)
+def filters_of(sequences: Sequence[SequenceParams], others: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return ``others`` and the logits processors and filters that any sequence uses, in order."""
+    used = {*others, *(name for sequence in sequences for name in sequence.filters)}
+    return tuple(name for name in (*PROCESSORS, *FILTERS) if name in used)
 
 
 def request_of(
@@ -234,27 +182,18 @@ def request_of(
     seeds = np.zeros((size, 2), np.uint32)
     for index, sequence in enumerate(sequences):
         seeds[index] = (sequence.seed >> 32) & 0xFFFFFFFF, sequence.seed & 0xFFFFFFFF
+    joined = lambda sequences, *_: automata.joined([each.grammar for each in sequences], size)
+    arrays = {
+        name: (entry.arrays or joined)(sequences, size, vocab_size)
+        for name, entry in PROCESSORS.items()
+        if name in filters
+    }
     settings = Sampling(
         values={name: entry.array(sequences, size) for name, entry in FILTERS.items()},
-        processors=_processors_of(sequences, size, filters, vocab_size),
+        processors=LogitsProcessors(arrays) if arrays else None,
         names=tuple(name for name in filters if name in FILTERS),
     )
     limits = (len(sequence.prompt) + sequence.max_tokens for sequence in sequences)
     streams = column((sequence.stream for sequence in sequences), size, 0, np.uint32)
     stops = padded((sequence.stop_token_ids for sequence in sequences), size)
     return Request(seeds, settings, stops, column(limits, size, 1, np.int32)), streams
-
-
-def _processors_of(
-    sequences: Sequence[SequenceParams], size: int, filters: tuple[str, ...], vocab_size: int
-) -> LogitsProcessors | None:
-    names = [name for name in PROCESSORS if name in filters]
-    if not names:
-        return None
-    values = {}
-    for name in names:
-        if name == "structured_outputs":  # grammars live above core
-            values[name] = automata.joined([sequence.grammar for sequence in sequences], size)
-        else:
-            values[name] = PROCESSORS[name].arrays(sequences, size, vocab_size)
-    return LogitsProcessors(values)

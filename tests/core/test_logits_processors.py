@@ -193,7 +193,7 @@ def test_a_drafter_without_any_allowed_token_keeps_its_logits():
     [
         (
             dict(repetition_penalty=0.0),
-            "repetition_penalty=0.0 must be more than 0, 1e-06 to 1e+06; 1 turns it off.",
+            "repetition_penalty=0.0 must be 1e-06 to 1e+06; 1 turns it off.",
         ),
         (
             dict(presence_penalty=float("nan")),
