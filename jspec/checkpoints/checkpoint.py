@@ -50,12 +50,15 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     config = _read_config(directory / "config.json", raw)
     entries = families.find(raw).table(config)
     tensors = model_files.open_tensors(directory)
-    repeated, wrong = _repeated_head(config, tensors)
-    beside = tuple(name for name in tensors if name.startswith(mtp_prefixes(config, raw)))
-    model_files.check_fit(directory, entries, tensors, (*repeated, *beside), wrong)
-    dtype = model_files.known_dtype(
-        dtype or model_files.stated_dtype(raw) or tensors[EMBEDDING].dtype
-    )
+    ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
+    wrong = ()
+    if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():
+        ignored.add(HEAD)
+        if not np.array_equal(tensors[HEAD], tensors[EMBEDDING]):
+            wrong = (f"{HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true",)
+    model_files.check_fit(directory, entries, tensors, ignored, wrong)
+    stored = tensors[EMBEDDING].dtype
+    dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
     arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
     return model_files.with_precision(config, dtype), assemble(entries, arrays), raw
 
@@ -95,8 +98,7 @@ def save_pretrained(
         )
     entries = families.find(raw).table(config)
     model_files.check_params(entries, params)
-    weights = [entry.pick(params) for entry in entries if not entry.float32]
-    dtype = model_files.known_dtype(dtype or model_files.common_dtype(weights))
+    dtype = model_files.known_dtype(dtype or model_files.common_dtype(entries, params))
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     if raw.get("num_nextn_predict_layers"):
         raw["num_nextn_predict_layers"] = 0
@@ -106,11 +108,7 @@ def save_pretrained(
 
 
 def hf_config(config: DecoderConfig) -> dict:
-    """Return a config.json for ``config``, of the first family that fits; token ids are null.
-
-    Raises:
-      ValueError: no known architecture can express it.
-    """
+    """Return a config.json of the first family that fits, or raise ValueError; ids are null."""
     return families.describe(config)
 
 
@@ -155,12 +153,9 @@ def _tokenizer_class(directory: Path):
 
 
 def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
-    """Return the stop tokens of config.json and generation_config.json together.
+    """Return the stop tokens of a checkpoint, or of a raw config.json alone.
 
-    ``source`` is the path of a checkpoint, or a raw config.json alone.
-
-    Raises:
-      ValueError: an id is not a whole number.
+    Those of config.json and of generation_config.json count. Malformed ids raise ValueError.
     """
     configs = [source]
     if not isinstance(source, dict):
@@ -179,20 +174,8 @@ def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
     return tuple(sorted(stops))
 
 
-# Reading.
-
-
 def _read_config(source: PathLike, raw: dict) -> DecoderConfig:
     try:
         return families.find(raw).read(raw)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-
-
-def _repeated_head(config: DecoderConfig, tensors: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the name of the embedding's copy in a tied model's file, and complaints about it."""
-    if not config.tie_embeddings or not {HEAD, EMBEDDING} <= set(tensors):
-        return (), ()
-    if np.array_equal(tensors[HEAD], tensors[EMBEDDING]):
-        return (HEAD,), ()
-    return (HEAD,), (f"{HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true",)

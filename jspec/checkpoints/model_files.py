@@ -1,13 +1,15 @@
 """Directories of model files: finding them, reading and writing their JSON and their tensors.
 
-Checkpoints of whole models and of draft heads share this code.
+Checkpoints of whole models and of draft heads share this code. Functions raise ValueError for
+files that are missing, damaged or out of reach, and for tensors that do not fit.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +46,8 @@ READERS: dict[str, Reader] = {
 }
 
 
-# Places.
-
-
 def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
-    """Return the local directory of a checkpoint; fetch a hub id.
-
-    Args:
-      path: a directory or a hub id.
-      patterns: names of the files to fetch besides small ones.
-
-    Raises:
-      ValueError: there is no such directory, and the hub has no such model or is out of reach.
-    """
+    """Return the local directory of a checkpoint; the hub gives ``patterns`` and small files."""
     directory = Path(path)
     if path != "" and os.path.isdir(directory):  # Path.is_dir raises for names that are too long
         staging.finish_interrupted(directory, ANY_WEIGHTS)
@@ -80,11 +71,7 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
 
 
 def locate_weights(path: PathLike) -> Path:
-    """Return ``locate`` with the files of weights that ``open_tensors`` reads, and no others.
-
-    Raises:
-      ValueError: as ``locate``; or an index is malformed.
-    """
+    """Return ``locate`` with the files of weights that ``open_tensors`` reads, and no others."""
     directory = locate(path, (WEIGHTS,))  # and indices, which are small
     files = [file for file in READERS if os.path.isfile(directory / file)]
     if files and not files[0].endswith(_INDEX_END):
@@ -98,9 +85,6 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
 
 
-# Precision.
-
-
 def stated_dtype(raw: dict) -> str | None:
     """Return the dtype that a config.json names, under its new or its old key."""
     stated = raw.get("dtype") or raw.get("torch_dtype")
@@ -108,11 +92,7 @@ def stated_dtype(raw: dict) -> str | None:
 
 
 def known_dtype(dtype: Any) -> np.dtype:
-    """Return a dtype by name or type.
-
-    Raises:
-      ValueError: it is not one for weights.
-    """
+    """Return a dtype by name or type; raise ValueError if it is not one for weights."""
     try:
         dtype = jnp.dtype(dtype)
     except TypeError:
@@ -137,33 +117,21 @@ def with_precision(config: DecoderConfig, weights_dtype: np.dtype) -> DecoderCon
     return dataclasses.replace(config, cache_dtype=working, activation_dtype=working)
 
 
-def common_dtype(params: Any) -> np.dtype:
-    """Return the one dtype of all floating-point arrays of ``params``.
-
-    Raises:
-      ValueError: there are several.
-    """
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if is_float(leaf)}
+def common_dtype(entries: tuple[Entry, ...], params: Any) -> np.dtype:
+    """Return the one dtype of all weights; raise ValueError if there are several."""
+    dtypes = {entry.pick(params).dtype for entry in entries if not entry.float32}
     if len(dtypes) > 1:
         names = ", ".join(sorted(dtype.name for dtype in dtypes))
         raise ValueError(f"params mix {names}; pass the dtype to save them in")
     return dtypes.pop()
 
 
-def is_float(tensor: Any) -> bool:
-    """Return whether an array holds floating-point numbers."""
+def _is_float(tensor: Any) -> bool:
     return jnp.issubdtype(tensor.dtype, jnp.floating)
 
 
-# Reading.
-
-
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a file.
-
-    Raises:
-      ValueError: there is no such file, or it holds something else.
-    """
+    """Return the JSON object in a file; raise ValueError if there is none."""
     if not os.path.isfile(path):  # excludes pipes, which would block
         raise ValueError(f"{path} does not exist; a checkpoint is a directory with {path.name}")
     if path.stat().st_size > _MOST_JSON:
@@ -178,11 +146,7 @@ def read_json(path: Path) -> dict:
 
 
 def open_tensors(directory: Path, readers: Mapping[str, Reader] = READERS) -> dict[str, np.ndarray]:
-    """Return views of every tensor in the first files of ``readers`` that exist.
-
-    Raises:
-      ValueError: none exist, or a file is missing or damaged.
-    """
+    """Return views of every tensor in the first files of ``readers`` that exist."""
     for file, read in readers.items():
         if os.path.isfile(directory / file):
             sharded = file.endswith(_INDEX_END)
@@ -214,14 +178,10 @@ def _open_shards(directory: Path, index: str, read: Reader) -> dict[str, np.ndar
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the file beside an index for each tensor."""
     weight_map = read_json(index).get("weight_map")
-    plain = isinstance(weight_map, dict) and all(
-        isinstance(file, str) and Path(file).name == file and file.isprintable()
-        for file in weight_map.values()
-    )
-    if not plain:
-        raise ValueError(
-            f"{index} has no weight_map of names to files beside it; download or save it again"
-        )
+    plain = lambda file: isinstance(file, str) and Path(file).name == file and file.isprintable()
+    if not isinstance(weight_map, dict) or not all(map(plain, weight_map.values())):
+        beside = "weight_map of names to files beside it"
+        raise ValueError(f"{index} has no {beside}; download or save it again")
     return weight_map
 
 
@@ -235,55 +195,31 @@ def check_fit(
     source: PathLike,
     entries: tuple[Entry, ...],
     tensors: Mapping[str, np.ndarray],
-    ignored: tuple[str, ...] = (),
+    ignored: Collection[str] = (),
     wrong: tuple[str, ...] = (),
 ) -> None:
-    """Raise one error that lists every tensor that is missing, unexpected or misshapen.
+    """Raise one ValueError that lists every tensor that is missing, unexpected or misshapen.
 
-    Args:
-      source: name of the files in the error.
-      entries: the expected tensors.
-      tensors: the tensors of the files.
-      ignored: names that are neither needed nor unexpected.
-      wrong: other complaints for the list.
-
-    Raises:
-      ValueError: something does not fit.
+    ``source`` is the name of the files in the error. ``ignored`` names are neither needed nor
+    unexpected. ``wrong`` holds other complaints for the list.
     """
-    expected = {
-        name: shape
-        for entry in entries
-        for name, shape in zip(entry.names, entry.shapes, strict=True)
-    }
+    pairs = (zip(entry.names, entry.shapes, strict=True) for entry in entries)
+    expected = dict(itertools.chain.from_iterable(pairs))
     missing = [name for name in expected if name not in tensors]
-    extra = [
-        name
-        for name in tensors
-        if name not in expected and name not in ignored and not name.endswith(HARMLESS)
-    ]
+    known = {*expected, *ignored}
+    extra = [name for name in tensors if name not in known and not name.endswith(HARMLESS)]
     misshapen = [
         f"{name} is {tensors[name].dtype}{list(tensors[name].shape)}, not {list(shape)}"
         for name, shape in expected.items()
-        if name in tensors and (tensors[name].shape != shape or not is_float(tensors[name]))
+        if name in tensors and (tensors[name].shape != shape or not _is_float(tensors[name]))
     ]
-    problems = [
-        f"{len(names)} {fault}: {_some(names)}"
-        for fault, names in {
-            "missing": missing,
-            "unexpected": extra,
-            "misshapen": [*misshapen, *wrong],
-        }.items()
-        if names
-    ]
+    faults = {"missing": missing, "unexpected": extra, "misshapen": [*misshapen, *wrong]}
+    problems = [f"{len(names)} {fault}: {_some(names)}" for fault, names in faults.items() if names]
     if problems:
         head = any(name.split(".")[-2:] == ["fc", "weight"] for name in extra)
         hint = ". It looks like an EAGLE head; is method='eagle' or 'eagle3' meant?" if head else ""
-        raise ValueError(
-            f"the tensors of {source} do not fit its config.json: {'; '.join(problems)}{hint}"
-        )
-
-
-# Writing.
+        listed = "; ".join(problems)
+        raise ValueError(f"the tensors of {source} do not fit its config.json: {listed}{hint}")
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -292,11 +228,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def check_params(entries: tuple[Entry, ...], params: Any) -> None:
-    """Raise one error that lists every array of ``params`` that does not fit its entry.
-
-    Raises:
-      ValueError: something does not fit.
-    """
+    """Raise one ValueError that lists every array of ``params`` that does not fit its entry."""
     wrong = []
     for entry in entries:
         array = entry.pick(params)
@@ -338,10 +270,9 @@ def write_weights(
         _write_shard(directory / file, shard, params, dtype, more)
         names = (*more, *(name for entry in shard for name in entry.names))
         weight_map |= dict.fromkeys(names, file)
-    count = sum(entry.size for entry in entries)
+    count = sum(each.size for each in (*entries, *extra.values()))
     size = sum(entry.size * entry.dtype(dtype).itemsize for entry in entries)
     size += sum(tensor.nbytes for tensor in extra.values())
-    count += sum(tensor.size for tensor in extra.values())
     metadata = {"total_parameters": count, "total_size": size}
     return write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
 

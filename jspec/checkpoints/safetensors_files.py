@@ -72,8 +72,8 @@ def write(path: str | Path, layout: Layout, tensors: Iterator[np.ndarray]) -> No
         size = math.prod(shape) * dtype.itemsize
         if dtype not in _CODES:
             raise ValueError(f"tensor {name} is {dtype}, which a safetensors file cannot hold")
-        place = {"shape": list(shape), "data_offsets": [offset, offset + size]}
-        header[name] = {"dtype": _CODES[dtype], **place}
+        offsets = [offset, offset + size]
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": offsets}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors start aligned

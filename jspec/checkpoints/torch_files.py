@@ -72,11 +72,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def write(path: str | Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a dict of tensors as ``torch.save`` does.
-
-    Raises:
-      ValueError: torch has no such dtype.
-    """
+    """Write tensors as ``torch.save`` does; raise ValueError for a dtype that torch lacks."""
     root = Path(path).stem
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(f"{root}/data.pkl", _program(tensors))

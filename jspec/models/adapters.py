@@ -27,6 +27,7 @@ frozen dataclass with ``__call__``.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -57,19 +58,11 @@ class AdaptedTarget:
     unembed_function: Callable[..., Array] | None
 
     def embed(self, params: Any, tokens: Array) -> Array:
-        """Return input vectors [..., D] of token ids.
-
-        Raises:
-          ValueError: the adapter was made without ``embed``.
-        """
+        """Return input vectors [..., D] of token ids; raise ValueError without ``embed``."""
         return _require(self.embed_function, "embed")(params, tokens)
 
     def unembed(self, params: Any, hidden: Array, *, norm: bool = True) -> Array:
-        """Return logits [..., V] of the last residual stream [..., D]; see ``Target``.
-
-        Raises:
-          ValueError: the adapter was made without ``unembed``.
-        """
+        """Return logits [..., V] of hidden [..., D]; raise ValueError without ``unembed``."""
         return _require(self.unembed_function, "unembed")(params, hidden, norm=norm)
 
 
@@ -268,7 +261,7 @@ def from_linen(
     from flax import linen  # imported here because its import is slow
 
     _check_kind(module, linen.Module, "from_linen")
-    bind = lambda method, options=(): _LinenCall(module, method, options)
+    bind = functools.partial(_LinenCall, module)
     return _from_module(module, bind, variables, method, options, embed, unembed, settings)
 
 
@@ -296,7 +289,7 @@ def from_nnx(
     inference = nnx.merge(*nnx.split(module))
     inference.eval()
     graph, state = nnx.split(inference)
-    bind = lambda method, options=(): _NNXCall(graph, method, options)
+    bind = functools.partial(_NNXCall, graph)
     params = nnx.to_pure_dict(state)
     return _from_module(module, bind, params, method, options, embed, unembed, settings)
 
@@ -307,13 +300,8 @@ def _from_module(module, bind, params, method, options, embed, unembed, settings
     probe.check_takes(
         getattr(module, method or "__call__"), settings.get("use_cache", True), None, dict(options)
     )
-    return from_function(
-        bind(method, options),
-        params,
-        embed=embed and bind(embed),
-        unembed=unembed and bind(unembed),
-        **settings,
-    )
+    functions = {"embed": embed and bind(embed), "unembed": unembed and bind(unembed)}
+    return from_function(bind(method, options), params, **functions, **settings)
 
 
 def _check_kind(module: Any, kind: type, name: str) -> None:
@@ -328,7 +316,7 @@ def _check_kind(module: Any, kind: type, name: str) -> None:
 class _ModuleCall:
     module: Any  # of NNX: its graph
     method: Callable | str | None
-    options: tuple[tuple[str, Hashable], ...]
+    options: tuple[tuple[str, Hashable], ...] = ()
 
 
 class _LinenCall(_ModuleCall):

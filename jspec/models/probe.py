@@ -1,7 +1,7 @@
 """Inspection of a user's model: its sizes by tracing, its purity by running it.
 
 Tracing needs no device and no compilation. So the adapters refuse a model that does not match its
-description before anything else happens.
+description, with a ValueError, before anything else happens.
 """
 
 import inspect
@@ -26,11 +26,7 @@ def outputs(result: Any) -> tuple[Any, tuple[Array, ...] | None]:
 
 
 def stateless(apply: Callable, params: Any, max_positions: int) -> int:
-    """Return the width V of the logits of ``apply(params, tokens [B, T]) -> logits [B, T, V]``.
-
-    Raises:
-      ValueError: the model returns something else for some B and T.
-    """
+    """Return the width V of the logits of ``apply(params, tokens [B, T]) -> logits [B, T, V]``."""
     shapes = ((2, min(3, max_positions)), (1, max_positions))
     widths = {_width(_trace(apply, params, *shape), shape) for shape in shapes}
     if len(widths) > 1:
@@ -39,11 +35,7 @@ def stateless(apply: Callable, params: Any, max_positions: int) -> int:
 
 
 def cached(apply: Callable, params: Any, max_positions: int) -> tuple[int, tuple[LayerShape, ...]]:
-    """Return the logits' width and the layers of ``apply(params, tokens, positions, attend)``.
-
-    Raises:
-      ValueError: the model returns something else, or calls ``attend`` incorrectly.
-    """
+    """Return the logits' width and the layers of ``apply(params, tokens, positions, attend)``."""
     shape = 2, min(13, max_positions)  # no model has 13 heads, so swapped axes are detected
     layers: dict[int, LayerShape] = {}
 

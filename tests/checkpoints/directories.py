@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 from jspec.checkpoints import safetensors_files, torch_files
+from jspec.checkpoints.heads import head_files
 
-TORCH_FILE = "medusa_lm_head.pt"
+TORCH_FILE, TARGET_NAME = "medusa_lm_head.pt", "someone/model"
 
 
 def read(directory):
@@ -31,9 +32,18 @@ def edit(directory, change=None, **keys):
     (directory / "config.json").write_text(json.dumps(raw))
 
 
-def assert_same_files(one, other):
-    """Check that two directories hold equal tensors in the same order, and equal configs."""
-    (first, raw), (second, again) = read(one), read(other)
+def save(directory, head, target, layout=None, **options):
+    """Write (config, params) of a head, and return them."""
+    options = {"layout": layout, "target_name": TARGET_NAME} | options
+    head_files.save_head(directory, *head, target, **options)
+    return head
+
+
+def assert_saved_again(directory, target):
+    """Check that a head is loaded and saved with equal tensors in the same order."""
+    head = head_files.load_head(directory, target)
+    save(directory / "again", (head.config, head.params), target, head.layout)
+    (first, raw), (second, again) = read(directory), read(directory / "again")
     assert raw == again and list(first) == list(second)
     for ours, theirs in zip(first.values(), second.values(), strict=True):
         assert ours.dtype == theirs.dtype

@@ -18,17 +18,8 @@ CONFIGS = dflashes.CONFIGS
 
 
 def save(directory, name, layout=None, **options):
-    config, params = CONFIGS[name], dflashes.random_params(name)
-    head_files.save_head(
-        directory,
-        config,
-        params,
-        TARGET,
-        layout=layout or dflashes.LAYOUTS[name],
-        target_name="someone/model",
-        **options,
-    )
-    return config, params
+    head = CONFIGS[name], dflashes.random_params(name)
+    return directories.save(directory, head, TARGET, layout or dflashes.LAYOUTS[name], **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -46,15 +37,7 @@ def test_saved_heads_are_loaded_again_as_they_were(tmp_path, name, dtype):
     for ours, theirs in zip(*map(jax.tree.leaves, (head.params, params)), strict=True):
         theirs = theirs.astype(dtype) if theirs.dtype == np.float32 else theirs
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-    head_files.save_head(
-        tmp_path / "b",
-        head.config,
-        head.params,
-        TARGET,
-        layout=head.layout,
-        target_name="someone/model",
-    )
-    directories.assert_same_files(tmp_path / "a", tmp_path / "b")
+    directories.assert_saved_again(tmp_path / "a", TARGET)
 
 
 def test_names_and_keys_are_those_of_the_authors(tmp_path):

@@ -124,11 +124,7 @@ def random_head(config):
 
 def save(directory, name, **options):
     layout, config = HEADS[name]
-    params = random_head(config)
-    head_files.save_head(
-        directory, config, params, TARGET, layout=layout, target_name="someone/target", **options
-    )
-    return config, params
+    return directories.save(directory, (config, random_head(config)), TARGET, layout, **options)
 
 
 # Round trips.
@@ -148,17 +144,8 @@ def test_a_saved_head_is_loaded_again_as_it_was(tmp_path, name):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_loaded_head_is_saved_tensor_for_tensor(tmp_path, name, dtype):
-    save(tmp_path / "a", name, dtype=dtype)
-    head = head_files.load_head(tmp_path / "a", TARGET)
-    head_files.save_head(
-        tmp_path / "b",
-        head.config,
-        head.params,
-        TARGET,
-        layout=head.layout,
-        target_name="someone/target",
-    )
-    directories.assert_same_files(tmp_path / "a", tmp_path / "b")
+    save(tmp_path, name, dtype=dtype)
+    directories.assert_saved_again(tmp_path, TARGET)
 
 
 def test_maps_of_a_reduced_vocabulary_are_never_cast(tmp_path):
@@ -200,7 +187,7 @@ def test_config_json_has_the_keys_that_servers_need(tmp_path):
     save(tmp_path / "b", "speculators")
     raw = directories.read(tmp_path / "b")[1]
     assert raw["speculators_config"]["verifier"] == {
-        "name_or_path": "someone/target",
+        "name_or_path": directories.TARGET_NAME,
         "architectures": ["LlamaForCausalLM"],
     }
     proposal = raw["speculators_config"]["proposal_methods"][0]

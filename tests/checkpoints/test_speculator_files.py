@@ -25,17 +25,8 @@ LAYOUTS = {
 
 
 def save(directory, name, layout=None, **options):
-    config, params = speculators.CONFIGS[name], speculators.random_params(name)
-    head_files.save_head(
-        directory,
-        config,
-        params,
-        TARGET,
-        layout=layout or LAYOUTS[name],
-        target_name="someone/model",
-        **options,
-    )
-    return config, params
+    head = speculators.CONFIGS[name], speculators.random_params(name)
+    return directories.save(directory, head, TARGET, layout or LAYOUTS[name], **options)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -49,18 +40,9 @@ def test_a_saved_speculator_is_loaded_again_as_it_was(tmp_path, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_loaded_speculator_is_saved_tensor_for_tensor(tmp_path, name, dtype):
-    save(tmp_path / "a", name, dtype=dtype)
-    head = head_files.load_head(tmp_path / "a", TARGET)
-    head_files.save_head(
-        tmp_path / "b",
-        head.config,
-        head.params,
-        TARGET,
-        layout=head.layout,
-        target_name="someone/model",
-    )
-    directories.assert_same_files(tmp_path / "a", tmp_path / "b")
-    tensors, _ = directories.read(tmp_path / "a")
+    save(tmp_path, name, dtype=dtype)
+    directories.assert_saved_again(tmp_path, TARGET)
+    tensors, _ = directories.read(tmp_path)
     assert {tensor.dtype for tensor in tensors.values()} == {jnp.dtype(dtype)}
 
 
@@ -218,8 +200,8 @@ def test_an_inner_dim_of_zero_is_the_targets(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "keys", "message"),
     [
-        ("untied", None, {"emb_dim": 40}, "expects a hidden size of 40 (emb_dim) where the target"),
-        ("untied", None, {"vocab_size": 99}, "expects a vocabulary of 99 (vocab_size) where"),
+        ("untied", None, {"emb_dim": 40}, "expects a hidden size (emb_dim) of 40 where the target"),
+        ("untied", None, {"vocab_size": 99}, "expects a vocabulary (vocab_size) of 99 where"),
         ("untied", None, {"n_predict": 3}, "unexpected: emb.3.weight, proj.3.weight, ln.3.weight"),
         ("untied", None, {"n_predict": None}, "n_predict must be a positive integer, got None"),
         ("untied", None, {"inner_dim": 20}, "misshapen: emb.0.weight is float32[64, 24], not"),
@@ -236,9 +218,14 @@ def test_an_inner_dim_of_zero_is_the_targets(tmp_path):
         ("tied", None, {"inner_dim": "24.24"}, "inner_dim='24.24' asks for a stack of layers"),
         ("tied", None, {"proj_dim": "20"}, "must be equal, got inner_dim=24, emb_dim=24, proj_dim"),
         ("tied", None, {"emb_dim": "wide"}, "emb_dim must be a positive integer or its digits"),
-        ("tied", None, {"method": "sum_lstm"}, "method is 'sum_lstm', but the tensors are those"),
-        ("tied", None, {"input_hidden_dim": 16}, "(input_hidden_dim) where the target has 32"),
-        ("lstm", None, {"method": "sum_rnn"}, "method is 'sum_rnn', but the tensors are those of"),
+        ("tied", None, {"method": "sum_lstm"}, "method is 'sum_lstm', but the tensors are"),
+        (
+            "tied",
+            None,
+            {"input_hidden_dim": 16},
+            "(input_hidden_dim) of 16 where the target has 32",
+        ),
+        ("lstm", None, {"method": "sum_rnn"}, "method is 'sum_rnn', but the tensors are of"),
         ("lstm", None, {"tie_weights": False}, "'sum_lstm' has only tied weights"),
         (
             "lstm",

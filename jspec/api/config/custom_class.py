@@ -63,12 +63,7 @@ def is_custom(given: Mapping[str, Any]) -> bool:
 
 
 def find(path: Any) -> type:
-    """Import the drafter class at a dotted path.
-
-    Raises:
-      ValueError: there is none, or members of ``jspec.core.types.Drafter`` are missing or take
-        other arguments; the message names all of them.
-    """
+    """Return the drafter class at a dotted path; raise one ValueError that names all its faults."""
     if not isinstance(path, str) or "." not in path:
         raise ValueError(
             f"method={CUSTOM_CLASS!r} needs as 'model' the dotted path of a class, such as "
@@ -88,10 +83,9 @@ def find(path: Any) -> type:
 
 
 def settings(drafter: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that the class takes; lists become tuples, so that the drafter can be hashed.
+    """Return the keys that the class takes, with tuples for lists, so that it can be hashed.
 
-    Raises:
-      ValueError: the class does not know a key, or a required key is missing.
+    Raise ValueError for keys that are unknown, and for required ones that are missing.
     """
     fields = {field.name: field for field in _fields(drafter)}
     takes = [name for name in fields if name not in _FILLED_IN]

@@ -1,4 +1,7 @@
-"""The drafting method of a ``speculative_config``, from its name or from its model."""
+"""The drafting method of a ``speculative_config``, from its name or from its model.
+
+Unknown, refused and missing methods raise ValueError.
+"""
 
 import os
 from collections.abc import Mapping
@@ -24,11 +27,7 @@ NONE = "none"
 
 
 def method_of(values: Mapping[str, Any]) -> str:
-    """Return the method, stated or inferred as vLLM infers it.
-
-    Raises:
-      ValueError: there is none, or it is unknown, refused or not built.
-    """
+    """Return the method, stated or inferred as vLLM infers it."""
     method, model = values["method"], values["model"]
     if method is None and model is None:
         if values["num_speculative_tokens"] is not None:

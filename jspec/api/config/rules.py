@@ -1,4 +1,7 @@
-"""The acceptance rule of a ``speculative_config``."""
+"""The acceptance rule of a ``speculative_config``.
+
+Unknown rules raise ValueError, and so do settings that are out of range or another rule's.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,12 +14,7 @@ from jspec.util.messages import did_you_mean, shown
 
 
 def asked_for(values: Mapping[str, Any]) -> str | verify.Rule:
-    """Return the name of the rule, or the rule itself if it has settings or is the user's own.
-
-    Raises:
-      ValueError: the rule is unknown, not built or cannot be imported, or its settings are out of
-        range or another rule's.
-    """
+    """Return the name of the rule, or the rule itself if it has settings or is the user's own."""
     rule = _rule(values["rejection_sample_method"])
     for other, keys in RULE_KEYS.items():
         if rule != other and any(values[key] is not None for key in keys):

@@ -1,6 +1,7 @@
 """Model families: config.json to ``DecoderConfig``, and the names of the tensors.
 
-A new family is one file here and one line in ``FAMILIES``.
+A new family is one file here and its name in ``_MODULES``. Functions raise ValueError for keys that
+are missing, malformed, contradictory or not supported, and for decoders that no family can express.
 """
 
 from jspec.checkpoints.families import (
@@ -18,27 +19,13 @@ from jspec.models.decoder import DecoderConfig
 from jspec.util.messages import shown
 
 # By ``model_type``. ``describe`` uses the first family that can express a decoder.
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        llama.FAMILY,
-        mistral.FAMILY,
-        qwen3.FAMILY,
-        qwen2.FAMILY,
-        mimo.FAMILY,
-        deepseek_v3.FAMILY,
-        glm4_moe.FAMILY,
-    )
-}
+_MODULES = (llama, mistral, qwen3, qwen2, mimo, deepseek_v3, glm4_moe)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def find(raw: dict) -> Family:
-    """Return the family of a config.json, by ``model_type`` and ``architectures``.
-
-    Raises:
-      ValueError: the architecture is not supported; the message lists those that are.
-    """
+    """Return the family of a config.json, by ``model_type`` and ``architectures``."""
     known = ", ".join(family.architecture for family in FAMILIES.values())
     architectures = common.architectures(raw)
     kind = raw.get("model_type")
@@ -61,11 +48,7 @@ def find(raw: dict) -> Family:
 
 
 def describe(config: DecoderConfig) -> dict:
-    """Return a config.json for ``config``, of the first family that can express it.
-
-    Raises:
-      ValueError: no family can; the message lists what each loses.
-    """
+    """Return a config.json for ``config``, of the first family that can express it."""
     losses = []
     for family in FAMILIES.values():
         raw = family.write(config)
@@ -84,7 +67,5 @@ def describe(config: DecoderConfig) -> dict:
 def different_fields(one: DecoderConfig, other: DecoderConfig) -> list[str]:
     """Return the names of the fields that differ, without the machine's working dtypes."""
     machine = ("cache_dtype", "activation_dtype")
-    values = vars(other)
-    return [
-        name for name, value in vars(one).items() if name not in machine and values[name] != value
-    ]
+    differing = [name for name, value in vars(one).items() if vars(other)[name] != value]
+    return [name for name in differing if name not in machine]

@@ -36,11 +36,7 @@ class Family:
     partly_rotated: bool = False
 
     def read(self, raw: dict) -> DecoderConfig:
-        """Return the decoder that a config.json describes.
-
-        Raises:
-          ValueError: a key is missing, malformed, or has a value that is not implemented.
-        """
+        """Return the decoder that a config.json describes."""
         raw = self.defaults | raw
         _refuse(raw, _NEUTRAL | self.neutral)
         sizes = {field: whole(raw, key) for key, field in SIZES.items()}
@@ -171,11 +167,7 @@ def flag(raw: dict, key: str) -> bool:
 
 
 def architectures(raw: dict) -> list[str]:
-    """Return the names under ``architectures``, or [] if it is missing.
-
-    Raises:
-      ValueError: it is no list of names.
-    """
+    """Return the list of names under ``architectures``, or [] if it is missing."""
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"architectures must be a list of names, got {shown(names)}")
@@ -183,12 +175,9 @@ def architectures(raw: dict) -> list[str]:
 
 
 def counted(names: Sequence[tuple[str, str]], most: int) -> tuple[int, int]:
-    """Return the numbers of heads, and of blocks of a head, in numbered names.
+    """Return the numbers of heads, and of blocks of a head, from the digits in tensors' names.
 
-    ``names`` are the digits (head, block) of every tensor.
-
-    Raises:
-      ValueError: the names number more than ``most``, the tensors of the file.
+    Raise ValueError if there are more than ``most``, the tensors of the file.
     """
     longest = [max(digits, key=lambda x: (len(x), x)) for digits in zip(*names, strict=True)]
     heads, blocks = (1 + int(digits[:7]) for digits in longest)

@@ -32,11 +32,7 @@ _SIZES = {
 
 
 def read(raw: dict) -> MoeConfig:
-    """Return the experts of a config.json with defaults filled in.
-
-    Raises:
-      ValueError: a size is missing or malformed, or experts and groups do not fit each other.
-    """
+    """Return the experts of a config.json with defaults filled in."""
     sizes = {field: whole(raw, key) for key, field in _SIZES.items()}
     try:
         return MoeConfig(

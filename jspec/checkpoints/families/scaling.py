@@ -31,9 +31,6 @@ def read(raw: dict, rotary_dim: int) -> tuple[RopeConfig, int]:
     """Return the scaling of a config.json, and the longest sequence that it supports.
 
     ``rotary_dim`` is the number of rotated features of a head.
-
-    Raises:
-      ValueError: an unknown kind, a missing or unknown key, or two spellings that disagree.
     """
     rope, positions = _read(raw, rotary_dim)
     if positions >= INT32:

@@ -24,21 +24,15 @@ def _select(config: LstmSpeculatorConfig, tensors: Tensors) -> tuple[Tensors, No
     return base.without_repeats(heads | _tied(config), tensors), None
 
 
-def _assemble(nested: dict, ids: None) -> LstmSpeculatorParams:
-    del ids
+def _assemble(nested: dict, _: None) -> LstmSpeculatorParams:
     parts = {field: base.by_index(nested[field]) for field in ("embeddings", "projections")}
     norms = {field: NormParams(**nested[field]) for field in ("cell_norm", "state_norm")}
     return LstmSpeculatorParams(**nested | parts | norms)
 
 
-def _read_config(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
-) -> LstmSpeculatorConfig:
-    del tensors, layout
+def _read_config(raw: dict, _: Tensors, target: DecoderConfig, *_layout) -> LstmSpeculatorConfig:
     if raw.get("method") != "sum_lstm":
-        raise ValueError(
-            f"method is {shown(raw.get('method'))}, but the tensors are those of 'sum_lstm'"
-        )
+        raise ValueError(f"method is {shown(raw.get('method'))}, but the tensors are of 'sum_lstm'")
     if not common.flag(raw, "tie_weights"):
         raise ValueError("tie_weights is false, but method 'sum_lstm' has only tied weights")
     return LstmSpeculatorConfig(

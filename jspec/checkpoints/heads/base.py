@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoints import model_files
-from jspec.checkpoints.families.names import Entry, nest
+from jspec.checkpoints.families.names import Entry, matrix, nest
 from jspec.checkpoints.heads import vocabulary
 from jspec.models.decoder import DecoderConfig
 
 Tensors = Mapping[str, np.ndarray]
 Sniff = Callable[[dict, Tensors], tuple[str, str] | None]
 
-# Tensors beside the weights: the vocabulary's maps, and what trainers leave and no head reads.
 _BESIDE = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
@@ -40,8 +39,7 @@ class Layout:
     Attributes:
       name: name of the layout in options and messages.
       table: returns the entries of a config.
-      describe: returns the config.json for (config, target, target_name). Raises ValueError if the
-        layout cannot express the head.
+      describe: returns the config.json for (config, target, target_name).
       extra: returns the tensors beside the weights for (config, params, dtype).
       rename: returns the name in the file of a name in ``table``.
       torch_file: file of torch that holds the tensors; None for safetensors.
@@ -78,8 +76,7 @@ class HeadFormat:
       owns: returns whether a config is of this format.
       layouts: the ways to write it, the most widely read one first.
       sniff: returns the kind and layout of (config.json, tensors), or None for other heads.
-      read_config: returns the config of (config.json, tensors, target, layout). Raises ValueError
-        for malformed or unsupported keys, and for another target.
+      read_config: returns the config of (config.json, tensors, target, layout).
       assemble: returns the params of the nested arrays and ``draft_to_target``.
       select: returns the tensors of (config, tensors) that the table names, and
         ``draft_to_target`` or None.
@@ -99,11 +96,7 @@ class HeadFormat:
     missing: str = ""
 
     def layout(self, name: str | None, config: HeadConfig) -> Layout:
-        """Return a layout by name, or the default one of ``config`` if that is None.
-
-        Raises:
-          ValueError: the format has no such layout.
-        """
+        """Return a layout by name, or the default one of ``config`` if that is None."""
         if name is None:
             name = self.default_layout(config) if self.default_layout else self.layouts[0].name
         layouts = {layout.name: layout for layout in self.layouts}
@@ -117,11 +110,7 @@ class HeadFormat:
     def read(
         self, raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, dtype: Any
     ) -> tuple[Any, Any]:
-        """Return the config and the params of a head; None as dtype keeps that of the file.
-
-        Raises:
-          ValueError: as ``read_config``; or the tensors do not fit, or the dtype is not supported.
-        """
+        """Return the config and the params of a head; None as dtype keeps that of the file."""
         config = self.read_config(raw, tensors, target, layout)
         tensors, draft_to_target = self.select(config, tensors)
         entries = self.layout(layout, config).table(config)
@@ -141,14 +130,10 @@ def _with_precision(config: Any, dtype: np.dtype) -> Any:
     return dataclasses.replace(config, **changes)
 
 
-# Reading.
-
-
 def by_names(kind: str, patterns: Mapping[str, re.Pattern]) -> Sniff:
     """Return a ``sniff`` that tells the layouts by a pattern of the name of one tensor."""
 
-    def sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
-        del raw
+    def sniff(_: dict, tensors: Tensors) -> tuple[str, str] | None:
         layouts = (name for name, x in patterns.items() if any(map(x.fullmatch, tensors)))
         layout = next(layouts, None)
         return layout and (kind, layout)
@@ -157,22 +142,14 @@ def by_names(kind: str, patterns: Mapping[str, re.Pattern]) -> Sniff:
 
 
 def select_reduced(config: Any, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
-    """Separate ``d2t`` and ``t2d`` from the weights of a head of decoder blocks.
-
-    Raises:
-      ValueError: the two are malformed.
-    """
+    """Separate ``d2t`` and ``t2d``, and what trainers leave, from the weights of a head."""
     maps = tensors.get("d2t"), tensors.get("t2d")
     ids = vocabulary.from_offsets(*maps, config.vocab_size, config.target_vocab_size)
     return {name: tensor for name, tensor in tensors.items() if name not in _BESIDE}, ids
 
 
 def without_repeats(repeats: Mapping[str, str], tensors: Tensors) -> dict[str, np.ndarray]:
-    """Drop the copies that tied weights leave in a file; ``repeats`` maps a copy to its original.
-
-    Raises:
-      ValueError: a copy differs from its original.
-    """
+    """Drop the copies that tied weights leave; ``repeats`` maps the copies to their originals."""
     for name in repeats.keys() & tensors.keys():
         copy, first = tensors[name], tensors.get(repeats[name])
         if first is not None and (copy.dtype != first.dtype or not np.array_equal(copy, first)):
@@ -184,11 +161,8 @@ def without_repeats(repeats: Mapping[str, str], tensors: Tensors) -> dict[str, n
 
 def check_target(*sizes: tuple[str, int, int]) -> None:
     """Raise ValueError if sizes differ: (name, size that the head expects, size of the target)."""
-    wrong = [
-        f"{name} of {expected} where the target has {size}"
-        for name, expected, size in sizes
-        if expected != size
-    ]
+    names = {name: (head, size) for name, head, size in sizes if head != size}
+    wrong = [f"{name} of {head} where the target has {x}" for name, (head, x) in names.items()]
     if wrong:
         raise ValueError(f"the head was made for another target: it expects {' and '.join(wrong)}")
 
@@ -215,7 +189,23 @@ def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-# Writing.
+def separate(tensors: Tensors) -> dict[str, bool]:
+    """Return the fields of a config that say what a file holds beside the head's own blocks."""
+    return {
+        "separate_embedding": "embed_tokens.weight" in tensors,
+        "separate_head": "lm_head.weight" in tensors,
+    }
+
+
+def separate_entries(config: Any) -> list[Entry]:
+    """Return the entries of the output matrix and the embedding that a head does not share."""
+    hidden, entries = config.hidden_size, []
+    if config.separate_head:
+        entries.append(matrix(("head",), "lm_head.weight", config.vocab_size, hidden))
+    if config.separate_embedding:
+        shape = (config.target_vocab_size, hidden)
+        entries.append(Entry(("embedding",), ("embed_tokens.weight",), (shape,)))
+    return entries
 
 
 def refuse(layout: str, features: Mapping[str, bool], remedy: str) -> None:
@@ -227,33 +217,26 @@ def refuse(layout: str, features: Mapping[str, bool], remedy: str) -> None:
 
 def split(entries: Sequence[Entry], params: Any, dtype: np.dtype) -> dict[str, np.ndarray]:
     """Return the tensors of a file by name."""
-    return {
-        name: piece
-        for entry in entries
-        for name, piece in zip(
-            entry.names, entry.split(np.asarray(entry.pick(params)), dtype), strict=True
-        )
-    }
+    tensors: dict[str, np.ndarray] = {}
+    for entry in entries:
+        tensors |= zip(entry.names, entry.split(np.asarray(entry.pick(params)), dtype), strict=True)
+    return tensors
 
 
 def copies(
     repeats: Mapping[str, str], entries: Sequence[Entry], params: Any, dtype: np.dtype
 ) -> dict[str, np.ndarray]:
     """Return the copies of tied weights that a file must hold; ``repeats`` as above."""
-    firsts = set(repeats.values())
-    originals = split([e for e in entries if firsts & set(e.names)], params, dtype)
+    originals = split([e for e in entries if {*repeats.values()} & {*e.names}], params, dtype)
     return {name: originals[first] for name, first in repeats.items()}
 
 
-def vocabulary_maps(config: Any, params: Any, dtype: np.dtype) -> dict[str, np.ndarray]:
+def vocabulary_maps(config: Any, params: Any, _: np.dtype) -> dict[str, np.ndarray]:
     """Return ``d2t`` and ``t2d`` of a reduced vocabulary, whatever the dtype of the weights."""
-    del dtype
     if params.draft_to_target is None:
         return {}
-    return {
-        "d2t": vocabulary.to_offsets(params.draft_to_target),
-        "t2d": vocabulary.to_mask(params.draft_to_target, config.target_vocab_size),
-    }
+    offsets, mask = vocabulary.to_offsets(params.draft_to_target, config.target_vocab_size)
+    return {"d2t": offsets, "t2d": mask}
 
 
 def by_index(nested: Mapping[int, Any]) -> tuple:

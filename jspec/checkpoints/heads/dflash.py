@@ -51,9 +51,6 @@ _NEUTRAL = {
 }
 
 
-# Reading.
-
-
 def layout_of(raw: dict, tensors: Tensors) -> str | None:
     """Return the layout of a DFlash or DSpark head, or None for other heads."""
     if not {"fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"} <= set(tensors):
@@ -67,15 +64,9 @@ def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
 
 
 def read_config(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: str, from_anchor: bool = False
+    raw: dict, tensors: Tensors, target: DecoderConfig, _: str, from_anchor: bool = False
 ) -> DFlashConfig:
-    """Return the config of a head; ``from_anchor`` is the default of ``sample_from_anchor``.
-
-    Raises:
-      ValueError: a key is missing, malformed, contradictory or not supported, or the head was made
-        for another target.
-    """
-    del layout
+    """Return the config of a head; ``from_anchor`` is the default of ``sample_from_anchor``."""
     keys = settings(raw)
     from_library = speculators.KEY in raw
     inner = speculators.network_config(raw, KINDS) if from_library else _with_windows(raw, keys)
@@ -98,34 +89,24 @@ def read_config(
         mask_token=common.whole(keys, "mask_token_id", least=0),
         causal=_causal(raw, keys, network),
         from_anchor=common.flag(anchor, "sample_from_anchor"),
-        separate_embedding="embed_tokens.weight" in tensors,
-        separate_head="lm_head.weight" in tensors,
+        **base.separate(tensors),
     )
 
 
 def settings(raw: dict) -> dict:
-    """Return the keys of ``dflash_config`` and of config.json in one dict.
-
-    Raises:
-      ValueError: the two disagree, or a key has a value that is not supported.
-    """
+    """Return the keys of ``dflash_config`` and of config.json in one dict."""
     nested = raw.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"dflash_config must be an object, got {shown(nested)}")
     for key, value in nested.items():
         if raw.get(key) not in (None, value):
-            raise ValueError(
-                f"{key} is {shown(raw[key])} in config.json and {shown(value)} in its "
-                "dflash_config; state one"
-            )
+            both = f"{shown(raw[key])} in config.json and {shown(value)} in its dflash_config"
+            raise ValueError(f"{key} is {both}; state one")
     merged = raw | {key: value for key, value in nested.items() if value is not None}
-    wrong = [
-        f"{key}={shown(merged[key])}"
-        for key, neutral in _NEUTRAL.items()
-        if merged.get(key) not in neutral
-    ]
+    wrong = [key for key, neutral in _NEUTRAL.items() if merged.get(key) not in neutral]
     if wrong:
-        raise ValueError(f"not supported: {', '.join(wrong)}")
+        named = ", ".join(f"{key}={shown(merged[key])}" for key in wrong)
+        raise ValueError(f"not supported: {named}")
     return merged
 
 
@@ -181,9 +162,6 @@ def _capture_layers(raw: dict, keys: dict, num_blocks: int, num_layers: int) -> 
     return layers
 
 
-# The names of the tensors.
-
-
 def table(config: DFlashConfig) -> tuple[Entry, ...]:
     """Return the entries of a head, in either layout."""
     hidden = config.hidden_size
@@ -194,12 +172,7 @@ def table(config: DFlashConfig) -> tuple[Entry, ...]:
     for layer in range(config.network.num_layers):
         entries += block_table(config.network, layer, f"layers.{layer}")
     entries.append(vector(("norm",), "norm.weight", hidden))
-    if config.separate_head:
-        entries.append(matrix(("head",), "lm_head.weight", config.vocab_size, hidden))
-    if config.separate_embedding:
-        shape = ((config.target_vocab_size, hidden),)
-        entries.append(Entry(("embedding",), ("embed_tokens.weight",), shape))
-    return tuple(entries)
+    return (*entries, *base.separate_entries(config))
 
 
 def assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
@@ -207,21 +180,10 @@ def assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
     return DFlashParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
 
 
-# Writing.
-
-
 def describe(
-    layout: str,
-    config: DFlashConfig,
-    target: DecoderConfig,
-    target_name: str,
-    kind: str = "dflash",
+    layout: str, config: DFlashConfig, target: DecoderConfig, target_name: str, kind="dflash"
 ) -> dict:
-    """Return the config.json of a head, without the keys that only DSpark has.
-
-    Raises:
-      ValueError: the layout cannot express the head.
-    """
+    """Return the config.json of a head, without the keys that only DSpark has."""
     _check_layout(layout, config)
     base.check_layers(config.capture_layers, target.num_layers)
     network = dataclasses.replace(config.network, vocab_size=config.target_vocab_size)
@@ -253,19 +215,14 @@ def _check_layout(layout: str, config: DFlashConfig) -> None:
     }
     if layout == "dflash":
         separate = config.separate_embedding or config.separate_head
-        features |= {
-            "a separate embedding or output matrix": separate,
-            "causal layers beside others, except sliding ones": mixed,
-        }
+        features["a separate embedding or output matrix"] = separate
+        features["causal layers beside others, except sliding ones"] = mixed
     else:
-        features |= {
-            "a head without an output matrix": not config.separate_head,
-            "a target of another width": config.target_hidden_size != config.hidden_size,
-            "causal layers, except sliding ones": any(causal) and causal != sliding,
-        }
+        features |= speculators.features(config)
+        features["causal layers, except sliding ones"] = any(causal) and causal != sliding
     base.refuse(layout, features, "layouts are 'dflash' and 'dflash-speculators'")
-    if layout == "dflash-speculators" and not config.separate_embedding:
-        raise ValueError(f"layout={layout!r} needs an embedding; pass the target's as embedding")
+    if layout == "dflash-speculators":
+        speculators.check_embedding(layout, config)
 
 
 def _authors_keys(config: DFlashConfig, target: DecoderConfig, kind: str) -> dict:
@@ -289,18 +246,11 @@ def _authors_keys(config: DFlashConfig, target: DecoderConfig, kind: str) -> dic
 
 def layouts(table, describe) -> tuple[Layout, ...]:
     """Return both layouts; ``describe`` takes the name of the layout first."""
-    return (
-        Layout("dflash", table, functools.partial(describe, "dflash"), base.vocabulary_maps),
-        Layout(
-            "dflash-speculators",
-            table,
-            functools.partial(describe, "dflash-speculators"),
-            base.vocabulary_maps,
-            names_target=True,
-            holds_embedding=True,
-            holds_output=True,
-        ),
+    layout = lambda name, **options: Layout(
+        name, table, functools.partial(describe, name), base.vocabulary_maps, **options
     )
+    held = dict.fromkeys(("names_target", "holds_embedding", "holds_output"), True)
+    return layout("dflash"), layout("dflash-speculators", **held)
 
 
 FORMAT = HeadFormat(

@@ -20,9 +20,6 @@ _MARKOV, _CONFIDENCE = "markov_head.", "confidence_head.proj"
 _MIXED = {"gated": "gate_proj", "rnn": "joint_proj"}
 
 
-# Reading.
-
-
 def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     layout = dflash.layout_of(raw, tensors)
     return layout and ("dspark", layout) if _is_spark(raw, tensors) else None
@@ -54,15 +51,10 @@ def _read_spark(settings: dict, tensors: Tensors, hidden: int) -> SparkConfig:
     markov = kinds[0] if kinds else "vanilla"
     stated = {"markov_rank": rank} | ({"markov_head_type": markov} if rank else {})
     for key, value in stated.items():
-        if settings.get(key) not in (None, value):
-            raise ValueError(
-                f"{key} is {shown(settings[key])}, but the tensors are those of {value!r}"
-            )
+        if (other := settings.get(key)) not in (None, value):
+            raise ValueError(f"{key} is {shown(other)}, but the tensors are those of {value!r}")
     sees_token = chances is not None and chances.shape[-1] != hidden
     return SparkConfig(rank, markov, chances is not None, sees_token and rank > 0)
-
-
-# The names of the tensors.
 
 
 def _table(config: DFlashConfig) -> tuple[Entry, ...]:
@@ -83,9 +75,6 @@ def _table(config: DFlashConfig) -> tuple[Entry, ...]:
 def _assemble(nested: dict, draft_to_target: Any) -> DFlashParams:
     params = dflash.assemble(nested, draft_to_target)
     return params.replace(spark=SparkParams(**params.spark or {}))
-
-
-# Writing.
 
 
 def _describe(layout: str, config: DFlashConfig, target: DecoderConfig, target_name: str) -> dict:

@@ -68,9 +68,6 @@ _NEUTRAL = {
 }
 
 
-# Reading.
-
-
 def _generation(tensors: Tensors) -> int | None:
     """Return 1 for EAGLE-1 and -2, 3 for EAGLE-3, None for other heads.
 
@@ -105,20 +102,18 @@ def _select(config: EagleConfig, tensors: Tensors) -> tuple[Tensors, np.ndarray 
     return selected, ids
 
 
-def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> EagleConfig:
-    del layout
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, _: str) -> EagleConfig:
     from_library = speculators.KEY in raw
     inner = _network_config(raw) if from_library else raw
     vocab, hidden = (common.whole(inner, key) for key in ("vocab_size", "hidden_size"))
     draft_vocab = common.whole_or(raw, "draft_vocab_size", vocab)
+    nonzero = bool(np.any(tensors.get("fc.bias", True)))
     fields = {
         "network": _network(inner, tensors, draft_vocab),
         "target_hidden_size": common.whole_or(raw, "target_hidden_size", hidden),
         "target_vocab_size": vocab,
-        "separate_embedding": "embed_tokens.weight" in tensors,
-        "separate_head": "lm_head.weight" in tensors,
-        "fc_bias": _has_bias(raw, ("bias",), "fc.bias", tensors)
-        and bool(np.any(tensors.get("fc.bias", True))),
+        **base.separate(tensors),
+        "fc_bias": _has_bias(raw, ("bias",), "fc.bias", tensors) and nonzero,
     }
     base.check_target(
         ("a hidden size", fields["target_hidden_size"], target.hidden_size),
@@ -138,6 +133,12 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
     if wrong:
         raise ValueError(f"not supported in eagle_config: {', '.join(wrong)}")
     parallel = _MASK in tensors or raw.get(speculators.KEY) == "peagle"
+    mask = mask_token.mask_token_id(raw) if parallel else None
+    if parallel and mask is None:
+        raise ValueError(
+            "the head drafts several tokens in one pass, but config.json names no mask token "
+            f"under any of {', '.join(mask_token.KEYS)}; add the one that it was trained with"
+        )
     if from_library and not parallel and raw.get("norm_before_residual") is None:
         raise ValueError(
             "norm_before_residual is missing, which vLLM reads as true and speculators as false; "
@@ -150,19 +151,9 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
         input_norm=common.flag(raw, "norm_before_fc") or common.flag(nested, "norm_before_fc"),
         norm_before_residual=common.flag(raw, "norm_before_residual"),
         norm_output=common.flag(raw, "norm_output"),
-        mask_token_id=_mask_token(raw) if parallel else None,
+        mask_token_id=mask,
         **fields,
     )
-
-
-def _mask_token(raw: dict) -> int:
-    token = mask_token.mask_token_id(raw)
-    if token is None:
-        raise ValueError(
-            "the head drafts several tokens in one pass, but config.json names no mask token "
-            f"under any of {', '.join(mask_token.KEYS)}; add the one that it was trained with"
-        )
-    return token
 
 
 def _network_config(raw: dict) -> dict:
@@ -203,9 +194,6 @@ def _has_bias(raw: dict, keys: tuple[str, ...], name: str, tensors: Tensors) -> 
     return name in tensors if stated is None else common.flag(raw, stated)
 
 
-# The names of the tensors.
-
-
 def _table(config: EagleConfig) -> tuple[Entry, ...]:
     network, hidden, third = config.network, config.hidden_size, config.generation == 3
     norm_names = ("embedding_layernorm", "hidden_states_layernorm")
@@ -231,19 +219,11 @@ def _table(config: EagleConfig) -> tuple[Entry, ...]:
         entries.append(vector(("norm",), "norm.weight", hidden))
     if config.mask_token_id is not None:
         entries.append(Entry((_MASK,), (_MASK,), ((1, 1, config.fc_inputs),)))
-    if config.separate_head:
-        entries.append(matrix(("head",), "lm_head.weight", config.vocab_size, hidden))
-    if config.separate_embedding:
-        shape = (config.target_vocab_size, hidden)
-        entries.append(Entry(("embedding",), ("embed_tokens.weight",), (shape,)))
-    return tuple(entries)
+    return (*entries, *base.separate_entries(config))
 
 
 def _assemble(nested: dict, draft_to_target: Any) -> EagleParams:
     return EagleParams(layers=blocks(nested), draft_to_target=draft_to_target, **nested)
-
-
-# Writing.
 
 
 def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_name: str) -> dict:
@@ -290,42 +270,28 @@ def _check_layout(layout: str, config: EagleConfig) -> None:
         "sliding windows": any(network.windows),
         "biases of the MLP": network.mlp_bias,
     }
-    third = {
-        "EAGLE-1": first,
-        "biases of q, k, v without that of o, or the reverse": not first
-        and network.qkv_bias != network.output_bias,
+    uneven = not first and network.qkv_bias != network.output_bias
+    third = {"EAGLE-1": first, "biases of q, k, v without that of o, or the reverse": uneven}
+    eagle3 = {"a second block": network.num_layers > 1, "the mask of P-EAGLE": parallel}
+    peagle = {
+        "a head without a mask": not first and not parallel,
+        "norms of the hidden states": config.feature_norms or config.input_norm,
+        "a norm of the output that is fed back": config.norm_output,
+    }
+    library = speculators.features(config) | {
+        "a bias of fc": config.fc_bias,
+        "biases of the MLP beside norms of queries": network.qk_norm and network.mlp_bias,
     }
     features = {
         "eagle": {"EAGLE-3": not first, **old},
-        "eagle3": {
-            **third,
-            **old,
-            "a second block": network.num_layers > 1,
-            "the mask of P-EAGLE": parallel,
-        },
-        "peagle": {
-            **third,
-            **old,
-            "a head without a mask": not first and not parallel,
-            "norms of the hidden states": config.feature_norms or config.input_norm,
-            "a norm of the output that is fed back": config.norm_output,
-        },
-        "speculators": {
-            **third,
-            "a bias of fc": config.fc_bias,
-            "a head without an output matrix": not config.separate_head,
-            "a target of another width": config.target_hidden_size != config.hidden_size,
-            "biases of the MLP beside norms of queries": network.qk_norm and network.mlp_bias,
-        },
+        "eagle3": third | old | eagle3,
+        "peagle": third | old | peagle,
+        "speculators": third | library,
     }
-    base.refuse(
-        layout,
-        features[layout],
-        "write 'eagle' (EAGLE-1 and -2), 'eagle3' or 'speculators' (EAGLE-3), 'peagle' or "
-        "'speculators' (P-EAGLE)",
-    )
-    if layout in ("speculators", "peagle") and not config.separate_embedding:
-        raise ValueError(f"layout={layout!r} needs an embedding; pass the target's as embedding")
+    remedy = "write 'eagle' (EAGLE-1 and -2), 'eagle3' or 'speculators' (EAGLE-3), 'peagle' or "
+    base.refuse(layout, features[layout], f"{remedy}'speculators' (P-EAGLE)")
+    if layout in ("speculators", "peagle"):
+        speculators.check_embedding(layout, config)
 
 
 def _speculators_keys(

@@ -20,11 +20,7 @@ def default_capture_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def read(raw: dict, nested: dict, num_layers: int) -> tuple[int, ...]:
-    """Return indices into ``hidden_states``, from config.json and its ``eagle_config``.
-
-    Raises:
-      ValueError: the list is ambiguous, contradicted, or not of the target's layers.
-    """
+    """Return indices into ``hidden_states``, from config.json and its ``eagle_config``."""
     top, inside = (_ids(source) for source in (raw, nested))
     if inside is None:
         layers = default_capture_layers(num_layers) if top is None else top

@@ -15,7 +15,7 @@ import numpy as np
 
 from jspec.checkpoints import model_files, safetensors_files, torch_files
 from jspec.checkpoints.heads import base, eagle, head_formats
-from jspec.checkpoints.heads.base import HeadConfig, Layout
+from jspec.checkpoints.heads.base import HeadConfig
 from jspec.checkpoints.model_files import PathLike
 from jspec.models.decoder import DecoderConfig
 from jspec.util import staging
@@ -33,15 +33,8 @@ _ANY_WEIGHTS = re.compile(
     r"|medusa_lm_head\.(safetensors|pt)|hydra_lm_head\.pt"
 )
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "medusa_lm_head.*", "hydra_lm_head.pt")
-_WRAPPERS = (
-    "model.",
-    "module.",
-    "draft_model.",
-    "medusa_heads.",
-    "medusa_head.",
-    "speculator.",
-    "logit_head.",
-)
+_WRAPPERS = ("model.", "module.", "draft_model.", "speculator.", "logit_head.")
+_WRAPPERS += ("medusa_heads.", "medusa_head.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +109,7 @@ def save_head(
 
     Args:
       directory: created if it does not exist.
-      config: the head of ``params``.
+      config: sizes and switches of the head.
       params: weights.
       target_config: the target's sizes.
       layout: None for the most widely read one of the method: "eagle", "eagle3", "peagle",
@@ -138,11 +131,10 @@ def save_head(
     if chosen.holds_output and output is not None and not config.separate_head:
         config = dataclasses.replace(config, separate_head=True)
         params = params.replace(head=output)
-    raw = _describe(chosen, config, target_config, target_name)
+    raw = describe_head(config, target_config, layout=chosen.name, target_name=target_name)
     entries = chosen.entries(config)
     model_files.check_params(entries, params)
-    weights = [entry.pick(params) for entry in entries if not entry.float32]
-    dtype = model_files.known_dtype(dtype or model_files.common_dtype(weights))
+    dtype = model_files.known_dtype(dtype or model_files.common_dtype(entries, params))
     extra = chosen.extra(config, params, dtype)
     raw |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     with staging.replace_files(directory, _ANY_WEIGHTS) as aside:
@@ -167,20 +159,14 @@ def describe_head(
       ValueError: the layout is unknown or cannot express the head.
     """
     chosen = head_formats.of(config).layout(layout, config)
-    return _describe(chosen, config, target_config, target_name)
-
-
-def _describe(
-    layout: Layout, config: HeadConfig, target_config: DecoderConfig, target_name: str
-) -> dict:
-    if layout.names_target and not target_name:
-        raise ValueError(f"layout={layout.name!r} names the target; pass its hub id as target_name")
+    if chosen.names_target and not target_name:
+        raise ValueError(f"layout={chosen.name!r} names the target; pass its hub id as target_name")
     if target_config.vocab_size != config.target_vocab_size:
         raise ValueError(
             f"target_config has a vocabulary of {target_config.vocab_size}, but the head is for "
             f"one of {config.target_vocab_size}; pass that of the head's target"
         )
-    return layout.describe(config, target_config, target_name)
+    return chosen.describe(config, target_config, target_name)
 
 
 def _canonical(directory: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

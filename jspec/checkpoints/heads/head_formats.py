@@ -1,4 +1,4 @@
-"""The table of head formats. A new format is one file, with its ``FORMAT``, and its line here."""
+"""The table of head formats. A new format is one file, with its ``FORMAT``, and its name here."""
 
 from pathlib import Path
 
@@ -16,16 +16,8 @@ from jspec.checkpoints.heads.base import HeadConfig, HeadFormat, Tensors
 from jspec.util.messages import printable
 
 # In the order in which they are tried: each recognises less specific names than those before it.
-FORMATS: tuple[HeadFormat, ...] = (
-    medusa.FORMAT,
-    arctic.FORMAT,
-    mlp_speculator.FORMAT,
-    hydra.FORMAT,
-    mtp.FORMAT,
-    dspark.FORMAT,
-    dflash.FORMAT,
-    eagle.FORMAT,
-)
+_MODULES = (medusa, arctic, mlp_speculator, hydra, mtp, dspark, dflash, eagle)
+FORMATS: tuple[HeadFormat, ...] = tuple(module.FORMAT for module in _MODULES)
 
 
 def of(config: HeadConfig) -> HeadFormat:
@@ -34,11 +26,7 @@ def of(config: HeadConfig) -> HeadFormat:
 
 
 def sniff(directory: Path, raw: dict, tensors: Tensors) -> tuple[HeadFormat, str, str]:
-    """Return the format, the kind and the layout of a config.json and its tensors.
-
-    Raises:
-      ValueError: they are not those of a draft head.
-    """
+    """Return the format, the kind and the layout of a config.json and its tensors."""
     for format in FORMATS:
         match = format.sniff(raw, tensors)
         if match is not None:

@@ -30,9 +30,6 @@ _UNUSED = ("input_embed_fn.weight", f"{_PREFIX}.embed_tokens.weight")
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 
 
-# Reading.
-
-
 def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     """Return the layout; an unsupported ``hydra_head_arch`` raises here, as its names differ."""
     stated = raw.get("hydra_head_arch")
@@ -47,15 +44,13 @@ def _select(config: HydraConfig, tensors: Tensors) -> tuple[Tensors, None]:
     return base.without_repeats(_repeats(config), tensors), None
 
 
-def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> HydraConfig:
-    del layout
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, _: str) -> HydraConfig:
     prefixed = any(name.startswith(f"{_PREFIX}.") for name in tensors)
     architecture = _ARCHITECTURES[prefixed]
     stated = raw.get("hydra_head_arch", architecture)
     if stated != architecture:
-        raise ValueError(
-            f"hydra_head_arch is {shown(stated)}, but the tensors are those of {architecture!r}"
-        )
+        other = f"the tensors are those of {architecture!r}"
+        raise ValueError(f"hydra_head_arch is {shown(stated)}, but {other}")
     matches = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
     num_heads, _ = common.counted([(match[1], "0") for match in matches], len(tensors))
     num_layers = len({match[2] for match in matches})
@@ -66,33 +61,31 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
             "export them as Medusa heads"
         )
     offset = common.whole({"hidden_state_offset": 0} | raw, "hidden_state_offset", least=0)
-    if offset > target.num_layers:
-        raise ValueError(
-            f"hidden_state_offset is {offset}, but the target has {target.num_layers} layers"
-        )
+    count = target.num_layers
+    if offset > count:
+        raise ValueError(f"hidden_state_offset is {offset}, but the target has {count} layers")
     config = HydraConfig(
         num_heads=num_heads,
         num_layers=num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        capture_layers=(target.num_layers - offset,),
+        capture_layers=(count - offset,),
         output_bias=any(re.fullmatch(r"hydra_lm_head\.\d+\.(1\.)?bias", name) for name in tensors),
         network=network(target) if prefixed else None,
     )
-    tied = num_layers > 2 and _has_repeats(dataclasses.replace(config, tie_blocks=True), tensors)
-    return dataclasses.replace(config, tie_blocks=tied)
+    if num_layers < 3:
+        return config
+    tied = dataclasses.replace(config, tie_blocks=True)
+    equal = (
+        name in tensors and first in tensors and np.array_equal(tensors[name], tensors[first])
+        for name, first in _repeats(tied).items()
+    )
+    return tied if all(equal) else config
 
 
 def network(target: DecoderConfig) -> DecoderConfig:
     """Return the config of the prefix layer for a target: one block like its own."""
     return dataclasses.replace(target, num_layers=1, windows=target.windows[:1])
-
-
-def _has_repeats(config: HydraConfig, tensors: Tensors) -> bool:
-    return all(
-        name in tensors and first in tensors and np.array_equal(tensors[name], tensors[first])
-        for name, first in _repeats(config).items()
-    )
 
 
 def _repeats(config: HydraConfig) -> dict[str, str]:
@@ -109,9 +102,6 @@ def _repeats(config: HydraConfig) -> dict[str, str]:
 
 def _block(config: HydraConfig, head: int, layer: int) -> str:
     return f"hydra_mlp.{head}.{layer if config.network is None else 1 + 2 * layer}"
-
-
-# The names of the tensors.
 
 
 def _table(config: HydraConfig) -> tuple[Entry, ...]:
@@ -141,8 +131,7 @@ def _table(config: HydraConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _assemble(nested: dict, ids: None) -> HydraParams:
-    del ids
+def _assemble(nested: dict, _: None) -> HydraParams:
     later, prefix = nested.get("blocks", {}), nested.get("prefix")
     if prefix is not None:
         prefix = PrefixParams(layers=blocks(prefix), **prefix)
@@ -158,20 +147,15 @@ def _assemble(nested: dict, ids: None) -> HydraParams:
     )
 
 
-# Writing.
-
-
 def _describe(config: HydraConfig, target: DecoderConfig, target_name: str) -> dict:
     """Return a config.json that the authors' loader reads."""
-    other = config.network is not None and config.network != dataclasses.replace(
-        network(target),
-        cache_dtype=config.network.cache_dtype,
-        activation_dtype=config.network.activation_dtype,
-        attention=config.network.attention,
+    prefix = config.network
+    machine = ("cache_dtype", "activation_dtype", "attention")
+    other = prefix is not None and prefix != dataclasses.replace(
+        network(target), **{key: vars(prefix)[key] for key in machine}
     )
-    base.refuse(
-        "hydra", {"a prefix layer unlike the target's blocks": other}, "train one like them"
-    )
+    features = {"a prefix layer unlike the target's blocks": other}
+    base.refuse("hydra", features, "train one like them")
     return {
         "hydra_num_heads": config.num_heads,
         "hydra_num_layers": config.num_layers,
@@ -186,15 +170,13 @@ def _extra(config: HydraConfig, params: HydraParams, dtype: np.dtype) -> dict[st
     return base.copies(_repeats(config), _table(config), params, dtype)
 
 
+_FILE = "hydra_lm_head.pt"
+_LAYOUT = Layout("hydra", _table, _describe, _extra, torch_file=_FILE, names_target=True)
 FORMAT = HeadFormat(
     title="Hydra",
     kinds=("hydra",),
     owns=lambda config: isinstance(config, HydraConfig),
-    layouts=(
-        Layout(
-            "hydra", _table, _describe, _extra, torch_file="hydra_lm_head.pt", names_target=True
-        ),
-    ),
+    layouts=(_LAYOUT,),
     sniff=_sniff,
     read_config=_read_config,
     assemble=_assemble,

@@ -11,17 +11,12 @@ KEYS = (*SERVED, "mask_token_id")
 
 
 def mask_token_id(raw: Mapping[str, Any], keys: Sequence[str] = KEYS) -> int | None:
-    """Return the mask token under any of ``keys``, or None.
-
-    Raises:
-      ValueError: it is no whole number, or the keys name different ones.
-    """
+    """Return the mask token under any of ``keys``, or None."""
     tokens = {key: raw[key] for key in keys if raw.get(key) is not None}
-    for key, value in tokens.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(
-                f"{key} must be a token id, a whole number from 0 on, got {shown(value)}"
-            )
+    for key, token in tokens.items():
+        if type(token) is not int or token < 0:
+            kind = "a token id, a whole number from 0 on"
+            raise ValueError(f"{key} must be {kind}, got {shown(token)}")
     if len(set(tokens.values())) > 1:
         named = ", ".join(f"{key}={shown(value, 40)}" for key, value in tokens.items())
         raise ValueError(f"config.json names several mask tokens ({named}); leave one")

@@ -34,9 +34,6 @@ _BLOCKS = {
 _TOKEN_MAP = "token_map"
 
 
-# Reading.
-
-
 def _select(config: MedusaConfig, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
     """Call vLLM's one output ``lm_heads.0``, and sort outputs by target id."""
     names = {"lm_head.weight": "lm_heads.0.weight"}
@@ -98,9 +95,6 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
     )
 
 
-# The names of the tensors.
-
-
 def _table(layout: str, config: MedusaConfig) -> tuple[Entry, ...]:
     """Return the entries of the heads; an output for all heads is ``lm_heads.0``."""
     size, last = config.hidden_size, config.num_layers
@@ -118,12 +112,8 @@ def _table(layout: str, config: MedusaConfig) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-# Writing.
-
-
-def _describe(config: MedusaConfig, target: DecoderConfig, target_name: str) -> dict:
+def _describe(config: MedusaConfig, _: DecoderConfig, target_name: str) -> dict:
     """Return a config.json that the authors' loader reads."""
-    del target
     features = {
         "blocks without biases": not config.bias,
         "a reduced vocabulary": config.reduced,
@@ -137,9 +127,8 @@ def _describe(config: MedusaConfig, target: DecoderConfig, target_name: str) -> 
     }
 
 
-def _describe_vllm(config: MedusaConfig, target: DecoderConfig, target_name: str) -> dict:
+def _describe_vllm(config: MedusaConfig, *_: Any) -> dict:
     """Return a config.json that vLLM reads."""
-    del target, target_name
     features = {"heads without an output of their own": config.num_outputs == 0}
     base.refuse("medusa-vllm", features, "write 'medusa'")
     return {
@@ -155,11 +144,14 @@ def _describe_vllm(config: MedusaConfig, target: DecoderConfig, target_name: str
     }
 
 
-def _extra(config: MedusaConfig, params: MedusaParams, dtype: np.dtype) -> dict[str, np.ndarray]:
-    del config, dtype
+def _extra(_: MedusaConfig, params: MedusaParams, _dtype: np.dtype) -> dict[str, np.ndarray]:
     if params.draft_to_target is None:
         return {}
     return {_TOKEN_MAP: np.asarray(params.draft_to_target).astype(np.int64)}
+
+
+def _layout(name: str, describe, **options) -> Layout:
+    return Layout(name, functools.partial(_table, name), describe, **options)
 
 
 FORMAT = HeadFormat(
@@ -167,14 +159,8 @@ FORMAT = HeadFormat(
     kinds=("medusa",),
     owns=lambda config: isinstance(config, MedusaConfig),
     layouts=(
-        Layout("medusa-vllm", functools.partial(_table, "medusa-vllm"), _describe_vllm, _extra),
-        Layout(
-            "medusa",
-            functools.partial(_table, "medusa"),
-            _describe,
-            torch_file="medusa_lm_head.pt",
-            names_target=True,
-        ),
+        _layout("medusa-vllm", _describe_vllm, extra=_extra),
+        _layout("medusa", _describe, torch_file="medusa_lm_head.pt", names_target=True),
     ),
     sniff=base.by_names("medusa", _BLOCKS),
     read_config=_read_config,

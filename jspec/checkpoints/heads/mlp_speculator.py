@@ -29,15 +29,11 @@ _FIRST = {
 }
 
 
-# Reading.
-
-
 def _select(config: MlpSpeculatorConfig, tensors: Tensors) -> tuple[Tensors, None]:
     return base.without_repeats(_repeats(config), tensors), None
 
 
-def _assemble(nested: dict, ids: None) -> MlpSpeculatorParams:
-    del ids
+def _assemble(nested: dict, _: None) -> MlpSpeculatorParams:
     parts = {name: base.by_index(stages) for name, stages in nested.items()}
     norms = tuple(NormParams(**norm) for norm in parts["norms"])
     return MlpSpeculatorParams(**parts | {"norms": norms})
@@ -48,9 +44,7 @@ def _read_config(
 ) -> MlpSpeculatorConfig:
     variant = layout == "arctic-rnn"
     if variant and raw.get("method", "sum_rnn") != "sum_rnn":
-        raise ValueError(
-            f"method is {shown(raw['method'])}, but the tensors are those of 'sum_rnn'"
-        )
+        raise ValueError(f"method is {shown(raw['method'])}, but the tensors are of 'sum_rnn'")
     sizes = read_sizes(raw, target, "input_hidden_dim" if variant else "emb_dim")
     inner = variant_width(raw) if variant else common.whole(raw, "inner_dim", least=0)
     tied = common.flag(raw, "tie_weights") or common.flag(raw, "tie_wts")
@@ -60,22 +54,13 @@ def _read_config(
 
 
 def read_sizes(raw: dict, target: DecoderConfig, hidden_key: str) -> dict:
-    """Return the fields that the configs of all speculators have.
-
-    Raises:
-      ValueError: a key is malformed or not supported, or the target is another one.
-    """
+    """Return the fields that the configs of all speculators have."""
     if raw.get("quantization_config") is not None:
         raise ValueError("quantization_config is not supported: save the weights unquantised")
-    for name, key, size in (
-        ("hidden size", hidden_key, target.hidden_size),
-        ("vocabulary", "vocab_size", target.vocab_size),
-    ):
-        if common.whole(raw, key) != size:
-            raise ValueError(
-                f"the speculator was made for another target: it expects a {name} of {raw[key]} "
-                f"({key}) where the target has {size}"
-            )
+    base.check_target(
+        (f"a hidden size ({hidden_key})", common.whole(raw, hidden_key), target.hidden_size),
+        ("a vocabulary (vocab_size)", common.whole(raw, "vocab_size"), target.vocab_size),
+    )
     return {
         "n_predict": common.whole(raw, "n_predict"),
         "hidden_size": target.hidden_size,
@@ -86,11 +71,7 @@ def read_sizes(raw: dict, target: DecoderConfig, hidden_key: str) -> dict:
 
 
 def variant_width(raw: dict) -> int:
-    """Return the inner width of Snowflake's variants, which three equal keys hold.
-
-    Raises:
-      ValueError: a key is malformed, names several layers, or differs from the others.
-    """
+    """Return the inner width of Snowflake's variants, which three equal keys hold."""
     dims = {key: _dim(raw, key) for key in ("inner_dim", "emb_dim", "proj_dim")}
     if len(set(dims.values())) > 1:
         stated = ", ".join(f"{key}={dim}" for key, dim in dims.items())
@@ -125,9 +106,6 @@ def _repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
     }
 
 
-# The names of the tensors.
-
-
 def _table(config: MlpSpeculatorConfig, end: str = "") -> tuple[Entry, ...]:
     inner, vocab = config.inner_dim, config.vocab_size
     entries = []
@@ -153,12 +131,8 @@ def norm_entries(path: tuple[str | int, ...], name: str, size: int) -> list[Entr
     return [vector((*path, kind), f"{name}.{kind}", size) for kind in ("weight", "bias")]
 
 
-# Writing.
-
-
-def _describe_ibm(config: MlpSpeculatorConfig, target: DecoderConfig, target_name: str) -> dict:
+def _describe_ibm(config: MlpSpeculatorConfig, *_: Any) -> dict:
     """Return a config.json that fms and vLLM read."""
-    del target, target_name
     return _describe_stages(config) | {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "emb_dim": config.hidden_size,

@@ -46,12 +46,7 @@ _CLASSES = {
 }
 
 
-# Reading.
-
-
-def _read_config(
-    raw: dict, tensors: Tensors, target: DecoderConfig, layout: MtpLayout
-) -> MtpConfig:
+def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str) -> MtpConfig:
     if raw.get("speculators_model_type") is not None:
         raise ValueError(
             "modules in the files of the speculators library are not supported, because it trains "
@@ -79,8 +74,7 @@ def _select(config: MtpConfig, tensors: Tensors) -> tuple[Tensors, None]:
     return {name: tensors[name] for name in names}, None
 
 
-def _assemble(nested: dict, ids: None) -> MtpParams:
-    del ids
+def _assemble(nested: dict, _: None) -> MtpParams:
     modules = tuple(ModuleParams(**fields) for fields in base.by_index(nested["modules"]))
     return MtpParams(modules, blocks(nested))
 
@@ -99,9 +93,6 @@ def config_for(target: DecoderConfig, layout: MtpLayout, modules: int = 1) -> Mt
 def natural_layout(target: DecoderConfig) -> MtpLayout:
     """Return the layout of modules in the files of ``target``."""
     return "mimo" if target.moe is None and target.mla is None else "deepseek"
-
-
-# The names of the tensors.
 
 
 def _table(config: MtpConfig) -> tuple[Entry, ...]:
@@ -135,30 +126,17 @@ def _prefix(layout: MtpLayout, num_layers: int, module: int) -> str:
     return f"mtp_layers.{module}" if layout == "mimo" else f"layers.{num_layers + module}"
 
 
-# Writing.
-
-
-def _describe(
-    layout: MtpLayout, config: MtpConfig, target: DecoderConfig, target_name: str
-) -> dict:
+def _describe(layout: MtpLayout, config: MtpConfig, target: DecoderConfig, _: str) -> dict:
     """Return a config.json for files of their own: the target's, with the modules' class."""
-    del target_name
     check(config, layout, target)
     raw = families.describe(target)
     model_type, architecture = _CLASSES.get(raw["model_type"], ("mimo_mtp", "MiMoMTPModel"))
-    return raw | {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "num_nextn_predict_layers": config.n_predict,
-    }
+    names = {"architectures": [architecture], "model_type": model_type}
+    return raw | names | {"num_nextn_predict_layers": config.n_predict}
 
 
 def check(config: MtpConfig, layout: MtpLayout, target: DecoderConfig) -> None:
-    """Check that a layout holds modules for ``target`` as they are.
-
-    Raises:
-      ValueError: it would read them back as others.
-    """
+    """Check that a layout holds modules for ``target`` as they are."""
     expected = config_for(target, layout, config.n_predict)
     machine = ("cache_dtype", "activation_dtype", "attention")
     plain = lambda c: dataclasses.replace(

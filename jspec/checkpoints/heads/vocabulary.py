@@ -10,12 +10,7 @@ import numpy as np
 def from_offsets(
     offsets: np.ndarray | None, mask: np.ndarray | None, size: int, target_size: int
 ) -> np.ndarray | None:
-    """Return ``draft_to_target`` int32 [size] from ``d2t`` and ``t2d``; None for equal ids.
-
-    Raises:
-      ValueError: the tensors are missing or misshapen, disagree, or do not name ascending ids of
-        the target.
-    """
+    """Return ``draft_to_target`` int32 [size] from ``d2t`` and ``t2d``; None for equal ids."""
     if offsets is None:
         if size == target_size:
             return None
@@ -36,9 +31,6 @@ def from_ids(ids: np.ndarray, size: int, target_size: int) -> tuple[np.ndarray |
     """Return ``draft_to_target`` and the order [size] from unordered ids (vLLM's ``token_map``).
 
     Row ``order[j]`` of the file's output matrices belongs to id j of the draft.
-
-    Raises:
-      ValueError: these are not ``size`` different ids of the target.
     """
     if ids.shape != (size,) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token_map is {ids.dtype}{list(ids.shape)}, not whole numbers [{size}]")
@@ -48,17 +40,11 @@ def from_ids(ids: np.ndarray, size: int, target_size: int) -> tuple[np.ndarray |
     return (None if size == target_size else sorted_ids.astype(np.int32)), order
 
 
-def to_offsets(draft_to_target: np.ndarray) -> np.ndarray:
-    """Return ``d2t``, int64 [Vd]."""
-    ids = np.asarray(draft_to_target).astype(np.int64)
-    return ids - np.arange(ids.size)
-
-
-def to_mask(draft_to_target: np.ndarray, target_size: int) -> np.ndarray:
-    """Return ``t2d``, bool [V]."""
-    mask = np.zeros(target_size, bool)
-    mask[np.asarray(draft_to_target)] = True
-    return mask
+def to_offsets(draft_to_target: np.ndarray, target_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``d2t`` int64 [Vd] and ``t2d`` bool [V]."""
+    ids, mask = np.asarray(draft_to_target).astype(np.int64), np.zeros(target_size, bool)
+    mask[ids] = True
+    return ids - np.arange(ids.size), mask
 
 
 def _check(ids: np.ndarray, target_size: int, what: str) -> None:
