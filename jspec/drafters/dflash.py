@@ -36,9 +36,6 @@ class DFlash(CachedDrafter):
     """Drafting by a DFlash head, a chain or any tree, at most as deep as its block.
 
     Its memory is the head's cache.
-
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the head.
     """
 
     follows = "best_first"
@@ -72,16 +69,9 @@ class DFlash(CachedDrafter):
 
     def _block(self, params, cache, history) -> tuple[Array, Array]:
         """Return the outputs [B, K, D] of the slots that draft, and their logits [B, K, Vd]."""
-        hidden = head.fill_in(
-            params.drafter,
-            self.config,
-            root_token(history),
-            self.max_depth,
-            cache,
-            self.target,
-            params.target,
-        )
-        return hidden, network.unembed(params.drafter, hidden, self.target, params.target)
+        root, target = root_token(history), (self.target, params.target)
+        hidden = head.fill_in(params.drafter, self.config, root, self.max_depth, cache, *target)
+        return hidden, network.unembed(params.drafter, hidden, *target)
 
     def _commit(self, params, cache, following, features, count):
         del following
@@ -102,9 +92,6 @@ class DSpark(DFlash):
     Attributes:
       dspark_draft_topk: number of likeliest tokens of a slot, before the bias, to draft from; None
         for all.
-
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the head.
     """
 
     follows = "eagle2"

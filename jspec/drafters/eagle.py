@@ -31,11 +31,7 @@ class _Frontier(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Eagle(CachedDrafter):
-    """Drafting by an EAGLE head, a chain or any tree.
-
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the head.
-    """
+    """Drafting by an EAGLE head, a chain or any tree."""
 
     weights = (EagleParams,)
 
@@ -57,7 +53,7 @@ class Eagle(CachedDrafter):
         )
         return memory.commit(out, entries, count, following.shape[1])
 
-    def _start(self, params, memory):
+    def _start(self, params, memory, history):
         (width, slots), batch = self._frontier_size, memory.hidden.shape[0]
         frontier = _Frontier(
             hidden=jnp.repeat(memory.hidden, width, 1),

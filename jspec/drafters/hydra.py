@@ -7,12 +7,10 @@ heads have a prefix layer, that layer's cache and last output.
 """
 
 import dataclasses
-import functools
 
-from jspec.core.history import root_token
 from jspec.drafters.base.cached import CachedMemory
-from jspec.drafters.base.features import FeatureDrafter, check_num_heads
-from jspec.drafters.base.tree_drafter import along_path, last_of, rows
+from jspec.drafters.base.features import FeatureDrafter
+from jspec.drafters.base.tree_drafter import along_path, last_of
 from jspec.models import decoder
 from jspec.models.heads import hydra as network
 from jspec.models.heads.hydra import HydraConfig, HydraParams
@@ -20,19 +18,12 @@ from jspec.models.heads.hydra import HydraConfig, HydraParams
 
 @dataclasses.dataclass(frozen=True)
 class Hydra(FeatureDrafter):
-    """Drafting by Hydra heads, a chain or any tree, at most as deep as there are heads.
-
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the heads.
-    """
+    """Drafting by Hydra heads, a chain or any tree, at most as deep as there are heads."""
 
     maps_vocabulary = False
     weights = (HydraParams,)
 
     config: HydraConfig
-
-    def _check_depth(self):
-        check_num_heads(self.max_depth, self.config.num_heads)
 
     def init(self, params, request, capacity):
         """Return a memory without a hidden state, or an empty cache of the prefix layer."""
@@ -55,28 +46,17 @@ class Hydra(FeatureDrafter):
         (features,) = along_path(out.features, verdict.path)
         return self._commit(params, memory, features, verdict.num_emitted), shared
 
-    def propose(self, params, request, shared, memory, history):
-        """Draft from the last hidden state and the root."""
-        if self.config.network is None:
-            hidden, known = memory.hidden[:, None], memory.known
-        else:
-            hidden, known = memory.hidden, memory.cache.length > 0
-        frontier, logits = self._advance(params, hidden, root_token(history)[:, None], 0)
-        drawing = self.drawing(request, history, params)
-        feed = functools.partial(self._feed, params)
-        draft = self.grow(drawing, logits, feed, frontier, unrolled=True)
-        return self.limit(draft, history, known), memory
+    def _state(self, memory):
+        return memory.hidden[:, None] if self.config.network is None else memory.hidden
+
+    def _ready(self, memory):
+        return memory.known if self.config.network is None else memory.cache.length > 0
 
     def _commit(self, params, memory, features, count):
         out, entries = network.prefill(
             params.drafter, self.config, features, memory.cache, last_of(count)
         )
         return memory.commit(out, entries, count, features.shape[1])
-
-    def _feed(self, params, frontier, drafted, parents, depth, slot):
-        """Return the states after drafted tokens [B, F], each from its parent's."""
-        del slot
-        return self._advance(params, rows(frontier, parents), drafted, depth)
 
     def _advance(self, params, state, drafted, head):
         embedded = self.target.embed(params.target, drafted)

@@ -7,7 +7,7 @@ sees the guess of another, so all nodes of a depth share a distribution.
 
 import dataclasses
 
-from jspec.drafters.base.features import FeatureDrafter, check_num_heads
+from jspec.drafters.base.features import FeatureDrafter
 from jspec.drafters.trees import marginals
 from jspec.models.heads import medusa as network
 from jspec.models.heads.medusa import MedusaConfig, MedusaParams
@@ -15,20 +15,12 @@ from jspec.models.heads.medusa import MedusaConfig, MedusaParams
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(FeatureDrafter):
-    """Drafting by Medusa heads, a chain or a static tree, at most as deep as there are heads.
+    """Drafting by Medusa heads, a chain or a static tree, at most as deep as there are heads."""
 
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the heads.
-    """
-
+    follows = "best_first"
     weights = (MedusaParams,)
 
     config: MedusaConfig
-
-    follows = "best_first"
-
-    def _check_depth(self):
-        check_num_heads(self.max_depth, self.config.num_heads)
 
     def propose(self, params, request, shared, memory, history):
         """Draft from one pass of the heads."""

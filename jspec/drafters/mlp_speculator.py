@@ -9,13 +9,8 @@ The networks are IBM's and Snowflake's (Arctic): ``jspec.models.heads.mlp_specul
 """
 
 import dataclasses
-import functools
 
-import jax
-
-from jspec.core.history import root_token
 from jspec.drafters.base.features import FeatureDrafter
-from jspec.drafters.base.tree_drafter import rows
 from jspec.models.heads import arctic, mlp_speculator
 from jspec.models.heads.arctic import LstmSpeculatorConfig, LstmSpeculatorParams
 from jspec.models.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorParams
@@ -29,9 +24,6 @@ class MlpSpeculator(FeatureDrafter):
 
     ``num_speculative_tokens`` defaults to the speculator's ``n_predict``. If the stages share their
     weights it may be a multiple of that, as in vLLM; otherwise it is at most ``n_predict``.
-
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the speculator.
     """
 
     knows_depth = True
@@ -50,20 +42,8 @@ class MlpSpeculator(FeatureDrafter):
             )
         super()._check_depth()
 
-    def propose(self, params, request, shared, memory, history):
-        """Draft from the last hidden state and the root."""
-        state = self._network.start(self.config, memory.hidden[:, None])
-        frontier, logits = self._advance(params, state, root_token(history)[:, None], 0)
-        drawing = self.drawing(request, history, params)
-        feed = functools.partial(self._feed, params)
-        draft = self.grow(drawing, logits, feed, frontier, unrolled=True)
-        return self.limit(draft, history, memory.known), memory
-
-    def _feed(self, params, frontier, drafted, parents, depth, slot):
-        """Return the states after drafted tokens [B, F], each from its parent's."""
-        del slot
-        state = jax.tree.map(lambda x: rows(x, parents), frontier)
-        return self._advance(params, state, drafted, depth)
+    def _state(self, memory):
+        return self._network.start(self.config, memory.hidden[:, None])
 
     def _advance(self, params, state, drafted, stage):
         state, x = self._network.step(params.drafter, self.config, state, drafted, stage)

@@ -35,9 +35,6 @@ class Mtp(CachedDrafter):
 
     ``num_speculative_tokens`` defaults to the number of modules. A multiple of it uses the modules
     several times, as in vLLM.
-
-    Raises:
-      ValueError: a setting is out of range, or contradicts the tree or the modules.
     """
 
     knows_depth: ClassVar[bool] = True
@@ -63,14 +60,9 @@ class Mtp(CachedDrafter):
         hidden, committed = hidden.astype(embedded.dtype), []
         for module, part in enumerate(memory):
             last, is_last = last_of(count), module + 1 == len(memory)
+            read = last if is_last else None
             out, entries = head.prefill(
-                params.drafter,
-                self.config,
-                module,
-                embedded,
-                hidden,
-                part.cache,
-                last if is_last else None,
+                params.drafter, self.config, module, embedded, hidden, part.cache, read
             )
             last_out = out if is_last else rows(out, last)
             committed.append(part.commit(last_out, entries, count, following.shape[1]))
@@ -78,7 +70,7 @@ class Mtp(CachedDrafter):
                 embedded, hidden, count = _next_input(part, embedded, out, count)
         return tuple(committed)
 
-    def _start(self, params, memory):
+    def _start(self, params, memory, history):
         (width, slots), hidden = self._frontier_size, memory[0].hidden
         batch = hidden.shape[0]
         frontier = _Frontier(

@@ -16,6 +16,7 @@ from jspec.models.heads import dflash
 from jspec.models.heads.dflash import DFlashConfig
 from jspec.models.heads.dspark import SparkConfig
 from tests import tiny
+from tests.drafters import heads
 
 WIDTH, REDUCED_SIZE, MASK = tiny.TARGET.config.hidden_size, 40, 63
 _NETWORK = dataclasses.replace(tiny.TARGET.config, num_layers=2, intermediate_size=48, qk_norm=True)
@@ -113,3 +114,11 @@ def torch_reference(name: str, params):
         tensors = load_file(Path(directory) / "model.safetensors")
         raw = json.loads((Path(directory) / "config.json").read_text())
     return (DSparkRef if name in SPARKS else DFlashRef)(tensors, raw, *lent)
+
+
+def states_of(text, layers):
+    """Return the target's hidden states [T, C, D] of a text, in torch."""
+    import torch
+
+    features, _ = heads.hidden_states(np.array([text]), layers)
+    return torch.stack([torch.tensor(np.asarray(feature[0])) for feature in features], 1)

@@ -2,12 +2,16 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.types import Request
 from jspec.drafters.trees.tree_settings import BestFirst, Dynamic
 from jspec.engine import batch as host
 from jspec.engine.plan import Plan
 from tests import tiny
+from tests.drafters import heads
 
 ROWS = [
     host.SequenceParams(prompt, max_tokens=(16, 64)[index], stream=index)
@@ -26,6 +30,53 @@ def plain():
     answers = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
     texts = zip(ROWS, answers, strict=True)
     return [[*row.prompt, *answer.tokens.tolist()] for row, answer in texts]
+
+
+def draft_after(drafter, params, prompt):
+    """Return the draft after ``prompt`` of a row at temperature 1, and the memory before it."""
+    row = host.SequenceParams(prompt, max_tokens=20, temperature=1.0)
+    batch = host.start(plan_of(drafter, "rejection"), params, [row])
+    memory, propose = batch.state.memory, jax.jit(drafter.propose)
+    return propose(params, batch.request, (), memory, batch.state.history)[0], memory
+
+
+def assert_same_distributions(logits, expected):
+    """Compare logits with those of torch, whose rows may be shifted; no row is nearly uniform."""
+    assert np.ptp(expected, -1).min() > 0.5
+    gap = np.asarray(logits) - expected
+    np.testing.assert_allclose(gap - gap.mean(-1, keepdims=True), 0, atol=1e-4)
+
+
+def after_rounds(drafter, params, count=9):
+    """Return texts [3, T], lengths [3] and state of rows of unlike temperatures after rounds."""
+    rows = [
+        host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
+        for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
+    ]
+    plan = plan_of(drafter)
+    state = host.advance(plan, params, host.start(plan, params, rows), count).state
+    texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
+    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted different numbers of tokens
+    return texts, lengths, state
+
+
+def recomputed(drafter, params, texts, lengths):
+    """Return the memory that the drafter has after one pass over the texts."""
+    features, _ = heads.hidden_states(texts, drafter.capture_layers)
+    zeros = jnp.zeros((len(texts),), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), len(texts))
+    empty = drafter.init(params, Request(keys, None, zeros[:, None], zeros), texts.shape[1])
+    features = tuple(x[:, :-1] for x in features)
+    return jax.jit(drafter.prefill)(params, empty, texts, features, np.int32(0), lengths - 1)
+
+
+def assert_same_rows(cache, other, lengths, atol=2e-4):
+    """Compare the first ``lengths`` [B] rows of two caches."""
+    assert cache.length[: len(lengths)].tolist() == other.length.tolist() == list(lengths)
+    leaves = jax.tree.leaves(cache.layers), jax.tree.leaves(other.layers)
+    for left, right in zip(*leaves, strict=True):
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(left[row, :, :length], right[row, :, :length], atol=atol)
 
 
 def likeliest(scores, count):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.core.types import Params, Request
+from jspec.core.types import Params
 from jspec.drafters import Eagle
 from jspec.engine import batch as host
 from jspec.engine import loop
@@ -18,11 +17,8 @@ from jspec.engine.plan import Plan
 from jspec.models import decoder
 from tests import shipped, tiny
 from tests.drafters import heads, rounds
+from tests.drafters.rounds import ROWS, plain, plan_of
 
-ROWS = [
-    host.SequenceParams(prompt, max_tokens=(16, 64)[index], stream=index)
-    for index, prompt in enumerate(tiny.prompts((1, 9)))
-]
 # Method, tree, and N where the tree does not say it.
 CASES = {
     "eagle-chain": ("eagle", dict(num_speculative_tokens=4)),
@@ -44,16 +40,6 @@ def params_of(method, weights):
     return Params(tiny.params().target, WEIGHTS[weights](method))
 
 
-def plan_of(drafter, rule="coupled", **settings):
-    return Plan(tiny.TARGET, drafter, rule, node_buckets=(drafter.tree_size,), **settings)
-
-
-@functools.cache
-def plain():
-    answers = host.generate_sequences(Plan(tiny.TARGET, tiny.NONE), tiny.params(), ROWS)
-    return [answer.tokens.tolist() for answer in answers]
-
-
 @functools.cache
 def drafted(case, weights):
     """Return greedy answers with all drafts."""
@@ -72,7 +58,7 @@ def reference(method, weights):
     torch = pytest.importorskip("torch")
     head = heads.torch_reference(method, WEIGHTS[weights](method))
     layers = heads.CONFIGS[method].capture_layers
-    texts = [np.array([*row.prompt, *text]) for row, text in zip(ROWS, plain(), strict=True)]
+    texts = [np.array(text) for text in plain()]
     states = [jax.device_get(heads.hidden_states(text[None], layers)[0]) for text in texts]
     features = [torch.tensor(np.stack([x[0] for x in each], 1)) for each in states]
 
@@ -110,44 +96,18 @@ def test_every_round_drafts_and_accepts_what_torch_does(case, weights):
 # ----------------------------------------------------------------------------------------- memory
 
 
-def after_rounds(drafter, method, rounds):
-    """Return the state of three rows, two of them sampled, after some rounds."""
-    rows = [
-        host.SequenceParams(prompt, max_tokens=64, temperature=0.4 * index, stream=index)
-        for index, prompt in enumerate(tiny.prompts((1, 9, 23)))
-    ]
-    plan, params = plan_of(drafter), params_of(method, "trained")
-    return params, host.advance(plan, params, host.start(plan, params, rows), rounds).state
-
-
 @pytest.mark.parametrize("method", heads.METHODS)
 def test_the_memory_of_a_head_equals_that_of_one_pass_over_the_text(method):
     """No drafted row is left in the cache, whatever was accepted."""
     drafter = heads.drafter(method, 3, tree="sampled", tree_size=8)
-    params, state = after_rounds(drafter, method, 9)
-    texts, lengths = np.asarray(state.history.tokens)[:3], np.asarray(state.history.length)[:3]
-    assert len(set(lengths - [1, 9, 23])) > 1  # rows that accepted different numbers of tokens
-    features, _ = heads.hidden_states(texts, drafter.capture_layers)
-    empty = drafter.init(params, _request(len(texts)), texts.shape[1])
-    fresh = jax.jit(drafter.prefill)(
-        params, empty, texts, tuple(x[:, :-1] for x in features), np.int32(0), lengths - 1
-    )
+    params = params_of(method, "trained")
+    texts, lengths, state = rounds.after_rounds(drafter, params)
+    fresh = rounds.recomputed(drafter, params, texts, lengths)
     np.testing.assert_allclose(state.memory.hidden[:3], fresh.hidden, atol=2e-4)
     if method == "medusa":
         assert state.memory.known[:3].all()
-        return
-    assert state.memory.cache.length[:3].tolist() == (lengths - 1).tolist()
-    pairs = zip(
-        *(jax.tree.leaves(memory.cache.layers) for memory in (state.memory, fresh)), strict=True
-    )
-    for (cached, recomputed), (row, length) in itertools.product(pairs, enumerate(lengths - 1)):
-        np.testing.assert_allclose(cached[row, :, :length], recomputed[row, :, :length], atol=2e-4)
-
-
-def _request(batch):
-    """Return a request of ``batch`` rows with the fields that ``init`` of a head reads."""
-    zeros = jnp.zeros((batch,), jnp.int32)
-    return Request(jax.random.split(jax.random.key(0), batch), None, zeros[:, None], zeros)
+    else:
+        rounds.assert_same_rows(state.memory.cache, fresh.cache, lengths - 1)
 
 
 @pytest.mark.parametrize("method", heads.METHODS)
@@ -164,10 +124,7 @@ def test_a_prompt_prefilled_in_chunks_gives_the_memory_of_one_prefilled_at_once(
     if method == "medusa":
         assert whole.known.tolist() == parts.known.tolist() == [False, True, True, True]
         return
-    assert parts.cache.length.tolist() == whole.cache.length.tolist() == [0, 16, 39, 32]
-    for left, right in zip(*(jax.tree.leaves(m.cache.layers) for m in (parts, whole)), strict=True):
-        for row, length in enumerate(parts.cache.length):
-            np.testing.assert_allclose(left[row, :, :length], right[row, :, :length], atol=1e-5)
+    rounds.assert_same_rows(parts.cache, whole.cache, [0, 16, 39, 32], atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------- programs
@@ -233,4 +190,5 @@ def test_nodes_past_the_longest_text_to_draft_for_are_not_drafted():
             if 0 < root < min(26, len(row.prompt) + row.max_tokens - 4):
                 assert depths.max() == 3
             root += accepted + 1
-    assert [answer.tokens.tolist() for answer in answers] == plain()
+    texts = [text[len(row.prompt) :] for row, text in zip(ROWS, plain(), strict=True)]
+    assert [answer.tokens.tolist() for answer in answers] == texts

@@ -128,11 +128,7 @@ def test_shared_state_is_kept_for_both_parts():
 @pytest.mark.parametrize(
     ("parts", "settings", "message"),
     [
-        (
-            (LOOKUP,),
-            {},
-            "parts must hold two drafters, not 1; give a lookup and a network.",
-        ),
+        ((LOOKUP,), {}, "parts must hold two drafters, not 1; give a lookup and a network."),
         (
             (tiny.DRAFT, LOOKUP),
             {},

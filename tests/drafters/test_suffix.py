@@ -10,13 +10,12 @@ import jspec
 from jspec.api import config
 from jspec.core.types import History
 from jspec.drafters import Suffix
-from jspec.drafters.suffix import corpus as suffix_corpus
 from jspec.engine import batch as host
 from jspec.engine.loop import init_shared, on_finished
 from jspec.engine.plan import Plan
 from jspec.tools.trace import recording
 from tests import llm_fixtures, shipped, tiny
-from tests.drafters import suffix_oracle
+from tests.drafters import corpora, suffix_oracle
 
 CAPACITY, ROWS, LONGEST = 64, 32, 40
 
@@ -106,9 +105,9 @@ def test_drafts_are_those_of_a_suffix_trie(name):
     seen = []
     for _ in range(10):
         responses = texts(rng, rng.integers(0, 12), LONGEST)
-        corpus = suffix_corpus.extend(drafter.init_shared(), responses)
+        corpus = corpora.extend(drafter.init_shared(), responses)
         stored = suffix_oracle.cached(responses, 6, 96)
-        assert suffix_corpus.responses(corpus) == stored
+        assert corpora.responses(corpus) == stored
         rows = [*texts(rng, ROWS - 6, LONGEST), *(text[:5] for text in stored)]
         starts = [int(rng.integers(1, len(row) + 1)) for row in rows]
         drafts = expected(drafter, stored, rows, starts)
@@ -123,27 +122,27 @@ def test_positions_are_compared_correctly_after_their_count_wraps_around():
     rng = np.random.default_rng(9)
     responses, rows = texts(rng, 8, LONGEST), texts(rng, ROWS, LONGEST)
     last = jnp.int32(2**31 - 40)
-    corpus = suffix_corpus.extend(drafter.init_shared().replace(end=last), responses)
+    corpus = corpora.extend(drafter.init_shared().replace(end=last), responses)
     stored = suffix_oracle.cached(responses, 6, 96)
-    assert int(corpus.end) < 0 and suffix_corpus.responses(corpus) == stored
+    assert int(corpus.end) < 0 and corpora.responses(corpus) == stored
     starts = [len(row) for row in rows]
     assert proposals(drafter, corpus, rows) == expected(drafter, stored, rows, starts)
 
 
 def test_a_response_longer_than_the_corpus_leaves_its_last_tokens():
     text = np.random.default_rng(1).integers(0, 9, 200).tolist()
-    corpus = suffix_corpus.extend(suffix().init_shared(), [[1, 2, 3], text])
-    assert suffix_corpus.responses(corpus) == [text[-95:]]
-    assert suffix_corpus.responses(suffix_corpus.extend(corpus, [[4, 5], []])) == [[4, 5]]
+    corpus = corpora.extend(suffix().init_shared(), [[1, 2, 3], text])
+    assert corpora.responses(corpus) == [text[-95:]]
+    assert corpora.responses(corpora.extend(corpus, [[4, 5], []])) == [[4, 5]]
 
 
 def test_as_few_of_the_oldest_responses_as_possible_are_evicted():
     drafter = suffix(**named(max_cached_tokens=12, max_cached_requests=4))
-    full = suffix_corpus.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3]])
-    assert suffix_corpus.responses(full) == [[1, 1, 1], [2, 2, 2], [3, 3, 3]]
-    over = suffix_corpus.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3, 3]])
-    assert suffix_corpus.responses(over) == [[2, 2, 2], [3, 3, 3, 3]]  # by one slot
-    stored = suffix_corpus.responses(suffix_corpus.extend(full, [[4], [5], [6]]))
+    full = corpora.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3]])
+    assert corpora.responses(full) == [[1, 1, 1], [2, 2, 2], [3, 3, 3]]
+    over = corpora.extend(drafter.init_shared(), [[1, 1, 1], [2, 2, 2], [3, 3, 3, 3]])
+    assert corpora.responses(over) == [[2, 2, 2], [3, 3, 3, 3]]  # by one slot
+    stored = corpora.responses(corpora.extend(full, [[4], [5], [6]]))
     assert stored == [[3, 3, 3], [4], [5], [6]]
 
 
@@ -189,7 +188,7 @@ def test_past_responses_speed_up_later_calls_and_change_no_text(drafter):
         assert [answer.tokens.tolist() for answer in answers] == plain()
         lengths.append(sum(len(a.tokens) for a in answers) / sum(a.rounds for a in answers))
     # Each in the round in which its row ended; the padding row of the batch emitted nothing.
-    assert sorted(suffix_corpus.responses(shared)) == sorted(plain() * 2)
+    assert sorted(corpora.responses(shared)) == sorted(plain() * 2)
     assert lengths[1] > 2 > lengths[0]
 
 
@@ -199,11 +198,11 @@ def test_rows_that_were_cancelled_are_stored_when_they_finish():
     batch = host.cancel(host.advance(plan, tiny.params(), batch, 2), [0, 2])
     cut = [answer.tokens.tolist() for answer in host.read(batch)]
     batch = host.advance(plan, tiny.params(), batch, 1)
-    assert sorted(suffix_corpus.responses(batch.shared)) == sorted([cut[0], cut[2]])
+    assert sorted(corpora.responses(batch.shared)) == sorted([cut[0], cut[2]])
     batch = host.cancel(batch, [1])
     rest = host.read(batch)[1].tokens.tolist()
     shared = on_finished(plan, batch.shared, batch.state)
-    assert sorted(suffix_corpus.responses(shared)) == sorted([cut[0], cut[2], rest])
+    assert sorted(corpora.responses(shared)) == sorted([cut[0], cut[2], rest])
 
 
 def test_a_later_call_with_a_fuller_corpus_compiles_nothing(monkeypatch):

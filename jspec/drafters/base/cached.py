@@ -16,8 +16,7 @@ no row, so its first round drafts nothing.
 """
 
 import dataclasses
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -60,13 +59,10 @@ class CachedMemory:
 class CachedDrafter(TreeDrafter):
     """Drafting by rows of features and tokens, a chain or any tree.
 
-    A method defines how rows of the target's features are committed (``_commit``), the first
-    frontier of a round (``_start``), and how drafted rows run beside the cache (``_feed``, an
-    ``expand.Feed``). A method that drafts in one pass replaces ``propose`` instead of the last two.
+    ``_start`` returns row r - 1 as the first frontier, and ``_feed`` runs the rows of drafted
+    tokens on the outputs of their parents. ``_commit`` commits the first ``count`` [B] of n rows of
+    target features [B, n, D] and next tokens.
     """
-
-    # Whether ``_feed`` needs static depths and slots.
-    unrolled: ClassVar[bool] = False
 
     def missing(self, memory, history):
         """Return the number of rows of the target's features that are not in the cache, [B]."""
@@ -84,37 +80,8 @@ class CachedDrafter(TreeDrafter):
         features = along_path(out.features, verdict.path)
         return self._commit(params, memory, following, features, verdict.num_emitted), shared
 
-    def propose(self, params, request, shared, memory, history):
-        """Draft from the output of the last committed row."""
-        drawing = self.drawing(request, history, params)
-        frontier, logits = self._start(params, memory)
-        feed = functools.partial(self._feed, params, memory, history)
-        draft = self.grow(drawing, logits, feed, frontier, unrolled=self.unrolled)
-        return self.limit(draft, history, self._length(memory) > 0), memory
-
-    def _commit(
-        self, params: Any, memory: Any, following: Array, features: tuple[Array, ...], count: Array
-    ) -> Any:
-        """Commit the first ``count`` [B] of n rows of target features [B, n, D] and next tokens."""
-        raise NotImplementedError
-
-    def _start(self, params: Any, memory: Any) -> tuple[Any, Array]:
-        """Return row r - 1 as the first frontier, and its logits [B, 1, Vd]."""
-        raise NotImplementedError
-
-    def _feed(
-        self,
-        params: Any,
-        memory: Any,
-        history: History,
-        frontier: Any,
-        drafted: Array,
-        parents: Array,
-        depth: int | Array,
-        slot: int | Array,
-    ) -> tuple[Any, Array]:
-        """Run the rows of drafted tokens [B, F] on the outputs of their parents."""
-        raise NotImplementedError
+    def _ready(self, memory):
+        return self._length(memory) > 0
 
     def _length(self, memory: Any) -> Array:
         """Return the number of rows in the cache [B]."""

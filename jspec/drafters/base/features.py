@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jspec.core.history import root_token
 from jspec.core.types import Array
-from jspec.drafters.base.tree_drafter import TreeDrafter, last_of
+from jspec.drafters.base.tree_drafter import TreeDrafter, last_of, rows
 from jspec.models.layers import rows_at
 
 
@@ -20,7 +22,13 @@ class FeatureMemory:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter(TreeDrafter):
-    """A head that starts from the target's last hidden state, of its config's size and dtype."""
+    """A head that starts from the target's last hidden state, of its config's size and dtype.
+
+    ``_state`` returns the first states [B, 1, ...] of a round, and ``_advance`` the states after
+    tokens [B, F], and their logits [B, F, Vd]. Its weights may depend on the depth.
+    """
+
+    unrolled = True
 
     def init(self, params, request, capacity):
         """Return a memory without a hidden state."""
@@ -37,16 +45,26 @@ class FeatureDrafter(TreeDrafter):
         node = rows_at(verdict.path, last_of(verdict.num_emitted))
         return _keep_last(memory, out.features[0], node, verdict.num_emitted > 0), shared
 
+    def _start(self, params, memory, history):
+        return self._advance(params, self._state(memory), root_token(history)[:, None], 0)
+
+    def _feed(self, params, memory, history, frontier, drafted, parents, depth, slot):
+        state = jax.tree.map(lambda x: rows(x, parents), frontier)
+        return self._advance(params, state, drafted, depth)
+
+    def _ready(self, memory):
+        return memory.known
+
+    def _check_depth(self):
+        super()._check_depth()
+        if not self.knows_depth and self.max_depth > self.config.num_heads:
+            raise ValueError(
+                f"the tree is {self.max_depth} deep, but there are {self.config.num_heads} heads, "
+                "one for each depth."
+            )
+
 
 def _keep_last(memory: FeatureMemory, features: Array, row: Array, ran: Array) -> FeatureMemory:
     """Replace the hidden state by row ``row`` [B, 1] of the features in rows that ``ran`` [B]."""
     hidden = rows_at(features, row)[:, 0].astype(memory.hidden.dtype)
     return FeatureMemory(jnp.where(ran[:, None], hidden, memory.hidden), memory.known | ran)
-
-
-def check_num_heads(max_depth: int, num_heads: int) -> None:
-    """Refuse a tree that is deeper than there are heads, one for each depth."""
-    if max_depth > num_heads:
-        raise ValueError(
-            f"the tree is {max_depth} deep, but there are {num_heads} heads, one for each depth."
-        )

@@ -11,7 +11,7 @@ import numpy as np
 from jspec.core import trees, validation
 from jspec.core.types import Array, Draft, History, Params, Request, Target
 from jspec.drafters.trees import expand, tree_settings
-from jspec.drafters.trees.drawing import Drawing, Feed, Frontier, chain
+from jspec.drafters.trees.drawing import Drawing, Feed, chain
 from jspec.drafters.trees.tree_settings import BestFirst, DraftTree, Dynamic
 from jspec.models.layers import rows_at
 
@@ -20,15 +20,20 @@ from jspec.models.layers import rows_at
 class TreeDrafter:
     """Settings of a drafter with a head; ``params.drafter`` are its weights.
 
+    A method defines three steps. ``_start`` returns the frontier of the root, and its logits
+    [B, 1, Vd]. ``_feed`` is a ``drawing.Feed``. ``_ready`` returns a mask of the rows [B] that can
+    draft. A method that drafts in one pass replaces ``propose`` instead.
+
     Attributes:
       config: of the head.
       target: supplies the embedding and output matrix that the head does not have itself.
       num_speculative_tokens: K, edges from the root to the deepest leaf.
-      tree: "chain", ``follows``, "sampled", a name in ``tree_settings.PUBLISHED``, or rank paths.
-      tree_size: N, nodes of the tree, root included; None for the default of
-        ``tree_settings.requested``.
+      tree: "chain", ``follows``, "sampled" (``tree_settings.best``), a name in
+        ``tree_settings.PUBLISHED``, or rank paths.
+      tree_size: N, nodes of the tree, root included. None for 60 ("eagle2") or 16 ("best_first",
+        "sampled"), or for all nodes that such a tree can have, if fewer.
       tree_depth: another name of ``num_speculative_tokens``.
-      tree_top_k: most children of a node.
+      tree_top_k: most children of a node; None for 10 ("eagle2") or 4 ("sampled").
       draft_sample_method: "probabilistic", "greedy" or "top_plus_one", as in
         ``jspec.drafters.trees.drawing``; None for "probabilistic", or "greedy" for trees without
         exact draws.
@@ -39,15 +44,13 @@ class TreeDrafter:
       ValueError: a setting is out of range, or contradicts the tree or the head.
     """
 
-    # Whether the default depth is the config's ``n_predict``, the number of stages or modules.
-    knows_depth: ClassVar[bool] = False
+    knows_depth: ClassVar[bool] = False  # whether the depth defaults to the config's ``n_predict``
     # The tree that follows the head's confidence: "best_first" if all nodes of a depth share a
     # distribution, so that the likeliest paths are known at once; "eagle2" if each has its own.
     follows: ClassVar[str] = "eagle2"
-    # Whether the weights may have ``draft_to_target``, the target ids of a reduced vocabulary.
-    maps_vocabulary: ClassVar[bool] = True
-    # The type of the head's weights, or several.
-    weights: ClassVar[tuple[type, ...]]
+    maps_vocabulary: ClassVar[bool] = True  # whether the weights may have ``draft_to_target``
+    weights: ClassVar[tuple[type, ...]]  # the type of the head's weights, or several
+    unrolled: ClassVar[bool] = False  # whether ``_feed`` needs static depths and slots
 
     config: Any
     target: Target
@@ -60,12 +63,15 @@ class TreeDrafter:
     max_length: int | None = None
     noise: Literal["own", "target"] = "own"
 
+    max_depth = property(lambda self: self.draft_tree.max_depth)
+    capture_layers = property(lambda self: self.config.capture_layers)
+
     def __post_init__(self):
         validation.check_config(self.config)
         if self.tree in ("eagle2", "best_first") and self.tree != self.follows:
-            sees, does = (
-                ("does not see", "does") if self.follows == "eagle2" else ("sees", "does not")
-            )
+            sees, does = "does not see", "does"
+            if self.follows == "best_first":
+                sees, does = "sees", "does not"
             raise ValueError(
                 f"tree={self.tree!r} follows the confidence of a head that {sees} what it drafted, "
                 f"and this one {does}: use {self.follows!r}, 'chain', 'sampled', a published tree "
@@ -119,16 +125,6 @@ class TreeDrafter:
             )
 
     @property
-    def max_depth(self) -> int:
-        """K."""
-        return self.draft_tree.max_depth
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The layers of the target that the head reads."""
-        return self.config.capture_layers
-
-    @property
     def proposal(self) -> str:
         """The way in which the children of a node are chosen."""
         return tree_settings.proposal(self.draft_tree, self.method)
@@ -143,20 +139,21 @@ class TreeDrafter:
         vocab_size = self.target.vocab_size
         return Drawing(request, history, self.method, self.noise, vocab_size, draft_to_target)
 
-    def grow(
-        self,
-        drawing: Drawing,
-        logits: Array,
-        feed: Feed,
-        frontier: Frontier,
-        unrolled: bool = False,
-    ) -> Draft:
+    def propose(self, params, request, shared, memory, history):
+        """Draft depth by depth."""
+        drawing = self.drawing(request, history, params)
+        frontier, logits = self._start(params, memory, history)
+        feed = functools.partial(self._feed, params, memory, history)
+        draft = self.grow(drawing, logits, feed, frontier)
+        return self.limit(draft, history, self._ready(memory)), memory
+
+    def grow(self, drawing: Drawing, logits: Array, feed: Feed, frontier: Any) -> Draft:
         """Draft the tree; arguments as for ``chain``."""
         tree = self.draft_tree
         if isinstance(tree, Dynamic):
-            return expand.dynamic(drawing, tree, logits, feed, frontier, unrolled=unrolled)
+            return expand.dynamic(drawing, tree, logits, feed, frontier, self.unrolled)
         if max(tree.widths) == 1:
-            return chain(drawing, tree.max_depth, logits, feed, frontier, unrolled=unrolled)[0]
+            return chain(drawing, tree.max_depth, logits, feed, frontier, self.unrolled)[0]
         return expand.ranked(drawing, tree, logits, feed, frontier)
 
     def limit(self, draft: Draft, history: History, ready: Array) -> Draft:

@@ -6,9 +6,6 @@
 Past responses lie in a ring. Their positions count all tokens ever stored.
 """
 
-import functools
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,41 +162,6 @@ def store(corpus: Corpus, history: History, start: Array, rows: Array) -> Corpus
 
     # A loop and no cond, whose branches would copy the corpus.
     return lax.fori_loop(0, upto[-1], add, corpus)
-
-
-def responses(corpus: Corpus) -> list[list[int]]:
-    """Return the responses in the corpus, the oldest first, on the host."""
-    host = jax.device_get(corpus)
-    numbers = np.arange(host.oldest, host.newest) % host.starts.shape[0]
-    starts = host.starts[numbers]
-    sizes = np.diff(np.append(starts, host.end))  # wraps around as positions do
-    slots = host.tokens.shape[0]
-    return [
-        host.tokens[(start + 1 + np.arange(size - 1)) % slots].tolist()
-        for start, size in zip(starts, sizes[: len(starts)], strict=True)
-    ]
-
-
-def extend(corpus: Corpus, texts: Sequence[Sequence[int]]) -> Corpus:
-    """Store ``texts`` (token ids) as responses, the oldest first. Consumes ``corpus``.
-
-    Raises:
-      ValueError: a token id is negative.
-    """
-    for text in texts:
-        if min(text, default=0) < 0:
-            raise ValueError(f"token id {min(text)} must be at least 0.")
-        size = 1 << max(len(text), _CHUNK).bit_length()  # so few programs are compiled
-        row = np.zeros((1, size), np.int32)
-        row[0, : len(text)] = text
-        corpus = _store_one(corpus, row, np.int32(len(text)))
-    return corpus
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _store_one(corpus: Corpus, row: Array, length: Array) -> Corpus:
-    zero = jnp.zeros((1,), jnp.int32)
-    return store(corpus, History(row, length[None]), zero, jnp.ones((1,), bool))
 
 
 def _open(corpus: Corpus, size: Array, new: Array) -> Corpus:

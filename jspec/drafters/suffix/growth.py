@@ -44,17 +44,12 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Limits of the drafts; hashable.
+    """Limits of the drafts; hashable."""
 
-    Attributes:
-      limits: (match length, most nodes, most depth) of every match length that allows a draft.
-      min_token_prob: least probability of a node.
-      branching: whether the draft is a tree, most probable nodes first, or a chain.
-    """
-
+    # (match length, most nodes, most depth) of every match length that allows a draft, ascending.
     limits: tuple[tuple[int, int, int], ...]
-    min_token_prob: float
-    branching: bool
+    min_token_prob: float  # least probability of a node
+    branching: bool  # whether the draft is a tree, most probable nodes first, or a chain
 
     @property
     def depth(self) -> int:

@@ -81,13 +81,7 @@ def append(index: Index, positions: Array, before: Array, exists: Array, begin: 
 
 
 def find(
-    index: Index,
-    at: Callable[[Array], Array],
-    last: Array,
-    begin: Array,
-    end: Array,
-    count: int,
-    follow: int,
+    index: Index, at: Callable, last: Array, begin: Array, end: Array, count: int, follow: int
 ) -> tuple[Array, Occurrences]:
     """Return the latest positions [G, M] that a row's last tokens precede, and the occurrences.
 

@@ -41,23 +41,17 @@ class Children(NamedTuple):
 class Drawing:
     """The way in which the children of a round are chosen.
 
-    Attributes:
-      request: the settings of the rows.
-      history: tokens up to the root.
-      method: "probabilistic": draws, without replacement among siblings; "greedy": the likeliest
-        tokens; "top_plus_one": the likeliest k - 1 tokens and one draw from the rest (arXiv
-        2502.18779). Rows at temperature 0 always take the likeliest tokens.
-      noise: "target" draws with the noise that the target will draw with.
-      vocab_size: V, of the target.
-      draft_to_target: target ids of the draft's vocabulary, int32 [Vd]; None for the same ids.
+    ``method`` "probabilistic" draws, without replacement among siblings. "greedy" takes the
+    likeliest tokens. "top_plus_one" takes the likeliest k - 1 tokens, and one draw from the rest
+    (arXiv 2502.18779). Rows at temperature 0 always take the likeliest tokens.
     """
 
     request: Request
-    history: History
+    history: History  # tokens up to the root
     method: Literal["probabilistic", "greedy", "top_plus_one"]
-    noise: Literal["own", "target"]
-    vocab_size: int
-    draft_to_target: Array | None = None
+    noise: Literal["own", "target"]  # "target" draws with the noise that the target will draw with
+    vocab_size: int  # V, of the target
+    draft_to_target: Array | None = None  # int32 [Vd], target ids of the draft's; None for the same
 
     def target_ids(self, ids: Array) -> Array:
         """Map ids of the draft's vocabulary to the target's."""
@@ -122,7 +116,7 @@ class Drawing:
     def _root(self) -> Array:
         return self.history.length - 1
 
-    def _draw_one(self, distribution: Array, nodes: Array) -> Children:
+    def _draw_one(self, distribution, nodes) -> Children:
         """Draw one child of each node by inverse CDF; greedy rows hold one token of weight."""
         uniform = sampling.round_noise_at(self.request.keys, self._root, sampling.DRAFT, nodes)
         per_node = jnp.broadcast_to(distribution, (*uniform.shape[:2], distribution.shape[-1]))
@@ -131,18 +125,14 @@ class Drawing:
         sampled = jnp.broadcast_to(self._random_rows, ids.shape)
         return Children(ids, sampled=sampled, distribution=distribution)
 
-    def _draw_distinct(
-        self, logits: Array, distribution: Array, width: int, nodes: Array
-    ) -> Children:
+    def _draw_distinct(self, logits, distribution, width, nodes) -> Children:
         """Draw without replacement: the largest log-weights plus Gumbel noise, in order."""
         noise = sampling.node_noise(self.request.keys, self._root, nodes, distribution.shape[-1])
         random, noisy = self._random_rows, distribution + noise.astype(distribution.dtype)
         scores, ids = largest(jnp.where(random, noisy, logits), width)
         return Children(ids, scores > -jnp.inf, jnp.broadcast_to(random, ids.shape), distribution)
 
-    def _top_plus_one(
-        self, logits: Array, distribution: Array, widths: np.ndarray, nodes: Array
-    ) -> Children:
+    def _top_plus_one(self, logits, distribution, widths, nodes) -> Children:
         """Take the likeliest ``widths`` - 1 children of each node, and draw one from the rest."""
         width, vocab_size = int(widths.max()), distribution.shape[-1]
         scores, top = largest(distribution, width)
@@ -161,16 +151,12 @@ class Drawing:
             distribution,
         )
 
-    def _draw_as_target(
-        self, logits: Array, distribution: Array, width: int, depth: int | Array
-    ) -> Children:
+    def _draw_as_target(self, logits, distribution, width, depth) -> Children:
         """Take the likeliest draws of the target, which shares this noise, by the head's logits."""
         position = self.history.length[:, None] + jnp.atleast_1d(depth)
         noise = sampling.target_noise(self.request.keys, position, self.vocab_size)
-        if self.draft_to_target is None:
-            noise = noise[..., : distribution.shape[-1]]
-        else:
-            noise = noise[..., self.draft_to_target]
+        ids = self.draft_to_target
+        noise = noise[..., : distribution.shape[-1]] if ids is None else noise[..., ids]
         noisy = distribution + noise.astype(distribution.dtype)
         scores, ids = largest(jnp.where(self._random_rows, noisy, logits), width)
         return Children(ids, scores > -jnp.inf)
@@ -185,12 +171,7 @@ def largest(logits: Array, width: int) -> tuple[Array, Array]:
 
 
 def chain(
-    drawing: Drawing,
-    depth: int,
-    logits: Array,
-    feed: Feed,
-    frontier: Frontier,
-    unrolled: bool = False,
+    drawing: Drawing, depth: int, logits: Array, feed: Feed, frontier: Any, unrolled: bool = False
 ) -> tuple[Draft, Frontier]:
     """Return a chain of ``depth`` nodes, and the frontier after its last node but one.
 

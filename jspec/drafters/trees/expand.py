@@ -8,7 +8,7 @@
   are the likeliest tokens, because no rule is exact for draws that are dropped for their values.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -102,12 +102,7 @@ class Candidates(NamedTuple):
 
 
 def dynamic(
-    drawing: Drawing,
-    budget: Dynamic,
-    logits: Array,
-    feed: Feed,
-    frontier: Frontier,
-    unrolled: bool = False,
+    drawing: Drawing, tree: Dynamic, logits: Array, feed: Feed, frontier: Any, unrolled: bool
 ) -> Draft:
     """Return EAGLE-2's tree: expand the most confident nodes, then keep the most confident ones.
 
@@ -118,7 +113,7 @@ def dynamic(
 
     Arguments as for ``chain``; ``frontier`` holds the root k times, or once if ``unrolled``.
     """
-    top_k, batch = budget.top_k, logits.shape[0]
+    top_k, batch = tree.top_k, logits.shape[0]
 
     def likeliest(logits: Array, drafted: Array | None) -> tuple[Array, Array]:
         logits = drawing.apply_processors(logits, drafted)
@@ -145,13 +140,13 @@ def dynamic(
 
     drafted = None
     if drawing.has_processors:
-        drafted = jnp.full((batch, top_k, budget.max_depth), -1, jnp.int32)
+        drafted = jnp.full((batch, top_k, tree.max_depth), -1, jnp.int32)
     scores, tokens = (x[:, 0] for x in likeliest(logits, drafted))
     order = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, top_k))
     first = Candidates(tokens, scores, jnp.full_like(order, -1), order)
     carry = frontier, first, jnp.zeros_like(order), drafted
-    _, candidates = all_depths(step, carry, first, budget.max_depth, unrolled)
-    return likeliest_tree(drawing, candidates, budget.size, budget.max_depth)
+    _, candidates = all_depths(step, carry, first, tree.max_depth, unrolled)
+    return likeliest_tree(drawing, candidates, tree.size, tree.max_depth)
 
 
 def likeliest_tree(drawing: Drawing, candidates: Candidates, size: int, max_depth: int) -> Draft:

@@ -54,20 +54,11 @@ def node_buckets(drafter: Drafter) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """The budget of EAGLE-2's tree.
+    """The budget of EAGLE-2's tree, which chooses from at least ``size`` candidates."""
 
-    Attributes:
-      size: N, the root included.
-      max_depth: most edges from the root to a leaf.
-      top_k: children of a node, and nodes of a depth that are expanded.
-
-    Raises:
-      ValueError: there are fewer than ``size`` candidates.
-    """
-
-    size: int
-    max_depth: int
-    top_k: int
+    size: int  # N, the root included
+    max_depth: int  # most edges from the root to a leaf
+    top_k: int  # children of a node, and nodes of a depth that are expanded
 
     def __post_init__(self):
         most = _num_candidates(self.max_depth, self.top_k) + 1
@@ -81,18 +72,10 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class BestFirst:
-    """The budget of a tree of the likeliest paths, where all nodes of a depth share a distribution.
+    """The budget of a tree of the likeliest paths, if the nodes of a depth share a distribution."""
 
-    Attributes:
-      size: N, the root included.
-      max_depth: most edges from the root to a leaf.
-
-    Raises:
-      ValueError: ``size`` has room for the root alone.
-    """
-
-    size: int
-    max_depth: int
+    size: int  # N, the root included
+    max_depth: int  # most edges from the root to a leaf
 
     def __post_init__(self):
         if self.size < 2:

@@ -56,7 +56,7 @@ def grow(request, starts, tree, method="greedy", noise="own", draft_to_target=No
     logits = jnp.asarray(TABLE)[starts][:, None]
     if isinstance(tree, Dynamic):
         frontier = jnp.repeat(starts[:, None], tree.top_k, 1)
-        return expand.dynamic(drawing, tree, logits, feed, frontier)
+        return expand.dynamic(drawing, tree, logits, feed, frontier, False)
     if max(tree.widths) == 1:
         return chain(drawing, tree.max_depth, logits, feed, starts[:, None])[0]
     return expand.ranked(drawing, tree, logits, feed, starts[:, None])
@@ -121,7 +121,7 @@ def test_a_dynamic_tree_is_what_the_slow_expansion_and_reranking_give(size, dept
 def test_ties_in_confidence_keep_the_nodes_that_were_expanded_first():
     flat = constant(jnp.zeros((1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
-    draft = expand.dynamic(drawing, Dynamic(8, 3, 3), jnp.zeros((1, 1, V)), flat, ())
+    draft = expand.dynamic(drawing, Dynamic(8, 3, 3), jnp.zeros((1, 1, V)), flat, (), False)
     assert draft.parents[0].tolist() == [-1, 0, 0, 0, 1, 1, 1, 2]
     assert draft.tokens[0].tolist() == [3, 0, 1, 2, 0, 1, 2, 0]
 
@@ -130,7 +130,9 @@ def test_tokens_of_probability_0_are_no_nodes_of_a_dynamic_tree():
     two = jnp.where(jnp.arange(V) < 2, 0.0, -jnp.inf)
     head = constant(jnp.broadcast_to(two, (1, 3, V)))
     drawing = Drawing(request(1, 0.0), history(1), "greedy", "own", V)
-    draft = expand.dynamic(drawing, Dynamic(12, 2, 3), jnp.broadcast_to(two, (1, 1, V)), head, ())
+    draft = expand.dynamic(
+        drawing, Dynamic(12, 2, 3), jnp.broadcast_to(two, (1, 1, V)), head, (), False
+    )
     assert draft.valid[0].sum() == 1 + 2 + 4
     assert draft.valid[0][draft.parents[0, 1:]].all()
     assert (draft.tokens[0][~draft.valid[0]] == 0).all()
