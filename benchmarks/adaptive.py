@@ -31,7 +31,7 @@ from jspec.engine.batch import start
 from jspec.engine.loop import init_shared
 from jspec.engine.sequences import SequenceParams
 from jspec.tools.bench import environment
-from jspec.tools.bench.timing import Contender, race, ratios
+from jspec.tools.bench.timing import Contender, joined, race, ratios
 
 _DEMO = Path(jspec.__file__).with_name("assets") / "demo"
 _RESULTS = Path(__file__).with_name("results")
@@ -74,7 +74,8 @@ def measure(arguments: argparse.Namespace, name: str, requests: list[Request]) -
         runs = [Runner(made.plan, made.params, [one], 0, 0.0, shared) for one in requests]
         for run in runs:  # compiles
             run()
-        field.append(Contender(label, runs, limit=arguments.quiet))
+        run_all = lambda runs=runs: joined([run() for run in runs])
+        field.append(Contender(label, run_all, limit=arguments.quiet))
     race(field, arguments.repeats, arguments.patience)
     *fixed, adaptive = field
     best = min(fixed, key=lambda each: np.mean([sample.seconds for sample in each.usable]))

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jspec.api.llm import LLM
-from jspec.api.metrics import Counts
 from jspec.api.outputs import RequestOutput
 from jspec.api.sampling_params import SamplingParams
 from jspec.cli import show
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
+from jspec.tools.bench.contenders import counts_of
 
 ASSETS = Path(__file__).parents[1] / "assets" / "demo"
 PROMPT = ASSETS / "prompt.txt"
@@ -180,12 +180,9 @@ def table(runs: Sequence[Run], gap: Gap) -> Table:
 
 def _acceptance(done: Run) -> tuple[str, str]:
     """Return tokens per target pass, and the acceptance rates by position."""
-    stats = done.output.speculative_decoding_stats
-    histogram = stats["acceptance_histogram"]
-    accepted = tuple(histogram.get(str(n), 0) for n in range(stats["num_spec_tokens"] + 1))
-    by_position = Counts(accepted).acceptance_per_pos
-    length = len(done.tokens) / len(stats["per_step_accepted"])
-    return f"{length:.2f}", " ".join(f"{100 * rate:.0f}" for rate in by_position)
+    counts = counts_of(done.output.speculative_decoding_stats, len(done.tokens))
+    by_position = " ".join(f"{100 * rate:.0f}" for rate in counts.acceptance_per_pos)
+    return f"{counts.tokens_per_pass:.2f}", by_position
 
 
 def verdict(done: Run, base: Run, gap: Gap) -> Text:

@@ -28,8 +28,7 @@ class Case:
     @property
     def title(self) -> str:
         """The case in a few words."""
-        mode = f"temperature {self.temperature:g}" if self.temperature else "greedy"
-        return f"batch {self.batch_size}, {mode}"
+        return title_of(self.batch_size, self.temperature)
 
     def sampling_params(self, index: int, **settings: Any) -> SamplingParams:
         """Return the settings of the request ``index``, which has a seed of its own."""
@@ -40,6 +39,11 @@ class Case:
             detokenize=False,
             **settings,
         )
+
+
+def title_of(batch_size: int, temperature: float) -> str:
+    """Return the title of a table."""
+    return f"batch {batch_size}, " + (f"temperature {temperature:g}" if temperature else "greedy")
 
 
 def filled(requests: Sequence[Request], batch_size: int, least: int = 0) -> list[Request]:
@@ -69,9 +73,8 @@ class Ours:
     def __call__(self) -> Sample:
         """Answer all requests, category by category, with no memory of earlier runs."""
         self.llm.load_shared(None)
-        return of_categories(
-            {name: self._category(name, some) for name, some in self.requests.items()}
-        )
+        parts = {name: self._category(name, some) for name, some in self.requests.items()}
+        return of_categories(parts)
 
     def _category(self, name: str, requests: list[Request]) -> Sample:
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
@@ -81,7 +84,7 @@ class Ours:
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         answers = [output.outputs[0] for output in outputs]
         self.counts[name] = sum_of(
-            [_counts(each.speculative_decoding_stats, len(each.token_ids)) for each in answers]
+            [counts_of(each.speculative_decoding_stats, len(each.token_ids)) for each in answers]
         )
         tokens = [each.token_ids for each in answers]
         return Sample(seconds, cpu, tokens, self.counts[name].num_passes)
@@ -100,7 +103,7 @@ def sum_of(counts: Sequence[Counts]) -> Counts:
     return total
 
 
-def _counts(stats: dict[str, Any], num_tokens: int) -> Counts:
+def counts_of(stats: dict[str, Any], num_tokens: int) -> Counts:
     """Return the counts in one text's statistics."""
     histogram = stats["acceptance_histogram"]
     accepted = tuple(histogram.get(str(n), 0) for n in range(stats["num_spec_tokens"] + 1))

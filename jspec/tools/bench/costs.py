@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.api.build import Build
 from jspec.core import trees
 from jspec.core.types import Array, Params, Request, Shared
 from jspec.engine.batch import Batch, advance, read, start
@@ -31,23 +30,18 @@ _ROUNDS, _REPEATS = 6, 4  # rounds that are timed; runs of each part, of which t
 _WARM_UP = 2  # rounds before them: a drafter may still prefill
 
 
-def measure(run: Ours, build: Build) -> dict[str, Any]:
+def measure(run: Ours) -> dict[str, Any]:
     """Return the milliseconds of each part, and the bytes of weights and states.
 
     The keys of ``split_ms`` are ``prompt`` (prefill of a batch), ``drafting``, ``target`` and
     ``accepting`` (of a round), ``round`` (of the loop) and ``host`` (of a call: checking, padding,
     reading back).
     """
-    case, plan, params = run.case, build.plan, build.params
+    case, plan, params = run.case, run.llm.build.plan, run.llm.build.params
     requests = [each for part in run.requests.values() for each in part][: case.batch_size]
+    same = {"temperature": case.temperature, "stream": 0}
     rows = [
-        SequenceParams(
-            each.token_ids,
-            case.max_tokens,
-            temperature=case.temperature,
-            seed=case.seed + index,
-            stream=0,
-        )
+        SequenceParams(each.token_ids, case.max_tokens, seed=case.seed + index, **same)
         for index, each in enumerate(requests)
     ]
     prompts = [{"prompt_token_ids": each.token_ids} for each in requests]
@@ -126,7 +120,6 @@ def _last_node(
 def _logits(
     size: int, plan: Plan, params: Params, request: Request, shared: Shared, state: DecodeState
 ) -> Array:
-    """Draft, and run the target over the first ``size`` nodes."""
     draft, _ = plan.drafter.propose(params, request, shared, state.memory, state.history)
     tree = trees.from_parents(draft.parents, draft.max_depth)
     tree = trees.first_nodes(trees.broadcast(tree, draft.tokens.shape[0]), size)

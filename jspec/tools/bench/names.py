@@ -12,9 +12,7 @@ from jspec.engine.loading import LoadedModel
 def names_of(configs: Sequence[Mapping[str, Any]], unsaid: Collection[str] = ()) -> list[str]:
     """Return the name of each config; equal names get the end of their model's path.
 
-    Args:
-      configs: of all contenders but plain decoding.
-      unsaid: keys that do not distinguish contenders.
+    Keys that are ``unsaid`` do not distinguish contenders.
     """
     alike = [name_of(_without(given, unsaid)) for given in configs]
     models = [_path(given.get("model")) for given in configs]
@@ -65,7 +63,6 @@ def _tail(path: Path, among: Iterable[Path | None]) -> str:
 
 
 def _path(model: Any) -> Path | None:
-    """Return the path of a model, if it has one."""
     model = getattr(model, "path", model)
     return Path(model) if isinstance(model, str | os.PathLike) else None
 

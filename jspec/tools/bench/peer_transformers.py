@@ -102,7 +102,6 @@ class Worker:
         return self.torch.tensor(ids), self.torch.tensor(mask)
 
     def _settings(self, request: dict, prompt_length: int) -> dict:
-        """Return the keyword arguments of ``generate``, which are the same throughout a case."""
         mode, temperature = request.get("mode", "eager"), request.get("temperature", 0.0)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
@@ -175,7 +174,6 @@ def _serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
 
 
 def _clean_environment() -> None:
-    """Remove the settings of other runtimes before torch is imported."""
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -8,6 +8,7 @@ JSON lines or one JSON list, ``.gz`` or not. Any other file is one text.
 import dataclasses
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,12 @@ def read(paths: Sequence[str | Path], per_category: int = 0) -> list[Question]:
     questions = [question for path in paths for question in _read_file(Path(path))]
     if not questions:
         raise ValueError("there is no question in the files given; name one with --questions.")
-    groups: dict[str, list[Question]] = {}
+    counts, first = Counter(), []
     for question in questions:
-        groups.setdefault(question.category, []).append(question)
-    first = {
-        id(question) for group in groups.values() for question in group[: per_category or None]
-    }
-    return [question for question in questions if id(question) in first]
+        counts[question.category] += 1
+        if not per_category or counts[question.category] <= per_category:
+            first.append(question)
+    return first
 
 
 def requests(
@@ -73,14 +73,7 @@ def requests(
     Later turns follow the texts of ``answer``, so that all contenders get equal prompts. Only first
     turns are cut. If later turns were cut to their common prefix, all turns of a question would be
     one prompt, and methods that learn from answers would recite the first answer. The turns after
-    one that is cut or too long are left out.
-
-    Args:
-      questions: at least one.
-      tokenizer: without a chat template, turns are joined by blank lines.
-      answer: maps prompts to the target's own texts.
-      prompt_tokens: first turns are cut to this length (0: no limit).
-      longest: most tokens of a prompt that fits.
+    one that is cut or too long are left out. Prompts of up to ``longest`` tokens fit.
     """
     prompts_made: list[Request] = []
     answers: list[list[str]] = [[] for _ in questions]
@@ -133,7 +126,6 @@ def answered_by(
 
 
 def _encode(question: Question, answers: Sequence[str], tokenizer: Any) -> list[int]:
-    """Return the prompt of the turn after the ``answers``."""
     turns = question.turns[: len(answers) + 1]
     if question.is_chat and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "system", "content": question.system}] if question.system else []

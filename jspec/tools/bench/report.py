@@ -6,43 +6,41 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from jspec.tools.bench.contenders import title_of
+
 PARTS = ("drafting", "target", "accepting")  # of a round, in ``split_ms``
-HEADINGS = (
-    "method",
-    "tokens/s",
-    "speed-up",
-    "acceptance length",
-    "by position",
-    "drafting + target + accepting, ms",
-    "round, ms",
-    "host, ms a call",
-    "same text",
-)
 
 
 def titles(results: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return the title and the rows of each batch size and temperature."""
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in results["rows"]:
-        mode = f"temperature {row['temperature']:g}" if row["temperature"] else "greedy"
-        cases.setdefault(f"batch {row['batch_size']}, {mode}", []).append(row)
+        cases.setdefault(title_of(row["batch_size"], row["temperature"]), []).append(row)
     return list(cases.items())
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a row, in the order of ``HEADINGS``."""
-    speed, ratio, parts = row["tokens_per_second"], row["speedup"], row.get("split_ms")
-    return [
-        row["name"],
-        f"{speed['median']:.0f}",
-        f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})",
-        f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else "-",
-        " ".join(f"{share:.2f}" for share in row.get("acceptance_per_position", ())) or "-",
-        " + ".join(f"{parts[name]:.2f}" for name in PARTS) if parts else "-",
-        f"{parts['round']:.2f}" if parts else "-",
-        f"{parts['host']:.1f}" if parts else "-",
-        f"{row['texts_equal_to_plain']} of {row['texts']}" if "texts" in row else "-",
-    ]
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a row by their headings."""
+    length, parts = row.get("acceptance_length"), row.get("split_ms")
+    return {
+        "method": row["name"],
+        "tokens/s": f"{row['tokens_per_second']['median']:.0f}",
+        "speed-up": spread(row["speedup"], 2),
+        "acceptance length": f"{length:.2f}" if length else "-",
+        "by position": " ".join(f"{p:.2f}" for p in row.get("acceptance_per_position", ())) or "-",
+        "drafting + target + accepting, ms": (
+            " + ".join(f"{parts[name]:.2f}" for name in PARTS) if parts else "-"
+        ),
+        "round, ms": f"{parts['round']:.2f}" if parts else "-",
+        "host, ms a call": f"{parts['host']:.1f}" if parts else "-",
+        "same text": f"{row['texts_equal_to_plain']} of {row['texts']}" if "texts" in row else "-",
+    }
+
+
+def spread(value: dict[str, float], digits: int) -> str:
+    """Return a median with its range."""
+    median, least, most = (f"{value[key]:.{digits}f}" for key in ("median", "least", "most"))
+    return f"{median} ({least} to {most})"
 
 
 def tables(results: dict[str, Any]) -> Iterator[tuple[str, list[tuple]]]:
@@ -50,7 +48,7 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, list[tuple]]]:
     names = results["questions"]
     heads = ["method", *(f"{name} ({count})" for name, count in names.items())]
     for title, rows in titles(results):
-        case = [("", HEADINGS, [cells(row) for row in rows])]
+        case = [("", list(cells(rows[0])), [list(cells(row).values()) for row in rows])]
         if len(names) > 1:
             lines = [
                 [row["name"], *map(_category, map(row["categories"].get, names))] for row in rows

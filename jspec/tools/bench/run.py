@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.api import config
-from jspec.api.build import Build, build_plan
+from jspec.api.build import build_plan
 from jspec.api.llm import LLM
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
@@ -124,14 +124,13 @@ class CaseTable:
         self._questions = {name: len(some) for name, some in requests.items()}
         self._requests = {name: filled(some, case.batch_size) for name, some in requests.items()}
         self.failed: dict[str, str] = {}  # contenders of the peer, and the reasons
-        self._builds: dict[str, tuple[Mapping | None, Build]] = {}
-        self._first: dict[str, tuple[float, Sample]] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._first: dict[str, Sample] = {}
         self._field: list[Contender] = []
-        self._costs: dict[str, dict[str, Any]] = {}
 
     def run(self, on_step: Callable[[str], None]) -> None:
         """Compile and warm up all contenders, race them, and take their rounds apart."""
-        for name, run in self._contenders():
+        for name, run, given in self._contenders():
             on_step(f"{self._case.title}: compiling {name}")
             begin = time.perf_counter()
             try:
@@ -139,56 +138,52 @@ class CaseTable:
             except PeerError as error:
                 self.failed[name] = str(error)
                 continue
-            first = time.perf_counter() - begin
-            self._first[name] = first, run()
+            seconds = time.perf_counter() - begin
+            self._facts[name] = {"config": given, "first_call_seconds": seconds}
+            self._first[name] = run()
             self._field.append(Contender(name, run))
         on_step(f"{self._case.title}: measuring")
         race(self._field, self._settings.repeats, self._settings.patience)
         for each in self._field:
-            if each.name in self._builds:
+            if isinstance(each.run, Ours):
                 on_step(f"{self._case.title}: timing the parts of {each.name}")
-                self._costs[each.name] = costs.measure(each.run, self._builds[each.name][1])
+                self._facts[each.name] |= costs.measure(each.run)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each contender with a sample; none if plain decoding has none."""
         field = [each for each in self._field if each.samples]
         if not field or field[0].name != PLAIN:
             return []
-        plain = field[0]
-        made = []
+        rows = []
         for each in field:
-            first_seconds, sample = self._first[each.name]
-            row = _row(self._case, each, plain, self._questions)
-            row["first_call_seconds"] = first_seconds
+            row = _row(self._case, each, field[0], self._questions) | self._facts[each.name]
             if self._case.temperature == 0:
-                pairs = zip(sample.tokens, self._first[PLAIN][1].tokens, strict=True)
+                texts = self._first[each.name].tokens
+                pairs = zip(texts, self._first[PLAIN].tokens, strict=True)
                 row["texts_equal_to_plain"] = sum(text == expected for text, expected in pairs)
-                row["texts"] = len(sample.tokens)
-            if each.name in self._builds:
-                given = self._builds[each.name][0]
-                row["config"] = given and portable(given, self._settings.configs)
+                row["texts"] = len(texts)
+            if isinstance(each.run, Ours):
                 row |= _acceptance(each.run, row["categories"])
-            else:
-                row["config"] = dict(each.run.settings)
-            made.append(row | self._costs.get(each.name, {}))
-        return made
+            rows.append(row)
+        return rows
 
-    def _contenders(self) -> Iterator[tuple[str, Ours | Theirs]]:
-        settings, case = self._settings, self._case
+    def _contenders(self) -> Iterator[tuple[str, Ours | Theirs, dict | None]]:
+        settings, case, names = self._settings, self._case, set()
         named = zip((None, *settings.configs), (PLAIN, *names_of(settings.configs)), strict=True)
         for given, name in named:
             llm = LLM(self._target, given, dtype=settings.dtype, max_num_seqs=case.batch_size)
-            while name in self._builds:
+            while name in names:
                 name += "'"
-            self._builds[name] = given, llm.build
-            yield name, Ours(llm, case, self._requests)
+            names.add(name)
+            yield name, Ours(llm, case, self._requests), given and portable(given, settings.configs)
         for mode, name in peer.MODES.items() if self._peer else ():
             same = peer.settings_of(mode, settings.configs)
             if same is None or (mode == "assisted" and settings.draft_folder is None):
                 continue
             if mode == "eager" or case.batch_size == 1:  # all that transformers supports
                 eos = self._target.eos_token_ids
-                yield name, Theirs(self._peer, mode, case, self._requests, same, eos)
+                run = Theirs(self._peer, mode, case, self._requests, same, eos)
+                yield name, run, dict(same)
 
 
 def _row(
@@ -197,7 +192,10 @@ def _row(
     """Return the speeds of a contender; ``questions`` counts them by category."""
     categories = {}
     for name, count in questions.items():
-        part, plain_part = (_part(contender, name) for contender in (each, plain))
+        part, plain_part = (
+            dataclasses.replace(some, samples=[sample.parts[name] for sample in some.samples])
+            for some in (each, plain)
+        )
         categories[name] = {
             "questions": count,
             "requests": len(part.samples[0].tokens),
@@ -227,7 +225,3 @@ def _acceptance(run: Ours, categories: dict[str, dict[str, Any]]) -> dict[str, A
         "mean_acceptance_length": counts.mean_acceptance_length,
         "acceptance_per_position": list(counts.acceptance_per_pos),
     }
-
-
-def _part(each: Contender, category: str) -> Contender:
-    return dataclasses.replace(each, samples=[sample.parts[category] for sample in each.samples])

@@ -47,9 +47,7 @@ class Contender:
     """A program to time."""
 
     name: str  # for tables
-    # the program, or its parts, which add up to a sample. All contenders need equally many parts.
-    # They then take turns part by part, and only disturbed parts run again.
-    run: Callable[[], Sample] | Sequence[Callable[[], Sample]]
+    run: Callable[[], Sample]
     samples: list[Sample] = dataclasses.field(default_factory=list)  # so far
     limit: float = 0.1  # cores that others may use in an undisturbed sample
 
@@ -95,39 +93,13 @@ def race(contenders: Sequence[Contender], repeats: int, patience: int) -> None:
     """Run all contenders in turns until each has ``repeats`` quiet samples.
 
     At most ``patience`` further rounds replace disturbed samples. All contenders run in them,
-    because a ratio compares samples of the same minutes. With parts, single turns are repeated
-    instead, as many as ``patience`` rounds have.
+    because a ratio compares samples of the same minutes.
     """
-    if not contenders:
-        return
-    has_parts = not callable(contenders[0].run)
-    spare = patience * len(contenders[0].run) if has_parts else 0
     for index in range(repeats + patience):
         if all(each.num_quiet >= repeats for each in contenders):
             return
-        if has_parts:
-            spare = _by_parts(contenders, index, spare)
-            continue
         for each in _in_turn(contenders, index):
             each.samples.append(watched(each.run))  # at once, so that Ctrl-C loses no sample
-
-
-def _by_parts(contenders: Sequence[Contender], round_: int, spare: int) -> int:
-    """Add a sample to each contender; return how many disturbed turns may still be repeated."""
-    samples = [[] for _ in contenders]
-    for part in range(len(contenders[0].run)):
-        while True:
-            order = _in_turn(range(len(contenders)), round_ + part)
-            turn = {index: watched(contenders[index].run[part]) for index in order}
-            quiet = all(sample.quiet(contenders[i].limit) for i, sample in turn.items())
-            if quiet or not spare:
-                break
-            spare -= 1
-        for index, sample in turn.items():
-            samples[index].append(sample)
-    for each, parts in zip(contenders, samples, strict=True):
-        each.samples.append(joined(parts))
-    return spare
 
 
 def _in_turn(items: Sequence, turn: int) -> list:

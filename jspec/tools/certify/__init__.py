@@ -68,9 +68,7 @@ def certify(
       deterministic: as for ``LLM``.
       temperature: of sampled texts, more than 0. If all four are None: several combinations for
         rules, and 0.8 with ``model``.
-      top_k: as in ``SamplingParams``; None for its default.
-      top_p: as in ``SamplingParams``; None for its default.
-      min_p: as in ``SamplingParams``; None for its default.
+      top_k, top_p, min_p: as in ``SamplingParams``; None for its default.
       seed: of the noise, and of random distributions.
       progress: receives the name of each step.
 
@@ -81,19 +79,11 @@ def certify(
       ValueError: a rule does not exist, an argument is out of range or belongs to the other kind
         of certificate, or ``LLM`` would refuse the configuration.
     """
-    device = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-    }
+    kind = jax.devices()[0].device_kind
+    device = {"device": kind, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     filters = _set(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    run = _set(
-        prompts=prompts,
-        max_tokens=max_tokens,
-        dtype=dtype,
-        num_drafts=num_drafts,
-        deterministic=deterministic or None,
-    )
+    run = _set(prompts=prompts, max_tokens=max_tokens, dtype=dtype, num_drafts=num_drafts)
+    run |= {"deterministic": True} if deterministic else {}
     if model is None:
         misplaced = _set(speculative_config=speculative_config) | run
         _refuse(misplaced, "is of a model; give model=... as well, or leave it out.")
@@ -116,7 +106,6 @@ def certify(
 
 
 def _set(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 

@@ -134,7 +134,6 @@ def of_plan(
 
 
 def _of_rule(plan: Plan, row: SequenceParams) -> list[Finding]:
-    """The exact distribution of the rule for the plan's proposal, and counts of its program."""
     rule, proposal = rule_of(plan.rule), plan.drafter.proposal
     if not rule.lossless:
         return list(distributions(rule))
@@ -156,7 +155,6 @@ def _without_draws(plan: Plan) -> str:
 
 
 def _token_ids(build: Build, prompts: Any, max_tokens: int) -> list[tuple[int, ...]]:
-    """The token ids of the prompts, checked to fit the model."""
     encode = lambda text: (build.tokenizer or build.model.tokenizer).encode(text)
     if prompts is None and loading.tokenizer_if_any(build.model) is None:
         raise ValueError(
@@ -179,7 +177,6 @@ def _token_ids(build: Build, prompts: Any, max_tokens: int) -> list[tuple[int, .
 
 
 def _namer(build: Build) -> Callable[[int], str]:
-    """A function that shows a token to people."""
     tokenizer = loading.tokenizer_if_any(build.model)
     if tokenizer is None:
         return str

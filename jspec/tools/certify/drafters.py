@@ -87,7 +87,6 @@ def draws_tokens(plan: Plan) -> bool:
 def _observe(
     plan: Plan, params: Params, rows: Sequence[SequenceParams], num_drafts: int, seed: int
 ) -> list[Observation]:
-    """Observations of the first and the second round of each batch, batches joined."""
     watched, rows = observed(plan), _repeated(plan, rows, num_drafts)
     batch = start(plan, params, rows)
     first_shared, rng = init_shared(plan), np.random.default_rng(seed)
@@ -122,7 +121,6 @@ def _repeated(plan: Plan, rows: Sequence[SequenceParams], num_drafts: int) -> li
 
 
 def _conditions(name: str, rounds: list[Observation]) -> Finding:
-    """The number of drafts that break a condition."""
     broken = np.concatenate([each.broken for each in rounds])
     words = [words for words, count in zip(CONDITIONS, broken.sum(0), strict=True) if count]
     note = f"broken: {'; '.join(words)}" if words else ""
@@ -181,8 +179,6 @@ def _replayed(name: str, rounds: list[Observation]) -> Iterator[Finding]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Event:
-    """A random event of every observed round."""
-
     words: str
     time: tuple[int, int, int]  # round; draft or verifier; index of the node or uniform
     values: np.ndarray  # [n] in [0, 1), NaN where it did not happen

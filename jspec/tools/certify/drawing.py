@@ -151,42 +151,35 @@ def drafts(case: Case) -> Drafts:
     vocabulary = case.vocabulary or tuple(range(case.vocab_size))
     parents, exists = case.parents, case.exists or (True,) * len(case.parents)
     depth = case.depths
-    partial = [({0: 0}, {0: False}, {0: 0}, 1.0)]  # tokens, drawn and context of nodes; probability
+    root = (0, False, 0)  # token, whether it was drawn, index of its prefix
+    partial = [({0: root}, 1.0)]  # the nodes drawn so far, and their probability
     for node in range(len(parents)):
         children = [c for c, up in enumerate(parents) if up == node and exists[c]]
         if not children:
             continue
-        grown = []
-        for tokens, drawn, context, weight in partial:
-            if node not in tokens:
-                grown.append((tokens, drawn, context, weight))
+        grown = [each for each in partial if node not in each[0]]
+        for nodes, weight in partial:
+            if node not in nodes:
                 continue
-            row = probs[depth[node]][context[node]]
+            context = nodes[node][2]
+            row = probs[depth[node]][context]
             for ids, flags, p in CHILDREN[case.proposal_at(node)](row, len(children)):
-                valid = [
-                    (c, vocabulary[i], f)
-                    for c, i, f in zip(children, ids, flags, strict=True)
-                    if i is not None
-                ]
-                before = context[node] * case.vocab_size
-                grown.append(
-                    (
-                        tokens | {c: token for c, token, _ in valid},
-                        drawn | {c: flag for c, _, flag in valid},
-                        context | {c: before + token for c, token, _ in valid},
-                        weight * p,
-                    )
-                )
-        partial = [each for each in grown if each[3] > 0]
-    column = lambda part, dtype: np.array(
-        [[draft[part].get(node, 0) for node in range(case.size)] for draft in partial], dtype
-    )
+                tokens = [None if i is None else vocabulary[i] for i in ids]
+                drawn = {
+                    c: (token, flag, context * case.vocab_size + token)
+                    for c, token, flag in zip(children, tokens, flags, strict=True)
+                    if token is not None
+                }
+                grown.append((nodes | drawn, weight * p))
+        partial = [each for each in grown if each[1] > 0]
+    size = range(case.size)
+    table = np.array([[nodes.get(node, root) for node in size] for nodes, _ in partial], np.int64)
     return Drafts(
-        tokens=column(0, np.int32),
-        valid=np.array([[node in draft[0] for node in range(case.size)] for draft in partial]),
-        sampled=column(1, bool),
-        context=column(2, np.int64),
-        weights=np.array([draft[3] for draft in partial]),
+        tokens=table[..., 0].astype(np.int32),
+        valid=np.array([[node in nodes for node in size] for nodes, _ in partial]),
+        sampled=table[..., 1].astype(bool),
+        context=table[..., 2],
+        weights=np.array([weight for _, weight in partial]),
     )
 
 

@@ -49,16 +49,14 @@ class Outcome:
         """Return the total variation of the next token, largest over all preceding texts."""
         probs, target_probs, worst = self.probs, self.target_probs, 0.0
         while len(probs) > 1:
-            probs, target_probs = (
-                probs.reshape(-1, vocab_size),
-                target_probs.reshape(-1, vocab_size),
-            )
-            before, target_before = probs.sum(1, keepdims=True), target_probs.sum(1, keepdims=True)
-            possible = (target_before > 0)[:, 0] & (before > 0)[:, 0]
-            gap = probs[possible] / before[possible]
-            gap = np.abs(gap - target_probs[possible] / target_before[possible])
+            probs = probs.reshape(-1, vocab_size)
+            target_probs = target_probs.reshape(-1, vocab_size)
+            before, target_before = probs.sum(1), target_probs.sum(1)
+            here = (target_before > 0) & (before > 0)
+            gap = probs[here] / before[here, None]
+            gap = np.abs(gap - target_probs[here] / target_before[here, None])
             worst = max(worst, 0.5 * float(gap.sum(1).max(initial=0)))
-            probs, target_probs = before[:, 0], target_before[:, 0]
+            probs, target_probs = before, target_before
         return worst
 
     @property
@@ -250,7 +248,6 @@ def runner(walk: Callable, case: Case, every: Drafts, chunk: int = _CHUNK) -> Ca
     jax.jit, static_argnums=(0, 1, 2), compiler_options={"xla_backend_optimization_level": 0}
 )
 def _judge(walk, proposal, parents, processed, draft, vocabulary, randomness):
-    """Path, num_accepted and next_logits of the rule itself."""
     draft = draft.replace(draft_to_target=vocabulary)
     if parents is not None:
         draft = draft.replace(parents=np.array(parents, np.int32))

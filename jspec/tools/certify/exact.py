@@ -123,21 +123,14 @@ def distribution(
 def _cases(
     proposal: str, parents: tuple[int, ...], seeds: Sequence[int], sampling: Sampling
 ) -> Iterator[tuple[str, Case]]:
-    """The enumerated cases and their names."""
     early = (True, True, *(node <= len(parents) // 2 for node in range(2, len(parents))))
     random = lambda seed, count: conditionals.context_dependent(seed, VOCAB_SIZE, count)
     is_chain = proposal == "chain" and parents == _CHAIN
 
     def case(target, drafter, vocabulary=None, exists=None) -> Case:
-        return Case(
-            parents,
-            _MIXED if proposal == "mixed" else proposal,
-            conditionals.processed(target, sampling),
-            conditionals.processed(drafter, sampling),
-            vocabulary,
-            exists,
-            static=is_chain,
-        )
+        pair = (conditionals.processed(logits, sampling) for logits in (target, drafter))
+        kind = _MIXED if proposal == "mixed" else proposal
+        return Case(parents, kind, *pair, vocabulary, exists, static=is_chain)
 
     for seed in seeds:
         pair = random(seed, DEPTH + 1), random(seed + 1000, DEPTH)

@@ -39,7 +39,6 @@ def page(report: Report) -> Table:
 
 
 def _words(finding: Finding) -> Text:
-    """The subject; and the note of a failure or of diverging texts."""
     words = Text(finding.subject)
     if finding.note and (not finding.passed or finding.check == "text"):
         words.append(f"\n{finding.note}", "yellow" if finding.passed else "red")

@@ -121,7 +121,6 @@ def _divergences(
     rows: Sequence[SequenceParams],
     answers: Sequence[tuple[Answer, Answer]],
 ) -> Iterator[Divergence]:
-    """The first divergence of every row whose plain and speculative answers differ."""
     batch = bucket(min(max(len(rows), 2), _MOST_ROWS), smallest=2)
     for index, (row, (plain, speculative)) in enumerate(zip(rows, answers, strict=True)):
         pairs = itertools.zip_longest(plain.tokens.tolist(), speculative.tokens.tolist())
@@ -135,16 +134,10 @@ def _divergences(
         size = plan.drafter.tree_size
         logits, noise = scored(plan.target, params, row, plain.tokens, size, batch)
         here = logits[position]
-        yield Divergence(
-            index,
-            position,
-            *pair,
-            logits=tuple(float(here[token]) for token in pair),
-            gap=gap(row, position, here, pair),
-            noise=noise,
-            most=plausible(logits, params),
-            drawn=row.temperature > 0,
-        )
+        both = tuple(float(here[token]) for token in pair)
+        change, most = gap(row, position, here, pair), plausible(logits, params)
+        drawn = row.temperature > 0
+        yield Divergence(index, position, *pair, both, change, noise, most, drawn)
 
 
 def with_target_noise(plan: Plan) -> tuple[Plan, str]:

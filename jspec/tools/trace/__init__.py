@@ -95,18 +95,12 @@ def _check(params: SamplingParams) -> None:
 
 
 def _setting(plan: Plan, row: SequenceParams) -> dict[str, str]:
-    """Return drafter, rule and temperature as words."""
+    asked, runs = _asked(plan), plan.effective_rule.name
     return {
         "drafter": type(plan.drafter).__name__,
-        "rule": _rule(plan),
+        "rule": asked if runs == asked else f"{asked} (on deterministic drafts: {runs})",
         "temperature": f"{row.temperature:g}" if row.temperature else "0 (greedy)",
     }
-
-
-def _rule(plan: Plan) -> str:
-    """Return the rule of the plan, and the rule that it reduces to on these drafts."""
-    asked, runs = _asked(plan), plan.effective_rule.name
-    return asked if runs == asked else f"{asked} (on deterministic drafts: {runs})"
 
 
 def _asked(plan: Plan) -> str:

@@ -254,8 +254,6 @@ def _drawn_with(nodes: Nodes) -> Array:
 
 @struct.dataclass
 class _Judging:
-    """The state of the walk of each row."""
-
     p: Array  # [B, V], the target's distribution after the current node, or its residual
     q: Array  # [B, V], unnormalized draft distribution of the next child
     q_mass: Array  # [B]
@@ -302,6 +300,5 @@ def _chances(nodes: Nodes, verdict: Verdict) -> Array:
 
 
 def _where(rows: Array, true: _Judging, false: _Judging) -> _Judging:
-    """Select between two states by row, bool [B]."""
     pick = lambda x, y: jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
     return jax.tree.map(pick, true, false)

@@ -281,7 +281,6 @@ def _post_order(parents: list[int], is_deterministic: np.ndarray) -> list[int]:
 
 
 def _words(why: Why, nodes: Sequence[Node], end: int, pieces: Sequence[Piece]) -> str:
-    """Return the reason for a round's end as a sentence."""
     if why == "no token":
         return "every token has probability 0 here"
     last = pieces[-1]
@@ -300,14 +299,12 @@ def _words(why: Why, nodes: Sequence[Node], end: int, pieces: Sequence[Piece]) -
 
 
 def _odds(node: Node) -> str:
-    """Return the numbers that a node was refused by."""
     if node.chance is None:
         return f" (p {node.p:.2g})"
     return f" (uniform {node.uniform:.2g}, accepted below {node.chance:.2g})"
 
 
 def _ending(transcript: Transcript) -> str:
-    """Return the reason for the end of the text."""
     if transcript.finish_reason == "length":
         return "; the limit of tokens is reached"
     if transcript.finish_reason == "error":

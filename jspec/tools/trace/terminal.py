@@ -1,7 +1,5 @@
 """A trace in the terminal: every round's tree, the text colored by source, and totals."""
 
-from collections.abc import Iterator
-
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -33,8 +31,10 @@ def page(trace: Trace) -> Group:
     for round_ in trace.rounds:
         parts += [Text(), _round(round_)]
     pieces = [(names.printed(piece.text), SOURCES[piece.source][0]) for piece in trace.pieces]
+    sources = {piece.source for piece in trace.pieces}
+    legend = [Text(words, style) for name, (style, words) in SOURCES.items() if name in sources]
     text = Padding(Text.assemble(*pieces), (1, 0, 1, 2))
-    return Group(*parts, Text(), _legend(trace), text, totals(trace))
+    return Group(*parts, Text(), *legend, text, totals(trace))
 
 
 def totals(trace: Trace) -> Table:
@@ -47,9 +47,10 @@ def totals(trace: Trace) -> Table:
 
 def figures(trace: Trace) -> dict[str, str]:
     """Return the totals of all rounds, by name."""
-    counts = trace.counts
+    counts, sources = trace.counts, [piece.source for piece in trace.pieces]
+    by_source = [f"{sources.count(name)} {name}" for name in SOURCES if name in sources]
     totals_ = {
-        "tokens": f"{counts.num_tokens}, {', '.join(_by_source(trace))}",
+        "tokens": f"{counts.num_tokens}, {', '.join(by_source)}",
         "passes of the target": f"{counts.num_passes}",
         "tokens a pass": f"{counts.tokens_per_pass:.2f}",
     }
@@ -64,13 +65,7 @@ def figures(trace: Trace) -> dict[str, str]:
     return totals_
 
 
-def _by_source(trace: Trace) -> Iterator[str]:
-    sources = [piece.source for piece in trace.pieces]
-    return (f"{sources.count(name)} {name}" for name in SOURCES if name in sources)
-
-
 def _round(round_: Round) -> Tree:
-    """Return the drafted tree below the last token before it."""
     added = ", ".join(f"“{piece.label}”" for piece in round_.pieces)
     head = Text.assemble(
         (f"round {round_.index + 1}", "bold"),
@@ -99,9 +94,3 @@ def _node(node: Node) -> Text:
         sign = "<" if node.uniform < node.chance else "≥"
         line.append(f"  uniform {node.uniform:.3f} {sign} {node.chance:.3f}")
     return line.append(f"  {node.fate}", style)
-
-
-def _legend(trace: Trace) -> Text:
-    sources = {piece.source for piece in trace.pieces}
-    lines = [Text(words, style) for name, (style, words) in SOURCES.items() if name in sources]
-    return Text("\n").join(lines)

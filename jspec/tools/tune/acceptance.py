@@ -190,5 +190,4 @@ def _path(
 
 @functools.lru_cache(maxsize=256)
 def _widths(tree: StaticTree) -> dict[tuple[int, ...], int]:
-    """Return the number of children of each node, by its path."""
     return dict(zip(((), *tree.paths), tree.widths, strict=True))

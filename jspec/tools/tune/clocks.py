@@ -74,17 +74,12 @@ def rounds(
     """
     batch = endless(plan, work.batch(plan, params, texts, shared))
 
-    def run(count: int) -> tuple[float, Batch]:
-        fresh, begin = copied(batch), time.perf_counter()
-        after = jax.block_until_ready(advance(plan, params, fresh, count))
-        return time.perf_counter() - begin, after
+    def run(count: int) -> tuple[float, int, Batch]:
+        fresh = copied(batch)
+        seconds, after = _seconds(lambda: advance(plan, params, fresh, count))
+        return seconds, int(after.state.round - batch.state.round), after
 
-    def launch(count: int) -> tuple[float, int]:
-        seconds, after = run(count)
-        return seconds, int(after.state.round - batch.state.round)
-
-    clock, (_, after) = Clock(launch), run(_MANY)
-    ran = int(after.state.round - batch.state.round)
+    clock, (_, ran, after) = Clock(lambda count: run(count)[:2]), run(_MANY)
     drafts = np.asarray(after.state.stats.drafts)[: len(after.prompt_lengths)] / ran
     return clock, float(1 - np.prod(1 - drafts))
 
@@ -92,13 +87,8 @@ def rounds(
 def passes(plan: Plan, params: Params, batch: Batch, size: int) -> Clock:
     """Return a clock of the target's pass over ``size`` nodes a row, on the caches of a batch."""
     history, cache = batch.state.history, batch.state.cache
-
-    def launch(count: int) -> tuple[float, int]:
-        begin = time.perf_counter()
-        jax.block_until_ready(_passes(plan.target, size, params, history, cache, count))
-        return time.perf_counter() - begin, count
-
-    return Clock(launch)
+    run = lambda count: _passes(plan.target, size, params, history, cache, count)
+    return Clock(lambda count: (_seconds(lambda: run(count))[0], count))
 
 
 def prefill(plan: Plan, params: Params, work: Workload) -> Clock:
@@ -110,13 +100,13 @@ def prefill(plan: Plan, params: Params, work: Workload) -> Clock:
 
 def whole(run: Callable[[], Any]) -> Clock:
     """Return a clock of ``run``, launch included."""
+    return Clock(lambda _: (_seconds(run)[0], 1), many=1)
 
-    def launch(_: int) -> tuple[float, int]:
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        return time.perf_counter() - begin, 1
 
-    return Clock(launch, many=1)
+def _seconds(run: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = jax.block_until_ready(run())
+    return time.perf_counter() - begin, result
 
 
 def timed(clocks: Sequence[Clock], settings: Settings) -> list[float]:

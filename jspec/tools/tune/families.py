@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jspec.api import config
@@ -15,7 +15,7 @@ from jspec.drafters.trees import tree_settings
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.tools.bench.names import name_of, names_of
-from jspec.tools.tune.settings import TREE_STEP, Settings
+from jspec.tools.tune.settings import Settings
 
 PLAIN = {"method": "none"}
 _DEPTH_KEYS = ("num_speculative_tokens", "tree", "tree_size", "tree_depth", "tree_top_k")
@@ -119,18 +119,15 @@ def families_of(target: LoadedModel, settings: Settings) -> list[Family]:
 
 def check(given: Mapping[str, Any], settings: Settings) -> None:
     """Raise ValueError if a config is wrong for every target."""
-    first = next(_variants(given, settings))
-    config.read(first if _is_fixed(first) else {**first, "num_speculative_tokens": 1})
-
-
-def tree_sizes(largest: int) -> Sequence[int]:
-    """Return the sizes of the trees that are searched."""
-    return [*range(TREE_STEP, largest, TREE_STEP), largest] if largest >= TREE_STEP else []
+    _read(next(_variants(given, settings)))
 
 
 def _is_fixed(given: Mapping[str, Any]) -> bool:
-    """Return whether a config leaves nothing to search."""
     return given.get("method") == "none" or any(given.get(key) is not None for key in _FIXING_KEYS)
+
+
+def _read(given: Mapping[str, Any]) -> config.SpeculativeConfig:
+    return config.read(given if _is_fixed(given) else {**given, "num_speculative_tokens": 1})
 
 
 def _variants(given: Mapping[str, Any], settings: Settings) -> Iterator[Mapping[str, Any]]:
@@ -147,8 +144,7 @@ def _family(
     number: int, given: Mapping[str, Any], target: LoadedModel, settings: Settings
 ) -> Family:
     """Open the networks of a config, and find the largest K that its drafter takes."""
-    is_fixed = _is_fixed(given)
-    read = config.read(given if is_fixed else {**given, "num_speculative_tokens": 1})
+    read = _read(given)
     opened: dict[str, Any] = {} if read.drafter_class else {"method": read.method}
     if read.needs_model and not read.parts:
         opened["model"] = loading.load(read.model, settings.dtype)
@@ -157,7 +153,7 @@ def _family(
             read.model, target.config, kind=read.method, dtype=settings.dtype
         )
     family = Family(number, name_of(given), given, opened, None, False, target, settings.dtype)
-    if is_fixed:
+    if _is_fixed(given):
         family.build(given)  # raises before anything is measured
         return family
     depth, drafter = _deepest(family, settings.max_speculative_tokens)

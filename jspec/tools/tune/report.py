@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 
 from jspec.tools.bench import report
-from jspec.tools.tune.run import TOLERANCE
+from jspec.tools.bench.contenders import title_of
+from jspec.tools.tune.search import TOLERANCE
 
 _DEPTHS = 5  # shown
 
@@ -51,7 +52,6 @@ def output(results: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _verdict(batch: dict[str, Any]) -> Iterator[str]:
-    """Yield the winner of a batch size, and what makes it doubtful."""
     title, (winner, second, *_) = _title(batch), batch["rows"]
     speed, ratio = winner["tokens_per_second"], winner["speedup"]
     words = f"{title}: {winner['name']}, {speed['median']:.0f} tokens/s"
@@ -84,8 +84,7 @@ def _verdict(batch: dict[str, Any]) -> Iterator[str]:
 
 
 def _title(batch: dict[str, Any]) -> str:
-    mode = f"temperature {batch['temperature']:g}" if batch["temperature"] else "greedy"
-    return f"batch {batch['batch_size']}, {mode}"
+    return title_of(batch["batch_size"], batch["temperature"])
 
 
 def _acceptance(families: Sequence[dict[str, Any]]) -> Table:
@@ -107,14 +106,9 @@ def _candidates(batch: dict[str, Any]) -> Table:
     lines = []
     for each in batch["candidates"]:
         most, least = ("", "") if each["round_was_measured"] else (" at most", " at least")
-        lines.append(
-            [
-                each["name"],
-                f"{each['predicted_tokens_per_second']:.0f}{most}",
-                f"{each['predicted_acceptance_length']:.2f}",
-                f"{each['round_ms']:.2f}{least}",
-            ]
-        )
+        speed = f"{each['predicted_tokens_per_second']:.0f}{most}"
+        length = f"{each['predicted_acceptance_length']:.2f}"
+        lines.append([each["name"], speed, length, f"{each['round_ms']:.2f}{least}"])
     heads = ("method", "tokens/s", "acceptance length", "round, ms")
     table = report.table(f"{_title(batch)}: predictions", heads, lines)
     single = batch["pass_ms"][min(batch["pass_ms"], key=int)]
@@ -126,31 +120,19 @@ def _candidates(batch: dict[str, Any]) -> Table:
 
 
 def _runs(batch: dict[str, Any]) -> Table:
-    """Return the candidates that ran, with prediction and measurement side by side."""
-    lines = []
-    for row in batch["rows"]:
-        speed, ratio = row["tokens_per_second"], row["speedup"]
-        lines.append(
-            [
-                row["name"],
-                f"{row['predicted_tokens_per_second']:.0f}",
-                f"{speed['median']:.0f} ({speed['least']:.0f} to {speed['most']:.0f})",
-                f"{row['error']:+.1%}",
-                f"{row['predicted_speedup']:.2f}",
-                f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})",
-                f"{row['predicted_acceptance_length']:.2f}",
-                f"{row['acceptance_length']:.2f}",
-            ]
-        )
-    heads = (
-        "method",
-        "tokens/s predicted",
-        "measured",
-        "error",
-        "speed-up predicted",
-        "measured",
-        "acceptance length predicted",
-        "measured",
-    )
+    lines = [
+        [
+            ("method", row["name"]),
+            ("tokens/s predicted", f"{row['predicted_tokens_per_second']:.0f}"),
+            ("measured", report.spread(row["tokens_per_second"], 0)),
+            ("error", f"{row['error']:+.1%}"),
+            ("speed-up predicted", f"{row['predicted_speedup']:.2f}"),
+            ("measured", report.spread(row["speedup"], 2)),
+            ("acceptance length predicted", f"{row['predicted_acceptance_length']:.2f}"),
+            ("measured", f"{row['acceptance_length']:.2f}"),
+        ]
+        for row in batch["rows"]
+    ]
     title = f"{_title(batch)}: run in turns on {batch['prompts']} prompts"
-    return report.table(title, heads, lines)
+    cells = [[cell for _, cell in line] for line in lines]
+    return report.table(title, [head for head, _ in lines[0]], cells)

@@ -1,10 +1,13 @@
 """The search at one batch size: predict, measure the most promising candidate, predict again.
 
 Unmeasured candidates count as cheap as they can be. The search ends when the two best candidates
-are measured, because by the predictions no other can then be faster.
+are measured, because by the predictions no other can then be faster. These and plain decoding then
+run in turns.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +17,19 @@ from jspec.api.sampling_params import SamplingParams
 from jspec.core import trees
 from jspec.core.types import Sharing
 from jspec.tools.bench.contenders import Ours
+from jspec.tools.bench.names import portable
+from jspec.tools.bench.timing import Contender, race, ratios, spread
 from jspec.tools.tune import clocks, prediction
 from jspec.tools.tune.acceptance import Recording, extended
 from jspec.tools.tune.costs import Costs
-from jspec.tools.tune.families import Candidate, Family, tree_sizes
+from jspec.tools.tune.families import Candidate, Family
 from jspec.tools.tune.prediction import Passes
-from jspec.tools.tune.settings import Settings
+from jspec.tools.tune.settings import TREE_STEP, Settings
 from jspec.tools.tune.trees import likeliest_paths
 from jspec.tools.tune.workload import Workload, generate
 
+TOLERANCE = 0.1  # of predictions
+_SPEED = "predicted_tokens_per_second"
 _LISTED = 12  # unmeasured candidates beyond this rank are not reported
 
 
@@ -38,15 +45,34 @@ class Search:
         on_step: Callable[[str], None],
     ):
         self._families, self._work, self._settings = families, work, settings
-        self._on_step = on_step
+        self._on_step = lambda words: on_step(f"{work.case.title}: {words}")
         self._measure_plain()
         self._passes: dict[Candidate, Passes] = {}
         for family, recording in zip(families, recordings, strict=True):
             self._passes |= self._predicted_passes(family, recording)
-        self.plain = next(iter(self._passes))
-        self._costs.measured(self.plain, self._costs.plain, 0.0)
+        self._plain = next(iter(self._passes))
+        self._costs.measured(self._plain, self._costs.plain, 0.0)
 
-    def run(self) -> list[Candidate]:
+    def run(self) -> dict[str, Any]:
+        """Search, verify and return the results of the batch size for JSON."""
+        field, interrupted = self._run_in_turns(self._best())
+        rows = self._rows(field)
+        turns = list(zip(*(each.samples for each in field.values()), strict=False))
+        quiet = [all(sample.quiet(Contender.limit) for sample in turn) for turn in turns]
+        return {
+            "batch_size": self._work.case.batch_size,
+            "temperature": self._work.case.temperature,
+            "speculative_config": rows[0]["speculative_config"],
+            "winner": rows[0]["name"],
+            "predicted_winner": max(rows, key=operator.itemgetter(_SPEED))["name"],
+            "within_tolerance": all(abs(row["error"]) <= TOLERANCE for row in rows),
+            "rows": rows,
+            "turns": len(turns),
+            "quiet_turns": sum(quiet),
+            "interrupted": interrupted,
+        } | self._report()
+
+    def _best(self) -> list[Candidate]:
         """Return the predicted best, the runner-up and plain decoding, the fastest first."""
         for _ in range(self._settings.max_programs):
             unmeasured = [each for each in self._ranked()[:2] if each not in self._costs.rounds]
@@ -54,23 +80,70 @@ class Search:
                 break
             self._measure(unmeasured[0])
         ranked = [each for each in self._ranked() if each in self._costs.rounds]
-        return [*dict.fromkeys([*ranked[:2], self.plain])]
+        return [*dict.fromkeys([*ranked[:2], self._plain])]
 
-    def prediction(self, candidate: Candidate) -> dict[str, float]:
+    def _run_in_turns(
+        self, candidates: Sequence[Candidate]
+    ) -> tuple[dict[Candidate, Contender], bool]:
+        """Run all prompts with each candidate; return their samples, and whether Ctrl-C ended it.
+
+        Raises:
+          KeyboardInterrupt: some candidate has no sample yet.
+        """
+        field = {}
+        for candidate in candidates:
+            self._on_step(f"compiling {candidate.name}")
+            family, size = self._families[candidate.family], self._work.case.batch_size
+            config = {**candidate.config, **family.opened}
+            llm = LLM(family.target, config, dtype=family.dtype, max_num_seqs=size)
+            run = Ours(llm, self._work.case, {"all": self._work.requests})
+            run()
+            field[candidate] = Contender(candidate.name, run)
+        self._on_step("running the best two in turns")
+        try:
+            race(list(field.values()), self._settings.repeats, self._settings.patience)
+        except KeyboardInterrupt:
+            if not all(each.samples for each in field.values()):
+                raise
+            return field, True
+        return field, False
+
+    def _rows(self, field: Mapping[Candidate, Contender]) -> list[dict[str, Any]]:
+        """Return a row for each candidate, the fastest first."""
+        plain_speed = self._prediction(self._plain)[_SPEED]
+        rows = []
+        for candidate, each in field.items():
+            predicted = self._prediction(candidate)
+            lengths = [sample.num_tokens / sample.passes for sample in each.usable]
+            row = {
+                "name": candidate.name,
+                "speculative_config": dict(candidate.config),
+                "config": portable(candidate.config, self._settings.configs),
+                "tokens_per_second": spread(each.speeds),
+                "speedup": spread(ratios(each, field[self._plain])),
+                "acceptance_length": statistics.median(lengths),
+                "predicted_speedup": predicted[_SPEED] / plain_speed,
+                "error": predicted[_SPEED] / each.median - 1,
+                "seconds": [sample.seconds for sample in each.samples],
+            }
+            rows.append(row | predicted)
+        return sorted(rows, key=lambda row: -row["tokens_per_second"]["median"])
+
+    def _prediction(self, candidate: Candidate) -> dict[str, float]:
         """Return the predicted speed of ``LLM.generate`` on all prompts, and acceptance length."""
         return {
-            "predicted_tokens_per_second": sum(self._lengths) / self._seconds(candidate),
+            _SPEED: sum(self._lengths) / self._seconds(candidate),
             "predicted_acceptance_length": self._passes[candidate].tokens_per_pass,
         }
 
-    def report(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         """Return the measurements and predictions for the results."""
         costs, lines = self._costs, []
         for rank, candidate in enumerate(self._ranked()):
             is_measured = candidate in costs.rounds
             if rank < _LISTED or is_measured:
                 round_ms = {"round_ms": 1e3 * self._round_seconds(candidate)}
-                line = {"name": candidate.name} | self.prediction(candidate) | round_ms
+                line = {"name": candidate.name} | self._prediction(candidate) | round_ms
                 lines.append(line | {"round_was_measured": is_measured})
         return {
             "prompts": len(self._work.prompts),
@@ -105,7 +178,6 @@ class Search:
         self._costs = Costs(sizes, seconds, plain_round, call - plain_round, {0: prefill})
 
     def _one_token(self, llm: LLM) -> Callable[[], Any]:
-        """Return a call of ``LLM.generate`` for one token of every row of the middle group."""
         case = self._work.case
         params = SamplingParams(
             temperature=case.temperature, max_tokens=1, seed=case.seed, detokenize=False
@@ -114,7 +186,6 @@ class Search:
         return lambda: llm.generate(prompts, params)
 
     def _largest(self, family: Family) -> int:
-        """Return the nodes of the largest draft of a family."""
         if family.max_k is None:
             return family.probe.size
         return max(family.max_k + 1, self._settings.max_tree_size if family.takes_trees else 0)
@@ -135,18 +206,18 @@ class Search:
     def _candidates(self, family: Family, chances: np.ndarray) -> list[Candidate]:
         """Return every chain, and for each depth and size the best static tree."""
         candidates = [family.chain(depth) for depth in range(1, family.max_k + 1)]
-        sizes = tree_sizes(self._settings.max_tree_size) if family.takes_trees else []
+        largest = self._settings.max_tree_size if family.takes_trees else 0
+        sizes = [*range(TREE_STEP, largest, TREE_STEP), largest]
         for depth in range(2, family.max_k + 1):
-            paths = likeliest_paths(chances[:depth], max(sizes, default=1) - 1)
+            paths = likeliest_paths(chances[:depth], largest - 1)
             candidates += [
                 family.tree(trees.from_choices(paths[: size - 1]))
                 for size in sizes
-                if size <= len(paths) + 1
+                if TREE_STEP <= size <= len(paths) + 1
             ]
         return list({each.tree: each for each in candidates}.values())  # a tree may be a chain
 
     def _measure(self, candidate: Candidate) -> None:
-        """Time the rounds of a candidate, and the prefill of its family."""
         family = self._families[candidate.family]
         build, work = family.build(candidate.config), self._work
         self._on_step(f"compiling and measuring rounds of {candidate.name}")
@@ -168,13 +239,11 @@ class Search:
         return sorted(self._passes, key=self._seconds)
 
     def _seconds(self, candidate: Candidate) -> float:
-        """Return the predicted seconds of all prompts."""
         passes = self._passes[candidate]
         calls = len(self._work.groups) * self._costs.of_call(candidate.family)
         return calls + (passes.drafted + passes.plain) * self._round_seconds(candidate)
 
     def _round_seconds(self, candidate: Candidate) -> float:
-        """Return the mean seconds of a candidate's rounds, with and without a draft."""
         passes, seconds = self._passes[candidate], self._costs.of_round(candidate)
         total = passes.drafted * seconds.with_draft + passes.plain * seconds.without
         return total / (passes.drafted + passes.plain)

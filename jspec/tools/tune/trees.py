@@ -12,15 +12,10 @@ import numpy as np
 
 
 def likeliest_paths(chances: np.ndarray, count: int) -> list[tuple[int, ...]]:
-    """Return the rank paths of the ``count`` likeliest nodes, the likeliest first.
+    """Return the rank paths of the ``count`` likeliest nodes, by ``chances`` [D, R] and in order.
 
     The first n paths are the best tree of n + 1 nodes with the root. There are fewer paths if a
-    full tree has fewer nodes.
-
-    Args:
-      chances: float [D, R], for the deepest leaf at depth D and at most R children a node. A rank
-        counts as no likelier than the rank before it.
-      count: most paths.
+    full tree has fewer nodes. A rank counts as no likelier than the rank before it.
     """
     chances = np.minimum.accumulate(np.asarray(chances, np.float64), axis=1)
     depth, ranks = chances.shape

@@ -33,7 +33,7 @@ class Workload:
 
     def rows(self, texts: Sequence[Sequence[int]] | None = None) -> list[SequenceParams]:
         """Return the sequences as ``LLM`` builds them, with ``texts`` appended to the prompts."""
-        texts = [()] * len(self.prompts) if texts is None else texts
+        texts = texts or [()] * len(self.prompts)
         return [
             SequenceParams(
                 (*prompt, *map(int, text)),
@@ -57,9 +57,9 @@ class Workload:
         length = lambda group: sum(len(self.prompts[index]) for index in group) / len(group)
         return min(self.groups, key=lambda group: abs(length(group) - mean))
 
-    def batch(self, plan: Plan, params: Params, texts: Sequence | None, shared: Shared) -> Batch:
+    def batch(self, plan: Plan, params: Params, texts: Sequence, shared: Shared) -> Batch:
         """Prefill the middle group with the first half of its ``texts``."""
-        rows = self.rows(texts and [text[: len(text) // 2] for text in texts])
+        rows = self.rows([text[: len(text) // 2] for text in texts])
         return _prefilled(plan, params, self.middle, rows, CostTable(), shared)
 
 

@@ -120,7 +120,7 @@ def test_the_network_of_a_contender_is_opened_once(root, monkeypatch):
     )
     chosen = settings({"draft": str(paths["draft"])})
     table = CaseTable(target, chosen, chosen.cases[0], {}, None)
-    assert [name for name, _ in table._contenders()] == ["autoregressive", "draft, K=3"]
+    assert [name for name, *_ in table._contenders()] == ["autoregressive", "draft, K=3"]
     assert opened == [str(paths["draft"])]
 
 
@@ -320,7 +320,7 @@ def test_the_page_shows_tables_and_picture_in_a_browser(results, tmp_path):
     text = browser.seen(page, tmp_path, window="500,800")
     assert text.startswith("jspec bench") and "batch 1, greedy" in text
     row = next(line for line in text.splitlines() if line.startswith("draft, K=3"))
-    assert report.cells(results["rows"][1])[3] in row.split("\t")
+    assert report.cells(results["rows"][1])["acceptance length"] in row.split("\t")
     assert "split_ms" not in text  # the measurements are folded away
     # The picture is drawn, and the page is no wider than the window.
     wide = "document.documentElement.scrollWidth <= innerWidth"

@@ -3,7 +3,7 @@
 import itertools
 
 from jspec.tools.bench import timing
-from jspec.tools.bench.timing import Contender, Sample, race, ratios
+from jspec.tools.bench.timing import Contender, Sample, joined, race, ratios
 
 ANYTHING = float("inf")  # cores: runs without duration may seem disturbed by any number
 
@@ -18,39 +18,36 @@ def part(log, name, seconds):
     return run
 
 
-def test_contenders_take_turns_part_by_part_and_parts_add_up():
-    log = []
+def test_samples_add_up():
+    whole = joined([Sample(1.0, 0.5, [[1, 2]], passes=1), Sample(2.0, 0.5, [[3]], passes=2)])
+    assert (whole.seconds, whole.cpu_seconds, whole.passes) == (3.0, 1.0, 3)
+    assert whole.tokens == [[1, 2], [3]] and whole.speed == 1.0
+
+
+def test_ratios_compare_samples_of_the_same_turn():
     field = [
-        Contender(
-            name, [part(log, f"{name}{i}", scale * (1 + i)) for i in range(2)], limit=ANYTHING
-        )
-        for name, scale in (("a", 1.0), ("b", 4.0))
+        Contender(name, part([], name, seconds), limit=ANYTHING)
+        for name, seconds in (("a", 1.0), ("b", 4.0))
     ]
     race(field, repeats=2, patience=0)
-    # Neither is always first, and equal parts run close together.
-    assert log == ["a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
-    assert [[s.seconds for s in each.samples] for each in field] == [[3.0, 3.0], [12.0, 12.0]]
-    assert field[0].samples[0].passes == 2
-    assert field[0].samples[0].tokens == [[1, 2], [1, 2]]
     assert ratios(*field) == [4.0, 4.0]
 
 
-def test_all_contenders_repeat_a_part_in_which_one_was_disturbed(monkeypatch):
-    log, busy = [], iter([0.0, 0.0, 0.0, 9.0, *[9.0] * 20])  # before and after each; b0 is hit
+def test_all_contenders_repeat_a_turn_in_which_one_was_disturbed(monkeypatch):
+    log, busy = [], iter([0.0, 0.0, 0.0, 9.0, *[9.0] * 20])  # before and after each; b is hit
     monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
-    field = [Contender(name, [part(log, f"{name}{i}", 1.0) for i in range(2)]) for name in "ab"]
+    field = [Contender(name, part(log, name, 1.0)) for name in "ab"]
     race(field, repeats=1, patience=1)
-    assert log == ["a0", "b0", "a0", "b0", "b1", "a1"]
-    assert all(len(each.samples) == 1 and each.samples[0].quiet(each.limit) for each in field)
+    assert log == ["a", "b", "b", "a"]
+    assert [each.num_quiet for each in field] == [2, 1]
 
 
 def test_a_race_on_a_busy_machine_ends_with_disturbed_samples(monkeypatch):
     log, busy = [], itertools.count(0.0, 9.0)
     monkeypatch.setattr(timing, "_busy_seconds", lambda: next(busy))
-    field = [Contender(name, [part(log, f"{name}{i}", 1.0) for i in range(2)]) for name in "ab"]
+    field = [Contender(name, part(log, name, 1.0)) for name in "ab"]
     race(field, repeats=1, patience=1)
-    assert len(log) == 2 * (2 + 2 + 2)  # both rounds, and as many further turns as one round has
-    assert [len(each.samples) for each in field] == [2, 2]
+    assert len(log) == 2 * 2 and [len(each.samples) for each in field] == [2, 2]
     assert not any(each.num_quiet for each in field)
 
 

@@ -11,7 +11,6 @@ from jspec.cli import main
 from jspec.tools.bench import names
 from jspec.tools.bench.questions import Question
 from jspec.tools.tune import clocks, report, search
-from jspec.tools.tune import run as tune_run
 from jspec.tools.tune.families import families_of
 from jspec.tools.tune.run import tune
 from jspec.tools.tune.settings import Settings
@@ -192,13 +191,13 @@ def test_measured_candidates_are_listed_and_a_faster_unmeasured_one_is_noted(roo
 
 def test_ctrl_c_keeps_the_finished_batch_sizes(root, monkeypatch):
     """The race ends once every candidate has a sample, and the second batch size never starts."""
-    race, seen = tune_run.race, []
+    race, seen = search.race, []
 
     def interrupted(field, repeats, patience):
         race(field, 1, 0)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune_run, "race", interrupted)
+    monkeypatch.setattr(search, "race", interrupted)
     lookup = {"method": "ngram", "prompt_lookup_max": 1}
     settings = Settings(
         (lookup,),
@@ -217,6 +216,6 @@ def test_ctrl_c_keeps_the_finished_batch_sizes(root, monkeypatch):
     assert report.output(tuned) == {"2": batch["rows"][0]["speculative_config"]}
     assert any("interrupted" in note for note in report.notes(ABOUT | tuned))
 
-    monkeypatch.setattr(tune_run, "race", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(search, "race", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     tuned = tune(target, QUESTIONS, settings)
     assert tuned["interrupted"] and tuned["batches"] == [] and report.output(tuned) is None
