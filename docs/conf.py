@@ -14,7 +14,10 @@ myst_heading_anchors = 3
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "exclude-members": "replace"}  # a method of every flax dataclass
+autodoc_default_options = {
+    "members": True,
+    "exclude-members": "replace",
+}  # a method of every flax dataclass
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
