@@ -141,13 +141,22 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: Settings = None,
         use_tqdm: bool = False,
-        **template: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations.
 
-        ``template`` and ``messages`` are arguments of ``chat_prompts``; the others of ``generate``.
+        ``sampling_params`` and ``use_tqdm`` are those of ``generate``, the others of
+        ``chat_prompts``.
         """
-        rendered = self.chat_prompts(messages, **template)
+        rendered = self.chat_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self.generate(rendered, sampling_params, use_tqdm)
 
     def chat_prompts(

@@ -40,7 +40,7 @@ _LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
 _BOOLS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 
 # The allowed values of the other parameters: (name, test, words of the error).
-_TEXTS = "a list of strings, none of them empty"
+_TEXTS = "a string or a list of strings, none of them empty"
 _IDS = "None for all, or a list of at least one token id"
 _ROOM = "a whole number from 1 to 2**31 - 1, or None for all the room there is"
 _FUNCTIONS = "a list of hashable functions"

@@ -181,8 +181,8 @@ def start(
     compile beside those in use.
 
     Raises:
-      ValueError: there is no sequence, one does not fit the model, ``scoring`` exceeds the
-        vocabulary, or the weights belong to another model.
+      ValueError: there is no sequence, one does not fit the model, a name in ``filters`` is
+        unknown, ``scoring`` exceeds the vocabulary, or the weights belong to another model.
     """
     validation.check_params(plan.target, plan.drafter, params)
     check_sequences(sequences)

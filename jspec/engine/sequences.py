@@ -130,10 +130,8 @@ def _is_phrase(word: Any) -> bool:
 
 def check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError if a non-empty prompt holds an id outside the vocabulary."""
-    wrong = next(
-        (token for token in (min(prompt), max(prompt)) if not 0 <= token < vocab_size), None
-    )
-    if wrong is not None:
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise ValueError(
             f"prompt {index} holds token id {wrong}, outside the vocabulary of {vocab_size} "
             "tokens; was it made by another tokenizer?"
@@ -167,9 +165,17 @@ def check_fit(sequences: Sequence[SequenceParams], target: Target) -> None:
 
 
 def filters_of(sequences: Sequence[SequenceParams], others: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return ``others`` and the logits processors and filters that any sequence uses, in order."""
+    """Return ``others`` and the logits processors and filters that any sequence uses, in order.
+
+    Raises:
+      ValueError: one of ``others`` is unknown.
+    """
+    names = (*PROCESSORS, *FILTERS)
+    if not isinstance(others, tuple | list) or not all(name in names for name in others):
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"filters={shown(others)} must be a tuple of names among {known}.")
     used = {*others, *(name for sequence in sequences for name in sequence.filters)}
-    return tuple(name for name in (*PROCESSORS, *FILTERS) if name in used)
+    return tuple(name for name in names if name in used)
 
 
 def request_of(

@@ -130,7 +130,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2"),
         ({"seed": 2**64}, "must be None or a 64-bit integer"),
         ({"seed": 0.5}, "seed=0.5 must be"),
-        ({"stop": ["a", ""]}, "stop=['a', ''] must be a list of strings"),
+        ({"stop": ["a", ""]}, "stop=['a', ''] must be a string or a list of strings"),
         ({"stop": 5}, "stop=5 must be a list."),
         ({"stop_token_ids": ["a"]}, "stop_token_ids=['a'] must be a list of token ids."),
         ({"stop_token_ids": [-1]}, "stop_token_ids=[-1] must be"),
@@ -149,7 +149,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"logit_bias": {"a": 1}}, "logit_bias={'a': 1} must be a dict of token ids to numbers."),
         ({"logit_bias": {-3: 1}}, "logit_bias={-3: 1} must be"),
         ({"allowed_token_ids": []}, "allowed_token_ids=[] must be None for all, or a list"),
-        ({"bad_words": ["a", " "]}, "bad_words=['a', ' '] must be a list of strings"),
+        ({"bad_words": ["a", " "]}, "bad_words=['a', ' '] must be a string or a list of strings"),
         (
             {"logits_processors": [3]},
             "logits_processors=[3] must be a list of hashable functions.",

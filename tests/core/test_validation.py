@@ -179,6 +179,13 @@ def test_no_sequences_give_no_answers():
     assert generate_sequences(PLAIN, WEIGHTS, []) == []
 
 
+@pytest.mark.parametrize("filters", [("temprature",), "temperature", 3])
+def test_unknown_names_of_filters_are_refused(filters):
+    with pytest.raises(ValueError) as error:
+        start(PLAIN, WEIGHTS, [PICKY], filters=filters)
+    assert f"filters={filters!r} must be a tuple of names among 'structured_out" in str(error.value)
+
+
 def test_the_filters_in_use_join_the_others_in_one_order_so_that_programs_are_shared():
     batch = start(PLAIN, WEIGHTS, [PICKY], filters=["top_k"])
     assert batch.request.sampling.names == ("temperature", "top_k")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints import shared_file
+from jspec.checkpoints.heads import head_files
 from jspec.util import atomic_files
 from tests import tiny
 from tests.drafters import heads
 from tests.hostile.junk import refused
-from training import export
 
 SHARED = {"tokens": jnp.arange(6), "counts": jnp.ones((2, 3))}
 
@@ -103,15 +103,14 @@ def test_truncated_or_foreign_shared_files_raise(tmp_path):
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a\0b", "..", "a\nb", "\x1b[31m"])
 def test_the_name_of_a_target_is_not_used_as_a_path(tmp_path, name):
     config, folder = heads.CONFIGS["eagle3"], tmp_path / "a" / "head"
-    export.save(
+    head_files.save_head(
         folder,
         config,
         heads.random_params("eagle3"),
         tiny.TARGET.config,
-        "speculators",
+        layout="speculators",
         target_name=name,
         embedding=tiny.params().target.embedding,
-        dtype=None,
     )
     assert files_under(tmp_path) == [
         "a",
