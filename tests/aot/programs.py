@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspec import ops
+from jspec.core.sampling import FILTERS
 from jspec.core.types import History, Params, Request, Sampling
 from jspec.drafters import DraftModel, Eagle, Medusa
 from jspec.drafters.adaptive.drafter import Adaptive
@@ -209,7 +210,8 @@ def _network_of(plan: Plan) -> DraftModel | Medusa | Eagle:
 
 def _request() -> Request:
     column = lambda dtype: jnp.zeros((BATCH,), dtype)
-    sampling = Sampling({"temperature": column(jnp.float32)}, names=("temperature",))
+    values = {name: column(entry.dtype) for name, entry in FILTERS.items()}
+    sampling = Sampling(values, names=("temperature",))
     keys = jax.vmap(jax.random.key)(jnp.arange(BATCH))
     return Request(keys, sampling, jnp.zeros((BATCH, 1), jnp.int32), column(jnp.int32))
 
