@@ -117,9 +117,15 @@ class Draft:
 
     @property
     def drawn(self) -> Array:
-        """Bool [B, N]: nodes drawn from a recorded distribution; the others are deterministic."""
+        """Bool [B, N]: nodes drawn from a recorded distribution; the others are deterministic.
+
+        Raises:
+          ValueError: ``sampled`` is set without ``logits``.
+        """
         if self.sampled is None:
             return jax.numpy.full(self.tokens.shape, self.logits is not None)
+        if self.logits is None:
+            raise ValueError("a draft with `sampled` must record its distributions; give `logits`.")
         return self.sampled
 
 

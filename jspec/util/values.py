@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 from collections.abc import Hashable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -69,6 +70,21 @@ def listed(name: str, value: Any) -> tuple:
         return tuple(value)
     except TypeError:
         raise ValueError(f"{name}={shown(value)} must be a list.") from None
+
+
+def imported(key: str, path: str) -> Any:
+    """Return the object at a dotted path of the user's code; ``key`` names the setting.
+
+    Raises:
+      ValueError: it cannot be imported.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{key}={shown(path)} cannot be imported: {str(error)[:200]}. Check the name; install "
+            "the package, or put its folder on PYTHONPATH."
+        ) from error
 
 
 def json_of(text: str | bytes, *, unique: bool = False) -> Any:

@@ -1,11 +1,11 @@
 """The table ``RULES`` of all acceptance rules, and rules with settings or from the user's code."""
 
-import pkgutil
 from collections.abc import Sequence
 from typing import get_args
 
 from jspec.core.types import Proposal
 from jspec.util.messages import shown
+from jspec.util.values import imported
 from jspec.verify.block import block
 from jspec.verify.match import match
 from jspec.verify.rejection import rejection
@@ -59,13 +59,7 @@ def load_rule(path: str, key: str = "rule") -> Rule:
 
     ``key`` is the name of the setting, for messages.
     """
-    try:
-        rule = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{key}={shown(path)} cannot be imported: {str(error)[:200]}. Install the package, or "
-            "put its folder on PYTHONPATH."
-        ) from error
+    rule = imported(key, path)
     if not isinstance(rule, Rule):
         raise ValueError(
             f"{key}={shown(path)} is a {type(rule).__name__}, not a jspec.verify.Rule; wrap its "

@@ -49,7 +49,12 @@ def verify(
     if rule.implementation is not None:  # XLA drops the unused ``processed``
         logits, impossible = _finite(logits)
         judged = ops.rejection_sampling(
-            *(logits, request.sampling, draft, tree, uniforms, uniform),
+            logits,
+            request.sampling,
+            draft,
+            tree,
+            uniforms,
+            uniform,
             rule=rule.name,
             implementation=rule.implementation,
         )

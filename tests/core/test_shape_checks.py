@@ -154,6 +154,12 @@ def test_dynamic_trees_drop_nodes_that_are_too_deep_or_detached(parents):
     assert 0 < answer.drafted <= 2 * answer.rounds
 
 
+def test_drawn_nodes_need_their_distributions_outside_of_a_round_too():
+    draft = _draft(sampled=jnp.ones((1, 5), bool))
+    with pytest.raises(ValueError, match="must record its distributions; give `logits`"):
+        _ = draft.drawn
+
+
 def test_update_must_return_memory_and_shared():
     memory_alone = Custom(updated=lambda memory, _: memory)
     refused("Custom.update must return (memory, shared), not a dict", drafter=memory_alone)

@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import os
-import string
 import sys
 import sysconfig
 from collections import Counter
@@ -211,8 +210,7 @@ def _cleaned(path: Path, left_out: Counter[str]) -> str:
     text = _without_licence(text.replace("\r\n", "\n").expandtabs(4))
     lines = text.splitlines()
     if lines and (
-        max(map(len, lines)) > MAX_LINE
-        or sum(map(text.count, string.digits)) > MAX_DIGITS * len(text)
+        max(map(len, lines)) > MAX_LINE or sum(map(str.isdigit, text)) > MAX_DIGITS * len(text)
     ):
         text, reason = "", "tables"
     if not (text.isascii() or sum(map(str.isascii, text)) > MIN_ASCII * len(text)):

@@ -13,7 +13,6 @@ which jspec calls once, after it loads the target's weights. The other methods g
 import dataclasses
 import inspect
 import os
-import pkgutil
 from collections.abc import Mapping
 from typing import Any, Protocol, get_type_hints, runtime_checkable
 
@@ -24,6 +23,7 @@ from jspec.core.types import Drafter, Sharing
 from jspec.drafters.adaptive.drafter import Adaptive
 from jspec.models.decoder import Decoder
 from jspec.util.messages import did_you_mean, shown
+from jspec.util.values import imported
 
 _FILLED_IN = ("target", "vocab_size")
 # Keys that jspec reads and never passes to the class.
@@ -69,13 +69,7 @@ def find(path: Any) -> type:
             f"method={CUSTOM_CLASS!r} needs as 'model' the dotted path of a class, such as "
             f"'my_package.my_module.MyDrafter'; got {shown(path)}."
         )
-    try:
-        drafter = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"model={shown(path)} cannot be imported: {str(error)[:200]}. Is the package "
-            "installed, or its folder on PYTHONPATH?"
-        ) from error
+    drafter = imported("model", path)
     if not isinstance(drafter, type):
         raise ValueError(f"model={shown(path)} is {type(drafter).__name__!r}, not a class.")
     _check_class(drafter)

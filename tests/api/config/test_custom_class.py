@@ -74,7 +74,8 @@ def test_keys_of_the_rule_work_with_a_class_too():
         (
             {"model": f"{HERE}.Repeet"},
             "cannot be imported: module 'tests.drafters.custom' has no "
-            "attribute 'Repeet'. Is the package installed, or its folder on PYTHONPATH?",
+            "attribute 'Repeet'. Check the name; install the package, or put its folder on "
+            "PYTHONPATH.",
         ),
         ({"model": f"{HERE}.np"}, "is 'module', not a class"),
         ({"model": f"{HERE}.Mutable"}, "must be a frozen dataclass"),
