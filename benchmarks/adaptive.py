@@ -5,7 +5,8 @@
 The target is made to generate given texts, see ``benchmarks.replay``: ``easy`` repeats itself,
 ``hard`` is random token ids, and ``alternating`` has 64 tokens of each in turn. There are several
 texts of each kind, because a single one may be lucky. Costs are measured once before the clock
-starts, as ``LLM`` does. All contenders take turns, text by text. A repeat is all texts of a kind. A
+starts, as ``LLM`` does. All contenders take turns, a kind at a time. A repeat is all texts of
+a kind. A
 ratio is the geometric mean over the repeats, with the interval of that mean.
 """
 

@@ -1,1 +1,1 @@
-"""The command line: parsing and printing. Only this package reads the environment."""
+"""The command line: parsing and printing. Only programs read the environment."""

@@ -1,4 +1,4 @@
-"""The command ``jspec``. Only this module sets environment variables."""
+"""The command ``jspec``. No library module sets environment variables."""
 
 import _thread
 import os

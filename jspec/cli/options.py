@@ -25,7 +25,7 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.", **SAMPLING)]
 TopP = Annotated[float, typer.Option(help="1 keeps all tokens.", **SAMPLING)]
 TopK = Annotated[int, typer.Option(help="0 keeps all tokens.", **SAMPLING)]
 MinP = Annotated[float, typer.Option(help="0 keeps all tokens.", **SAMPLING)]
-Seed = Annotated[int | None, typer.Option(help="Random if left out.", **SAMPLING)]
+Seed = Annotated[int | None, typer.Option(help="Default: the same in every run.", **SAMPLING)]
 
 # Options of bench and tune.
 DemoModel = Annotated[

@@ -80,7 +80,8 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [results["definition"], about(results)]
     lines += left_out(results)
     if results["interrupted"]:
-        lines.append("The run was interrupted; unfinished measurements are missing.")
+        missing = "; ".join(_missing(results)) or "nothing"
+        lines.append(f"The run was interrupted; missing: {missing}.")
     busy = sum(len(row["seconds"]) - row["quiet_samples"] for row in results["rows"])
     if busy:
         lines.append(f"Other processes were busy during {busy} of the samples.")
@@ -93,6 +94,24 @@ def left_out(results: dict[str, Any]) -> list[str]:
         return []
     cut = " or, as later turns, --prompt-tokens" if results["setting"]["prompt_tokens"] else ""
     return [f"{results['left_out']} prompts were left out: they do not fit the model{cut}."]
+
+
+def _missing(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the measurements that an interrupted run lacks, in the order in which they are made."""
+    setting, cases = results["setting"], [rows for _, rows in titles(results)]
+    for rows in cases[-1:]:
+        # Ours alone: the modes that transformers can run are unknown before it runs.
+        ours = [row for row in rows if "acceptance_length" in row]
+        wanted = 1 + len(setting["configs"])
+        if len(ours) < wanted:
+            yield f"{wanted - len(ours)} of {wanted} methods of the last table"
+        if any(len(row["seconds"]) < setting["repeats"] for row in rows):
+            yield "samples of the last table"
+        if unsplit := sum("split_ms" not in row for row in ours):
+            yield f"where the time of {unsplit} methods of the last table goes"
+    wanted = len(setting["batch_sizes"]) * len(setting["temperatures"])
+    if len(cases) < wanted:
+        yield f"{wanted - len(cases)} of {wanted} tables"
 
 
 def about(results: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 
 from jspec.core import trees
+from jspec.core.sampling import FILTERS
 from jspec.core.types import Proposal, Sampling
 from jspec.engine.sequences import SequenceParams, request_of
 from jspec.tools.certify import conditionals, enumeration
@@ -107,6 +108,7 @@ def distribution(
       ValueError: an argument is out of range.
     """
     rule = rule_of(rule)
+    check_names(filters)
     filters = {"temperature": 1.0} | filters
     sampling = _sampling(filters)
     parents = _parents(proposal, tree)
@@ -220,6 +222,16 @@ def _words(proposal: str, parents: tuple[int, ...]) -> str:
     is_chain = len(set(parents)) == len(parents)
     shape = f"chain of {len(parents) - 1}" if is_chain else f"tree {','.join(map(str, parents))}"
     return shape if proposal == "chain" else f"{shape}, {proposal} children"
+
+
+def check_names(filters: dict[str, float]) -> None:
+    """Refuse keyword arguments that are no sampling filters.
+
+    Raises:
+      TypeError: a name is unknown.
+    """
+    if unknown := filters.keys() - FILTERS:
+        raise TypeError(f"unknown arguments {sorted(unknown)}; give some of {list(FILTERS)}.")
 
 
 def changed(filters: dict[str, float]) -> list[str]:

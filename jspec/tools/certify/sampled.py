@@ -11,7 +11,7 @@ from jspec.core import sampling, trees
 from jspec.core.types import Array, Draft, History, Request, Sampling
 from jspec.engine.sequences import SequenceParams, request_of
 from jspec.tools.certify.conditionals import softmax
-from jspec.tools.certify.exact import changed, rule_of
+from jspec.tools.certify.exact import changed, check_names, rule_of
 from jspec.tools.certify.report import Finding, worst
 from jspec.tools.certify.statistics import bias, excess
 from jspec.verify import Rule, verify
@@ -68,6 +68,7 @@ def chi_square(
         raise ValueError(f"proposal={proposal!r} cannot be drawn here; use one of {known}.")
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ValueError(f"vocab_size={vocab_size!r} must be a whole number of at least 2.")
+    check_names(filters)
     filters = {"temperature": 0.8} | filters
     row = SequenceParams((0,), **filters)
     settings = request_of([row], 1, row.filters, vocab_size)[0].sampling

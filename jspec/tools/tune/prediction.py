@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.core.trees import StaticTree
+from jspec.engine.batch import Answer
 from jspec.tools.tune.acceptance import Recording, Round, accepted_by
 
 _REPLAYS = 64
@@ -62,6 +63,19 @@ def replay(
         plain += (counts.max(0) - any_draft.sum(1)).mean()
         row_rounds += counts.sum(0).mean()
     return Passes(float(drafted), float(plain), float(tokens / row_rounds))
+
+
+def counted(answers: Sequence[Answer], groups: Sequence[Sequence[int]]) -> Passes:
+    """Return the passes of a generation. Rows are taken to have drafts independently."""
+    drafted = plain = 0.0
+    for group in groups:
+        members = [answers[index] for index in group]
+        most = max(answer.rounds for answer in members)
+        none = np.prod([1 - answer.drafts / max(answer.rounds, 1) for answer in members])
+        drafted += most * (1 - none)
+        plain += most * none
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return Passes(float(drafted), float(plain), tokens / sum(answer.rounds for answer in answers))
 
 
 def _row(

@@ -80,7 +80,8 @@ def _verdict(batch: dict[str, Any]) -> Iterator[str]:
         )
     if batch["quiet_turns"] < batch["turns"]:
         busy = batch["turns"] - batch["quiet_turns"]
-        yield f"{title}: other processes were busy in {busy} of {batch['turns']} turns."
+        words = "they were left out" if batch["quiet_turns"] else "so that all had to count"
+        yield f"{title}: other processes were busy in {busy} of {batch['turns']} turns; {words}."
 
 
 def _title(batch: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ are measured, because by the predictions no other can then be faster. These and 
 run in turns.
 """
 
+import math
 import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from jspec.tools.tune.costs import Costs
 from jspec.tools.tune.families import Candidate, Family
 from jspec.tools.tune.prediction import Passes
 from jspec.tools.tune.settings import TREE_STEP, Settings
-from jspec.tools.tune.trees import likeliest_paths
+from jspec.tools.tune.trees import best_trees
 from jspec.tools.tune.workload import Workload, generate
 
 TOLERANCE = 0.1  # of predictions
@@ -55,10 +56,15 @@ class Search:
 
     def run(self) -> dict[str, Any]:
         """Search, verify and return the results of the batch size for JSON."""
-        field, interrupted = self._run_in_turns(self._best())
-        rows = self._rows(field)
-        turns = list(zip(*(each.samples for each in field.values()), strict=False))
-        quiet = [all(sample.quiet(Contender.limit) for sample in turn) for turn in turns]
+        field, clock, interrupted = self._run_in_turns(self._best())
+        turns = list(zip(*(each.samples for each in (*field.values(), clock)), strict=False))
+        quiet = [turn for turn in turns if all(each.quiet(Contender.limit) for each in turn)]
+        *columns, plain = zip(*(quiet or turns), strict=True)  # the same turns for all
+        for each, samples in zip(field.values(), columns, strict=True):
+            each.samples, each.limit = list(samples), math.inf
+        # The speed of the machine may have changed since the rounds were measured.
+        drift = statistics.median(each.seconds for each in plain) / self._costs.plain
+        rows = self._rows(field, drift)
         return {
             "batch_size": self._work.case.batch_size,
             "temperature": self._work.case.temperature,
@@ -68,7 +74,7 @@ class Search:
             "within_tolerance": all(abs(row["error"]) <= TOLERANCE for row in rows),
             "rows": rows,
             "turns": len(turns),
-            "quiet_turns": sum(quiet),
+            "quiet_turns": len(quiet),
             "interrupted": interrupted,
         } | self._report()
 
@@ -84,8 +90,10 @@ class Search:
 
     def _run_in_turns(
         self, candidates: Sequence[Candidate]
-    ) -> tuple[dict[Candidate, Contender], bool]:
-        """Run all prompts with each candidate; return their samples, and whether Ctrl-C ended it.
+    ) -> tuple[dict[Candidate, Contender], Contender, bool]:
+        """Run all prompts with each candidate, and the clock of plain rounds in the same turns.
+
+        Return the samples of both, and whether Ctrl-C ended it.
 
         Raises:
           KeyboardInterrupt: some candidate has no sample yet.
@@ -100,20 +108,25 @@ class Search:
             run()
             field[candidate] = Contender(candidate.name, run)
         self._on_step("running the best two in turns")
+        clock = Contender("plain rounds", self._plain_rounds)
         try:
-            race(list(field.values()), self._settings.repeats, self._settings.patience)
+            race([*field.values(), clock], self._settings.repeats, self._settings.patience)
         except KeyboardInterrupt:
-            if not all(each.samples for each in field.values()):
+            if not all(each.samples for each in (*field.values(), clock)):
                 raise
-            return field, True
-        return field, False
+            return field, clock, True
+        return field, clock, False
 
-    def _rows(self, field: Mapping[Candidate, Contender]) -> list[dict[str, Any]]:
-        """Return a row for each candidate, the fastest first."""
-        plain_speed = self._prediction(self._plain)[_SPEED]
+    def _rows(self, field: Mapping[Candidate, Contender], drift: float) -> list[dict[str, Any]]:
+        """Return a row for each candidate, the fastest first.
+
+        Predicted speeds are divided by ``drift``, the time of a plain round now over that then.
+        """
+        plain_speed = self._prediction(self._plain)[_SPEED] / drift
         rows = []
         for candidate, each in field.items():
             predicted = self._prediction(candidate)
+            predicted[_SPEED] /= drift
             lengths = [sample.num_tokens / sample.passes for sample in each.usable]
             row = {
                 "name": candidate.name,
@@ -207,13 +220,13 @@ class Search:
         """Return every chain, and for each depth and size the best static tree."""
         candidates = [family.chain(depth) for depth in range(1, family.max_k + 1)]
         largest = self._settings.max_tree_size if family.takes_trees else 0
-        sizes = [*range(TREE_STEP, largest, TREE_STEP), largest]
-        for depth in range(2, family.max_k + 1):
-            paths = likeliest_paths(chances[:depth], largest - 1)
+        sizes = [size for size in (*range(TREE_STEP, largest, TREE_STEP), largest) if size]
+        for depth in range(2, family.max_k + 1) if sizes else ():
+            best = best_trees(chances[:depth], largest)
             candidates += [
-                family.tree(trees.from_choices(paths[: size - 1]))
+                family.tree(trees.from_choices(best.of_size(size)))
                 for size in sizes
-                if TREE_STEP <= size <= len(paths) + 1
+                if np.isfinite(best.tokens[size])
             ]
         return list({each.tree: each for each in candidates}.values())  # a tree may be a chain
 
@@ -222,8 +235,9 @@ class Search:
         build, work = family.build(candidate.config), self._work
         self._on_step(f"compiling and measuring rounds of {candidate.name}")
         shared = ()
-        if isinstance(build.plan.drafter, Sharing):  # rounds as they are once it has seen answers
-            _, shared = generate(build.plan, build.params, work)
+        if isinstance(build.plan.drafter, Sharing):  # its state depends on its own earlier drafts
+            answers, shared = generate(build.plan, build.params, work)
+            self._passes[candidate] = prediction.counted(answers, work.groups)
         clock, drafted = clocks.rounds(build.plan, build.params, work, self._texts, shared)
         runs = [self._plain_rounds, clock]
         if family.number not in self._costs.prefill:

@@ -1,33 +1,77 @@
-"""The static tree with the largest expected number of accepted tokens.
+"""The static tree with the largest expected number of emitted tokens, by Sequoia's program.
 
 Let ``chances[d, r]`` be the probability that the child of rank r of an accepted node at depth d is
 the accepted one. A round then emits one token, and for each node the product of the chances along
-its path. Sequoia (arXiv 2402.12374, section 3.1) maximizes this sum. No node has a larger product
-than its parent or its sibling before it, so the nodes with the largest products are the optimum.
+its path. Sequoia (arXiv 2402.12374, section 3.1; its P depends on the rank alone, here on the depth
+too) builds the best tree of n nodes from smaller ones::
+
+    T(d, n) = 1 + W(d, 0, n - 1)
+    W(d, r, m) = max over 1 <= s <= m of chances[d, r] * T(d + 1, s) + W(d, r + 1, m - s)
+
+T(d, n) is the expected number of tokens of the best n nodes at and below an accepted node of depth
+d. W(d, r, m) is that of m nodes below it, under its children of ranks r, r + 1, ...
 """
 
-import heapq
+import dataclasses
 
 import numpy as np
 
+_NEVER = -np.inf
 
-def likeliest_paths(chances: np.ndarray, count: int) -> list[tuple[int, ...]]:
-    """Return the rank paths of the ``count`` likeliest nodes, by ``chances`` [D, R] and in order.
 
-    The first n paths are the best tree of n + 1 nodes with the root. There are fewer paths if a
-    full tree has fewer nodes. A rank counts as no likelier than the rank before it.
+@dataclasses.dataclass(frozen=True, eq=False)
+class BestTrees:
+    """The best tree of every size; made by ``best_trees``."""
+
+    tokens: np.ndarray  # float64 [n + 1], expected, by nodes with the root; -inf: no such tree
+    _sizes: np.ndarray  # [D, R, n + 1], nodes of the subtree of rank r if m nodes are left
+
+    def of_size(self, size: int) -> list[tuple[int, ...]]:
+        """Return the rank paths of the best tree of ``size`` nodes with the root, parents first."""
+        paths, waiting = [], [((), size - 1)]
+        for path, left in waiting:  # grows as it goes
+            for rank in range(self._sizes.shape[1]):
+                if not left:
+                    break
+                taken = int(self._sizes[len(path), rank, left])
+                paths.append((*path, rank))
+                waiting.append((paths[-1], taken - 1))
+                left -= taken
+        return paths
+
+
+def best_trees(chances: np.ndarray, most_nodes: int) -> BestTrees:
+    """Return the best trees of 1 to ``most_nodes`` nodes with the root, for ``chances`` [D, R].
+
+    The children of a node have ranks 0, 1, 2, ... without a gap, because earlier ranks are judged
+    first. The time is O(D R n^2).
     """
-    chances = np.minimum.accumulate(np.asarray(chances, np.float64), axis=1)
-    depth, ranks = chances.shape
-    heap = [(-chances[0, 0], 1, (0,))]  # negative product, depth, path: ties favour shallow nodes
-    paths: list[tuple[int, ...]] = []
-    while heap and len(paths) < count:
-        weight, length, path = heapq.heappop(heap)
-        paths.append(path)
-        if path[-1] + 1 < ranks:
-            before, after = chances[length - 1, path[-1] : path[-1] + 2]
-            sibling = (*path[:-1], path[-1] + 1)
-            heapq.heappush(heap, (weight / before * after if before else 0.0, length, sibling))
-        if length < depth:
-            heapq.heappush(heap, (weight * chances[length, 0], length + 1, (*path, 0)))
-    return paths
+    depth, ranks = np.shape(chances)
+    sizes = np.zeros((depth, ranks, most_nodes + 1), np.int32)
+    tokens = np.full(most_nodes + 1, _NEVER)
+    tokens[1] = 1.0  # a leaf at the greatest depth
+    for level in reversed(range(depth)):
+        below = np.full(most_nodes + 1, _NEVER)
+        below[0] = 0.0
+        for rank in reversed(range(ranks)):
+            exists = tokens[1:] > _NEVER  # 0 * -inf is NaN
+            subtree = np.where(
+                exists, chances[level][rank] * np.where(exists, tokens[1:], 0), _NEVER
+            )
+            below, sizes[level, rank] = _with_rank(subtree, below)
+        tokens = np.concatenate([[_NEVER], 1.0 + below[:-1]])
+    return BestTrees(tokens, sizes)
+
+
+def _with_rank(subtree: np.ndarray, later: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return W of a rank, and the nodes s of its subtree, by the number m of nodes: both [n + 1].
+
+    ``subtree`` [n] is the value of 1, 2, ... nodes under this rank, ``later`` the W of the next.
+    """
+    values, sizes = np.full_like(later, _NEVER), np.zeros(len(later), np.int32)
+    values[0] = 0.0
+    for left in range(1, len(later)):
+        options = subtree[:left] + later[left - 1 :: -1]
+        sizes[left] = 1 + int(options.argmax())
+        values[left] = options.max()
+    return values, sizes

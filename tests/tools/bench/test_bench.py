@@ -23,7 +23,6 @@ QUESTIONS = [
     Question("fox", ("the quick brown fox",), is_chat=False),
     Question("fox", ("the lazy dog. the lazy",), is_chat=False),
 ]
-INTERRUPTED = "The run was interrupted; unfinished measurements are missing."
 ABOUT = {
     "device": {"kind": "cpu", "cpu": "one <of> them", "cores": 2},
     "time": "now",
@@ -353,7 +352,7 @@ def test_a_run_interrupted_before_its_first_sample_writes_nothing(root, monkeypa
     stopped = bench(both["target"], QUESTIONS[:1], settings(both), on_case=seen.append)
     assert stopped["interrupted"] and not (seen or stopped["rows"])
     assert not list(report.terminal(ABOUT | stopped))
-    assert INTERRUPTED in report.notes(ABOUT | stopped)
+    assert "The run was interrupted; missing: 1 of 1 tables." in report.notes(ABOUT | stopped)
 
 
 @pytest.mark.parametrize("last", [7, 10], ids=["in the race", "while parts are timed"])
@@ -375,8 +374,10 @@ def test_an_interrupted_run_keeps_its_samples(root, monkeypatch, last):
     assert stopped["interrupted"] and seen == [stopped]
     assert [row["batch_size"] for row in stopped["rows"]] == [1, 1]
     assert [len(row["seconds"]) for row in stopped["rows"]] == ([1, 2] if last == 7 else [2, 2])
-    for shown in (report.notes(ABOUT | stopped), report.markdown(ABOUT | stopped)):
-        assert INTERRUPTED in shown
+    missing = "where the time of 2 methods of the last table goes; 1 of 2 tables"
+    missing = f"samples of the last table; {missing}" if last == 7 else missing
+    line = f"The run was interrupted; missing: {missing}."
+    assert line in report.notes(ABOUT | stopped) and line in report.markdown(ABOUT | stopped)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ EAGER = Rule("eager", eager, "target", CHAINS)
 # --------------------------------------------------------------------------- exact distributions
 
 
+@pytest.mark.parametrize("measure", [exact.distribution, sampled.chi_square])
+def test_arguments_that_are_no_sampling_filters_are_refused(measure):
+    with pytest.raises(TypeError, match=r"unknown arguments \['max_tokens'\]; give some of"):
+        measure("rejection", max_tokens=3)
+
+
 @pytest.mark.parametrize(
     ("rule", "proposal"),
     [

@@ -75,9 +75,11 @@ def test_passes_are_predicted_exactly_if_the_text_does_not_depend_on_the_draft()
         run = generate_sequences(plan(depth), params, rows)
         groups = [[0, 1], [2, 3]]
         passes = prediction.replay(recording, chain(depth), [60] * 4, groups)
-        rounds = [answer.rounds for answer in run]
-        assert passes.tokens_per_pass == 4 * 60 / sum(rounds) > 1
-        assert passes.drafted + passes.plain == max(rounds[:2]) + max(rounds[2:])
+        counted, rounds = prediction.counted(run, groups), [answer.rounds for answer in run]
+        assert passes.tokens_per_pass == counted.tokens_per_pass == 4 * 60 / sum(rounds) > 1
+        total = counted.drafted + counted.plain
+        assert passes.drafted + passes.plain == pytest.approx(total)
+        assert total == pytest.approx(max(rounds[:2]) + max(rounds[2:]))
         assert passes.plain <= 2  # the last token of a text is not drafted for
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jspec.core import trees
-from jspec.tools.tune.trees import likeliest_paths
+from jspec.tools.tune.trees import best_trees
 
 SEQUOIA = (0.7, 0.1, 0.05, 0.03)
 
@@ -41,13 +41,20 @@ def expected_tokens(paths, chances):
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_no_tree_emits_more(depth):
-    chances = np.random.default_rng(depth).dirichlet((3, 1, 1, 0.5), size=depth)
-    chances = -np.sort(-chances, axis=1)[:, :3]
-    paths = likeliest_paths(chances, 8)
-    for size in range(1, len(paths) + 2):
-        best = max(value(tree, chances) for tree in subtrees(size, depth, 3))
-        assert expected_tokens(paths[: size - 1], chances) == pytest.approx(best, abs=1e-12)
-    assert len(paths) == (3 if depth == 1 else 8) and len(subtrees(9, 4, 3)) > 500
+    chances = np.random.default_rng(depth).dirichlet((3, 1, 1, 0.5), size=depth)[:, :3]
+    best = best_trees(chances, 9)
+    for size in range(1, 10):
+        highest = max((value(t, chances) for t in subtrees(size, depth, 3)), default=-np.inf)
+        assert best.tokens[size] == pytest.approx(highest, abs=1e-12), size
+        if size > 1 and np.isfinite(highest):
+            assert expected_tokens(best.of_size(size), chances) == pytest.approx(highest, abs=1e-12)
+    assert len(subtrees(9, 4, 3)) > 500
+
+
+def test_a_later_rank_that_is_accepted_more_often_gets_the_nodes():
+    best = best_trees(np.array([[0.1, 0.6], [0.1, 0.8]]), 5)
+    assert sorted(best.of_size(5)) == [(0,), (1,), (1, 0), (1, 1)]
+    assert best.tokens[5] == pytest.approx(2.24)
 
 
 @pytest.mark.parametrize(
@@ -60,28 +67,27 @@ def test_no_tree_emits_more(depth):
 )
 def test_the_golden_numbers_of_the_papers_program(chances, size, tokens):
     deep = np.tile(chances, (size - 1, 1))
-    paths = likeliest_paths(deep, size - 1)
-    tree = trees.from_choices(paths)
+    best = best_trees(deep, size)
+    assert best.tokens[size] == pytest.approx(tokens, abs=1e-7)
+    tree = trees.from_choices(best.of_size(size))
     assert (tree.size, tree.gapless) == (size, True)
-    assert expected_tokens(paths, deep) == pytest.approx(tokens, abs=1e-7)
+    assert expected_tokens(best.of_size(size), deep) == pytest.approx(tokens, abs=1e-7)
 
 
 def test_a_chain_emits_the_sum_of_the_powers():
     chances = np.full((15, 1), 0.7)
-    paths = likeliest_paths(chances, 15)
+    paths = best_trees(chances, 16).of_size(16)
     assert paths == [(0,) * length for length in range(1, 16)]
     assert expected_tokens(paths, chances) == pytest.approx(3.3222557, abs=1e-7)
 
 
 def test_chances_may_depend_on_the_depth():
     """If the second token is never accepted, all nodes are children of the root."""
-    wide = likeliest_paths(np.array([[0.4, 0.3, 0.2], [0, 0, 0]]), 3)
-    assert wide == [(0,), (1,), (2,)]
-    deep = likeliest_paths(np.array([[0.4, 0.01, 0.01], [0.9, 0, 0], [0.9, 0, 0]]), 3)
-    assert deep == [(0,), (0, 0), (0, 0, 0)]
+    wide = best_trees(np.array([[0.4, 0.3, 0.2], [0, 0, 0]]), 4)
+    assert wide.of_size(4) == [(0,), (1,), (2,)] and wide.tokens[4] == pytest.approx(1.9)
+    deep = best_trees(np.array([[0.4, 0.01, 0.01], [0.9, 0, 0], [0.9, 0, 0]]), 4)
+    assert deep.of_size(4) == [(0,), (0, 0), (0, 0, 0)]
 
 
-def test_ranks_stay_gapless_if_a_later_one_was_accepted_more_often():
-    paths = likeliest_paths(np.array([[0.5, 0.0, 0.4]]), 2)
-    assert paths == [(0,), (1,)]
-    assert len(likeliest_paths(np.array([[0.5, 0.2]]), 9)) == 2  # a full tree has no more nodes
+def test_a_full_tree_has_no_more_nodes():
+    assert best_trees(np.array([[0.5, 0.2]]), 9).tokens[4] == -np.inf
