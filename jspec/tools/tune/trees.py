@@ -50,15 +50,15 @@ def best_trees(chances: np.ndarray, most_nodes: int) -> BestTrees:
     sizes = np.zeros((depth, ranks, most_nodes + 1), np.int32)
     tokens = np.full(most_nodes + 1, _NEVER)
     tokens[1] = 1.0  # a leaf at the greatest depth
-    for level in reversed(range(depth)):
+    for above in reversed(range(depth)):  # depth of the parents
         below = np.full(most_nodes + 1, _NEVER)
         below[0] = 0.0
         for rank in reversed(range(ranks)):
             exists = tokens[1:] > _NEVER  # 0 * -inf is NaN
             subtree = np.where(
-                exists, chances[level][rank] * np.where(exists, tokens[1:], 0), _NEVER
+                exists, chances[above][rank] * np.where(exists, tokens[1:], 0), _NEVER
             )
-            below, sizes[level, rank] = _with_rank(subtree, below)
+            below, sizes[above, rank] = _with_rank(subtree, below)
         tokens = np.concatenate([[_NEVER], 1.0 + below[:-1]])
     return BestTrees(tokens, sizes)
 
