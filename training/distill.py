@@ -154,13 +154,18 @@ def _same_networks(identity: Mapping[str, Any], before: Mapping[str, Any]) -> se
 def _fields(config: str) -> list[str]:
     """Return the fields of a config's text, sorted, under their names of today.
 
+    The digest of initial weights, if there is one, comes last.
+
     >>> _fields("Head(own_head=True, one_stem=False, layers=(1, 2))")
     ['Head(', 'layers=(1, 2', 'separate_head=True']
+    >>> _fields("Head(own_head=True, layers=(1, 2), one_stem=False) from sha256 ab12")
+    ['Head(', 'layers=(1, 2', 'separate_head=True', 'ab12']
     """
+    config, *digest = config.split(" from sha256 ")
     for name, new_name in _RENAMED_FIELDS.items():
         config = re.sub(rf"\b{name}=", f"{new_name}=", config)
     parts = (part.strip(" ,)") for part in re.split(r"\b(?=\w+=)", config))
-    return sorted(part for part in parts if part not in _REMOVED_FIELDS)
+    return [*sorted(part for part in parts if part not in _REMOVED_FIELDS), *digest]
 
 
 def _batches(settings: DistillSettings, data: Data) -> dict[str, Any]:

@@ -117,21 +117,22 @@ def run(settings: GenerateSettings, argv: Sequence[str]) -> int:
       ValueError: prompts cannot be read or do not fit the target, or ``output`` is of another run
         or locked by another process.
     """
-    sizes = loading.sizes(settings.target)
-    tokenizer = checkpoint.load_tokenizer(settings.target)
-    encoder = Encoder(tokenizer, sizes.vocab_size, settings.chat_template)
-    sources, _ = readers.find(settings.prompts, settings)
-    prompts = read_prompts(
-        sources,
-        encoder,
-        readers.BadLines(settings.max_bad_lines),
-        max_positions=sizes.max_positions,
-        every_turn=settings.every_turn,
-        prompt_tokens=settings.prompt_tokens,
-        stride=settings.prompt_tokens + settings.max_new_tokens,
-    )
-    facts, output = _facts(settings, encoder), Path(settings.output)
+    output = Path(settings.output)
     with alone(output):
+        sizes = loading.sizes(settings.target)
+        tokenizer = checkpoint.load_tokenizer(settings.target)
+        encoder = Encoder(tokenizer, sizes.vocab_size, settings.chat_template)
+        sources, _ = readers.find(settings.prompts, settings)
+        prompts = read_prompts(
+            sources,
+            encoder,
+            readers.BadLines(settings.max_bad_lines),
+            max_positions=sizes.max_positions,
+            every_turn=settings.every_turn,
+            prompt_tokens=settings.prompt_tokens,
+            stride=settings.prompt_tokens + settings.max_new_tokens,
+        )
+        facts = _facts(settings, encoder)
         _check_same_run(output, facts)  # before the weights are loaded
         target = loading.load(settings.target, settings.dtype)
         facts |= {"weights": f"sha256 {weights_digest(target.params)}"}

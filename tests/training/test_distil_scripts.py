@@ -579,6 +579,22 @@ def test_an_impossible_run_ends_in_one_line(method, more, message, words, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_format_is_checked_before_features_are_computed(words, tmp_path, capsys):
+    cache = tmp_path / "features"
+    more = ["--format", "sglang", "--norm-output", "--feature-cache", str(cache)]
+    assert distil("eagle", [*words, "--output", str(tmp_path / "run"), *more]) == 2
+    assert "have eagle, speculators" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("method", distill.METHODS)
+def test_a_command_without_options_names_the_required_ones(method, capsys):
+    assert distil(method, []) == 2
+    printed = capsys.readouterr().err
+    assert "required" in printed.lower()
+    assert "--target" in printed and "--output" in printed
+
+
 def test_an_unknown_method_lists_the_known_ones(capsys):
     assert distill.main(["medussa", "--target", "x"]) == 2
     assert capsys.readouterr().err == (

@@ -246,10 +246,10 @@ def test_a_file_without_recorded_weights_continues_once_they_are_added(
     assert generate_data.main(arguments(target, chats, path)) == 0
 
 
-def test_two_processes_do_not_write_one_file(target, chats, whole, capsys):
+def test_two_processes_do_not_write_one_file(target, chats, whole, tmp_path, capsys):
     before = whole.read_bytes()
-    with alone(whole):
-        assert generate_data.main(arguments(target, chats, whole)) == 2
+    with alone(whole):  # refused before the prompts are read
+        assert generate_data.main(arguments(target, tmp_path / "nothing", whole)) == 2
     assert "'whole.jsonl' is being written by another process" in capsys.readouterr().err
     assert whole.read_bytes() == before
     assert generate_data.main(arguments(target, chats, whole)) == 0

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.core import trees
 from jspec.models import decoder
 from jspec.models.decoder import DecoderConfig
 from training import attention
@@ -49,6 +50,16 @@ def test_attention_in_blocks_equals_plain_causal_attention(monkeypatch):
     scores = jnp.where(np.tril(np.ones((40, 40), bool)), scores, -jnp.inf)
     plain = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, -1), wide[1])
     np.testing.assert_allclose(attention.causal(q, k, v), plain, atol=2e-6)
+
+
+def test_training_computes_the_features_of_the_serving_decoder(params, windows):
+    scale = jax.random.uniform(jax.random.key(2), params.norm.shape, minval=0.5, maxval=1.5)
+    params = params.replace(norm=scale)
+    last = windows.shape[1] - 1
+    chain, cache = trees.from_parents(trees.chain(last), last), decoder.init_cache(CONFIG, 3, 0)
+    served = decoder.forward(params, CONFIG, windows, chain, cache, (CONFIG.num_layers,))
+    trained = hidden_states(params, CONFIG, windows, "float32")
+    np.testing.assert_allclose(trained, served.features[0], atol=1e-5)
 
 
 def test_loss_in_chunks_equals_the_plain_loss_and_its_gradient(monkeypatch, params, windows):

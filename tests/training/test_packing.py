@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.packing import pack, token_counts
+from training.data.settings import DataSettings
 from training.data.token_file import TokenFile
 
 documents = st.lists(st.integers(2, 40), min_size=1, max_size=30)
@@ -127,5 +128,12 @@ def test_tokens_are_counted_where_they_are_labels():
 
 
 def test_what_cannot_be_packed_is_refused():
+    for options, message in (
+        ({"length": 0}, "--length 0 does not work; it must be at least 1"),
+        ({"packing": "first"}, "--packing 'first' does not work; choose one of best_fit, none"),
+        ({"long_documents": "keep"}, "--long-documents 'keep' .* one of cut, truncate, drop"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataSettings(data=("a",), **options)
     with pytest.raises(ValueError, match="no document is left in windows of --length 4"):
         whole([9], 4, long_documents="drop")

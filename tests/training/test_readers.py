@@ -346,6 +346,10 @@ def test_settings_that_cannot_work_are_refused(options, message):
 def test_data_that_are_not_there_are_refused(opened, tmp_path):
     with pytest.raises(ValueError, match="matches no file; give an existing path"):
         opened(str(tmp_path / "nothing*.jsonl"))
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "text.txt", "how are you")
+    with pytest.raises(ValueError, match="matches folders; name one of them, or files"):
+        opened(str(tmp_path / "fold*"))
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"'empty\.jsonl' is empty"):
         opened(str(tmp_path / "empty.jsonl"))

@@ -61,7 +61,8 @@ class SourceSettings:
     # content of JSON lines; auto goes by their keys
     data_format: Literal["auto", "text", "chat", "tokens"] = "auto"
     package_paths: tuple[str, ...] = ()  # more folders in which package:NAME is searched
-    # top-level modules of folders and packages that are held out of training
+    # top-level modules of folders and packages to leave out; training holds them out for its
+    # evaluations
     held_out_modules: tuple[str, ...] = ()
     # file with the Jinja template of conversations (default: the tokenizer's own)
     chat_template: str = ""
@@ -141,7 +142,7 @@ def _files_of(name: str) -> list[Path]:
     if sources.is_package(name) or name.startswith("hf:"):
         return []
     paths = sources.matches(name)
-    if len(paths) > 1 and any(path.is_dir() for path in paths):
+    if any(path.is_dir() for path in paths) and not Path(name).expanduser().exists():
         raise ValueError(f"data {name!r} matches folders; name one of them, or files")
     return paths
 

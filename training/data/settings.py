@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import platformdirs
@@ -14,7 +14,7 @@ from training.data.encode import Encoder
 from training.data.packing import LongDocuments, PackedRows, Packing, pack
 from training.data.readers import SourceSettings, find
 from training.data.token_file import tokenized
-from training.errors import bad_option, check_least
+from training.errors import bad_option, check_choice, check_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,8 @@ class DataSettings(SourceSettings):
         if not self.data:
             raise bad_option("data", self.data, "name files, folders, stdlib or hf:NAME")
         check_least(self, 1, "length")
+        check_choice(self, "packing", get_args(Packing))
+        check_choice(self, "long_documents", get_args(LongDocuments))
         share = self.held_out_share
         if not 0 <= share < 1:
             raise bad_option("held_out_share", share, "take 0, or more and below 1")

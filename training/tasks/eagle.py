@@ -194,8 +194,7 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
     if parallel.parallel:
         drafter, slots = ParallelEagle, dataclasses.asdict(parallel.slots)
         task = ParallelEagleTask(**vars(task), slots=parallel.slots)
-    cached_data = _with_features(settings, task, target, data) if settings.feature_cache else None
-    return method.head_build(
+    head = method.head_build(
         settings,
         target,
         config,
@@ -206,8 +205,10 @@ def build(settings: Settings, target: LoadedModel, data: Data) -> method.Build:
         vocabulary=vocabulary,
         format=settings.format,
         finished=lambda params: params.replace(draft_to_target=vocabulary),
-        data=cached_data,
     )
+    if settings.feature_cache:
+        head = dataclasses.replace(head, data=_with_features(settings, task, target, data))
+    return head
 
 
 def _initial_head(settings: Settings, target: LoadedModel) -> tuple[EagleConfig, EagleParams]:

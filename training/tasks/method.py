@@ -163,7 +163,7 @@ def asks_for_parallel(argv: Sequence[str]) -> bool:
 
 def variant_of(argv: Sequence[str], variants: Sequence[str], default: str) -> str:
     """Return the value of --variant, which decides the defaults of other options."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, _, value = word.partition("=")
         if name == "--variant" and (value or following) in variants:
             return value or following
@@ -193,7 +193,6 @@ def head_build(
     vocabulary: Array | None = None,
     format: str | None = None,
     finished: Callable[[Any], Any] = lambda params: params,
-    data: Data | None = None,
 ) -> Build:
     """Return the ``Build`` of a draft head with ``config``, and initial weights ``start`` or None.
 
@@ -226,7 +225,6 @@ def head_build(
         | dict(identity or {}),
         export=export,
         weights_of=lambda params: (target.params, finished(params)),
-        data=data,
     )
 
 
