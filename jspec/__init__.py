@@ -5,6 +5,7 @@ model, ``generate`` with it, or build a ``Plan`` and run ``decode`` or ``step`` 
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ __all__ = list(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+        path = f"{__name__}.{name}"
+        if name.startswith("_") or not name.isidentifier() or not importlib.util.find_spec(path):
+            raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+        return importlib.import_module(path)  # a package, such as `verify`
     module = importlib.import_module(_MODULE_OF[name])
     if not hasattr(module, name):  # a module itself, such as `adapters`
         module = importlib.import_module(f"{_MODULE_OF[name]}.{name}")

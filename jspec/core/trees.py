@@ -154,15 +154,31 @@ def from_parents(parents: Array | np.ndarray, max_depth: int) -> Tree:
     array([ 1,  3,  5, 11], dtype=uint32)
     """
     xp = np if isinstance(parents, np.ndarray) else jnp
-    dtype = xp.float32 if xp is np else xp.int32  # NumPy multiplies integers slowly
     above = xp.maximum(parents, 0)  # the root is its own parent
-    num_nodes, span = above.shape[-1], 1
-    # bool [..., N, N]: a node and the nodes up to ``span`` edges above it; squaring doubles these.
-    reach = xp.eye(num_nodes, dtype=bool) | (above[..., None] == xp.arange(num_nodes))
-    while span < max_depth:
-        reach, span = xp.matmul(reach.astype(dtype), reach.astype(dtype)) > 0, 2 * span
+    reach = _reach_static(above) if xp is np else _reach_traced(above, max_depth)
     depth = (reach.sum(-1) - 1).astype(xp.int32)
     return Tree(above.astype(xp.int32), depth, pack_bits(reach), max_depth)
+
+
+def _reach_static(above: np.ndarray) -> np.ndarray:
+    """Return bool [..., N, N], filled row by row: each node, and the ancestors of each node."""
+    reach = np.zeros((*above.shape, above.shape[-1]), bool)
+    reach[..., 0, 0] = True
+    for node in range(1, above.shape[-1]):
+        parent = above[..., node, None, None]
+        reach[..., node, :] = np.take_along_axis(reach, parent, -2)[..., 0, :]
+        reach[..., node, node] = True
+    return reach
+
+
+def _reach_traced(above: Array, max_depth: int) -> Array:
+    """Return the same in O(log max_depth) operations: each squaring doubles the edges covered."""
+    num_nodes, span = above.shape[-1], 1
+    reach = jnp.eye(num_nodes, dtype=bool) | (above[..., None] == jnp.arange(num_nodes))
+    while span < max_depth:
+        reach = jnp.matmul(reach.astype(jnp.int32), reach.astype(jnp.int32)) > 0
+        span *= 2
+    return reach
 
 
 def pack_bits(mask: Array | np.ndarray) -> Array | np.ndarray:

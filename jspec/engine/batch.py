@@ -156,6 +156,18 @@ def generate_sharing(
     return answers, shared
 
 
+def stream_sequences(
+    plan: Plan, params: Params, sequences: Sequence[SequenceParams], *, rounds: int = 4
+) -> Iterator[list[Answer]]:
+    """Generate the sequences as one batch; yield their answers so far every ``rounds`` rounds."""
+    batch = start(plan, params, sequences).replace(shared=init_shared(plan))
+    answers: list[Answer] = []
+    while not answers or not all(answer.finish_reason for answer in answers):
+        batch = advance(plan, params, batch, rounds)
+        answers = read(batch)
+        yield answers
+
+
 def groups(sequences: Sequence[SequenceParams], size: int) -> Iterator[list[int]]:
     """Yield groups of indices of sequences with similar lengths."""
     if size < 1:
@@ -171,18 +183,19 @@ def start(
     params: Params,
     sequences: Sequence[SequenceParams],
     *,
-    filters: Sequence[str] = (),
+    filters: Sequence[str] | None = None,
     scoring: Scoring | None = None,
 ) -> Batch:
     """Check and pad the sequences, allocate their state and prefill their prompts.
 
     ``Batch.shared`` is empty. To use a drafter's shared state, replace it:
-    ``batch.replace(shared=shared)``. ``filters`` are logits processors and sampling filters to
-    compile beside those in use.
+    ``batch.replace(shared=shared)``. ``filters`` are the logits processors and sampling filters to
+    compile, which include all that the sequences use; None compiles those in use.
 
     Raises:
       ValueError: there is no sequence, one does not fit the model, a name in ``filters`` is
-        unknown, ``scoring`` exceeds the vocabulary, or the weights belong to another model.
+        unknown or missing, ``scoring`` exceeds the vocabulary, or the weights belong to another
+        model.
     """
     validation.check_params(plan.target, plan.drafter, params)
     check_sequences(sequences)

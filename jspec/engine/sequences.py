@@ -1,7 +1,7 @@
 """One sequence to generate, and the arrays of a batch of sequences."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,18 +164,28 @@ def check_fit(sequences: Sequence[SequenceParams], target: Target) -> None:
                 )
 
 
-def filters_of(sequences: Sequence[SequenceParams], others: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return ``others`` and the logits processors and filters that any sequence uses, in order.
+def filters_of(
+    sequences: Sequence[SequenceParams], filters: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Return ``filters`` in order. None gives the processors and filters that the sequences use.
 
     Raises:
-      ValueError: one of ``others`` is unknown.
+      ValueError: one of ``filters`` is unknown, or one that a sequence uses is missing.
     """
     names = (*PROCESSORS, *FILTERS)
-    if not isinstance(others, tuple | list) or not all(name in names for name in others):
+    used = {name for sequence in sequences for name in sequence.filters}
+    if filters is None:
+        return tuple(name for name in names if name in used)
+    if not isinstance(filters, tuple | list) or not all(name in names for name in filters):
         known = ", ".join(map(repr, names))
-        raise ValueError(f"filters={shown(others)} must be a tuple of names among {known}.")
-    used = {*others, *(name for sequence in sequences for name in sequence.filters)}
-    return tuple(name for name in names if name in used)
+        raise ValueError(f"filters={shown(filters)} must be a tuple of names among {known}.")
+    missing = [repr(name) for name in names if name in used and name not in filters]
+    if missing:
+        raise ValueError(
+            f"filters={shown(filters)} lack {', '.join(missing)}, which the sequences use; add "
+            "what is missing, or leave filters out."
+        )
+    return tuple(name for name in names if name in filters)
 
 
 def request_of(

@@ -101,10 +101,11 @@ def json_of(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keyed = dict(pairs)
-    for key, _ in pairs if len(keyed) < len(pairs) else ():
-        if sum(key == other for other, _ in pairs) > 1:
+    keyed: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in keyed:
             raise ValueError(f"the key {shown(key)} stands twice")
+        keyed[key] = value
     return keyed
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -481,6 +483,15 @@ def test_the_public_names_are_there():
     for name in jspec.__all__:
         assert getattr(jspec, name) is not None
     assert len(jspec.__all__) <= 26
+
+
+def test_packages_are_imported_at_their_first_use():
+    code = (
+        "import jspec; print(jspec.verify.synthetic(length=2.0).name, jspec.ops.__name__, "
+        "[hasattr(jspec, name) for name in ('verfy', '__main__', 'verify.rules', '')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "synthetic jspec.ops [False, False, False, False]"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -33,6 +33,14 @@ def test_ancestor_sets_equal_a_walk_to_the_root(parents):
     assert (tree.depth == expected.sum(1) - 1).all()
 
 
+def test_the_largest_static_tree_is_that_of_a_walk_to_the_root():
+    parents = trees.chain(trees.MOST_NODES - 1)
+    tree = trees.from_parents(parents, trees.MOST_NODES - 1)
+    expected = ancestors_by_walking(parents)
+    assert (trees.unpack_bits(tree.ancestors, len(parents)) == expected).all()
+    assert tree.depth.tolist() == list(range(trees.MOST_NODES))
+
+
 def test_traced_parents_give_the_tree_of_static_parents():
     parents = np.array([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 3]], np.int32)
     static = trees.from_parents(parents, 4)

@@ -179,14 +179,29 @@ def test_no_sequences_give_no_answers():
     assert generate_sequences(PLAIN, WEIGHTS, []) == []
 
 
-@pytest.mark.parametrize("filters", [("temprature",), "temperature", 3])
-def test_unknown_names_of_filters_are_refused(filters):
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        ((), "filters=() lack 'allowed_token_ids', 'temperature', which the sequences use; add"),
+        (("temperature",), "lack 'allowed_token_ids', which"),
+        (("temprature",), "filters=('temprature',) must be a tuple of names among 'structured_out"),
+        ("temperature", "filters='temperature' must be a tuple of names among"),
+        (3, "filters=3 must be a tuple"),
+    ],
+)
+def test_filters_must_include_those_that_a_sequence_uses(filters, words):
     with pytest.raises(ValueError) as error:
         start(PLAIN, WEIGHTS, [PICKY], filters=filters)
-    assert f"filters={filters!r} must be a tuple of names among 'structured_out" in str(error.value)
+    assert words in str(error.value)
 
 
-def test_the_filters_in_use_join_the_others_in_one_order_so_that_programs_are_shared():
-    batch = start(PLAIN, WEIGHTS, [PICKY], filters=["top_k"])
+def test_filters_are_sorted_so_that_programs_are_shared():
+    filters = ["top_k", "temperature", "allowed_token_ids"]
+    batch = start(PLAIN, WEIGHTS, [PICKY], filters=filters)
     assert batch.request.sampling.names == ("temperature", "top_k")
-    assert "allowed_token_ids" in batch.request.sampling.processors.values
+
+
+def test_without_filters_those_in_use_are_compiled():
+    batch = start(PLAIN, WEIGHTS, [PICKY])
+    assert batch.request.sampling.names == ("temperature",)
+    assert list(batch.request.sampling.processors.values) == ["allowed_token_ids"]

@@ -204,10 +204,7 @@ def test_slices_of_rounds_give_the_same_text_as_one_launch():
     plan, params = Plan(tiny.TARGET, tiny.DRAFT, "block"), tiny.params()
     inputs = sequences(temperature=0.8)
     whole = texts(host.generate_sequences(plan, params, inputs))
-    batch, slices = host.start(plan, params, inputs), []
-    while not batch.state.done.all():
-        batch = host.advance(plan, params, batch, rounds=2)
-        slices.append(host.read(batch))
+    slices = list(host.stream_sequences(plan, params, inputs, rounds=2))
     assert texts(slices[-1]) == whole
     assert len(slices) > 3
     for answers in slices:

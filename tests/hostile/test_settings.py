@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from jspec.cli import main
 from jspec.drafters import METHODS
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
+from jspec.util import values
 from tests import llm_fixtures, tiny
 from tests.hostile.junk import anything, few, nested, refused
 
@@ -102,6 +104,14 @@ def test_errors_name_the_key_of_an_invalid_value(key, value):
 def test_deeply_nested_configs_raise():
     deep = nested(50_000, lambda inner: {"method": "hybrid", "parts": [inner, {"method": "ngram"}]})
     assert "parts[0] has the method 'hybrid'" in refused(config.read, deep)
+
+
+def test_a_repeated_key_among_very_many_raises_at_once():
+    keys = [f"key_{index}" for index in range(50_000)]
+    text = "{" + ", ".join(f'"{key}": 1' for key in [*keys, keys[-1]]) + "}"
+    begin = time.perf_counter()
+    assert "the key 'key_49999' stands twice" in refused(values.json_of, text, unique=True)
+    assert time.perf_counter() - begin < 10  # a search of all keys for each takes minutes
 
 
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
