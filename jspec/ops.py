@@ -194,8 +194,8 @@ def rejection_sampling(
       path int32 [B, max_depth + 1], num_accepted int32 [B], next_token int32 [B].
 
     Raises:
-      ValueError: ``implementation`` or ``rule`` is unknown or does not support this draft, or
-        ``max_children`` is unknown.
+      ValueError: ``implementation`` or ``rule`` is unknown or does not support this draft,
+        ``max_children`` is unknown, or ``sampling.names`` has a filter that no kernel has.
     """
     form = _form_of(draft, tree, rule, max_children)
     kernel = _kernel_of(
@@ -212,7 +212,8 @@ def rejection_sampling(
     unknown = set(sampling.names) - set(distributions.Filters._fields)
     if unknown:
         raise ValueError(
-            f"the kernel lacks the filters {sorted(unknown)}; use implementation=None."
+            f"rejection_sampling lacks the filters {sorted(unknown)}; use a rule without an "
+            "implementation."
         )
     values = {name: sampling.values[name] for name in ("min_p", "top_k", "top_p")}
     filters = distributions.Filters(temperature, **values, names=sampling.names)

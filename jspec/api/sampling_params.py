@@ -43,12 +43,13 @@ _BOOLS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_specia
 _TEXTS = "a string or a list of strings, none of them empty"
 _IDS = "None for all, or a list of at least one token id"
 _ROOM = "a whole number from 1 to 2**31 - 1, or None for all the room there is"
+_SEED = "None or a whole number of at most 64 bits"
 _FUNCTIONS = "a list of hashable functions"
 _COUNT = "None, -1 or a whole number of at least 0"
 _is_count = lambda value: value is None or is_whole(value, -1)
 _CHECKS = (
     ("n", lambda n: is_whole(n, 1, _MOST_TEXTS), f"a whole number from 1 to {_MOST_TEXTS}"),
-    ("seed", lambda n: n is None or is_whole(n, -(2**63), 2**64 - 1), "None or a 64-bit integer"),
+    ("seed", lambda n: n is None or is_whole(n, -(2**63), 2**64 - 1), _SEED),
     ("stop", lambda texts: all(isinstance(text, str) and text for text in texts), _TEXTS),
     ("stop_token_ids", lambda ids: are_whole(ids, 0), "a list of token ids"),
     ("max_tokens", lambda n: n is None or is_whole(n, 1), _ROOM),

@@ -88,7 +88,7 @@ def rules_table() -> Table:
     table = Table(
         title="speculative_config: rejection_sample_method",
         title_justify="left",
-        caption="exact for: kinds of drafts (jspec.types.Proposal)\n"
+        caption="exact for: kinds of drafts (jspec.core.types.Proposal)\n"
         "lossy rules run only if their name is given",
         caption_justify="left",
         show_lines=True,

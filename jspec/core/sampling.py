@@ -46,6 +46,8 @@ class Filter(Parameter):
     ordered: bool = False
 
 
+_TEMPERATURE = f"0 (greedy), or {COLDEST} to {HOTTEST}; values between 0 and "
+_TEMPERATURE += f"{COLDEST} are too close to 0 to divide by"
 _is_temperature = lambda value: is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 _is_top_k, _count = lambda value: is_whole(value, -1), lambda value: max(int(value), 0)
 _is_top_p = lambda value: is_real(value) and 0 < value <= 1
@@ -76,7 +78,7 @@ def _keep_top_p(ordered: Array, top_p: Array) -> Array:
 FILTERS: dict[str, Filter] = {
     entry.name: entry
     for entry in (
-        Filter("temperature", 0.0, _is_temperature, f"0 (greedy), or {COLDEST} to {HOTTEST}"),
+        Filter("temperature", 0.0, _is_temperature, _TEMPERATURE),
         Filter("min_p", 0.0, between(0, 1), "in [0, 1]; 0 turns it off", keep=_keep_min_p),
         Filter("top_k", 0, _is_top_k, _TOP_K, _count, np.int32, _keep_top_k, ordered=True),
         Filter("top_p", 1.0, _is_top_p, _TOP_P, _share, keep=_keep_top_p, ordered=True),

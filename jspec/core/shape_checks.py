@@ -91,7 +91,7 @@ def check_forward(
     """
     name = f"{type(target).__name__}.forward"
     if not isinstance(out, TargetOutput):
-        raise ValueError(f"{name} must return a jspec.types.TargetOutput, not {_kinds(out)}.")
+        raise ValueError(f"{name} must return a jspec.core.types.TargetOutput, not {_kinds(out)}.")
     _check_array(name, nodes, "logits", out.logits, (*nodes, target.vocab_size), jnp.floating)
     if len(out.features) != len(layers):
         raise ValueError(

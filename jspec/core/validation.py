@@ -67,7 +67,7 @@ def sharing_noise(drafter: Drafter) -> Drafter:
         raise ValueError(
             f"rule='coupled' needs drafts that are drawn with the target's noise, but {name} has "
             "no field noise: Literal['own', 'target'] = 'own'; add it to the frozen dataclass, "
-            "and draw with jspec.sampling.draw_target if it is 'target'."
+            "and draw with jspec.core.sampling.draw_target if it is 'target'."
         )
     return dataclasses.replace(drafter, noise="target")
 

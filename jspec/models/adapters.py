@@ -37,7 +37,7 @@ from flax import errors as flax_errors
 from flax import struct
 from jax import lax
 
-from jspec.core import kv_cache, trees, validation
+from jspec.core import kv_cache, trees
 from jspec.core.types import Array, TargetOutput, Tree
 from jspec.models import decoder, probe
 from jspec.models.probe import check
@@ -219,8 +219,18 @@ def from_function(
             f"vocab_size={vocab_size}, but the model's logits have {target.vocab_size} columns; "
             "drop vocab_size, or pass the padded size."
         )
-    validation.check_hashable("model", target)
+    _check_hashable(target)
     return target, params
+
+
+def _check_hashable(target: AdaptedTarget) -> None:
+    try:
+        hash(target)
+    except TypeError as error:
+        raise ValueError(
+            f"the model must be hashable, because it keys compiled programs: {error}; use tuples "
+            "and frozen dataclasses for the settings of modules, not lists or dicts."
+        ) from error
 
 
 def _check_windows(windows: tuple[int | None, ...], num_layers: int) -> None:

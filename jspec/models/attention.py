@@ -19,7 +19,9 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def attention(layer, config, x, cos, sin, index, attend, linear, rows=None) -> Array:
-    """Return the attention output [B, T, D] of a block for its normed input x [B, T, D].
+    """Return the attention output [B, T, D] of a block for its normed input x.
+
+    x is [B, T, rows of ``layer.qkv``], which is wider than D in some drafters.
 
     ``rows`` [B, M] restricts the queries, and the output to [B, M, D].
     """

@@ -12,8 +12,9 @@ from jspec.verify.nodes import end_at, take
 class Synthetic:
     """Accepts the first drafted token of each depth at a given rate. Lossy.
 
-    Give one of the two attributes, which are keys of ``speculative_config``. ``length`` stands for
-    the rates with the smallest variance: 1 for the first tokens and 0 for the last.
+    Give one of the two attributes; their keys in ``speculative_config`` are
+    ``synthetic_acceptance_rates`` and ``synthetic_acceptance_length``. ``length`` stands for the
+    rates with the smallest variance: 1 for the first tokens and 0 for the last.
     """
 
     rates: tuple[float, ...] | None = None  # r_i: probability to accept the first i drafted tokens

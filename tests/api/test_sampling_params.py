@@ -46,7 +46,9 @@ def test_numbers_of_numpy_are_those_of_python_from_the_start():
         params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))
     assert params == SamplingParams(temperature=0.5, max_tokens=3)
     assert type(params.temperature) is float
-    with pytest.raises(ValueError, match=r"temperature=9\.99.*e-06 must be 0 \(greedy\)"):
+    with pytest.raises(
+        ValueError, match=r"temperature=9\.99.*e-06 must be 0 \(greedy\).* too close to 0"
+    ):
         SamplingParams(temperature=np.float32(1e-5))  # as a float: 9.999999747378752e-06
 
 
@@ -114,10 +116,14 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy), or 1e-05 to 1e+30."),
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy), or 1e-05 to 1e+30; val"),
         ({"temperature": float("nan")}, "temperature=nan must be"),
         ({"temperature": float("inf")}, "temperature=inf must be"),
-        ({"temperature": 1e-7}, "temperature=1e-07 must be 0 (greedy), or 1e-05"),
+        (
+            {"temperature": 1e-7},
+            "temperature=1e-07 must be 0 (greedy), or 1e-05 to 1e+30; values between 0 and 1e-05 "
+            "are too close to 0 to divide by.",
+        ),
         ({"temperature": "hot"}, "temperature='hot' must be"),
         ({"top_p": 0}, "top_p=0 must be in (0, 1]; 1 turns it off."),
         ({"top_p": 1.5}, "top_p=1.5 must be"),
@@ -128,7 +134,7 @@ def test_an_unknown_name_raises_with_the_nearest_known_one(name, nearest):
         ({"max_tokens": True}, "max_tokens=True must be"),
         ({"n": 0}, "n=0 must be a whole number from 1 to 16384."),
         ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2"),
-        ({"seed": 2**64}, "must be None or a 64-bit integer"),
+        ({"seed": 2**64}, "must be None or a whole number of at most 64 bits."),
         ({"seed": 0.5}, "seed=0.5 must be"),
         ({"stop": ["a", ""]}, "stop=['a', ''] must be a string or a list of strings"),
         ({"stop": 5}, "stop=5 must be a list."),

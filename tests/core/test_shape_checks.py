@@ -183,7 +183,7 @@ class Wrong(Decoder):
 @pytest.mark.parametrize(
     ("changed", "drafter", "words"),
     [
-        (lambda out: out.logits, tiny.NONE, ["Wrong.forward must return a jspec.types.TargetOut"]),
+        (lambda out: out.logits, tiny.NONE, ["Wrong.forward must return a jspec.core.types.T"]),
         (
             lambda out: out.replace(logits=out.logits[:, -1]),
             tiny.NONE,

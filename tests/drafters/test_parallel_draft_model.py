@@ -300,11 +300,11 @@ def test_settings_that_contradict_the_key_are_refused(given, message):
         config.read(given).drafter(SIZES, decoder.Decoder(SIZES))
 
 
-def test_the_mask_must_be_a_token_of_the_draft_model():
-    with pytest.raises(
-        ValueError, match="mask_token_id=7 must be less than the draft model's vocabulary"
-    ):
-        ParallelDraftModel(SIZES, TARGET, 2, mask_token_id=7)
+@pytest.mark.parametrize("mask", [-1, 7])
+def test_the_mask_must_be_a_token_of_the_draft_model(mask):
+    message = f"mask_token_id={mask} must be from 0 to 6, the draft model's tokens"
+    with pytest.raises(ValueError, match=message):
+        ParallelDraftModel(SIZES, TARGET, 2, mask_token_id=mask)
 
 
 def test_a_model_that_names_its_mask_drafts_from_its_files(tmp_path_factory, tmp_path):

@@ -144,7 +144,9 @@ def test_a_greedy_row_that_allows_no_token_does_not_affect_a_sampled_one(rule):
 
 def test_temperatures_outside_the_range_of_float32_raise():
     for temperature in (1e-6, 1e-37, 1e31, -1.0):
-        with pytest.raises(ValueError, match=r"temperature=.* must be 0 \(greedy\), or 1e-05 to"):
+        with pytest.raises(
+            ValueError, match=r"temperature=.* must be 0 \(greedy\), or 1e-05 to 1e\+30; "
+        ):
             SequenceParams((0,), 4, temperature=temperature)
 
 

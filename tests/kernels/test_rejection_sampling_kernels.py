@@ -307,6 +307,18 @@ def test_a_reduced_vocabulary_is_judged_over_target_ids(monkeypatch):
     assert_same(result, (path, num_accepted, sampling.draw(log_p, uniform)))
 
 
+@pytest.mark.parametrize("implementation", [None, "pallas_tpu"])
+def test_a_filter_that_the_kernels_lack_is_refused(implementation):
+    logits, draft, tree, uniforms, uniform = random_draft(CASES["a chain of 1"], vocab=300)
+    filters = settings([0, 1, 2, 3], ("temperature", "typical_p"))
+    with pytest.raises(
+        ValueError, match=r"lacks the filters \['typical_p'\]; use a rule without an"
+    ):
+        ops.rejection_sampling(
+            logits, filters, draft, tree, uniforms, uniform, implementation=implementation
+        )
+
+
 # ---------------------------------------------------------------------------------------- lowering
 
 

@@ -157,7 +157,7 @@ REFUSALS = {
             max_positions=POSITIONS,
             use_cache=False,
         ),
-        r"(?s)hashable.*tuples",
+        r"(?s)^the model must be hashable.*Listed.*; use tuples and frozen dataclasses for the set",
     ),
     "nnx random numbers": (
         lambda: adapters.from_nnx(Noisy(nnx.Rngs(0)), max_positions=POSITIONS, use_cache=False),

@@ -86,8 +86,8 @@ class ParallelDraftModel(ReadsText, TreeDrafter):
             )
         if not 0 <= self.mask_token_id < self.config.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} must be less than the draft model's "
-                f"vocabulary size, {self.config.vocab_size}."
+                f"mask_token_id={self.mask_token_id} must be from 0 to "
+                f"{self.config.vocab_size - 1}, the draft model's tokens."
             )
 
     def __post_init__(self):
