@@ -342,7 +342,12 @@ def test_speculators_files_must_state_norm_before_residual(tmp_path):
         (None, [3, 5, 6], "may count hidden states or outputs of layers; state them"),
         (None, [0, 5, 6], "may count hidden states or outputs of layers; state them"),
         ([3, 5, 7], [1, 3, 4], r"and \[3, 5, 7\] at the top of config.json fits neither"),
-        ([2, 4, 8], None, "must ascend and lie below the target's 8 layers"),
+        (
+            [2, 4, 8],
+            None,
+            "must ascend and lie below the target's 8 layers; state others in "
+            "eagle_aux_hidden_state_layer_ids, or use the head's target",
+        ),
         ([4, 2, 5], None, "must ascend and lie below"),
         ([2, 2, 5], None, "must ascend and lie below"),
         ([2, 4, 5.0], None, "must be a list of whole numbers"),
@@ -430,7 +435,7 @@ def test_tensors_that_contradict_each_other_are_refused(tmp_path, name, change, 
         ("eagle3", {"hidden_size": 24}, "expects a hidden size of 24 where the target has 16"),
         ("eagle3", {"target_hidden_size": 24}, "expects a hidden size of 24 where the target has"),
         ("eagle3", {"vocab_size": 40}, "expects a vocabulary of 40 where the target has 32"),
-        ("eagle3", {"draft_vocab_size": 11}, "d2t is int64[12], not whole numbers [11]"),
+        ("eagle3", {"draft_vocab_size": 11}, "misshapen: lm_head.weight is float32[12, 16], not"),
         ("eagle3", {"draft_vocab_size": "12"}, "draft_vocab_size must be a positive integer"),
         ("eagle3", {"hidden_act": "gelu"}, "not supported: hidden_act='gelu'"),
         ("eagle3", {"quantization_config": {"bits": 4}}, "quantised weights (quant_method None)"),
@@ -444,6 +449,7 @@ def test_tensors_that_contradict_each_other_are_refused(tmp_path, name, change, 
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
         ("eagle3", {"rope_scaling": {"rope_type": "new"}}, "rope_type"),
         ("eagle", {"bias": False}, "1 unexpected: fc.bias"),
+        ("eagle, nonzero bias", {"bias": False}, "1 unexpected: fc.bias"),
         ("speculators", {"speculators_model_type": "dflash"}, "'dflash' is not supported; known"),
         ("speculators", {"transformer_layer_config": None}, "must be an object, got None"),
         ("speculators", {"transformer_layer_config": {"model_type": "gemma"}}, "'gemma' is not"),
@@ -451,14 +457,76 @@ def test_tensors_that_contradict_each_other_are_refused(tmp_path, name, change, 
         ("medusa-vllm", {"medusa_fc_bias": False}, "6 unexpected: blocks.0.layers.0.bias"),
         ("medusa-vllm", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
         ("medusa-vllm", {"vocab_size": 40}, "vocab_size is 40, and that of the target 32"),
+        ("medusa-vllm", {"truncated_vocab_size": 40}, "misshapen: lm_heads.0.weight is float32[32"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(tmp_path, name, keys, message):
+    name, _, nonzero = name.partition(", ")
     save(tmp_path, name)
-    if name == "eagle":
+    if nonzero:
         directories.edit(tmp_path, lambda tensors: tensors["fc.bias"].__iadd__(1))
     directories.edit(tmp_path, **keys)
     assert message in refusal(tmp_path)
+
+
+def test_the_fit_of_the_tensors_is_checked_before_maps_of_a_reduced_vocabulary(tmp_path):
+    for name, token_ids in (("eagle3", "d2t"), ("medusa-vllm, reduced", "token_map")):
+
+        def damage(tensors, token_ids=token_ids):
+            del tensors[token_ids]
+            tensors["other.weight"] = np.zeros(2, np.float32)
+
+        save(tmp_path / token_ids, name)
+        directories.edit(tmp_path / token_ids, damage)
+        assert "1 unexpected: other.weight" in refusal(tmp_path / token_ids)
+
+
+@pytest.mark.parametrize("last", ["lm_head.weight", "lm_heads.0.weight"])
+@pytest.mark.parametrize("name", ["medusa-vllm", "medusa-vllm, reduced"])
+def test_vllms_one_output_precedes_that_of_the_first_head(tmp_path, name, last):
+    _, params = save(tmp_path, name)
+
+    def add(tensors):
+        first = tensors.pop("lm_heads.0.weight")
+        pair = {"lm_head.weight": first, "lm_heads.0.weight": first + 1}
+        tensors |= {**pair, last: pair.pop(last)}
+
+    directories.edit(tmp_path, add)
+    directories.assert_same(head_files.load_head(tmp_path, TARGET).params, params)
+
+
+def test_an_unexpected_output_of_published_medusa_heads_is_named_as_in_the_file(tmp_path):
+    save(tmp_path, "medusa")
+    tensors, _ = directories.read(tmp_path)
+    tensors["lm_head.weight"] = np.zeros((VOCAB, WIDTH), np.float32)
+    torch_files.write(tmp_path / directories.TORCH_FILE, tensors)
+    assert "1 unexpected: lm_head.weight" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"architectures": {"DSpark": 1}}, {"architectures": "x"}, {"hydra_head_arch": "x"}]
+)
+def test_keys_of_other_heads_do_not_matter(tmp_path, keys):
+    _, params = save(tmp_path, "eagle3")
+    directories.edit(tmp_path, **keys)
+    head = head_files.load_head(tmp_path, TARGET)
+    assert head.kind == "eagle3"
+    directories.assert_same(head.params, params)
+
+
+def test_an_unsupported_architecture_of_hydra_heads_is_refused(tmp_path):
+    weight = np.zeros((WIDTH, 2 * WIDTH), np.float32)
+    torch_files.write(tmp_path / "hydra_lm_head.pt", {"hydra_mlp.0.0.linear.weight": weight})
+    (tmp_path / "config.json").write_text(json.dumps({"hydra_head_arch": "cross-attn"}))
+    assert f"{tmp_path}: hydra_head_arch='cross-attn' is not supported" in refusal(tmp_path)
+    with pytest.raises(ValueError, match="holds a head of method 'hydra', not 'eagle'"):
+        head_files.load_head(tmp_path, TARGET, kind="eagle")
+
+
+def test_a_head_needs_the_config_of_its_target(tmp_path):
+    save(tmp_path, "eagle3")
+    with pytest.raises(ValueError, match="does not say all of its target; pass its target_config"):
+        head_files.load_head(tmp_path, None)
 
 
 def test_a_head_for_a_narrower_target_is_refused(tmp_path):

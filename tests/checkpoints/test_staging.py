@@ -22,9 +22,9 @@ def save(directory, **files):
 def test_new_files_replace_old_ones_and_stale_ones_go(tmp_path):
     save(tmp_path / "deep" / "down", part1="a", part2="a", index="a")
     directory = tmp_path / "deep" / "down"
-    (directory / "other").write_text("keeps_mode")
+    (directory / "other").write_text("stays")
     save(directory, part3="b", index="b")
-    assert contents(directory) == {"part3": "b", "index": "b", "other": "keeps_mode"}
+    assert contents(directory) == {"part3": "b", "index": "b", "other": "stays"}
 
 
 def test_an_error_leaves_everything_as_it_was(tmp_path):

@@ -82,7 +82,7 @@ def test_tokens_are_spelled_and_texts_stay_as_they_are(root):
         assert actual.decoded_token == decode([token])
 
 
-def test_a_text_cut_at_a_stop_string_has_one_actualper_token(root):
+def test_a_text_cut_at_a_stop_string_has_one_entry_per_token(root):
     llm = llm_fixtures.llm(root, "draft_model")
     whole = llm.generate(PROMPTS[:1], ASKED[0])[0].outputs[0]
     pairs = (whole.text[at : at + 2] for at in range(6, len(whole.text)))
@@ -114,7 +114,7 @@ def test_a_stream_lists_and_spells_each_token_once(root, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
-def test_modes_actualbefore_and_after_processors_and_filters(root, mode):
+def test_modes_score_before_and_after_processors_and_filters(root, mode):
     target = llm_fixtures.loaded(root)["target"]
     llm = jspec.LLM(target, logprobs_mode=mode, max_logprobs=-1)
     params = SamplingParams(

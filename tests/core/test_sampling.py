@@ -310,9 +310,7 @@ def test_round_noise_is_uniform_and_target_noise_is_gumbel():
 def test_noise_of_different_purposes_positions_and_ranks_is_uncorrelated():
     keys, positions = keys_of(20_000), jnp.full(20_000, 3, jnp.int32)
     columns = [
-        round_noise(keys, positions + select_mode, p, 2)[..., 0]
-        for p in PURPOSES
-        for select_mode in (0, 1)
+        round_noise(keys, positions + offset, p, 2)[..., 0] for p in PURPOSES for offset in (0, 1)
     ]
     target = jnp.exp(-jnp.exp(-target_noise(keys, positions, 2)))
     correlation = np.corrcoef(np.concatenate([*columns, target], 1).T)

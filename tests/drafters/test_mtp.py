@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.checkpoints.heads import head_files
+from jspec.checkpoints import checkpoint
+from jspec.checkpoints.heads import head_files, stitching
 from jspec.core.types import Params
 from jspec.drafters import Mtp
 from jspec.engine import batch as host
@@ -160,6 +161,16 @@ def test_files_name_the_server_class_that_reads_them(tmp_path):
     assert (raw["model_type"], raw["num_nextn_predict_layers"]) == ("mimo_mtp", config.n_predict)
     loaded = head_files.load_head(tmp_path, sizes, kind="mtp")
     assert loaded.config == config
-    pairs = zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params), strict=True)
-    for ours, theirs in pairs:
-        np.testing.assert_array_equal(ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+
+
+def test_modules_in_the_files_of_their_target_need_no_config_of_it(tmp_path):
+    config, params = mtps.CONFIGS["one"], mtps.random_params("one")
+    checkpoint.save_pretrained(tmp_path / "target", tiny.TARGET.config, tiny.params().target)
+    stitching.stitch(tmp_path / "both", tmp_path / "target", config, params)
+    loaded = head_files.load_head(tmp_path / "both", None)
+    assert loaded.config == head_files.load_head(tmp_path / "both", tiny.TARGET.config).config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    head_files.save_head(tmp_path / "alone", config, params, tiny.TARGET.config)
+    with pytest.raises(ValueError, match="is not a target's .*pass the target_config"):
+        head_files.load_head(tmp_path / "alone", None)

@@ -38,7 +38,8 @@ class SpeculativeConfig:
 
     Attributes:
       method: a name in ``jspec.drafters.METHODS``, or "custom_class".
-      rule: a name in ``jspec.verify.RULES``, or the rule itself if it has settings.
+      rule: a name in ``jspec.verify.RULES``, or the rule itself if it has settings or is the
+        user's own.
       model: model of the drafter: a path, a hub id or a loaded model. None for methods without one,
         and for heads in the target's files.
       max_model_len: longest sequence to draft for; None for the draft model's own limit.

@@ -151,7 +151,7 @@ def _check_class(drafter: type) -> None:
     wrong = [fault for fault in wrong if fault]
     if wrong:
         raise ValueError(
-            f"{name} is no drafter: {'; '.join(wrong)}. see jspec.core.types.Drafter, or subclass "
+            f"{name} is no drafter: {'; '.join(wrong)}. See jspec.core.types.Drafter, or subclass "
             "jspec.NoDrafter, which has all members."
         )
 

@@ -19,9 +19,9 @@ from jspec.models.heads.mlp_speculator import NormParams
 from jspec.util.messages import shown
 
 
-def _select(config: LstmSpeculatorConfig, tensors: Tensors) -> tuple[Tensors, None]:
+def _select(_: dict, tensors: Tensors, config: LstmSpeculatorConfig) -> Tensors:
     heads = {f"head.{stage}.weight": "head.0.weight" for stage in range(1, config.n_predict)}
-    return base.without_repeats(heads | _tied(config), tensors), None
+    return base.without_repeats(heads | _tied(config), tensors)
 
 
 def _assemble(nested: dict, _: None) -> LstmSpeculatorParams:

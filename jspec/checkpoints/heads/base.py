@@ -16,6 +16,7 @@ from jspec.models.decoder import DecoderConfig
 
 Tensors = Mapping[str, np.ndarray]
 Sniff = Callable[[dict, Tensors], tuple[str, str] | None]
+Reduce = Callable[[Any, Tensors, Tensors], tuple[Tensors, np.ndarray | None]]
 
 _BESIDE = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -66,6 +67,10 @@ class Layout:
         )
 
 
+def _refuse_target(_: dict) -> DecoderConfig:
+    raise ValueError("config.json does not say all of its target; pass its target_config")
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadFormat:
     """The files of one kind of head; ``head_formats.FORMATS`` lists all formats.
@@ -78,8 +83,10 @@ class HeadFormat:
       sniff: returns the kind and layout of (config.json, tensors), or None for other heads.
       read_config: returns the config of (config.json, tensors, target, layout).
       assemble: returns the params of the nested arrays and ``draft_to_target``.
-      select: returns the tensors of (config, tensors) that the table names, and
-        ``draft_to_target`` or None.
+      select: returns the tensors of (config.json, tensors, config) that the table names.
+      reduce: returns the weights in the order of the draft's ids, and ``draft_to_target`` or None,
+        of (config, tensors, selected tensors), which fit.
+      read_target: returns the target that config.json describes, for heads in its files.
       default_layout: returns the layout of a config; None for the first of ``layouts``.
       missing: remedy in the message about a directory without such a head.
     """
@@ -91,7 +98,9 @@ class HeadFormat:
     sniff: Sniff
     read_config: Callable[[dict, Tensors, DecoderConfig, str], Any]
     assemble: Callable[[dict, Any], Any]
-    select: Callable[[Any, Tensors], tuple[Tensors, np.ndarray | None]]
+    select: Callable[[dict, Tensors, Any], Tensors]
+    reduce: Reduce = lambda _config, _tensors, selected: (selected, None)
+    read_target: Callable[[dict], DecoderConfig] = _refuse_target
     default_layout: Callable[[Any], str] | None = None
     missing: str = ""
 
@@ -112,11 +121,12 @@ class HeadFormat:
     ) -> tuple[Any, Any]:
         """Return the config and the params of a head; None as dtype keeps that of the file."""
         config = self.read_config(raw, tensors, target, layout)
-        tensors, draft_to_target = self.select(config, tensors)
+        selected = self.select(raw, tensors, config)
         entries = self.layout(layout, config).table(config)
-        model_files.check_fit("the file", entries, tensors)
-        dtype = model_files.known_dtype(dtype or tensors[entries[0].names[0]].dtype)
-        nested = nest(entries, [jnp.asarray(entry.join(tensors, dtype)) for entry in entries])
+        model_files.check_fit("the file", entries, selected)
+        selected, draft_to_target = self.reduce(config, tensors, selected)
+        dtype = model_files.known_dtype(dtype or selected[entries[0].names[0]].dtype)
+        nested = nest(entries, [jnp.asarray(entry.join(selected, dtype)) for entry in entries])
         ids = None if draft_to_target is None else jnp.asarray(draft_to_target)
         return _with_precision(config, dtype), self.assemble(nested, ids)
 
@@ -141,22 +151,32 @@ def by_names(kind: str, patterns: Mapping[str, re.Pattern]) -> Sniff:
     return sniff
 
 
-def select_reduced(config: Any, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
-    """Separate ``d2t`` and ``t2d``, and what trainers leave, from the weights of a head."""
+def select_weights(_raw: dict, tensors: Tensors, _config: Any) -> dict[str, np.ndarray]:
+    """Drop ``d2t``, ``t2d`` and the target's tensors that trainers leave in the file."""
+    return {name: tensor for name, tensor in tensors.items() if name not in _BESIDE}
+
+
+def reduce_by_offsets(
+    config: Any, tensors: Tensors, selected: Tensors
+) -> tuple[Tensors, np.ndarray | None]:
+    """Return the weights unchanged, and ``draft_to_target`` from ``d2t`` and ``t2d``."""
     maps = tensors.get("d2t"), tensors.get("t2d")
-    ids = vocabulary.from_offsets(*maps, config.vocab_size, config.target_vocab_size)
-    return {name: tensor for name, tensor in tensors.items() if name not in _BESIDE}, ids
+    return selected, vocabulary.from_offsets(*maps, config.vocab_size, config.target_vocab_size)
 
 
 def without_repeats(repeats: Mapping[str, str], tensors: Tensors) -> dict[str, np.ndarray]:
-    """Drop the copies that tied weights leave; ``repeats`` maps the copies to their originals."""
-    for name in repeats.keys() & tensors.keys():
-        copy, first = tensors[name], tensors.get(repeats[name])
-        if first is not None and (copy.dtype != first.dtype or not np.array_equal(copy, first)):
+    """Drop the copies that tied weights leave; ``repeats`` maps the copies to their originals.
+
+    A copy without its original stays.
+    """
+    copies = [name for name, first in repeats.items() if {name, first} <= tensors.keys()]
+    for name in copies:
+        copy, first = tensors[name], tensors[repeats[name]]
+        if copy.dtype != first.dtype or not np.array_equal(copy, first):
             raise ValueError(
                 f"{name} differs from {repeats[name]}, but config.json says that the two are tied"
             )
-    return {name: tensor for name, tensor in tensors.items() if name not in repeats}
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 def check_target(*sizes: tuple[str, int, int]) -> None:
@@ -176,16 +196,18 @@ def check_width(heads: str, width: tuple[int, ...], target: DecoderConfig) -> No
         )
 
 
-def check_layers(layers: tuple[int, ...], num_layers: int) -> None:
+def check_layers(layers: tuple[int, ...], num_layers: int, key: str = "") -> None:
     """Raise ValueError if hidden states do not ascend or lie outside of the target's layers.
 
+    The error names the ``key`` of config.json that states them.
     The last hidden state is excluded, because readers disagree whether it is normed.
     """
     ascending = all(a < b for a, b in itertools.pairwise(layers))
     if not ascending or not 0 <= layers[0] <= layers[-1] < num_layers:
+        where = f" in {key}" if key else ""
         raise ValueError(
             f"the head reads hidden states {list(layers)}, which must ascend and lie below the "
-            f"target's {num_layers} layers; state others, or use the head's target"
+            f"target's {num_layers} layers; state others{where}, or use the head's target"
         )
 
 

@@ -261,5 +261,6 @@ FORMAT = HeadFormat(
     sniff=_sniff,
     read_config=read_config,
     assemble=assemble,
-    select=base.select_reduced,
+    select=base.select_weights,
+    reduce=base.reduce_by_offsets,
 )

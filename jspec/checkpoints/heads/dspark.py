@@ -22,7 +22,7 @@ _MIXED = {"gated": "gate_proj", "rnn": "joint_proj"}
 
 def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     layout = dflash.layout_of(raw, tensors)
-    return layout and ("dspark", layout) if _is_spark(raw, tensors) else None
+    return ("dspark", layout) if layout and _is_spark(raw, tensors) else None
 
 
 def _is_spark(raw: dict, tensors: Tensors) -> bool:
@@ -104,5 +104,6 @@ FORMAT = HeadFormat(
     sniff=_sniff,
     read_config=_read_config,
     assemble=_assemble,
-    select=base.select_reduced,
+    select=base.select_weights,
+    reduce=base.reduce_by_offsets,
 )

@@ -91,15 +91,14 @@ def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
     return "eagle3", "peagle" if _MASK in tensors else "eagle3"
 
 
-def _select(config: EagleConfig, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
+def _select(raw: dict, tensors: Tensors, config: EagleConfig) -> Tensors:
     """Drop the zero bias of ``eagle`` files, and take a mask of [1, 1, n], [1, n] or [n]."""
-    selected, ids = base.select_reduced(config, tensors)
-    bias = selected.pop("fc.bias", None)
-    if bias is not None and np.any(bias):
-        selected["fc.bias"] = bias
+    selected = base.select_weights(raw, tensors, config)
+    if not config.fc_bias and raw.get("bias") is not False:  # a denied bias is unexpected
+        selected.pop("fc.bias", None)
     if _MASK in selected:
         selected[_MASK] = selected[_MASK].reshape(1, 1, -1)
-    return selected, ids
+    return selected
 
 
 def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, _: str) -> EagleConfig:
@@ -241,7 +240,7 @@ def _describe(layout: str, config: EagleConfig, target: DecoderConfig, target_na
     if layout == "eagle":
         norms = {"add_para_norm": True} if config.norm_inputs else {}
         return inner | norms | {"qkv_bias": network.qkv_bias}
-    base.check_layers(config.capture_layers, target.num_layers)
+    base.check_layers(config.capture_layers, target.num_layers, eagle_layers.LAYER_IDS)
     parallel = config.mask_token_id is not None
     keys: dict[str, Any] = {
         "norm_before_residual": config.norm_before_residual,
@@ -346,5 +345,6 @@ FORMAT = HeadFormat(
     read_config=_read_config,
     assemble=_assemble,
     select=_select,
+    reduce=base.reduce_by_offsets,
     default_layout=_default_layout,
 )

@@ -37,7 +37,7 @@ def read(raw: dict, nested: dict, num_layers: int) -> tuple[int, ...]:
     count = raw.get("num_aux_hidden_states")
     if count not in (None, len(layers)):
         raise ValueError(f"num_aux_hidden_states is {count}, but {LAYER_IDS} are {list(layers)}")
-    base.check_layers(layers, num_layers)
+    base.check_layers(layers, num_layers, LAYER_IDS)
     return layers
 
 

@@ -58,13 +58,18 @@ class LoadedHead:
 
 
 def load_head(
-    path: PathLike, target_config: DecoderConfig, *, kind: str | None = None, dtype: Any = None
+    path: PathLike,
+    target_config: DecoderConfig | None,
+    *,
+    kind: str | None = None,
+    dtype: Any = None,
 ) -> LoadedHead:
     """Load a draft head for a target.
 
     Args:
       path: a local directory or a hub id.
-      target_config: the target's sizes.
+      target_config: the target's sizes; None for MTP modules in the files of their target, whose
+        config.json states them.
       kind: the method it must be of; None for any.
       dtype: float32, bfloat16 or float16; None keeps that of the file.
 
@@ -85,7 +90,8 @@ def load_head(
             f"{directory} holds a head of method {sniffed!r}, not {kind!r}; ask for {sniffed!r}"
         )
     try:
-        config, params = format.read(raw, tensors, target_config, layout, dtype)
+        target = target_config or format.read_target(raw)
+        config, params = format.read(raw, tensors, target, layout, dtype)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     return LoadedHead(sniffed, layout, config, params, raw)

@@ -36,6 +36,7 @@ def sniff(directory: Path, raw: dict, tensors: Tensors) -> tuple[HeadFormat, str
             f"{directory} holds a whole language model, not a draft head; draft with it by method "
             "'draft_model'"
         )
+    hydra.check_architecture(raw)  # the tensors of the others have other names
     names = ", ".join(map(printable, sorted(tensors)[:4]))
     titles = ", ".join(format.title for format in FORMATS)
     raise ValueError(

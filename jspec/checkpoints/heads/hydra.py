@@ -30,21 +30,21 @@ _UNUSED = ("input_embed_fn.weight", f"{_PREFIX}.embed_tokens.weight")
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 
 
-def _sniff(raw: dict, tensors: Tensors) -> tuple[str, str] | None:
-    """Return the layout; an unsupported ``hydra_head_arch`` raises here, as its names differ."""
+def check_architecture(raw: dict) -> None:
+    """Raise ValueError if config.json names heads of the authors that are not supported."""
     stated = raw.get("hydra_head_arch")
     if stated not in (None, *_ARCHITECTURES):
         known = " and ".join(map(repr, _ARCHITECTURES))
         raise ValueError(f"hydra_head_arch={shown(stated)} is not supported, only {known}")
-    return ("hydra", "hydra") if any(map(_BLOCK.fullmatch, tensors)) else None
 
 
-def _select(config: HydraConfig, tensors: Tensors) -> tuple[Tensors, None]:
+def _select(_: dict, tensors: Tensors, config: HydraConfig) -> Tensors:
     tensors = {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
-    return base.without_repeats(_repeats(config), tensors), None
+    return base.without_repeats(_repeats(config), tensors)
 
 
 def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, _: str) -> HydraConfig:
+    check_architecture(raw)
     prefixed = any(name.startswith(f"{_PREFIX}.") for name in tensors)
     architecture = _ARCHITECTURES[prefixed]
     stated = raw.get("hydra_head_arch", architecture)
@@ -177,7 +177,7 @@ FORMAT = HeadFormat(
     kinds=("hydra",),
     owns=lambda config: isinstance(config, HydraConfig),
     layouts=(_LAYOUT,),
-    sniff=_sniff,
+    sniff=base.by_names("hydra", {"hydra": _BLOCK}),
     read_config=_read_config,
     assemble=_assemble,
     select=_select,

@@ -32,26 +32,47 @@ _BLOCKS = {
     "medusa-vllm": re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight"),
 }
 _TOKEN_MAP = "token_map"
+_sniff = base.by_names("medusa", _BLOCKS)
 
 
-def _select(config: MedusaConfig, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
-    """Call vLLM's one output ``lm_heads.0``, and sort outputs by target id."""
-    names = {"lm_head.weight": "lm_heads.0.weight"}
-    tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
-    token_map, ids = tensors.pop(_TOKEN_MAP, None), None
-    if config.reduced and token_map is None:
+def _select(raw: dict, tensors: Tensors, config: MedusaConfig) -> Tensors:
+    """Drop ``token_map``, and call vLLM's one output ``lm_heads.0``.
+
+    Outputs over the whole vocabulary become views of the right shape; ``_reduce`` picks their rows.
+    """
+    selected = {name: tensor for name, tensor in tensors.items() if name != _TOKEN_MAP}
+    if _sniff(raw, tensors) == ("medusa", "medusa-vllm"):
+        selected.pop("lm_head.weight", None)
+        for name, tensor in _outputs(tensors).items():
+            whole = tensor.shape == (config.target_vocab_size, config.hidden_size)
+            selected[name] = tensor[: config.vocab_size] if whole else tensor
+    return selected
+
+
+def _outputs(tensors: Tensors) -> dict[str, np.ndarray]:
+    """Return vLLM's output matrices; ``lm_head`` takes the place of ``lm_heads.0``."""
+    names = [name for name in tensors if re.fullmatch(r"lm_heads\.\d+\.weight", name)]
+    first = {"lm_heads.0.weight": tensors[name] for name in tensors if name == "lm_head.weight"}
+    return {name: tensors[name] for name in names} | first
+
+
+def _reduce(
+    config: MedusaConfig, tensors: Tensors, selected: Tensors
+) -> tuple[Tensors, np.ndarray | None]:
+    """Sort the rows of the outputs by the target ids in ``token_map``."""
+    if not config.reduced:
+        return selected, None
+    token_map = tensors.get(_TOKEN_MAP)
+    if token_map is None:
         raise ValueError(
             f"truncated_vocab_size is {config.vocab_size} of {config.target_vocab_size}, but the "
             "file has no token_map that names those tokens"
         )
-    if config.reduced:
-        ids, order = vocabulary.from_ids(token_map, config.vocab_size, config.target_vocab_size)
-        # vLLM also takes outputs over the whole vocabulary, and picks their rows itself.
-        rows = {config.vocab_size: order, config.target_vocab_size: token_map[order]}
-        for name, tensor in tensors.items():
-            if name.startswith("lm_heads.") and tensor.ndim == 2 and len(tensor) in rows:
-                tensors[name] = tensor[rows[len(tensor)]]
-    return tensors, ids
+    ids, order = vocabulary.from_ids(token_map, config.vocab_size, config.target_vocab_size)
+    # vLLM also takes outputs over the whole vocabulary, and picks their rows itself.
+    rows = {config.vocab_size: order, config.target_vocab_size: token_map[order]}
+    outputs = _outputs(tensors).items()
+    return {**selected, **{name: tensor[rows[len(tensor)]] for name, tensor in outputs}}, ids
 
 
 def _assemble(nested: dict, ids: Any) -> MedusaParams:
@@ -162,8 +183,9 @@ FORMAT = HeadFormat(
         _layout("medusa-vllm", _describe_vllm, extra=_extra),
         _layout("medusa", _describe, torch_file="medusa_lm_head.pt", names_target=True),
     ),
-    sniff=base.by_names("medusa", _BLOCKS),
+    sniff=_sniff,
     read_config=_read_config,
     assemble=_assemble,
     select=_select,
+    reduce=_reduce,
 )

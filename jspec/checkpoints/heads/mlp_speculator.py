@@ -29,8 +29,8 @@ _FIRST = {
 }
 
 
-def _select(config: MlpSpeculatorConfig, tensors: Tensors) -> tuple[Tensors, None]:
-    return base.without_repeats(_repeats(config), tensors), None
+def _select(_: dict, tensors: Tensors, config: MlpSpeculatorConfig) -> Tensors:
+    return base.without_repeats(_repeats(config), tensors)
 
 
 def _assemble(nested: dict, _: None) -> MlpSpeculatorParams:
@@ -97,12 +97,13 @@ def _repeats(config: MlpSpeculatorConfig) -> dict[str, str]:
     if not config.tie_weights:
         return {}
     firsts = {"emb": 0, "proj": 1, "ln": 0, "head": 0}
-    ends = (".weight", ".bias", ".0.weight", ".0.bias")
+    ends = {part: (".weight", ".0.weight") for part in ("emb", "proj")} | {"head": (".weight",)}
+    ends["ln"] = (".weight", ".bias", ".0.weight", ".0.bias")
     return {
         f"{part}.{stage}{end}": f"{part}.{first}{end}"
         for part, first in firsts.items()
         for stage in range(first + 1, config.n_predict)
-        for end in ends
+        for end in ends[part]
     }
 
 

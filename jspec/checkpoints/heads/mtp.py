@@ -27,6 +27,7 @@ from jspec.checkpoints.heads import base
 from jspec.checkpoints.heads.base import HeadFormat, Layout, Tensors
 from jspec.models.decoder import DecoderConfig
 from jspec.models.heads.mtp import ModuleParams, MtpConfig, MtpParams
+from jspec.util.messages import shown
 
 MtpLayout = Literal["mimo", "deepseek"]
 _FIRST = {
@@ -66,12 +67,22 @@ def _read_config(raw: dict, tensors: Tensors, target: DecoderConfig, layout: str
     return config_for(target, layout, count)
 
 
-def _select(config: MtpConfig, tensors: Tensors) -> tuple[Tensors, None]:
+def _read_target(raw: dict) -> DecoderConfig:
+    """Return the target in whose files the modules lie."""
+    if raw.get("model_type") not in [*families.FAMILIES]:
+        raise ValueError(
+            f"config.json is not a target's (model_type {shown(raw.get('model_type'))}); pass the "
+            "target_config that the modules are for"
+        )
+    return families.find(raw).read(raw)
+
+
+def _select(_: dict, tensors: Tensors, config: MtpConfig) -> Tensors:
     """Drop the tensors of the target, and the copies of them."""
     prefixes = tuple(f"{prefix}." for prefix in _prefixes(config))
     copies = {prefix + name for prefix in prefixes for name in _COPIES}
     names = [name for name in tensors if name.startswith(prefixes) and name not in copies]
-    return {name: tensors[name] for name in names}, None
+    return {name: tensors[name] for name in names}
 
 
 def _assemble(nested: dict, _: None) -> MtpParams:
@@ -146,7 +157,7 @@ def check(config: MtpConfig, layout: MtpLayout, target: DecoderConfig) -> None:
         raise ValueError(
             f"layout={layout!r} cannot express these modules: it reads them back with "
             f"hidden_first={expected.hidden_first}, feeds_normed={expected.feeds_normed} and the "
-            "target's sizes; write a layout that fits"
+            "target's sizes; these are modules of another target or another layout"
         )
 
 
@@ -171,6 +182,7 @@ FORMAT = HeadFormat(
     read_config=_read_config,
     assemble=_assemble,
     select=_select,
+    read_target=_read_target,
     default_layout=_layout_of,
     missing="has no modules for later tokens (MTP); take a target that was published with some, or "
     "train them with `python -m training.distill mtp`",
