@@ -172,5 +172,5 @@ def test_modules_in_the_files_of_their_target_need_no_config_of_it(tmp_path):
     assert loaded.config == head_files.load_head(tmp_path / "both", tiny.TARGET.config).config
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
     head_files.save_head(tmp_path / "alone", config, params, tiny.TARGET.config)
-    with pytest.raises(ValueError, match="is not a target's .*pass the target_config"):
+    with pytest.raises(ValueError, match=r"is not a target's .*pass the target_config"):
         head_files.load_head(tmp_path / "alone", None)

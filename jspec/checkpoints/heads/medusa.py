@@ -51,9 +51,10 @@ def _select(raw: dict, tensors: Tensors, config: MedusaConfig) -> Tensors:
 
 def _outputs(tensors: Tensors) -> dict[str, np.ndarray]:
     """Return vLLM's output matrices; ``lm_head`` takes the place of ``lm_heads.0``."""
-    names = [name for name in tensors if re.fullmatch(r"lm_heads\.\d+\.weight", name)]
-    first = {"lm_heads.0.weight": tensors[name] for name in tensors if name == "lm_head.weight"}
-    return {name: tensors[name] for name in names} | first
+    outputs = {n: tensors[n] for n in tensors if re.fullmatch(r"lm_heads\.\d+\.weight", n)}
+    if "lm_head.weight" in tensors:
+        outputs["lm_heads.0.weight"] = tensors["lm_head.weight"]
+    return outputs
 
 
 def _reduce(
