@@ -12,8 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest floor first. Folders of one line do not import each other.
-FLOORS = """jspec.kernels jspec.util
+FLOORS = """jspec.util
 jspec.core
+jspec.kernels
 jspec.ops jspec.grammar
 jspec.models jspec.verify
 jspec.drafters jspec.checkpoints

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.core import sampling
 from jspec.kernels.rejection_sampling.distributions import Filters, Form, Proposal
 
 Array = jax.Array
@@ -62,23 +63,14 @@ def target_probs(logits: Array, filters: Filters) -> Array:
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     temperature, min_p, top_k, top_p = (x[:, None, None] for x in filters[:4])
-    vocab = logits.shape[-1]
     x = logits / jnp.where(temperature > 0, temperature, 1)
     if "min_p" in filters.names:
         x = jnp.where(x >= x.max(-1, keepdims=True) + jnp.log(min_p), x, -jnp.inf)
     if "top_k" in filters.names:
-        count = jnp.broadcast_to(jnp.where(top_k > 0, top_k, vocab), (*x.shape[:2], 1))
-        least = jnp.take_along_axis(jnp.sort(x), vocab - jnp.clip(count, 1, vocab), -1)
-        x = jnp.where(x >= least, x, -jnp.inf)
+        x = jnp.where(sampling.keep_top_k(x, top_k), x, -jnp.inf)
     if "top_p" in filters.names:
-        order = jnp.argsort(-x, -1)
-        probs = jnp.take_along_axis(jax.nn.softmax(x, -1), order, -1)
-        selected = (jnp.cumsum(probs, -1) - probs < top_p) | (top_p >= 1)
-        sorted_x = jnp.take_along_axis(x, order, -1)
-        selected &= sorted_x > -jnp.inf
-        least = jnp.where(selected, sorted_x, jnp.inf).min(-1, keepdims=True)
-        x = jnp.where(x >= least, x, -jnp.inf)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), vocab, dtype=x.dtype)
+        x = jnp.where(sampling.keep_top_p(x, top_p), x, -jnp.inf)
+    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=x.dtype)
     return jnp.where(temperature > 0, jax.nn.softmax(x, -1), greedy)
 
 

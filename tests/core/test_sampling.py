@@ -118,6 +118,42 @@ def test_a_tiny_top_p_keeps_one_token_and_a_large_top_k_keeps_all():
     assert (distribution(logits, settings(1, 1.0, top_k=1000)) > 0).all()
 
 
+VALUES = st.sampled_from([-np.inf, -2.5, -1.0, -1e-37, -0.0, 0.0, 1e-37, 0.5, 0.75, 3.0, 80.0])
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(st.lists(VALUES, min_size=24, max_size=24), st.integers(0, 14), st.floats(1e-37, 1.0))
+def test_thresholds_without_sorting_are_those_of_sorted_logits(values, top_k, top_p):
+    logits = np.array(values, np.float32).reshape(2, 12)
+    if np.isneginf(logits).all(-1).any():
+        return
+    expected = []
+    for row in logits:
+        ordered = np.sort(row)[::-1]
+        probs = scipy.special.softmax(ordered.astype(np.float64))
+        above = np.concatenate([[0], np.cumsum(probs)])[: len(row)]
+        if np.abs(above - top_p).min() < 1e-6:  # float32 decides
+            return
+        by_k = row >= ordered[min(top_k or 12, 12) - 1]
+        expected.append((by_k, row >= ordered[above < top_p].min()))
+    k, p = jnp.full((2, 1), top_k), jnp.full((2, 1), top_p, jnp.float32)
+    by_k, by_p = np.stack(expected, 1)
+    np.testing.assert_array_equal(KEEP_TOP_K(jnp.asarray(logits), k), by_k)
+    np.testing.assert_array_equal(KEEP_TOP_P(jnp.asarray(logits), p), by_p)
+
+
+KEEP_TOP_K, KEEP_TOP_P = jax.jit(sampling.keep_top_k), jax.jit(sampling.keep_top_p)
+
+
+def test_filters_sort_nothing_and_search_only_if_a_sequence_uses_them():
+    sampled = settings(2, 0.7, top_k=5, top_p=0.9)
+    program = jax.make_jaxpr(sampling.process_logits)(jnp.zeros((2, 3, 64)), sampled)
+    outer = [equation.primitive.name for equation in program.eqns]
+    assert outer.count("cond") == 2
+    assert not {"while", "scan", "sort"} & set(outer)
+    assert "sort" not in str(program)
+
+
 def test_greedy_sequences_are_deterministic_at_their_first_maximum_beside_sampled_ones():
     logits = np.array([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0]], np.float32)
     actual = np.asarray(process_logits(logits, settings(2, np.array([0.0, 1.0]))))
