@@ -1,20 +1,22 @@
 """Checkpoints in the layout of Hugging Face ``transformers``: config.json and safetensors files.
 
-A reader that executes nothing reads files of torch (``pytorch_model.bin``) too.
+A reader that executes nothing reads files of torch (``pytorch_model.bin``) too. GGUF files are read
+as if they held a config.json, and are dequantised.
 
 ``path`` is a local directory or a hub id, which huggingface_hub fetches into its cache. Loading
 raises one error that lists everything that does not fit. An interrupted save leaves the old files
 whole.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoints import families, model_files
-from jspec.checkpoints.families.names import EMBEDDING, HEAD, assemble, mtp_prefixes
+from jspec.checkpoints import families, gguf_config, gguf_files, gguf_tokenizer, model_files
+from jspec.checkpoints.families.names import EMBEDDING, HEAD, Entry, assemble, mtp_prefixes
 from jspec.checkpoints.model_files import PathLike
 from jspec.models.decoder import DecoderConfig, DecoderParams
 from jspec.util import staging
@@ -28,11 +30,28 @@ def load_config(path: PathLike) -> tuple[DecoderConfig, dict]:
     Raises:
       ValueError: no such checkpoint, damaged JSON, or an architecture or setting not supported.
     """
-    directory = model_files.locate(path)
-    raw = model_files.read_json(directory / "config.json")
-    config = _read_config(directory / "config.json", raw)
+    source, raw = _raw_config(path)
+    config = _read_config(source, raw)
     dtype = model_files.known_dtype(model_files.stated_dtype(raw) or "float32")
     return model_files.with_precision(config, dtype), raw
+
+
+def _raw_config(path: PathLike) -> tuple[Path, dict]:
+    """Return the file that describes a model, and the config.json in it."""
+    if file := gguf_files.find(path):
+        return file, _gguf_config(file)
+    file = model_files.locate(path) / "config.json"
+    return file, model_files.read_json(file)
+
+
+def _gguf_config(file: Path) -> dict:
+    try:
+        return gguf_config.read(gguf_files.open_file(file))
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(
+            message if message.startswith(str(file)) else f"{file}: {message}"
+        ) from None
 
 
 def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams, dict]:
@@ -45,11 +64,12 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     Raises:
       ValueError: as ``load_config``; or tensors are missing, unexpected or misshapen (all listed).
     """
-    directory = model_files.locate_weights(path)
-    raw = model_files.read_json(directory / "config.json")
-    config = _read_config(directory / "config.json", raw)
+    file = gguf_files.find(path)
+    directory = file or model_files.locate_weights(path)
+    source, raw = _raw_config(directory)
+    config = _read_config(source, raw)
     entries = families.find(raw).table(config)
-    tensors = model_files.open_tensors(directory)
+    tensors = _gguf_tensors(file, raw, entries) if file else model_files.open_tensors(directory)
     ignored = {name for name in tensors if name.startswith(mtp_prefixes(config, raw))}
     wrong = ()
     if config.tie_embeddings and {HEAD, EMBEDDING} <= tensors.keys():
@@ -61,6 +81,11 @@ def load_pretrained(path: PathLike, dtype: Any = None) -> tuple[DecoderConfig, D
     dtype = model_files.known_dtype(dtype or model_files.stated_dtype(raw) or stored)
     arrays = [jnp.asarray(entry.join(tensors, dtype)) for entry in entries]
     return model_files.with_precision(config, dtype), assemble(entries, arrays), raw
+
+
+def _gguf_tensors(file: Path, raw: dict, entries: tuple[Entry, ...]) -> Mapping[str, Any]:
+    names = [name for entry in entries for name in entry.names]
+    return gguf_config.tensors(gguf_files.open_file(file), raw, names)
 
 
 def save_pretrained(
@@ -118,6 +143,8 @@ def load_tokenizer(path: PathLike):
     Raises:
       ValueError: there is none, or it cannot be read.
     """
+    if file := gguf_files.find(path):
+        return gguf_tokenizer.read(gguf_files.open_file(file))
     directory = model_files.locate(path)
     # Without these files transformers returns an empty tokenizer for some architectures.
     if not any((directory / name).is_file() for name in _VOCABULARIES):
@@ -159,10 +186,10 @@ def eos_token_ids(source: PathLike | dict) -> tuple[int, ...]:
     """
     configs = [source]
     if not isinstance(source, dict):
-        directory = model_files.locate(source)
-        configs = [model_files.read_json(directory / "config.json")]
-        if (directory / "generation_config.json").is_file():
-            configs.append(model_files.read_json(directory / "generation_config.json"))
+        file, raw = _raw_config(source)
+        configs = [raw]
+        if (file.parent / "generation_config.json").is_file():
+            configs.append(model_files.read_json(file.parent / "generation_config.json"))
     family = families.find(configs[0])
     stops: set[int] = set()
     for raw in (family.defaults | configs[0], *configs[1:]):

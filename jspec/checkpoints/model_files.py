@@ -57,15 +57,19 @@ def locate(path: PathLike, patterns: tuple[str, ...] = ()) -> Path:
             f"model {shown(str(path))} is neither a directory nor an id on the hub; give a "
             "directory with config.json, or an id such as Qwen/Qwen3-0.6B"
         )
+    return fetch(str(path), [*_SMALL_FILES, *patterns])
+
+
+def fetch(repository: str, patterns: list[str]) -> Path:
+    """Return the local directory of a repository on the hub, with the files of ``patterns``."""
     import huggingface_hub
 
-    names = [*_SMALL_FILES, *patterns]
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=names))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # network, permissions, unknown id
         raise ValueError(
-            f"model {shown(str(path))} is not a local directory and cannot be fetched from the hub "
-            f"({first_line(error)}); check the name and the connection, log in with "
+            f"model {shown(repository)} is not a local directory and cannot be fetched from the "
+            f"hub ({first_line(error)}); check the name and the connection, log in with "
             "`hf auth login` if it is gated, or give a local directory"
         ) from None
 

@@ -40,21 +40,26 @@ class RopeConfig:
             raise ValueError(f"rope kind {self.kind!r} is not supported; known: {', '.join(KINDS)}")
 
 
+def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Return the angles per position, float64 [head_dim / 2], of a kind without a length."""
+    return _STATIC[rope.kind](rope, head_dim)
+
+
 def cos_sin(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
     """Return cosines and sines of int32 positions [...]: float32 [..., head_dim / 2] each."""
     position = positions.astype(jnp.float32)[..., None]
     if rope.kind == "dynamic":
-        frequencies = _dynamic(rope, head_dim, position)
+        per_position = _dynamic(rope, head_dim, position)
     elif rope.kind == "longrope":
         base = _default(rope, head_dim)
-        frequencies = jnp.where(
+        per_position = jnp.where(
             position < rope.original_length,
             (base / np.array(rope.short_factors)).astype(np.float32),
             (base / np.array(rope.long_factors)).astype(np.float32),
         )
     else:
-        frequencies = _STATIC[rope.kind](rope, head_dim).astype(np.float32)
-    angles = position * frequencies
+        per_position = frequencies(rope, head_dim).astype(np.float32)
+    angles = position * per_position
     cos, sin = lax.platform_dependent(angles, cpu=_cos_sin_once, default=_cos_sin)
     return cos * rope.amplitude, sin * rope.amplitude
 

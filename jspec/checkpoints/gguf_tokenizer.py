@@ -1,0 +1,199 @@
+"""The tokenizer and the chat template in the metadata of a GGUF file.
+
+Byte-level BPE (``gpt2``) and SentencePiece BPE (``llama``) become fast tokenizers of
+``transformers``. The names in ``tokenizer.ggml.pre`` and the splits that they stand for are
+llama.cpp's (src/llama-vocab.cpp); the patterns are those of the models' own tokenizer.json.
+"""
+
+import functools
+from typing import Any
+
+from jspec.checkpoints.gguf_config import CONTROL
+from jspec.checkpoints.gguf_files import GgufFile
+from jspec.util.messages import shown
+
+_UNKNOWN, _USER_DEFINED = 2, 4  # ggml's types of tokens
+_SPACE = "▁"  # SentencePiece's
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+)
+_CASED_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+
+_GPT2 = ()  # the byte-level step has this pattern itself
+_LLAMA3 = (rf"{_WORDS}\p{{N}}{{1,3}}|{_MARKS}{_TAIL}",)
+_QWEN2 = (rf"{_WORDS}\p{{N}}|{_MARKS}{_TAIL}",)
+_QWEN35 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}",
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}",
+)
+_TEKKEN = (rf"{'|'.join(_CASED)}|\p{{N}}|{_CASED_MARKS}{_TAIL}",)
+_GPT4O = (
+    rf"{'|'.join(f'{cased}{_CONTRACTION}?' for cased in _CASED)}|\p{{N}}{{1,3}}|"
+    rf"{_CASED_MARKS}{_TAIL}",
+)
+_DIGITS = "digits"  # each digit alone, then GPT-2's pattern
+
+SPLITS: dict[str, Any] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), _DIGITS),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "qwen35": _QWEN35,
+    "tekken": _TEKKEN,
+}
+# llama.cpp begins texts with BOS for these, unless the metadata say otherwise.
+_ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
+# These take a text that is a token as a whole before they merge.
+_WHOLE_FIRST = (*_ADDS_BOS, "gpt-4o", "llama4")
+
+
+def read(file: GgufFile) -> Any:
+    """Return the tokenizer of a GGUF file, a ``transformers.PreTrainedTokenizerFast``.
+
+    Raises:
+      ValueError: there is none, or its kind is not known.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    get = lambda key, default=None: file.get(f"tokenizer.ggml.{key}", default)
+    kind, tokens = get("model"), get("tokens")
+    if kind not in _KINDS or not tokens:
+        known = ", ".join(_KINDS)
+        raise ValueError(
+            f"{file.path} has no tokenizer that is understood (tokenizer.ggml.model "
+            f"{shown(kind)}; known: {known}); pass tokenizer= or token ids"
+        )
+    text = lambda key: None if (i := get(f"{key}_token_id")) is None else _at(file, tokens, key, i)
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+    special = {f"{name}_token": text(key) for name, key in names.items()}
+    tokenizer = _KINDS[kind](file, tokens)
+    _add_tokens(tokenizer, tokens, get("token_type", []))
+    _add_ends(tokenizer, file, special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=_templates(file),
+        clean_up_tokenization_spaces=False,
+        model_max_length=file.get("{arch}.context_length", int(1e30)),
+        **{name: token for name, token in special.items() if token is not None},
+    )
+
+
+def _at(file: GgufFile, tokens: list[str], key: str, index: int) -> str:
+    if not 0 <= index < len(tokens):
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.{key}_token_id={index} is outside the vocabulary of "
+            f"{len(tokens)}; download it again"
+        )
+    return tokens[index]
+
+
+def _templates(file: GgufFile) -> str | dict[str, str] | None:
+    """Return the chat template, or all of them by name if the file names others too."""
+    first = file.get("tokenizer.chat_template")
+    names = file.get("tokenizer.chat_templates") or []
+    named = {name: file.get(f"tokenizer.chat_template.{name}") for name in names}
+    return {"default": first} | named if named and first else first
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    kind = file.get("tokenizer.ggml.pre")
+    if kind not in SPLITS:
+        raise ValueError(
+            f"{file.path} splits texts as {shown(kind)} (tokenizer.ggml.pre), which is not known; "
+            "pass tokenizer= with the original model's directory or hub id"
+        )
+    merges = [tuple(pair.split(" ", 1)) for pair in file.get("tokenizer.ggml.merges", [])]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=kind in _WHOLE_FIRST)
+    tokenizer = tokenizers.Tokenizer(model)
+    splits, byte_level = SPLITS[kind], pre_tokenizers.ByteLevel
+    if splits == _DIGITS:
+        steps = [pre_tokenizers.Digits(individual_digits=True), byte_level(add_prefix_space=False)]
+    else:
+        split = lambda pattern: pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        last = byte_level(add_prefix_space=False, use_regex=not splits)
+        steps = [*map(split, splits), last]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if splits in (_QWEN2, _QWEN35) and kind not in ("stablelm2", "hunyuan"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    scores = file.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(tokens):
+        raise ValueError(
+            f"{file.path} has {len(tokens)} tokens and {len(scores)} scores; download it again"
+        )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
+    unknown = _at(file, tokens, "unknown", file.get("tokenizer.ggml.unknown_token_id", 0))
+    model = models.BPE(
+        vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    prefixed = file.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend(_SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    steps = [decoders.Strip(content=" ", left=1)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *steps]
+    )
+    return tokenizer
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+
+
+def _add_tokens(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
+    """Mark the tokens that texts contain as a whole; control tokens are special."""
+    from tokenizers import AddedToken
+
+    added = functools.partial(AddedToken, normalized=False)
+    of = lambda *wanted: [t for t, kind in zip(tokens, kinds, strict=False) if kind in wanted]
+    tokenizer.add_special_tokens([added(t, special=True) for t in of(CONTROL, _UNKNOWN)])
+    tokenizer.add_tokens([added(t) for t in of(_USER_DEFINED)])
+
+
+def _add_ends(tokenizer: Any, file: GgufFile, special: dict[str, str | None]) -> None:
+    """Begin texts with BOS and end them with EOS, where the file says so."""
+    from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+
+    adds = file.get("tokenizer.ggml.model") == "llama" or (
+        file.get("tokenizer.ggml.pre") in _ADDS_BOS
+    )
+    bos = special["bos_token"] if file.get("tokenizer.ggml.add_bos_token", adds) else None
+    eos = special["eos_token"] if file.get("tokenizer.ggml.add_eos_token", False) else None
+    if bos is None and eos is None:
+        return
+    around = lambda text: [token for token in (bos, text, eos) if token is not None]
+    template = TemplateProcessing(
+        single=around("$A"),
+        pair=[*around("$A"), *(f"{item}:1" for item in around("$B"))],
+        special_tokens=[(t, tokenizer.token_to_id(t)) for t in {bos, eos} - {None}],
+    )
+    tokenizer.post_processor = Sequence([ByteLevel(trim_offsets=False), template])
