@@ -123,7 +123,7 @@ def _passes(target: Target, size: int, params, history: History, cache, count: i
     Each pass reads the tokens of the one before, or XLA would run one for all.
     """
     root = root_token(history)
-    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), root.shape[0])
+    tree = trees.chain_tree(root.shape[0], size)
 
     def again(_, drafted: Array) -> Array:
         logits = target.forward(params, drafted, tree, cache, ()).logits

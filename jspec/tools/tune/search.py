@@ -27,7 +27,7 @@ from jspec.tools.tune.families import Candidate, Family
 from jspec.tools.tune.prediction import Passes
 from jspec.tools.tune.settings import TREE_STEP, Settings
 from jspec.tools.tune.trees import best_trees
-from jspec.tools.tune.workload import Workload, generate
+from jspec.tools.tune.workload import Workload
 
 TOLERANCE = 0.1  # of predictions
 _SPEED = "predicted_tokens_per_second"
@@ -236,7 +236,7 @@ class Search:
         self._on_step(f"compiling and measuring rounds of {candidate.name}")
         shared = ()
         if isinstance(build.plan.drafter, Sharing):  # its state depends on its own earlier drafts
-            answers, shared = generate(build.plan, build.params, work)
+            answers, shared = work.generate(build.plan, build.params)
             self._passes[candidate] = prediction.counted(answers, work.groups)
         clock, drafted = clocks.rounds(build.plan, build.params, work, self._texts, shared)
         runs = [self._plain_rounds, clock]
