@@ -137,7 +137,7 @@ def generate_sharing(
     *,
     max_num_seqs: int = MAX_NUM_SEQS,
     scoring: Scoring | None = None,
-    price: Callable[[Plan, Params, Batch], Shared] = lambda plan, params, batch: batch.shared,
+    price: Callable[[Plan, Params, Batch], Shared] = lambda _, __, batch: batch.shared,
 ) -> tuple[list[Answer], Shared]:
     """Generate sequences with a drafter's state that outlives calls, such as past responses.
 
