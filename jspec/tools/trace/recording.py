@@ -200,6 +200,7 @@ def _record(
     rows = jnp.arange(len(distribution))[:, None]
     top, ids = lax.top_k(distribution, LIKELIEST)
     end = take(verdict.path, verdict.num_emitted - 1)
+    p = distribution[rows, tree.parents, draft.tokens]
 
     draws = jnp.full(draft.tokens.shape, -1, jnp.int32)
     uniforms = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
@@ -213,12 +214,15 @@ def _record(
         root = history.length - 1
         uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         if rule.name == "rejection":
-            # The walk of the rule, by uniforms that lead it along the path of the verdict.
+            # The walk of the rule, by uniforms that lead it along the path of the verdict. Rows
+            # where every token has probability 0 are replaced, as in the verdict.
             depth = jnp.arange(verdict.path.shape[1])
             on_path = jnp.where(depth < verdict.num_emitted[:, None], verdict.path, count)
             accepted = (on_path[:, :, None] == jnp.arange(count)).any(1)
-            along = dataclasses.replace(nodes, uniforms=jnp.where(accepted, -1, jnp.inf))
-            chance = chances(along)
+            finite = jnp.where(jnp.isnan(distribution[..., :1]), 0, processed)
+            leading = jnp.where(accepted, -1, jnp.inf)
+            chance = chances(dataclasses.replace(nodes, processed=finite, uniforms=leading))
+            chance = jnp.where(jnp.isnan(p), jnp.nan, chance)
     return Record(
         tokens=draft.tokens,
         parents=tree.parents,
@@ -227,7 +231,7 @@ def _record(
         num_emitted=verdict.num_emitted,
         next_token=verdict.next_token,
         next_p=take(take(distribution, end), verdict.next_token).astype(jnp.float32),
-        p=distribution[rows, tree.parents, draft.tokens].astype(jnp.float32),
+        p=p.astype(jnp.float32),
         q=_drawn_with(nodes).astype(jnp.float32),
         chance=chance.astype(jnp.float32),
         uniforms=uniforms,
