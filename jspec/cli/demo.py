@@ -29,9 +29,8 @@ DTYPES = ("float32", "bfloat16")
 # The folder of each method's drafter.
 DRAFTERS = {"draft_model": "draft", "eagle": "eagle1", "eagle3": "eagle3"}
 EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": 4}
-Gap = Callable[
-    [str, Sequence[int]], float
-]  # dtype, token ids -> difference of the target's two best logits after them
+# dtype, token ids -> difference of the target's two best logits after them
+Gap = Callable[[str, Sequence[int]], float]
 
 
 @dataclasses.dataclass(frozen=True)
