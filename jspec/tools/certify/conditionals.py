@@ -24,12 +24,16 @@ def float64() -> Iterator[None]:
     A TPU only emulates float64, to an unspecified precision, and compiles it ten times slower. The
     enumerated code is the same everywhere.
     """
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
-        device = None  # JAX's default
-    with jax.enable_x64(True), jax.default_device(device):
+    with jax.enable_x64(True), jax.default_device(_cpu()):
         yield
+
+
+def _cpu() -> jax.Device | None:
+    """None, JAX's default device, where JAX_PLATFORMS excludes the CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def context_free(probs: list[float] | np.ndarray, count: int) -> Conditionals:
