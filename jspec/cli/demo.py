@@ -53,12 +53,6 @@ class Setting:
         mode = f"T = {self.temperature:g}" if self.temperature else "greedy"
         return f"{self.dtype}, {mode}"
 
-    @property
-    def comparable(self) -> bool:
-        """True if not only the distribution but also the text equals the baseline's."""
-        rule = (self.config or {}).get("rejection_sample_method")
-        return self.temperature == 0 or rule != "block"
-
 
 @dataclasses.dataclass
 class Run:
@@ -186,7 +180,8 @@ def _acceptance(done: Run) -> tuple[str, str]:
 
 def verdict(done: Run, base: Run, gap: Gap) -> Text:
     """Return the comparison with the baseline's text, token for token."""
-    if not done.setting.comparable:
+    rule = (done.setting.config or {}).get("rejection_sample_method")
+    if done.setting.temperature > 0 and rule == "block":  # which promises the distribution alone
         return Text("same probs")
     if done.tokens == base.tokens:
         return Text("identical", style="bold green")

@@ -86,13 +86,6 @@ def _common(
     del version, debug  # handled by the callback, and by main, which accepts --debug anywhere
 
 
-app.command()(generate)
-app.command()(trace)
-app.command()(bench)
-app.command()(tune)
-
-
-@app.command()
 def methods() -> None:
     """List the drafting methods and acceptance rules."""
     from jspec.cli import show
@@ -102,7 +95,6 @@ def methods() -> None:
     console.print(show.rules_table())
 
 
-@app.command()
 def demo(
     max_tokens: option(int, "Tokens to generate.") = 128,
     repeats: option(int, "Timed runs of each row; the best counts.") = 3,
@@ -114,4 +106,5 @@ def demo(
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
 
 
-app.command()(certify)
+for command in (generate, trace, bench, tune, methods, demo, certify):
+    app.command()(command)

@@ -111,17 +111,16 @@ class Recorder:
         record = jax.tree.map(modes.padded, record, memory.record)
         return RecorderMemory(inner, history.state, record), shared
 
+    def keeps_mode(self, request, shared, memory: RecorderMemory, history) -> Array:
+        """Return whether the inner mode is kept; ``inner`` is a mode."""
+        return self.inner.keeps_mode(request, shared, memory.inner, history)
+
 
 @dataclasses.dataclass(frozen=True)
 class MultiModeRecorder(Recorder):
     """A recorder of a drafter with several modes."""
 
-    rules: tuple[verify.Rule, ...] = ()  # of each mode
-
-    @property
-    def modes(self) -> tuple[Recorder, ...]:
-        """A recorder for each mode."""
-        return tuple(map(RecorderMode, self.inner.modes, self.rules))
+    modes: tuple[Recorder, ...] = ()  # a recorder for each mode
 
     def select_mode(self, params, request, shared, memory: RecorderMemory, history):
         """Select the inner drafter's mode."""
@@ -129,21 +128,12 @@ class MultiModeRecorder(Recorder):
         return memory.replace(inner=inner), mode
 
 
-@dataclasses.dataclass(frozen=True)
-class RecorderMode(Recorder):
-    """A mode of a ``MultiModeRecorder``."""
-
-    def keeps_mode(self, request, shared, memory: RecorderMemory, history) -> Array:
-        """Return whether the inner mode is kept."""
-        return self.inner.keeps_mode(request, shared, memory.inner, history)
-
-
 def recorder(plan: Plan) -> Recorder:
     """Return the recorder of the plan's drafter."""
     if not isinstance(plan.drafter, MultiMode):
         return Recorder(plan.drafter, plan.effective_rule)
-    rules = tuple(plan.in_mode(mode).effective_rule for mode in plan.drafter.modes)
-    return MultiModeRecorder(plan.drafter, plan.effective_rule, rules=rules)
+    modes = tuple(Recorder(each, plan.in_mode(each).effective_rule) for each in plan.drafter.modes)
+    return MultiModeRecorder(plan.drafter, plan.effective_rule, modes=modes)
 
 
 def record(
