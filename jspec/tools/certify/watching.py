@@ -74,8 +74,6 @@ def watch(
     uniforms = jnp.concatenate([uniforms, residual], 1)[..., 0]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(state.done))
     drawn = draft.drawn & draft.valid & (jnp.arange(count) > 0)
-    if plan.drafter.proposal == "deterministic":  # no rule reads what is recorded
-        drawn = jnp.zeros_like(drawn)
     structure = _structure(plan, root_token(history), draft, tree)
     broken, (quantiles, probability, misses) = _measure(
         request.keys, root, draft, drawn, plan.drafter.proposal, share
@@ -118,10 +116,9 @@ def _siblings(draft: Draft) -> Array:
 def _measure(keys, root, draft: Draft, drawn: Array, proposal: str, share: Array):
     """The last two conditions [B, 2]; and quantiles, probability and misses of the drawn nodes."""
     shape = draft.tokens.shape
-    if draft.logits is None:
-        none = jnp.full(shape, jnp.nan)
-        broken = jnp.stack([drawn.any(1), jnp.zeros(len(root), bool)], 1)
-        return broken, (jnp.stack([none] * 2, -1), none, jnp.stack([none] * 2, -1))
+    if draft.logits is None or proposal == "deterministic":  # no rule reads what is recorded
+        none = jnp.full((*shape, 2), jnp.nan)
+        return jnp.zeros((len(root), 2), bool), (none, none[..., 0], none)
     parents = jnp.clip(jnp.broadcast_to(draft.parents, shape), 0)
     removed = _removed(proposal, draft, drawn)
     one = lambda node: _quantile(keys, root, draft, parents, removed, share, node)
