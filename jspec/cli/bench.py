@@ -1,19 +1,21 @@
 """``jspec bench``."""
 
+import functools
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from jspec.cli import arguments, options
+from jspec.cli.options import option
 from jspec.util.messages import shown
 from jspec.util.values import check_apart, check_output
 
-_MANY = {"rich_help_panel": "Cases (each option may be repeated)"}
+_many = functools.partial(option, rich_help_panel="Cases (each option may be repeated)")
 _LOG_WIDTH = 200
 _DEMO_K = 4
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -21,41 +23,26 @@ _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 def bench(
     model: options.DemoModel = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(help="A method's name, or a speculative_config as JSON.", **_MANY),
-    ] = None,
-    num_speculative_tokens: Annotated[
-        list[int] | None,
-        typer.Option("--num-speculative-tokens", "-k", help="K of configs without one.", **_MANY),
-    ] = None,
-    questions: Annotated[
+    config: _many(list[str] | None, "A method's name, or a speculative_config as JSON.") = None,
+    num_speculative_tokens: _many(
+        list[int] | None, "K of configs without one.", "--num-speculative-tokens", "-k"
+    ) = None,
+    questions: _many(
         list[Path] | None,
-        typer.Option(
-            help="Spec-Bench, HumanEval, GSM8K, ShareGPT, JSON lines with messages, prompt or "
-            "text; any other file is one text.",
-            **_MANY,
-        ),
-    ] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Default: 1.", **_MANY)] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(help="Default: 0, greedy.", **_MANY)
-    ] = None,
+        "Spec-Bench, HumanEval, GSM8K, ShareGPT, JSON lines with messages, prompt or text; any "
+        "other file is one text.",
+    ) = None,
+    batch_size: _many(list[int] | None, "Default: 1.") = None,
+    temperature: _many(list[float] | None, "Default: 0, greedy.") = None,
     max_tokens: options.AnswerTokens = 128,
     prompt_tokens: options.PromptTokens = 0,
     num_questions: options.NumQuestions = 0,
-    repeats: Annotated[int, typer.Option(help="Undisturbed samples of each contender.")] = 5,
+    repeats: option(int, "Undisturbed samples of each contender.") = 5,
     dtype: options.Dtype = "auto",
-    peers: Annotated[
-        bool, typer.Option(help="Measure transformers too, if torch is installed.")
-    ] = True,
+    peers: option(bool, "Measure transformers too, if torch is installed.") = True,
     seed: options.NoiseSeed = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for results.json, .md, .png and .html.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for the results alone.")
-    ] = None,
+    output: option(Path | None, "Folder for results.json, .md, .png and .html.") = None,
+    json_file: option(Path | None, "File for the results alone.", "--json") = None,
 ) -> None:
     """Compare methods with plain decoding, in turns; Ctrl-C keeps finished measurements."""
     from jspec.cli import demo

@@ -1,64 +1,41 @@
 """``jspec certify``."""
 
+import functools
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from jspec.cli import arguments, options
-from jspec.cli.options import SAMPLING
+from jspec.cli.options import option, sampling
 from jspec.util import values
 
-_MODEL = {"rich_help_panel": "Model"}
+_of_model = functools.partial(option, rich_help_panel="Model")
 
 
 def certify(
-    rule: Annotated[
+    rule: option(
         list[str] | None,
-        typer.Option(
-            help="A rule's name, or the dotted path of your rule; may be repeated. Default: all."
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Vocabulary of the compiled rounds. Default: 16.")
-    ] = None,
-    tree: Annotated[
-        str | None, typer.Option(help='Parents of the enumerated drafts: "-1,0,0,1".')
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Certify a model: a local directory or an id on the hub.", **_MODEL),
-    ] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(help=options.CONFIG_HELP, **_MODEL)
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="May be repeated. Default: a few built-in prompts.", **_MODEL),
-    ] = None,
-    prompt_file: Annotated[
-        list[str] | None,
-        typer.Option(help="File with one prompt; - for standard input; may be repeated.", **_MODEL),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of a text. Default: 64.", **_MODEL)
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help=options.DTYPE_HELP, **_MODEL)] = None,
-    num_drafts: Annotated[
-        int | None, typer.Option(help="Drafts whose tokens are counted. Default: 4096.", **_MODEL)
-    ] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="As for jspec generate.", **_MODEL)
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="More than 0. Default for a model: 0.8.", **SAMPLING)
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="1 keeps all tokens.", **SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 keeps all tokens.", **SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option(help="0 keeps all tokens.", **SAMPLING)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all noise.", **SAMPLING)] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the findings.")] = None,
+        "A rule's name, or the dotted path of your rule; may be repeated. Default: all.",
+    ) = None,
+    vocab_size: option(int | None, "Vocabulary of the compiled rounds. Default: 16.") = None,
+    tree: option(str | None, 'Parents of the enumerated drafts: "-1,0,0,1".') = None,
+    model: _of_model(str | None, "Certify a model: a local directory or an id on the hub.") = None,
+    speculative_config: _of_model(str | None, options.CONFIG_HELP) = None,
+    prompt: _of_model(list[str] | None, "May be repeated. Default: a few built-in prompts.") = None,
+    prompt_file: _of_model(
+        list[str] | None, "File with one prompt; - for standard input; may be repeated."
+    ) = None,
+    max_tokens: _of_model(int | None, "Most tokens of a text. Default: 64.") = None,
+    dtype: _of_model(str | None, options.DTYPE_HELP) = None,
+    num_drafts: _of_model(int | None, "Drafts whose tokens are counted. Default: 4096.") = None,
+    deterministic: _of_model(bool, "As for jspec generate.", "--deterministic") = False,
+    temperature: sampling(float | None, "More than 0. Default for a model: 0.8.") = None,
+    top_p: sampling(float | None, "1 keeps all tokens.") = None,
+    top_k: sampling(int | None, "0 keeps all tokens.") = None,
+    min_p: sampling(float | None, "0 keeps all tokens.") = None,
+    seed: sampling(int, "Seed of all noise.") = 0,
+    json_file: option(Path | None, "File for the findings.", "--json") = None,
 ) -> None:
     """Prove that speculation keeps the target's distribution; exit code 1 if it does not."""
     config = options.speculative_config(speculative_config)

@@ -29,9 +29,8 @@ DTYPES = ("float32", "bfloat16")
 # The folder of each method's drafter.
 DRAFTERS = {"draft_model": "draft", "eagle": "eagle1", "eagle3": "eagle3"}
 EAGLE3 = {"method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": 4}
-Gap = Callable[
-    [str, Sequence[int]], float
-]  # dtype, token ids -> difference of the target's two best logits after them
+# dtype, token ids -> difference of the target's two best logits after them
+Gap = Callable[[str, Sequence[int]], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +52,6 @@ class Setting:
         """The dtype and temperature, which a row shares with its baseline."""
         mode = f"T = {self.temperature:g}" if self.temperature else "greedy"
         return f"{self.dtype}, {mode}"
-
-    @property
-    def comparable(self) -> bool:
-        """True if not only the distribution but also the text equals the baseline's."""
-        rule = (self.config or {}).get("rejection_sample_method")
-        return self.temperature == 0 or rule != "block"
 
 
 @dataclasses.dataclass
@@ -187,7 +180,8 @@ def _acceptance(done: Run) -> tuple[str, str]:
 
 def verdict(done: Run, base: Run, gap: Gap) -> Text:
     """Return the comparison with the baseline's text, token for token."""
-    if not done.setting.comparable:
+    rule = (done.setting.config or {}).get("rejection_sample_method")
+    if done.setting.temperature > 0 and rule == "block":  # which promises the distribution alone
         return Text("same probs")
     if done.tokens == base.tokens:
         return Text("identical", style="bold green")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from jspec.cli import arguments, options
-from jspec.cli.options import SAMPLING
+from jspec.cli.options import option, sampling
 from jspec.util import atomic_files, values
 
 if TYPE_CHECKING:  # commands import it when they run, so that --help is fast
@@ -26,42 +26,27 @@ def generate(
     chat: options.Chat = False,
     speculative_config: options.Config = None,
     dtype: options.Dtype = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence, prompt included.")
-    ] = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="Equal logits for every batch and draft; slower."),
-    ] = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print the text while it is generated.")
-    ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Color drafted tokens; print statistics.")
-    ] = False,
+    max_model_len: option(int | None, "Longest sequence, prompt included.") = None,
+    deterministic: option(
+        bool, "Equal logits for every batch and draft; slower.", "--deterministic"
+    ) = False,
+    stream: option(bool, "Print the text while it is generated.", "--stream") = False,
+    stats: option(bool, "Color drafted tokens; print statistics.", "--stats") = False,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
-    min_tokens: Annotated[int, typer.Option(help="Least tokens of a text.", **SAMPLING)] = 0,
-    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.", **SAMPLING)] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.", **SAMPLING)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.", **SAMPLING)] = 1.0,
-    logit_bias: Annotated[
-        str | None, typer.Option(help='JSON: {"token id": bias}.', **SAMPLING)
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option(help="Forbid a word; may be repeated.", **SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before a string; may be repeated.", **SAMPLING)
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after the end of a text.", **SAMPLING)
-    ] = False,
-    n: Annotated[int, typer.Option("-n", help="Number of texts.", **SAMPLING)] = 1,
+    min_tokens: sampling(int, "Least tokens of a text.") = 0,
+    presence_penalty: sampling(float, "-2 to 2.") = 0.0,
+    frequency_penalty: sampling(float, "-2 to 2.") = 0.0,
+    repetition_penalty: sampling(float, "1 is off.") = 1.0,
+    logit_bias: sampling(str | None, 'JSON: {"token id": bias}.') = None,
+    bad_words: sampling(list[str] | None, "Forbid a word; may be repeated.") = None,
+    stop: sampling(list[str] | None, "End before a string; may be repeated.") = None,
+    ignore_eos: sampling(bool, "Continue after the end of a text.", "--ignore-eos") = False,
+    n: sampling(int, "Number of texts.", "-n") = 1,
 ) -> None:
     """Continue a prompt."""
     given = arguments.prompt(prompt, prompt_file, token_ids, chat)
@@ -115,9 +100,7 @@ def trace(
     chat: options.Chat = False,
     speculative_config: options.Config = None,
     dtype: options.Dtype = "auto",
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page for a browser, and print only its path.")
-    ] = None,
+    html: option(Path | None, "Write a page for a browser, and print only its path.") = None,
     max_tokens: options.MaxTokens = 64,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,

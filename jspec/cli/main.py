@@ -7,7 +7,7 @@ import sys
 import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.console import Console
 from jspec.cli.bench import bench
 from jspec.cli.certify import certify
 from jspec.cli.generate import generate, trace
+from jspec.cli.options import option
 from jspec.cli.tune import tune
 
 # transformers reads them at import. Its advice to install torch would mislead: jspec needs none.
@@ -77,21 +78,14 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def _common(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    debug: option(bool, "Show tracebacks of bad input.", "--debug") = False,
+    version: option(
+        bool, "Print the version.", "--version", callback=_version, is_eager=True
+    ) = False,
 ) -> None:
     del version, debug  # handled by the callback, and by main, which accepts --debug anywhere
 
 
-app.command()(generate)
-app.command()(trace)
-app.command()(bench)
-app.command()(tune)
-
-
-@app.command()
 def methods() -> None:
     """List the drafting methods and acceptance rules."""
     from jspec.cli import show
@@ -101,11 +95,10 @@ def methods() -> None:
     console.print(show.rules_table())
 
 
-@app.command()
 def demo(
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each row; the best counts.")] = 3,
-    assets: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    max_tokens: option(int, "Tokens to generate.") = 128,
+    repeats: option(int, "Timed runs of each row; the best counts.") = 3,
+    assets: option(Path | None, "", hidden=True) = None,
 ) -> None:
     """Continue a prompt with the embedded model, with and without speculation, and compare."""
     from jspec.cli import demo
@@ -113,4 +106,5 @@ def demo(
     demo.run(assets or demo.ASSETS, max_tokens, repeats, Console())
 
 
-app.command()(certify)
+for command in (generate, trace, bench, tune, methods, demo, certify):
+    app.command()(command)

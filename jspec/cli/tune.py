@@ -1,17 +1,18 @@
 """``jspec tune``."""
 
+import functools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from jspec.cli import options
 from jspec.cli.bench import configs_of, finish
+from jspec.cli.options import option
 from jspec.util.values import check_apart, check_output
 
-_MANY = {"rich_help_panel": "Search space (each option may be repeated)"}
+_many = functools.partial(option, rich_help_panel="Search space (each option may be repeated)")
 _LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 # Methods without weights.
 _DEFAULT = (_LOOKUP, {"method": "suffix"}, {"method": "token_recycling"})
@@ -19,42 +20,29 @@ _DEFAULT = (_LOOKUP, {"method": "suffix"}, {"method": "token_recycling"})
 
 def tune(
     model: options.DemoModel = None,
-    config: Annotated[
+    config: _many(
         list[str] | None,
-        typer.Option(
-            help="A method's name, or a speculative_config as JSON. K and tree are searched if it "
-            "sets neither. Default: the methods without weights.",
-            **_MANY,
-        ),
-    ] = None,
-    questions: Annotated[
-        list[Path] | None,
-        typer.Option(help="Your prompts, in files that jspec bench reads.", **_MANY),
-    ] = None,
-    batch_size: Annotated[
-        list[int] | None, typer.Option(help="Each has its own winner. Default: 1.", **_MANY)
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_speculative_tokens: Annotated[int, typer.Option(help="Largest K.")] = 8,
-    max_tree_size: Annotated[
-        int, typer.Option(help="Most nodes of a tree with the root, at least 4; 0: chains only.")
-    ] = 32,
-    max_programs: Annotated[
-        int, typer.Option(help="Most candidates whose rounds are timed at a batch size.")
-    ] = 12,
+        "A method's name, or a speculative_config as JSON. K and tree are searched if it sets "
+        "neither. Default: the methods without weights.",
+    ) = None,
+    questions: _many(list[Path] | None, "Your prompts, in files that jspec bench reads.") = None,
+    batch_size: _many(list[int] | None, "Each has its own winner. Default: 1.") = None,
+    temperature: option(float, "0 is greedy.") = 0.0,
+    max_speculative_tokens: option(int, "Largest K.") = 8,
+    max_tree_size: option(
+        int, "Most nodes of a tree with the root, at least 4; 0: chains only."
+    ) = 32,
+    max_programs: option(int, "Most candidates whose rounds are timed at a batch size.") = 12,
     max_tokens: options.AnswerTokens = 128,
     prompt_tokens: options.PromptTokens = 0,
     num_questions: options.NumQuestions = 0,
-    repeats: Annotated[int, typer.Option(help="Undisturbed samples of each measurement.")] = 5,
+    repeats: option(int, "Undisturbed samples of each measurement.") = 5,
     dtype: options.Dtype = "auto",
     seed: options.NoiseSeed = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="File for the speculative_config, by batch size if there are several."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for all measurements and predictions.")
-    ] = None,
+    output: option(
+        Path | None, "File for the speculative_config, by batch size if there are several."
+    ) = None,
+    json_file: option(Path | None, "File for all measurements and predictions.", "--json") = None,
 ) -> None:
     """Find the fastest speculative_config for your prompts; Ctrl-C keeps finished batch sizes."""
     outputs = ("--output", output), ("--json", json_file)

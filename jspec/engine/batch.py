@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -137,11 +137,13 @@ def generate_sharing(
     *,
     max_num_seqs: int = MAX_NUM_SEQS,
     scoring: Scoring | None = None,
+    price: Callable[[Plan, Params, Batch], Shared] = lambda _, __, batch: batch.shared,
 ) -> tuple[list[Answer], Shared]:
     """Generate sequences with a drafter's state that outlives calls, such as past responses.
 
     ``shared`` comes from ``jspec.engine.loop.init_shared`` or an earlier call, and is consumed:
-    pass the returned one to the next call.
+    pass the returned one to the next call. ``price`` adds the costs of rounds to it, for plans that
+    choose by costs: ``jspec.engine.costs.CostTable.price``.
     """
     check_sequences(sequences)
     answers: list[Answer | None] = [None] * len(sequences)
@@ -149,7 +151,8 @@ def generate_sharing(
     for group in groups(sequences, max_num_seqs):
         members = [sequences[index] for index in group]
         batch = start(plan, params, members, filters=filters, scoring=scoring)
-        batch = advance(plan, params, batch.replace(shared=shared))
+        batch = batch.replace(shared=shared)
+        batch = advance(plan, params, batch.replace(shared=price(plan, params, batch)))
         shared = batch.shared
         for index, answer in zip(group, read(batch), strict=True):
             answers[index] = answer

@@ -1,7 +1,9 @@
 """The contenders of jspec: an ``LLM`` and its requests under the clock."""
 
 import dataclasses
+import functools
 import itertools
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -83,8 +85,9 @@ class Ours:
         outputs = self.llm.generate(prompts, params)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         answers = [output.outputs[0] for output in outputs]
-        self.counts[name] = sum_of(
-            [counts_of(each.speculative_decoding_stats, len(each.token_ids)) for each in answers]
+        self.counts[name] = functools.reduce(
+            operator.add,
+            [counts_of(each.speculative_decoding_stats, len(each.token_ids)) for each in answers],
         )
         tokens = [each.token_ids for each in answers]
         return Sample(seconds, cpu, tokens, self.counts[name].num_passes)
@@ -93,14 +96,6 @@ class Ours:
 def of_categories(parts: dict[str, Sample]) -> Sample:
     """Return the sample that the samples of all categories add up to."""
     return dataclasses.replace(joined(list(parts.values())), parts=parts)
-
-
-def sum_of(counts: Sequence[Counts]) -> Counts:
-    """Return the total of all counts."""
-    total = Counts.none(len(counts[0].accepted) - 1)
-    for each in counts:
-        total += each
-    return total
 
 
 def counts_of(stats: dict[str, Any], num_tokens: int) -> Counts:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import os
 import statistics
 import time
@@ -14,7 +16,7 @@ from jspec.api.llm import LLM
 from jspec.engine import loading
 from jspec.engine.loading import LoadedModel
 from jspec.tools.bench import costs, peer
-from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled, sum_of
+from jspec.tools.bench.contenders import PLAIN, Case, Ours, by_category, filled
 from jspec.tools.bench.names import names_of, portable
 from jspec.tools.bench.peer import Peer, PeerError, Theirs
 from jspec.tools.bench.questions import Question, Request, answered_by
@@ -219,7 +221,7 @@ def _acceptance(run: Ours, categories: dict[str, dict[str, Any]]) -> dict[str, A
     """Return the acceptance of a contender's last run; add that of each category."""
     for name, counts in run.counts.items():
         categories[name]["acceptance_length"] = counts.tokens_per_pass
-    counts = sum_of(list(run.counts.values()))
+    counts = functools.reduce(operator.add, run.counts.values())
     return {
         "acceptance_length": counts.tokens_per_pass,
         "mean_acceptance_length": counts.mean_acceptance_length,

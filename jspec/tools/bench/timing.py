@@ -114,16 +114,12 @@ def _in_turn(items: Sequence, turn: int) -> list:
 
 
 def joined(parts: Sequence[Sample]) -> Sample:
-    """Return the sample that the parts add up to."""
+    """Return the sample that the parts, which are not ``watched`` yet, add up to."""
     seconds = sum(part.seconds for part in parts)
-    foreign = passes = None
-    if all(part.foreign is not None for part in parts):
-        foreign = round(sum(part.foreign * part.seconds for part in parts) / seconds, 3)
-    if all(part.passes is not None for part in parts):
-        passes = sum(part.passes for part in parts)
     cpu_seconds = sum(part.cpu_seconds for part in parts)
     tokens = [tokens for part in parts for tokens in part.tokens]
-    return Sample(seconds, cpu_seconds, tokens, passes, foreign)
+    passes = [part.passes for part in parts]
+    return Sample(seconds, cpu_seconds, tokens, None if None in passes else sum(passes))
 
 
 def ratios(each: Contender, plain: Contender) -> list[float]:

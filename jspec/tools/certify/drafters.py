@@ -7,6 +7,7 @@ that is drawn: of earlier draws, of the verifier's uniforms, and of the next rou
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -17,7 +18,7 @@ from jspec.engine.batch import start
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
-from jspec.tools.certify.report import Finding, worst
+from jspec.tools.certify.report import Finding, raised
 from jspec.tools.certify.statistics import excess
 from jspec.tools.certify.watching import CONDITIONS, Observation, observed, watch
 from jspec.util.buckets import bucket
@@ -61,9 +62,7 @@ def drafts(
     try:
         rounds = _observe(plan, params, rows, num_drafts, seed)
     except Exception as error:
-        message = " ".join(str(error).split())[:200]
-        note = f"it raises {type(error).__name__}: {message}"
-        yield Finding("drafter", f"{name}: drafts", float("nan"), 1.0, note)
+        yield Finding("drafter", f"{name}: drafts", float("nan"), 1.0, raised(error))
         return
     yield _conditions(name, rounds)
     if all(np.isnan(each.quantiles).all() for each in rounds):
@@ -135,7 +134,7 @@ def _distribution(name: str, rounds: list[Observation]) -> Finding:
     """Chi-square of the quantiles: of each node, and of all together."""
     quantiles = np.concatenate([each.quantiles for each in rounds])
     uniform = np.full(_BINS, 1 / _BINS)
-    findings = []
+    tried = []
     for order, by in enumerate(_ORDERS):
         nodes = quantiles[..., order]
         columns = {f"node {node}": column for node, column in enumerate(nodes.T)}
@@ -144,12 +143,12 @@ def _distribution(name: str, rounds: list[Observation]) -> Finding:
             if len(column) >= _FEW:
                 counts = np.bincount((column * _BINS).astype(int), minlength=_BINS)
                 note = f"worst of {words}, draws by their quantile, {by}"
-                findings.append(Finding("", "", excess(counts, uniform), 1.0, note))
+                tried.append((excess(counts, uniform), note))
     count = int((~np.isnan(quantiles[..., 0])).sum())
     subject = f"{name}: {count} draws follow the recorded distribution"
-    if not findings:
-        return Finding("drafter", subject, float("nan"), 1.0, "too few draws to tell")
-    return dataclasses.replace(worst(findings), check="drafter", subject=subject)
+    no_draws = (float("nan"), "too few draws to tell")
+    measured, note = max(tried, key=operator.itemgetter(0), default=no_draws)
+    return Finding("drafter", subject, measured, 1.0, note)
 
 
 def _replayed(name: str, rounds: list[Observation]) -> Iterator[Finding]:

@@ -69,8 +69,8 @@ class Case:
 
 # ---------------------------------------------------------------------------- children of one node
 #
-# Each function takes the probabilities of a row [V] and a number of children. It yields every
-# outcome: tokens (None for an invalid child), whether each was drawn, and the probability.
+# Each function takes the probabilities of a row [V] and a number of children, at least 1. It yields
+# every outcome: tokens (None for an invalid child), whether each was drawn, and the probability.
 
 Children = tuple[tuple[int | None, ...], tuple[bool, ...], float]
 
@@ -101,9 +101,6 @@ def without_replacement(probs: np.ndarray, count: int) -> Iterator[Children]:
 
 def top_plus_one(probs: np.ndarray, count: int) -> Iterator[Children]:
     """Yield the likeliest tokens, and one draw from the rest."""
-    if count == 0:
-        yield (), (), 1.0
-        return
     top = np.argsort(-probs, kind="stable")[: count - 1]
     fixed = tuple(int(token) if probs[token] > 0 else None for token in top)
     rest = probs.copy()
@@ -114,9 +111,6 @@ def top_plus_one(probs: np.ndarray, count: int) -> Iterator[Children]:
 
 def deterministic_last(probs: np.ndarray, count: int) -> Iterator[Children]:
     """Yield successive draws, then the likeliest token unless it was drawn."""
-    if count == 0:
-        yield (), (), 1.0
-        return
     fixed = int(np.argmax(probs))
     for tokens, drawn, weight in without_replacement(probs, count - 1):
         yield (*tokens, None if fixed in tokens else fixed), (*drawn, False), weight

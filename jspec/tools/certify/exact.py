@@ -13,7 +13,7 @@ from jspec.core.types import Proposal, Sampling
 from jspec.engine.sequences import SequenceParams, request_of
 from jspec.tools.certify import conditionals, enumeration
 from jspec.tools.certify.drawing import DEPTH, NUM_NODES, Case
-from jspec.tools.certify.report import Finding, worst
+from jspec.tools.certify.report import Finding, raised, worst
 from jspec.verify import RULES, Rule, load_rule
 
 EXACT = 1e-12  # rounding of float64 in sums of thousands of terms
@@ -158,9 +158,7 @@ def _tried(measure: Callable, rule: Rule, name: str, case: Case) -> list[Finding
     try:
         return list(measure(rule, name, case))
     except Exception as error:
-        message = " ".join(str(error).split())[:200]
-        note = f"with {name} it raises {type(error).__name__}: {message}"
-        return [Finding("distribution", "", float("nan"), EXACT, note)]
+        return [Finding("distribution", "", float("nan"), EXACT, f"with {name} {raised(error)}")]
 
 
 def _by_uniforms(rule: Rule, name: str, case: Case) -> Iterator[Finding]:

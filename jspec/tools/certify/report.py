@@ -70,6 +70,11 @@ def worst(findings: Iterable[Finding]) -> Finding:
     return max(findings, key=ratio)
 
 
+def raised(error: Exception) -> str:
+    """Return the words of a note on an exception of the user's code."""
+    return f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def _plain(value: Any) -> Any:
     """The value, or its name where JSON has none: NaN and infinity."""
     finite = not isinstance(value, float) or -float("inf") < value < float("inf")

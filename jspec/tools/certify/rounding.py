@@ -6,7 +6,7 @@ the noise of the dtype on this device; a speculative run has no part in it.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,32 +74,25 @@ def _scored(
     capacity = bucket(len(prompt)) + count * width + PREFILL_CHUNK
     cache = target.init_cache(batch, capacity)
     plan, weights = Plan(target, NoDrafter()), Params(params.target)
-    for chunk, begin, valid in _chunks(prompt):
-        tokens = np.broadcast_to(chunk, (batch, len(chunk)))
-        counts = np.full(batch, valid, np.int32)
-        cache, _, _ = prefill(plan, weights, cache, (), tokens, np.int32(begin), counts)
+    last = len(prompt) - 1  # not prefilled
+    step = min(bucket(last, smallest=16), PREFILL_CHUNK)
+    for begin in range(0, last, step):
+        chunk = np.zeros((batch, step + 1), np.int32)  # with a token of look-ahead
+        part = prompt[begin : begin + step + 1]
+        chunk[:, : len(part)] = part
+        counts = np.full(batch, min(last - begin, step), np.int32)
+        cache, _, _ = prefill(plan, weights, cache, (), chunk, np.int32(begin), counts)
     fed = np.zeros(count * width, np.int32)
     fed[: len(text)] = [prompt[-1], *text[:-1]]
     logits = _feed(target, params.target, cache, fed.reshape(count, width))
     return np.asarray(logits, np.float32)[: len(text)]
 
 
-def _chunks(prompt: Sequence[int]) -> Iterator[tuple[np.ndarray, int, int]]:
-    """The prompt without its last token, in chunks with a token of look-ahead."""
-    last = len(prompt) - 1
-    width = min(bucket(last, smallest=16), PREFILL_CHUNK)
-    for begin in range(0, last, width):
-        chunk = np.zeros(width + 1, np.int32)
-        part = prompt[begin : begin + width + 1]
-        chunk[: len(part)] = part
-        yield chunk, begin, min(last - begin, width)
-
-
 @functools.partial(jax.jit, static_argnames="target")
 def _feed(target: Target, params, cache: kv_cache.KVCache, chunks: Array) -> Array:
     """Logits of the first row behind each token of ``chunks`` [C, W]: [C * W, V]."""
     batch, size = len(cache.length), chunks.shape[1]
-    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), batch)
+    tree = trees.chain_tree(batch, size)
     path = jnp.broadcast_to(jnp.arange(size), (batch, size))
     lengths = jnp.full((batch,), size, jnp.int32)
 

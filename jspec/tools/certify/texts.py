@@ -9,9 +9,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from jspec.core.types import Params, Shared
+from jspec.core.types import Params
 from jspec.drafters import NoDrafter
-from jspec.engine.batch import MAX_NUM_SEQS, Answer, generate_sequences, generate_sharing, start
+from jspec.engine.batch import Answer, generate_sequences, generate_sharing
 from jspec.engine.costs import CostTable
 from jspec.engine.loop import init_shared
 from jspec.engine.plan import Plan
@@ -81,7 +81,8 @@ def texts(
     """
     plain_plan = Plan(plan.target, NoDrafter(), node_buckets=(1,))
     plain = generate_sequences(plain_plan, Params(params.target), rows)
-    speculative, _ = generate_sharing(plan, params, rows, _shared(plan, params, rows))
+    price = CostTable().price
+    speculative, _ = generate_sharing(plan, params, rows, init_shared(plan), price=price)
     broken = [index for index, answer in enumerate(plain) if answer.finish_reason == "error"]
     pairs = list(zip(plain, speculative, strict=True))
     divergences = [] if broken else list(_divergences(plan, params, rows, pairs))
@@ -104,15 +105,6 @@ def texts(
         notes.append(f"{len(divergences) - _SHOWN} more, {ties} of them near-ties")
     largest = divergences[0].ratio if divergences else 0.0
     return Finding("text", subject, largest, 1.0, "\n".join(notes))
-
-
-def _shared(plan: Plan, params: Params, rows: Sequence[SequenceParams]) -> Shared:
-    """The drafter's shared state, with measured costs if it selects lengths by costs."""
-    shared = init_shared(plan)
-    if not getattr(plan.drafter, "by_costs", False):
-        return shared
-    batch = start(plan, params, rows[:MAX_NUM_SEQS]).replace(shared=shared)
-    return CostTable().price(plan, params, batch)
 
 
 def _divergences(

@@ -16,7 +16,7 @@ from jax import lax
 
 from jspec.core import sampling, trees
 from jspec.core.history import root_token
-from jspec.core.types import Array, Draft, Drafter, MultiMode, Params, Request, Shared, Tree
+from jspec.core.types import Array, Draft, MultiMode, Params, Request, Shared, Tree
 from jspec.engine.loop import DecodeState, step
 from jspec.engine.plan import Plan
 
@@ -49,42 +49,11 @@ class Observation:
     misses: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Observer:
-    """A drafter in place of ``inner`` that keeps the round's draft in its memory."""
-
-    inner: Drafter
-    noise: str = "own"  # the plan has set the noise of ``inner`` already
-
-    max_depth = property(lambda self: self.inner.max_depth)
-    tree_size = property(lambda self: self.inner.tree_size)
-    capture_layers = property(lambda self: self.inner.capture_layers)
-    proposal = property(lambda self: self.inner.proposal)
-    init = property(lambda self: self.inner.init)
-    prefill = property(lambda self: self.inner.prefill)
-
-    def propose(self, params, request, shared, memory, history):
-        """Propose the inner drafter's draft, and keep it."""
-        draft, memory = self.inner.propose(params, request, shared, memory, history)
-        return draft, (memory, draft)
-
-    def update(self, params, request, shared, memory, history, draft, verdict, out):
-        """Update the inner drafter."""
-        inner, last_draft = memory
-        inner, shared = self.inner.update(
-            params, request, shared, inner, history, draft, verdict, out
-        )
-        return (inner, last_draft), shared
-
-
 def observed(plan: Plan) -> Plan:
     """Return the plan whose steps ``watch`` can look into; with several modes, that of the last."""
     if isinstance(plan.drafter, MultiMode):
         plan = plan.in_mode(plan.drafter.modes[-1])
-    size = plan.drafter.tree_size
-    return dataclasses.replace(
-        plan, drafter=Observer(plan.drafter), node_buckets=(size,), record_rounds=0
-    )
+    return dataclasses.replace(plan, node_buckets=(plan.drafter.tree_size,), record_rounds=0)
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -96,23 +65,22 @@ def watch(
     ``share`` [B, N] is the random share of the drawn tokens' own mass, independent of the loop.
     """
     history, root = state.history, state.history.length - 1
+    before = params, request, shared, state.memory, history
     shared, state = step(plan, params, request, shared, state)
-    memory, draft = state.memory
+    draft, _ = plan.drafter.propose(*before)  # as in the step, before the loop's corrections
     count = plan.drafter.tree_size
     uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)
     residual = sampling.round_noise(request.keys, root, sampling.RESIDUAL, 1)
     uniforms = jnp.concatenate([uniforms, residual], 1)[..., 0]
     tree = trees.broadcast(trees.from_parents(draft.parents, draft.max_depth), len(state.done))
     drawn = draft.drawn & draft.valid & (jnp.arange(count) > 0)
-    if plan.drafter.proposal == "deterministic":  # no rule reads what is recorded
-        drawn = jnp.zeros_like(drawn)
     structure = _structure(plan, root_token(history), draft, tree)
     broken, (quantiles, probability, misses) = _measure(
         request.keys, root, draft, drawn, plan.drafter.proposal, share
     )
     broken = jnp.concatenate([structure, broken], 1)
     seen = Observation(broken, draft.valid, quantiles, uniforms, probability, misses)
-    return shared, state.replace(memory=memory), seen
+    return shared, state, seen
 
 
 def _structure(plan: Plan, root_token: Array, draft: Draft, tree: Tree) -> Array:
@@ -148,10 +116,9 @@ def _siblings(draft: Draft) -> Array:
 def _measure(keys, root, draft: Draft, drawn: Array, proposal: str, share: Array):
     """The last two conditions [B, 2]; and quantiles, probability and misses of the drawn nodes."""
     shape = draft.tokens.shape
-    if draft.logits is None:
-        none = jnp.full(shape, jnp.nan)
-        broken = jnp.stack([drawn.any(1), jnp.zeros(len(root), bool)], 1)
-        return broken, (jnp.stack([none] * 2, -1), none, jnp.stack([none] * 2, -1))
+    if draft.logits is None or proposal == "deterministic":  # no rule reads what is recorded
+        none = jnp.full((*shape, 2), jnp.nan)
+        return jnp.zeros((len(root), 2), bool), (none, none[..., 0], none)
     parents = jnp.clip(jnp.broadcast_to(draft.parents, shape), 0)
     removed = _removed(proposal, draft, drawn)
     one = lambda node: _quantile(keys, root, draft, parents, removed, share, node)

@@ -21,13 +21,6 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
     undefined=jinja2.StrictUndefined,
 )
-_FATES = {
-    "accepted": "accepted",
-    "refused": "refused",
-    "not reached": "never judged",
-    "not taken": "off the chosen path",
-    "not emitted": "accepted, but the text had ended",
-}
 _LABEL = 16  # most characters of a label in a tree
 
 
@@ -46,7 +39,7 @@ def html(trace: Trace) -> str:
         rounds=[(round_, _tree(round_)) for round_ in trace.rounds],
         figures=terminal.figures(trace),
         sources={name: words for name, (_, words) in terminal.SOURCES.items() if name in sources},
-        fates={name: words for name, words in _FATES.items() if name in fates},
+        fates={name: words for name, (_, words) in terminal.FATES.items() if name in fates},
         greedy=trace.setting["temperature"] == "0 (greedy)",
     )
 

@@ -18,13 +18,14 @@ from jspec import verify
 from jspec.api.outputs import Transcript
 from jspec.core import logits_processors, modes, sampling, token_fsm, trees
 from jspec.core.branches import Branches
-from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Shared, Verdict
+from jspec.core.types import Array, Draft, Drafter, History, MultiMode, Params, Shared
 from jspec.engine.batch import Batch, advance, read, start
 from jspec.engine.loop import on_finished
 from jspec.engine.plan import Plan
 from jspec.engine.sequences import SequenceParams
 from jspec.util.buckets import bucket
-from jspec.verify.nodes import Nodes, one_hot, take
+from jspec.verify.nodes import Nodes, take
+from jspec.verify.rejection import chances
 
 LIKELIEST = 3  # tokens listed for each node
 
@@ -110,17 +111,16 @@ class Recorder:
         record = jax.tree.map(modes.padded, record, memory.record)
         return RecorderMemory(inner, history.state, record), shared
 
+    def keeps_mode(self, request, shared, memory: RecorderMemory, history) -> Array:
+        """Return whether the inner mode is kept; ``inner`` is a mode."""
+        return self.inner.keeps_mode(request, shared, memory.inner, history)
+
 
 @dataclasses.dataclass(frozen=True)
 class MultiModeRecorder(Recorder):
     """A recorder of a drafter with several modes."""
 
-    rules: tuple[verify.Rule, ...] = ()  # of each mode
-
-    @property
-    def modes(self) -> tuple[Recorder, ...]:
-        """A recorder for each mode."""
-        return tuple(map(RecorderMode, self.inner.modes, self.rules))
+    modes: tuple[Recorder, ...] = ()  # a recorder for each mode
 
     def select_mode(self, params, request, shared, memory: RecorderMemory, history):
         """Select the inner drafter's mode."""
@@ -128,21 +128,12 @@ class MultiModeRecorder(Recorder):
         return memory.replace(inner=inner), mode
 
 
-@dataclasses.dataclass(frozen=True)
-class RecorderMode(Recorder):
-    """A mode of a ``MultiModeRecorder``."""
-
-    def keeps_mode(self, request, shared, memory: RecorderMemory, history) -> Array:
-        """Return whether the inner mode is kept."""
-        return self.inner.keeps_mode(request, shared, memory.inner, history)
-
-
 def recorder(plan: Plan) -> Recorder:
     """Return the recorder of the plan's drafter."""
     if not isinstance(plan.drafter, MultiMode):
         return Recorder(plan.drafter, plan.effective_rule)
-    rules = tuple(plan.in_mode(mode).effective_rule for mode in plan.drafter.modes)
-    return MultiModeRecorder(plan.drafter, plan.effective_rule, rules=rules)
+    modes = tuple(Recorder(each, plan.in_mode(each).effective_rule) for each in plan.drafter.modes)
+    return MultiModeRecorder(plan.drafter, plan.effective_rule, modes=modes)
 
 
 def record(
@@ -199,6 +190,7 @@ def _record(
     rows = jnp.arange(len(distribution))[:, None]
     top, ids = lax.top_k(distribution, LIKELIEST)
     end = take(verdict.path, verdict.num_emitted - 1)
+    p = distribution[rows, tree.parents, draft.tokens]
 
     draws = jnp.full(draft.tokens.shape, -1, jnp.int32)
     uniforms = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
@@ -212,7 +204,15 @@ def _record(
         root = history.length - 1
         uniforms = sampling.round_noise(request.keys, root, sampling.ACCEPT, count)[..., 0]
         if rule.name == "rejection":
-            chance = _chances(nodes, verdict)
+            # The walk of the rule, by uniforms that lead it along the path of the verdict. Rows
+            # where every token has probability 0 are replaced, as in the verdict.
+            depth = jnp.arange(verdict.path.shape[1])
+            on_path = jnp.where(depth < verdict.num_emitted[:, None], verdict.path, count)
+            accepted = (on_path[:, :, None] == jnp.arange(count)).any(1)
+            finite = jnp.where(jnp.isnan(distribution[..., :1]), 0, processed)
+            leading = jnp.where(accepted, -1, jnp.inf)
+            chance = chances(dataclasses.replace(nodes, processed=finite, uniforms=leading))
+            chance = jnp.where(jnp.isnan(p), jnp.nan, chance)
     return Record(
         tokens=draft.tokens,
         parents=tree.parents,
@@ -221,7 +221,7 @@ def _record(
         num_emitted=verdict.num_emitted,
         next_token=verdict.next_token,
         next_p=take(take(distribution, end), verdict.next_token).astype(jnp.float32),
-        p=distribution[rows, tree.parents, draft.tokens].astype(jnp.float32),
+        p=p.astype(jnp.float32),
         q=_drawn_with(nodes).astype(jnp.float32),
         chance=chance.astype(jnp.float32),
         uniforms=uniforms,
@@ -250,55 +250,3 @@ def _drawn_with(nodes: Nodes) -> Array:
 
     drawn = nodes.draft.drawn & (index > 0)
     return jnp.where(drawn, jnp.moveaxis(lax.map(one, index), 0, 1), jnp.nan)
-
-
-@struct.dataclass
-class _Judging:
-    p: Array  # [B, V], the target's distribution after the current node, or its residual
-    q: Array  # [B, V], unnormalized draft distribution of the next child
-    q_mass: Array  # [B]
-    waiting: Array  # [B, N] bool, children of the current node that are not judged yet
-    chance: Array  # [B, N], NaN where not judged
-
-
-def _chances(nodes: Nodes, verdict: Verdict) -> Array:
-    """Return min(1, p / q) at the time when rejection sampling judged each node, [B, N].
-
-    Repeats the walk of ``jspec.verify.rejection`` along the path of its verdict.
-    """
-    count = nodes.draft.tokens.shape[1]
-    depth = jnp.arange(verdict.path.shape[1])
-    on_path = (depth > 0) & (depth < verdict.num_emitted[:, None])
-    ids = jnp.where(on_path, verdict.path, count)
-    accepted = (ids[:, :, None] == jnp.arange(count)).any(1)  # [B, N]
-
-    def at(node: Array, chance: Array) -> _Judging:
-        return _Judging(
-            nodes.target_probs(node), *nodes.draft_probs(node), nodes.children(node), chance
-        )
-
-    def judge(state: _Judging) -> _Judging:
-        exists, child = state.waiting.any(1), nodes.first(state.waiting)
-        token, is_child = take(nodes.draft.tokens, child), one_hot(child, count)
-        at_p, at_q = take(state.p, token), take(state.q, token)
-        at_p, at_q = nodes.odds(child, at_p, at_q, state.q_mass)
-        here = is_child & exists[:, None]
-        chance = jnp.where(here, jnp.minimum(1, at_p / at_q)[:, None], state.chance)
-        rest = nodes.residual(child, state.p, state.q, state.q_mass)
-        mass = rest.sum(-1, keepdims=True)
-        rest = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1), state.p)
-        drops = one_hot(token, state.q.shape[1]) & nodes.drops(child)[:, None]
-        q = jnp.where(drops, 0, state.q)
-        refused = _Judging(rest, q, q.sum(-1), state.waiting & ~is_child, chance)
-        goes_down = take(accepted, child)
-        after = _where(goes_down, at(child, chance), refused)
-        return _where(exists, after, state)
-
-    root = jnp.zeros_like(nodes.tree.parents[:, 0])
-    start = at(root, jnp.full(nodes.draft.tokens.shape, jnp.nan, nodes.processed.dtype))
-    return lax.while_loop(lambda state: state.waiting.any(), judge, start).chance
-
-
-def _where(rows: Array, true: _Judging, false: _Judging) -> _Judging:
-    pick = lambda x, y: jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-    return jax.tree.map(pick, true, false)

@@ -15,12 +15,12 @@ SOURCES = {
     "corrected": ("bold yellow", "corrected: the target's own, in place of refused tokens"),
     "plain": ("none", "plain: the target's own, where nothing was drafted"),
 }
-_FATES = {
-    "accepted": "bold green",
-    "refused": "red",
-    "not reached": "dim",
-    "not taken": "dim",
-    "not emitted": "dim green",
+FATES = {
+    "accepted": ("bold green", "accepted"),
+    "refused": ("red", "refused"),
+    "not reached": ("dim", "never judged"),
+    "not taken": ("dim", "off the chosen path"),
+    "not emitted": ("dim green", "accepted, but the text had ended"),
 }
 
 
@@ -86,7 +86,7 @@ def _round(round_: Round) -> Tree:
 
 
 def _node(node: Node) -> Text:
-    style = _FATES[node.fate]
+    style, _ = FATES[node.fate]
     line = Text.assemble((node.label, style), "  p -" if node.p is None else f"  p {node.p:.3f}")
     if node.q is not None:
         line.append(f"  q {node.q:.3f}")

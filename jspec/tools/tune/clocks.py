@@ -39,20 +39,17 @@ class Clock:
         self._launch, self._many = launch, many
         self._repeats = 1
         self._run()  # compiles
-        seconds = sum(total for total, _ in self._run())
-        self._repeats = max(1, int(_SECONDS / seconds))
+        self._repeats = max(1, int(_SECONDS / self._run()[:, 0].sum()))
 
     def __call__(self) -> Sample:
         """Return a sample whose seconds are those of one repetition."""
         cpu = time.process_time()
-        return Sample(beyond(*self._run()), time.process_time() - cpu, [])
+        return Sample(beyond(*self._run().tolist()), time.process_time() - cpu, [])
 
-    def _run(self) -> list[tuple[float, int]]:
-        """Return the total seconds and repetitions of the short and of the long launches."""
+    def _run(self) -> np.ndarray:
+        """Return the seconds and repetitions of the short, and of the long launches, [2, 2]."""
         pairs = [(self._launch(1), self._launch(self._many)) for _ in range(self._repeats)]
-        return [
-            tuple(map(sum, zip(*launches, strict=True))) for launches in zip(*pairs, strict=True)
-        ]
+        return np.sum(pairs, 0)
 
 
 def beyond(short: tuple[float, int], long: tuple[float, int]) -> float:
@@ -123,7 +120,7 @@ def _passes(target: Target, size: int, params, history: History, cache, count: i
     Each pass reads the tokens of the one before, or XLA would run one for all.
     """
     root = root_token(history)
-    tree = trees.broadcast(trees.from_parents(trees.chain(size - 1), size - 1), root.shape[0])
+    tree = trees.chain_tree(root.shape[0], size)
 
     def again(_, drafted: Array) -> Array:
         logits = target.forward(params, drafted, tree, cache, ()).logits

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jspec.tools.tune.families import Candidate
+from jspec.tools.tune.families import Candidate, Family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Costs:
     passes: Sequence[float]  # seconds V(N, B) of each
     plain: float  # seconds of a round of plain decoding
     call: float  # seconds of a call for one token without its round: prompts and host
-    prefill: dict[int, float]  # seconds of prefilling the prompts, by family
+    # seconds of prefilling the prompts beyond those of plain decoding
+    prefill: dict[Family, float] = dataclasses.field(default_factory=dict)
     # of measured candidates
     rounds: dict[Candidate, RoundSeconds] = dataclasses.field(default_factory=dict)
 
@@ -39,10 +40,10 @@ class Costs:
         least = np.minimum.accumulate(self.passes[::-1])[::-1]
         return float(np.interp(size, self.sizes, least))
 
-    def of_call(self, family: int) -> float:
+    def of_call(self, family: Family) -> float:
         """Return the seconds that a call of a family takes beyond its rounds."""
-        prefill = self.prefill.get(family, self.prefill[0]) - self.prefill[0]
-        return max(self.call + prefill, 0.0)  # differences, which noise may make negative
+        seconds = self.call + self.prefill.get(family, 0.0)
+        return max(seconds, 0.0)  # of differences, which noise may make negative
 
     def of_round(self, candidate: Candidate) -> RoundSeconds:
         """Return the seconds of a candidate's rounds: measured, or a lower bound."""

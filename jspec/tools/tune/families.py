@@ -35,7 +35,7 @@ _PROBE_NODES = 40  # of the tree that records acceptance
 class Candidate:
     """A config that may be the fastest."""
 
-    family: int  # index into the list of families
+    family: "Family"
     name: str  # for tables
     config: Mapping[str, Any]  # as a user would write it
     tree: StaticTree | None  # of its drafts; None if they have no static tree
@@ -47,7 +47,6 @@ class Candidate:
 class Family:
     """The configs of one method."""
 
-    number: int  # index into the list of families; 0 is plain decoding
     name: str  # for tables
     config: Mapping[str, Any]  # as the user gave it
     opened: Mapping[str, Any]  # the ``method`` and ``model`` of the config as loaded networks
@@ -62,19 +61,20 @@ class Family:
 
     def chain(self, depth: int) -> Candidate:
         """Return the chain of K = ``depth``."""
-        chosen = {**self.config, "num_speculative_tokens": depth}
-        if self.config.get("method") == "token_recycling":  # its default is a tree
-            chosen["tree"] = "chain"
-        name = f"{self.name}, K={depth}"
-        return Candidate(self.number, name, chosen, chain(depth), depth, depth + 1)
+        return self.tree(chain(depth))
 
     def tree(self, tree: StaticTree) -> Candidate:
-        """Return the candidate of a static tree."""
-        if max(tree.widths) == 1:
-            return self.chain(tree.max_depth)
-        chosen = {**self.config, "tree": [list(path) for path in tree.paths]}
-        name = f"{self.name}, tree of {tree.size} nodes, K={tree.max_depth}"
-        return Candidate(self.number, name, chosen, tree, tree.max_depth, tree.size)
+        """Return the candidate of a static tree, or of a chain."""
+        name = f"{self.name}, K={tree.max_depth}"
+        if max(tree.widths) > 1:
+            name = f"{self.name}, tree of {tree.size} nodes, K={tree.max_depth}"
+            changes = {"tree": [list(path) for path in tree.paths]}
+        else:
+            changes = {"num_speculative_tokens": tree.max_depth}
+            if self.config.get("method") == "token_recycling":  # its default is a tree
+                changes["tree"] = "chain"
+        chosen = {**self.config, **changes}
+        return Candidate(self, name, chosen, tree, tree.max_depth, tree.size)
 
     @functools.cached_property
     def probe(self) -> Candidate:
@@ -82,7 +82,7 @@ class Family:
         if self.max_k is None:
             drafter = self.build(self.config).plan.drafter
             tree, depth = _tree_of(drafter), drafter.max_depth
-            return Candidate(self.number, self.name, self.config, tree, depth, drafter.tree_size)
+            return Candidate(self, self.name, self.config, tree, depth, drafter.tree_size)
         if not self.takes_trees:
             return self.chain(self.max_k)
         full = tree_settings.full(self.max_k, _TOP_K)
@@ -102,11 +102,11 @@ def families_of(target: LoadedModel, settings: Settings) -> list[Family]:
     Raises:
       ValueError: a config does not fit the target.
     """
-    families = [Family(0, "plain decoding", PLAIN, PLAIN, None, False, target, settings.dtype)]
+    families = [Family("plain decoding", PLAIN, PLAIN, None, False, target, settings.dtype)]
     for given in settings.configs:
         for index, variant in enumerate(_variants(given, settings)):
             try:
-                families.append(_family(len(families), variant, target, settings))
+                families.append(_family(variant, target, settings))
             except ValueError:
                 if index == 0:
                     raise
@@ -140,9 +140,7 @@ def _variants(given: Mapping[str, Any], settings: Settings) -> Iterator[Mapping[
         yield {**given, "num_speculative_tokens": depth}
 
 
-def _family(
-    number: int, given: Mapping[str, Any], target: LoadedModel, settings: Settings
-) -> Family:
+def _family(given: Mapping[str, Any], target: LoadedModel, settings: Settings) -> Family:
     """Open the networks of a config, and find the largest K that its drafter takes."""
     read = _read(given)
     opened: dict[str, Any] = {} if read.drafter_class else {"method": read.method}
@@ -152,7 +150,7 @@ def _family(
         opened["model"] = loading.load_head(
             read.model, target.config, kind=read.method, dtype=settings.dtype
         )
-    family = Family(number, name_of(given), given, opened, None, False, target, settings.dtype)
+    family = Family(name_of(given), given, opened, None, False, target, settings.dtype)
     if _is_fixed(given):
         family.build(given)  # raises before anything is measured
         return family

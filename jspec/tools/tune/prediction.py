@@ -54,11 +54,10 @@ def replay(
             random = None if by_position else np.random.default_rng((0, index))
             rows.append(_row(rounds or pooled, tree, lengths[index], random))
             tokens += len(rounds) if recording.by_position else lengths[index]
-        counts = np.array([[len(has_draft) for has_draft in row] for row in rows])
-        any_draft = np.zeros((_REPLAYS, int(counts.max())), bool)
-        for row in rows:
-            for index, has_draft in enumerate(row):
-                any_draft[index, : len(has_draft)] |= has_draft
+        counts = np.array([count for _, count in rows])
+        any_draft = np.zeros((_REPLAYS, max(has_draft.shape[1] for has_draft, _ in rows)), bool)
+        for has_draft, _ in rows:
+            any_draft[:, : has_draft.shape[1]] |= has_draft
         drafted += any_draft.sum(1).mean()
         plain += (counts.max(0) - any_draft.sum(1)).mean()
         row_rounds += counts.sum(0).mean()
@@ -83,8 +82,8 @@ def _row(
     tree: StaticTree | None,
     length: int,
     random: np.random.Generator | None,
-) -> list[np.ndarray]:
-    """Return whether each round of an answer has a draft, bool [rounds] for each replay.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether each round of an answer has a draft [replays, T], and their number [replays].
 
     Rounds are drawn with ``random``; without it there is one for every token.
     """
@@ -96,8 +95,9 @@ def _row(
         while position < len(accepted):
             visited.append(position)
             position += int(accepted[position]) + 1
-        return [has_draft[visited]] * _REPLAYS
+        every = np.broadcast_to(has_draft[visited], (_REPLAYS, len(visited)))
+        return every, np.full(_REPLAYS, len(visited))
     picked = random.integers(len(accepted), size=(_REPLAYS, length))
     emitted = 1 + accepted[picked]
-    counts = (np.cumsum(emitted, 1) - emitted < length).sum(1)
-    return [has_draft[row[:count]] for row, count in zip(picked, counts, strict=True)]
+    runs = np.cumsum(emitted, 1) - emitted < length
+    return has_draft[picked] & runs, runs.sum(1)

@@ -5,6 +5,7 @@ are measured, because by the predictions no other can then be faster. These and 
 run in turns.
 """
 
+import dataclasses
 import math
 import operator
 import statistics
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from jspec.api.llm import LLM
-from jspec.api.sampling_params import SamplingParams
 from jspec.core import trees
 from jspec.core.types import Sharing
 from jspec.tools.bench.contenders import Ours
@@ -27,7 +27,7 @@ from jspec.tools.tune.families import Candidate, Family
 from jspec.tools.tune.prediction import Passes
 from jspec.tools.tune.settings import TREE_STEP, Settings
 from jspec.tools.tune.trees import best_trees
-from jspec.tools.tune.workload import Workload, generate
+from jspec.tools.tune.workload import Workload
 
 TOLERANCE = 0.1  # of predictions
 _SPEED = "predicted_tokens_per_second"
@@ -45,14 +45,16 @@ class Search:
         settings: Settings,
         on_step: Callable[[str], None],
     ):
-        self._families, self._work, self._settings = families, work, settings
+        self._work, self._settings, self._plain = work, settings, families[0].probe
         self._on_step = lambda words: on_step(f"{work.case.title}: {words}")
-        self._measure_plain()
+        self._on_step("plain decoding")
+        llm = self._llm(self._plain)
+        self._texts = Ours(llm, work.case, {"all": work.requests})().tokens
+        self._lengths = [len(text) for text in self._texts]
         self._passes: dict[Candidate, Passes] = {}
         for family, recording in zip(families, recordings, strict=True):
             self._passes |= self._predicted_passes(family, recording)
-        self._plain = next(iter(self._passes))
-        self._costs.measured(self._plain, self._costs.plain, 0.0)
+        self._measure_plain(llm)
 
     def run(self) -> dict[str, Any]:
         """Search, verify and return the results of the batch size for JSON."""
@@ -101,10 +103,7 @@ class Search:
         field = {}
         for candidate in candidates:
             self._on_step(f"compiling {candidate.name}")
-            family, size = self._families[candidate.family], self._work.case.batch_size
-            config = {**candidate.config, **family.opened}
-            llm = LLM(family.target, config, dtype=family.dtype, max_num_seqs=size)
-            run = Ours(llm, self._work.case, {"all": self._work.requests})
+            run = Ours(self._llm(candidate), self._work.case, {"all": self._work.requests})
             run()
             field[candidate] = Contender(candidate.name, run)
         self._on_step("running the best two in turns")
@@ -122,11 +121,10 @@ class Search:
 
         Predicted speeds are divided by ``drift``, the time of a plain round now over that then.
         """
-        plain_speed = self._prediction(self._plain)[_SPEED] / drift
+        plain_speed = self._prediction(self._plain, drift)[_SPEED]
         rows = []
         for candidate, each in field.items():
-            predicted = self._prediction(candidate)
-            predicted[_SPEED] /= drift
+            predicted = self._prediction(candidate, drift)
             lengths = [sample.num_tokens / sample.passes for sample in each.usable]
             row = {
                 "name": candidate.name,
@@ -142,10 +140,10 @@ class Search:
             rows.append(row | predicted)
         return sorted(rows, key=lambda row: -row["tokens_per_second"]["median"])
 
-    def _prediction(self, candidate: Candidate) -> dict[str, float]:
+    def _prediction(self, candidate: Candidate, drift: float = 1.0) -> dict[str, float]:
         """Return the predicted speed of ``LLM.generate`` on all prompts, and acceptance length."""
         return {
-            _SPEED: sum(self._lengths) / self._seconds(candidate),
+            _SPEED: sum(self._lengths) / self._seconds(candidate) / drift,
             "predicted_acceptance_length": self._passes[candidate].tokens_per_pass,
         }
 
@@ -167,41 +165,31 @@ class Search:
             "candidates": lines,
         }
 
-    def _measure_plain(self) -> None:
-        """Generate the plain texts; time a call, prefill, rounds, and passes over N nodes."""
-        plain, work = self._families[0], self._work
-        build = plain.build(plain.config)
-        llm = LLM(plain.target, None, dtype=plain.dtype, max_num_seqs=work.case.batch_size)
-        self._on_step("plain decoding")
-        self._texts = Ours(llm, work.case, {"all": work.requests})().tokens
-        self._lengths = [len(text) for text in self._texts]
+    def _llm(self, candidate: Candidate) -> LLM:
+        family, size = candidate.family, self._work.case.batch_size
+        config = {**candidate.config, **family.opened}
+        return LLM(family.target, config, dtype=family.dtype, max_num_seqs=size)
+
+    def _measure_plain(self, llm: LLM) -> None:
+        """Time a call for one token, prefill, rounds, and passes over 1 to the most nodes."""
+        work, build = self._work, self._plain.family.build(self._plain.config)
         batch = work.batch(build.plan, build.params, self._texts, ())
-        largest = max([2, *(self._largest(family) for family in self._families[1:])])
+        largest = max(2, *(candidate.size for candidate in self._passes))
         sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest]
         sizes.append(largest)
         self._on_step("measuring plain decoding and passes over 1 to many nodes")
         self._plain_rounds, _ = clocks.rounds(build.plan, build.params, work, self._texts, ())
+        one_token = dataclasses.replace(work.case, max_tokens=1)
+        requests = [work.requests[index] for index in work.middle]
         runs = [
-            clocks.whole(self._one_token(llm)),
+            clocks.whole(Ours(llm, one_token, {"all": requests})),
             clocks.prefill(build.plan, build.params, work),
             self._plain_rounds,
             *(clocks.passes(build.plan, build.params.target, batch, size) for size in sizes),
         ]
-        call, prefill, plain_round, *seconds = clocks.timed(runs, self._settings)
-        self._costs = Costs(sizes, seconds, plain_round, call - plain_round, {0: prefill})
-
-    def _one_token(self, llm: LLM) -> Callable[[], Any]:
-        case = self._work.case
-        params = SamplingParams(
-            temperature=case.temperature, max_tokens=1, seed=case.seed, detokenize=False
-        )
-        prompts = [{"prompt_token_ids": self._work.prompts[index]} for index in self._work.middle]
-        return lambda: llm.generate(prompts, params)
-
-    def _largest(self, family: Family) -> int:
-        if family.max_k is None:
-            return family.probe.size
-        return max(family.max_k + 1, self._settings.max_tree_size if family.takes_trees else 0)
+        call, self._plain_prefill, plain_round, *seconds = clocks.timed(runs, self._settings)
+        self._costs = Costs(sizes, seconds, plain_round, call - plain_round)
+        self._costs.measured(self._plain, plain_round, 0.0)
 
     def _predicted_passes(self, family: Family, recording: Recording) -> dict[Candidate, Passes]:
         """Return the candidates of a family; none if too little was recorded."""
@@ -231,23 +219,22 @@ class Search:
         return list({each.tree: each for each in candidates}.values())  # a tree may be a chain
 
     def _measure(self, candidate: Candidate) -> None:
-        family = self._families[candidate.family]
-        build, work = family.build(candidate.config), self._work
+        build, work = candidate.family.build(candidate.config), self._work
         self._on_step(f"compiling and measuring rounds of {candidate.name}")
         shared = ()
         if isinstance(build.plan.drafter, Sharing):  # its state depends on its own earlier drafts
-            answers, shared = generate(build.plan, build.params, work)
+            answers, shared = work.generate(build.plan, build.params)
             self._passes[candidate] = prediction.counted(answers, work.groups)
         clock, drafted = clocks.rounds(build.plan, build.params, work, self._texts, shared)
         runs = [self._plain_rounds, clock]
-        if family.number not in self._costs.prefill:
+        if candidate.family not in self._costs.prefill:
             runs.append(clocks.prefill(build.plan, build.params, work))
         plain, *seconds = clocks.timed(runs, self._settings)
         # Relative to plain rounds of the same minutes: the speed of the machine may have changed.
         seconds, *prefill = [self._costs.plain / plain * each for each in seconds]
         self._costs.measured(candidate, seconds, drafted)
         if prefill:
-            self._costs.prefill[family.number] = prefill[0]
+            self._costs.prefill[candidate.family] = prefill[0] - self._plain_prefill
 
     def _ranked(self) -> list[Candidate]:
         return sorted(self._passes, key=self._seconds)

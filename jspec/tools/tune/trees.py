@@ -24,7 +24,8 @@ class BestTrees:
     """The best tree of every size; made by ``best_trees``."""
 
     tokens: np.ndarray  # float64 [n + 1], expected, by nodes with the root; -inf: no such tree
-    _sizes: np.ndarray  # [D, R, n + 1], nodes of the subtree of rank r if m nodes are left
+    # [D, R, n + 1], nodes of the subtree of rank r if m > 0 nodes are left
+    _sizes: np.ndarray
 
     def of_size(self, size: int) -> list[tuple[int, ...]]:
         """Return the rank paths of the best tree of ``size`` nodes with the root, parents first."""
@@ -50,28 +51,17 @@ def best_trees(chances: np.ndarray, most_nodes: int) -> BestTrees:
     sizes = np.zeros((depth, ranks, most_nodes + 1), np.int32)
     tokens = np.full(most_nodes + 1, _NEVER)
     tokens[1] = 1.0  # a leaf at the greatest depth
+    nodes = np.arange(most_nodes + 1)
+    left, size = nodes[:, None], nodes[1:]  # m and s
     for above in reversed(range(depth)):  # depth of the parents
-        below = np.full(most_nodes + 1, _NEVER)
-        below[0] = 0.0
+        below = np.where(nodes > 0, _NEVER, 0.0)  # W of the next rank
         for rank in reversed(range(ranks)):
             exists = tokens[1:] > _NEVER  # 0 * -inf is NaN
             subtree = np.where(
                 exists, chances[above][rank] * np.where(exists, tokens[1:], 0), _NEVER
             )
-            below, sizes[above, rank] = _with_rank(subtree, below)
+            options = np.where(size <= left, subtree + below[left - size], _NEVER)
+            sizes[above, rank] = 1 + options.argmax(1)
+            below = np.where(nodes > 0, options.max(1), 0.0)
         tokens = np.concatenate([[_NEVER], 1.0 + below[:-1]])
     return BestTrees(tokens, sizes)
-
-
-def _with_rank(subtree: np.ndarray, later: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return W of a rank, and the nodes s of its subtree, by the number m of nodes: both [n + 1].
-
-    ``subtree`` [n] is the value of 1, 2, ... nodes under this rank, ``later`` the W of the next.
-    """
-    values, sizes = np.full_like(later, _NEVER), np.zeros(len(later), np.int32)
-    values[0] = 0.0
-    for left in range(1, len(later)):
-        options = subtree[:left] + later[left - 1 :: -1]
-        sizes[left] = 1 + int(options.argmax())
-        values[left] = options.max()
-    return values, sizes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jspec.core.types import Params, Shared
 from jspec.engine import loading
-from jspec.engine.batch import Answer, Batch, advance, groups, read, start
+from jspec.engine.batch import Answer, Batch, generate_sharing, groups, start
 from jspec.engine.costs import CostTable
 from jspec.engine.loading import LoadedModel
 from jspec.engine.loop import init_shared
@@ -60,7 +60,14 @@ class Workload:
     def batch(self, plan: Plan, params: Params, texts: Sequence, shared: Shared) -> Batch:
         """Prefill the middle group with the first half of its ``texts``."""
         rows = self.rows([text[: len(text) // 2] for text in texts])
-        return _prefilled(plan, params, self.middle, rows, CostTable(), shared)
+        group, filters = [rows[index] for index in self.middle], filters_of(rows)
+        batch = start(plan, params, group, filters=filters).replace(shared=shared)
+        return batch.replace(shared=CostTable().price(plan, params, batch))
+
+    def generate(self, plan: Plan, params: Params) -> tuple[list[Answer], Shared]:
+        """Return the answer to every prompt, and the drafter's shared state after all of them."""
+        options = {"max_num_seqs": self.case.batch_size, "price": CostTable().price}
+        return generate_sharing(plan, params, self.rows(), init_shared(plan), **options)
 
 
 def workload(
@@ -70,28 +77,3 @@ def workload(
     least = max(least, _SAMPLED_ANSWERS if case.temperature else 0)
     prompts = (request.token_ids for request in filled(requests, case.batch_size, least))
     return Workload(case, tuple(prompts), loading.text_ends(target))
-
-
-def generate(plan: Plan, params: Params, work: Workload) -> tuple[list[Answer], Shared]:
-    """Return the answer to every prompt, and the drafter's shared state after all of them."""
-    answers: dict[int, Answer] = {}
-    rows, shared, costs = work.rows(), init_shared(plan), CostTable()
-    for group in work.groups:
-        batch = advance(plan, params, _prefilled(plan, params, group, rows, costs, shared))
-        shared = batch.shared
-        answers |= dict(zip(group, read(batch), strict=True))
-    return [answers[index] for index in range(len(rows))], shared
-
-
-def _prefilled(
-    plan: Plan,
-    params: Params,
-    group: Sequence[int],
-    rows: Sequence[SequenceParams],
-    costs: CostTable,
-    shared: Shared,
-) -> Batch:
-    """Prefill a group of ``rows`` in the program that is compiled for all of them."""
-    batch = start(plan, params, [rows[index] for index in group], filters=filters_of(rows))
-    batch = batch.replace(shared=shared)
-    return batch.replace(shared=costs.price(plan, params, batch))

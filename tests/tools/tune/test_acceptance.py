@@ -107,7 +107,7 @@ def test_a_group_runs_as_long_as_its_slowest_row():
 
 
 def test_unmeasured_rounds_cost_at_least_the_bound():
-    costs = Costs([1, 2, 4, 8], [2.0, 2.4, 2.2, 3.0], plain=2.5, call=1.0, prefill={0: 0.5})
+    costs = Costs([1, 2, 4, 8], [2.0, 2.4, 2.2, 3.0], plain=2.5, call=1.0)
     candidate = lambda depth, size: Candidate(1, "", {}, None, depth, size)
     assert [costs.of_pass(size) for size in (1, 2, 4, 6, 8)] == [2.0, 2.2, 2.2, 2.6, 3.0]
     assert costs.of_round(candidate(7, 8)) == RoundSeconds(3.5, 2.5)  # as if drafting were free
@@ -117,5 +117,5 @@ def test_unmeasured_rounds_cost_at_least_the_bound():
     between = costs.of_round(candidate(2, 8))
     assert between.with_draft == pytest.approx(3.0 + (0.5 + 1.3) / 2)
     assert costs.of_round(candidate(6, 8)).with_draft == pytest.approx(3.0 + 1.3)
-    costs.prefill[1] = 0.9
+    costs.prefill[1] = 0.4
     assert costs.of_call(0) == 1.0 and costs.of_call(1) == pytest.approx(1.4)
